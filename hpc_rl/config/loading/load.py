@@ -70,7 +70,9 @@ def load(
     trainer = pick_trainer(merge([*profile, *files, *arguments]), config_files, presets)
     cls = CONFIGS[trainer]
     below, over = presets_of.read(presets, options(cls), [*profile, *files, *arguments])
-    translated = atlas.translate([*profile, *files, *arguments], options(cls))
+    given = merge([*below, *profile, *files, *arguments])
+    present = {name.partition(".")[0] for name, item in given.items() if item.value is not None}
+    translated = atlas.translate([*profile, *files, *arguments], options(cls), present)
     num_files = len(profile) + len(files)
     settings = merge([*below, *translated.sources[:num_files], *over, *translated.sources[num_files:]])
     refusals = [*translated.refusals, *refused_names(cls, settings, aliases)]
@@ -160,8 +162,12 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
         kinds = (settings.get(f"{section}.type") for section in ("train_dataset", "valid_dataset"))
         # As in AReaL's reward-model files; the one may refer to the other.
         return "rw" if any(kind and kind.value == "rw" for kind in kinds) else "sft"
-    stands_for = [alias.to for name, alias in atlas.ALIASES.items() if name in settings]
-    if "teacher" in origins or any(to.startswith("teacher.") for to in stands_for):
+    stands_for = [alias.to for name, alias in atlas.ALIASES.items() if name in origins]
+    if (
+        "teacher" in origins
+        or "atlas-teacher" in presets
+        or any(to.startswith("teacher.") for to in stands_for)
+    ):
         return "teacher"
     if "actor" in origins or "atlas" in presets or any(to.startswith(_OF_GRPO) for to in stands_for):
         return "grpo"

@@ -1,4 +1,4 @@
-"""Presets: named sets of values. `atlas` is overridden by every file, `cpu` overrides every file."""
+"""Presets: named sets of values. Those of ATLAS are overridden by every file, `cpu` overrides every file."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from hpc_rl.config.loading.fields import did_you_mean
 from hpc_rl.config.loading.source import Settings, read_yaml
 from hpc_rl.errors import ConfigError
 
-BELOW = ("atlas",)
+BELOW = ("atlas", "atlas-teacher")
 OVER = ("cpu",)
 _ONLY_GRPO = ("launcher.rollout_", "launcher.inference_server_")
 _OPTIONAL = ("ref", "valid_dataset")

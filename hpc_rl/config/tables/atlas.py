@@ -4,14 +4,13 @@
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.config.loading.source import Settings, SourceValue
 
 _SERVERS = "allocation_mode says what generates, and where: use vllm:dN+fsdp:dM for N servers of vLLM"
-_NOT_BUILT_TEACHER = "the adaptive teacher is not implemented; omit it"
 _QUESTIONS = (
     "train_dataset.batch_size counts questions: set it to per_device_train_batch_size * "
     "gradient_accumulation_steps * trainer ranks / num_generations, and limit memory with "
@@ -32,10 +31,12 @@ class Alias:
     idle: tuple[Any, ...] = ()  # values that have no effect; without `to` the others are refused
     why: str = ""  # why there is no effect, and what to use
     note: str = ""  # with `to`: what differs
+    needs: str = ""  # with `to`: the section without which there is no effect
 
     def describe(self) -> str:
         if self.to:
-            return f"{self.to}{'; ' + self.note if self.note else ''}"
+            alone = f"no effect without a section {self.needs}" if self.needs else ""
+            return "; ".join(filter(None, (self.to, self.note, alone)))
         if ANY in self.idle:
             return f"no effect: {self.why}"
         accepted = ", ".join(str(value).lower().replace("none", "null") for value in self.idle)
@@ -101,27 +102,30 @@ ALIASES: dict[str, Alias] = {
     **dict.fromkeys(("vllm_host", "vllm_port"), Alias(idle=(None,), why=_SERVERS)),
     "num_vllm_clients": Alias(idle=(1,), why=_SERVERS),
     "offload_untrained_models": Alias(
-        idle=(False,), why="offloading the reference model is not implemented; omit it"
+        "ref.fsdp.offload_params",
+        idle=(False,),
+        why="models that are not trained have servers of their own, but for the reference model",
+        needs="ref",
     ),
     "ds3_gather_for_generation": Alias(
         idle=(True,),
         why="weights are always published whole; servers generate, not the trainer; omit it",
     ),
     "backprop_accumulation_steps": Alias("{model}.mb_spec.n_mbs", _neutral_if(1, None)),
-    "backprop_accumulation_micro_batch_size": Alias(
-        idle=(None,), why="micro-batches are cut by tokens; use {model}.mb_spec.max_tokens_per_mb"
-    ),
+    "backprop_accumulation_micro_batch_size": Alias("{model}.mb_spec.max_seqs_per_mb"),
     "remove_unused_columns": Alias(
         idle=(False,), why="the reward function gets every column of a row; omit it"
     ),
-    "max_probe_tokens": Alias(why=_NOT_BUILT_TEACHER),
-    **dict.fromkeys(
-        (
-            *("student_diagnostic_template", "teacher_adaptive_template"),
-            *("student_with_teaching_template", "student_baseline_template"),
-        ),
-        Alias(idle=(None,), why=_NOT_BUILT_TEACHER),
-    ),
+    "max_probe_tokens": Alias("teacher.max_probe_tokens"),
+    **{
+        name: Alias(f"teacher.templates.{to}", idle=(None,), why="the default of teacher.templates is used")
+        for name, to in (
+            ("student_diagnostic_template", "diagnostic"),
+            ("teacher_adaptive_template", "adaptive"),
+            ("student_with_teaching_template", "with_teaching"),
+            ("student_baseline_template", "baseline"),
+        )
+    },
     "logging_steps": Alias(idle=(ANY,), why="every step is logged"),
     "save_steps": Alias("saver.freq_steps"),
     "eval_steps": Alias("evaluator.freq_steps"),
@@ -157,8 +161,10 @@ class Translated:
     refusals: list[str]
 
 
-def translate(sources: Sequence[Settings], known: Mapping[str, Any]) -> Translated:
-    """Replace ATLAS names.
+def translate(
+    sources: Sequence[Settings], known: Mapping[str, Any], present: Collection[str] = ()
+) -> Translated:
+    """Replace ATLAS names. `present` are the sections at the top level that are not null.
 
     An option that has different values by its two names is refused; arguments take precedence over files.
     """
@@ -169,7 +175,7 @@ def translate(sources: Sequence[Settings], known: Mapping[str, Any]) -> Translat
         for name, item in source.items():
             if name not in ALIASES:
                 settings[name] = item
-            elif found := _one(name, ALIASES[name], item, known, done):
+            elif found := _one(name, ALIASES[name], item, known, present, done):
                 option, value = found
                 by_alias[item.is_argument, option] = (name, value)
                 if option not in source:  # else it has the same value, or is refused below
@@ -190,12 +196,18 @@ def translate(sources: Sequence[Settings], known: Mapping[str, Any]) -> Translat
 
 
 def _one(
-    name: str, alias: Alias, item: SourceValue, known: Mapping[str, Any], done: Translated
+    name: str,
+    alias: Alias,
+    item: SourceValue,
+    known: Mapping[str, Any],
+    present: Collection[str],
+    done: Translated,
 ) -> tuple[str, SourceValue] | None:
     """Return the option that a name stands for, with its value; None where it has no effect or is refused."""
     model = "actor" if "actor" in known else "model"
     value, why = item.plain(), alias.why.replace("{model}", model)
-    if ANY in alias.idle or any(value == one and type(value) is type(one) for one in alias.idle):
+    is_idle = ANY in alias.idle or any(value == one and type(value) is type(one) for one in alias.idle)
+    if is_idle or (alias.needs in known and alias.needs not in present):
         done.notes.append(f"{name} ({item.origin}) has no effect here: {why}.")
         return None
     if not alias.to:

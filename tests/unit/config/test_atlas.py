@@ -33,6 +33,13 @@ BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "act
         ("repetition_penalty=1.1", "gconfig.repetition_penalty", 1.1),
         ("backprop_accumulation_steps=4", "actor.mb_spec.n_mbs", 4),
         ("backprop_accumulation_steps=null", "actor.mb_spec.n_mbs", 1),
+        ("backprop_accumulation_micro_batch_size=4", "actor.mb_spec.max_seqs_per_mb", 4),
+        ("backprop_accumulation_micro_batch_size=null", "actor.mb_spec.max_seqs_per_mb", None),
+        ("max_probe_tokens=300", "teacher.max_probe_tokens", 300),
+        ("student_diagnostic_template='{question}?'", "teacher.templates.diagnostic", "{question}?"),
+        ("teacher_adaptive_template=a {approach}", "teacher.templates.adaptive", "a {approach}"),
+        ("student_with_teaching_template=t {teaching}", "teacher.templates.with_teaching", "t {teaching}"),
+        ("student_baseline_template=x", "teacher.templates.baseline", "x"),
         ("save_steps=500", "saver.freq_steps", 500),
         ("eval_steps=500", "evaluator.freq_steps", 500),
         ("save_total_limit=3", "saver.keep_last", 3),
@@ -40,6 +47,7 @@ BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "act
         ("metric_for_best_model=eval_reward", "saver.keep_best.metric", "eval_reward"),
         ("metric_for_best_model=eval/reward", "saver.keep_best.metric", "eval_reward"),
         ("metric_for_best_model=reward", "saver.keep_best.metric", "eval_reward"),
+        ("metric_for_best_model=eval/accuracy_delta", "saver.keep_best.metric", "eval_accuracy_delta"),
         ("greater_is_better=false", "saver.keep_best.mode", "min"),
         ("vllm_gpu_memory_utilization=0.5", "vllm.gpu_memory_utilization", 0.5),
         ("vllm_dtype=bfloat16", "vllm.dtype", "bfloat16"),
@@ -96,6 +104,12 @@ def test_the_model_of_each_trainer():
         "use_vllm=false",
         "ds3_gather_for_generation=true",
         "remove_unused_columns=false",
+        "offload_untrained_models=false",
+        "offload_untrained_models=true",
+        "student_diagnostic_template=null",
+        "teacher_adaptive_template=null",
+        "student_with_teaching_template=null",
+        "student_baseline_template=null",
     ],
 )
 def test_what_has_no_effect_says_so(given):
@@ -160,6 +174,26 @@ def test_a_file_in_these_names_alone_is_a_grpo_trial(tmp_path):
         load([tmp_path / "b.yaml"])
 
 
+def test_the_reference_model_is_what_is_offloaded():
+    offloaded = load([], [*BASE, "ref.path=/m", "offload_untrained_models=true"]).config
+    assert offloaded.ref is not None and offloaded.ref.fsdp.offload_params
+    from_preset = load([], [*BASE, "offload_untrained_models=true"], presets=["atlas"]).config
+    assert from_preset.ref is not None and from_preset.ref.fsdp.offload_params
+    loaded = load([], [*BASE, "offload_untrained_models=true", "ref=null"])
+    assert loaded.config.ref is None
+    assert any("have servers of their own" in note for note in loaded.notes)
+
+
+def test_names_of_the_teacher_make_a_teacher_trial():
+    loaded = load([], [*BASE, "max_probe_tokens=500"])
+    assert loaded.config.trainer == "teacher"
+    assert load([], [*BASE, "student_baseline_template=null"]).config.trainer == "grpo"
+    with pytest.raises(
+        ConfigError, match=r"stands for teacher.max_probe_tokens, which this trainer does not"
+    ):
+        load([], [*BASE, "trainer=grpo", "max_probe_tokens=500"])
+
+
 def test_beta_is_the_only_kl_term_unless_both_are_said(tmp_path):
     words = [
         "experiment_name=e",
@@ -208,6 +242,23 @@ def test_the_preset_lies_below_files(tmp_path):
         3,
     )
     assert loaded.origins["gconfig.temperature"] == "preset atlas"
+
+
+def test_the_preset_of_the_teacher_is_its_recipe(tmp_path):
+    pools = ["pools.student.path=/s", "allocation_mode=embedded:d1+embedded[student]:d1+fsdp:d1"]
+    words = [*BASE, *pools, "cluster.n_gpus_per_node=0", "max_probe_tokens=200"]
+    loaded = load([], words, presets=["atlas-teacher"])
+    config = loaded.config
+    assert config.trainer == "teacher"
+    assert (config.gconfig.n_samples, config.gconfig.temperature, config.gconfig.max_new_tokens) == (
+        32,
+        0.7,
+        4096,
+    )
+    assert config.train_dataset.batch_size * config.gconfig.n_samples == 128
+    assert (config.teacher.max_probe_tokens, config.teacher.degradation_penalty_multiplier) == (200, 2.0)
+    assert (config.actor.beta, config.actor.optimizer.lr, config.ref.path) == (0.04, 1e-6, "/m")
+    assert loaded.origins["gconfig.n_samples"] == "preset atlas-teacher"
 
 
 def test_sft_has_no_generation():

@@ -242,7 +242,7 @@ def test_the_reference_page_is_current():
     assert page.read_text() == reference(), "run: hpc-rl config reference > docs/configuration.md"
 
 
-@pytest.mark.parametrize("preset", ["atlas", "cpu"])
+@pytest.mark.parametrize("preset", ["atlas", "atlas-teacher", "cpu"])
 @pytest.mark.parametrize("trainer", CONFIGS)
 def test_every_key_of_a_preset_is_one_that_a_trainer_has(preset, trainer):
     text = (ROOT / "hpc_rl" / "config" / "presets" / f"{preset}.yaml").read_text()
@@ -260,5 +260,5 @@ def _keys(tree: dict, prefix: str):
 
 
 def test_an_unknown_preset():
-    with pytest.raises(ConfigError, match="preset 'cup' is not known; allowed: atlas, cpu"):
+    with pytest.raises(ConfigError, match="preset 'cup' is not known; allowed: atlas, atlas-teacher, cpu"):
         load([], [*BASE, MODEL["grpo"]], presets=["cup"])
