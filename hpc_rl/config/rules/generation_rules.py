@@ -8,7 +8,10 @@ from hpc_rl.config.loading.fields import did_you_mean
 from hpc_rl.config.rules.consistency import context_option, given, is_default, server_backend
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 
-BUILT_IN = {"workflow": ["single_turn", "multi_turn"], "reward_fn": ["exact_match", "contains"]}
+BUILT_IN = {
+    "workflow": ["single_turn", "multi_turn"],
+    "reward_fn": ["exact_match", "contains", "final_answer"],
+}
 _IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 

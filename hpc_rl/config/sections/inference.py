@@ -83,7 +83,8 @@ class InferenceEngineConfig:
     """`single_turn`; `multi_turn`, which lets the model try a second time; or `package.module:name` of your
     own. hpc-rl extension."""
     reward_fn: str = "exact_match"
-    """`exact_match`, `contains`, or `package.module:name` of your own. hpc-rl extension."""
+    """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value;
+    or `package.module:name` of your own. hpc-rl extension."""
     reward_timeout_s: PositiveFloat = 15.0
     """Time limit of one reward call in seconds; exceeding it rejects the prompt. hpc-rl extension."""
     num_workers: PositiveInt = 1

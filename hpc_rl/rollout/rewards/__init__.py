@@ -15,6 +15,7 @@ from typing import Any
 
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason
+from hpc_rl.rollout.rewards.answers import final_answer
 
 logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 400
@@ -74,7 +75,11 @@ def contains(prompt: Any, completion: str, answer: Any, **_columns: Any) -> floa
     return float(str(answer) in completion)
 
 
-BUILTINS: dict[str, Callable[..., float]] = {"exact_match": exact_match, "contains": contains}
+BUILTINS: dict[str, Callable[..., float]] = {
+    "exact_match": exact_match,
+    "contains": contains,
+    "final_answer": final_answer,
+}
 
 
 def import_object(key: str, path: str) -> Any:

@@ -1,0 +1,23 @@
+r"""Texts with named values: `{name}` stands for a value, every other brace is text.
+
+Never `str.format`: it fails on `\boxed{}`, and what a value holds is not a template. Braces that are the
+arguments of a LaTeX command, as in `\boxed{x}` or `\frac{a}{b}`, are text too; `\boxed{{question}}` has a
+value in them. A command has at least two letters, for `\n` before a name may be a line's end in an unquoted
+YAML text.
+"""
+
+import re
+from collections.abc import Mapping
+
+_NAMED = re.compile(r"\\[A-Za-z]{2,}(?:\{[^{}]*\})+|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+def names_in(template: str) -> list[str]:
+    """Return the names that stand for values, in order, each once."""
+    found = (match["name"] for match in _NAMED.finditer(template))
+    return list(dict.fromkeys(name for name in found if name))
+
+
+def filled(template: str, values: Mapping[str, str]) -> str:
+    """Return the text with its values, which are not searched for names. Raises KeyError for another name."""
+    return _NAMED.sub(lambda match: values[match["name"]] if match["name"] else match[0], template)

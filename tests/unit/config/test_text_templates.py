@@ -1,0 +1,50 @@
+"""Templates with named values: braces that are no names stay, and values are never templates."""
+
+import pytest
+
+from hpc_rl.config.sections.teacher import TemplatesConfig
+from hpc_rl.config.text_templates import filled, names_in
+
+EMPTY_BOX = r"{question} End with \boxed{}."
+
+
+def test_empty_braces_are_text():
+    """`str.format` fails on them."""
+    assert filled(EMPTY_BOX, {"question": "1 + 1?"}) == r"1 + 1? End with \boxed{}."
+    assert names_in(EMPTY_BOX) == ["question"]
+
+
+@pytest.mark.parametrize(
+    ("template", "names"),
+    [
+        (r"\boxed{answer} \frac{a}{b} \text{x y}", []),
+        (r"\boxed{{question}}", ["question"]),
+        (r"Question:\n{question}", ["question"]),
+        ("{question} { question } {0} {} {a b} {{}} {question!r}", ["question"]),
+        ('{"question": {question}, "b": {b}, "again": {question}}', ["question", "b"]),
+    ],
+)
+def test_names_are_found_by_their_pattern(template, names):
+    assert names_in(template) == names
+    assert filled(template, dict.fromkeys(names, "{approach} {}")).count("{approach} {}") == sum(
+        template.count(f"{{{name}}}") for name in names
+    )
+
+
+def test_values_are_not_templates():
+    values = {"question": "What is {teaching}? {", "teaching": "{question} } {validation}"}
+    made = filled("{question} | {teaching}", values)
+    assert made == "What is {teaching}? { | {question} } {validation}"
+
+
+def test_an_unknown_name_shows_no_value_of_another():
+    with pytest.raises(KeyError) as raised:
+        filled("{question} {validation_note}", {"question": "q", "validation": "the secret"})
+    assert raised.value.args == ("validation_note",)
+
+
+def test_defaults_need_no_column():
+    templates = TemplatesConfig()
+    assert names_in(templates.baseline) == names_in(templates.diagnostic) == ["question"]
+    assert names_in(templates.adaptive) == ["question", "approach"]
+    assert names_in(templates.with_teaching) == ["question", "teaching"]

@@ -1,0 +1,99 @@
+"""The reward `final_answer`: what the answer of a completion is, and when two are the same."""
+
+import time
+
+import pytest
+
+from hpc_rl.rollout.rewards import Rejection, built_in
+from hpc_rl.rollout.rewards.answers import answer_in, final_answer, is_same, truth_of
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [
+        (r"so \boxed{\frac{1}{2}} it is, not 7", r"\frac{1}{2}"),
+        (r"\boxed{1} no, \boxed{f(\{x\}) = 2} and \boxed{3", r"f(\{x\}) = 2"),
+        (r"\boxed{9}</think> It is 8.", "8"),
+        ("1 <solution>we get 5 and 6</solution> 7", "6"),
+        ("2 * 3 + 4 * 5 = 26.", "26"),
+        ("The answer is 26 because 2 * 3 = 6 and 4 * 5 = 20.", "26"),
+        ("**Answer:** $26$ dollars. Check: 26 - 6 = 20.", "$26 dollars"),
+        ("The final answer is\n\n2 * 13 = 26", "26"),
+        ("The answer is Paris. It has 2 million inhabitants", "Paris"),
+        ("#### 1,234", "1,234"),
+        ("10 − 26 = −16", "-16"),
+        ("from 3-5", "5"),
+        (r"$x = \frac{3}{4}$ then", "x = 3/4 then"),
+        ("purple", "purple"),
+        ("9^9^9", "9^9^9"),
+        ("", ""),
+        ("word " * 100, ""),
+    ],
+)
+def test_the_answer_of_a_completion(completion, answer):
+    assert answer_in(completion) == answer
+
+
+SAME = [
+    (r"\frac{1}{2}", "0.5"), ("1/2", "0.5"), (r"\dfrac12", "50%"), (r"-\frac{1}{2}", "-0.5"), (r"\frac{-1}{2}", "-1/2"),
+    (r"1\frac{1}{2}", "1.5"), ("1,000", "1000"), (r"1{,}000", "1000.0"), ("$26", "26 dollars"), (r"\$26", "26"),
+    ("50%", "0.5"), ("50", "50%"), ("50 percent", r"50\%"), ("3 meters", "3 meter"), (r"26\text{ cm}^2", "26"),
+    (r"2\times10^{3}", "2000"), ("1.5e3", "1500"), ("2^{10}", "1024"), ("x = 7", "7"), ("007", "7"), (r"30^\circ", "30"),
+    (r"\text{(B)}", "B"), ("Paris.", "paris"), (r"\sqrt{ 2 }", r"\sqrt{2}"), ("(1, 2)", "(1,2)"), (r"\left(1,2\right)", "(1, 2)"),
+]  # fmt: skip
+DIFFERENT = [
+    ("0.001", "0.004"), ("126", "26"), ("2.6", "26"), ("-26", "26"), ("1/0", "0"), ("3 m", "3 km"), ("2 ms", "2 m"),
+    ("9^9^9", "9"), ("1e999999999", "1"), ("", "26"), ("9" * 5000, "9"), ("0.3333", "1/3"), ("B", "C"), ("26", "26x + 1"),
+    ("0.5%", "0.05"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "truth"), SAME)
+def test_the_same_by_value(answer, truth):
+    assert is_same(answer, truth) and is_same(truth, answer)
+
+
+@pytest.mark.parametrize(("answer", "truth"), DIFFERENT)
+def test_different_by_value(answer, truth):
+    assert not is_same(answer, truth) and not is_same(truth, answer)
+
+
+def test_the_column_with_the_truth():
+    assert truth_of({"answer": 26}) == "26" and truth_of({"answer": None, "ground_truth": "4"}) == "4"
+    assert truth_of({"answer": "3 * 2 = 6\n#### 6"}) == "6" and truth_of({"answer": r"so \boxed{7}."}) == "7"
+    assert truth_of({"answer": " ", "x": 1}) is None and truth_of({"answer": 0}) == "0"
+
+
+def test_the_reward():
+    assert final_answer("q", r"\boxed{0.50}", ground_truth="1/2", other=1) == 1.0
+    assert final_answer("q", "3 + 4i", answer="3+4i") == 1.0  # short: also as a whole
+    assert final_answer("q", "4", answer="5") == 0.0
+
+
+async def test_a_row_without_a_truth_has_no_right_answer_a_missing_column_is_named():
+    assert await built_in("final_answer")("q", "1", {"answer": None}) == 0.0
+    with pytest.raises(Rejection, match=r"answer, ground_truth; the row has the columns \['solution'\]"):
+        await built_in("final_answer")("q", "1", {"solution": "1"})
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "answer is" + "\n" * 60000,
+        "1," * 40000,
+        "\\boxed{" * 20000,
+        "{" * 50000,
+        "9" * 100000,
+        "1/" * 40000,
+        "\\frac{" * 10000,
+        " " * 100000,
+        "answer is " * 20000,
+        "1" + " " * 60000 + "/",
+        "<solution>" * 10000,
+    ],
+    ids=range(11),
+)
+def test_no_completion_takes_long(text):
+    start = time.process_time()
+    final_answer("q", text, answer="26")
+    assert time.process_time() - start < 5.0

@@ -1,0 +1,113 @@
+"""What a teaching is worth: the parts of its reward, the leak check, and where the teaching stands."""
+
+import statistics
+
+import pytest
+
+from hpc_rl.errors import ConfigError
+from hpc_rl.rollout.teacher.leak import leaks, occurs, teaching_in
+from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of
+
+ALL = load_parts(["gain", "solved", "efficiency", "leak"])
+
+
+def lesson(baseline: float, taught: float, num_tokens: int = 100, leaks: bool = False, **options) -> Lesson:
+    known = {"teaching": "t", "num_tokens": num_tokens, "leaks": leaks, "has_answer": True}
+    return Lesson(baseline=baseline, taught=taught, **known, **options)
+
+
+def reward(*args, **options) -> float:
+    return sum(values_of(ALL, lesson(*args, **options)).values())
+
+
+def test_the_worked_example():
+    """One question, four teachings; the last one holds the answer."""
+    rewards = [
+        reward(0.5, 1.0, 40),
+        reward(0.5, 0.5, 100),
+        reward(0.5, 0.0, 60),
+        reward(0.5, 1.0, 80, leaks=True),
+    ]
+    assert rewards == pytest.approx([0.857143, 0.375, -1.0, 0.0], abs=1e-6)
+    assert statistics.mean(rewards) == pytest.approx(0.058036, abs=1e-6)
+    deviation = statistics.stdev(rewards)
+    assert deviation == pytest.approx(0.787791, abs=1e-6)
+    advantages = [(one - statistics.mean(rewards)) / (deviation + 1e-4) for one in rewards]
+    assert advantages == pytest.approx([1.014235, 0.402294, -1.342870, -0.073660], abs=1e-5)
+
+
+def test_each_part_is_known_by_itself():
+    values = values_of(ALL, lesson(0.5, 1.0, 80, leaks=True))
+    assert values == pytest.approx(
+        {"gain": 0.5, "solved": 0.0, "efficiency": 0.277778, "leak": -0.777778}, abs=1e-6
+    )
+    assert values_of(ALL, lesson(0.5, 0.5))["solved"] == 0.25
+    assert values_of(ALL, lesson(1.0, 0.5, leaks=True)) == {
+        "gain": -1.0,
+        "solved": 0.0,
+        "efficiency": 0.0,
+        "leak": 0.0,
+    }
+
+
+def test_weights():
+    assert reward(0.0, 1.0, 100, efficiency_weight=3.0) == 2.5
+    assert reward(1.0, 0.0, degradation_penalty_multiplier=0.5) == -0.5
+
+
+def test_nothing_solved_and_nothing_lost_is_zero():
+    assert reward(0.0, 0.0) == 0.0 and reward(0.0, 0.0, leaks=True) == 0.0
+
+
+def test_parts_of_the_users_own(tmp_path, monkeypatch):
+    (tmp_path / "own_parts.py").write_text(
+        "def brevity(lesson, so_far):\n    return -lesson.num_tokens\nx = 1\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = load_parts(["gain", "own_parts:brevity"])
+    assert values_of(parts, lesson(0.0, 1.0, 7)) == {"gain": 1.0, "brevity": -7.0}
+    for paths, words in [
+        (["own_parts:x"], "function"),
+        (["own_parts:y"], "no attribute"),
+        (["gains"], "neither built in"),
+        (["gain", "gain"], "twice"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            load_parts(paths)
+
+
+OCCURS = [
+    ("26", "it is 26."), ("26", r"\boxed{26}"), ("26", "26 cm"), ("26", "$26"), ("26", r"x=\$26\$"), ("26", "26.0"), ("26", "26/1"),
+    ("26", "the 26th"), ("26", "10-26"), ("26 apples", "26"), ("1000", "1,000"), ("0.5", r"\frac{1}{2}"), ("1/2", "50%"),
+    ("1/2", r"\frac12"), ("50%", "50"), ("Paris", "It is paris!"), ("New York", "new  york"), ("A", "choose (A)."),
+    (r"\sqrt{2}", r"x=\sqrt{ 2 }."), ("7", r"\text{7}"),
+]  # fmt: skip
+OCCURS_NOT = [
+    ("26", "126"), ("26", "2.6"), ("26", "52/2"), ("26", "26,000"), ("26", "1,026"), ("26", "-26"), ("26", "2^26"), ("5", "V5"),
+    ("Paris", "Parisian"), ("A", "A student"), ("B", "a b c"), ("26", ""), ("3 m", "3%"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "text"), OCCURS)
+def test_an_answer_that_occurs(answer, text):
+    assert occurs(answer, text)
+
+
+@pytest.mark.parametrize(("answer", "text"), OCCURS_NOT)
+def test_an_answer_that_does_not_occur(answer, text):
+    assert not occurs(answer, text)
+
+
+def test_a_leak_is_what_question_and_approach_do_not_have():
+    assert leaks("26", "The cost is 26.", "2 pens and 4 pads?", "Multiply and add.")
+    assert not leaks("26", "The cost is 26.", "2 pens of 26?", "Multiply and add.")
+    assert not leaks("26", "The cost is 26.", "2 pens and 4 pads?", "So I get 26?")
+    assert not leaks("26", "Check the product with 126.", "2 pens?", "")
+
+
+def test_the_teaching_stands_between_tags_or_is_everything():
+    assert teaching_in("I think.\n<teaching> Add\nfirst. </teaching> Done") == "Add\nfirst."
+    assert teaching_in(" Add first. ") == "Add first."
+    assert teaching_in("<teaching>a</teaching> better: <teaching>b") == "b"
+    assert teaching_in("in <teaching> tags: <teaching>b</teaching>") == "b"
+    assert teaching_in("<teaching></teaching>") == ""
