@@ -89,9 +89,8 @@ def test_time_limits_of_requests_reach_the_client():
     from hpc_rl.servers.router import Router
 
     rollout = load([], [*BASE, "rollout.request_timeout=12", "rollout.request_retries=5"]).config.rollout
-    router = Router(
-        NameResolve("unused"), "t", rollout.setup_timeout, rollout.request_timeout, rollout.request_retries
-    )
+    limits = rollout.setup_timeout, rollout.request_timeout, rollout.request_retries
+    router = Router(NameResolve("unused"), "t", "rollout", *limits)
     assert (router.request_timeout_s, router.request_retries) == (12.0, 5)
 
 
