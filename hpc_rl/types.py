@@ -102,7 +102,10 @@ class Batch:
 
 @dataclass(slots=True)
 class EvalResult:
-    """Answer of `POST /evaluate`: mean reward over the held-out prompts with the weights of `version`."""
+    """Answer of `POST /evaluate`: mean reward over the held-out prompts with the weights of `version`.
+
+    `stats` are the means of the trajectories' stats, and counts: num_tokens, left_out, asked_again.
+    """
 
     version: str
     num_prompts: int

@@ -10,7 +10,8 @@ from functools import partial
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.rollout.executor import Executor, run_prompt
-from hpc_rl.rollout.pipes import Outcome
+from hpc_rl.rollout.pipes import Outcome, PromptScored
+from hpc_rl.stats.tracker import means
 from hpc_rl.types import EvalResult, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -69,23 +70,31 @@ class Evaluations:
 
     async def _evaluate(self, version: WeightVersion) -> EvalResult:
         assert self.prompts is not None
-        rewards: list[float] = []
-        counts: Counter[str] = Counter(num_tokens=0, left_out=0, asked_again=0)
+        scored: list[PromptScored] = []
+        counts: Counter[str] = Counter(left_out=0, asked_again=0)
         positions = iter(range(len(self.prompts)))
-        score = partial(self._score, version, positions, rewards, counts)
+        score = partial(self._score, version, positions, scored, counts)
         workers = [asyncio.create_task(score()) for _ in range(self._limit)]
         try:
             await asyncio.gather(*workers)
         finally:
             for worker in workers:
                 worker.cancel()
-        if not rewards:
+        if not scored:
             raise RoleFailed(f"no held-out prompt could be scored: {counts['left_out']} were left out")
-        stats = {name: float(count) for name, count in counts.items()}
-        return EvalResult(str(version), len(rewards), sum(rewards) / len(rewards), stats)
+        counts["num_tokens"] = sum(one["num_tokens"] for one in scored)
+        stats = means(one["stats"] for one in scored)
+        stats |= {name: float(count) for name, count in counts.items()}
+        return EvalResult(
+            str(version), len(scored), sum(one["reward"] for one in scored) / len(scored), stats
+        )
 
     async def _score(
-        self, version: WeightVersion, positions: Iterator[int], rewards: list[float], counts: Counter[str]
+        self,
+        version: WeightVersion,
+        positions: Iterator[int],
+        scored: list[PromptScored],
+        counts: Counter[str],
     ) -> None:
         """Score prompts, one after the other, until `positions` has no more. Raises Stale."""
         for position in positions:
@@ -104,8 +113,7 @@ class Evaluations:
                 if newer := [one for one in made_by if one > version]:
                     raise Stale(f"the servers have {newer[-1]} by now: {version} can't be evaluated any more")
                 if made_by in ([], [version]):
-                    rewards.append(outcome["reward"])
-                    counts["num_tokens"] += outcome["num_tokens"]
+                    scored.append(outcome)
                     break
                 counts["asked_again"] += 1
 

@@ -56,6 +56,7 @@ class PromptScored(TypedDict):
     reward: float
     num_tokens: int
     versions: list[str]  # of the weights that made its tokens
+    stats: dict[str, float]  # means over its trajectories
 
 
 class NoGroup(TypedDict):

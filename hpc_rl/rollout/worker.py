@@ -18,6 +18,7 @@ from hpc_rl.rollout.workflow import Sampler, Workflow, check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.servers.router import Router
+from hpc_rl.stats.tracker import means
 from hpc_rl.types import TrajectoryGroup, Turn, WeightVersion, encode
 
 logger = logging.getLogger(__name__)
@@ -165,4 +166,5 @@ def _scored(group: TrajectoryGroup, ticket: int) -> PromptScored:
         reward=sum(rewards) / len(rewards),
         num_tokens=sum(int(t.loss_mask.sum()) for t in group.trajectories),
         versions=[str(version) for version in sorted(versions)],
+        stats=means(t.stats for t in group.trajectories),
     )

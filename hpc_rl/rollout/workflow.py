@@ -8,6 +8,7 @@ rejects the prompt.
 import uuid
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -119,6 +120,9 @@ DTYPES = {
 }
 
 
+NUMBER = Real | np.bool_
+
+
 def check_group(group: Any, index: int, num_trajectories: int | None = None, strict: bool = False) -> None:
     """Raise Rejection unless the result for prompt `index` can be trained on.
 
@@ -155,6 +159,8 @@ def _check_arrays(one: Trajectory, where: str) -> None:
         raise _bad_group(f"{where} has no token")
     if not np.isfinite(one.logprobs).all():
         raise _bad_group(f"{where}: logprobs must be finite")
+    if not all(isinstance(name, str) and isinstance(value, NUMBER) for name, value in one.stats.items()):
+        raise _bad_group(f"{where}: stats must have a number for each name")
     if (one.steps[one.loss_mask] < 0).any() or (one.lineages[one.loss_mask] < 0).any():
         raise _bad_group(f"{where}: steps and lineages must name a weight version where loss_mask is true")
 

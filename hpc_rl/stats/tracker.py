@@ -1,7 +1,7 @@
 """Numbers collected over a step (means, values, seconds) and read out as plain scalars, without torch."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -39,6 +39,15 @@ class Tracker:
         scalars = {**means, **self._values}
         self._totals, self._values = {}, {}
         return scalars
+
+
+def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Return the mean of each name over the rows that have it."""
+    tracker = Tracker()
+    for row in rows:
+        for name, value in row.items():
+            tracker.mean(name, value, 1)
+    return tracker.take()
 
 
 def p95(values: Iterable[float]) -> float:

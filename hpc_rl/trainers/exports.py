@@ -208,7 +208,12 @@ class Exports:
         """Write `exports/best` if an evaluation (rank 0's numbers) beats it; False if a stop prevented it."""
         found = None
         if self.saver.keep_best is not None and self.ranks.rank == 0:
-            found = Ranking.of(self.config).improvement(numbers, self.record("best") or {})
+            ranking = Ranking.of(self.config)
+            found = ranking.improvement(numbers, self.record("best") or {})
+            if numbers and ranking.metric not in numbers:
+                measured = ", ".join(name for name, value in numbers.items() if not isinstance(value, str))
+                form = "saver.keep_best.metric: the evaluation of step %d has no %s; it has %s"
+                logger.error(form, step, ranking.metric, measured)
         if not self.ranks.any(found is not None):
             return True
         if not self._write(self.folder / "best", step, found or {}):

@@ -147,10 +147,10 @@ class GRPO:
         if result is None:
             return None
         numbers: dict[str, float | int | str] = {
+            **{f"eval_{name}": value for name, value in result.stats.items()},
             "eval_reward": result.reward,
             "eval_num_prompts": result.num_prompts,
             "eval_version": result.version,
-            **{f"eval_{name}": value for name, value in result.stats.items()},
             "eval_s": time.monotonic() - start,
         }
         run.sinks.log(step, {"time": time.time(), "lineage": run.lineage, **numbers})

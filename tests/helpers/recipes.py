@@ -49,8 +49,10 @@ class RecordingEngine:
         }
 
 
-def make_run(tmp_path: Path, config: Config, engine: Any = None) -> Run:
-    trial = Trial(tmp_path / "trial")
+def make_run(
+    tmp_path: Path, config: Config, engine: Any = None, trial: Trial | None = None, sinks: Sinks | None = None
+) -> Run:
+    trial = trial or Trial(tmp_path / "trial")
     return Run(
         trial=trial,
         attempt=trial.attempt("1.0"),
@@ -65,5 +67,5 @@ def make_run(tmp_path: Path, config: Config, engine: Any = None) -> Run:
         engine=engine or RecordingEngine(),
         lineage=0,
         step=0,
-        sinks=Sinks([]),
+        sinks=sinks or Sinks([]),
     )

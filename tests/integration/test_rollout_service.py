@@ -5,13 +5,21 @@ import urllib.error
 import urllib.request
 
 import pytest
+from recipes import make_run
 from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial
+from training import FakeEngine
 
+from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.sections.operations import KeepBestConfig
 from hpc_rl.errors import ExitCode, RoleFailed, Stale
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.batch_log.replay import read_state
+from hpc_rl.stats.sinks import JsonlSink, Sinks
+from hpc_rl.trainers.grpo_recipe import GRPO
+from hpc_rl.trial import read_json
 from hpc_rl.types import encode
+from hpc_rl.weights.publish import DiskTransport
 
 
 @pytest.fixture
@@ -19,10 +27,10 @@ def run(tmp_path):
     """Starts a trial's server and role; ends them after the test."""
     started = []
 
-    def start(**options):
+    def start(env=None, **options):
         trial = make_trial(tmp_path, **options)
         server = FakeServer(trial)
-        role = RolloutRole(trial).start()
+        role = RolloutRole(trial, env).start()
         started.append((server, role))
         return trial, server, role
 
@@ -85,6 +93,41 @@ def test_a_run_with_evaluation_replay_trim_and_stop(run):
     assert role.stop() == ExitCode.STOPPED
     state = read_state(trial.rollout)
     assert (state.trimmed, sorted(state.seals), state.consumed) == (5, [6, 7], 21)
+
+
+WORKFLOW = """
+from hpc_rl.rollout.workflow import trajectory
+from hpc_rl.types import TrajectoryGroup
+
+async def run(prompt, generate):
+    ids = prompt["input_ids"]
+    made = trajectory([(ids, await generate(ids))], reward=0.5)
+    made.stats = {"made_by": made.oldest_step(), "question": float(prompt["prompt"].split("+")[0])}
+    return TrajectoryGroup(generate.index, [made])
+"""
+
+
+def test_what_a_workflow_measures_in_an_evaluation_is_logged_and_decides_what_is_best(tmp_path, run):
+    (tmp_path / "measuring.py").write_text(WORKFLOW)
+    trial, server, role = run(workflow="measuring:run", env={"PYTHONPATH": str(tmp_path)})
+    config = from_dict(read_json(trial.config_json))
+    config.saver.keep_best = KeepBestConfig(metric="eval_made_by")
+    metrics, client = trial.attempt("1.0").metrics(0), role.client()
+    sinks = Sinks([JsonlSink(metrics)])
+    trainer = make_run(tmp_path, config, FakeEngine(), trial, sinks)
+    recipe = GRPO(trainer, client, DiskTransport(trial, None), num_prompts=10)
+    for step in (2, 5):
+        server.publish(f"0.{step}")
+        trainer.evaluate(recipe, step)
+    client.close()
+    sinks.close()
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert [(row["eval_made_by"], row["eval_question"]) for row in rows] == [(2.0, 13.0), (5.0, 13.0)]
+    assert all(
+        (row["eval_reward"], row["eval_num_prompts"], row["eval_left_out"]) == (0.5, 7, 0) for row in rows
+    )
+    best = read_json(trial.exports / "best" / "hpc_rl.json")
+    assert (best["step"], best["metric"], best["value"]) == (5, "eval_made_by", 5.0)
 
 
 def test_a_stopped_role_goes_on_where_it_was(run):

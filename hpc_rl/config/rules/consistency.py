@@ -135,7 +135,10 @@ def evaluation(config: Config, explicit: Collection[str]) -> Iterator[str]:
     keep, allowed = config.saver.keep_best, METRICS[trainer_of(config)]
     if isinstance(config, TeacherConfig):
         allowed += tuple(f"eval_reward_{part.rpartition(':')[2]}" for part in config.teacher.reward_parts)
-    if keep is not None and keep.metric not in (None, *allowed):
+    if keep is None or keep.metric is None or keep.metric in allowed:
+        return
+    fills_stats = isinstance(config, GRPOConfig) and ":" in config.rollout.workflow
+    if not (fills_stats and keep.metric.startswith("eval_")):
         measured = f"trainer {config.trainer} measures {', '.join(allowed)}."
         yield f"saver.keep_best.metric {keep.metric} can't be used: {measured}"
 

@@ -72,7 +72,7 @@ class Instant:
             return
         version = frame["version"]
         answer = (
-            {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": [version]}
+            {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": [version], "stats": {}}
             if frame["evaluate"]
             else {"op": op}
         )
@@ -391,15 +391,18 @@ async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(
             return None
         asked.append(frame["row"])
         if asked.count(frame["row"]) == 1 and frame["row"] == 2:
-            return {"op": "scored", "reward": 9.0, "num_tokens": 3, "versions": ["0.2", "0.3"]}
+            return scored | {"reward": 9.0, "versions": ["0.2", "0.3"]}
         if frame["row"] == 4:
             return {"op": "rejected", "reason": "reward_timeout"}
-        return "group"
+        stats = {"row": frame["row"]} | ({"left_out": 7.0, "odd": 1.0} if frame["row"] % 2 else {})
+        return scored | {"stats": stats}
 
+    scored = {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": ["0.3"], "stats": {"row": 99}}
     service = make(tmp_path, fate)
     result = await service.evaluate(WeightVersion(0, 3), None)
     assert (result.num_prompts, result.reward, result.version) == (4, 1.0, "0.3")
-    assert result.stats["left_out"] == 1 and result.stats["asked_again"] == 1
+    counts = {"num_tokens": 12.0, "left_out": 1.0, "asked_again": 1.0}
+    assert result.stats == {"row": 1.5, "odd": 1.0} | counts  # means over the rows that have it
     assert sorted(asked) == [0, 1, 2, 2, 3, 4]
     assert await service.evaluate(WeightVersion(0, 3), None) is result
     assert (
@@ -409,7 +412,7 @@ async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(
 
 
 async def test_an_evaluation_that_can_never_end_is_refused(tmp_path):
-    newer = {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": ["0.4"]}
+    newer = {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": ["0.4"], "stats": {}}
     service = make(tmp_path, lambda frame: newer if frame["evaluate"] else None)
     with pytest.raises(Stale, match=r"0\.4"):
         await service.evaluate(WeightVersion(0, 3), None)

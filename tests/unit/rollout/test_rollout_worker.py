@@ -17,7 +17,7 @@ from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import sampling, trajectory
 from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow, single_turn
-from hpc_rl.types import Turn, decode
+from hpc_rl.types import TrajectoryGroup, Turn, decode
 
 
 class Tokenizer:
@@ -106,6 +106,31 @@ async def test_an_evaluation_samples_once_and_tells_every_version():
         ["0.3", "1.2"],
         3,
     )
+
+
+async def test_an_evaluation_tells_the_means_of_what_its_trajectories_measured():
+    async def measured(prompt, generate):
+        turn = await generate(prompt["input_ids"])
+        made = [trajectory([(prompt["input_ids"], turn)], reward=0.0) for _ in range(2)]
+        made[0].stats, made[1].stats = {"hints": 1, "solved": np.True_}, {"hints": np.float32(4)}
+        return TrajectoryGroup(0, made)
+
+    outcome = await answer(*make(Client(), measured), evaluate=True)
+    assert outcome["stats"] == {"hints": 2.5, "solved": 1.0}
+    assert (await answer(*make(Client()), evaluate=True))["stats"] == {}
+
+
+@pytest.mark.parametrize("stats", [{"hints": "many"}, {"hints": None}, {3: 1.0}])
+@pytest.mark.parametrize("evaluate", [False, True])
+async def test_a_stat_that_is_no_number_by_a_name_makes_a_bad_group(stats, evaluate):
+    async def measured(prompt, generate):
+        turn = await generate(prompt["input_ids"])
+        made = trajectory([(prompt["input_ids"], turn)], reward=0.0)
+        made.stats = stats
+        return TrajectoryGroup(0, [made])
+
+    outcome = await answer(*make(Client(), measured), evaluate=evaluate)
+    assert (outcome["reason"], "stats must have a number" in outcome["error"]) == ("bad_group", True)
 
 
 @pytest.mark.parametrize(("input_len", "room"), [(2, 6), (7, 3), (10, None), (12, None)])

@@ -108,6 +108,14 @@ def test_another_metric_starts_anew(tmp_path):
     assert record(start, "best")["metric"] == "eval_accuracy"
 
 
+def test_a_metric_that_no_evaluation_has_is_said(tmp_path, caplog):
+    start = starter(tmp_path, metric="eval_hints")
+    start(4, numbers={2: {"eval_loss": 1.0, "eval_version": "0.2"}, 4: {"eval_hints": 3.0}})
+    assert record(start, "best")["step"] == 4
+    said = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+    assert said == ["saver.keep_best.metric: the evaluation of step 2 has no eval_hints; it has eval_loss"]
+
+
 def test_where_nothing_was_measured_the_last_weights_are_final(tmp_path):
     start = starter(tmp_path, as_final=True)
     start(3)
@@ -129,5 +137,9 @@ def test_it_needs_held_out_data_and_a_number_that_is_measured():
         check(load([], [*BASE, "load_best_model_at_end=true"]), files=False)
     with pytest.raises(ConfigError, match=r"saver\.keep_best\.metric eval_loss .*eval_reward"):
         check(load([], [*BASE, "valid_dataset.path=/v", "metric_for_best_model=loss"]), files=False)
+    own = [*BASE, "valid_dataset.path=/v", "saver.keep_best.metric=eval_hints"]
+    check(load([], [*own, "rollout.workflow=my.module:run"]), files=False)
+    with pytest.raises(ConfigError, match=r"metric eval_hints .*measures eval_reward"):
+        check(load([], own), files=False)
     done = check(load([], [*BASE, "valid_dataset.path=/v", "load_best_model_at_end=true"]), files=False)
     assert any("first and last" in note and "saver.keep_best" in note for note in done.notes)

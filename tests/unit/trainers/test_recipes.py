@@ -57,7 +57,7 @@ class FakeRollout:
         return self.answers.pop(0)
 
     def evaluate(self, label: str, stopping: threading.Event) -> EvalResult | None:
-        return None if stopping.is_set() else EvalResult(label, 200, 0.25, {"num_tokens": 9.0})
+        return None if stopping.is_set() else EvalResult(label, 200, 0.25, {"num_tokens": 9.0, "hints": 2.5})
 
 
 def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, **actor) -> GRPO:
@@ -389,6 +389,7 @@ def test_evaluation_is_logged_as_a_line_of_its_own(tmp_path):
         and row["eval_num_prompts"] == 200
         and row["eval_version"] == "0.3"
     )
+    assert (row["eval_hints"], row["eval_num_tokens"]) == (2.5, 9.0)
     recipe.run.stopping.set()
     assert recipe.evaluate(3) is None
     recipe.config.valid_dataset = None
