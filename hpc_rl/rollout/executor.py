@@ -7,13 +7,13 @@ reported as lost.
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
 from hpc_rl.rollout import pipes
-from hpc_rl.rollout.pipes import CancelPrompt, Outcome, Request, RunPrompt
+from hpc_rl.rollout.pipes import CancelPrompt, NoteMade, Outcome, Request, RunPrompt
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -24,7 +24,12 @@ MAX_SHORT_LIVES = 5
 
 
 def run_prompt(
-    ticket: int, index: int, prompt: Prompt, version: WeightVersion, evaluate: bool = False
+    ticket: int,
+    index: int,
+    prompt: Prompt,
+    version: WeightVersion,
+    evaluate: bool = False,
+    notes: Mapping[str, bytes] | None = None,
 ) -> RunPrompt:
     return RunPrompt(
         op="run",
@@ -36,6 +41,7 @@ def run_prompt(
         input_ids=prompt.input_ids,
         version=str(version),
         evaluate=evaluate,
+        notes=dict(notes or {}),
     )
 
 
@@ -54,12 +60,14 @@ class _WorkerSlot:
 class Executor:
     """Use start, run, cancel, close.
 
-    `on_outcome` is called with each answer to a ticket that is still wanted, `on_lost` with the tickets of a
-    worker that exited. `argv` returns the command line of worker number i.
+    `on_outcome` is called with each answer to a ticket that is still wanted, `on_note` with each note that
+    comes before it, `on_lost` with the tickets of a worker that exited. `argv` returns the command line of
+    worker number i.
     """
 
     def __init__(self, argv: Callable[[int], list[str]], num_workers: int) -> None:
         self.on_outcome: Callable[[Outcome], None] = lambda outcome: None
+        self.on_note: Callable[[NoteMade], None] = lambda note: None
         self.on_lost: Callable[[list[int]], None] = lambda tickets: None
         self.restarts = 0
         self._argv = argv
@@ -147,6 +155,8 @@ class Executor:
                     self.run(waiting)
             elif frame["op"] == "ends":
                 slot.error = frame["error"]
+            elif frame["op"] == "note" and frame["ticket"] in slot.tickets:
+                self.on_note(frame)
             elif frame["ticket"] in slot.tickets:
                 slot.tickets.remove(frame["ticket"])
                 self.on_outcome(frame)

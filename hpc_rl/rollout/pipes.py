@@ -1,7 +1,7 @@
 """Messages between parent and child over pipes: a 4-byte big-endian length, then the encoded dict.
 
 The rollout role sends RunPrompt and CancelPrompt to an executor worker. The worker answers `{"op": "ready"}`,
-or `{"op": "ends", "error"}` where it can't start or continue; then for each ticket one of the outcomes.
+or `{"op": "ends", "error"}` where it can't start or continue; then for each ticket notes, and one outcome.
 """
 
 import asyncio
@@ -29,6 +29,7 @@ class RunPrompt(TypedDict):
     input_ids: list[int]
     version: str  # weights must not be older
     evaluate: bool
+    notes: dict[str, bytes]  # what its workflow has made before, encoded, by key
 
 
 class CancelPrompt(TypedDict):
@@ -36,6 +37,15 @@ class CancelPrompt(TypedDict):
 
     op: Literal["cancel"]
     ticket: int
+
+
+class NoteMade(TypedDict):
+    """What a workflow made once for its prompt, encoded; it comes before the outcome."""
+
+    op: Literal["note"]
+    ticket: int
+    key: str
+    value: bytes
 
 
 class GroupMade(TypedDict):

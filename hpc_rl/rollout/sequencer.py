@@ -165,7 +165,7 @@ class Sequencer:
         del self.running[ticket]
         self._failures.pop(record.index, None)
         self.rejected_in_a_row = 0
-        self.log.ready[record.index] = (record, place)
+        self.log.add_group(record, place)
 
     def failed(self, ticket: int) -> bool:
         """Return whether the prompt of a ticket that ended with an exception is issued again, or rejected."""
@@ -271,7 +271,8 @@ class Sequencer:
         self.log.add_seal(seal)
 
     def needed_segments(self) -> set[int]:
-        """Return the segments with groups of batches, or of batches to come."""
+        """Return the segments that hold groups of batches, past or to come, or notes of open prompts."""
         places = [place for seal in self.log.seals.values() for place in seal.places.values()]
-        waiting = (*self.log.ready.values(), *self.log.parts.values())
+        notes = (note for notes in self.log.notes.values() for note in notes.values())
+        waiting = (*self.log.ready.values(), *self.log.parts.values(), *notes)
         return {place.segment for place in (*places, *(place for _, place in waiting))}

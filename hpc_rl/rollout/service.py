@@ -18,13 +18,20 @@ from typing import Any
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import DataUnusable, HpcRlError, Stale
 from hpc_rl.records import LineageRecord
-from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, RejectReason, RejectRecord, segments
+from hpc_rl.rollout.batch_log.ledger import (
+    GroupRecord,
+    Ledger,
+    NoteRecord,
+    RejectReason,
+    RejectRecord,
+    segments,
+)
 from hpc_rl.rollout.batch_log.replay import LogState, NewBatches, base_of_new_batches, check_data, read_state
 from hpc_rl.rollout.batch_log.seals import Batches
 from hpc_rl.rollout.evaluation import Evaluations
 from hpc_rl.rollout.executor import Executor, run_prompt
 from hpc_rl.rollout.issue_clock import IssueClock
-from hpc_rl.rollout.pipes import Outcome
+from hpc_rl.rollout.pipes import NoteMade, Outcome
 from hpc_rl.rollout.sequencer import Sequencer
 from hpc_rl.types import EvalResult, WeightVersion
 
@@ -69,7 +76,7 @@ class RolloutService:
         self.clock = IssueClock(left_s)
         self.prompts = prompts
         self.executor = executor
-        executor.on_outcome, executor.on_lost = self.on_outcome, self.on_lost
+        executor.on_outcome, executor.on_note, executor.on_lost = self.on_outcome, self.on_note, self.on_lost
         rules = sequencer.rules
         limit = max(rules.max_concurrent, MIN_HOPELESS)
         self.evaluations = Evaluations(held_out, limit, rules.prompt_retries, executor)
@@ -91,6 +98,7 @@ class RolloutService:
         self.too_old: Counter[int] = Counter()  # groups that waited too long, by environment
         self.environments: Callable[[], list[dict[str, Any]]] = list  # what `hpc-rl status` shows of each
         self._changed = asyncio.Event()
+        self._noted = asyncio.Event()  # a note waits to be written
         self._cutting = asyncio.Lock()
         self._faults = 0  # rejections in a row that came of exceptions
         self.last_reason = ""
@@ -110,8 +118,12 @@ class RolloutService:
     async def run(self) -> None:
         """Group commits until something fails; never returns. Raises what failed."""
         while True:
-            done, _ = await asyncio.wait({self._failed}, timeout=COMMIT_S)
-            if done:
+            noted = asyncio.ensure_future(self._noted.wait())
+            either: set[asyncio.Future[Any]] = {self._failed, noted}
+            await asyncio.wait(either, timeout=COMMIT_S, return_when=asyncio.FIRST_COMPLETED)
+            noted.cancel()
+            self._noted.clear()
+            if self._failed.done():
                 self._failed.result()
             if self.ledger.uncommitted:
                 await asyncio.to_thread(self.ledger.commit)
@@ -153,6 +165,18 @@ class RolloutService:
         self._issue()
         self._changed.set()
 
+    def on_note(self, frame: NoteMade) -> None:
+        """Keep what a workflow made once for its prompt.
+
+        It is written at once: a workflow that has continued does not make it again after a kill of this
+        process. Its group comes after it in the ledger.
+        """
+        issue = self.sequencer.running.get(frame["ticket"])
+        if issue is not None:
+            record = NoteRecord(issue.index, frame["key"], frame["value"])
+            self.sequencer.log.add_note(record, self.ledger.append_note(record))
+            self._noted.set()
+
     def on_lost(self, tickets: list[int]) -> None:
         """Issue the tickets of a worker that died again."""
         self.clock.forget(tickets)
@@ -185,7 +209,9 @@ class RolloutService:
             self.clock.begun(issue.ticket)
             prompt = self.prompts.at(issue.index)
             version = WeightVersion(self.sequencer.log.lineage, issue.begun)
-            self.executor.run(run_prompt(issue.ticket, issue.index, prompt, version))
+            made = self.sequencer.log.notes.get(issue.index, {})
+            notes = {key: value for key, (value, _) in made.items()}
+            self.executor.run(run_prompt(issue.ticket, issue.index, prompt, version, notes=notes))
 
     # what the service is asked
 

@@ -12,7 +12,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
-from hpc_rl.rollout.pipes import GroupMade, NoGroup, Outcome, PromptScored, RunPrompt
+from hpc_rl.rollout.pipes import GroupMade, NoGroup, NoteMade, Outcome, PromptScored, RunPrompt
 from hpc_rl.rollout.rewards import ErrorLog, Rejection, Reward, checked
 from hpc_rl.rollout.workflow import Sampler, Workflow, check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
@@ -129,9 +129,13 @@ class Worker:
             return NoGroup(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
         return _scored(group, ticket) if prompt["evaluate"] else _finished(group, prompt)
 
+    def _note(self, prompt: RunPrompt, key: str, value: bytes) -> None:
+        if not prompt["evaluate"]:
+            self._write(pipes.pack(NoteMade(op="note", ticket=prompt["ticket"], key=key, value=value)))
+
     async def _run(self, prompt: RunPrompt) -> TrajectoryGroup | None:
         """Return the group of a prompt, checked and scored, or None where the workflow makes none."""
-        sampler = self._sampler(prompt)
+        sampler = self._sampler(prompt, note=partial(self._note, prompt))
         group = await self.workflow({**prompt["columns"], "input_ids": prompt["input_ids"]}, sampler)
         if group is None:
             return None

@@ -5,11 +5,12 @@ that makes one without arguments, or such a function. `prompt` is the row as a d
 rejects the prompt.
 """
 
+import asyncio
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from numbers import Real
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -21,18 +22,20 @@ from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.pipes import RunPrompt
 from hpc_rl.rollout.rewards import Rejection, Reward
 from hpc_rl.servers.client import GenerateRequest
-from hpc_rl.types import Trajectory, TrajectoryGroup, Turn, WeightVersion
+from hpc_rl.types import Trajectory, TrajectoryGroup, Turn, WeightVersion, decode, encode
 
 Workflow = Callable[[dict[str, Any], "Sampler"], Awaitable[TrajectoryGroup | None]]
 
 
+T = TypeVar("T")
 Generate = Callable[[list[GenerateRequest]], Awaitable[list[Turn]]]
 
 
 class Sampler:
     """What a workflow generates and scores with: it knows its prompt's index, seeds and sampling settings.
 
-    `context` are the tokens that the servers take for input and output, None where that is not known.
+    `context` are the tokens that the servers take for input and output, None where that is not known; `note`
+    keeps what `once` makes.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Sampler:
         generate: Generate,
         reward: Reward,
         context: int | None,
+        note: Callable[[str, bytes], None] = lambda key, value: None,
     ) -> None:
         self.index = prompt["index"]
         self.n_samples = 1 if prompt["evaluate"] else gconfig.n_samples
@@ -54,6 +58,9 @@ class Sampler:
         self._identity = (seed, "evaluation" if prompt["evaluate"] else prompt["epoch"], prompt["row"])
         self._sampling = sampling(gconfig, tokenizer.eos_token_ids)
         self._turns: Counter[int] = Counter()
+        self._note = note
+        self._made = dict(prompt["notes"])  # by `once`, encoded
+        self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._limit, self._limited_by = gconfig.max_tokens, f"gconfig.max_tokens is {gconfig.max_tokens}"
         if context is not None and context < self._limit:
             self._limit, self._limited_by = context, f"the model's context is {context}"
@@ -70,6 +77,18 @@ class Sampler:
         ids = list(input_ids)
         requests = [self._request(ids, sample) for sample in range(self.n_samples)]
         return await self._generate(requests)
+
+    async def once(self, key: str, make: Callable[[], Awaitable[T]]) -> T:
+        """Return what `make()` returns, and the same when the prompt runs again, after a kill or an error.
+
+        It is kept on disk until the prompt has its group: use it for what does not depend on the weights that
+        are trained. It is made of what `hpc_rl.types.encode` takes. In an evaluation it is not kept.
+        """
+        async with self._making[key]:
+            if key not in self._made:
+                self._made[key] = encode(await make())
+                self._note(key, self._made[key])
+            return decode(self._made[key])
 
     async def reward(self, prompt: dict[str, Any], completion: str) -> float:
         """Return what the configured reward function returns. Raises Rejection."""

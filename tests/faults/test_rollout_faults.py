@@ -18,8 +18,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial, wait_until
 
 from hpc_rl.errors import RoleFailed
+from hpc_rl.rollout.batch_log.ledger import NoteRecord, read_segment, segments
 from hpc_rl.rollout.batch_log.replay import read_state
-from hpc_rl.types import encode
+from hpc_rl.types import decode, encode
 
 STEPS = 12
 
@@ -106,6 +107,70 @@ def test_kills_of_the_sequencer_lose_and_repeat_nothing(tmp_path, order, bound):
         killer.stop()
         role.kill()
         server.close()
+
+
+ONCE = """
+import asyncio, os, random
+from hpc_rl.rollout.workflows import single_turn
+
+async def run(prompt, generate):
+    async def make():
+        await asyncio.sleep(random.random() * 0.2)
+        nonce = random.getrandbits(50)
+        made = os.open(os.environ["MADE"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        os.write(made, f"{generate.index} {nonce}\\n".encode())
+        os.close(made)
+        return nonce
+
+    nonce = await generate.once("nonce", make)
+    await asyncio.sleep(random.random() * 0.3)
+    group = await single_turn(prompt, generate)
+    for one in group.trajectories:
+        one.stats = {"nonce": float(nonce)}
+    return group
+"""
+
+
+@pytest.mark.timeout(120)
+def test_what_a_workflow_made_once_survives_kills_of_the_role_and_its_workers(tmp_path):
+    (tmp_path / "once_workflow.py").write_text(ONCE)
+    trial = make_trial(tmp_path, batch_size=3, num_rows=20, num_workers=2, workflow="once_workflow:run")
+    server = FakeServer(trial, max_delay_s=0.2)
+    made = tmp_path / "made"
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    role = RolloutRole(trial, {"MADE": str(made), "PYTHONPATH": path}).start()
+    killer = Killer(role, seed=5, num_kills=4)
+    chance = random.Random(2)
+    client = role.client()
+    used = {}
+    try:
+        for step in range(1, STEPS + 1):
+            server.publish(f"0.{step - 1}")
+            for group in client.batch(step, 0).groups:
+                used[group.index] = {int(one.stats["nonce"]) for one in group.trajectories}
+            if step % 3 == 0:
+                with contextlib.suppress(OSError, IndexError):  # it may be between two lives
+                    os.kill(chance.choice(role.children()), signal.SIGKILL)
+        killer.stop()
+        assert killer.count >= 2
+    finally:
+        killer.stop()
+        client.close()
+        role.kill()
+        server.close()
+    noted: dict[int, list[int]] = {}
+    for number in segments(trial.rollout):
+        for _, record in read_segment(trial.rollout, number):
+            if isinstance(record, NoteRecord):
+                noted.setdefault(record.index, []).append(decode(record.value))
+    assert all(len(nonces) == 1 for nonces in noted.values()), "what is on disk is never made again"
+    assert used == {index: set(noted[index]) for index in used} and len(used) == 3 * STEPS
+    lines = [tuple(map(int, line.split())) for line in made.read_text().splitlines()]
+    for index in noted:
+        nonces = [nonce for number, nonce in lines if number == index]
+        assert nonces[-1] == noted[index][0], "nothing was made after what is on disk"
+    repeated = len(lines) - len({index for index, _ in lines})
+    assert repeated <= killer.count + STEPS // 3, f"{repeated} were made again: more than were in a pipe"
 
 
 @pytest.mark.timeout(120)

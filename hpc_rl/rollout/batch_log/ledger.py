@@ -11,6 +11,7 @@ xxh3-64 of the payload, then the payload: one byte of kind, then
     OUTSIDE as GROUP, then `<i16sBH` environment, key, flags, number of parts; `<Q` index of each part; then
             the encoded group
     ENVIRONMENT msgpack: an environment as it registered
+    NOTE    `<QH` index, bytes of the key; the key in UTF-8; then what the workflow made under it, encoded
 
 A reader stops at the first record that is short or does not match its checksum: the torn tail of a writer
 that was killed. Nothing is ever cut out of a file that another process may be writing.
@@ -40,12 +41,13 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"hpc-rl ledger 1\n"
 FRAME = struct.Struct("<IQ")
-GROUP, REJECT, BASE, OUTSIDE, ENVIRONMENT = 1, 2, 3, 4, 5
+GROUP, REJECT, BASE, OUTSIDE, ENVIRONMENT, NOTE = 1, 2, 3, 4, 5, 6
 FIRST_OUTSIDE = 1 << 48  # index of the first group from outside; those of prompts are below
 IS_PART, KEY_OF_CONTENT = 1, 2
 _GROUP = struct.Struct("<BQiiiIId")
 _OUTSIDE = struct.Struct("<i16sBH")
 _REJECT = struct.Struct("<BQi")
+_NOTE = struct.Struct("<BQH")
 _SEGMENT = re.compile(r"segment-(\d+)\.ledger")
 SEGMENT_BYTES = 256 << 20  # a full segment can be trimmed although its writer lives
 
@@ -132,7 +134,16 @@ class EnvironmentRecord:
     facts: dict[str, Any]
 
 
-Record = GroupRecord | RejectRecord | BaseRecord | EnvironmentRecord
+@dataclass(frozen=True, slots=True)
+class NoteRecord:
+    """What a workflow made for a prompt, once; `value` is encoded."""
+
+    index: int
+    key: str
+    value: bytes
+
+
+Record = GroupRecord | RejectRecord | BaseRecord | EnvironmentRecord | NoteRecord
 
 
 class LedgerDamaged(OSError):
@@ -207,6 +218,10 @@ def _unpack(payload: bytes) -> Record:
         group = GroupRecord(*_GROUP.unpack_from(payload)[1:])
         more = (env_id, key, bool(flags & KEY_OF_CONTENT), bool(flags & IS_PART), joins)
         return OutsideRecord(*astuple(group), *more)  # type: ignore[call-arg]
+    if payload[0] == NOTE:
+        _, index, size = _NOTE.unpack_from(payload)
+        value_at = _NOTE.size + size
+        return NoteRecord(index, payload[_NOTE.size : value_at].decode(), payload[value_at:])
     content = msgpack.unpackb(payload[1:], strict_map_key=False)
     return EnvironmentRecord(content) if payload[0] == ENVIRONMENT else BaseRecord(content)
 
@@ -260,6 +275,10 @@ class Ledger:
 
     def append_reject(self, record: RejectRecord) -> RecordPlace:
         return self._append(_REJECT.pack(REJECT, record.index, record.version) + record.reason.encode())
+
+    def append_note(self, record: NoteRecord) -> RecordPlace:
+        key = record.key.encode()
+        return self._append(_NOTE.pack(NOTE, record.index, len(key)) + key + record.value)
 
     def append_base(self, content: dict[str, Any]) -> RecordPlace:
         return self._append(bytes([BASE]) + msgpack.packb(content))

@@ -18,6 +18,7 @@ from hpc_rl.rollout.batch_log.ledger import (
     EnvironmentRecord,
     GroupRecord,
     LedgerDamaged,
+    NoteRecord,
     OutsideRecord,
     Record,
     RecordPlace,
@@ -30,6 +31,7 @@ from hpc_rl.rollout.batch_log.seals import Seal, read_seals
 from hpc_rl.trial import read_object, write_json
 
 ReadyGroup = tuple[GroupRecord, RecordPlace]
+NotePlace = tuple[bytes, RecordPlace]  # encoded value
 
 DATA_NAME = "data.json"  # fingerprint of the rows whose prompts this log is of
 
@@ -105,6 +107,7 @@ class LogState:
     outside: dict[int, OutsideRecord] = field(default_factory=dict)  # all that are not trimmed
     keys: set[bytes] = field(default_factory=set)  # theirs
     environments: dict[int, dict[str, Any]] = field(default_factory=dict)  # by env_id, as they registered
+    notes: dict[int, dict[str, NotePlace]] = field(default_factory=dict)  # of open prompts: index -> key
 
     @property
     def top(self) -> int:
@@ -131,6 +134,7 @@ class LogState:
         """Take a group or a part of one; of two with one index the first counts."""
         if not isinstance(record, OutsideRecord):
             self.ready.setdefault(record.index, (record, place))
+            self.notes.pop(record.index, None)
             return
         self.note_outside(record)
         (self.parts if record.is_part else self.ready).setdefault(record.index, (record, place))
@@ -143,6 +147,11 @@ class LogState:
             self.parts.pop(index, None)
             self.resolved_outside.add(index)
 
+    def add_note(self, record: NoteRecord, place: RecordPlace) -> None:
+        """Keep what a workflow made for an open prompt; of two under one key the first counts."""
+        if record.index not in self.ready and not self.is_resolved(record.index):
+            self.notes.setdefault(record.index, {}).setdefault(record.key, (record.value, place))
+
     def add_seal(self, seal: Seal) -> None:
         self.seals[seal.step] = seal
         self.staleness.update(seal.staleness)
@@ -150,10 +159,12 @@ class LogState:
         self.lineage = max(self.lineage, seal.lineage)
         for index in seal.places:
             self.ready.pop(index, None)
+            self.notes.pop(index, None)
             self._resolved(index).add(index)
 
     def reject(self, record: RejectRecord) -> None:
         self.ready.pop(record.index, None)
+        self.notes.pop(record.index, None)
         self._resolved(record.index).add(record.index)
         self.rejected[record.index] = record
         self.rejections[record.reason] += 1
@@ -268,6 +279,8 @@ def replay(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) ->
             state.environments[record.facts["env_id"]] = record.facts
         elif isinstance(record, BaseRecord):
             continue
+        elif isinstance(record, NoteRecord):
+            state.add_note(record, place)
         elif isinstance(record, OutsideRecord) and state.is_resolved(record.index):
             state.note_outside(record)
         elif state.is_resolved(record.index):

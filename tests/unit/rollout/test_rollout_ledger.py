@@ -15,6 +15,7 @@ from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
     Ledger,
     LedgerDamaged,
+    NoteRecord,
     RecordPlace,
     RejectRecord,
     read_segment,
@@ -43,11 +44,20 @@ def test_records_come_back_as_they_were_written(tmp_path):
     places = [
         ledger.append_group(record(7), b"tokens"),
         ledger.append_reject(RejectRecord(8, 3, "reward_timeout: é")),
+        ledger.append_note(NoteRecord(9, "baseline/é", b"\x00answers")),
     ]
     assert list(read_segment(tmp_path, 0)) == []  # nothing is promised before the commit
     ledger.commit()
     assert list(read_segment(tmp_path, 0)) == list(
-        zip(places, [record(7), RejectRecord(8, 3, "reward_timeout: é")], strict=True)
+        zip(
+            places,
+            [
+                record(7),
+                RejectRecord(8, 3, "reward_timeout: é"),
+                NoteRecord(9, "baseline/é", b"\x00answers"),
+            ],
+            strict=True,
+        )
     )
     assert ledger.read_group(places[0]) == b"tokens"
     ledger.close()
@@ -189,6 +199,23 @@ def test_a_seal_outranks_rejections_and_the_first_record_later_ones():
     assert {i: record.reason for i, record in state.rejected.items()} == {0: "stale", 1: "workflow_none"}
     assert state.ready == {2: (record(2), places[4])}
     assert state.next_index == 3
+
+
+def test_notes_count_until_their_prompt_is_resolved_the_first_of_a_key():
+    places = [RecordPlace(i // 4, i) for i in range(9)]
+    records = [
+        NoteRecord(0, "probe", b"zero"),
+        record(0),
+        NoteRecord(1, "probe", b"one"),
+        RejectRecord(1, 5, "workflow_none"),
+        NoteRecord(2, "probe", b"first"),
+        NoteRecord(2, "probe", b"second"),
+        NoteRecord(2, "baseline", b"answers"),
+        NoteRecord(0, "probe", b"too late"),
+        NoteRecord(1, "probe", b"too late"),
+    ]
+    state = replay(list(zip(places, records, strict=True)), {})
+    assert state.notes == {2: {"probe": (b"first", places[4]), "baseline": (b"answers", places[6])}}
 
 
 @given(st.lists(st.integers(0, 30)), st.integers(0, 10))

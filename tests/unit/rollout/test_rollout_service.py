@@ -610,3 +610,55 @@ async def test_giving_batches_up_may_be_killed_anywhere(tmp_path, monkeypatch, k
     assert sorted(state.seals) == list(range(1, 8)) and state.consumed == 14
     assert [seal.lineage for _, seal in sorted(state.seals.items())] == [0, 0, 2, 2, 2, 2, 2]
     assert sorted(read_state(tmp_path / "set-aside" / "1").seals) == [3, 4, 5]
+
+
+async def test_notes_go_with_their_prompt_until_it_has_its_group(tmp_path):
+    def fate(frame):
+        seen.append((frame["index"], frame["notes"]))
+        return "group" if frame["notes"] else None
+
+    seen = []
+    one = make(tmp_path, fate)
+    waiting = asyncio.create_task(one.batch(1, 0, 20))
+    running = asyncio.create_task(one.run())
+    await asyncio.sleep(0.1)
+    assert seen == [(index, {}) for index in range(4)]
+    for ticket in (1, 2, 3):
+        one.on_note({"op": "note", "ticket": ticket, "key": "probe", "value": bytes([ticket])})
+    await asyncio.sleep(0.2)  # on disk at once, not a second later
+    assert read_state(tmp_path).notes.keys() == {0, 1, 2}
+    one.on_lost([2])
+    await asyncio.sleep(0.1)
+    assert seen[4:] == [(1, {"probe": bytes([2])})] and 1 not in one.sequencer.log.notes
+    waiting.cancel()
+    running.cancel()
+    await one.close()
+
+    seen.clear()
+    two = make(tmp_path, fate, max_concurrent=3)
+    two.observe(0, 0)
+    await asyncio.sleep(0.1)
+    assert seen[:2] == [(0, {"probe": bytes([1])}), (2, {"probe": bytes([3])})]
+    assert two.sequencer.log.notes == {}
+    await two.close()
+
+
+async def test_a_segment_with_notes_of_open_prompts_stays_and_a_new_policy_makes_its_own(tmp_path):
+    hold = {0}
+    one = make(tmp_path, lambda frame: None if frame["index"] in hold else "group", eta=9, max_concurrent=9)
+    waiting = asyncio.create_task(one.batch(1, 0, 20))
+    await asyncio.sleep(0.05)
+    [ticket] = [ticket for ticket, issue in one.sequencer.running.items() if issue.index == 0]
+    one.on_note({"op": "note", "ticket": ticket, "key": "probe", "value": b"p"})
+    await waiting
+    one.ledger.begin_segment()
+    for step in (2, 3):
+        await one.batch(step, 0, 5)
+    await one.retain(2)
+    await one.close()
+    assert read_state(tmp_path).notes[0]["probe"][0] == b"p"
+    record = LineageRecord(lineage=1, from_step=3, new_batches=True, attempt="1.0", incarnation=1)
+    two = make(tmp_path, lineages=lambda: (1, [record]))
+    await two.begin(1)
+    assert two.sequencer.log.notes == {} == read_state(tmp_path).notes
+    await two.close()

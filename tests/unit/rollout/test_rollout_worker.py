@@ -51,12 +51,15 @@ def make(client, workflow=single_turn, tracing=False, checking=False, **gconfig)
     return made, sent
 
 
-async def answer(made: Worker, sent: list[bytes], evaluate: bool = False, input_ids=(5, 6)) -> dict:
+async def answer(
+    made: Worker, sent: list[bytes], evaluate: bool = False, input_ids=(5, 6), notes=None
+) -> dict:
     content = {
         "columns": {"prompt": "x", "answer": "1299"},
         "input_ids": list(input_ids),
         "version": "0.3",
         "evaluate": evaluate,
+        "notes": notes or {},
     }
     await made.answer({"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, **content})
     return decode(sent[-1][4:])
@@ -86,6 +89,47 @@ async def test_a_group_has_scored_trajectories_with_versions_by_token():
     )
     assert len({r.sampling["sampling_seed"] for r in client.requests}) == 3
     assert len({len(r.rid) for r in client.requests}) == 1 and len({r.rid for r in client.requests}) == 3
+
+
+async def test_what_is_made_once_is_sent_and_not_made_again():
+    made = []
+
+    async def workflow(prompt, generate):
+        async def make():
+            made.append(prompt["prompt"])
+            return {"approach": "add", "answers": ("2", "3")}
+
+        both = await asyncio.gather(*(generate.once("probe", make) for _ in range(2)))
+        assert both == [{"approach": "add", "answers": ["2", "3"]}] * 2
+        return await single_turn(prompt, generate)
+
+    worker, sent = make(Client(), workflow)
+    assert (await answer(worker, sent))["op"] == "group"
+    note = decode(sent[0][4:])
+    assert (note["op"], note["ticket"], note["key"], len(sent), len(made)) == ("note", 4, "probe", 2, 1)
+    await answer(worker, sent, notes={"probe": note["value"]})
+    assert (len(sent), len(made)) == (3, 1), "it has its note: nothing is made or sent again"
+    await answer(worker, sent, evaluate=True)
+    assert (len(sent), len(made)) == (4, 2), "an evaluation keeps no notes"
+
+
+async def test_what_could_not_be_made_is_tried_again():
+    tries = []
+
+    async def workflow(prompt, generate):
+        async def make():
+            tries.append(1)
+            if len(tries) == 1:
+                raise ValueError("the first time")
+            return 7
+
+        with pytest.raises(ValueError):
+            await generate.once("seven", make)
+        assert await generate.once("seven", make) == 7
+        return await single_turn(prompt, generate)
+
+    worker, sent = make(Client(), workflow)
+    assert (await answer(worker, sent))["op"] == "group" and len(sent) == 2
 
 
 async def test_seeds_are_those_of_the_sample_not_of_the_moment():
