@@ -57,7 +57,7 @@ def as_pool(config: GRPOConfig, name: str) -> GRPOConfig:
     section = SERVER_BACKENDS[backend].section
     cls: type = type(getattr(config, section))
     kinds = hints(cls)
-    own = {key: _value(kinds[key], text) for key, text in pool.options.items()}
+    own = {key: value_in_text(kinds[key], text) for key, text in pool.options.items()}
     return replace(view, **{section: replace(getattr(view, section), **own)})
 
 
@@ -67,8 +67,8 @@ def backend_of(config: GRPOConfig, name: str) -> str:
     return next((servers.backend for servers in pools if servers.pool == name), "")
 
 
-def _value(hint: Any, text: str) -> Any:
-    """Return the value that a text stands for; rules/pool_rules.py has checked it."""
+def value_in_text(hint: Any, text: str) -> Any:
+    """Return the value that a text stands for; rules/pool_rules.py has checked it. Raises ValueError."""
     kinds = [base_of(kind) for kind in alternatives(hint)]
     if str in kinds or any(get_origin(kind) is Literal and text in get_args(kind) for kind in kinds):
         return None if text == "null" and is_optional(hint) else text

@@ -5,6 +5,7 @@ limits, nearest choices, and refusals of all values at once, each with its origi
 """
 
 import dataclasses
+import json
 import math
 import types
 import typing
@@ -29,7 +30,7 @@ from hpc_rl.config.loading.fields import (
 )
 from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.loading.stored import construct
-from hpc_rl.config.sections.limits import Grammar, Limits
+from hpc_rl.config.sections.limits import AsWritten, Grammar, Limits
 from hpc_rl.errors import ConfigError
 
 LARGEST_INT = 2**53 - 1  # exact in every JSON reader
@@ -164,6 +165,8 @@ def typed(hint: Any, item: SourceValue) -> Any:
     Raises ValueError, with the reason where there is more to say than what is allowed.
     """
     kinds = [base_of(kind) for kind in alternatives(hint)]
+    if any(isinstance(extra, AsWritten) for extra in extras_of(hint)) and not isinstance(item.value, str):
+        return json.dumps(item.plain())
     value = item.value
     if isinstance(value, list | dict):
         inner = [typing.get_args(kind)[-1] for kind in kinds if typing.get_origin(kind) is type(value)]

@@ -15,12 +15,13 @@ from hpc_rl.config.rules import (
     environment_rules,
     file_rules,
     generation_rules,
+    pool_rules,
     sglang_rules,
     slurm_rules,
+    teacher_rules,
     training_rules,
     vllm_rules,
 )
-from hpc_rl.config.rules.consistency import server_backend
 from hpc_rl.config.sections.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, replaced, value_of
 from hpc_rl.errors import ConfigError
 
@@ -40,8 +41,10 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[str]]] = [
     *vllm_rules.GRPO_RULES,
     *training_rules.GRPO_RULES,
     *environment_rules.GRPO_RULES,
+    *pool_rules.GRPO_RULES,
+    *teacher_rules.GRPO_RULES,
 ]
-FILE_RULES: list[Rule] = [*file_rules.RULES, *container_rules.FILE_RULES]
+FILE_RULES: list[Rule] = [*file_rules.RULES, *teacher_rules.FILE_RULES, *container_rules.FILE_RULES]
 
 
 def check(loaded: Loaded, *, files: bool = True) -> Loaded:
@@ -63,7 +66,7 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
 
 def _with_origins(refusal: str, origins: Mapping[str, str]) -> str:
     """Append where the options that a refusal names were set."""
-    words = re.findall(r"[a-z_0-9]+(?:\.[a-z_0-9]+)*", refusal)
+    words = re.findall(r"[a-z_0-9]+(?:\.[A-Za-z_0-9-]+)*", refusal)
     places = list(dict.fromkeys(origins[word] for word in words if word in origins))
     return f"{refusal} ({', '.join(places[:3])})" if places else refusal
 
@@ -75,8 +78,9 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
         kind = trainer_of(config)
         wanted |= {f"{section}.type": (kind, "") for section in ("train_dataset", "valid_dataset")}
     elif not config.cluster.n_gpus_per_node:
+        used = {pool.backend for pool in consistency.server_pools(config)}
         for name, backend in SERVER_BACKENDS.items():
-            reason = "the plan has no GPUs" if name == server_backend(config) else ""
+            reason = "the plan has no GPUs" if name in used else ""
             for option, value in backend.without_gpus.items():
                 wanted[f"{backend.section}.{option}"] = (value, reason)
     wanted |= training_rules.adapted(config)

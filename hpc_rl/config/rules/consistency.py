@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
-from hpc_rl.allocation import SERVER_BACKENDS, usual_server_backend
+from hpc_rl.allocation import SERVER_BACKENDS, Servers, parse, usual_server_backend
 from hpc_rl.config.loading.fields import defaults, is_mapping, members_of, options
 from hpc_rl.config.loading.stored import REDACTED, is_secret, trainer_of
 from hpc_rl.config.sections.cluster import environment_of
@@ -60,16 +60,26 @@ NEEDS = {  # option -> the one without which it has no effect
 _IDENTITY = {f"{section}.{name}": root for section in _SECTIONS for name, root in _ROOTS.items()}
 
 
-def server_backend(config: Config) -> str:
-    """Return the backend that `allocation_mode` names, or the one of a derived allocation."""
-    mode = config.allocation_mode.strip()
-    named = (name for name in SERVER_BACKENDS if mode.startswith(name))
-    return next(named, "") if mode else usual_server_backend(config.cluster.n_gpus_per_node)
+def server_pools(config: Config) -> tuple[Servers, ...]:
+    """Return the pools of `allocation_mode`, empty where the plan refuses it; or those of a derived one."""
+    if not config.allocation_mode.strip():
+        return (Servers(usual_server_backend(config.cluster.n_gpus_per_node)),)
+    try:
+        return parse(config.allocation_mode).pools
+    except ConfigError:
+        return ()
 
 
-def context_option(config: GRPOConfig) -> str:
+def server_backend(config: Config, pool: str = "") -> str:
+    """Return the backend of the servers that follow the trainer, or of a pool; empty where there are none."""
+    others = config.pools if isinstance(config, GRPOConfig) else {}
+    named = (one for one in server_pools(config) if one.pool == pool or (not pool and one.pool not in others))
+    return next((one.backend for one in named), "")
+
+
+def context_option(config: GRPOConfig, pool: str = "") -> str:
     """Return the option that limits the tokens of a sequence in the servers; empty where none does."""
-    backend = SERVER_BACKENDS.get(server_backend(config))
+    backend = SERVER_BACKENDS.get(server_backend(config, pool))
     return f"{backend.section}.{backend.context_option}" if backend and backend.context_option else ""
 
 
@@ -174,11 +184,11 @@ def idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if idle and config.valid_dataset is not None:
         yield f"{', '.join(idle)}: no effect: an evaluation uses every held-out row once, in order."
     if isinstance(config, GRPOConfig):
-        used = server_backend(config)
+        used = list(dict.fromkeys(pool.backend for pool in server_pools(config)))
         for name, backend in SERVER_BACKENDS.items():
             is_set = any(option.startswith(f"{backend.section}.") for option in explicit)
-            if used and name != used and is_set:
-                yield f"{backend.section} has no effect: the trial has {used} servers."
+            if used and name not in used and is_set:
+                yield f"{backend.section} has no effect: the trial has {' and '.join(used)} servers."
         return
     unused = ("launcher.rollout_", "launcher.inference_server_")
     roles = [name for name in sorted(explicit) if name.startswith(unused)]

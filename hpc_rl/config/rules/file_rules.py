@@ -4,6 +4,7 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.rules.consistency import context_option
 from hpc_rl.config.rules.training_rules import models
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, has_own_prompts, value_of
@@ -22,49 +23,76 @@ def model_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
-    name, path = f"{section}.path", Path(engine.path)
+    name = f"{section}.path"
+    scratch = f"; {section}.init_from_scratch true starts from random ones"
+    yield from checkpoint(name, engine.path, "" if engine.init_from_scratch else scratch)
+    if section == "ref" or (found := _settings_of(engine.path)) is None:
+        return
+    yield from tokenizer(name, engine.path, "tokenizer_path", config.tokenizer_path)
+    if isinstance(config, GRPOConfig):
+        g = config.gconfig
+        yield from context("gconfig.max_new_tokens", g.max_new_tokens, found, config.train_dataset.max_length)
+
+
+def checkpoint(name: str, folder: str, without_weights: str = ".") -> Iterator[str]:
+    """Yield why a directory is no Hugging Face checkpoint; one without weights may be (an empty text)."""
+    path = Path(folder)
     if not path.is_dir():
         hint = "download it first (a hub name is not enough); relative paths start at the working directory"
         if "quickstart" in path.parts:
             hint = "`hpc-rl quickstart` makes the models of the shipped examples"
         needed = "it must be a Hugging Face checkpoint that all nodes see"
         yield f"{name} {path} is not a directory: {needed}; {hint}."
-        return
-    found = read_json(path / "config.json")
-    if not isinstance(found, dict):
+    elif _settings_of(folder) is None:
         yield f"{name} {path} has no readable config.json: it must be a Hugging Face checkpoint."
-        return
-    if not engine.init_from_scratch and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
-        scratch = f"{section}.init_from_scratch true starts from random ones"
-        yield f"{name} {path} contains no weights (*.safetensors); {scratch}."
-    if section == "ref":
-        return
-    tokenizer = Path(config.tokenizer_path) if config.tokenizer_path else path
-    if not (tokenizer / "tokenizer.json").is_file():
-        option = "tokenizer_path" if config.tokenizer_path else name
-        yield f"{option} {tokenizer} has no tokenizer.json: set tokenizer_path to a directory that has one."
-    if isinstance(config, GRPOConfig):
-        yield from _context(config, found)
+    elif without_weights and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
+        yield f"{name} {path} contains no weights (*.safetensors){without_weights.rstrip('.')}."
 
 
-def _context(config: GRPOConfig, model: dict[str, Any]) -> Iterator[str]:
+def _settings_of(folder: str) -> dict[str, Any] | None:
+    found = read_json(Path(folder) / "config.json")
+    return found if isinstance(found, dict) else None
+
+
+def tokenizer(name: str, folder: str, option: str, own: str) -> Iterator[str]:
+    """Yield that a model has no tokenizer: in its directory, or in the one that `option` names."""
+    if not (Path(own or folder) / "tokenizer.json").is_file():
+        came = f"{option if own else name} {own or folder}"
+        yield f"{came} has no tokenizer.json: set {option} to a directory that has one."
+
+
+def context(option: str, new: int, model: dict[str, Any], prompt: int | None = None) -> Iterator[str]:
+    """Yield that `new` tokens, and the longest prompt, are more than the context of a model."""
     limit = model.get("max_position_embeddings")
-    new, prompt = config.gconfig.max_new_tokens, config.train_dataset.max_length
     if not isinstance(limit, int):
         return
-    context = f"the model's context (max_position_embeddings) is {limit}"
+    of_model = f"the model's context (max_position_embeddings) is {limit}"
     if new >= limit:
-        yield f"gconfig.max_new_tokens {new} leaves no room for a prompt: {context}."
+        yield f"{option} {new} leaves no room for a prompt: {of_model}."
     elif prompt is not None and prompt + new > limit:
-        both = f"train_dataset.max_length {prompt} and gconfig.max_new_tokens {new}"
-        yield f"{both} make {prompt + new} tokens, but {context}."
+        both = f"train_dataset.max_length {prompt} and {option} {new}"
+        yield f"{both} make {prompt + new} tokens, but {of_model}."
 
 
-def context_of(config: GRPOConfig) -> int | None:
-    """Return the largest number of tokens of prompt and completion; None if nothing limits it."""
-    found = read_json(Path(config.actor.path) / "config.json")
-    limits = [found.get("max_position_embeddings") if isinstance(found, dict) else None]
-    limits.append(value_of(config, context_option(config)))
+def pool_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for name, pool in config.pools.items() if isinstance(config, GRPOConfig) else ():
+        if not pool.path:
+            continue
+        option = f"pools.{name}"
+        yield from checkpoint(f"{option}.path", pool.path)
+        if (found := _settings_of(pool.path)) is not None:
+            yield from tokenizer(f"{option}.path", pool.path, f"{option}.tokenizer_path", pool.tokenizer_path)
+            yield from context(f"{option}.max_new_tokens", pool.max_new_tokens, found)
+
+
+def context_of(config: GRPOConfig, pool: str = "") -> int | None:
+    """Return the largest number of tokens of prompt and completion; None if nothing limits it.
+
+    Of the model that is trained, or of that of a pool.
+    """
+    view = as_pool(config, pool)
+    found = _settings_of(view.actor.path) or {}
+    limits = [found.get("max_position_embeddings"), value_of(view, context_option(config, pool))]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
@@ -122,7 +150,7 @@ def shared_places(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name} {place} is on {kind}, which only this node sees, but the trial has {nodes} nodes."
 
 
-RULES = [dataset_files, templates_dir, shared_places, model_files]
+RULES = [dataset_files, templates_dir, shared_places, model_files, pool_files]
 
 
 def notes(config: Config) -> Iterator[str]:

@@ -9,10 +9,10 @@ from hpc_rl.config.rules.consistency import context_option, given, is_default, s
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 
 BUILT_IN = {
-    "workflow": ["single_turn", "multi_turn"],
+    "workflow": ["single_turn", "multi_turn", "teacher"],
     "reward_fn": ["exact_match", "contains", "final_answer"],
 }
-_IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 
 def no_servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -68,7 +68,7 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield f"rollout.max_head_offpolicyness {ahead} contradicts async_training false; {use}."
     for name, known in BUILT_IN.items():
         value = getattr(options, name)
-        if value not in known and not re.fullmatch(_IMPORT_PATH, value):
+        if value not in known and not re.fullmatch(IMPORT_PATH, value):
             allowed = f"allowed: {', '.join(known)}, or package.module:name of your own"
             line = f"rollout.{name} {value!r} is not known; {allowed}. {did_you_mean(value, known)}"
             yield line.strip()

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from hpc_rl.config.rules.consistency import is_default
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig, value_of
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig, TeacherConfig, value_of
 from hpc_rl.config.sections.training import TrainEngineConfig
 
 _ONLY_FOR_TRAINING = ("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype")
@@ -37,6 +37,8 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
         wanted[name] = (bound, f"{limit} does not allow more")
     if config.total_train_steps is not None or config.total_train_n_seqs is not None:
         wanted["total_train_epochs"] = (None, "")
+    if isinstance(config, TeacherConfig):
+        wanted |= {"rollout.workflow": ("teacher", ""), "rollout.reward_fn": ("final_answer", "")}
     if isinstance(config, GRPOConfig):
         if config.ref is None and config.actor.algorithm != "areal":
             wanted["actor.kl_ctl"] = (0.0, "there is no section ref, so no reference model")

@@ -80,11 +80,11 @@ class InferenceEngineConfig:
     batch_order: Literal["ready", "in_order"] = "ready"
     """`ready` takes groups as they finish, `in_order` by prompt index. hpc-rl extension."""
     workflow: str = "single_turn"
-    """`single_turn`; `multi_turn`, which lets the model try a second time; or `package.module:name` of your
-    own. hpc-rl extension."""
+    """`single_turn`; `multi_turn`, which lets the model try a second time; `teacher`, the default of that
+    trainer; or `package.module:name` of your own. hpc-rl extension."""
     reward_fn: str = "exact_match"
-    """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value;
-    or `package.module:name` of your own. hpc-rl extension."""
+    """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value,
+    the default of trainer teacher; or `package.module:name` of your own. hpc-rl extension."""
     reward_timeout_s: PositiveFloat = 15.0
     """Time limit of one reward call in seconds; exceeding it rejects the prompt. hpc-rl extension."""
     num_workers: PositiveInt = 1

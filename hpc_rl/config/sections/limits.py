@@ -57,6 +57,15 @@ class Place:
         return "It is too long for a path." if too_long else None
 
 
+@dataclass(frozen=True)
+class AsWritten:
+    """Any value, kept as a text: what is no text becomes JSON."""
+
+    def refusal(self, text: str, is_bare_number: bool) -> str | None:
+        """Return None: every text is allowed."""
+        return None
+
+
 PositiveInt = Annotated[int, Limits(at_least=1)]
 NodeCount = Annotated[int, Limits(at_least=1, at_most=10_000)]
 UnitCount = Annotated[int, Limits(at_least=0, at_most=1000)]
@@ -73,6 +82,7 @@ ShareBelowOne = Annotated[float, Limits(at_least=0, below=1)]
 AboveOne = Annotated[float, Limits(above=1)]
 PathText = Annotated[str, Place()]
 Executable = Annotated[str, Place(bare_names=True)]
+AnyText = Annotated[str, AsWritten()]
 ScriptOrPath = Annotated[str, Place(or_script=True)]
 
 

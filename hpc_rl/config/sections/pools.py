@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from hpc_rl.config.sections.limits import (
+    AnyText,
     Grammar,
     NonNegativeFloat,
     NonNegativeInt,
@@ -43,6 +44,6 @@ class PoolConfig:
     """Tokens that end an answer, in addition to the tokenizer's end-of-sequence token."""
     max_requests: PositiveInt = 256
     """Requests at once, of each executor process."""
-    options: dict[str, str] = field(default_factory=dict)
+    options: dict[str, AnyText] = field(default_factory=dict)
     """Options of the servers that differ for this pool, by their names in the section of the backend, such as
     `context_length: 4096`."""

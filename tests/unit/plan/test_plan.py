@@ -58,8 +58,9 @@ def test_sft_takes_everything():
     assert made.pools == []
 
 
+STUDENT = ("pools.student.path=/models/student", "rollout.workflow=my.workflows:ask")
 TWO_POOLS = (
-    "pools.student.path=/models/student",
+    *STUDENT,
     "allocation_mode=vllm[teacher]:d2+sglang[student]:t2+fsdp:d12",
 )
 
@@ -79,7 +80,7 @@ def test_pools_have_servers_of_their_own():
 
 def test_pools_are_on_different_nodes_where_there_are_enough():
     mode = "allocation_mode=embedded[teacher]:d1+embedded[student]:d1+fsdp:d1"
-    made = plan("pools.student.path=/models/student", mode, "--n_nodes=3")
+    made = plan(*STUDENT, mode, "--n_nodes=3")
     assert [unit.nodes for unit in made.units if unit.role == "server"] == [[1], [2]]
 
 
@@ -92,7 +93,7 @@ def test_pools_are_on_different_nodes_where_there_are_enough():
 )
 def test_one_pool_follows_the_trainer(mode, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        plan("pools.student.path=/models/student", f"allocation_mode={mode}")
+        plan(*STUDENT, f"allocation_mode={mode}")
 
 
 def test_a_stored_plan_without_pools_has_the_usual_one():

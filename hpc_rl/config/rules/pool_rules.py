@@ -1,0 +1,124 @@
+"""Rules about `pools`: what each is made of, its servers in `allocation_mode`, and who asks it."""
+
+import re
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from hpc_rl.allocation import SERVER_BACKENDS, Allocation, Servers, Train, parse
+from hpc_rl.config.loading.fields import did_you_mean, hints
+from hpc_rl.config.loading.parser import allowed, typed
+from hpc_rl.config.loading.source import with_origin
+from hpc_rl.config.pool_view import as_pool, trained_pool_of, value_in_text
+from hpc_rl.config.rules import consistency, sglang_rules, vllm_rules
+from hpc_rl.config.rules.consistency import server_backend, server_pools
+from hpc_rl.config.rules.generation_rules import BUILT_IN
+from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
+from hpc_rl.config.sections.pools import PoolConfig
+from hpc_rl.errors import ConfigError
+
+_OF_ENDPOINTS = ("model", "api_key_env")
+_OF_SERVERS = ("tokenizer_path", "stop_token_ids", "options")
+_OF_BACKENDS = [consistency.unavailable, *sglang_rules.GRPO_RULES, *vllm_rules.GRPO_RULES]
+_URL = r"https?://[^/\s@]+(/\S*)?"
+
+
+def sources(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    for key, pool in config.pools.items():
+        name = f"pools.{key}"
+        if pool.path and pool.url:
+            yield f"{name}.path and {name}.url can't both be set: its servers are here, or elsewhere."
+        elif pool.url:
+            yield from _endpoint(name, pool)
+        elif pool.path:
+            for option in _OF_ENDPOINTS:
+                if getattr(pool, option):
+                    yield f"{name}.{option} has no effect without {name}.url; omit it."
+        else:
+            yield f"{name} needs {name}.path, the model of its servers, or {name}.url of an endpoint."
+
+
+def _endpoint(name: str, pool: PoolConfig) -> Iterator[str]:
+    for option in _OF_SERVERS:
+        if getattr(pool, option):
+            yield f"{name}.{option} has no effect with {name}.url: servers elsewhere have their own; omit it."
+    if not re.fullmatch(_URL, pool.url):
+        yield f"{name}.url {pool.url!r} can't be used; allowed: a URL such as http://host:8000/v1."
+    if pool.api_key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", pool.api_key_env):
+        yield f"{name}.api_key_env must be the name of an environment variable, not the key that it holds."
+
+
+def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    pools = server_pools(config)
+    if not pools:
+        return  # the plan refuses it
+    is_derived = not config.allocation_mode.strip()
+    train = Train("fsdp") if is_derived else parse(config.allocation_mode).train
+    found, placed = Allocation(pools, train), [one.pool for one in pools]
+    for name in placed:
+        if name in config.pools and config.pools[name].url and not config.pools[name].path:
+            shorter = Allocation(tuple(one for one in pools if one.pool != name), train)
+            elsewhere = f"pools.{name}.url is an endpoint elsewhere"
+            yield f"allocation_mode {found} has servers for {name}, but {elsewhere}; use {shorter}."
+    missing = [name for name, pool in config.pools.items() if pool.path and name not in placed]
+    if missing:
+        longer = Allocation((*pools, *(Servers(pools[0].backend, pool=name) for name in missing)), train)
+        has = ", which is derived," if is_derived else f" {found}"
+        yield f"pools.{missing[0]}.path: allocation_mode{has} has no servers for it; use {longer}."
+    if not isinstance(config, TeacherConfig) or "student" in config.pools:  # else teacher_rules ask for it
+        try:
+            trained_pool_of(config, found)
+        except ConfigError as error:
+            yield str(error)
+
+
+def options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    """Yield what is wrong with the options of one pool's servers: names and types, else their values."""
+    known = {refusal for rule in _OF_BACKENDS for refusal in rule(config, explicit)}
+    for name, pool in config.pools.items():
+        backend = server_backend(config, name)
+        if not pool.options or not backend:
+            continue
+        section = SERVER_BACKENDS[backend].section
+        wrong = list(_wrong_options(f"pools.{name}", section, type(getattr(config, section)), pool.options))
+        if not wrong:
+            view = as_pool(config, name)
+            found = [refusal for rule in _OF_BACKENDS for refusal in rule(view, explicit)]
+            wrong = [f"pools.{name}.options: {refusal}" for refusal in found if refusal not in known]
+        yield from wrong
+
+
+def _wrong_options(pool: str, section: str, cls: type, given: dict[str, str]) -> Iterator[str]:
+    kinds: dict[str, Any] = hints(cls)
+    for key, text in given.items():
+        if key == "model_path":
+            yield f"{pool}.options: model_path is derived from {pool}.path and can't be given."
+        elif key not in kinds:
+            hint = did_you_mean(key, kinds) or f"`hpc-rl submit --help {section}` lists them."
+            yield f"{pool}.options: {section} has no option {key}. {hint}"
+        elif reason := _wrong_value(kinds[key], text):
+            line = f"{pool}.options: {key} {text!r} can't be used; allowed: {allowed(kinds[key])}."
+            yield f"{line} {reason}".strip()
+
+
+def _wrong_value(hint: Any, text: str) -> str:
+    """Return why a text can't stand for a value; empty where it can."""
+    try:
+        value = value_in_text(hint, text)
+    except ValueError:
+        value = text
+    try:
+        typed(hint, with_origin(value, ""))
+    except ValueError as error:
+        return str(error) or " "
+    return ""
+
+
+def asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    rollout = config.rollout
+    own = [name for name, known in BUILT_IN.items() if getattr(rollout, name) not in known]
+    if config.pools and not own and not isinstance(config, TeacherConfig):
+        nobody = f"rollout.workflow {rollout.workflow} and rollout.reward_fn {rollout.reward_fn} ask no pool"
+        yield f"pools.{next(iter(config.pools))} has no effect: {nobody}; omit it."
+
+
+GRPO_RULES = [sources, servers, options, asked]

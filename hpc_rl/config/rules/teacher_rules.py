@@ -1,0 +1,127 @@
+"""Rules about trainer `teacher`: its student, templates and reward, and what it has no use for."""
+
+import json
+import re
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+from hpc_rl.allocation import Allocation, Servers, Train
+from hpc_rl.config.loading.fields import did_you_mean
+from hpc_rl.config.rules.consistency import given, server_pools
+from hpc_rl.config.rules.generation_rules import BUILT_IN, IMPORT_PATH
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig
+from hpc_rl.config.text_templates import names_in
+from hpc_rl.trial import read_json
+
+STUDENT = "student"
+VARIABLES = {  # template -> variables that it must have, and those that it may have
+    "diagnostic": (("question",), ()),
+    "adaptive": (("question",), ("approach",)),
+    "with_teaching": (("question", "teaching"), ("approach",)),
+    "baseline": (("question",), ()),
+}
+_EVERY = {variable for both in VARIABLES.values() for some in both for variable in some}
+REWARD_PARTS = ("gain", "solved", "efficiency", "leak")
+_WEIGHTS = {"efficiency_weight": "efficiency", "degradation_penalty_multiplier": "gain"}
+
+
+def student(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    if not isinstance(config, TeacherConfig) or STUDENT in config.pools:
+        return
+    pools = server_pools(config)
+    missing = [Servers(one.backend, pool=STUDENT) for one in pools[:1]]
+    use = f" and allocation_mode {Allocation((*pools, *missing), Train('fsdp'))}"
+    if not pools or STUDENT in [one.pool for one in pools]:
+        use = ""
+    needed = f"set pools.{STUDENT}.path{use}, or pools.{STUDENT}.url of an endpoint"
+    yield f"trainer teacher needs a pool {STUDENT}, the model that is taught: {needed}."
+
+
+def templates(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    if not isinstance(config, TeacherConfig):
+        return
+    for name, (needed, _) in VARIABLES.items():
+        used = names_in(getattr(config.teacher.templates, name))
+        for variable in needed:
+            if variable not in used:
+                yield f"teacher.templates.{name} has no {{{variable}}}: write it where that belongs."
+        for variable in used:
+            if variable in _EVERY - _known(name):
+                there = ", ".join(f"{{{one}}}" for one in sorted(_known(name)))
+                yield f"teacher.templates.{name}: there is no {{{variable}}} when it is used; known: {there}."
+
+
+def _known(template: str) -> set[str]:
+    needed, optional = VARIABLES[template]
+    return {*needed, *optional}
+
+
+def reward(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    if not isinstance(config, TeacherConfig):
+        return
+    option, parts = "teacher.reward_parts", config.teacher.reward_parts
+    if not parts:
+        yield f"{option} is empty, so every reward would be 0; the default is {', '.join(REWARD_PARTS)}."
+    for part in parts:
+        if part not in REWARD_PARTS and not re.fullmatch(IMPORT_PATH, part):
+            allowed = f"allowed: {', '.join(REWARD_PARTS)}, or package.module:name of your own"
+            yield f"{option} {part!r} is not known; {allowed}. {did_you_mean(part, REWARD_PARTS)}".strip()
+    names = [part.rpartition(":")[2] for part in parts]
+    for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+        yield f"{option} has {name} twice, but each is reported by its name; omit one, or rename it."
+    for weight, part in _WEIGHTS.items():
+        if part not in parts and given(config, explicit, f"teacher.{weight}"):
+            yield f"teacher.{weight} has no effect without {part} in {option}; add it, or omit the weight."
+
+
+def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    workflow = config.rollout.workflow
+    if not isinstance(config, TeacherConfig):
+        if workflow == "teacher":
+            yield "rollout.workflow teacher needs trainer: teacher, whose section teacher it follows."
+        return
+    if workflow in BUILT_IN["workflow"] and workflow != "teacher":
+        yield f"rollout.workflow {workflow} teaches no student; omit it: trainer teacher has its own."
+    if config.environments is not None:
+        yield "environments can't be used with trainer teacher: they ask and score by themselves; omit it."
+
+
+GRPO_RULES = [student, templates, reward, rollout]
+
+
+def columns(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Yield a refusal for each name in a template that is neither a variable nor a column of the rows."""
+    if not isinstance(config, TeacherConfig):
+        return
+    for section in ("train_dataset", "valid_dataset"):
+        dataset = getattr(config, section)
+        there = columns_of(Path(dataset.path)) if dataset is not None and dataset.path else None
+        if there is None:
+            continue
+        for name in VARIABLES:
+            known = _known(name) | there
+            for variable in names_in(getattr(config.teacher.templates, name)):
+                if variable not in known | _EVERY:
+                    rows = f"nor a column of {section}.path ({', '.join(sorted(there))})"
+                    hint = did_you_mean(variable, known) or "Braces of a LaTeX command are text."
+                    yield f"teacher.templates.{name}: {{{variable}}} is neither a variable {rows}. {hint}"
+
+
+def columns_of(path: Path) -> set[str] | None:
+    """Return the columns of the first row of a dataset; None where they can't be read."""
+    try:
+        if path.is_dir():
+            found = read_json(path / "dataset_info.json")
+            return set(found["features"]) if found else None
+        if path.suffix == ".parquet":
+            import pyarrow.parquet
+
+            return set(pyarrow.parquet.read_schema(path).names)
+        with path.open(encoding="utf-8") as lines:
+            row = json.loads(next((line for line in lines if line.strip()), ""))
+        return set(row) if isinstance(row, dict) else None
+    except (ImportError, OSError, ValueError, KeyError, TypeError):
+        return None  # what reads the rows says why
+
+
+FILE_RULES = [columns]

@@ -1,0 +1,317 @@
+"""What is refused about pools and about teaching a student: before submission, in words, with what to do."""
+
+import json
+
+import pytest
+
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.rules.file_rules import context_of
+from hpc_rl.config.rules.teacher_rules import columns_of
+from hpc_rl.errors import ConfigError
+from hpc_rl.plan.plan import make_plan
+
+CPU = "cluster.n_gpus_per_node=0"
+GRPO = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/d",
+    "actor.path=/m",
+    "gconfig.n_samples=4",
+    CPU,
+]
+ASKS = "rollout.workflow=my.workflows:ask"
+STUDENT = "pools.student.path=/s"
+TWO = "allocation_mode=embedded[teacher]:d1+embedded[student]:d1+fsdp:d1"
+TEACHER = [*GRPO, "trainer=teacher", STUDENT, TWO]
+
+
+def refused(*words: str, base: list[str] = GRPO, files: bool = False) -> list[str]:
+    with pytest.raises(ConfigError) as caught:
+        check(load([], [*base, *words], profiles=[]), files=files)
+    return str(caught.value).splitlines()
+
+
+def checked(*words: str, base: list[str] = GRPO):
+    return check(load([], [*base, *words], profiles=[]), files=False)
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            [STUDENT, "pools.student.url=http://h/v1", TWO],
+            "pools.student.path and pools.student.url can't both be set",
+        ),
+        (["pools.judge={}"], "pools.judge needs pools.judge.path, the model of its servers, or pools.judge.url"),
+        ([STUDENT, TWO, "pools.student.model=m"], "pools.student.model has no effect without pools.student.url"),
+        (
+            ["pools.judge.url=http://h/v1", "pools.judge.options={max_running_requests: 2}"],
+            "pools.judge.options has no effect with pools.judge.url",
+        ),
+        (["pools.judge.url=host:8000"], "pools.judge.url 'host:8000' can't be used; allowed: a URL such as http"),
+        (["pools.judge.url=http://me:key@host/v1"], "can't be used; allowed: a URL such as http"),
+        (
+            ["pools.judge-2.url=http://h/v1", "pools.judge-2.api_key_env=sk-123"],
+            "pools.judge-2.api_key_env must be the name of an environment variable, not the key that it holds. "
+            "(command line: pools.judge-2.api_key_env)",
+        ),
+        (
+            [STUDENT],
+            "pools.student.path: allocation_mode, which is derived, has no servers for it; "
+            "use embedded:d1+embedded[student]:d1+fsdp:d1.",
+        ),
+        (
+            [STUDENT, "allocation_mode=embedded[teacher]:d2+fsdp:d1"],
+            "pools.student.path: allocation_mode embedded[teacher]:d2+fsdp:d1 has no servers for it; "
+            "use embedded[teacher]:d2+embedded[student]:d1+fsdp:d1.",
+        ),
+        (
+            ["pools.student.url=http://h/v1", TWO],
+            "allocation_mode embedded[teacher]:d1+embedded[student]:d1+fsdp:d1 has servers for student, but "
+            "pools.student.url is an endpoint elsewhere; use embedded[teacher]:d1+fsdp:d1.",
+        ),
+        ([TWO], "set pools.teacher.path or pools.student.path."),
+        (
+            [STUDENT, "allocation_mode=embedded[student]:d1+fsdp:d1"],
+            "must have one pool without an entry in pools",
+        ),
+    ],
+)  # fmt: skip
+def test_what_a_pool_is_made_of(words, line):
+    (found,) = refused(ASKS, *words)
+    assert line in found
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (
+            "{max_runing_requests: 2}",
+            "embedded has no option max_runing_requests. Did you mean max_running_req",
+        ),
+        (
+            "{max_running_requests: 0}",
+            "max_running_requests '0' can't be used; allowed: an integer, at least 1.",
+        ),
+        ("{max_running_requests: many}", "max_running_requests 'many' can't be used; allowed: an integer"),
+        ("{batch_invariant: 'yes'}", "batch_invariant 'yes' can't be used; allowed: true, false."),
+        (
+            "{dtype: float64}",
+            "dtype 'float64' can't be used; allowed: bfloat16, float32. Did you mean bfloat16?",
+        ),
+    ],
+)
+def test_options_of_one_pool_have_the_types_of_the_section(options, line):
+    (found,) = refused(ASKS, STUDENT, TWO, f"pools.student.options={options}")
+    assert found.startswith("pools.student.options: ") and line in found
+
+
+def test_options_of_one_pool_are_kept_as_text_and_reach_its_servers(tmp_path):
+    from hpc_rl.config.pool_view import as_pool
+
+    path = tmp_path / "a.yaml"
+    path.write_text(
+        "pools: {student: {options: {disable_radix_cache: true, context_length: null, max_total_tokens: 10000, "
+        "extra_args: [--log-level-http, info]}}}\n"
+    )
+    sglang = TWO.replace("embedded", "sglang")
+    loaded = load([path], [*GRPO, ASKS, STUDENT, sglang], profiles=[])
+    assert loaded.config.pools["student"].options == {
+        "disable_radix_cache": "true",
+        "context_length": "null",
+        "max_total_tokens": "10000",
+        "extra_args": '["--log-level-http", "info"]',
+    }
+    (found,) = (
+        line for line in refused(*GRPO[2:], ASKS, STUDENT, sglang, base=[*GRPO[:2], *_options(loaded)])
+    )
+    assert "pools.student.options: sglang.extra_args: --log-level-http can't be given" in found
+    own = as_pool(loaded.config, "student").sglang
+    assert (own.disable_radix_cache, own.context_length, own.max_total_tokens) == (True, None, 10_000)
+    assert loaded.config.sglang.context_length == 32768
+
+
+def _options(loaded) -> list[str]:
+    return [f"pools.student.options={json.dumps(loaded.config.pools['student'].options)}"]
+
+
+def test_options_that_only_the_trial_sets_are_refused_for_a_pool_too():
+    sglang = TWO.replace("embedded", "sglang")
+    for options, words in (
+        ("{model_path: /x}", "model_path is derived from pools.student.path"),
+        ("{dp_size: 2}", "sglang.dp_size 2 can't be used: allocation_mode sets the number of servers"),
+        ("{attention_backend: fa3}", "sglang.attention_backend fa3 can't be used without GPUs"),
+    ):
+        (found,) = refused(ASKS, STUDENT, sglang, f"pools.student.options={options}")
+        assert found.startswith("pools.student.options: ") and words in found
+
+
+def test_a_pool_that_nobody_asks_is_refused():
+    (found,) = refused(STUDENT, TWO)
+    assert (
+        "pools.student has no effect: rollout.workflow single_turn and rollout.reward_fn exact_match" in found
+    )
+    checked(STUDENT, TWO, ASKS)
+    checked("pools.judge.url=http://host/v1", "rollout.reward_fn=my.rewards:judged")
+
+
+def test_sections_of_all_pools_have_an_effect_and_the_trained_one_decides():
+    mixed = "allocation_mode=sglang[student]:d1+embedded[teacher]:d1+fsdp:d1"
+    loaded = checked(
+        STUDENT, mixed, ASKS, "embedded.max_running_requests=4", "vllm.seed=2", "sglang.random_seed=3"
+    )
+    notes = [note for note in loaded.notes if "has no effect" in note]
+    assert notes == ["vllm has no effect: the trial has sglang and embedded servers."]
+    assert any(note.startswith("sglang.dtype is float32") for note in loaded.notes)
+    (found,) = refused(STUDENT, mixed, ASKS, "gconfig.min_p=0.5")
+    assert "gconfig.min_p 0.5 can't be used with embedded servers" in found
+
+
+def test_the_context_of_a_pool_is_that_of_its_model_and_servers(tmp_path):
+    for name, limit in (("m", 512), ("s", 256)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"max_position_embeddings": limit}))
+    words = [f"actor.path={tmp_path}/m", f"pools.student.path={tmp_path}/s", ASKS, TWO]
+    config = load([], [*GRPO, *words], profiles=[]).config
+    assert (context_of(config), context_of(config, "student")) == (512, 256)
+    sglang = "allocation_mode=embedded:d1+sglang[student]:d1+fsdp:d1"
+    shorter = [*words, sglang, "pools.student.options={context_length: 128}"]
+    config = load([], [*GRPO, *shorter], profiles=[]).config
+    assert (context_of(config), context_of(config, "student")) == (512, 128)
+
+
+def test_the_model_of_a_pool_is_a_checkpoint_with_a_tokenizer(tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1"}\n')
+    model = tmp_path / "m"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    for name in ("model.safetensors", "tokenizer.json"):
+        (model / name).write_text("")
+    base = [*GRPO, f"train_dataset.path={data}", f"actor.path={model}", "gconfig.max_new_tokens=8", TWO, ASKS]
+    base.append(f"cluster.fileroot={tmp_path}")
+    (found,) = refused("pools.student.path=org/name", base=base, files=True)
+    assert "org/name is not a directory: it must be a Hugging Face checkpoint" in found
+    student = tmp_path / "s"
+    student.mkdir()
+    (student / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
+    lines = refused(f"pools.student.path={student}", base=base, files=True)
+    assert [line.partition(" (")[0] for line in lines] == [
+        f"pools.student.path {student} contains no weights",
+        f"pools.student.path {student} has no tokenizer.json: set pools.student.tokenizer_path to a directory that "
+        "has one.",
+        "pools.student.max_new_tokens 1024 leaves no room for a prompt: the model's context",
+    ]
+    (student / "model.safetensors").write_text("")
+    words = [f"pools.student.path={student}", f"pools.student.tokenizer_path={model}"]
+    check(load([], [*base, *words, "pools.student.max_new_tokens=8"], profiles=[]))
+
+
+def test_a_teacher_without_a_student_is_refused_with_what_it_needs():
+    assert refused("trainer=teacher") == [
+        "trainer teacher needs a pool student, the model that is taught: set pools.student.path and "
+        "allocation_mode embedded:d1+embedded[student]:d1+fsdp:d1, or pools.student.url of an endpoint. "
+        "(command line: trainer)"
+    ]
+    (found,) = refused("trainer=teacher", TWO)
+    assert "set pools.student.path, or pools.student.url of an endpoint." in found
+    checked("trainer=teacher", "pools.student.url=http://host:8000/v1")
+
+
+def test_a_teacher_has_a_workflow_and_a_reward_of_its_own():
+    loaded = checked(base=TEACHER)
+    assert (loaded.config.rollout.workflow, loaded.config.rollout.reward_fn) == ("teacher", "final_answer")
+    assert not any("rollout.workflow" in note or "rollout.reward_fn" in note for note in loaded.notes)
+    own = checked(
+        "rollout.workflow=my.own:Teacher", "rollout.reward_fn=exact_match", base=TEACHER
+    ).config.rollout
+    assert (own.workflow, own.reward_fn) == ("my.own:Teacher", "exact_match")
+    plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="local")
+    assert (plan.trainer, [pool.name for pool in plan.pools]) == ("teacher", ["teacher", "student"])
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["rollout.workflow=single_turn"], "rollout.workflow single_turn teaches no student; omit it"),
+        (["environments.own_prompts=true"], "environments can't be used with trainer teacher"),
+        (["teacher.reward_parts=[]"], "teacher.reward_parts is empty, so every reward would be 0"),
+        (
+            ["teacher.reward_parts=[gian, leak]"],
+            "teacher.reward_parts 'gian' is not known; allowed: gain, solved",
+        ),
+        (["teacher.reward_parts=[gain, my.parts:gain]"], "teacher.reward_parts has gain twice"),
+        (
+            ["teacher.reward_parts=[gain]", "teacher.efficiency_weight=2"],
+            "teacher.efficiency_weight has no effect without efficiency in teacher.reward_parts",
+        ),
+        (
+            ["teacher.templates.baseline=Answer in \\boxed{}."],
+            "teacher.templates.baseline has no {question}: write it where that belongs.",
+        ),
+        (
+            ["teacher.templates.with_teaching='{question} {approach}'"],
+            "teacher.templates.with_teaching has no {teaching}",
+        ),
+        (
+            ["teacher.templates.diagnostic='{question} {teaching}'"],
+            "teacher.templates.diagnostic: there is no {teaching} when it is used; known: {question}.",
+        ),
+        (
+            ["saver.keep_best.metric=eval_loss"],
+            "trainer teacher measures eval_accuracy_delta, eval_reward, eval_stud",
+        ),
+    ],
+)
+def test_what_a_teacher_can_not_do(words, line):
+    base = [*TEACHER, "valid_dataset.path=/v"]
+    (found,) = refused(*words, base=base)
+    assert line in found
+
+
+def test_grpo_has_no_workflow_teacher():
+    (found,) = refused("rollout.workflow=teacher")
+    assert "rollout.workflow teacher needs trainer: teacher" in found
+
+
+def test_the_best_teacher_is_kept_by_what_it_measures():
+    for metric in ("eval_accuracy_delta", "eval_reward", "eval_student_accuracy", "eval_reward_leak"):
+        checked(f"saver.keep_best.metric={metric}", "valid_dataset.path=/v", base=TEACHER)
+    checked("teacher.reward_parts=[my.parts:kind]", "saver.keep_best.metric=eval_reward_kind", "valid_dataset.path=/v",
+            base=TEACHER)  # fmt: skip
+
+
+def test_names_in_templates_are_variables_or_columns_of_the_rows(tmp_path):
+    data = tmp_path / "d.jsonl"
+    data.write_text('\n{"prompt": "1", "answer": "2", "level": "easy"}\n{"other": 1}\n')
+    words = [f"train_dataset.path={data}", f"cluster.fileroot={tmp_path}"]
+    lines = refused(
+        *words,
+        r"teacher.templates.baseline='{question} at {level} {lvel} \frac{a}{b}'",
+        "teacher.templates.adaptive='{question} {aproach}'",
+        base=TEACHER,
+        files=True,
+    )
+    found = [line for line in lines if line.startswith("teacher.templates")]
+    assert [line.partition(" (command")[0] for line in found] == [
+        "teacher.templates.adaptive: {aproach} is neither a variable nor a column of train_dataset.path "
+        "(answer, level, prompt). Did you mean approach?",
+        "teacher.templates.baseline: {lvel} is neither a variable nor a column of train_dataset.path "
+        "(answer, level, prompt). Did you mean level?",
+    ]
+
+
+def test_columns_of_every_kind_of_dataset(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "answer": ["2"]}), tmp_path / "d.parquet")
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    (saved / "dataset_info.json").write_text(json.dumps({"features": {"prompt": {}, "level": {}}}))
+    assert columns_of(tmp_path / "d.parquet") == {"prompt", "answer"}
+    assert columns_of(saved) == {"prompt", "level"}
+    for name, text in (("empty.jsonl", ""), ("list.jsonl", "[1]\n"), ("bad.jsonl", "{\n")):
+        (tmp_path / name).write_text(text)
+        assert columns_of(tmp_path / name) is None
+    assert columns_of(tmp_path / "absent.jsonl") is None
