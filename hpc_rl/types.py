@@ -1,4 +1,4 @@
-"""What crosses processes: turns, trajectories, groups and batches, as NumPy arrays, with a wire format.
+"""What crosses processes: turns, replies, trajectories and batches, as NumPy arrays, with a wire format.
 
 The wire format is msgpack with arrays as `{"__nd__": dtype, "s": shape, "d": bytes}`: nothing that is decoded
 here can execute code. Shapes: L = tokens of one trajectory (prompt and completion).
@@ -45,6 +45,15 @@ class Turn:
     output_logprobs: list[float]
     versions: list[tuple[str, int, int]]
     finish_reason: str
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer to a chat as text, without the tokens, which are another model's."""
+
+    text: str
+    num_tokens: int
+    finish_reason: str  # stop | length
 
 
 @dataclass(slots=True)
@@ -113,7 +122,7 @@ class EvalResult:
     stats: dict[str, float] = field(default_factory=dict)
 
 
-_WIRE = {cls.__name__: cls for cls in (Turn, Trajectory, TrajectoryGroup, Batch, EvalResult)}
+_WIRE = {cls.__name__: cls for cls in (Turn, Reply, Trajectory, TrajectoryGroup, Batch, EvalResult)}
 
 
 def _default(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """An executor worker of the rollout role, which starts it and talks to it over standard input and output."""
 
 import asyncio
+import contextlib
 import json
 import os
 import sys
@@ -8,17 +9,20 @@ import sys
 from hpc_rl import log
 from hpc_rl.app.role import arguments
 from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.config.pool_view import trained_pool
+from hpc_rl.config.pool_view import as_pool, trained_pool
 from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.sections.pools import PoolConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.name_resolve import open_names
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import BUILTINS, Reward, built_in
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
+from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflows import load_workflow
+from hpc_rl.servers.external import Endpoint
 from hpc_rl.servers.router import Router
 from hpc_rl.trial import Trial
 
@@ -29,11 +33,12 @@ def main() -> int:
     args = arguments("rollout_worker")
     trial = Trial(args.trial_dir)
     tokens = trial.tokens()
-    log.setup("rollout-worker", args.index, list(tokens.values()))
     try:
         config = from_dict(json.loads(trial.config_json.read_bytes()))
         assert isinstance(config, GRPOConfig)
-        asyncio.run(work(trial, config, tokens["data"], out))
+        keys = {name: os.environ.get(pool.api_key_env, "") for name, pool in config.pools.items()}
+        log.setup("rollout-worker", args.index, [*tokens.values(), *keys.values()])
+        asyncio.run(work(trial, config, tokens["data"], keys, out))
     except HpcRlError as error:
         print(error, file=sys.stderr)
         os.write(out, pipes.pack({"op": "ends", "error": str(error)}))
@@ -41,25 +46,54 @@ def main() -> int:
     return ExitCode.DONE
 
 
-async def work(trial: Trial, config: GRPOConfig, data_token: str, out: int) -> None:
-    tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
-    rollout = config.rollout
-    workflow = load_workflow(rollout.workflow)
-    reward = await open_reward(rollout.reward_fn, rollout.reward_timeout_s)
+async def work(trial: Trial, config: GRPOConfig, data_token: str, keys: dict[str, str], out: int) -> None:
+    """Serve the rollout role; `keys` are those of pools elsewhere."""
+    workflow = load_workflow(config)
+    async with contextlib.AsyncExitStack() as stack:
+        own = await open_servers(stack, trial, config, trained_pool(config), data_token)
+        others: dict[str, ChatPool] = {}
+        for name, pool in config.pools.items():
+            if pool.url:
+                others[name] = await stack.enter_async_context(endpoint(config, name, pool, keys[name]))
+            else:
+                others[name] = await open_servers(stack, trial, config, name, data_token)
+        reward = await open_reward(config.rollout.reward_fn, config.rollout.reward_timeout_s)
+        worker = Worker(config, own, others, workflow, reward, await pipes.pipe_writer(out))
+        await worker.serve(await pipes.stdin_reader())
+    os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
+
+
+async def open_servers(
+    stack: contextlib.AsyncExitStack, trial: Trial, config: GRPOConfig, name: str, data_token: str
+) -> ServerPool:
+    """Return a pool of the trial's servers, which the stack closes."""
+    view, rollout = as_pool(config, name), config.rollout
     router = Router(
-        open_names(trial, config),
+        open_names(trial, config),  # one thread at a time may use it
         data_token,
-        trained_pool(config),
+        name,
         rollout.setup_timeout,
         rollout.request_timeout,
         rollout.request_retries,
         rollout.schedule_policy,
     )
-    async with router:
-        write = await pipes.pipe_writer(out)
-        worker = Worker(config, tokenizer, router, workflow, reward, write, context_of(config))
-        await worker.serve(await pipes.stdin_reader())
-    os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
+    return ServerPool(
+        name,
+        await stack.enter_async_context(router),
+        Tokenizer(view.tokenizer_path or view.actor.path),
+        view.gconfig,
+        context_of(view),
+        config.pools[name].max_requests if name in config.pools else None,
+        rollout.enable_rollout_tracing,
+    )
+
+
+def endpoint(config: GRPOConfig, name: str, pool: PoolConfig, key: str) -> Endpoint:
+    """Return a pool that is an endpoint elsewhere. Raises ConfigError without the key that it needs."""
+    if pool.api_key_env and not key:
+        option = f"pools.{name}.api_key_env {pool.api_key_env}"
+        raise ConfigError(f"{option}: the job's environment has no such variable, or it is empty.")
+    return Endpoint(name, pool, key, config.rollout.request_timeout, config.rollout.setup_timeout)
 
 
 async def open_reward(path: str, timeout_s: float) -> Reward:

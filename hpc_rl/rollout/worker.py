@@ -2,57 +2,50 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import partial
 from typing import Any
 
 from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
+from hpc_rl.errors import InputRefused
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
 from hpc_rl.rollout.pipes import GroupMade, NoGroup, NoteMade, Outcome, PromptScored, RunPrompt
 from hpc_rl.rollout.rewards import ErrorLog, Rejection, Reward, checked
+from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.rollout.workflow import Sampler, Workflow, check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
-from hpc_rl.servers.client import GenerateRequest
-from hpc_rl.servers.router import Router
 from hpc_rl.stats.tracker import means
-from hpc_rl.types import TrajectoryGroup, Turn, WeightVersion, encode
+from hpc_rl.types import TrajectoryGroup, WeightVersion, encode
 
 logger = logging.getLogger(__name__)
-
-UNAVAILABLE_ROUNDS = 4  # with 2, 4, 8, 16 s between them; then the prompt's own retries count
 
 
 class Worker:
     """Runs a workflow on each prompt that it is sent; `write` takes a message for the rollout service.
 
-    `context` is as in Sampler.
+    `pool` is the one that follows the trainer, `others` are as in Sampler.
     """
 
     def __init__(
         self,
         config: GRPOConfig,
-        tokenizer: Tokenizer,
-        router: Router,
+        pool: ServerPool,
+        others: Mapping[str, ChatPool],
         workflow: Workflow,
         reward: Reward,
         write: Callable[[bytes], Any],
-        context: int | None = None,
     ) -> None:
         self.config = config
-        self._router, self._trace = router, config.rollout.enable_rollout_tracing
         self.workflow = workflow
         self._sampler = partial(
             Sampler,
             seed=config.seed,
-            gconfig=config.gconfig,
-            tokenizer=tokenizer,
-            generate=self.generate,
+            n_samples=config.gconfig.n_samples,
+            pool=pool,
+            others=others,
             reward=reward,
-            context=context,
         )
         self._write = write
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -66,37 +59,6 @@ class Worker:
                 self._tasks[request["ticket"]] = asyncio.create_task(self.answer(request))
             elif request["ticket"] in self._tasks:
                 self._tasks[request["ticket"]].cancel()
-
-    async def generate(self, requests: list[GenerateRequest]) -> list[Turn]:
-        """Return the turns of one prompt. Raises ServerUnavailable after a few rounds, RequestRefused."""
-        if self._trace:
-            for request in requests:
-                sizes = (len(request.input_ids), request.sampling["max_new_tokens"])
-                form = "request %s: %d tokens in, at most %d out, weights from %s on"
-                logger.info(form, request.rid, *sizes, request.min_version)
-        turns = await self._until_made(requests)
-        if self._trace:
-            for request, turn in zip(requests, turns, strict=True):
-                form = "request %s: %d tokens out, %s, %s"
-                logger.info(form, request.rid, len(turn.output_ids), turn.finish_reason, turn.versions)
-        return turns
-
-    async def _until_made(self, requests: list[GenerateRequest]) -> list[Turn]:
-        rounds = 0
-        while True:
-            try:
-                return await self._router.generate_many(requests)
-            except ServerUnavailable as error:
-                # each server that lives failed: may be the prompt's fault after all
-                rounds += 1
-                if rounds > UNAVAILABLE_ROUNDS:
-                    raise
-                logger.warning("%s; trying again", error)
-                await asyncio.sleep(2.0**rounds)
-            except RoleFailed as error:
-                # no server lives or is new enough: not the prompt's fault
-                logger.warning("%s; waiting", error)
-                await asyncio.sleep(1.0)
 
     async def answer(self, prompt: RunPrompt) -> None:
         """Run the workflow and send its outcome."""
@@ -139,7 +101,7 @@ class Worker:
         group = await self.workflow({**prompt["columns"], "input_ids": prompt["input_ids"]}, sampler)
         if group is None:
             return None
-        built_in = self.workflow in WORKFLOWS.values()
+        built_in = self.config.rollout.workflow in WORKFLOWS
         strict = self.config.rollout.check_trajectory_format
         check_group(group, prompt["index"], sampler.n_samples if built_in else None, strict)
         # a workflow may set the reward by itself

@@ -1,40 +1,37 @@
 """Workflow: from one prompt to a group of scored trajectories: `single_turn`, or the user's by import path.
 
 A workflow is `async run(prompt, generate) -> TrajectoryGroup | None`: an object with that method, a class
-that makes one without arguments, or such a function. `prompt` is the row as a dict, plus `input_ids`. None
-rejects the prompt.
+that makes one by `create(config)` or without arguments, or such a function. `prompt` is the row as a dict,
+plus `input_ids`. None rejects the prompt.
 """
 
 import asyncio
-import uuid
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
 
-from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.datasets.order import sample_seed
-from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import InputRefused
+from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.pipes import RunPrompt
 from hpc_rl.rollout.rewards import Rejection, Reward
+from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.servers.client import GenerateRequest
-from hpc_rl.types import Trajectory, TrajectoryGroup, Turn, WeightVersion, decode, encode
+from hpc_rl.types import Reply, Trajectory, TrajectoryGroup, Turn, WeightVersion, decode, encode
 
 Workflow = Callable[[dict[str, Any], "Sampler"], Awaitable[TrajectoryGroup | None]]
 
 
 T = TypeVar("T")
-Generate = Callable[[list[GenerateRequest]], Awaitable[list[Turn]]]
 
 
 class Sampler:
     """What a workflow generates and scores with: it knows its prompt's index, seeds and sampling settings.
 
-    `context` are the tokens that the servers take for input and output, None where that is not known; `note`
+    `pool` is the one that follows the trainer; `others` are those that a workflow may ask by name; `note`
     keeps what `once` makes.
     """
 
@@ -42,41 +39,63 @@ class Sampler:
         self,
         prompt: RunPrompt,
         seed: int,
-        gconfig: GenerationHyperparameters,
-        tokenizer: Tokenizer,
-        generate: Generate,
+        n_samples: int,
+        pool: ServerPool,
+        others: Mapping[str, ChatPool],
         reward: Reward,
-        context: int | None,
         note: Callable[[str, bytes], None] = lambda key, value: None,
     ) -> None:
         self.index = prompt["index"]
-        self.n_samples = 1 if prompt["evaluate"] else gconfig.n_samples
-        self.tokenizer = tokenizer
-        self._gconfig, self._generate, self._reward = gconfig, generate, reward
+        self.n_samples = 1 if prompt["evaluate"] else n_samples
+        self.tokenizer = pool.tokenizer
+        self._pool, self._others, self._reward = pool, others, reward
         self._min_version = prompt["version"]
         # with the sample's number these make the sample's seed
         self._identity = (seed, "evaluation" if prompt["evaluate"] else prompt["epoch"], prompt["row"])
-        self._sampling = sampling(gconfig, tokenizer.eos_token_ids)
         self._turns: Counter[int] = Counter()
         self._note = note
         self._made = dict(prompt["notes"])  # by `once`, encoded
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        self._limit, self._limited_by = gconfig.max_tokens, f"gconfig.max_tokens is {gconfig.max_tokens}"
-        if context is not None and context < self._limit:
-            self._limit, self._limited_by = context, f"the model's context is {context}"
 
-    async def __call__(self, input_ids: Sequence[int], sample: int = 0) -> Turn:
-        """Return one generation.
+    async def __call__(
+        self, input_ids: Sequence[int], sample: int = 0, pool: str = "", label: str = ""
+    ) -> Turn:
+        """Return one generation, of the model that is trained or of another pool's servers.
 
-        `sample` is the trajectory that it is for: each has its own seed, and each turn of it.
+        `sample` is the trajectory that it is for: each has its own seed, and each turn of it. A generation of
+        another pool has the seed of its `label` and `sample`, as in `ask`.
         """
-        return (await self._generate([self._request(list(input_ids), sample)]))[0]
+        if not pool:
+            request = self._request(list(input_ids), sample)
+            return (await self._pool.generate([request]))[0]
+        chosen = self._find(pool)
+        if not isinstance(chosen, ServerPool):
+            raise ConfigError(f"pool {pool!r} is an endpoint elsewhere: it takes messages (ask), not tokens.")
+        request = chosen.request(list(input_ids), self._seed(label, sample), self._least(chosen))
+        return (await chosen.generate([request]))[0]
 
     async def samples(self, input_ids: Sequence[int]) -> list[Turn]:
         """Return n_samples generations of one input."""
         ids = list(input_ids)
-        requests = [self._request(ids, sample) for sample in range(self.n_samples)]
-        return await self._generate(requests)
+        return await self._pool.generate([self._request(ids, sample) for sample in range(self.n_samples)])
+
+    async def ask(
+        self,
+        messages: list[dict[str, Any]],
+        pool: str,
+        n: int = 1,
+        label: str = "",
+        max_new_tokens: int | None = None,
+    ) -> list[Reply]:
+        """Return n answers of a pool to a chat, which its tokenizer renders.
+
+        The seeds follow from the label and the answer's number: what is asked twice under one label gets the
+        same answers. `max_new_tokens` None means the pool's.
+        """
+        chosen, seeds = self._find(pool), [self._seed(label, number) for number in range(n)]
+        if isinstance(chosen, ServerPool):
+            return await chosen.ask(messages, seeds, max_new_tokens, min_version=self._least(chosen))
+        return await chosen.ask(messages, seeds, max_new_tokens)
 
     async def once(self, key: str, make: Callable[[], Awaitable[T]]) -> T:
         """Return what `make()` returns, and the same when the prompt runs again, after a kill or an error.
@@ -96,38 +115,27 @@ class Sampler:
         question = prompt.get("prompt", prompt.get("messages"))
         return await self._reward(question, completion, columns)
 
+    def _find(self, pool: str) -> ChatPool:
+        if pool == self._pool.name:
+            return self._pool
+        if pool not in self._others:
+            known = ", ".join([self._pool.name, *self._others])
+            raise ConfigError(f"there is no pool {pool!r}; there are: {known}.")
+        return self._others[pool]
+
+    def _least(self, pool: ServerPool) -> str:
+        """Return the version that weights must not be older than; those of a frozen pool have none."""
+        return self._min_version if pool is self._pool else ""
+
+    def _seed(self, label: str, number: int) -> int:
+        return sample_seed(*self._identity, f"{label}/{number}")
+
     def _request(self, input_ids: list[int], sample: int) -> GenerateRequest:
-        if not input_ids:
-            raise InputRefused("it has no token")
-        gconfig = self._gconfig
-        room = min(self._limit - len(input_ids), gconfig.max_new_tokens)
-        if room <= 0:
-            raise Rejection(RejectReason.TOO_LONG, f"{len(input_ids)} tokens, {self._limited_by}")
         turn = self._turns[sample]
+        seed = sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}")
+        request = self._pool.request(input_ids, seed, self._min_version)
         self._turns[sample] += 1
-        own = {
-            "max_new_tokens": room,
-            "min_new_tokens": min(gconfig.min_new_tokens, room),
-            "sampling_seed": sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}"),
-        }
-        return GenerateRequest(input_ids, {**self._sampling, **own}, uuid.uuid4().hex, self._min_version)
-
-
-def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """What is the same in each request's sampling parameters, under SGLang's names."""
-    made = {
-        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
-        "top_p": gconfig.top_p,
-        "top_k": -1 if gconfig.top_k >= 100_000_000 else gconfig.top_k,
-        "stop_token_ids": list(dict.fromkeys([*gconfig.stop_token_ids, *eos_token_ids])),
-    }
-    unusual: dict[str, tuple[Any, Any]] = {
-        "stop": (gconfig.stop or None, None),
-        "frequency_penalty": (gconfig.frequency_penalty, 0.0),
-        "min_p": (gconfig.min_p, 0.0),
-        "repetition_penalty": (gconfig.repetition_penalty, 1.0),
-    }
-    return made | {name: value for name, (value, neutral) in unusual.items() if value != neutral}
+        return request
 
 
 DTYPES = {

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.multi_turn import MultiTurn
 from hpc_rl.rollout.rewards import import_object
@@ -20,16 +21,20 @@ async def single_turn(prompt: dict[str, Any], generate: Sampler) -> TrajectoryGr
     return TrajectoryGroup(generate.index, [trajectory([(ids, turn)], reward) for turn, reward in scored])
 
 
-WORKFLOWS: dict[str, Workflow] = {"single_turn": single_turn, "multi_turn": MultiTurn().run}
+# as what an import path names
+WORKFLOWS: dict[str, Any] = {"single_turn": single_turn, "multi_turn": MultiTurn}
 
 
-def load_workflow(path: str) -> Workflow:
-    """A built-in or the user's workflow. Raises ConfigError."""
-    if path in WORKFLOWS:
-        return WORKFLOWS[path]
-    found = import_object("rollout.workflow", path)
+def load_workflow(config: GRPOConfig) -> Workflow:
+    """Return `rollout.workflow`, built-in or the user's. Raises ConfigError.
+
+    A class is made by its `create(config)`, or else without arguments.
+    """
+    path = config.rollout.workflow
+    found = WORKFLOWS[path] if path in WORKFLOWS else import_object("rollout.workflow", path)
     if isinstance(found, type):
-        found = found()
+        create = getattr(found, "create", None)
+        found = create(config) if create else found()
     run = getattr(found, "run", found)
     if not callable(run):
         allowed = "a function, or an object with a method `async run(prompt, generate)`"

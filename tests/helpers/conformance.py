@@ -19,12 +19,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hpc_rl.errors import InputRefused, RequestRefused, RoleFailed, ServerStale
+from hpc_rl.config.sections.inference import GenerationHyperparameters
+from hpc_rl.config.sections.pools import PoolConfig
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerStale
 from hpc_rl.examples.toy import make_tokenizer
 from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.rollout.rewards import Rejection
+from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.servers.base import Backend
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
+from hpc_rl.servers.external import Endpoint
 from hpc_rl.servers.replica import Identity, Replica
+from hpc_rl.servers.router import Router
 from hpc_rl.trial import Trial, write_json
 from hpc_rl.types import Turn, WeightVersion
 
@@ -446,3 +453,26 @@ class Conformance:
         assert all(set(choice["message"]["content"]) <= set("0123456789+=;") for choice in answer["choices"])
         assert answer["usage"]["prompt_tokens"] == 4
         assert answer["metadata"]["weight_version"] == api.served.label
+
+    async def test_a_pool_asks_it_by_router_or_as_an_endpoint_elsewhere(self, api):
+        served, messages = api.served, [{"role": "user", "content": "1+2"}]
+        tokenizer = Tokenizer(served.model)
+        sampling = GenerationHyperparameters(max_new_tokens=6, temperature=0.0)
+        elsewhere = PoolConfig(url=f"{api.url}/v1/", model="any", max_new_tokens=6, temperature=0.0)
+        async with (
+            Router(open_names(served.trial), served.tokens["data"]) as router,
+            Endpoint("student", elsewhere, served.tokens["data"]) as endpoint,
+        ):
+            servers = ServerPool("rollout", router, tokenizer, sampling, context=4096, max_requests=1)
+            greedy = await servers.ask(messages, [1, 2], min_version=served.label)
+            assert await endpoint.ask(messages, [1]) == greedy[:1] == greedy[1:]
+            assert len(await servers.ask(messages, [1], max_new_tokens=1, temperature=1.0)) == 1
+            several = await endpoint.ask(messages, [5, 6, 7], 3, temperature=1.0)
+            assert len(several) == 3 and max(len(one.text) for one in several) <= 3
+            with pytest.raises(InputRefused, match=r"pool student: .*/v1/chat/completions answered 400"):
+                await endpoint.ask([{"role": "user", "content": "1" * 5000}], [1])
+            with pytest.raises(Rejection, match="5001 tokens, the model's context is 4096"):
+                await servers.ask([{"role": "user", "content": "1" * 5000}], [1])
+        with pytest.raises(ConfigError, match=r"pool student: .*/v1/models answered 401"):
+            async with Endpoint("student", elsewhere, "wrong"):
+                pass

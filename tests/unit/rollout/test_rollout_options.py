@@ -9,7 +9,8 @@ from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.sequencer import Rules, Sequencer
-from hpc_rl.rollout.workflow import check_group, sampling
+from hpc_rl.rollout.server_pool import sampling
+from hpc_rl.rollout.workflow import check_group
 from hpc_rl.types import Trajectory, TrajectoryGroup
 
 

@@ -3,21 +3,22 @@
 import asyncio
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerUnavailable
-from hpc_rl.rollout import worker as worker_module
 from hpc_rl.rollout.batch_log.ledger import GroupRecord
 from hpc_rl.rollout.rewards import Rejection, built_in, checked, contains, exact_match, import_object
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
+from hpc_rl.rollout.server_pool import ServerPool, sampling
 from hpc_rl.rollout.worker import Worker
-from hpc_rl.rollout.workflow import sampling, trajectory
-from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow, single_turn
-from hpc_rl.types import TrajectoryGroup, Turn, decode
+from hpc_rl.rollout.workflow import trajectory
+from hpc_rl.rollout.workflows import load_workflow, single_turn
+from hpc_rl.types import Reply, TrajectoryGroup, Turn, decode
 
 
 class Tokenizer:
@@ -42,12 +43,22 @@ class Client:
         return [Turn([1, 2, 99], [-1.0, -2.0, -3.0], spans, "stop") for _ in requests]
 
 
-def make(client, workflow=single_turn, tracing=False, checking=False, **gconfig):
-    rollout = InferenceEngineConfig(enable_rollout_tracing=tracing, check_trajectory_format=checking)
+def make(
+    client,
+    workflow=single_turn,
+    name="own:f",
+    tracing=False,
+    checking=False,
+    context=None,
+    others=None,
+    **gconfig,
+):
+    rollout = InferenceEngineConfig(workflow=name, check_trajectory_format=checking)
     sampled = GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig})
     config = SimpleNamespace(seed=1, gconfig=sampled, rollout=rollout)
+    pool = ServerPool("rollout", client, Tokenizer(), sampled, context, trace=tracing)
     sent = []
-    made = Worker(config, Tokenizer(), client, workflow, built_in("exact_match"), sent.append)
+    made = Worker(config, pool, others or {}, workflow, built_in("exact_match"), sent.append)
     return made, sent
 
 
@@ -140,6 +151,99 @@ async def test_seeds_are_those_of_the_sample_not_of_the_moment():
     assert seeds[0] == seeds[1]
 
 
+class Elsewhere:
+    """A pool that answers with the numbers of its seeds."""
+
+    async def ask(self, messages, seeds, max_new_tokens=None, temperature=None):
+        return [Reply(str(seed), max_new_tokens or 0, "stop") for seed in seeds]
+
+
+def servers(client, **gconfig):
+    """A frozen pool on the fake client."""
+    tokenizer = Tokenizer()
+    tokenizer.chat = lambda messages: messages[0]["content"]
+    tokenizer.encode = lambda text, add_special_tokens: [ord(letter) for letter in text]
+    return ServerPool(
+        "student", client, tokenizer, GenerationHyperparameters(max_new_tokens=4, **gconfig), 10
+    )
+
+
+async def asking(workflow, client=None, **options) -> list[Any]:
+    """What a workflow returns to the test; it makes no group."""
+    said = []
+
+    async def run(prompt, generate):
+        said.append(await workflow(generate))
+
+    made, sent = make(Client(), run, others={"student": servers(client or Client()), "judge": Elsewhere()})
+    outcome = await answer(made, sent, **options)
+    return said or [outcome]
+
+
+async def test_a_workflow_asks_other_pools():
+    client = Client()
+    (replies,) = await asking(
+        lambda generate: generate.ask([{"content": "ab"}], "student", 2, "probe", 3), client
+    )
+    assert replies == [Reply("1299", 3, "stop")] * 2
+    assert [request.input_ids for request in client.requests] == [[97, 98]] * 2
+    assert {request.min_version for request in client.requests} == {""}  # a frozen model has no version
+    assert client.requests[0].sampling["max_new_tokens"] == 3
+    (turn,) = await asking(lambda generate: generate([5], pool="student"), client)
+    assert turn.output_ids == [1, 2, 99] and client.requests[-1].sampling["max_new_tokens"] == 4
+
+
+async def test_seeds_of_other_pools_follow_from_the_label_not_from_what_was_asked_before():
+    async def seeds(generate):
+        first = await generate.ask([], "judge", 2, "probe")
+        await generate([5], pool="student", label="answers")
+        return [one.text for one in first + await generate.ask([], "judge", 3, "probe")]
+
+    (found,) = await asking(seeds)
+    assert found[:2] == found[2:4] and len(set(found)) == 3
+    assert await asking(seeds) == [found] and (await asking(seeds, evaluate=True))[0] != found
+
+
+async def test_the_trained_pool_can_be_asked_by_its_name_and_makes_new_enough_weights():
+    client = Client()
+
+    async def ask(prompt, generate):
+        return await generate.ask([{"content": "ab"}], "rollout", 1)
+
+    made, sent = make(client, ask)
+    tokenizer = made._sampler.keywords["pool"].tokenizer
+    tokenizer.chat = lambda messages: messages[0]["content"]
+    tokenizer.encode = lambda text, add_special_tokens: [ord(letter) for letter in text]
+    await answer(made, sent)
+    assert client.requests[0].min_version == "0.3"
+
+
+async def test_a_pool_that_is_not_there_or_takes_no_tokens_is_named(caplog):
+    (outcome,) = await asking(lambda generate: generate.ask([], "studnet"))
+    assert "there is no pool 'studnet'; there are: rollout, student, judge." in outcome["error"]
+    (outcome,) = await asking(lambda generate: generate([5], pool="judge"))
+    assert "pool 'judge' is an endpoint elsewhere" in outcome["error"]
+    (outcome,) = await asking(lambda generate: generate.ask([{"content": "a" * 10}], "student"))
+    assert outcome["reason"] == "too_long" and "the model's context is 10 (pool student)" in outcome["error"]
+
+
+async def test_a_pool_has_at_most_so_many_requests_at_once():
+    class Slow(Client):
+        running = most = 0
+
+        async def generate_many(self, requests):
+            self.running += 1
+            self.most = max(self.most, self.running)
+            await asyncio.sleep(0.01)
+            self.running -= 1
+            return await super().generate_many(requests)
+
+    client = Slow()
+    pool = ServerPool("student", client, Tokenizer(), GenerationHyperparameters(), max_requests=2)
+    await asyncio.gather(*(pool.generate([pool.request([5], 1)]) for _ in range(6)))
+    assert client.most == 2 and len(client.requests) == 6
+
+
 async def test_an_evaluation_samples_once_and_tells_every_version():
     client = Client()
     outcome = await answer(*make(client), evaluate=True)
@@ -190,10 +294,7 @@ async def test_new_tokens_fit_into_max_tokens_or_the_prompt_is_too_long(input_le
 
 async def test_new_tokens_fit_into_the_models_context(caplog):
     client = Client()
-    made, sent = make(client)
-    made = Worker(
-        made.config, Tokenizer(), client, single_turn, built_in("exact_match"), sent.append, context=8
-    )
+    made, sent = make(client, context=8)
     await answer(made, sent, input_ids=range(5))
     assert client.requests[0].sampling["max_new_tokens"] == 3
     outcome = await answer(made, sent, input_ids=range(8))
@@ -236,7 +337,7 @@ async def test_a_missing_server_is_awaited_a_failing_one_tried_again(monkeypatch
     async def sleep(seconds):
         slept.append(seconds)
 
-    monkeypatch.setattr(worker_module.asyncio, "sleep", sleep)
+    monkeypatch.setattr(asyncio, "sleep", sleep)
     many = Client(*[RoleFailed("no server")] * 50)
     assert (await answer(*make(many, n_samples=1)))["op"] == "group" and len(slept) == 50
     slept.clear()
@@ -277,12 +378,20 @@ def test_greedy_is_temperature_zero():
 def test_workflows_by_import_path(tmp_path, monkeypatch):
     (tmp_path / "own_workflow.py").write_text(
         "class W:\n    async def run(self, prompt, generate):\n        return None\n"
+        "class C(W):\n    @classmethod\n    def create(cls, config):\n"
+        "        made = cls()\n        made.seed = config.seed\n        return made\n"
         "async def f(prompt, generate): return None\nx = 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    assert load_workflow("single_turn") is single_turn
-    assert load_workflow("own_workflow:W").__name__ == "run"
-    assert load_workflow("own_workflow:f").__name__ == "f"
+
+    def load(path):
+        return load_workflow(SimpleNamespace(rollout=InferenceEngineConfig(workflow=path), seed=5))
+
+    assert load("single_turn") is single_turn
+    assert load("multi_turn").__self__.max_turns == 2
+    assert load("own_workflow:W").__name__ == "run"
+    assert load("own_workflow:C").__self__.seed == 5
+    assert load("own_workflow:f").__name__ == "f"
     for path, words in [
         ("own_workflow:x", "method"),
         ("own_workflow:y", "no attribute 'y'"),
@@ -290,7 +399,7 @@ def test_workflows_by_import_path(tmp_path, monkeypatch):
         ("multi", "neither"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            load_workflow(path)
+            load(path)
     assert import_object("k", "own_workflow:x") == 1
 
 
@@ -472,13 +581,12 @@ async def test_a_group_that_can_not_be_trained_on_never_reaches_the_ledger(check
         assert words in outcome["error"] and "prompt 40, trajectory" in caplog.text
 
 
-async def test_only_a_users_workflow_may_return_a_group_of_another_size(monkeypatch):
+async def test_only_a_users_workflow_may_return_a_group_of_another_size():
     async def two(prompt, generate):
         made = await single_turn(prompt, generate)
         del made.trajectories[0]
         return made
 
     assert GroupRecord(*(await answer(*make(Client(), two)))["record"]).num_trajectories == 2
-    monkeypatch.setitem(WORKFLOWS, "two", two)
-    outcome = await answer(*make(Client(), two))
+    outcome = await answer(*make(Client(), two, name="single_turn"))
     assert (outcome["reason"], "gconfig.n_samples is 3" in outcome["error"]) == ("bad_group", True)

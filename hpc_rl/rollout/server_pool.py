@@ -1,0 +1,153 @@
+"""Pools as an executor worker asks them: by token ids, where their servers are the trial's; by chats, any."""
+
+import asyncio
+import contextlib
+import logging
+import uuid
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hpc_rl.config.sections.inference import GenerationHyperparameters
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
+from hpc_rl.rollout.batch_log.ledger import RejectReason
+from hpc_rl.rollout.rewards import Rejection
+from hpc_rl.servers.client import GenerateRequest
+from hpc_rl.servers.router import Router
+from hpc_rl.types import Reply, Turn
+
+logger = logging.getLogger(__name__)
+
+UNAVAILABLE_ROUNDS = 4  # with 2, 4, 8, 16 s between them; then the prompt's own retries count
+
+
+class ChatPool(Protocol):
+    """What answers chats: ServerPool, or servers.external.Endpoint."""
+
+    async def ask(
+        self,
+        messages: list[dict[str, Any]],
+        seeds: Sequence[int],
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> list[Reply]:
+        """Return an answer for each seed; None means the pool's own limit and temperature."""
+
+
+class ServerPool:
+    """A pool of the trial's servers, with its model's tokenizer and its own sampling settings.
+
+    `context` are the tokens that its servers take for input and output, None where that is not known;
+    `max_requests` calls run at once, None for any number; `trace` logs each request.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        router: Router,
+        tokenizer: Tokenizer,
+        gconfig: GenerationHyperparameters,
+        context: int | None = None,
+        max_requests: int | None = None,
+        trace: bool = False,
+    ) -> None:
+        self.name, self.tokenizer = name, tokenizer
+        self._router, self._gconfig, self._trace = router, gconfig, trace
+        self._sampling = sampling(gconfig, tokenizer.eos_token_ids)
+        self._slots = asyncio.Semaphore(max_requests) if max_requests else contextlib.nullcontext()
+        self._limit, self._limited_by = gconfig.max_tokens, f"gconfig.max_tokens is {gconfig.max_tokens}"
+        if context is not None and context < self._limit:
+            self._limit, self._limited_by = context, f"the model's context is {context}"
+
+    def request(
+        self,
+        input_ids: list[int],
+        seed: int,
+        min_version: str = "",
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+    ) -> GenerateRequest:
+        """Return the request for one sample. Raises InputRefused without a token, Rejection for too many."""
+        if not input_ids:
+            raise InputRefused("it has no token")
+        room = min(self._limit - len(input_ids), max_new_tokens or self._gconfig.max_new_tokens)
+        if room <= 0:
+            problem = f"{len(input_ids)} tokens, {self._limited_by} (pool {self.name})"
+            raise Rejection(RejectReason.TOO_LONG, problem)
+        own: dict[str, Any] = {
+            "max_new_tokens": room,
+            "min_new_tokens": min(self._gconfig.min_new_tokens, room),
+            "sampling_seed": seed,
+        }
+        if temperature is not None:
+            own["temperature"] = temperature
+        return GenerateRequest(input_ids, {**self._sampling, **own}, uuid.uuid4().hex, min_version)
+
+    def chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+        """Return the tokens of a chat up to the model's reply. Raises ConfigError without a chat template."""
+        return self.tokenizer.encode(self.tokenizer.chat(messages), add_special_tokens=False)
+
+    async def ask(
+        self,
+        messages: list[dict[str, Any]],
+        seeds: Sequence[int],
+        max_new_tokens: int | None = None,
+        temperature: float | None = None,
+        min_version: str = "",
+    ) -> list[Reply]:
+        """Return an answer for each seed, all from one server. Raises as request, chat_ids, generate."""
+        ids = self.chat_ids(messages)
+        turns = await self.generate(
+            [self.request(ids, seed, min_version, max_new_tokens, temperature) for seed in seeds]
+        )
+        decode = self.tokenizer.decode
+        return [Reply(decode(one.output_ids), len(one.output_ids), one.finish_reason) for one in turns]
+
+    async def generate(self, requests: list[GenerateRequest]) -> list[Turn]:
+        """Return the turns of one prompt. Raises ServerUnavailable after a few rounds, RequestRefused."""
+        if self._trace:
+            for request in requests:
+                sizes = (len(request.input_ids), request.sampling["max_new_tokens"])
+                form = "request %s of pool %s: %d tokens in, at most %d out, weights from %s on"
+                logger.info(form, request.rid, self.name, *sizes, request.min_version or "any version")
+        async with self._slots:
+            turns = await self._until_made(requests)
+        if self._trace:
+            for request, turn in zip(requests, turns, strict=True):
+                form = "request %s: %d tokens out, %s, %s"
+                logger.info(form, request.rid, len(turn.output_ids), turn.finish_reason, turn.versions)
+        return turns
+
+    async def _until_made(self, requests: list[GenerateRequest]) -> list[Turn]:
+        rounds = 0
+        while True:
+            try:
+                return await self._router.generate_many(requests)
+            except ServerUnavailable as error:
+                # each server that lives failed: may be the prompt's fault after all
+                rounds += 1
+                if rounds > UNAVAILABLE_ROUNDS:
+                    raise
+                logger.warning("pool %s: %s; trying again", self.name, error)
+                await asyncio.sleep(2.0**rounds)
+            except RoleFailed as error:
+                # no server lives or is new enough: not the prompt's fault
+                logger.warning("pool %s: %s; waiting", self.name, error)
+                await asyncio.sleep(1.0)
+
+
+def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """What is the same in each request's sampling parameters, under SGLang's names."""
+    made = {
+        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "top_p": gconfig.top_p,
+        "top_k": -1 if gconfig.top_k >= 100_000_000 else gconfig.top_k,
+        "stop_token_ids": list(dict.fromkeys([*gconfig.stop_token_ids, *eos_token_ids])),
+    }
+    unusual: dict[str, tuple[Any, Any]] = {
+        "stop": (gconfig.stop or None, None),
+        "frequency_penalty": (gconfig.frequency_penalty, 0.0),
+        "min_p": (gconfig.min_p, 0.0),
+        "repetition_penalty": (gconfig.repetition_penalty, 1.0),
+    }
+    return made | {name: value for name, (value, neutral) in unusual.items() if value != neutral}

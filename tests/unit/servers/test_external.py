@@ -1,0 +1,192 @@
+"""An endpoint elsewhere: what it is asked, what is tried again, and what its errors show."""
+
+import time
+from contextlib import asynccontextmanager
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+from aiohttp import web
+
+from hpc_rl.config.sections.pools import PoolConfig
+from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, ServerUnavailable
+from hpc_rl.servers import external
+from hpc_rl.servers.external import Endpoint
+from hpc_rl.types import Reply
+
+CHAT = [{"role": "user", "content": "1+2"}]
+KEY = "sk-very-secret"
+
+
+class Elsewhere:
+    """An endpoint that answers with what it is given first: (status, body, headers); else with its choices."""
+
+    def __init__(self, models=("m",), choices_at_most=9):
+        self.models, self.choices_at_most = models, choices_at_most
+        self.failures, self.asked, self.keys = [], [], []
+        self.running = self.most_running = 0
+
+    async def list(self, request):
+        if self.models is None:
+            raise web.HTTPNotFound(text="nothing here")
+        return self._failure() or web.json_response({"data": [{"id": name} for name in self.models]})
+
+    async def chat(self, request):
+        body = await request.json()
+        self.asked.append(body)
+        self.keys.append(request.headers.get("Authorization"))
+        if failure := self._failure():
+            return failure
+        num = min(body["n"], self.choices_at_most)
+        choices = [
+            {"message": {"content": f"{body['seed']}.{i}"}, "finish_reason": "length"} for i in range(num)
+        ]
+        return web.json_response({"choices": choices, "usage": {"completion_tokens": 7 * num}})
+
+    def _failure(self):
+        if not self.failures:
+            return None
+        status, body, *headers = self.failures.pop(0)
+        return web.Response(status=status, text=body, headers=headers[0] if headers else None)
+
+    @asynccontextmanager
+    async def opened(self, key=KEY, patience_s=5.0, request_timeout_s=5.0, **options):
+        app = web.Application()
+        app.add_routes([web.get("/v1/models", self.list), web.post("/v1/chat/completions", self.chat)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = site._server.sockets[0].getsockname()[1]
+        pool = PoolConfig(url=f"http://127.0.0.1:{port}/v1", **options)
+        try:
+            async with Endpoint("judge", pool, key, request_timeout_s, patience_s) as endpoint:
+                yield endpoint
+        finally:
+            await runner.cleanup()
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch):
+    monkeypatch.setattr(external, "FIRST_PAUSE_S", 0.01)
+
+
+async def test_a_chat_is_asked_in_openais_words():
+    elsewhere = Elsewhere()
+    options = {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop_token_ids": [3]}
+    async with elsewhere.opened(**options) as endpoint:
+        assert endpoint.model == "m"
+        replies = await endpoint.ask(CHAT, [5, 6])
+        await endpoint.ask(CHAT, [1 << 62], max_new_tokens=2, temperature=0.0)
+    assert replies == [Reply("5.0", 7, "length"), Reply("5.1", 7, "length")]
+    first, second = elsewhere.asked
+    assert first == {
+        "model": "m",
+        "messages": CHAT,
+        "n": 2,
+        "seed": 5,
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "stop_token_ids": [3],
+    }
+    assert (second["max_tokens"], second["temperature"]) == (2, 0.0) and second["seed"] < 1 << 31
+    assert elsewhere.keys == [f"Bearer {KEY}"] * 2
+
+
+async def test_an_endpoint_that_makes_one_answer_is_asked_for_the_others():
+    elsewhere = Elsewhere(choices_at_most=1)
+    async with elsewhere.opened(key="") as endpoint:
+        assert [one.text for one in await endpoint.ask(CHAT, [5, 6, 7])] == ["5.0", "6.0", "7.0"]
+    assert [body["n"] for body in elsewhere.asked] == [3, 2, 1] and elsewhere.keys == [None] * 3
+
+
+async def test_what_may_pass_is_tried_again(caplog):
+    elsewhere = Elsewhere()
+    async with elsewhere.opened() as endpoint:
+        elsewhere.failures = [(429, "slow down"), (503, "busy"), (408, ""), (200, "no JSON")]
+        with caplog.at_level("INFO"):
+            assert len(await endpoint.ask(CHAT, [5])) == 1
+    assert len(elsewhere.asked) == 5
+    assert caplog.text.count("answered 429: slow down; trying again") == 1 and "answers again" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["seconds", "date"])
+async def test_an_endpoint_may_say_when(kind):
+    elsewhere = Elsewhere()
+    async with elsewhere.opened() as endpoint:
+        later = format_datetime(datetime.now(UTC) + timedelta(seconds=2.5), usegmt=True)
+        elsewhere.failures = [(429, "", {"Retry-After": "1" if kind == "seconds" else later})]
+        start = time.monotonic()
+        await endpoint.ask(CHAT, [5])
+    assert time.monotonic() - start >= 0.9
+
+
+async def test_what_does_not_pass_is_given_up():
+    elsewhere = Elsewhere()
+    async with elsewhere.opened(patience_s=0.3) as endpoint:
+        elsewhere.failures = [(500, "broken")] * 100
+        with pytest.raises(
+            ServerUnavailable, match=r"pool judge: http://.*/chat/completions answered 500: broken"
+        ):
+            await endpoint.ask(CHAT, [5])
+        assert 2 < len(elsewhere.asked) < 60
+        elsewhere.failures = [(503, "", {"Retry-After": "3600"})]
+        with pytest.raises(ServerUnavailable, match="given up after 1 tries"):
+            await endpoint.ask(CHAT, [5])
+
+
+@pytest.mark.parametrize(
+    ("status", "error"),
+    [(400, InputRefused), (422, InputRefused), (403, RequestRefused), (302, RequestRefused)],
+)
+async def test_a_refusal_is_not_tried_again_and_shows_no_key(status, error, caplog):
+    elsewhere = Elsewhere()
+    async with elsewhere.opened() as endpoint:
+        elsewhere.failures = [(status, f"your key {KEY} " + "x" * 5000, {"Location": "http://127.0.0.1:1/"})]
+        with pytest.raises(error, match=rf"pool judge: .* answered {status}: your key \*\*\*") as raised:
+            await endpoint.ask(CHAT, [5])
+    assert len(elsewhere.asked) == 1 and len(str(raised.value)) < 600
+    assert KEY not in str(raised.value) + caplog.text
+
+
+async def test_an_answer_without_choices_is_refused():
+    elsewhere = Elsewhere(choices_at_most=0)
+    async with elsewhere.opened() as endpoint:
+        with pytest.raises(RequestRefused, match="without choices"):
+            await endpoint.ask(CHAT, [5])
+
+
+async def test_the_model_is_the_configured_one_or_the_only_one(caplog):
+    for models, model, found in [
+        (("a", "b"), "b", "b"),
+        (None, "c", "c"),
+        (("a",), "", "a"),
+        (("a",), "d", "d"),
+    ]:
+        async with Elsewhere(models).opened(model=model) as endpoint:
+            assert endpoint.model == found
+    assert "does not list pools.judge.model 'd'" in caplog.text
+    for models, words in [
+        (("a", "b"), "lists a, b: set pools.judge.model"),
+        ((), "lists no model"),
+        (None, "Set"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            async with Elsewhere(models).opened():
+                pass
+
+
+async def test_a_wrong_key_ends_the_start():
+    elsewhere = Elsewhere()
+    elsewhere.failures = [(401, "who are you?")]
+    with pytest.raises(ConfigError, match=r"answered 401: who are you\?. Is the key in JUDGE_KEY right\?"):
+        async with elsewhere.opened(api_key_env="JUDGE_KEY"):
+            pass
+
+
+async def test_an_endpoint_out_of_reach_is_awaited_then_given_up():
+    endpoint = Endpoint("judge", PoolConfig(url="http://127.0.0.1:9"), patience_s=0.2)
+    with pytest.raises(ServerUnavailable, match=r"pool judge: http://127.0.0.1:9/models can't be reached"):
+        async with endpoint:
+            pass
