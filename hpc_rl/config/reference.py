@@ -20,8 +20,9 @@ Made by `hpc-rl config reference > docs/configuration.md`; do not edit.
 
 A configuration is one or more YAML files (`hpc-rl submit FILE`, laid over each other from left to right)
 and options on the command line (`--a.b VALUE`, `--a.b=VALUE` or `a.b=VALUE`), which win. `${a.b}` is another
-option's value. A section merges by key; a list or a mapping of free keys is replaced. No key is accepted and
-then ignored: what can't be done is refused. `hpc-rl config show` prints every value with its origin,
+option's value. A section merges by key, and so do `pools`, sections with names of your own (NAME below stands
+for each); a list or another mapping of free keys is replaced. No key is accepted and then ignored: what can't
+be done is refused. `hpc-rl config show` prints every value with its origin,
 `hpc-rl submit --help SECTION` the options of a section, `hpc-rl config schema` a JSON Schema for editors.
 """
 

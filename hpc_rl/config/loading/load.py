@@ -1,7 +1,8 @@
 """Loading a configuration: files, overrides, ATLAS names and references, to dataclasses.
 
 Order: defaults, a preset below files, the cluster's profile, the files from left to right, a preset over
-files, the overrides from left to right. Sections merge by key; lists and mappings of free keys are replaced.
+files, the overrides from left to right. Sections merge by key, mappings of sections as well; lists and other
+mappings of free keys are replaced.
 Rules across sections are those of rules/check.py.
 """
 

@@ -58,7 +58,10 @@ REPLAYS = (
     "actor.mb_spec", "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
     "pools.NAME.max_requests", "pools.NAME.api_key_env",
 )  # fmt: skip
-NOT_WITH_REPLAY = ("gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow")
+NOT_WITH_REPLAY = (
+    "gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow",
+    "pools.NAME", "pools.NAME.path", "pools.NAME.url", "pools.NAME.model",
+)  # fmt: skip
 REMARKS = {  # what a safe change does not do
     "actor.ppo_n_minibatches": "the learning-rate schedule continues at the same share of the training",
     "valid_dataset": "held-out rewards before and after are not comparable",
@@ -98,7 +101,7 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
     """
     wrong = [change for change in found if not change.safe]
     if replay:
-        mixed = [change for change in found if change.name in NOT_WITH_REPLAY]
+        mixed = [change for change in found if _generic(change.name) in NOT_WITH_REPLAY]
         wrong += [replace(change, reason=f"{_GROUPS}, and --replay keeps them") for change in mixed]
     if not wrong:
         return

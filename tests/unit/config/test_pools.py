@@ -23,7 +23,7 @@ from hpc_rl.config.sections.experiment import (
 )
 from hpc_rl.config.sections.pools import PoolConfig
 from hpc_rl.config.show import as_yaml, show
-from hpc_rl.config.tables.changes import changes
+from hpc_rl.config.tables.changes import changes, refuse_unsafe
 from hpc_rl.errors import ConfigError
 from hpc_rl.submit.submission import explicit_options
 
@@ -237,3 +237,18 @@ def test_templates_have_defaults_that_name_their_variables():
         "with_teaching": ["question", "teaching"],
         "baseline": ["question"],
     }  # fmt: skip
+
+
+def test_the_model_of_a_pool_can_not_change_where_finished_groups_are_kept():
+    old = load([], [*GIVEN, "pools.student.path=/p"], profiles=[]).config
+    for words in (["pools.student.path=/q"], ["pools.student.url=http://h/v1", "pools.student.path=''"]):
+        found = changes(old, load([], [*GIVEN, *words], profiles=[]).config)
+        refuse_unsafe(found, "e/t")
+        with pytest.raises(
+            ConfigError, match=r"pools\.student\.path can't change from /p .* --replay keeps them"
+        ):
+            refuse_unsafe(found, "e/t", replay=True)
+    found = changes(
+        old, load([], [*GIVEN, "pools.student.path=/p", "pools.student.top_p=0.5"], profiles=[]).config
+    )
+    refuse_unsafe(found, "e/t", replay=True)
