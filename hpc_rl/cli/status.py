@@ -2,8 +2,9 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
+from types import MappingProxyType
 from typing import Any
 
 from hpc_rl.checkpoint.decide import PastStart
@@ -120,8 +121,7 @@ def text(status: TrialStatus, max_attempts: int | None = None, past: tuple[PastS
     if past:
         lines += ["", *guard_lines(status, past)]
     if status.live is not None:
-        section = read_object(status.trial.config_json).get("environments") or {}
-        names = list(section.get("commands") or {})
+        names = names_of_replicas(status)
         lines += ["", "roles", *(f"  {role_line(role, names)}" for role in status.live.roles)]
     if status.rollout is not None and status.state is not TrialState.DONE:
         live = status.live is not None
@@ -242,8 +242,17 @@ def steps_text(attempt: AttemptStatus) -> str:
     return f"{start}, {reached}" if reached else start
 
 
-def role_line(role: RoleStatus, environments: Sequence[str] = ()) -> str:
-    """Return a role's state; `environments` are the names of the environments, by index."""
+def names_of_replicas(status: TrialStatus) -> dict[tuple[str, int], str]:
+    """Return the names of environments and the pools of servers, by role and index."""
+    section = read_object(status.trial.config_json).get("environments") or {}
+    names = {("environment", index): name for index, name in enumerate(section.get("commands") or {})}
+    units = status.plan.get("units") or []
+    pools = {("server", one.get("index")): one.get("pool") for one in units if one.get("role") == "server"}
+    return names | (pools if len(set(pools.values())) > 1 else {})
+
+
+def role_line(role: RoleStatus, names: Mapping[tuple[str, int], str] = MappingProxyType({})) -> str:
+    """Return a role's state, with its name of `names`."""
     state = f"{'running' if role.running else 'exited'}, incarnation {role.incarnation}"
     if role.gave_up:
         state = f"not started again: {role.gave_up}"
@@ -252,8 +261,8 @@ def role_line(role: RoleStatus, environments: Sequence[str] = ()) -> str:
     elif role.incarnation:
         state += f", started again {counted(role.incarnation, 'time')}"
     name = role.name
-    if role.role == "environment" and role.index < len(environments):
-        name += f" ({environments[role.index]})"
+    if own := names.get((role.role, role.index)):
+        name += f" ({own})"
     return one_line(f"{name:<{WIDTH - 1}} {state}")
 
 

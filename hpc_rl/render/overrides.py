@@ -130,7 +130,7 @@ def ejected(template: str, blocks: Sequence[str]) -> str:
     ]
     for block in blocks or [MAIN_BLOCK.get(template, shipped()[template][0])]:
         match = re.search(
-            rf"{{%-? block {re.escape(block)} %}}\n?(.*?)({{%-? endblock %}})", source, re.DOTALL
+            rf"{{%-? block {re.escape(block)}(?: scoped)? %}}\n?(.*?)({{%-? endblock %}})", source, re.DOTALL
         )
         if match is None:
             raise ConfigError(_no_such_block(template, block))

@@ -78,6 +78,23 @@ def test_a_busy_rollout_is_no_trouble():
     assert "running" not in summary(rollout, live=False)
 
 
+def test_servers_are_counted_by_pool(fake_trial):
+    fake_trial.run_to(3)
+    path = fake_trial.trial.attempt("7.0").rollout_report(0)
+    report = {
+        "time": time.time(),
+        "servers": 2,
+        "pools": {"teacher": 2, "student": 0},
+        "oldest_running_s": 30,
+    }
+    write_json(path, report)
+    said = "\n".join(text(read_status(fake_trial.trial)))
+    assert "2 servers alive (student 0, teacher 2)" in said
+    assert "no server of pool student is alive" in said and "pool teacher" not in said
+    write_json(path, {**report, "pools": {"rollout": 2}})
+    assert "2 servers alive\n" in "\n".join(text(read_status(fake_trial.trial)))
+
+
 def test_each_environment_has_a_line(fake_trial):
     fake_trial.run_to(3)
     sums = {"name": "sums_0", "group_size": 4, "queued": 3, "accepted": 9, "silent_s": 1}
@@ -105,7 +122,8 @@ def test_each_environment_has_a_line(fake_trial):
 
 def test_an_environment_role_is_shown_with_its_name():
     role = RoleStatus(role="environment", index=1, incarnation=0, running=True)
-    assert role_line(role, ["sums", "game"]).startswith("environment-1 (game) running")
+    names = {("environment", 0): "sums", ("environment", 1): "game"}
+    assert role_line(role, names).startswith("environment-1 (game) running")
     assert role_line(role).startswith("environment-1 running")
 
 
