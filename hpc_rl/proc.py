@@ -1,4 +1,4 @@
-"""Processes of this host: resource limits, and processes that are known by pid and start time.
+"""Processes of this host: resource limits, commands that end with this process, and what another one is.
 
 A process is known by pid and kernel start time together, never by name or command line.
 """
@@ -7,9 +7,12 @@ import contextlib
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 POLL_S = 0.05
 # Programs that loop over every possible descriptor become slow beyond it.
@@ -29,6 +32,71 @@ def raise_limits() -> None:
                 resource.setrlimit(number, (wanted, hard))
     with contextlib.suppress(OSError, ValueError):
         resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+
+
+# Becomes the command. Sets a watch beside it, which the kernel's own tie needs: what the command started does
+# not always end with it, and a program with rights of its own (apptainer may be one) loses the tie.
+_TIE = """
+import ctypes, os, signal, sys, time
+parent, main = int(sys.argv[1]), os.getpid()
+def is_child():
+    try:
+        with open('/proc/%d/stat' % main) as file:
+            return int(file.read().rpartition(')')[2].split()[1]) == parent
+    except OSError:
+        return True
+if os.fork() == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    while os.getppid() == main and is_child():
+        time.sleep(0.5)
+    os.killpg(0, signal.SIGKILL)
+ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL; exec keeps it
+if os.getppid() != parent:  # it died before the tie was set
+    sys.exit('the parent has gone')
+for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exec would keep that
+    signal.signal(number, signal.SIG_DFL)
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    print("%r can't be started: %s" % (sys.argv[2], error), file=sys.stderr)
+    sys.exit(127)
+"""
+
+
+class TiedProcess(subprocess.Popen[bytes]):
+    """A command with a session of its own, killed when the thread that starts it dies: use the main thread.
+
+    What the command started is killed when it ends. It reads nothing; what it writes goes to `output`. One
+    that can't be started exits with 127, and says why.
+    """
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], output: int | IO[bytes]) -> None:
+        super().__init__(
+            [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *argv],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def exit_status(self) -> str:
+        """Empty while it runs, else how it ended."""
+        code = self.poll()
+        if code is None:
+            return ""
+        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
+
+    def end(self, grace_s: float, whole_session: bool = False) -> None:
+        """TERM to the command, or to its whole session; then KILL to the session. Waits for the command."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                (os.killpg if whole_session else os.kill)(self.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(grace_s)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        self.wait()
 
 
 def start_ticks(pid: int) -> int | None:

@@ -1,17 +1,16 @@
 """The environment role: runs the command of one environment beside the trial, with the URLs that it needs.
 
 The command gets a YAML file by `--config`, in the form that environments of hpc-rl and of atroposlib read.
-Where the rollout role comes back under another URL, the command is started again.
+Where the rollout role comes back under another URL, the command is started again. Nothing of it outlives this
+process: no environment feeds a trial that has ended.
 """
 
 import logging
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import threading
-import time
 
 import yaml
 
@@ -21,6 +20,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import NameResolve
+from hpc_rl.proc import TiedProcess
 from hpc_rl.trial import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -58,14 +58,7 @@ def _run(context: role.Context, names: NameResolve, argv: list[str], url: str) -
     """Return the exit code of the command; None where it was ended, to stop or to start again."""
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
     logger.info("starting %s", shlex.join(argv))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "hpc_rl.app.command_guard", *argv],
-        env=environment,
-        stdin=subprocess.PIPE,  # its end is that of this process
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
+    process = TiedProcess(argv, environment, subprocess.PIPE)
     relay = threading.Thread(target=_relay, args=(process, context.tokens["data"]), daemon=True)
     relay.start()
     try:
@@ -77,11 +70,11 @@ def _run(context: role.Context, names: NameResolve, argv: list[str], url: str) -
                 return None
         return code if code >= 0 else 128 - code
     finally:
-        _end(process)
+        process.end(END_GRACE_S, whole_session=True)
         relay.join(END_GRACE_S)
 
 
-def _relay(process: subprocess.Popen[bytes], token: str) -> None:
+def _relay(process: TiedProcess, token: str) -> None:
     """Write the command's output into the log of this role, without the token, which environments print."""
     assert process.stdout is not None
     for line in process.stdout:
@@ -89,27 +82,12 @@ def _relay(process: subprocess.Popen[bytes], token: str) -> None:
         sys.stdout.buffer.flush()
 
 
-def _own_end(process: subprocess.Popen[bytes]) -> int | None:
+def _own_end(process: TiedProcess) -> int | None:
     """Return 0 if the command finishes by itself, as it does after the trial's last step; else None."""
     try:
         return 0 if process.wait(OWN_END_S) == 0 else None
     except subprocess.TimeoutExpired:
         return None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the command and what it started."""
-    until_s = time.monotonic() + END_GRACE_S
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            break
-        while process.poll() is None and time.monotonic() < until_s:
-            time.sleep(0.05)
-    process.wait()
-    assert process.stdin is not None
-    process.stdin.close()
 
 
 def _rollout_url(names: NameResolve) -> str | None:

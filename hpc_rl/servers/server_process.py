@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.tables.flags import Flags
 from hpc_rl.errors import ConfigError, RoleFailed
 from hpc_rl.files import last_lines
+from hpc_rl.proc import TiedProcess
 from hpc_rl.servers.base import Answer, ReplicaPlace
 
 logger = logging.getLogger(__name__)
@@ -37,6 +37,7 @@ _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 NO_LIMIT = aiohttp.ClientTimeout(total=None)
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=30)
 LAST_LINES = 20  # of its log, in a failure
+END_GRACE_S = 15.0
 
 
 def table_for(tables: Mapping[str, Flags], name: str, version: str, configured: str) -> tuple[Flags, str]:
@@ -131,7 +132,8 @@ class ServerProcess:
         begin = time.monotonic()
         self._url, self._session = url, session
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
-        self._process = TiedProcess(self.python, argv, self.env, self.log)
+        with open(os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
+            self._process = TiedProcess([self.python, *argv], self.env, output)
         logger.info("starting %s, pid %d: %s", self.name, self.pid, " ".join(argv))
         while True:
             problem = self.alive()
@@ -157,7 +159,7 @@ class ServerProcess:
         if self._session:
             await self._session.close()
         if self._process:
-            await self._process.stop()
+            await asyncio.to_thread(self._process.end, END_GRACE_S)
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         """POST `body` to `path`, or GET it where body is None; 503 where it does not answer."""
@@ -181,53 +183,3 @@ def _json_or_text(raw: bytes) -> Any:
         return json.loads(raw) if raw else {"status": "ok"}
     except ValueError:
         return {"message": raw.decode(errors="replace")}
-
-
-_TIE = """
-import ctypes, os, signal, sys, time
-main = os.getpid()
-if os.fork() == 0:  # what the server started does not always end with it
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while os.getppid() == main:
-        time.sleep(0.5)
-    os.killpg(0, signal.SIGKILL)
-ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL; exec keeps it
-if os.getppid() != int(sys.argv[1]):  # it died before the tie was set
-    sys.exit('the parent has gone')
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
-
-
-class TiedProcess(subprocess.Popen[bytes]):
-    """`python arguments…`, killed when the thread that starts it dies: start it from the main thread.
-
-    What it started is killed when it ends. Raises OSError where it can't be started.
-    """
-
-    def __init__(self, python: str, arguments: list[str], env: dict[str, str], log: Path) -> None:
-        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as output:
-            super().__init__(
-                [python, "-c", _TIE, str(os.getpid()), *arguments],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-
-    def exit_status(self) -> str:
-        """Empty while it runs, else how it ended."""
-        code = self.poll()
-        if code is None:
-            return ""
-        return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
-
-    async def stop(self, grace_s: float = 15.0) -> None:
-        """TERM to the process, then KILL to its session."""
-        if self.poll() is None:
-            self.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self.wait, grace_s)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, signal.SIGKILL)
-        self.wait()

@@ -19,7 +19,6 @@ SMALL = {
     "algorithms/areal.py": "an algorithm is one page",
     "algorithms/base.py": "imported by every algorithm",
     "algorithms/kl.py": "an algorithm is one page",
-    "app/command_guard.py": "a process of its own",
     "app/server.py": "a process of its own",
     "app/submit_again.py": "a process of its own",
     "checkpoint/lineage.py": "writes what records.py reads",
