@@ -26,6 +26,7 @@ from hpc_rl.render.slurm_options import directives
 from hpc_rl.schedulers import pick
 
 FAILED = 1  # exit code where a check failed
+WHERE_WIDTH = 24  # of a column, in characters
 ANY_TRIAL = ["experiment_name=any", "trial_name=any", "actor.path=any", "train_dataset.path=any"]
 EPILOG = """With --config (and options of the configuration) what that trial asks for is checked; without,
 what any trial needs. Within a Slurm job, or with --allocation, one short step visits the nodes: they check
@@ -179,5 +180,5 @@ def table(findings: Sequence[Finding]) -> list[str]:
     return [*lines, "", totals]
 
 
-def _shortened(where: str, width: int = 24) -> str:
-    return where if len(where) <= width else f"{where[: width - 1]}…"
+def _shortened(where: str) -> str:
+    return where if len(where) <= WHERE_WIDTH else f"{where[: WHERE_WIDTH - 1]}…"

@@ -27,6 +27,7 @@ from hpc_rl.types import Turn, WeightVersion
 
 logger = logging.getLogger(__name__)
 NUM_SEGMENTS = 16  # the oldest is deleted as a whole
+MAX_BYTES = 1 << 30  # of all segments together, about
 _SEGMENT = re.compile(r"segment-(\d+)\.log")
 
 
@@ -96,14 +97,13 @@ class GatewayLog:
 
     Args:
         folder: Holds the segments; made if it is not there.
-        max_bytes: Size of all segments together, about.
         max_records: Number of records, about: each costs some 200 bytes of memory.
     """
 
-    def __init__(self, folder: Path, max_bytes: int = 1 << 30, max_records: int = 500_000) -> None:
+    def __init__(self, folder: Path, max_records: int = 500_000) -> None:
         self.folder = folder
         self.num_lost = 0  # completions that could not be written
-        self._max_bytes, self._max_records = max_bytes, max_records
+        self._max_records = max_records
         self._by_prompt: dict[int, list[_Place]] = {}
         self._by_output: dict[int, _Place] = {}
         self._segments: dict[int, _Segment] = {}
@@ -226,7 +226,7 @@ class GatewayLog:
     def _append(self, data: bytes) -> None:
         """Write all or nothing to the current segment. Raises OSError."""
         segment = self._segments.get(self._current)
-        size, num_records = self._max_bytes // NUM_SEGMENTS, self._max_records // NUM_SEGMENTS
+        size, num_records = MAX_BYTES // NUM_SEGMENTS, self._max_records // NUM_SEGMENTS
         if segment is None or segment.size >= size or len(segment.places) >= num_records:
             segment = self._begin_segment()
         try:

@@ -44,12 +44,12 @@ def size_bytes(folder: Path) -> int:
     return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
 
 
-def prune(trial: Trial, held: Iterable[str], keep: int = KEEP) -> list[str]:
-    """Remove all versions but the newest `keep`, those in `held` and the current one; return what went."""
+def prune(trial: Trial, held: Iterable[str]) -> list[str]:
+    """Remove all versions but the newest KEEP, those in `held` and the current one; return what went."""
     versions = sorted(filter(None, map(_version, os.listdir(trial.weights))), reverse=True)
     current = read_json(trial.current_weights) or {}
     staying = {*held, current.get("label")}
-    going = [str(version) for version in versions[keep:] if str(version) not in staying]
+    going = [str(version) for version in versions[KEEP:] if str(version) not in staying]
     for label in going:
         shutil.rmtree(trial.published(label), ignore_errors=True)
     return going

@@ -68,9 +68,9 @@ def nearest(name: str, names: Collection[str], cutoff: float = 0.8) -> str:
     return next(iter(difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff)), "")
 
 
-def did_you_mean(name: str, names: Collection[str], cutoff: float = 0.6) -> str:
+def did_you_mean(name: str, names: Collection[str]) -> str:
     """Return a question with the most similar name; empty where none is similar enough."""
-    near = nearest(name, names, cutoff)
+    near = nearest(name, names, cutoff=0.6)
     return f"Did you mean {near}?" if near else ""
 
 
