@@ -82,7 +82,7 @@ async def open_servers(
         await stack.enter_async_context(router),
         Tokenizer(view.tokenizer_path or view.actor.path),
         view.gconfig,
-        context_of(view),
+        context_of(config, name),
         config.pools[name].max_requests if name in config.pools else None,
         rollout.enable_rollout_tracing,
     )

@@ -19,7 +19,7 @@ from hpc_rl.config.loading.fields import (
 )
 from hpc_rl.config.loading.parser import config_parser, docstring_texts
 from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.sections.limits import Grammar, Limits
+from hpc_rl.config.sections.limits import AsWritten, Grammar, Limits
 from hpc_rl.config.tables.atlas import ALIASES
 
 REFERENCE = {"$ref": "#/$defs/reference"}
@@ -78,6 +78,10 @@ def _option(hint: Any, of: dict[str, Any]) -> dict[str, Any]:
     kept = {key: of.pop(key) for key in ("default",) if key in of}
     of.pop("description", None)
     extras = extras_of(hint)
+    if typing.get_origin(hint) is dict and any(
+        isinstance(one, AsWritten) for one in extras_of(typing.get_args(hint)[1])
+    ):
+        of["additionalProperties"] = True
     for extra in extras:
         if isinstance(extra, Grammar):
             of["pattern"] = f"^(?:{extra.pattern})$"

@@ -10,7 +10,7 @@ from hpc_rl.config.loading.parser import allowed, typed
 from hpc_rl.config.loading.source import with_origin
 from hpc_rl.config.pool_view import as_pool, trained_pool_of, value_in_text
 from hpc_rl.config.rules import consistency, sglang_rules, vllm_rules
-from hpc_rl.config.rules.consistency import server_backend, server_pools
+from hpc_rl.config.rules.consistency import is_default, server_backend, server_pools
 from hpc_rl.config.rules.generation_rules import BUILT_IN
 from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.sections.pools import PoolConfig
@@ -87,6 +87,16 @@ def options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield from wrong
 
 
+def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    """Yield options of a pool that its servers can't do."""
+    for name, pool in config.pools.items():
+        backend = server_backend(config, name)
+        for option, instead in SERVER_BACKENDS[backend].lacks.items() if backend else ():
+            value = getattr(pool, option, None)
+            if value and not is_default(config, f"pools.{name}.{option}"):
+                yield f"pools.{name}.{option} {value} can't be used with {backend} servers; {instead}."
+
+
 def _wrong_options(pool: str, section: str, cls: type, given: dict[str, str]) -> Iterator[str]:
     kinds: dict[str, Any] = hints(cls)
     for key, text in given.items():
@@ -121,4 +131,4 @@ def asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield f"pools.{next(iter(config.pools))} has no effect: {nobody}; omit it."
 
 
-GRPO_RULES = [sources, servers, options, asked]
+GRPO_RULES = [sources, servers, options, sampling, asked]

@@ -168,6 +168,14 @@ def test_sections_of_all_pools_have_an_effect_and_the_trained_one_decides():
     assert "gconfig.min_p 0.5 can't be used with embedded servers" in found
 
 
+def test_servers_of_a_pool_sample_as_they_can():
+    vllm = TWO.replace("embedded[student]", "vllm[student]")
+    (found,) = refused(STUDENT, vllm, ASKS, "pools.student.top_p=0.5")
+    assert "pools.student.top_p 0.5 can't be used with vllm servers; use sglang servers." in found
+    checked(STUDENT, vllm, ASKS, "pools.student.temperature=0.5")
+    checked(STUDENT, TWO, ASKS, "pools.student.top_p=0.5")
+
+
 def test_the_context_of_a_pool_is_that_of_its_model_and_servers(tmp_path):
     for name, limit in (("m", 512), ("s", 256)):
         (tmp_path / name).mkdir()

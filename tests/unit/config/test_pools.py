@@ -198,7 +198,9 @@ def test_help_schema_and_sections_know_pools_by_a_stand_in():
     pools = schema("grpo")["$defs"]["GRPOConfig"]["properties"]["pools"]
     ((pattern, member),) = pools["patternProperties"].items()
     assert pattern == "^(?:[A-Za-z][A-Za-z0-9_-]*)$" and pools["additionalProperties"] is False
-    assert member["anyOf"][0]["properties"]["max_new_tokens"]["anyOf"][0]["minimum"] == 1
+    options = member["anyOf"][0]["properties"]
+    assert options["max_new_tokens"]["anyOf"][0]["minimum"] == 1
+    assert options["options"]["anyOf"][0]["additionalProperties"] is True  # numbers, true and null as well
 
 
 @pytest.mark.parametrize(

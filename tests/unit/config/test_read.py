@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.loading.fields import hints, options, section_of
+from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.sections.experiment import CONFIGS, has_own_prompts, last_step
 from hpc_rl.config.tables import sglang_versions, vllm_versions
@@ -50,11 +51,14 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "wandb": {"settings"},
     "swanlab": {"settings"},
     "keep_best": {"keep"},
+    "NAME": {"pool"},
+    "teacher": {"_options"},
+    "templates": {"_templates"},
     "": {"config"},
 }
 # pattern -> why no role reads it: a rule holds it to the one value that is possible, or loading acts on it
 ONLY_RULES = {
-    r"pools\.NAME\..+|teacher\..+|.+\.max_seqs_per_mb": "what reads them is being written",
+    r"teacher\..+": "the workflow that reads them is being written",
     r"(.+\.)?(experiment_name|trial_name|fileroot)": "must equal the trial's own, which is read",
     r"cluster\.cluster_name": "names a profile, which load reads",
     r"(train|valid)_dataset\.type": "must be the trainer's (consistency.datasets)",
@@ -109,7 +113,7 @@ def own_names() -> set[str]:
 def _trees() -> list[ast.AST]:
     files = [path for path in (ROOT / "hpc_rl").rglob("*.py") if path.relative_to(ROOT).parts[1] != "config"]
     # what roles read of the configuration through these
-    readers = [ast.parse(inspect.getsource(function)) for function in (last_step, has_own_prompts)]
+    readers = [ast.parse(inspect.getsource(function)) for function in (last_step, has_own_prompts, as_pool)]
     return [*(ast.parse(path.read_text()) for path in files), *readers]
 
 
