@@ -268,6 +268,7 @@ def role_line(role: RoleStatus, names: Mapping[tuple[str, int], str] = MappingPr
 
 METRICS = {  # in the order shown
     "reward": "reward",
+    "accuracy_delta": "gain of the student",
     "loss": "loss",
     "grad_norm": "gradient norm",
     "entropy": "entropy",

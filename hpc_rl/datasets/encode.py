@@ -21,12 +21,17 @@ Encoded = tuple[np.ndarray, np.ndarray]
 
 
 def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
-    """Tokens of `prompt` (text) or `messages` (chat). Raises ConfigError for a row with neither."""
-    if isinstance(row.get("messages"), list):
-        return tokenizer.encode(tokenizer.chat(row["messages"]), add_special_tokens=False)
+    """Tokens of `prompt` (text or chat) or `messages` (chat). Raises ConfigError for a row with neither."""
+    if (messages := messages_of(row)) is not None:
+        return tokenizer.encode(tokenizer.chat(messages), add_special_tokens=False)
     if isinstance(row.get("prompt"), str):
         return tokenizer.encode(row["prompt"])
     raise _lacks(row, "a row needs a `prompt` (text) or `messages` (a list)")
+
+
+def messages_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Return the chat of a row, `messages` or a `prompt` that is a list; None where it is a text."""
+    return next((row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
 
 
 def _lacks(row: dict[str, Any], needed: str) -> ConfigError:
@@ -150,7 +155,7 @@ def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
 
 
 def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
-    has_prompt = isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)
+    has_prompt = isinstance(row.get("prompt"), str) or messages_of(row) is not None
     if isinstance(text, list) and not has_prompt:
         chat = tokenizer.chat(text, add_generation_prompt=False)
         ids = tokenizer.encode(chat, add_special_tokens=False)

@@ -13,6 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from hpc_rl.datasets.encode import messages_of
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.conversation import Conversation
 from hpc_rl.rollout.rewards import Rejection
@@ -65,7 +66,7 @@ class MultiTurn:
         async def turn_of(input_ids: list[int]) -> Turn:
             return await generate(input_ids, sample)
 
-        messages = prompt.get("messages")
+        messages = messages_of(prompt)
         conversation = Conversation(
             generate.tokenizer, turn_of, messages or (), None if messages else prompt["input_ids"]
         )

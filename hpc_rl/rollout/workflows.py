@@ -7,6 +7,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.multi_turn import MultiTurn
 from hpc_rl.rollout.rewards import import_object
+from hpc_rl.rollout.teacher.teaching import TeacherWorkflow
 from hpc_rl.rollout.workflow import Sampler, Workflow, trajectory
 from hpc_rl.types import TrajectoryGroup
 
@@ -22,7 +23,11 @@ async def single_turn(prompt: dict[str, Any], generate: Sampler) -> TrajectoryGr
 
 
 # as what an import path names
-WORKFLOWS: dict[str, Any] = {"single_turn": single_turn, "multi_turn": MultiTurn}
+WORKFLOWS: dict[str, Any] = {
+    "single_turn": single_turn,
+    "multi_turn": MultiTurn,
+    "teacher": TeacherWorkflow,
+}
 
 
 def load_workflow(config: GRPOConfig) -> Workflow:

@@ -80,8 +80,6 @@ class Endpoint:
                 "temperature": self.pool.temperature if temperature is None else temperature,
                 "top_p": self.pool.top_p,
             }
-            if self.pool.stop_token_ids:  # vLLM's and SGLang's
-                body["stop_token_ids"] = self.pool.stop_token_ids
             replies += self._replies(await self._call("/chat/completions", body))
         return replies[: len(seeds)]
 

@@ -16,7 +16,7 @@ import torch
 from hpc_rl.algorithms import ALGORITHMS, grpo, kl
 from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import Levels
-from hpc_rl.config.sections.experiment import GRPOConfig, total_steps
+from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig, total_steps
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.packing import balance
@@ -174,6 +174,9 @@ class GRPO:
         sizes = torch.tensor([len(group.trajectories) for group in batch.groups])
         group_B = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         self._describe(step, rows)
+        # nothing is learned from them where a reward is compared with those of its group
+        alike = [len({row.reward for row in group.trajectories}) == 1 for group in batch.groups]
+        self.run.stats.value("groups_alike", sum(alike))
         rewards_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
         if not self.actor.overlong_reward_penalty:
             return ScoredRows(rows, rewards_B, group_B)
@@ -370,6 +373,9 @@ class GRPO:
             for name in self.actor.log_agent_stats_keys:
                 if name in row.stats:
                     stats.mean(f"agent/{name}", row.stats[name], 1)
+            # what the workflow `teacher` measures; rows without a right answer have no accuracies
+            for name, value in row.stats.items() if isinstance(self.config, TeacherConfig) else ():
+                stats.mean(name, value, 1)
         self._warn_of_missing_agent_stats(rows)
         stats.value("staleness_max", max(staleness, default=0))
         # rows with tokens of an earlier lineage; their age still counts by their step

@@ -31,7 +31,7 @@ from hpc_rl.trial import Trial, read_json, submission_of
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
-LOGGED_METRICS = ("reward", "loss", "grad_norm", "lr", "staleness_mean", "step_s")
+LOGGED_METRICS = ("reward", "accuracy_delta", "loss", "grad_norm", "lr", "staleness_mean", "step_s")
 TRIM_EVERY_STEPS = 10  # of the batch log, if no generation is saved
 LIBRARIES = ("torch", "transformers", "numpy", "safetensors")
 

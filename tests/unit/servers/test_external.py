@@ -73,7 +73,7 @@ def soon(monkeypatch):
 
 async def test_a_chat_is_asked_in_openais_words():
     elsewhere = Elsewhere()
-    options = {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.9, "stop_token_ids": [3]}
+    options = {"max_new_tokens": 9, "temperature": 0.5, "top_p": 0.9}
     async with elsewhere.opened(**options) as endpoint:
         assert endpoint.model == "m"
         replies = await endpoint.ask(CHAT, [5, 6])
@@ -88,7 +88,6 @@ async def test_a_chat_is_asked_in_openais_words():
         "max_tokens": 9,
         "temperature": 0.5,
         "top_p": 0.9,
-        "stop_token_ids": [3],
     }
     assert (second["max_tokens"], second["temperature"]) == (2, 0.0) and second["seed"] < 1 << 31
     assert elsewhere.keys == [f"Bearer {KEY}"] * 2

@@ -14,7 +14,7 @@ from recipes import RecordingEngine, make_run
 from hpc_rl.algorithms import ALGORITHMS
 from hpc_rl.algorithms.base import TokenBatch
 from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.errors import DataUnusable
@@ -60,8 +60,8 @@ class FakeRollout:
         return None if stopping.is_set() else EvalResult(label, 200, 0.25, {"num_tokens": 9.0, "hints": 2.5})
 
 
-def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, **actor) -> GRPO:
-    config = GRPOConfig(
+def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, kind=GRPOConfig, **actor) -> GRPO:
+    config = kind(
         experiment_name="e",
         trial_name="t",
         train_dataset=DatasetConfig(path="x.jsonl", batch_size=2),
@@ -281,6 +281,28 @@ def test_agent_stats_are_logged_and_a_missing_name_is_reported_once(tmp_path, ca
     recipe.update(7, batch)
     assert recipe.run.stats.take()["agent/num_turns"] == 1.5
     assert caplog.text.count("no trajectory has num_trns; the workflow gives: num_turns") == 1
+
+
+def test_what_teaching_measures_is_always_logged(tmp_path):
+    batch = batch_of([1.0, 0.0], [1.0, 1.0])
+    batch.groups[0].trajectories[0].stats = {"accuracy_delta": 1.0, "leak": 1.0}
+    batch.groups[0].trajectories[1].stats = {"accuracy_delta": -0.5, "leak": 0.0}
+    batch.groups[1].trajectories[0].stats = {"leak": 1.0}  # its row has no right answer
+    recipe = grpo_recipe(tmp_path, kind=TeacherConfig)
+    recipe.update(6, batch)
+    numbers = recipe.run.stats.take()
+    assert (numbers["accuracy_delta"], numbers["leak"]) == (0.25, pytest.approx(2 / 3))
+    recipe = grpo_recipe(tmp_path)
+    recipe.update(6, batch)
+    assert "accuracy_delta" not in recipe.run.stats.take()
+
+
+def test_groups_whose_rewards_are_all_one_are_counted_and_their_advantages_are_zero(tmp_path):
+    recipe = grpo_recipe(tmp_path, reward_norm=NormConfig(mean_level="group", std_level="group"))
+    recipe.update(6, batch_of([0.0, 0.0], [0.3, 0.3], [1.0, 0.0]))
+    assert recipe.run.stats.take()["groups_alike"] == 2
+    advantages = [column[-1] for column in recipe.run.engine.updates[0][0].columns["advantages"]]
+    assert len(advantages) == 2 and np.isfinite(advantages).all()
 
 
 def test_groups_of_different_sizes_are_normalized_by_membership(tmp_path):

@@ -1,0 +1,195 @@
+"""The workflow `teacher`: a student is probed and taught; how much better it answers is the teacher's reward.
+
+For each question:
+
+1. the student's answers without a teaching (`baseline`), and beside them what it says of its approach (the
+   probe): once for a prompt, shared by its group, and not made again after a kill;
+2. one input for the teacher, of question and approach, and n_samples completions of it: these tokens, and no
+   others, are trained on;
+3. the student's answers with each teaching (`taught`), and the reward of it (reward.py).
+
+Answers are scored by `rollout.reward_fn`. All texts come from templates with named values, each one a chat
+turn of the model that it is for.
+"""
+
+import asyncio
+import json
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
+from hpc_rl.config.text_templates import filled, names_in
+from hpc_rl.datasets.encode import messages_of
+from hpc_rl.errors import ConfigError, InputRefused
+from hpc_rl.rollout.batch_log.ledger import RejectReason
+from hpc_rl.rollout.rewards import BUILTINS, Rejection
+from hpc_rl.rollout.rewards.answers import truth_of
+from hpc_rl.rollout.teacher.leak import leaks, teaching_in
+from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of
+from hpc_rl.rollout.workflow import Sampler, trajectory
+from hpc_rl.types import Reply, Trajectory, TrajectoryGroup, Turn
+
+logger = logging.getLogger(__name__)
+STUDENT = "student"  # the pool
+
+Chat = list[dict[str, Any]]
+
+
+class TeacherWorkflow:
+    """See above; made by `create`."""
+
+    def __init__(self, config: TeacherConfig) -> None:
+        self._options, self._templates = config.teacher, config.teacher.templates
+        self._parts = load_parts(config.teacher.reward_parts)
+        # a reward of the user's own may need no right answer, or another column with it
+        self._needs_answer = config.rollout.reward_fn in BUILTINS
+        self._trace = config.rollout.enable_rollout_tracing
+
+    @classmethod
+    def create(cls, config: GRPOConfig) -> "TeacherWorkflow":
+        if not isinstance(config, TeacherConfig):
+            raise ConfigError("rollout.workflow teacher needs trainer: teacher, whose section it follows.")
+        return cls(config)
+
+    async def run(self, prompt: dict[str, Any], generate: Sampler) -> TrajectoryGroup:
+        """Return a group of one trajectory for each teaching."""
+        row = _Row.of(prompt)
+
+        async def probe() -> Reply:
+            chat = row.chat(self._templates.diagnostic)
+            return (await generate.ask(chat, STUDENT, 1, "probe", self._options.max_probe_tokens))[0]
+
+        async def baseline() -> list[Reply]:
+            num = self._options.num_baseline_answers
+            return await generate.ask(row.chat(self._templates.baseline), STUDENT, num, "baseline")
+
+        said, answers = await asyncio.gather(
+            generate.once("probe", probe), generate.once("baseline", baseline)
+        )
+        approach = said.text.strip()
+        chat = row.chat(self._templates.adaptive, with_system=False, approach=approach)
+        ids = generate.tokenizer.encode(generate.tokenizer.chat(chat), add_special_tokens=False)
+        turns, p_baseline = await asyncio.gather(
+            generate.samples(ids), self._score(row, generate, "baseline", answers)
+        )
+        self._show(generate, "probe", said.text)
+        lessons = (
+            self._teach(row, generate, number, (ids, turn), approach, p_baseline)
+            for number, turn in enumerate(turns)
+        )
+        return TrajectoryGroup(generate.index, list(await asyncio.gather(*lessons)))
+
+    async def _teach(
+        self,
+        row: "_Row",
+        generate: Sampler,
+        number: int,
+        completion: tuple[list[int], Turn],
+        approach: str,
+        p_baseline: float,
+    ) -> Trajectory:
+        """Give the student one teaching; return its trajectory, with its reward."""
+        text = generate.tokenizer.decode(completion[1].output_ids)
+        teaching, truth = teaching_in(text), truth_of(row.prompt)
+        chat = row.chat(self._templates.with_teaching, approach=approach, teaching=teaching)
+        label = f"taught.{number}"
+        try:
+            answers = await generate.ask(chat, STUDENT, self._options.num_taught_answers, label)
+        except (InputRefused, Rejection) as error:
+            if isinstance(error, Rejection) and error.reason != RejectReason.TOO_LONG:
+                raise
+            # a value and not a missing row: what the student can't read teaches it nothing
+            logger.info(
+                "prompt %d, teaching %d can't be read by the student: %s", generate.index, number, error
+            )
+            answers = []
+        lesson = Lesson(
+            baseline=p_baseline,
+            taught=await self._score(row, generate, label, answers),
+            teaching=teaching,
+            num_tokens=len(generate.tokenizer.encode(teaching, add_special_tokens=False)),
+            leaks=truth is not None and leaks(truth, teaching, row.question, approach),
+            has_answer=self._is_scored(row),
+            efficiency_weight=self._options.efficiency_weight,
+            degradation_penalty_multiplier=self._options.degradation_penalty_multiplier,
+        )
+        values = values_of(self._parts, lesson)
+        made = trajectory([completion], sum(values.values()))
+        made.stats = stats_of(lesson) | {f"reward_{name}": value for name, value in values.items()}
+        self._show(generate, f"teaching {number}, reward {made.reward:g}", text)
+        return made
+
+    def _is_scored(self, row: "_Row") -> bool:
+        return not self._needs_answer or truth_of(row.prompt) is not None
+
+    async def _score(self, row: "_Row", generate: Sampler, label: str, answers: list[Reply]) -> float:
+        """Return the mean score of answers; 0 for none, and for a row without a right answer."""
+        scored = answers if self._is_scored(row) else []
+        scores = await asyncio.gather(*(generate.reward(row.prompt, one.text) for one in scored))
+        for number, one in enumerate(answers):
+            score = f"scored {scores[number]:g}" if scores else "not scored"
+            self._show(generate, f"{label}, answer {number}, {score}", one.text)
+        return sum(scores) / len(scores) if scores else 0.0
+
+    def _show(self, generate: Sampler, what: str, text: str) -> None:
+        if self._trace:
+            logger.info("prompt %d, %s:\n%s", generate.index, what, text)
+
+
+def stats_of(lesson: Lesson) -> dict[str, float]:
+    """Return what is measured of a lesson; accuracies only where its answers could be scored."""
+    known = {"teaching_tokens": float(lesson.num_tokens), "leak": float(lesson.leaks)}
+    if not lesson.has_answer:
+        return known
+    return {
+        "baseline_accuracy": lesson.baseline,
+        "student_accuracy": lesson.taught,
+        "accuracy_delta": lesson.taught - lesson.baseline,
+        "improved": float(lesson.taught > lesson.baseline),
+        "degraded": float(lesson.taught < lesson.baseline),
+        **known,
+    }
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A prompt: its question, the turns before it, and all its columns."""
+
+    prompt: dict[str, Any]
+    question: str
+    before: Chat
+
+    @classmethod
+    def of(cls, prompt: dict[str, Any]) -> "_Row":
+        """Raise Rejection for a conversation without a turn of a user."""
+        messages = messages_of(prompt)
+        if messages is None:
+            return cls(prompt, prompt["prompt"], [])
+        asked = [number for number, message in enumerate(messages) if message.get("role") == "user"]
+        if not asked:
+            raise Rejection(RejectReason.EXCEPTION, "its messages have no turn of role user, so no question")
+        return cls(prompt, _text(messages[asked[-1]].get("content")), messages[: asked[-1]])
+
+    def chat(self, template: str, with_system: bool = True, **values: str) -> Chat:
+        """Return the conversation with what a template makes of the question as its last turn.
+
+        A system turn is the student's. Raises Rejection for a column that the row lacks.
+        """
+        known = {"question": self.question, **values}
+        columns = {name: _text(value) for name, value in self.prompt.items() if name not in known}
+        missing = [name for name in names_in(template) if name not in known | columns]
+        if missing:
+            has = f"{{{missing[0]}}}, and the row has no such column: {', '.join(sorted(columns))}"
+            raise Rejection(RejectReason.EXCEPTION, f"a template of section teacher has {has}")
+        before = [turn for turn in self.before if with_system or turn.get("role") != "system"]
+        return [*before, {"role": "user", "content": filled(template, known | columns)}]
+
+
+def _text(value: Any) -> str:
+    """Return a column, or the content of a message, as text; its parts of other kinds are left out."""
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "type" in one for one in value):
+        return "".join(str(one.get("text", "")) for one in value)
+    return json.dumps(value, ensure_ascii=False, default=str)
