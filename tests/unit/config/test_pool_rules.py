@@ -7,7 +7,8 @@ import pytest
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.file_rules import context_of
-from hpc_rl.config.rules.teacher_rules import columns_of
+from hpc_rl.config.rules.generation_rules import BUILT_IN
+from hpc_rl.config.rules.teacher_rules import REWARD_PARTS, columns_of
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 
@@ -323,3 +324,12 @@ def test_columns_of_every_kind_of_dataset(tmp_path):
         (tmp_path / name).write_text(text)
         assert columns_of(tmp_path / name) is None
     assert columns_of(tmp_path / "absent.jsonl") is None
+
+
+def test_the_names_that_rules_know_are_those_of_the_tables():
+    from hpc_rl.rollout.rewards import BUILTINS
+    from hpc_rl.rollout.teacher.reward import PARTS
+    from hpc_rl.rollout.workflows import WORKFLOWS
+
+    assert (set(BUILT_IN["workflow"]), set(BUILT_IN["reward_fn"])) == (set(WORKFLOWS), set(BUILTINS))
+    assert tuple(PARTS) == REWARD_PARTS

@@ -58,7 +58,6 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
 }
 # pattern -> why no role reads it: a rule holds it to the one value that is possible, or loading acts on it
 ONLY_RULES = {
-    r"teacher\..+": "the workflow that reads them is being written",
     r"(.+\.)?(experiment_name|trial_name|fileroot)": "must equal the trial's own, which is read",
     r"cluster\.cluster_name": "names a profile, which load reads",
     r"(train|valid)_dataset\.type": "must be the trainer's (consistency.datasets)",
