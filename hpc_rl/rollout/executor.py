@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
 from hpc_rl.rollout import pipes
-from hpc_rl.rollout.pipes import CancelPrompt, NoteMade, Outcome, Request, RunPrompt
+from hpc_rl.rollout.pipes import CancelPrompt, NoteKept, NoteMade, Outcome, Request, RunPrompt
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -60,9 +60,8 @@ class _WorkerSlot:
 class Executor:
     """Use start, run, cancel, close.
 
-    `on_outcome` is called with each answer to a ticket that is still wanted, `on_note` with each note that
-    comes before it, `on_lost` with the tickets of a worker that exited. `argv` returns the command line of
-    worker number i.
+    `on_outcome` is called with each answer to a ticket that is still wanted, `on_note` with each note,
+    `on_lost` with the tickets of a worker that exited. `argv` returns the command line of worker number i.
     """
 
     def __init__(self, argv: Callable[[int], list[str]], num_workers: int) -> None:
@@ -91,6 +90,12 @@ class Executor:
         slot = min(live, key=lambda slot: len(slot.tickets))
         slot.tickets.add(frame["ticket"])
         self._write(slot, frame)
+
+    def kept(self, frame: NoteKept) -> None:
+        """Let the workflow of a ticket continue, if it is still wanted."""
+        for slot in self._slots:
+            if frame["ticket"] in slot.tickets:
+                self._write(slot, frame)
 
     def cancel(self, ticket: int) -> None:
         """Drop a ticket: its answer is not wanted any more."""
@@ -155,7 +160,7 @@ class Executor:
                     self.run(waiting)
             elif frame["op"] == "ends":
                 slot.error = frame["error"]
-            elif frame["op"] == "note" and frame["ticket"] in slot.tickets:
+            elif frame["op"] == "note":
                 self.on_note(frame)
             elif frame["ticket"] in slot.tickets:
                 slot.tickets.remove(frame["ticket"])

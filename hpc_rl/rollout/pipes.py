@@ -1,7 +1,8 @@
 """Messages between parent and child over pipes: a 4-byte big-endian length, then the encoded dict.
 
-The rollout role sends RunPrompt and CancelPrompt to an executor worker. The worker answers `{"op": "ready"}`,
-or `{"op": "ends", "error"}` where it can't start or continue; then for each ticket notes, and one outcome.
+The rollout role sends RunPrompt, NoteKept and CancelPrompt to an executor worker. The worker answers
+`{"op": "ready"}`, or `{"op": "ends", "error"}` where it can't start or continue; then for each ticket notes,
+and one outcome.
 """
 
 import asyncio
@@ -40,12 +41,26 @@ class CancelPrompt(TypedDict):
 
 
 class NoteMade(TypedDict):
-    """What a workflow made once for its prompt, encoded; it comes before the outcome."""
+    """What a workflow made once for its prompt, encoded; the workflow waits for NoteKept.
+
+    It counts, too, where the ticket was given up: a later ticket of the prompt gets it.
+    """
 
     op: Literal["note"]
     ticket: int
+    index: int
+    version: str  # that of RunPrompt
     key: str
     value: bytes
+
+
+class NoteKept(TypedDict):
+    """A note is on disk."""
+
+    op: Literal["kept"]
+    ticket: int
+    key: str
+    value: bytes  # the one that counts: the first under its key
 
 
 class GroupMade(TypedDict):
@@ -78,7 +93,7 @@ class NoGroup(TypedDict):
     error: str
 
 
-Request = RunPrompt | CancelPrompt
+Request = RunPrompt | NoteKept | CancelPrompt
 Outcome = GroupMade | PromptScored | NoGroup
 
 _LENGTH = struct.Struct(">I")

@@ -137,7 +137,7 @@ class Sequencer:
         assert self.untouched and not self.running
         self.log.trimmed = step - 1
         self.log.consumed = self.next_index = (step - 1) * self.rules.batch_size
-        self.log.resolved.raise_floor(self.next_index)
+        self.log.begin_at(self.next_index)
 
     def issue(self) -> list[Issue]:
         """Prompts to start now: those that wait to be issued again, then new ones."""

@@ -31,7 +31,7 @@ from hpc_rl.rollout.batch_log.seals import Batches
 from hpc_rl.rollout.evaluation import Evaluations
 from hpc_rl.rollout.executor import Executor, run_prompt
 from hpc_rl.rollout.issue_clock import IssueClock
-from hpc_rl.rollout.pipes import NoteMade, Outcome
+from hpc_rl.rollout.pipes import NoteKept, NoteMade, Outcome
 from hpc_rl.rollout.sequencer import Sequencer
 from hpc_rl.types import EvalResult, WeightVersion
 
@@ -90,6 +90,7 @@ class RolloutService:
         # the last lineage that began new batches
         self._new_batches_of = state.new_batches.lineage if state.new_batches else -1
         self.batches.set_aside(state.set_aside.values(), self._new_batches_of)
+        self._notes_since = self._new_batches_of  # notes of prompts issued in older lineages do not count
         state.lineage = max(0, lineages()[0])
         sequencer.restore(state)
         self._begun: int | None = None  # the lineage that the trainer has shown
@@ -99,6 +100,7 @@ class RolloutService:
         self.environments: Callable[[], list[dict[str, Any]]] = list  # what `hpc-rl status` shows of each
         self._changed = asyncio.Event()
         self._noted = asyncio.Event()  # a note waits to be written
+        self._kept: list[NoteKept] = []  # what is sent once it is written
         self._cutting = asyncio.Lock()
         self._faults = 0  # rejections in a row that came of exceptions
         self.last_reason = ""
@@ -125,8 +127,12 @@ class RolloutService:
             self._noted.clear()
             if self._failed.done():
                 self._failed.result()
-            if self.ledger.uncommitted:
+            kept, self._kept = self._kept, []
+            # a seal may be writing these notes: the commit waits for it
+            if kept or self.ledger.uncommitted:
                 await asyncio.to_thread(self.ledger.commit)
+            for frame in kept:
+                self.executor.kept(frame)
             if self.clock.resumes():
                 self._issue()
 
@@ -166,16 +172,20 @@ class RolloutService:
         self._changed.set()
 
     def on_note(self, frame: NoteMade) -> None:
-        """Keep what a workflow made once for its prompt.
+        """Keep what a workflow made once for its prompt; the workflow continues when it is on disk.
 
-        It is written at once: a workflow that has continued does not make it again after a kill of this
-        process. Its group comes after it in the ledger.
+        So a kill loses only what no workflow has used. Notes that come during one write share the next.
         """
-        issue = self.sequencer.running.get(frame["ticket"])
-        if issue is not None:
-            record = NoteRecord(issue.index, frame["key"], frame["value"])
-            self.sequencer.log.add_note(record, self.ledger.append_note(record))
-            self._noted.set()
+        index, key, log = frame["index"], frame["key"], self.sequencer.log
+        lineage = WeightVersion.parse(frame["version"]).lineage
+        if lineage < self._notes_since or not log.is_open(index):
+            return
+        if key not in log.notes.get(index, {}):
+            record = NoteRecord(index, key, frame["value"])
+            log.add_note(record, self.ledger.append_note(record))
+        value, _ = log.notes[index][key]
+        self._kept.append(NoteKept(op="kept", ticket=frame["ticket"], key=key, value=value))
+        self._noted.set()
 
     def on_lost(self, tickets: list[int]) -> None:
         """Issue the tickets of a worker that died again."""
@@ -243,6 +253,7 @@ class RolloutService:
         The new base is durable before anything is moved, and tells which seals are set aside: after a kill
         the next incarnation moves the rest.
         """
+        self._notes_since = record.lineage  # also for those that come while this waits
         given_up = list(self.sequencer.running)
         self.sequencer.lost(given_up)
         self.sequencer.version = None  # nothing is issued meanwhile

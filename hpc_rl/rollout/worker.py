@@ -11,7 +11,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import InputRefused
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
-from hpc_rl.rollout.pipes import GroupMade, NoGroup, NoteMade, Outcome, PromptScored, RunPrompt
+from hpc_rl.rollout.pipes import GroupMade, NoGroup, NoteKept, NoteMade, Outcome, PromptScored, RunPrompt
 from hpc_rl.rollout.rewards import ErrorLog, Rejection, Reward, checked
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.rollout.workflow import Sampler, Workflow, check_group
@@ -49,6 +49,7 @@ class Worker:
         )
         self._write = write
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._noting: dict[tuple[int, str], asyncio.Future[bytes]] = {}  # by ticket and key
         self._errors = ErrorLog()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
@@ -57,6 +58,8 @@ class Worker:
         while (request := await pipes.read(reader)) is not None:
             if request["op"] == "run":
                 self._tasks[request["ticket"]] = asyncio.create_task(self.answer(request))
+            elif request["op"] == "kept":
+                self.kept(request)
             elif request["ticket"] in self._tasks:
                 self._tasks[request["ticket"]].cancel()
 
@@ -91,9 +94,24 @@ class Worker:
             return NoGroup(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
         return _scored(group, ticket) if prompt["evaluate"] else _finished(group, prompt)
 
-    def _note(self, prompt: RunPrompt, key: str, value: bytes) -> None:
-        if not prompt["evaluate"]:
-            self._write(pipes.pack(NoteMade(op="note", ticket=prompt["ticket"], key=key, value=value)))
+    def kept(self, frame: NoteKept) -> None:
+        """Let the workflow that made a note continue."""
+        waiting = self._noting.get((frame["ticket"], frame["key"]))
+        if waiting is not None and not waiting.done():
+            waiting.set_result(frame["value"])
+
+    async def _note(self, prompt: RunPrompt, key: str, value: bytes) -> bytes:
+        """Return the value that is on disk; in an evaluation nothing is kept."""
+        if prompt["evaluate"]:
+            return value
+        ticket, index, version = prompt["ticket"], prompt["index"], prompt["version"]
+        waiting = self._noting[ticket, key] = asyncio.get_running_loop().create_future()
+        note = NoteMade(op="note", ticket=ticket, index=index, version=version, key=key, value=value)
+        try:
+            self._write(pipes.pack(note))
+            return await waiting
+        finally:
+            del self._noting[ticket, key]
 
     async def _run(self, prompt: RunPrompt) -> TrajectoryGroup | None:
         """Return the group of a prompt, checked and scored, or None where the workflow makes none."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from hpc_rl.datasets.order import sample_seed
 from hpc_rl.errors import ConfigError
-from hpc_rl.rollout.batch_log.ledger import RejectReason
+from hpc_rl.rollout.batch_log.ledger import RejectReason, check_note
 from hpc_rl.rollout.pipes import RunPrompt
 from hpc_rl.rollout.rewards import Rejection, Reward
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
@@ -26,13 +26,14 @@ Workflow = Callable[[dict[str, Any], "Sampler"], Awaitable[TrajectoryGroup | Non
 
 
 T = TypeVar("T")
+Note = Callable[[str, bytes], Awaitable[bytes]]
 
 
 class Sampler:
     """What a workflow generates and scores with: it knows its prompt's index, seeds and sampling settings.
 
     `pool` is the one that follows the trainer; `others` are those that a workflow may ask by name; `note`
-    keeps what `once` makes.
+    keeps what `once` makes, and returns what counts once that is on disk.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class Sampler:
         pool: ServerPool,
         others: Mapping[str, ChatPool],
         reward: Reward,
-        note: Callable[[str, bytes], None] = lambda key, value: None,
+        note: Note,
     ) -> None:
         self.index = prompt["index"]
         self.n_samples = 1 if prompt["evaluate"] else n_samples
@@ -54,7 +55,8 @@ class Sampler:
         self._identity = (seed, "evaluation" if prompt["evaluate"] else prompt["epoch"], prompt["row"])
         self._turns: Counter[int] = Counter()
         self._note = note
-        self._made = dict(prompt["notes"])  # by `once`, encoded
+        self._made: dict[str, bytes] = {}  # by `once`, encoded
+        self._kept = dict(prompt["notes"])  # of it what is on disk
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __call__(
@@ -103,11 +105,17 @@ class Sampler:
         It is kept on disk until the prompt has its group: use it for what does not depend on the weights that
         are trained. It is made of what `hpc_rl.types.encode` takes. In an evaluation it is not kept.
         """
+        check_note(key)
         async with self._making[key]:
-            if key not in self._made:
-                self._made[key] = encode(await make())
-                self._note(key, self._made[key])
-            return decode(self._made[key])
+            if key not in self._kept:
+                if key not in self._made:
+                    value = encode(await make())
+                    check_note(key, value)
+                    decode(value)  # raises for what could not be read again
+                    self._made[key] = value
+                # a caller that was cancelled here leaves the rest to the next
+                self._kept[key] = await self._note(key, self._made[key])
+            return decode(self._kept[key])
 
     async def reward(self, prompt: dict[str, Any], completion: str) -> float:
         """Return what the configured reward function returns. Raises Rejection."""

@@ -49,6 +49,8 @@ _OUTSIDE = struct.Struct("<i16sBH")
 _REJECT = struct.Struct("<BQi")
 _NOTE = struct.Struct("<BQH")
 _SEGMENT = re.compile(r"segment-(\d+)\.ledger")
+MAX_KEY_BYTES = 1000  # of a note
+MAX_NOTE_BYTES = 16 << 20
 SEGMENT_BYTES = 256 << 20  # a full segment can be trimmed although its writer lives
 
 
@@ -144,6 +146,14 @@ class NoteRecord:
 
 
 Record = GroupRecord | RejectRecord | BaseRecord | EnvironmentRecord | NoteRecord
+
+
+def check_note(key: object, value: bytes = b"") -> None:
+    """Raise ValueError for what can't be a note."""
+    if not isinstance(key, str) or not 0 < len(key.encode()) <= MAX_KEY_BYTES:
+        raise ValueError(f"the key of a note must be a text of 1 to {MAX_KEY_BYTES} bytes, got {key!r:.80}")
+    if len(value) > MAX_NOTE_BYTES:
+        raise ValueError(f"note {key!r} has {len(value)} bytes; at most {MAX_NOTE_BYTES} are kept")
 
 
 class LedgerDamaged(OSError):

@@ -147,9 +147,18 @@ class LogState:
             self.parts.pop(index, None)
             self.resolved_outside.add(index)
 
+    def is_open(self, index: int) -> bool:
+        """Whether a prompt has neither a group nor a rejection."""
+        return index not in self.ready and not self.is_resolved(index)
+
+    def begin_at(self, index: int) -> None:
+        """Count all prompts before this one as used."""
+        self.resolved.raise_floor(index)
+        self.notes = {number: notes for number, notes in self.notes.items() if self.is_open(number)}
+
     def add_note(self, record: NoteRecord, place: RecordPlace) -> None:
         """Keep what a workflow made for an open prompt; of two under one key the first counts."""
-        if record.index not in self.ready and not self.is_resolved(record.index):
+        if self.is_open(record.index):
             self.notes.setdefault(record.index, {}).setdefault(record.key, (record.value, place))
 
     def add_seal(self, seal: Seal) -> None:

@@ -2,6 +2,7 @@
 `status` shows.
 """
 
+import asyncio
 import sys
 
 import pytest
@@ -58,3 +59,27 @@ async def test_a_worker_that_ends_again_and_again_says_why(monkeypatch):
     )
     with pytest.raises(RoleFailed, match="1 times in a row, last with code 70: no server in sight"):
         await end_of([sys.executable, "-c", ends])
+
+
+async def test_a_note_counts_under_any_ticket_and_only_a_wanted_one_is_answered():
+    echo = "import sys; from hpc_rl.rollout import pipes\n"
+    echo += "def send(op, **more):\n"
+    echo += "    sys.stdout.buffer.write(pipes.pack({'op': op, **more})); sys.stdout.flush()\n"
+    echo += "send('ready')\n"
+    echo += "while frame := pipes.read_blocking(sys.stdin.buffer):\n"
+    echo += "    send('note', ticket=frame['ticket'], seen=frame['op'])\n"
+    executor, notes = Executor(lambda number: [sys.executable, "-c", echo], 1), asyncio.Queue()
+    executor.on_note = notes.put_nowait
+    await executor.start()
+    try:
+        executor.run({"op": "run", "ticket": 1})
+        assert (await asyncio.wait_for(notes.get(), 20))["seen"] == "run"
+        executor.kept({"op": "kept", "ticket": 1})
+        assert (await asyncio.wait_for(notes.get(), 20))["seen"] == "kept"
+        executor.cancel(1)
+        executor.kept({"op": "kept", "ticket": 1})
+        executor.run({"op": "run", "ticket": 2})
+        last = [await asyncio.wait_for(notes.get(), 20) for _ in range(2)]
+        assert [(note["ticket"], note["seen"]) for note in last] == [(1, "cancel"), (2, "run")]
+    finally:
+        await executor.close()

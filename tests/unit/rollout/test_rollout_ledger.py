@@ -63,10 +63,15 @@ def test_records_come_back_as_they_were_written(tmp_path):
     ledger.close()
 
 
-def test_a_tail_torn_at_any_byte_costs_the_last_record_only(tmp_path):
+@pytest.mark.parametrize("last_is", ["group", "note"])
+def test_a_tail_torn_at_any_byte_costs_the_last_record_only(tmp_path, last_is):
     ledger = Ledger(tmp_path / "whole")
-    for index in range(3):
+    for index in range(2):
         ledger.append_group(record(index), b"tokens" * 5)
+    if last_is == "group":
+        ledger.append_group(record(2), b"tokens" * 5)
+    else:
+        ledger.append_note(NoteRecord(2, "probe", b"approach"))
     ledger.close()
     path = segment_path(tmp_path / "whole", 0)
     whole = path.read_bytes()

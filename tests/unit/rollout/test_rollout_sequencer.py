@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.errors import Stale
-from hpc_rl.rollout.batch_log.ledger import BaseRecord, GroupRecord, RecordPlace, RejectRecord
+from hpc_rl.rollout.batch_log.ledger import BaseRecord, GroupRecord, NoteRecord, RecordPlace, RejectRecord
 from hpc_rl.rollout.batch_log.replay import replay
 from hpc_rl.rollout.batch_log.seals import Seal
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.staleness import staleness
 
-ACTIONS = ["fail", "lose", "kill", "go_back", "trim", "commit", "ask", "finish"]
+ACTIONS = ["note", "note", "fail", "lose", "kill", "go_back", "trim", "commit", "ask", "finish"]
 
 
 class World:
@@ -32,6 +32,7 @@ class World:
         self.seals: dict[int, Seal] = {}
         self.every_seal: dict[int, Seal] = {}
         self.oldest: dict[RecordPlace, int] = {}
+        self.noted: dict[int, dict[str, bytes]] = {}  # what each prompt must find again
         self.lineage, self.version = 0, 0
         self.went_back = False
         self.places = itertools.count()
@@ -76,6 +77,17 @@ class World:
             self.oldest[place] = oldest
             self.core.finished(issue.ticket, record, place)
         self.issue()
+
+    def note(self, pick: int) -> None:
+        """A workflow makes something under one of two keys; it is on disk before anything else happens."""
+        issue = self.running(pick)
+        if issue is None:
+            return
+        key, value = "ab"[pick % 2], str(pick).encode()
+        record = NoteRecord(issue.index, key, value)
+        self.core.log.add_note(record, self.append(record))
+        self.noted.setdefault(issue.index, {}).setdefault(key, value)
+        self.commit()
 
     def reject(self, index: int, reason: str) -> None:
         record = RejectRecord(index, self.version, reason)
@@ -166,6 +178,7 @@ class World:
         self.core.log.trim(step)
         ready = {place for _, place in self.core.log.ready.values()}
         needed = ready | {place for seal in self.seals.values() for place in seal.places.values()}
+        needed |= {place for notes in self.core.log.notes.values() for _, place in notes.values()}
         self.records = [
             (place, record)
             for place, record in self.records
@@ -185,6 +198,9 @@ class World:
             *range(core.log.resolved.floor),
         ]
         assert sorted(placed) == list(range(core.next_index))
+        notes = {i: {key: value for key, (value, _) in made.items()} for i, made in core.log.notes.items()}
+        open_again = {*running, *core._waiting, *range(core.next_index, max(self.noted, default=-1) + 1)}
+        assert notes == {index: made for index, made in self.noted.items() if index in open_again}
         consumed = [index for seal in self.every_seal.values() for index in seal.places]
         assert len(set(consumed)) == len(consumed) == core.log.consumed
         for step, seal in self.every_seal.items():
@@ -306,9 +322,12 @@ def test_a_prompt_is_rejected_after_its_retries():
 
 def test_an_empty_ledger_can_begin_at_any_step():
     core = Sequencer(Rules(batch_size=4, max_concurrent=8, eta=0))
+    for index in (3, 50):
+        core.log.add_note(NoteRecord(index, "probe", b""), RecordPlace(0, index))
     core.skip_to(13)
     core.observe(2, 12)
     assert [issue.index for issue in core.issue()] == [48, 49, 50, 51]
+    assert core.log.notes.keys() == {50}, "others keep no segment"
     state = replay([(RecordPlace(0, 0), BaseRecord(core.log.base(12)))], {})
     assert (state.top, state.consumed, state.next_index, state.lineage) == (12, 48, 48, 2)
 
@@ -320,3 +339,13 @@ def test_a_trainer_that_goes_back_has_prompts_of_bounded_age_reissued(bound, giv
     core.observe(0, 3)
     assert len(core.issue()) == 2
     assert len(core.observe(1, 1)) == given_up
+
+
+def test_a_segment_is_needed_while_it_has_a_note_of_an_open_prompt():
+    core = Sequencer(Rules(batch_size=1, max_concurrent=2, eta=0))
+    core.observe(0, 0)
+    for issue, segment in zip(core.issue(), (3,), strict=True):
+        core.log.add_note(NoteRecord(issue.index, "probe", b""), RecordPlace(segment, 16))
+    assert core.needed_segments() == {3}
+    core.rejected(RejectRecord(0, 0, "workflow_none"))
+    assert core.needed_segments() == set()

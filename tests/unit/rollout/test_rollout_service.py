@@ -6,6 +6,9 @@ import asyncio
 import contextlib
 import errno
 import os
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import astuple
 
 import pytest
@@ -59,6 +62,7 @@ class Instant:
     def __init__(self, fate=None) -> None:
         self.fate = fate or (lambda frame: "group")
         self.cancelled: list[int] = []
+        self.kept: Callable[[dict], None] = lambda frame: None
         self.version_of = lambda asked: (
             asked
         )  # which weights the servers have, by the version that was asked for
@@ -612,6 +616,119 @@ async def test_giving_batches_up_may_be_killed_anywhere(tmp_path, monkeypatch, k
     assert sorted(read_state(tmp_path / "set-aside" / "1").seals) == [3, 4, 5]
 
 
+def note(ticket: int, index: int, value: bytes, version: str = "0.0") -> dict:
+    return {
+        "op": "note",
+        "ticket": ticket,
+        "index": index,
+        "version": version,
+        "key": "probe",
+        "value": value,
+    }
+
+
+async def test_a_workflow_continues_when_its_note_is_on_disk_and_notes_share_a_sync(tmp_path, monkeypatch):
+    service = make(tmp_path, lambda frame: None, eta=9, max_concurrent=9)
+    on_disk, syncs, fsync = [], [], os.fsync
+
+    def keep(frame):
+        on_disk.append(read_state(tmp_path).notes[frame["ticket"] - 1]["probe"][0] == frame["value"])
+
+    def slow(fd):
+        syncs.append(fd)
+        time.sleep(0.1)
+        fsync(fd)
+
+    service.executor.kept = keep
+    service.observe(0, 0)
+    running = asyncio.create_task(service.run())
+    await asyncio.sleep(0.05)
+    monkeypatch.setattr(os, "fsync", slow)
+    service.on_note(note(1, 0, b"first"))
+    await asyncio.sleep(0.05)
+    assert on_disk == []
+    for ticket in range(2, 9):
+        service.on_note(note(ticket, ticket - 1, b"more"))
+    await asyncio.sleep(0.4)
+    assert on_disk == [True] * 8 and len(syncs) == 2
+    running.cancel()
+    await service.close()
+
+
+async def test_a_note_that_a_seal_is_writing_is_not_kept_before_it_is_written(tmp_path, monkeypatch):
+    service = make(tmp_path, lambda frame: None)
+    kept, writing, go_on, fsync = [], threading.Event(), threading.Event(), os.fsync
+
+    def held(fd):
+        writing.set()
+        go_on.wait(10)
+        fsync(fd)
+
+    service.executor.kept = kept.append
+    service.observe(0, 0)
+    service.on_note(note(1, 0, b"p"))
+    monkeypatch.setattr(os, "fsync", held)
+    seal = asyncio.create_task(asyncio.to_thread(service.ledger.commit))
+    await asyncio.to_thread(writing.wait, 10)
+    running = asyncio.create_task(service.run())
+    await asyncio.sleep(0.2)
+    assert not service.ledger.uncommitted and kept == []
+    go_on.set()
+    await seal
+    await asyncio.sleep(0.2)
+    assert [frame["value"] for frame in kept] == [b"p"]
+    running.cancel()
+    await service.close()
+
+
+async def test_a_note_of_a_ticket_that_was_given_up_counts_and_the_first_one_holds(tmp_path):
+    kept, seen = [], []
+    service = make(tmp_path, lambda frame: seen.append(frame), eta=0, batch_size=1, max_concurrent=1)
+    service.executor.kept = kept.append
+    running = asyncio.create_task(service.run())
+    service.observe(0, 0)
+    service.observe(1, 0)  # synchronous: what ran is issued again
+    await asyncio.sleep(0.05)
+    assert [(frame["ticket"], frame["index"], frame["version"]) for frame in seen] == [
+        (1, 0, "0.0"),
+        (2, 0, "1.0"),
+    ]
+    service.on_note(note(1, 0, b"late"))
+    service.on_note(note(2, 0, b"later", "1.0"))
+    await asyncio.sleep(0.2)
+    assert [(frame["ticket"], frame["value"]) for frame in kept] == [(1, b"late"), (2, b"late")]
+    assert read_state(tmp_path).notes[0]["probe"][0] == b"late"
+    running.cancel()
+    await service.close()
+
+
+async def test_notes_of_prompts_issued_before_new_batches_do_not_count(tmp_path):
+    one = make(tmp_path, lambda frame: "group" if frame["index"] != 1 else None, batch_size=1)
+    await one.batch(1, 0, 5)
+    record = LineageRecord(lineage=1, from_step=1, new_batches=True, attempt="1.0", incarnation=1)
+    one._lineages = lambda: (1, [record])
+    begin_segment, loop = one.ledger.begin_segment, asyncio.get_running_loop()
+
+    def begin_and_note() -> None:
+        begin_segment()
+        arrived = threading.Event()
+        loop.call_soon_threadsafe(lambda: (one.on_note(note(2, 1, b"old")), arrived.set()))
+        arrived.wait(5)
+
+    one.ledger.begin_segment = begin_and_note
+    await one.begin(1)
+    one.on_note(note(2, 1, b"old"))
+    one.observe(1, 1)
+    assert one.sequencer.log.notes == {}
+    one.on_note(note(9, 1, b"new", "1.1"))
+    await one.close()
+    assert read_state(tmp_path).notes[1]["probe"][0] == b"new"
+    two = make(tmp_path, lambda frame: None, lineages=lambda: (1, [record]))
+    two.on_note(note(1, 2, b"old"))
+    assert two.sequencer.log.notes.keys() == {1}
+    await two.close()
+
+
 async def test_notes_go_with_their_prompt_until_it_has_its_group(tmp_path):
     def fate(frame):
         seen.append((frame["index"], frame["notes"]))
@@ -624,7 +741,7 @@ async def test_notes_go_with_their_prompt_until_it_has_its_group(tmp_path):
     await asyncio.sleep(0.1)
     assert seen == [(index, {}) for index in range(4)]
     for ticket in (1, 2, 3):
-        one.on_note({"op": "note", "ticket": ticket, "key": "probe", "value": bytes([ticket])})
+        one.on_note(note(ticket, ticket - 1, bytes([ticket])))
     await asyncio.sleep(0.2)  # on disk at once, not a second later
     assert read_state(tmp_path).notes.keys() == {0, 1, 2}
     one.on_lost([2])
@@ -649,7 +766,7 @@ async def test_a_segment_with_notes_of_open_prompts_stays_and_a_new_policy_makes
     waiting = asyncio.create_task(one.batch(1, 0, 20))
     await asyncio.sleep(0.05)
     [ticket] = [ticket for ticket, issue in one.sequencer.running.items() if issue.index == 0]
-    one.on_note({"op": "note", "ticket": ticket, "key": "probe", "value": b"p"})
+    one.on_note(note(ticket, 0, b"p"))
     await waiting
     one.ledger.begin_segment()
     for step in (2, 3):

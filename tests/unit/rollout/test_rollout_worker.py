@@ -10,7 +10,7 @@ import pytest
 
 from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerUnavailable
-from hpc_rl.rollout.batch_log.ledger import GroupRecord
+from hpc_rl.rollout.batch_log.ledger import MAX_NOTE_BYTES, GroupRecord
 from hpc_rl.rollout.rewards import Rejection, built_in, checked, contains, exact_match, import_object
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
@@ -18,7 +18,7 @@ from hpc_rl.rollout.server_pool import ServerPool, sampling
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import trajectory
 from hpc_rl.rollout.workflows import load_workflow, single_turn
-from hpc_rl.types import Reply, TrajectoryGroup, Turn, decode
+from hpc_rl.types import Reply, TrajectoryGroup, Turn, decode, encode
 
 
 class Tokenizer:
@@ -58,7 +58,14 @@ def make(
     config = SimpleNamespace(seed=1, gconfig=sampled, rollout=rollout)
     pool = ServerPool("rollout", client, Tokenizer(), sampled, context, trace=tracing)
     sent = []
-    made = Worker(config, pool, others or {}, workflow, built_in("exact_match"), sent.append)
+
+    def write(data: bytes) -> None:
+        sent.append(data)
+        frame = decode(data[4:])
+        if frame["op"] == "note":  # is on disk in no time
+            asyncio.get_running_loop().call_soon(made.kept, {**frame, "op": "kept"})
+
+    made = Worker(config, pool, others or {}, workflow, built_in("exact_match"), write)
     return made, sent
 
 
@@ -118,10 +125,61 @@ async def test_what_is_made_once_is_sent_and_not_made_again():
     assert (await answer(worker, sent))["op"] == "group"
     note = decode(sent[0][4:])
     assert (note["op"], note["ticket"], note["key"], len(sent), len(made)) == ("note", 4, "probe", 2, 1)
+    assert (note["index"], note["version"]) == (40, "0.3")
     await answer(worker, sent, notes={"probe": note["value"]})
     assert (len(sent), len(made)) == (3, 1), "it has its note: nothing is made or sent again"
     await answer(worker, sent, evaluate=True)
     assert (len(sent), len(made)) == (4, 2), "an evaluation keeps no notes"
+
+
+async def test_a_workflow_waits_until_its_note_is_kept_and_goes_by_the_one_that_counts():
+    calls, results = [], []
+
+    async def workflow(prompt, generate):
+        async def make():
+            calls.append(1)
+            return "mine"
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await generate.once("probe", make)
+        results.append(await generate.once("probe", make))
+        return await single_turn(prompt, generate)
+
+    worker, sent = make(Client(), workflow)
+    kept, worker.kept = worker.kept, lambda frame: None
+    task = asyncio.create_task(answer(worker, sent))
+    await asyncio.sleep(0.2)
+    assert [decode(data[4:])["op"] for data in sent] == ["note", "note"] and results == []
+    kept({"op": "kept", "ticket": 4, "key": "another", "value": encode(0)})
+    kept({"op": "kept", "ticket": 4, "key": "probe", "value": encode("of an earlier ticket")})
+    assert (await task)["op"] == "group"
+    assert (results, len(calls)) == (["of an earlier ticket"], 1)
+    kept({"op": "kept", "ticket": 4, "key": "probe", "value": encode("late")})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (3, 1),
+        ("", 1),
+        ("é" * 501, 1),
+        ("\ud800", 1),
+        ("key", object()),
+        ("key", {(1, 2): 3}),  # could be written, but not read
+        ("key", b"x" * (MAX_NOTE_BYTES + 1)),
+    ],
+    ids=["number", "empty", "long", "surrogate", "object", "tuple_as_key", "large"],
+)
+async def test_what_can_be_no_note_fails_its_prompt_only(key, value):
+    async def workflow(prompt, generate):
+        async def make():
+            return value
+
+        await generate.once(key, make)
+
+    worker, sent = make(Client(), workflow)
+    assert (await answer(worker, sent))["op"] == "failed" and len(sent) == 1
 
 
 async def test_what_could_not_be_made_is_tried_again():

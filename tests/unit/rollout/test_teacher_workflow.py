@@ -1,5 +1,6 @@
 """The workflow `teacher`, with a student that answers by a table and a teacher whose completions are given."""
 
+import asyncio
 import json
 import string
 
@@ -104,8 +105,14 @@ class Trial:
         reward = config.rollout.reward_fn
         reward = built_in(reward) if reward in BUILTINS else _always_right
         workflow = load_workflow(config)
-        self.worker = Worker(config, pool, {"student": student}, workflow, reward, self.sent.append)
+        self.worker = Worker(config, pool, {"student": student}, workflow, reward, self.write)
         self.tokenizer = tokenizer
+
+    def write(self, data):
+        self.sent.append(data)
+        frame = decode(data[4:])
+        if frame["op"] == "note":  # is on disk in no time
+            asyncio.get_running_loop().call_soon(self.worker.kept, {**frame, "op": "kept"})
 
     async def run(self, row, evaluate=False, notes=None):
         frame = {"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, "version": "0.3"}
