@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import sys
+from collections.abc import Mapping
 
 from hpc_rl import log
 from hpc_rl.app.role import arguments
@@ -18,6 +19,7 @@ from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.name_resolve import open_names
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import BUILTINS, Reward, built_in
+from hpc_rl.rollout.rewards.judge import Judge
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.rollout.worker import Worker
@@ -57,7 +59,7 @@ async def work(trial: Trial, config: GRPOConfig, data_token: str, keys: dict[str
                 others[name] = await stack.enter_async_context(endpoint(config, name, pool, keys[name]))
             else:
                 others[name] = await open_servers(stack, trial, config, name, data_token)
-        reward = await open_reward(config.rollout.reward_fn, config.rollout.reward_timeout_s)
+        reward = await open_reward(config, others)
         worker = Worker(config, own, others, workflow, reward, await pipes.pipe_writer(out))
         await worker.serve(await pipes.stdin_reader())
     os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
@@ -96,10 +98,16 @@ def endpoint(config: GRPOConfig, name: str, pool: PoolConfig, key: str) -> Endpo
     return Endpoint(name, pool, key, config.rollout.request_timeout, config.rollout.setup_timeout)
 
 
-async def open_reward(path: str, timeout_s: float) -> Reward:
-    if path in BUILTINS:
-        return built_in(path)
-    process = RewardProcess(path, timeout_s)
+async def open_reward(config: GRPOConfig, pools: Mapping[str, ChatPool]) -> Reward:
+    """Return `rollout.reward_fn`: built-in, a judge in one of the pools, or the user's."""
+    rollout = config.rollout
+    if rollout.reward_fn in BUILTINS:
+        return built_in(rollout.reward_fn)
+    if rollout.judge is not None:  # only with reward_fn judge
+        return Judge(
+            pools[rollout.judge.pool], rollout.judge, config.seed, rollout.enable_rollout_tracing
+        ).reward
+    process = RewardProcess(rollout.reward_fn, rollout.reward_timeout_s)
     await process.start()
     return process.reward
 

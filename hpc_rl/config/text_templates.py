@@ -6,8 +6,10 @@ value in them. A command has at least two letters, for `\n` before a name may be
 YAML text.
 """
 
+import json
 import re
 from collections.abc import Mapping
+from typing import Any
 
 _NAMED = re.compile(r"\\[A-Za-z]{2,}(?:\{[^{}]*\})+|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
 
@@ -18,6 +20,18 @@ def names_in(template: str) -> list[str]:
     return list(dict.fromkeys(name for name in found if name))
 
 
-def filled(template: str, values: Mapping[str, str]) -> str:
+def filled(template: str, values: Mapping[str, Any]) -> str:
     """Return the text with its values, which are not searched for names. Raises KeyError for another name."""
-    return _NAMED.sub(lambda match: values[match["name"]] if match["name"] else match[0], template)
+    return _NAMED.sub(lambda match: as_text(values[match["name"]]) if match["name"] else match[0], template)
+
+
+def as_text(value: Any) -> str:
+    """Return a column, or the content of a message, as text: null as nothing, other kinds as JSON.
+
+    Of a content in parts these are the texts.
+    """
+    if value is None or isinstance(value, str):
+        return value or ""
+    if isinstance(value, list) and value and all(isinstance(one, dict) and "type" in one for one in value):
+        return "".join(str(one.get("text", "")) for one in value)
+    return json.dumps(value, ensure_ascii=False, default=str)

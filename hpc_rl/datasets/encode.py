@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.text_templates import as_text
 from hpc_rl.datasets.order import locate
 from hpc_rl.datasets.rows import Rows, load_rows
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -32,6 +33,20 @@ def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Return the chat of a row, `messages` or a `prompt` that is a list; None where it is a text."""
     return next((row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
+
+
+def question_of(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Return what a row asks, of a chat its last turn of a user, and the turns before that.
+
+    Raises ConfigError for a chat without a turn of a user.
+    """
+    messages = messages_of(row)
+    if messages is None:
+        return as_text(row.get("prompt")), []
+    asked = [number for number, message in enumerate(messages) if message.get("role") == "user"]
+    if not asked:
+        raise ConfigError("a chat without a turn of role user has no question.")
+    return as_text(messages[asked[-1]].get("content")), messages[: asked[-1]]
 
 
 def _lacks(row: dict[str, Any], needed: str) -> ConfigError:

@@ -25,6 +25,7 @@ SMALL = {
     "cli/env.py": "a command of its own",
     "cli/quickstart.py": "a command of its own",
     "cli/render.py": "a command of its own",
+    "config/rules/judge_rules.py": "rules of a section",
     "config/rules/sglang_rules.py": "rules of one server backend",
     "config/rules/vllm_rules.py": "rules of one server backend",
     "config/tables/flags.py": "imported by the tables of two servers, and by their rules",

@@ -15,6 +15,7 @@ from hpc_rl.config.rules import (
     environment_rules,
     file_rules,
     generation_rules,
+    judge_rules,
     pool_rules,
     sglang_rules,
     slurm_rules,
@@ -43,8 +44,14 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[str]]] = [
     *environment_rules.GRPO_RULES,
     *pool_rules.GRPO_RULES,
     *teacher_rules.GRPO_RULES,
+    *judge_rules.GRPO_RULES,
 ]
-FILE_RULES: list[Rule] = [*file_rules.RULES, *teacher_rules.FILE_RULES, *container_rules.FILE_RULES]
+FILE_RULES: list[Rule] = [
+    *file_rules.RULES,
+    *teacher_rules.FILE_RULES,
+    *judge_rules.FILE_RULES,
+    *container_rules.FILE_RULES,
+]
 
 
 def check(loaded: Loaded, *, files: bool = True) -> Loaded:

@@ -10,7 +10,7 @@ from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 
 BUILT_IN = {
     "workflow": ["single_turn", "multi_turn", "teacher"],
-    "reward_fn": ["exact_match", "contains", "final_answer"],
+    "reward_fn": ["exact_match", "contains", "final_answer", "judge"],
 }
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 

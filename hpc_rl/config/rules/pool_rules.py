@@ -125,10 +125,14 @@ def _wrong_value(hint: Any, text: str) -> str:
 
 def asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     rollout = config.rollout
-    own = [name for name, known in BUILT_IN.items() if getattr(rollout, name) not in known]
-    if config.pools and not own and not isinstance(config, TeacherConfig):
-        nobody = f"rollout.workflow {rollout.workflow} and rollout.reward_fn {rollout.reward_fn} ask no pool"
-        yield f"pools.{next(iter(config.pools))} has no effect: {nobody}; omit it."
+    if any(getattr(rollout, name) not in known for name, known in BUILT_IN.items()):
+        return
+    used = {"student"} if isinstance(config, TeacherConfig) else set()
+    used |= {rollout.judge.pool} if rollout.judge else set()
+    for name in config.pools:
+        if name not in used:
+            others = f"rollout.workflow {rollout.workflow} and rollout.reward_fn {rollout.reward_fn}"
+            yield f"pools.{name} has no effect: {others} ask no pool of that name; omit it."
 
 
 GRPO_RULES = [sources, servers, options, sampling, asked]

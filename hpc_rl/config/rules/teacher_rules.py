@@ -91,20 +91,27 @@ GRPO_RULES = [student, templates, reward, rollout]
 
 def columns(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Yield a refusal for each name in a template that is neither a variable nor a column of the rows."""
-    if not isinstance(config, TeacherConfig):
-        return
+    if isinstance(config, TeacherConfig):
+        for name in VARIABLES:
+            template = getattr(config.teacher.templates, name)
+            # `templates` refuses the others that are known
+            yield from without_column(config, f"teacher.templates.{name}", template, _known(name), _EVERY)
+
+
+def without_column(
+    config: Config, option: str, template: str, known: Collection[str], refused: Collection[str] = ()
+) -> Iterator[str]:
+    """Yield a refusal for each name in a template that neither is known nor is a column of the rows."""
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         there = columns_of(Path(dataset.path)) if dataset is not None and dataset.path else None
         if there is None:
             continue
-        for name in VARIABLES:
-            known = _known(name) | there
-            for variable in names_in(getattr(config.teacher.templates, name)):
-                if variable not in known | _EVERY:
-                    rows = f"nor a column of {section}.path ({', '.join(sorted(there))})"
-                    hint = did_you_mean(variable, known) or "Braces of a LaTeX command are text."
-                    yield f"teacher.templates.{name}: {{{variable}}} is neither a variable {rows}. {hint}"
+        for variable in names_in(template):
+            if variable not in {*known, *there, *refused}:
+                rows = f"nor a column of {section}.path ({', '.join(sorted(there))})"
+                hint = did_you_mean(variable, {*known, *there}) or "Braces of a LaTeX command are text."
+                yield f"{option}: {{{variable}}} is neither a variable {rows}. {hint}"
 
 
 def columns_of(path: Path) -> set[str] | None:

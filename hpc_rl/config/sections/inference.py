@@ -50,6 +50,32 @@ class GenerationHyperparameters:
     """Tokens that end a completion, in addition to the tokenizer's end-of-sequence token."""
 
 
+_JUDGE = """\
+Question:
+{question}
+
+Answer:
+{completion}
+
+How good is this answer? Check whether it is right and complete, step by step. Then write one number between
+<score> and </score>: 1 for a perfect answer, 0 for a useless one, or a number in between."""
+
+
+@dataclass(kw_only=True)
+class JudgeConfig:
+    """A model of another pool that scores completions. hpc-rl extension."""
+
+    pool: str = "judge"
+    """Its pool, of section `pools`."""
+    template: str = _JUDGE
+    """What it is asked, as one turn of a user: a name in braces stands for a value, {question}, {completion}
+    or a column of the row; other braces are text. The score is the number between <score> and </score>."""
+    temperatures: list[NonNegativeFloat] = field(default_factory=lambda: [0.2, 0.5, 0.8])
+    """It is asked once at each of these temperatures; the reward is the mean of its scores."""
+    retries: NonNegativeInt = 2
+    """Times that it is asked again after an answer without a score, which else rejects the prompt."""
+
+
 @dataclass(kw_only=True)
 class InferenceEngineConfig:
     """The rollout role."""
@@ -84,7 +110,10 @@ class InferenceEngineConfig:
     trainer; or `package.module:name` of your own. hpc-rl extension."""
     reward_fn: str = "exact_match"
     """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value,
-    the default of trainer teacher; or `package.module:name` of your own. hpc-rl extension."""
+    the default of trainer teacher; `judge`, which asks the model of `judge`; or `package.module:name` of your
+    own. hpc-rl extension."""
+    judge: JudgeConfig | None = None
+    """The judge of `reward_fn: judge`; null means none."""
     reward_timeout_s: PositiveFloat = 15.0
     """Time limit of one reward call in seconds; exceeding it rejects the prompt. hpc-rl extension."""
     num_workers: PositiveInt = 1

@@ -51,7 +51,15 @@ SAFE = (  # options and whole sections, except what is in UNSAFE
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except those in REPLAYS: earlier batches and
 # groups are set aside. With --replay the changes in NOT_WITH_REPLAY are refused.
-NEW_BATCHES = ("actor", "gconfig", "rollout.reward_fn", "rollout.workflow", "pools", "teacher")
+NEW_BATCHES = (
+    "actor",
+    "gconfig",
+    "rollout.reward_fn",
+    "rollout.judge",
+    "rollout.workflow",
+    "pools",
+    "teacher",
+)
 REPLAYS = (
     "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl",
     "actor.grad_reduce_dtype", "actor.fsdp", "actor.ds_auto_tp", "actor.gradient_checkpointing",

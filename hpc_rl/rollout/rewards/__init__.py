@@ -9,10 +9,11 @@ import importlib
 import logging
 import math
 import traceback
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.text_templates import filled
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards.answers import final_answer
@@ -31,6 +32,19 @@ class Rejection(Exception):
     def __init__(self, reason: RejectReason, message: str) -> None:
         super().__init__(f"{reason}: {message}")
         self.reason, self.message = reason, message
+
+
+def from_row(option: str, template: str, columns: Mapping[str, Any], known: Mapping[str, Any]) -> str:
+    """Return the text of a template: `known` values, else columns of the row.
+
+    `option` has the template, for the message. Raises Rejection for a column that the row lacks.
+    """
+    try:
+        return filled(template, {**columns, **known})
+    except KeyError as error:
+        there = ", ".join(sorted(columns)) or "none"
+        problem = f"{option} has {{{error.args[0]}}}, and the row has no such column; it has {there}"
+        raise Rejection(RejectReason.EXCEPTION, problem) from None
 
 
 class ErrorLog:

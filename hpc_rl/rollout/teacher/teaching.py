@@ -13,17 +13,16 @@ turn of the model that it is for.
 """
 
 import asyncio
-import json
 import logging
 from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
-from hpc_rl.config.text_templates import filled, names_in
-from hpc_rl.datasets.encode import messages_of
+from hpc_rl.config.sections.teacher import TemplatesConfig
+from hpc_rl.datasets.encode import question_of
 from hpc_rl.errors import ConfigError, InputRefused
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import BUILTINS, Rejection
+from hpc_rl.rollout.rewards import BUILTINS, Rejection, from_row
 from hpc_rl.rollout.rewards.answers import truth_of
 from hpc_rl.rollout.teacher.leak import leaks, teaching_in
 from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of
@@ -57,18 +56,18 @@ class TeacherWorkflow:
         row = _Row.of(prompt)
 
         async def probe() -> Reply:
-            chat = row.chat(self._templates.diagnostic)
+            chat = row.chat("diagnostic", self._templates)
             return (await generate.ask(chat, STUDENT, 1, "probe", self._options.max_probe_tokens))[0]
 
         async def baseline() -> list[Reply]:
             num = self._options.num_baseline_answers
-            return await generate.ask(row.chat(self._templates.baseline), STUDENT, num, "baseline")
+            return await generate.ask(row.chat("baseline", self._templates), STUDENT, num, "baseline")
 
         said, answers = await asyncio.gather(
             generate.once("probe", probe), generate.once("baseline", baseline)
         )
         approach = said.text.strip()
-        chat = row.chat(self._templates.adaptive, with_system=False, approach=approach)
+        chat = row.chat("adaptive", self._templates, approach=approach)
         ids = generate.tokenizer.encode(generate.tokenizer.chat(chat), add_special_tokens=False)
         turns, p_baseline = await asyncio.gather(
             generate.samples(ids), self._score(row, generate, "baseline", answers)
@@ -91,8 +90,8 @@ class TeacherWorkflow:
     ) -> Trajectory:
         """Give the student one teaching; return its trajectory, with its reward."""
         text = generate.tokenizer.decode(completion[1].output_ids)
-        teaching, truth = teaching_in(text), truth_of(row.prompt)
-        chat = row.chat(self._templates.with_teaching, approach=approach, teaching=teaching)
+        teaching, truth = teaching_in(text), truth_of(row.columns)
+        chat = row.chat("with_teaching", self._templates, approach=approach, teaching=teaching)
         label = f"taught.{number}"
         try:
             answers = await generate.ask(chat, STUDENT, self._options.num_taught_answers, label)
@@ -121,12 +120,12 @@ class TeacherWorkflow:
         return made
 
     def _is_scored(self, row: "_Row") -> bool:
-        return not self._needs_answer or truth_of(row.prompt) is not None
+        return not self._needs_answer or truth_of(row.columns) is not None
 
     async def _score(self, row: "_Row", generate: Sampler, label: str, answers: list[Reply]) -> float:
         """Return the mean score of answers; 0 for none, and for a row without a right answer."""
         scored = answers if self._is_scored(row) else []
-        scores = await asyncio.gather(*(generate.reward(row.prompt, one.text) for one in scored))
+        scores = await asyncio.gather(*(generate.reward(row.columns, one.text) for one in scored))
         for number, one in enumerate(answers):
             score = f"scored {scores[number]:g}" if scores else "not scored"
             self._show(generate, f"{label}, answer {number}, {score}", one.text)
@@ -154,42 +153,26 @@ def stats_of(lesson: Lesson) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class _Row:
-    """A prompt: its question, the turns before it, and all its columns."""
+    """A prompt: its columns, its question, and the turns before it."""
 
-    prompt: dict[str, Any]
+    columns: dict[str, Any]
     question: str
     before: Chat
 
     @classmethod
     def of(cls, prompt: dict[str, Any]) -> "_Row":
-        """Raise Rejection for a conversation without a turn of a user."""
-        messages = messages_of(prompt)
-        if messages is None:
-            return cls(prompt, prompt["prompt"], [])
-        asked = [number for number, message in enumerate(messages) if message.get("role") == "user"]
-        if not asked:
-            raise Rejection(RejectReason.EXCEPTION, "its messages have no turn of role user, so no question")
-        return cls(prompt, _text(messages[asked[-1]].get("content")), messages[: asked[-1]])
+        return cls(
+            {name: value for name, value in prompt.items() if name != "input_ids"}, *question_of(prompt)
+        )
 
-    def chat(self, template: str, with_system: bool = True, **values: str) -> Chat:
+    def chat(self, name: str, templates: TemplatesConfig, **values: str) -> Chat:
         """Return the conversation with what a template makes of the question as its last turn.
 
-        A system turn is the student's. Raises Rejection for a column that the row lacks.
+        A system turn is for the student only. Raises Rejection for a column that the row lacks.
         """
         known = {"question": self.question, **values}
-        columns = {name: _text(value) for name, value in self.prompt.items() if name not in known}
-        missing = [name for name in names_in(template) if name not in known | columns]
-        if missing:
-            has = f"{{{missing[0]}}}, and the row has no such column: {', '.join(sorted(columns))}"
-            raise Rejection(RejectReason.EXCEPTION, f"a template of section teacher has {has}")
-        before = [turn for turn in self.before if with_system or turn.get("role") != "system"]
-        return [*before, {"role": "user", "content": filled(template, known | columns)}]
-
-
-def _text(value: Any) -> str:
-    """Return a column, or the content of a message, as text; its parts of other kinds are left out."""
-    if value is None or isinstance(value, str):
-        return value or ""
-    if isinstance(value, list) and value and all(isinstance(one, dict) and "type" in one for one in value):
-        return "".join(str(one.get("text", "")) for one in value)
-    return json.dumps(value, ensure_ascii=False, default=str)
+        option = f"teacher.templates.{name}"
+        text = from_row(option, getattr(templates, name), self.columns, known)
+        to_student = name != "adaptive"
+        before = [turn for turn in self.before if to_student or turn.get("role") != "system"]
+        return [*before, {"role": "user", "content": text}]

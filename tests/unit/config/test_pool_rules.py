@@ -331,5 +331,37 @@ def test_the_names_that_rules_know_are_those_of_the_tables():
     from hpc_rl.rollout.teacher.reward import PARTS
     from hpc_rl.rollout.workflows import WORKFLOWS
 
-    assert (set(BUILT_IN["workflow"]), set(BUILT_IN["reward_fn"])) == (set(WORKFLOWS), set(BUILTINS))
+    assert (set(BUILT_IN["workflow"]), set(BUILT_IN["reward_fn"])) == (set(WORKFLOWS), {*BUILTINS, "judge"})
     assert tuple(PARTS) == REWARD_PARTS
+
+
+JUDGE = ["pools.grader.url=http://h/v1", "rollout.reward_fn=judge", "rollout.judge.pool=grader"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (JUDGE[:2], "rollout.reward_fn judge needs the section rollout.judge"),
+        ([JUDGE[0], JUDGE[2]], "rollout.judge has no effect: rollout.reward_fn is exact_match"),
+        (
+            [*JUDGE, "rollout.judge.pool=greader"],
+            "pool of section pools; there are: grader. Did you mean grader?",
+        ),
+        ([*JUDGE, "rollout.judge.template=Good?"], "rollout.judge.template has no {completion}"),
+        ([*JUDGE, "rollout.judge.temperatures=[]"], "rollout.judge.temperatures is empty"),
+        ([*JUDGE, "pools.other.url=http://h/v1"], "pools.other has no effect"),
+    ],
+)
+def test_what_a_judge_can_not_do(words, line):
+    assert any(line in found for found in refused(*words))
+
+
+def test_a_judge_scores_in_grpo_and_for_a_teacher(tmp_path):
+    assert checked(*JUDGE).config.rollout.judge.temperatures == [0.2, 0.5, 0.8]
+    assert checked(*JUDGE, base=TEACHER).config.rollout.workflow == "teacher"
+    data = tmp_path / "d.jsonl"
+    data.write_text('{"prompt": "1", "answer": "2"}\n')
+    words = [*JUDGE, f"train_dataset.path={data}", "rollout.judge.template='{completion} {anwser} {answer}'"]
+    found = [line for line in refused(*words, files=True) if line.startswith("rollout.judge")]
+    assert len(found) == 1 and "{anwser} is neither a variable" in found[0]
+    assert "Did you mean answer?" in found[0]

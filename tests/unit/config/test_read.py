@@ -18,6 +18,7 @@ import pytest
 from hpc_rl.config.loading.fields import hints, options, section_of
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.rules.container_rules import OPTION
+from hpc_rl.config.rules.teacher_rules import VARIABLES
 from hpc_rl.config.sections.experiment import CONFIGS, has_own_prompts, last_step
 from hpc_rl.config.tables import sglang_versions, vllm_versions
 from hpc_rl.config.tables.areal_options import UNAVAILABLE
@@ -53,7 +54,7 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "keep_best": {"keep"},
     "NAME": {"pool"},
     "teacher": {"_options"},
-    "templates": {"_templates"},
+    "judge": {"_options"},
     "": {"config"},
 }
 # pattern -> why no role reads it: a rule holds it to the one value that is possible, or loading acts on it
@@ -72,6 +73,7 @@ ONLY_RULES = {
 }
 # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
 BY_NAME = {
+    r"teacher\.templates\.(\w+)": VARIABLES,
     r"launcher\.hooks\.(\w+)": EVENTS,
     r"launcher\.slurm\.(\w+)": {name.replace("-", "_") for names in SLURM_OPTIONS.values() for name in names},
     r"launcher\.slurm\.(\w+_image)": OPTION.values(),

@@ -247,7 +247,7 @@ async def test_turns_before_the_question_stay(tokenizer):
     sent = tokenizer.decode(trial.teacher.requests[0].input_ids)
     assert sent.startswith(f"[user]Hi[assistant]Hello[user]A {PENS}")
     outcome = await trial.run({"messages": [before[0]], "answer": 26})
-    assert "no turn of role user" in outcome["error"]
+    assert "without a turn of role user" in outcome["error"]
 
 
 async def test_templates_know_the_columns_and_show_no_other(tokenizer):
@@ -262,7 +262,10 @@ async def test_templates_know_the_columns_and_show_no_other(tokenizer):
     )
     outcome = await trial.run({"prompt": PENS, "answer": "26", "facts": ""})
     assert (outcome["op"], outcome["reason"]) == ("rejected", "exception")
-    assert "{note}, and the row has no such column: answer, facts, input_ids, prompt" in outcome["error"]
+    assert (
+        "teacher.templates.adaptive has {note}, and the row has no such column; it has answer, facts, prompt"
+        in outcome["error"]
+    )
 
 
 async def test_tracing_shows_every_text(tokenizer, caplog):

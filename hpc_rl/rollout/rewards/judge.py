@@ -1,0 +1,63 @@
+"""The reward `judge`: the model of another pool scores a completion, once at each of several temperatures."""
+
+import asyncio
+import logging
+import re
+from typing import Any
+
+import xxhash
+
+from hpc_rl.config.sections.inference import JudgeConfig
+from hpc_rl.datasets.encode import question_of
+from hpc_rl.datasets.order import sample_seed
+from hpc_rl.rollout.batch_log.ledger import RejectReason
+from hpc_rl.rollout.rewards import Rejection, from_row
+from hpc_rl.rollout.server_pool import ChatPool
+
+logger = logging.getLogger(__name__)
+MAX_SHOWN_CHARS = 200  # of an answer without a score
+_SCORE = re.compile(r"<score>\s*([0-9]*\.?[0-9]+)\s*</score>")
+
+
+class Judge:
+    """Use `reward`, as of any other reward; a call has no time limit but that of its requests.
+
+    Seeds follow from the trial's and from what is asked, so that the same completion gets the same score.
+    """
+
+    def __init__(self, pool: ChatPool, options: JudgeConfig, seed: int, trace: bool = False) -> None:
+        self._pool, self._options, self._seed, self._trace = pool, options, seed, trace
+
+    async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
+        """Return the mean of the scores, from 0 to 1. Raises Rejection where the judge gives none."""
+        known = {"question": question_of({"prompt": prompt})[0], "completion": completion}
+        text = from_row("rollout.judge.template", self._options.template, columns, known)
+        scores = await asyncio.gather(
+            *(self._score(text, number) for number in range(len(self._options.temperatures)))
+        )
+        return sum(scores) / len(scores)
+
+    async def _score(self, text: str, number: int) -> float:
+        temperature, said = self._options.temperatures[number], ""
+        digest = xxhash.xxh64_intdigest(text.encode())
+        for attempt in range(self._options.retries + 1):
+            seed = sample_seed(self._seed, "judge", digest, f"{number}/{attempt}")
+            chat = [{"role": "user", "content": text}]
+            said = (await self._pool.ask(chat, [seed], temperature=temperature))[0].text
+            score = score_in(said)
+            if self._trace:
+                logger.info("judge at temperature %g, score %s:\n%s", temperature, score, said)
+            if score is not None:
+                return score
+        problem = (
+            f"the judge of pool {self._options.pool} gave no score from 0 to 1 between <score> and </score>"
+        )
+        shown = f"at temperature {temperature:g} it said last: {said[-MAX_SHOWN_CHARS:]!r}"
+        raise Rejection(RejectReason.REWARD_EXCEPTION, f"{problem}; {shown}")
+
+
+def score_in(text: str) -> float | None:
+    """Return the last score in what a judge says; None where there is none from 0 to 1."""
+    found = _SCORE.findall(text.rpartition("</think>")[2])
+    score = float(found[-1]) if found else None
+    return score if score is not None and 0 <= score <= 1 else None

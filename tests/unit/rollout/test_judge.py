@@ -1,0 +1,78 @@
+"""The reward `judge`: what it asks, how it reads scores, and what it does without one."""
+
+import pytest
+
+from hpc_rl.config.sections.inference import JudgeConfig
+from hpc_rl.rollout.rewards import Rejection
+from hpc_rl.rollout.rewards.judge import Judge, score_in
+from hpc_rl.types import Reply
+
+
+class Pool:
+    """Says what it is given, in turn; keeps what it is asked."""
+
+    def __init__(self, *said: str) -> None:
+        self.said, self.asked = list(said), []
+
+    async def ask(self, messages, seeds, max_new_tokens=None, temperature=None):
+        self.asked.append((messages[-1]["content"], seeds[0], temperature))
+        said = self.said.pop(0) if self.said else "no idea"
+        return [Reply(said, 3, "stop")]
+
+
+def judge(pool: Pool, **options) -> Judge:
+    return Judge(pool, JudgeConfig(pool="judge", **options), seed=1)
+
+
+async def test_the_reward_is_the_mean_of_the_scores_at_the_temperatures():
+    pool = Pool("<score>1</score>", "so <score>0</score> no: <score> 0.5 </score>", "<score>.3</score>")
+    assert await judge(pool).reward("1+2?", "3", {"answer": "3"}) == pytest.approx(0.6)
+    texts, seeds, temperatures = zip(*pool.asked, strict=True)
+    assert temperatures == (0.2, 0.5, 0.8) and len(set(seeds)) == 3 and len(set(texts)) == 1
+    assert "Question:\n1+2?\n\nAnswer:\n3\n" in texts[0] and "{" not in texts[0]
+
+
+async def test_the_same_completion_gets_the_same_seeds():
+    pool = Pool(*["<score>1</score>"] * 9)
+    for completion in ("3", "3", "4"):
+        await judge(pool).reward("1+2?", completion, {})
+    seeds = [seed for _, seed, _ in pool.asked]
+    assert seeds[:3] == seeds[3:6] and not set(seeds[:3]) & set(seeds[6:])
+
+
+async def test_named_values_only():
+    pool = Pool("<score>1</score>")
+    options = {"template": r"{question} \boxed{} {completion} {answer} {hint}", "temperatures": [0.0]}
+    chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+2 {answer}?"}]
+    await judge(pool, **options).reward(chat, "{hint}{}", {"answer": 3, "hint": None})
+    assert pool.asked[0][0] == r"1+2 {answer}? \boxed{} {hint}{} 3 "
+    with pytest.raises(Rejection, match=r"rollout.judge.template has \{hint\}.*it has answer"):
+        await judge(pool, **options).reward(chat, "x", {"answer": 3})
+
+
+async def test_an_answer_without_a_score_is_asked_for_again_then_rejects_the_prompt():
+    pool = Pool("good", "<score>7</score>", "<score>0.25</score>")
+    assert await judge(pool, temperatures=[0.5]).reward("q", "a", {}) == 0.25
+    assert len({seed for _, seed, _ in pool.asked}) == 3
+    pool = Pool()
+    with pytest.raises(
+        Rejection, match=r"pool judge gave no score from 0 to 1.*it said last: 'no idea'"
+    ) as raised:
+        await judge(pool, temperatures=[0.5], retries=1).reward("q", "a", {})
+    assert raised.value.reason == "reward_exception" and len(pool.asked) == 2
+
+
+@pytest.mark.parametrize(
+    ("said", "score"),
+    [
+        ("<score>0.7</score>", 0.7),
+        ("<think><score>0.1</score></think><score>1.0</score>", 1.0),
+        ("<think><score>0.1</score></think>hm", None),
+        ("<score>-0.5</score>", None),
+        ("<score>1.01</score>", None),
+        ("<score>high</score>", None),
+        ("0.7", None),
+    ],
+)
+def test_scores(said, score):
+    assert score_in(said) == score
