@@ -82,10 +82,11 @@ class Engine(Protocol):
     num_train_steps: int  # as given to `initialize`
     pin_memory: bool  # copy inputs to a GPU through page-locked memory
 
-    def initialize(self, num_train_steps: int) -> None:
+    def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         """Build and shard the model, the optimizer and a schedule of `num_train_steps` calls of train_batch.
 
-        Raises ConfigError, OSError.
+        If `empty`, weights are left undefined and not read from the checkpoint: `load` comes next. Raises
+        ConfigError, OSError.
         """
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:

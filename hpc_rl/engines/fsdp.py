@@ -1,8 +1,9 @@
 """The engine on FSDP2: a transformers model sharded by `fully_shard`, parameters and optimizer in float32.
 
 A single rank in float32 is not sharded, unless its parameters are to be in CPU memory: there FSDP keeps them,
-their gradients and so the optimizer's state, and copies a layer to the GPU while it is used. Left out: tensor
-and context parallelism. Every rank builds the whole model in CPU memory before it keeps its shard.
+their gradients and so the optimizer's state, and copies a layer to the GPU while it is used. The model is
+built without memory for its parameters and sharded; then each rank fills its rows. Left out: tensor and
+context parallelism.
 """
 
 import math
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.engines import hf_io, model, state
+from hpc_rl.engines import drawing, hf_io, loading, model, state
 from hpc_rl.engines.base import LossFn, Sequences, Snapshot, sum_over_ranks
 from hpc_rl.engines.distributed import init_alone
 from hpc_rl.engines.micro_batches import Inputs, Layout, cut, inputs_of, micro_batch
@@ -62,7 +63,7 @@ class FSDPEngine:
         self.layout: Layout = layout or ("packed" if config.attn_impl.startswith("flash") else "padded")
         model.check(config, self.device)
 
-    def initialize(self, num_train_steps: int) -> None:
+    def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         self.num_train_steps = num_train_steps
         self.num_updates = 0  # position of the schedule: calls of train_batch, including skipped updates
         self.model = model.build(self.config, self.seed, self.frozen)
@@ -77,10 +78,12 @@ class FSDPEngine:
         offload = self.config.fsdp.offload_params
         if self.num_ranks > 1 or offload or (self.config.dtype != "float32" and not self.frozen):
             self._shard()
-        if not offload:  # else FSDP has moved the buffers, and parameters stay
+        drawing.allocate(self.model, torch.device("cpu") if offload else self.device)
+        if not offload:  # else FSDP has moved the buffers
             self.model.to(self.device)
         parameters = dict(self.model.hf.named_parameters())
         self.shards = shards_of({name: parameters[name] for name in names}, self.rank, self.num_ranks)
+        self._fill(empty)
         if self.frozen:
             return
         assert self.config.optimizer is not None, "check.py refuses a trained model without an optimizer"
@@ -88,6 +91,21 @@ class FSDPEngine:
         self.local = state.RankState(self.rank, self.num_ranks, self.shards, self.optimizer)
         self.scale = LossScale(self.config.optimizer, self.config.dtype == "float16")
         torch.manual_seed(self.seed * 1_000_003 + self.rank)
+
+    def _fill(self, empty: bool) -> None:
+        """Fill parameters and saved buffers; if `empty`, only these, which no snapshot has."""
+        buffers = dict(self.model.hf.named_buffers())
+        parts = [
+            loading.Part(name, state.rows_of(buffers[name]), 0, tuple(buffers[name].shape))
+            for name in self.buffer_names
+        ]
+        if not empty:
+            parts += [
+                loading.Part(shard.name, state.rows_of(shard.local), shard.offset, shard.global_shape)
+                for shard in self.shards
+            ]
+        if parts and not (empty and self.config.init_from_scratch):
+            model.fill(self.model, self.config, self.seed, parts, self.rank)
 
     def _shard(self) -> None:
         if not dist.is_initialized():

@@ -7,9 +7,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -20,8 +20,10 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.trial import fsync_dir
 
 try:
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 except ImportError:  # transformers 4 has models in memory as they are on disk
+    get_model_conversion_mapping = None  # type: ignore[assignment]
     revert_weight_conversion = None  # type: ignore[assignment]
 
 MAX_FILE_BYTES = 5_000_000_000
@@ -44,21 +46,68 @@ def on_disk_names(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.
     return tensors if revert_weight_conversion is None else revert_weight_conversion(hf, tensors)
 
 
+def converts(hf: Any, names: Collection[str]) -> bool:
+    """Whether transformers renames or merges some of these tensors on disk when it loads the model."""
+    if get_model_conversion_mapping is None:
+        return False
+    conversions = get_model_conversion_mapping(hf)
+    return any(one.rename_source_key(name)[1] is not None for one in conversions for name in names)
+
+
+class OnDisk(NamedTuple):
+    """A tensor in a file."""
+
+    path: Path
+    shape: tuple[int, ...]
+
+
+def safetensors_files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint, as transformers chooses them; none if it has pytorch_model*.bin only.
+
+    Raises ConfigError if files are missing or the index is damaged, OSError.
+    """
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.is_file():
+        return [single]
+    if index.is_file():
+        names = json.loads(index.read_bytes()).get("weight_map")
+        if not isinstance(names, dict) or not names:
+            raise ConfigError(f"{index} has no weight_map with files. Copy or download it again.")
+        paths = sorted({folder / name for name in names.values()})
+        if gone := [path.name for path in paths if not path.is_file()]:
+            raise ConfigError(
+                f"{index} names files that do not exist: {', '.join(gone[:5])} ({len(gone)} in all). "
+                "Copy or download them."
+            )
+        return paths
+    if any(folder.glob("pytorch_model*.bin")):
+        return []
+    raise ConfigError(
+        f"{folder} has neither {single.name} nor {index.name}. Copy or download the checkpoint."
+    )
+
+
+def tensors_of(paths: Iterable[Path]) -> dict[str, OnDisk]:
+    """Return the tensors in safetensors files by name. Raises ConfigError if one is damaged, OSError."""
+    found: dict[str, OnDisk] = {}
+    for path in paths:
+        try:
+            with safe_open(path, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118
+                    found[name] = OnDisk(path, tuple(opened.get_slice(name).get_shape()))
+        except SafetensorError as error:
+            raise ConfigError(
+                f"{path} is damaged, or was not copied whole: {error}. Copy or download it again."
+            ) from error
+    return found
+
+
 def tensor_names(folder: Path) -> set[str]:
     """Return the names in the safetensors files of a checkpoint.
 
     Raises ConfigError if one is damaged, OSError.
     """
-    names: set[str] = set()
-    for path in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(path, framework="pt") as opened:
-                names.update(opened.keys())
-        except SafetensorError as error:
-            raise ConfigError(
-                f"{path} is damaged, or was not copied whole: {error}. Copy or download it again."
-            ) from error
-    return names
+    return set(tensors_of(sorted(folder.glob("*.safetensors"))))
 
 
 def refuse_damage(folder: Path) -> None:

@@ -5,7 +5,8 @@ gathered. Models that transform their logits after the head's product are refuse
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils.logging import disable_progress_bar
 
 from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.engines import hf_io
+from hpc_rl.engines import drawing, hf_io, loading
 from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.errors import ConfigError, NotBuilt
 
@@ -28,10 +29,11 @@ LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits
 class LanguageModel(nn.Module):
     """A causal model of transformers that returns log-probabilities and entropies of wanted tokens."""
 
-    def __init__(self, hf: Any, unread: Sequence[str] = ()) -> None:
+    def __init__(self, hf: Any, draws: drawing.Draws) -> None:
         super().__init__()
         self.hf = hf
-        self.unread = unread  # names of tensors in its files that the model does not use
+        self.draws = draws
+        self.unread: Sequence[str] = ()  # names of tensors in its files that the model does not use
 
     def forward(
         self,
@@ -95,13 +97,56 @@ def check(config: TrainEngineConfig, device: torch.device) -> None:
 
 
 def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> LanguageModel:
-    """Build the model in float32 on the CPU, the same on every rank. Raises ConfigError, OSError."""
-    hf: Any
+    """Build the model with its parameters on `meta`, in float32; `fill` comes next.
+
+    Raises ConfigError, OSError.
+    """
+    torch.manual_seed(seed)
+    with _clear_errors(config):
+        hf, draws = _make(config)
+    if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
+        raise NotBuilt(
+            f"{hf.config.model_type} models can't be reward models yet: "
+            "their head is not a linear layer `score`"
+        )
+    if not config.is_critic:
+        _refuse_other_heads(hf)
+    if config.disable_dropout:
+        _disable_dropout(hf)
+    if config.gradient_checkpointing and not frozen:
+        _recompute_activations(hf)
+    return ScoreModel(hf, draws) if config.is_critic else LanguageModel(hf, draws)
+
+
+def fill(
+    model: LanguageModel, config: TrainEngineConfig, seed: int, parts: Sequence[loading.Part], rank: int
+) -> None:
+    """Give a built and sharded model its first values: random ones, or the checkpoint's. Collective.
+
+    `parts` are this rank's rows of its parameters and saved buffers. Random values are those of the whole
+    model on one rank. Raises ConfigError with the names of tensors that are missing or have another shape,
+    OSError.
+    """
+    if config.init_from_scratch:
+        drawing.draw_all(model.hf, model.draws)
+        return
+    head = {"score.weight"} if config.is_critic else set[str]()  # checkpoints of language models have none
+    with _clear_errors(config):
+        match = loading.load(
+            model.hf, Path(config.path), parts, head, lambda: _load_whole(config, seed), rank
+        )
+    if head - match.sources.keys():
+        torch.manual_seed(seed)
+        drawing.draw_module(model.hf, model.hf.score)
+    model.unread = match.unread
+
+
+@contextmanager
+def _clear_errors(config: TrainEngineConfig) -> Iterator[None]:
+    """Raise errors of transformers and safetensors as ConfigError that names the file, or as OSError."""
     folder = Path(config.path)
-    disable_progress_bar()  # one per rank, into the role's log
-    torch.manual_seed(seed)  # missing weights (all of them, or the head of a reward model) are drawn
     try:
-        hf, unread = _make(config)
+        yield
     except ConfigError:
         raise  # it is a ValueError too
     except (OSError, SafetensorError):
@@ -119,18 +164,6 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Languag
             f"{folder / 'config.json'} does not describe a model that can be built: "
             f"{type(error).__name__}: {error}"
         ) from error
-    if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
-        raise NotBuilt(
-            f"{hf.config.model_type} models can't be reward models yet: "
-            "their head is not a linear layer `score`"
-        )
-    if not config.is_critic:
-        _refuse_other_heads(hf)
-    if config.disable_dropout:
-        _disable_dropout(hf)
-    if config.gradient_checkpointing and not frozen:
-        _recompute_activations(hf)
-    return ScoreModel(hf, unread) if config.is_critic else LanguageModel(hf, unread)
 
 
 def architecture(folder: Path, **more: Any) -> Any:
@@ -152,33 +185,47 @@ def architecture(folder: Path, **more: Any) -> Any:
         ) from error
 
 
-def _make(config: TrainEngineConfig) -> tuple[Any, list[str]]:
-    """Return the model, its weights loaded or random, and the names of tensors that it does not use.
+def _make(config: TrainEngineConfig) -> tuple[Any, drawing.Draws]:
+    """Return the model, its parameters on `meta`. Raises ConfigError, ImportError, ValueError."""
+    read = architecture(Path(config.path), **_labels(config))
+    with drawing.without_parameters(draw=config.init_from_scratch) as draws:
+        hf = _kind(config).from_config(read, dtype=torch.float32, attn_implementation=config.attn_impl)
+    return hf, draws
 
-    Raises ConfigError, ImportError, ValueError.
+
+def _load_whole(config: TrainEngineConfig, seed: int) -> loading.Whole:
+    """Load the whole model by transformers; return its tensors, and the names of those that it does not use.
+
+    Raises ConfigError, ImportError, OSError, ValueError.
     """
-    kind: Any = AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
-    labels: dict[str, Any] = {"num_labels": 1} if config.is_critic else {}
-    read = architecture(Path(config.path), **labels)  # in any case: errors of from_pretrained name no file
-    if config.init_from_scratch:
-        return kind.from_config(read, dtype=torch.float32, attn_implementation=config.attn_impl), []
-    loaded: Any = kind.from_pretrained(
+    disable_progress_bar()
+    torch.manual_seed(seed)  # a missing head is drawn
+    loaded: Any = _kind(config).from_pretrained(
         config.path,
         dtype=torch.float32,
         attn_implementation=config.attn_impl,
         local_files_only=True,
         output_loading_info=True,
-        **labels,
+        **_labels(config),
     )
     hf, found = loaded
     wrong = sorted({str(name) for problem in ("missing_keys", "mismatched_keys") for name in found[problem]})
     wrong = [name for name in wrong if not (config.is_critic and name == "score.weight")]
     if wrong:
         raise ConfigError(
-            f"the weights at {config.path} are missing or have another shape: {', '.join(wrong[:5])} "
-            f"({len(wrong)} in all)"
+            f"the weights at {config.path} lack {loading.some(wrong)}, or have them with another shape"
         )
-    return hf, sorted(map(str, found["unexpected_keys"]))
+    tensors = {**dict(hf.named_parameters()), **dict(hf.named_buffers())}
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    return tensors, sorted(map(str, found["unexpected_keys"]))
+
+
+def _kind(config: TrainEngineConfig) -> Any:
+    return AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
+
+
+def _labels(config: TrainEngineConfig) -> dict[str, Any]:
+    return {"num_labels": 1} if config.is_critic else {}
 
 
 def _recompute_activations(hf: Any) -> None:

@@ -43,7 +43,7 @@ def export_state(
     Raises Damaged, OSError, ConfigError, and ValueError for the state of another model.
     """
     engine = FSDPEngine(on_cpu(config), seed=seed, frozen=True)
-    engine.initialize(0)
+    engine.initialize(0, empty=True)
     state.RankState(0, 1, engine.shards, None).load(folder, num_ranks, files)
     engine.export(out, tokenizer)
 

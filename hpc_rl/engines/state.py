@@ -104,7 +104,7 @@ class RankState:
         of another model.
         """
         targets = {
-            name: Target(_rows(tensor), shard.name, shard.offset) for shard, name, tensor in self._tensors()
+            name: Target(rows_of(tensor), shard.name, shard.offset) for shard, name, tensor in self._tensors()
         }
         missing = {name: len(target.rows) for name, target in targets.items()}
         shapes = {shard.name: list(shard.global_shape) for shard in self.shards}
@@ -213,7 +213,7 @@ def _fill(
                 rows.copy_(here)
 
 
-def _rows(tensor: torch.Tensor) -> torch.Tensor:
+def rows_of(tensor: torch.Tensor) -> torch.Tensor:
     """Return the same memory in rows: a scalar is one row."""
     return tensor if tensor.ndim else tensor.detach().reshape(1)
 

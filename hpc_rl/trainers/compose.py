@@ -104,7 +104,7 @@ def _run(
 ) -> Run:
     """Return the run around an engine with its state. `begun` is what start.begin returned on rank 0."""
     engine = _engine(start, model)
-    engine.initialize(updates)
+    engine.initialize(updates, empty=begun["manifest"] is not None)
     begun = load_state(start, begun, engine)
     config, attempt = start.config, start.attempt
     run = Run(**vars(start), engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=Sinks([]))

@@ -51,7 +51,7 @@ class FakeEngine:
     def counters(self) -> dict[str, int]:
         return {"updates": self.total}
 
-    def initialize(self, num_train_steps: int) -> None:
+    def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         self.total = 0
 
     def load(self, folder: Path, saved_num_ranks: int, files: dict | None = None) -> None:

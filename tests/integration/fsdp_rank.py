@@ -1,12 +1,10 @@
 """One rank of the scenarios of test_fsdp.py: `python fsdp_rank.py SCENARIO RANK NUM_RANKS FOLDER`."""
 
-import json
-import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import gloo_ranks
 import numpy as np
 import torch
 
@@ -23,7 +21,6 @@ from hpc_rl.config.sections.training import (
 )
 from hpc_rl.engines import state
 from hpc_rl.engines.base import Sequences
-from hpc_rl.engines.distributed import init_ranks, shutdown
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.engines.packing import balance
 from hpc_rl.errors import Stale
@@ -32,7 +29,7 @@ from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import sequence_loss
-from hpc_rl.trial import Trial, read_json, write_json
+from hpc_rl.trial import Trial, write_json
 
 LENGTHS = (9, 3, 30, 1, 12, 2, 30, 17)
 WEIGHT = 80.0
@@ -207,27 +204,5 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
     )
 
 
-def main() -> None:
-    scenario, rank, num_ranks, folder = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4])
-    torch.set_num_threads(1)
-    record = folder / f"store-{scenario}.json"
-
-    def publish(address: str, port: int) -> None:
-        write_json(record, [address, port])
-
-    def find() -> tuple[str, int]:
-        deadline = time.monotonic() + 60
-        while (found := read_json(record)) is None:
-            if time.monotonic() > deadline:
-                raise TimeoutError("rank 0 did not publish its store")
-            time.sleep(0.05)
-        return found[0], found[1]
-
-    init_ranks(rank, num_ranks, "cpu", publish, find, timeout_s=60)
-    globals()[f"scenario_{scenario}"](folder, rank, num_ranks)
-    shutdown()
-    print(json.dumps({"done": rank}))
-
-
 if __name__ == "__main__":
-    main()
+    gloo_ranks.main({name: one for name, one in globals().items() if name.startswith("scenario_")})

@@ -1,8 +1,6 @@
 """The FSDP2 engine on 2 and 3 gloo ranks against one process: training, refusals, recover state."""
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +12,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import fsdp_rank  # noqa: E402
+import gloo_ranks  # noqa: E402
 
 ARCHITECTURE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -33,26 +32,7 @@ pytestmark = pytest.mark.timeout(240)
 
 
 def run_ranks(scenario: str, num_ranks: int, folder: Path) -> None:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
-    command = [sys.executable, str(HERE / "fsdp_rank.py"), scenario]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(num_ranks), str(folder)],
-            env=environment,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(num_ranks)
-    ]
-    try:
-        for rank, process in enumerate(ranks):
-            _, errors = process.communicate(timeout=200)
-            assert process.returncode == 0, f"rank {rank}: {errors[-3000:]}"
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-            process.stderr.close()  # a warning of it would fail another test
+    gloo_ranks.run(HERE / "fsdp_rank.py", scenario, num_ranks, folder)
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:

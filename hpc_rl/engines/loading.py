@@ -1,0 +1,196 @@
+"""The tensors of a sharded model from the files of a Hugging Face checkpoint.
+
+Each rank reads its own rows of each tensor in safetensors files, a piece at a time. What only transformers
+can read (pytorch_model*.bin, tensors that it renames or merges, quantized ones) rank 0 loads whole, and sends
+to the others tensor by tensor.
+"""
+
+import logging
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+
+from hpc_rl.engines import hf_io
+from hpc_rl.engines.base import sum_over_ranks
+from hpc_rl.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+PIECE_BYTES = 32 << 20  # of rows that are read at once
+OPEN_BYTES = 256 << 20  # read of a file before it is opened again: its pages count as memory of this process
+MAX_NAMED = 5  # tensors in one message
+# tensors of older checkpoints that transformers computes
+COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+
+Whole = tuple[dict[str, torch.Tensor], list[str]]
+
+
+class Part(NamedTuple):
+    """Memory for rows of a tensor of the model: those of `name` from row `offset` on."""
+
+    name: str
+    rows: torch.Tensor
+    offset: int
+    shape: tuple[int, ...]  # of the whole tensor
+
+
+@dataclass
+class Match:
+    """Which tensors of a checkpoint belong to which of the model."""
+
+    sources: dict[str, list[str]]  # name in the model -> names in the files, more than one if it is tied
+    unread: list[str]  # in the files only
+
+
+def load(
+    hf: Any,
+    folder: Path,
+    parts: Sequence[Part],
+    optional: Collection[str],
+    whole: Callable[[], Whole],
+    rank: int,
+) -> Match:
+    """Fill the parts from the checkpoint; those that are `optional` may be missing. Collective.
+
+    `whole` loads the tensors of the model by transformers, and returns also the names of unread ones. Raises
+    ConfigError with the names of tensors that are missing or have another shape, OSError.
+    """
+    files = hf_io.safetensors_files(folder)
+    found = hf_io.tensors_of(files)
+    if not files or getattr(hf.config, "quantization_config", None) or hf_io.converts(hf, found):
+        return _from_rank0(parts, folder, whole, rank)
+    match = _match(hf, found, parts)
+    lacking = [part.name for part in parts if part.name not in {*match.sources, *optional}]
+    _check(folder, parts, match, found, _not_ignored(lacking, hf._keys_to_ignore_on_load_missing))
+    match.unread = _not_ignored(match.unread, (*(hf._keys_to_ignore_on_load_unexpected or ()), *COMPUTED))
+    if match.unread and rank == 0:
+        logger.warning("the model does not use %s of %s", some(match.unread), folder)
+    wanted = [(name, part) for part in parts for name in match.sources.get(part.name, ())[:1]]
+    for _, rows, piece in _read(wanted, found):
+        rows.copy_(piece)
+    _check_tied(folder, parts, match, found)
+    return match
+
+
+def _match(hf: Any, found: Mapping[str, hf_io.OnDisk], parts: Sequence[Part]) -> Match:
+    """Match by name, with or without the prefix of the model's trunk, as transformers does."""
+    first = {id(one): name for name, one in hf.named_parameters()}
+    known = {part.name: part.name for part in parts}
+    known |= {name: first[id(one)] for name, one in hf.named_parameters(remove_duplicate=False)}
+    prefix = f"{hf.base_model_prefix}."
+    match = Match({}, [])
+    for name in sorted(found):
+        names = (name, name.removeprefix(prefix), prefix + name)
+        if owner := next((known[one] for one in names if one in known), None):
+            match.sources.setdefault(owner, []).append(name)
+        else:
+            match.unread.append(name)
+    return match
+
+
+def _check(
+    folder: Path,
+    parts: Sequence[Part],
+    match: Match,
+    found: Mapping[str, hf_io.OnDisk],
+    lacking: Sequence[str],
+) -> None:
+    """Raise ConfigError with the names of tensors that are missing or have another shape."""
+    odd = [
+        f"{name} has shape {list(found[name].shape)}, the model's is {list(part.shape)}"
+        for part in parts
+        for name in match.sources.get(part.name, ())
+        if tuple(found[name].shape) != tuple(part.shape)
+    ]
+    problems = [f"they lack {some(lacking)}"] if lacking else []
+    problems += [some(odd, "; ")] if odd else []
+    if problems and match.unread:
+        problems.append(f"the model does not use {some(match.unread)}")
+    if lacking or odd:
+        raise ConfigError(
+            f"the weights at {folder} are not those of the model that its config.json describes: "
+            f"{'; '.join(problems)}. Copy or download the checkpoint again, or correct its config.json."
+        )
+
+
+def _read(
+    wanted: Sequence[tuple[str, Part]], found: Mapping[str, hf_io.OnDisk]
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Yield the name in the file, some of this rank's rows, and what the file has for them."""
+    for path in sorted({found[name].path for name, _ in wanted}):
+        todo = [(name, part) for name, part in wanted if found[name].path == path and part.rows.numel()]
+        while todo:
+            num_bytes = 0
+            with safe_open(path, framework="pt") as opened:
+                while todo and num_bytes < OPEN_BYTES:
+                    name, part = todo.pop(0)
+                    if not part.shape:
+                        yield name, part.rows, opened.get_tensor(name).reshape(1)
+                        continue
+                    tensor = opened.get_slice(name)
+                    num_rows = max(1, PIECE_BYTES // (part.rows[0].numel() * 4))
+                    for start in range(0, len(part.rows), num_rows):
+                        rows = part.rows[start : start + num_rows]
+                        at = part.offset + start
+                        yield name, rows, (piece := tensor[at : at + len(rows)])
+                        num_bytes += piece.nbytes
+
+
+def _check_tied(folder: Path, parts: Sequence[Part], match: Match, found: Mapping[str, hf_io.OnDisk]) -> None:
+    """Raise ConfigError on every rank if files have several values for tensors that the model ties."""
+    again = [(name, part) for part in parts for name in match.sources.get(part.name, ())[1:]]
+    if not again:
+        return
+    differ = set()
+    for name, rows, piece in _read(again, found):
+        if not torch.equal(piece.to(rows.device, rows.dtype), rows):
+            differ.add(name)
+    if sum_over_ranks([float(len(differ))])[0]:
+        pairs = [" and ".join(names) for names in match.sources.values() if len(names) > 1]
+        raise ConfigError(
+            f"{folder / 'config.json'} ties {some(pairs)}, but the files have different values for them: set "
+            "tie_word_embeddings to false in it, or remove one of them from the files."
+        )
+
+
+def _from_rank0(parts: Sequence[Part], folder: Path, whole: Callable[[], Whole], rank: int) -> Match:
+    """Fill the parts with what rank 0 loads. Collective."""
+    tensors: dict[str, torch.Tensor] = {}
+    unread: list[str] = []
+    problem: Exception | None = None
+    if rank == 0:
+        try:
+            tensors, unread = whole()
+            match = Match({name: [name] for name in tensors}, unread)
+            shapes = {name: hf_io.OnDisk(folder, tuple(one.shape)) for name, one in tensors.items()}
+            _check(folder, parts, match, shapes, [one.name for one in parts if one.name not in tensors])
+        except Exception as error:  # the other ranks wait
+            problem = error
+    if sum_over_ranks([float(problem is not None)])[0]:
+        raise problem or ConfigError(f"rank 0 can't load {folder}; its log says why")
+    for part in parts:
+        tensor = tensors.pop(part.name, None)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+            tensor = torch.empty(part.shape, dtype=part.rows.dtype) if tensor is None else tensor
+            tensor = tensor.to(device, part.rows.dtype).contiguous()
+            dist.broadcast(tensor, 0)
+        assert tensor is not None
+        rows = tensor if part.shape else tensor.reshape(1)
+        part.rows.copy_(rows[part.offset : part.offset + len(part.rows)])
+    return Match({part.name: [part.name] for part in parts}, unread)
+
+
+def _not_ignored(names: Sequence[str], patterns: Collection[str] | None) -> list[str]:
+    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+
+
+def some(names: Sequence[str], between: str = ", ") -> str:
+    """Return the first of many names, and how many there are."""
+    more = f"{between}… ({len(names)} in all)" if len(names) > MAX_NAMED else ""
+    return between.join(names[:MAX_NAMED]) + more
