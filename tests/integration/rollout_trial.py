@@ -19,6 +19,7 @@ import xxhash
 from aiohttp import web
 from toy_plans import toy_plan
 
+from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.sections.cluster import ClusterSpecConfig
 from hpc_rl.config.sections.dataset import DatasetConfig
@@ -105,12 +106,19 @@ class FakeServer:
     `version` is set to.
     """
 
-    def __init__(self, trial: Trial, index: int = 0, max_delay_s: float = 0.0, version: str = "0.0") -> None:
+    def __init__(
+        self,
+        trial: Trial,
+        index: int = 0,
+        max_delay_s: float = 0.0,
+        version: str = "0.0",
+        pool: str = DEFAULT_POOL,
+    ) -> None:
         self.version = version
         self.max_delay_s = max_delay_s
         self.requests = 0
         self.errors = 0  # answer so many requests with 500
-        self._lease_key = keys.server("rollout", index)
+        self._lease_key = keys.server(pool, index)
         self._names = NameResolve(trial.names)
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
