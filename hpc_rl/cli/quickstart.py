@@ -14,7 +14,7 @@ def parser() -> CommandParser:
         "Make a toy model and a task, train the model on this machine, and show what it learnt.",
         "What else is given goes to the GRPO trial, as to `hpc-rl submit`: total_train_steps=20",
     )
-    of = "grpo: a model learns sums"
+    of = "grpo: a model learns sums (the default); teacher: a model learns to give hints to another"
     made.add_argument("--method", choices=list(METHODS), default="grpo", help=of)
     made.add_argument("--dir", default="quickstart", help="where everything goes (default: ./quickstart)")
     made.add_argument("--seed", type=Count, default=1, help="seed of everything (default: 1)")

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_rl.examples import toy
+from hpc_rl.examples import hints, toy
 
 
 class WarmUp(NamedTuple):
@@ -43,5 +43,18 @@ METHODS = {
         says="asynchronous GRPO: generation servers, a rollout service and a trainer",
         documented="grpo",
         measure="reward",
+    ),
+    "teacher": Method(
+        folder="hints",
+        make=hints.make,
+        toy="72 questions that need a hint (18 held out) and a Qwen3 of 132k parameters",
+        warm_ups=(
+            WarmUp("student", "student-sft", "the student learns to use a hint, and no answer: an SFT trial"),
+            WarmUp("teacher", "teacher-sft", "the teacher learns to write a hint, any digit: an SFT trial"),
+        ),
+        config="teacher",
+        says="the teacher learns which hint helps: GRPO with a server for each of the two models",
+        documented="quickstart/teacher",
+        measure="accuracy_delta",
     ),
 }

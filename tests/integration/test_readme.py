@@ -12,6 +12,7 @@ from hpc_rl.errors import ExitCode
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()
 DOCTOR = "hpc-rl doctor"  # tests/slurm/test_look.py runs it; `hpc-rl quickstart` is run by test_quickstart.py
+TEACHER = "hpc-rl quickstart --method teacher"  # test_teacher_quickstart.py runs it
 ON_SLURM = "hpc-rl submit --config configs/grpo.yaml --n_nodes 4"  # tests/slurm runs it
 
 
@@ -87,7 +88,7 @@ def test_every_command_of_the_readme_is_run_by_a_test():
     typed = {
         line.partition("#")[0].strip() for line in (*blocks, *inline) if line.startswith(("hpc-rl", "make"))
     }
-    elsewhere = {"make quickstart", "make test", "hpc-rl quickstart", ON_SLURM, DOCTOR}
+    elsewhere = {"make quickstart", "make test", "hpc-rl quickstart", TEACHER, ON_SLURM, DOCTOR}
     assert ON_SLURM in typed
     assert typed <= elsewhere | set(fences), typed - elsewhere - set(fences)
 

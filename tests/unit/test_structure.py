@@ -43,7 +43,6 @@ SMALL = {
     "examples/curve.py": "the only user of plotext",
     "examples/environments/arithmetic.py": "an example",
     "examples/environments/guess_number.py": "an example",
-    "examples/methods.py": "a table",
     "log.py": "imported by every role",
     "name_resolve/keys.py": "every key once",
     "net.py": "imported by every server",
