@@ -22,7 +22,7 @@ from hpc_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 PIECE_BYTES = 32 << 20  # of rows that are read at once
-OPEN_BYTES = 256 << 20  # read of a file before it is opened again: its pages count as memory of this process
+OPEN_BYTES = 64 << 20  # read of a file before it is opened again: its pages count as memory of this process
 MAX_NAMED = 5  # tensors in one message
 # tensors of older checkpoints that transformers computes
 COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
