@@ -48,6 +48,7 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[str]]] = [
 ]
 FILE_RULES: list[Rule] = [
     *file_rules.RULES,
+    *pool_rules.FILE_RULES,
     *teacher_rules.FILE_RULES,
     *judge_rules.FILE_RULES,
     *container_rules.FILE_RULES,

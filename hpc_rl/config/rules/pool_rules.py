@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator
+from pathlib import Path
 from typing import Any
 
 from hpc_rl.allocation import SERVER_BACKENDS, Allocation, Servers, Train, parse
@@ -12,9 +13,10 @@ from hpc_rl.config.pool_view import as_pool, trained_pool_of, value_in_text
 from hpc_rl.config.rules import consistency, sglang_rules, vllm_rules
 from hpc_rl.config.rules.consistency import is_default, server_backend, server_pools
 from hpc_rl.config.rules.generation_rules import BUILT_IN
-from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig
 from hpc_rl.config.sections.pools import PoolConfig
 from hpc_rl.errors import ConfigError
+from hpc_rl.trial import read_json
 
 _OF_ENDPOINTS = ("model", "api_key_env")
 _OF_SERVERS = ("tokenizer_path", "stop_token_ids", "options")
@@ -127,12 +129,42 @@ def asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     rollout = config.rollout
     if any(getattr(rollout, name) not in known for name, known in BUILT_IN.items()):
         return
-    used = {"student"} if isinstance(config, TeacherConfig) else set()
-    used |= {rollout.judge.pool} if rollout.judge else set()
+    used = _built_in_uses(config)
     for name in config.pools:
         if name not in used:
             others = f"rollout.workflow {rollout.workflow} and rollout.reward_fn {rollout.reward_fn}"
             yield f"pools.{name} has no effect: {others} ask no pool of that name; omit it."
 
 
+def _built_in_uses(config: GRPOConfig) -> list[str]:
+    """Return the names of the pools that our own workflow and reward ask."""
+    found = ["student"] if isinstance(config, TeacherConfig) else []
+    return found + ([config.rollout.judge.pool] if config.rollout.judge else [])
+
+
 GRPO_RULES = [sources, servers, options, sampling, asked]
+
+
+def chat_templates(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Yield models without a template that our own workflow and reward ask by chat."""
+    if not isinstance(config, GRPOConfig):
+        return
+    teacher = ("actor.path", config.actor.path, "tokenizer_path", config.tokenizer_path)
+    models = [teacher] if isinstance(config, TeacherConfig) else []
+    for name in dict.fromkeys(_built_in_uses(config)):
+        pool = config.pools.get(name)
+        if pool is not None and pool.path:
+            option = f"pools.{name}"
+            models.append((f"{option}.path", pool.path, f"{option}.tokenizer_path", pool.tokenizer_path))
+    for name, path, option, own in models:
+        folder = Path(own or path)
+        found = read_json(folder / "tokenizer_config.json")
+        has_one = (folder / "chat_template.jinja").is_file()
+        has_one = has_one or (isinstance(found, dict) and bool(found.get("chat_template")))
+        # file_rules refuse a folder without a tokenizer
+        if (folder / "tokenizer.json").is_file() and not has_one:
+            came = f"{option if own else name} {folder} has no chat template, but it is asked by chat"
+            yield f"{came}: add chat_template.jinja, or set {option} to another directory."
+
+
+FILE_RULES = [chat_templates]

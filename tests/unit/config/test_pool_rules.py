@@ -365,3 +365,27 @@ def test_a_judge_scores_in_grpo_and_for_a_teacher(tmp_path):
     found = [line for line in refused(*words, files=True) if line.startswith("rollout.judge")]
     assert len(found) == 1 and "{anwser} is neither a variable" in found[0]
     assert "Did you mean answer?" in found[0]
+
+
+def test_models_that_are_asked_by_chat_need_a_template(tmp_path):
+    for name in ("teacher", "student", "judge"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokenizer.json").touch()
+    pools = [f"pools.{name}.path={tmp_path / name}" for name in ("student", "judge")]
+    base = [
+        *TEACHER,
+        *pools,
+        f"actor.path={tmp_path / 'teacher'}",
+        "rollout.reward_fn=judge",
+        "rollout.judge={}",
+    ]
+    base.append(TWO.replace("+fsdp", "+embedded[judge]:d1+fsdp"))
+
+    def without() -> list[str]:
+        found = refused(base=base, files=True)
+        return [line.split()[0] for line in found if "has no chat template, but it is asked by chat" in line]
+
+    assert without() == ["actor.path", "pools.student.path", "pools.judge.path"]
+    (tmp_path / "teacher" / "chat_template.jinja").touch()
+    (tmp_path / "student" / "tokenizer_config.json").write_text('{"chat_template": "{{ messages }}"}')
+    assert without() == ["pools.judge.path"]
