@@ -14,7 +14,9 @@ def learning_curve(
     plotext.plot_size(72, 14)
     values = [value for _, value in train]
     smooth = [fmean(values[max(0, i - 9) : i + 1]) for i in range(len(values))]
-    plotext.ylim(min(0, *smooth, *(value for _, value in heldout)), 1)
+    least = min(0, *smooth, *(value for _, value in heldout))
+    plotext.ylim(least, 1 + 0.3 * (1 - least))  # the legend is above all values
+    plotext.yticks([0, 0.25, 0.5, 0.75, 1])
     label = "training prompts (mean of 10 steps)"
     plotext.plot([step for step, _ in train], smooth, label=label, marker="braille")
     plotext.scatter(*zip(*heldout, strict=True), label="held-out prompts", marker="●")

@@ -126,7 +126,7 @@ def finished(tmp_path_factory) -> tuple[Path, str, Watch]:
                 watch = Watch(Trial(found[0]), shell.root / "kept")
             elif watch is not None:
                 watch.look()
-            time.sleep(0.2)
+            time.sleep(0.05 if watch else 0.5)
         said.seek(0)
         text = said.read()
     late = process.poll() is None
@@ -175,7 +175,7 @@ def test_the_teachers_servers_follow_the_trainer(finished):
     answers = watch.of("teacher")
     steps = [int(one.version.partition(".")[2]) for one in answers]
     assert steps == sorted(steps)
-    assert len(set(steps)) >= NUM_STEPS // 3
+    assert len(set(steps)) >= 4
     kept = [one for one in answers if (watch.kept / one.version).exists()]
     assert len({one.version for one in kept}) >= 3
     for version in {one.version for one in kept}:
@@ -191,7 +191,7 @@ def test_the_teachers_servers_follow_the_trainer(finished):
 def test_the_students_servers_never_change(finished):
     here, _, watch = finished
     answers = watch.of("student")
-    assert len(answers) >= NUM_STEPS // 3
+    assert len(answers) >= 4
     assert {one.version for one in answers} == {""}
     expected = first_tokens(here / "hints" / "student", ASKED).max(-1).values
     for one in answers:
