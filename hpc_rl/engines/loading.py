@@ -7,7 +7,7 @@ to the others tensor by tensor.
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,14 +65,16 @@ def load(
     if not files or getattr(hf.config, "quantization_config", None) or hf_io.converts(hf, found):
         return _from_rank0(parts, folder, whole, rank)
     match = _match(hf, found, parts)
-    lacking = [part.name for part in parts if part.name not in {*match.sources, *optional}]
-    _check(folder, parts, match, found, _not_ignored(lacking, hf._keys_to_ignore_on_load_missing))
-    match.unread = _not_ignored(match.unread, (*(hf._keys_to_ignore_on_load_unexpected or ()), *COMPUTED))
+    computed = _ignored(dict(hf.named_buffers()), hf._keys_to_ignore_on_load_missing)
+    given = {*match.sources, *optional, *computed}
+    _check(folder, parts, match, found, [part.name for part in parts if part.name not in given])
+    unused = _ignored(match.unread, (*(hf._keys_to_ignore_on_load_unexpected or ()), *COMPUTED))
+    match.unread = [name for name in match.unread if name not in unused]
     if match.unread and rank == 0:
         logger.warning("the model does not use %s of %s", some(match.unread), folder)
     wanted = [(name, part) for part in parts for name in match.sources.get(part.name, ())[:1]]
     for _, rows, piece in _read(wanted, found):
-        rows.copy_(piece)
+        rows.copy_(piece.to(rows.device))  # first, so that it is converted there
     _check_tied(folder, parts, match, found)
     return match
 
@@ -186,8 +188,8 @@ def _from_rank0(parts: Sequence[Part], folder: Path, whole: Callable[[], Whole],
     return Match({part.name: [part.name] for part in parts}, unread)
 
 
-def _not_ignored(names: Sequence[str], patterns: Collection[str] | None) -> list[str]:
-    return [name for name in names if not any(re.search(pattern, name) for pattern in patterns or ())]
+def _ignored(names: Iterable[str], patterns: Collection[str] | None) -> set[str]:
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns or ())}
 
 
 def some(names: Sequence[str], between: str = ", ") -> str:

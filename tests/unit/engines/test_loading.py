@@ -5,6 +5,7 @@ Several ranks are in tests/integration/test_loading.py.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,9 @@ from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import loading
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.errors import ConfigError
+from hpc_rl.trainers import start
+from hpc_rl.trainers.ranks import Ranks
+from hpc_rl.trial import Trial
 
 SIZES = {
     "vocab_size": 32,
@@ -153,6 +157,17 @@ def test_nothing_is_read_where_a_saved_state_follows(path, tmp_path):
     for one, other in zip(engine.shards, again.shards, strict=True):
         assert torch.equal(one.local, other.local)
     assert again.model.hf.lm_head.weight is again.model.hf.model.embed_tokens.weight
+
+
+def test_a_fresh_start_after_damage_reads_the_checkpoint(path, tmp_path, monkeypatch):
+    engine, trial = engine_of(path, empty=True), Trial(tmp_path / "trial")
+    trial.generation(3).mkdir(parents=True)
+    fresh = {"lineage": 1, "step": 0, "manifest": None}
+    monkeypatch.setattr(start, "_walk_back", lambda *_: fresh)
+    given = SimpleNamespace(trial=trial, ranks=Ranks())
+    damaged = {"lineage": 0, "step": 3, "manifest": {"num_ranks": 1, "files": []}}
+    assert start.load_state(given, damaged, engine) == fresh
+    assert_as_transformers(engine, path)
 
 
 def test_buffers_that_no_saved_state_has_are_read_in_any_case(tmp_path):
