@@ -36,7 +36,7 @@ def trained_pool_of(config: Config, allocation: Allocation) -> str:
 
 
 def as_pool(config: GRPOConfig, name: str) -> GRPOConfig:
-    """Return the configuration as servers and clients of a pool see it: its model, tokenizer and sampling.
+    """Return the configuration as servers and clients of a pool see it: its model, sampling and python.
 
     That of the pool that follows the trainer is `config` itself.
     """
@@ -50,7 +50,11 @@ def as_pool(config: GRPOConfig, name: str) -> GRPOConfig:
         stop_token_ids=pool.stop_token_ids,
     )
     actor = replace(config.actor, path=pool.path, init_from_scratch=False)
-    view = replace(config, actor=actor, gconfig=gconfig, tokenizer_path=pool.tokenizer_path)
+    python = pool.python or config.launcher.inference_server_python
+    launcher = replace(config.launcher, inference_server_python=python)
+    view = replace(
+        config, actor=actor, gconfig=gconfig, tokenizer_path=pool.tokenizer_path, launcher=launcher
+    )
     backend = backend_of(config, name)
     if not backend or not pool.options:
         return view

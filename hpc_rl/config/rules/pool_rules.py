@@ -19,7 +19,7 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.trial import read_json
 
 _OF_ENDPOINTS = ("model", "api_key_env")
-_OF_SERVERS = ("tokenizer_path", "stop_token_ids", "options")
+_OF_SERVERS = ("tokenizer_path", "stop_token_ids", "python", "options")
 _OF_BACKENDS = [consistency.unavailable, *sglang_rules.GRPO_RULES, *vllm_rules.GRPO_RULES]
 _URL = r"https?://[^/\s@]+(/\S*)?"
 
@@ -78,6 +78,8 @@ def options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     known = {refusal for rule in _OF_BACKENDS for refusal in rule(config, explicit)}
     for name, pool in config.pools.items():
         backend = server_backend(config, name)
+        if pool.python and backend and not SERVER_BACKENDS[backend].is_process:
+            yield f"pools.{name}.python has no effect: {backend} servers run in the role itself; omit it."
         if not pool.options or not backend:
             continue
         section = SERVER_BACKENDS[backend].section

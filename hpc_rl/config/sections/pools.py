@@ -7,6 +7,7 @@ from typing import Annotated
 
 from hpc_rl.config.sections.limits import (
     AnyText,
+    Executable,
     Grammar,
     NonNegativeFloat,
     NonNegativeInt,
@@ -42,6 +43,8 @@ class PoolConfig:
     """Nucleus sampling: probability mass to sample from; 1 means all."""
     stop_token_ids: list[NonNegativeInt] = field(default_factory=list)
     """Tokens that end an answer, in addition to the tokenizer's end-of-sequence token."""
+    python: Executable | None = None
+    """Python interpreter of its SGLang or vLLM servers; null means `launcher.inference_server_python`."""
     max_requests: PositiveInt = 256
     """Requests at once, of each executor process."""
     options: dict[str, AnyText] = field(default_factory=dict)

@@ -64,7 +64,7 @@ REPLAYS = (
     "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl",
     "actor.grad_reduce_dtype", "actor.fsdp", "actor.ds_auto_tp", "actor.gradient_checkpointing",
     "actor.mb_spec", "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
-    "pools.NAME.max_requests", "pools.NAME.api_key_env",
+    "pools.NAME.max_requests", "pools.NAME.api_key_env", "pools.NAME.python",
 )  # fmt: skip
 NOT_WITH_REPLAY = (
     "gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow",

@@ -50,6 +50,7 @@ def checked(*words: str, base: list[str] = GRPO):
             ["pools.judge.url=http://h/v1", "pools.judge.options={max_running_requests: 2}"],
             "pools.judge.options has no effect with pools.judge.url",
         ),
+        ([STUDENT, TWO, "pools.student.python=/x/python"], "pools.student.python has no effect: embedded servers"),
         (["pools.judge.url=host:8000"], "pools.judge.url 'host:8000' can't be used; allowed: a URL such as http"),
         (["pools.judge.url=http://me:key@host/v1"], "can't be used; allowed: a URL such as http"),
         (
@@ -131,6 +132,16 @@ def test_options_of_one_pool_are_kept_as_text_and_reach_its_servers(tmp_path):
     own = as_pool(loaded.config, "student").sglang
     assert (own.disable_radix_cache, own.context_length, own.max_total_tokens) == (True, None, 10_000)
     assert loaded.config.sglang.context_length == 32768
+
+
+def test_servers_of_a_pool_may_have_an_interpreter_of_their_own():
+    from hpc_rl.config.pool_view import as_pool
+
+    vllm = ["pools.student.python=/vllm/bin/python", "launcher.inference_server_python=/sglang/bin/python"]
+    mixed = "allocation_mode=sglang[teacher]:d1+vllm[student]:d1+fsdp:d1"
+    config = load([], [*GRPO, ASKS, STUDENT, mixed, *vllm], profiles=[]).config
+    pythons = [as_pool(config, name).launcher.inference_server_python for name in ("teacher", "student")]
+    assert pythons == ["/sglang/bin/python", "/vllm/bin/python"]
 
 
 def _options(loaded) -> list[str]:
