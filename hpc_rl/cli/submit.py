@@ -13,14 +13,15 @@ from hpc_rl.cli.status import follow
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.tables.changes import Change
-from hpc_rl.errors import ConfigError, HpcRlError
+from hpc_rl.errors import ConfigError, DoesNotFit, HpcRlError
+from hpc_rl.plan.estimate import Estimate
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render.steps import plan_lines
 from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.sinfo import UNKNOWN_THREADS_PER_CORE
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.submit import preflight, submission, trial_index
+from hpc_rl.submit import needs, preflight, submission, trial_index
 from hpc_rl.submit.first_start import Recovery
 from hpc_rl.submit.lock import check_unlocked
 from hpc_rl.submit.submission import Submission
@@ -36,11 +37,13 @@ class Planned:
     plan: Plan
     # Nodes that failed the trial lately; None where the cluster was not asked.
     avoid: tuple[str, ...] | None = None
+    needs: Estimate | None = None  # None where the model's config.json says nothing
 
     @property
     def notes(self) -> list[str]:
         refused = [f"submit refuses this trial: {self.plan.not_built}"] if self.plan.not_built else []
-        return [*self.loaded.notes, *self.plan.notes, *refused]
+        estimated = self.needs.notes if self.needs else []
+        return [*self.loaded.notes, *self.plan.notes, *estimated, *refused]
 
     def note_lines(self) -> list[str]:
         return [f"note: {note}" for note in self.notes]
@@ -49,9 +52,9 @@ class Planned:
 def run(args: Namespace) -> int:
     if args.print_config is not None:
         return print_config(args)
-    planned = plan_of(loaded(args))
     if args.dry_run:
-        return _dry_run(planned, args.json)
+        return _dry_run(loaded(args), args.json)
+    planned = plan_of(loaded(args))
     trial = submission.trial_of(planned.loaded.config)
     return submitted(compared(planned, trial, args.no_check), args, trial)
 
@@ -60,7 +63,8 @@ def parser() -> CommandParser:
     made = CommandParser("Check a configuration, plan it, and submit it as a job. Returns at once.", EPILOG)
     add_config_and_print(made)
     made.add_flag(
-        "--dry_run", help="stop before anything is written; show the plan, and all checks of render"
+        "--dry_run",
+        help="stop before anything is written; show the plan, what it needs, and all checks of render",
     )
     add_outcome(made)
     return made
@@ -102,8 +106,11 @@ def loaded(args: Namespace) -> Loaded:
     return load(args.config, args.overrides, presets=args.preset, cluster=args.cluster)
 
 
-def plan_of(loaded: Loaded, files: bool = True) -> Planned:
-    """Check and plan; with `files` that data and model exist. Raises ConfigError."""
+def plan_of(loaded: Loaded, files: bool = True, count_rows: bool = False) -> Planned:
+    """Check and plan; with `files` that data and model exist, and that memory suffices. Raises ConfigError.
+
+    With `count_rows` the training data is read for the number of steps.
+    """
     checked = check(loaded, files=files)
     config = checked.config
     scheduler = pick(config.launcher.type)
@@ -116,7 +123,10 @@ def plan_of(loaded: Loaded, files: bool = True) -> Planned:
         scheduler=scheduler,  # type: ignore[arg-type]
         threads_per_core=threads,
     )
-    return Planned(checked, plan)
+    estimated = needs.needs_of(config, plan, scheduler, count_rows)
+    if files and estimated and estimated.problems:
+        raise DoesNotFit("\n".join(estimated.problems))
+    return Planned(checked, plan, needs=estimated)
 
 
 def compared(planned: Planned, trial: Trial, no_check: bool) -> Planned:
@@ -224,30 +234,69 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
     }
 
 
-def _dry_run(planned: Planned, json: bool) -> int:
+def _dry_run(given: Loaded, json: bool) -> int:
+    """Show what a submission would do. What refuses it comes last: it raises that ConfigError."""
+    try:
+        planned = plan_of(given, count_rows=True)
+    except ConfigError as refusal:
+        planned = plan_of(given, files=False, count_rows=True)
+        return _refused(planned, refusal, json)
     trial, plan = submission.trial_of(planned.loaded.config), planned.plan
     where = pick(planned.loaded.config.launcher.type)
     check_unlocked(trial)
     start = submission.check_submittable(trial, planned.loaded, plan, where)
     checks = checked_scripts(planned, trial)
     if json:
-        about = {"trial": str(trial), "dir": str(trial.dir), "plan": plan.to_json(), "notes": planned.notes}
-        print_json(about | {"checks": list(map(vars, checks))})
+        print_json(_dry_json(planned) | {"checks": list(map(vars, checks))})
         return exit_code_of(checks)
-    nodes = "1 node" if plan.n_nodes == 1 else f"{plan.n_nodes} nodes"
     words = [
-        *planned.note_lines(),
-        f"trial      {trial}",
-        f"directory  {trial.dir}",
-        f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {where}",
-        *changed_lines(start.changes),
-        *(f"           {line}" for line in plan_lines(plan)),
+        *_dry_lines(planned, changed_lines(start.changes)),
         *(f"check      {check.line()}" for check in checks if check.state != "refused"),
         "nothing was written or submitted; `hpc-rl render` writes the scripts",
     ]
     print("\n".join(words), flush=True)
     preflight.raise_for(checks)
     return 0
+
+
+def _refused(planned: Planned, refusal: ConfigError, json: bool) -> int:
+    """Show a plan that files or memory refuse: for an estimate a model's config.json is enough."""
+    problems = planned.needs.problems if planned.needs else []
+    if not isinstance(refusal, DoesNotFit) and problems:
+        refusal = DoesNotFit("\n".join([str(refusal), *problems]))
+    if json:
+        print_json(_dry_json(planned) | {"refused": str(refusal)})
+        return refusal.exit_code
+    print("\n".join(_dry_lines(planned)), flush=True)
+    raise refusal
+
+
+def _dry_json(planned: Planned) -> dict[str, Any]:
+    trial = submission.trial_of(planned.loaded.config)
+    return {
+        "trial": str(trial),
+        "dir": str(trial.dir),
+        "plan": planned.plan.to_json(),
+        "notes": planned.notes,
+        "estimate": needs.as_json(planned.needs) if planned.needs else None,
+    }
+
+
+def _dry_lines(planned: Planned, changed: Sequence[str] = ()) -> list[str]:
+    """Return the plan and what it needs."""
+    trial, plan = submission.trial_of(planned.loaded.config), planned.plan
+    config = planned.loaded.config
+    nodes = "1 node" if plan.n_nodes == 1 else f"{plan.n_nodes} nodes"
+    unknown = ["memory     not estimated: no config.json of a model that is known here"]
+    return [
+        *planned.note_lines(),
+        f"trial      {trial}",
+        f"directory  {trial.dir}",
+        f"plan       {plan.trainer}, {plan.allocation}, {nodes}, {pick(config.launcher.type)}",
+        *changed,
+        *(f"           {line}" for line in plan_lines(plan)),
+        *(needs.lines(planned.needs, config, plan) if planned.needs else unknown),
+    ]
 
 
 def exit_code_of(checks: list[preflight.PreflightCheck]) -> int:

@@ -91,7 +91,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
             reason = "the plan has no GPUs" if name in used else ""
             for option, value in backend.without_gpus.items():
                 wanted[f"{backend.section}.{option}"] = (value, reason)
-    wanted |= training_rules.adapted(config)
+    wanted |= training_rules.adapted(config, explicit)
     notes = []
     for name, (value, reason) in wanted.items():
         old = value_of(config, name)

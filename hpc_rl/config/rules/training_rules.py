@@ -4,11 +4,19 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from hpc_rl.config.rules.consistency import is_default
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig, TeacherConfig, value_of
+from hpc_rl.config.sections.experiment import (
+    Config,
+    GRPOConfig,
+    RWConfig,
+    TeacherConfig,
+    replaced,
+    value_of,
+)
 from hpc_rl.config.sections.training import TrainEngineConfig
 
 _ONLY_FOR_TRAINING = ("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype")
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+TOKENS_PER_MB = 32768  # default limit on GPUs, where one micro-batch of all rows would be too large
 _WITHOUT_GPUS = "without GPUs (cluster.n_gpus_per_node 0)"
 
 
@@ -24,9 +32,11 @@ def models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
         yield "ref", config.ref
 
 
-def adapted(config: Config) -> dict[str, tuple[Any, str]]:
+def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
     """Return option -> (value that its default becomes, reason; empty where no note is needed)."""
-    wanted: dict[str, tuple[Any, str]] = {}
+    wanted = _token_budgets(config, explicit)
+    for name, (budget, _) in wanted.items():
+        config = replaced(config, name.split("."), budget)
     if not config.cluster.n_gpus_per_node:
         for section, _ in models(config):
             wanted[f"{section}.dtype"] = ("float32", "the plan has no GPUs")
@@ -47,6 +57,31 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
         if config.actor.use_decoupled_loss:
             wanted["actor.recompute_logprob"] = (True, "")
     return wanted
+
+
+def _token_budgets(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Return a limit of tokens for micro-batches on GPUs that have none: it holds the longest sequence."""
+    if not config.cluster.n_gpus_per_node:
+        return {}
+    budget = max(TOKENS_PER_MB, _longest(config, explicit))
+    names = (f"{section}.mb_spec.max_tokens_per_mb" for section, _ in models(config))
+    reason = "the plan has GPUs, whose memory limits a micro-batch"
+    return {
+        name: (budget, reason) for name in names if name not in explicit and value_of(config, name) is None
+    }
+
+
+def _longest(config: Config, explicit: Collection[str]) -> int:
+    """Return the most tokens that must fit into one micro-batch, as far as the configuration says; or 0."""
+    if isinstance(config, GRPOConfig):
+        g, prompt = config.gconfig, config.train_dataset.max_length
+        if prompt is not None:
+            return min(g.max_tokens, prompt + g.max_new_tokens)
+        given = "gconfig.max_tokens" in explicit or g.max_new_tokens >= TOKENS_PER_MB
+        return g.max_tokens if given else 0
+    datasets = (config.train_dataset, config.valid_dataset)
+    longest = max((rows.max_length or 0 for rows in datasets if rows is not None), default=0)
+    return 2 * longest if isinstance(config, RWConfig) else longest
 
 
 def too_long(config: Config) -> Iterator[tuple[str, int, str]]:

@@ -52,6 +52,9 @@ class ClusterSpecConfig:
     """Number of nodes."""
     n_gpus_per_node: UnitCount = 8
     """GPUs per node; with 0, allocation units are processes without a GPU."""
+    gpu_mem_gb: PositiveInt | None = None
+    """Memory of each GPU in GB, such as 80; a trial that can't fit is refused. null means unknown. hpc-rl
+    extension."""
     interface: str = ""
     """Network interface that the roles publish, by name (`ib0`) or network (`10.1.0.0/16`); empty means the
     variable HPC_RL_INTERFACE of the job, else the route to the other nodes."""

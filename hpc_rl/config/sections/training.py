@@ -63,7 +63,8 @@ class MicroBatchSpec:
     """Number of neighbouring sequences that stay in one micro-batch; a reward model needs 2 (chosen and
     rejected)."""
     max_tokens_per_mb: PositiveInt | None = None
-    """Largest number of tokens in a micro-batch; null means no limit."""
+    """Largest number of tokens in a micro-batch; null means no limit. Defaults to 32768 with GPUs, or
+    more for the longest sequence."""
     max_seqs_per_mb: PositiveInt | None = None
     """Largest number of sequences in a micro-batch; null means no limit. hpc-rl extension."""
 

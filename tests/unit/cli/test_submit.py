@@ -395,3 +395,65 @@ def test_render_checks_first_and_writes_nothing_that_can_not_run(config, schedul
         and (tmp_path / "out" / "scripts" / "local.sh").exists()
     )
     assert scheduler.calls == []
+
+
+# -- what a trial needs
+
+SIZES = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+}
+LARGE = ["cluster.n_gpus_per_node=8", "train_dataset.batch_size=64", "launcher.trainer_mem_per_gpu=200000"]
+
+
+@pytest.fixture
+def large(config, tmp_path):
+    """The configuration with a model of 8 billion parameters, of which there is only config.json."""
+    for path in (tmp_path / "model").iterdir():
+        path.unlink()
+    write_json(tmp_path / "model" / "config.json", SIZES)
+    return config
+
+
+def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(large, scheduler, tmp_path, capsys):
+    assert submitted(large, "--dry_run", *LARGE) == 64
+    said = capsys.readouterr()
+    assert "contains no weights (*.safetensors)" in said.err
+    assert "cluster.gpu_mem_gb" in said.out  # a note: the size is not known
+    for words in ("10 steps, each of 256 sequences", "parameters", "Adam moments", "checkpoint 91.5 GB"):
+        assert words in said.out
+    assert submitted(large, "--dry_run", "--json", *LARGE) == 64
+    said = json.loads(capsys.readouterr().out)
+    assert said["estimate"]["rank"]["items"]["parameters"] == 4 * 8_190_735_360 / 4
+    assert "contains no weights" in said["refused"]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_what_can_not_fit_is_refused_before_anything_is_written(large, scheduler, tmp_path, capsys):
+    for name in ("tokenizer.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
+    small = [*LARGE, "cluster.gpu_mem_gb=24"]
+    assert submitted(large, *small) == 64
+    said = capsys.readouterr()
+    assert "cluster.gpu_mem_gb is 24" in said.err
+    assert "What fits:" in said.err
+    assert said.out == ""
+    assert main(["render", "--config", str(large), *small]) == 64
+    assert submitted(large, "--dry_run", *small) == 64
+    said = capsys.readouterr()
+    assert "Adam moments" in said.out
+    assert "cluster.gpu_mem_gb is 24" in said.err
+    assert not (tmp_path / "runs").exists()
+    assert submitted(large, *LARGE, "cluster.gpu_mem_gb=80") == 0
+
+
+def test_a_model_that_is_not_known_is_not_estimated(config, scheduler, capsys):
+    assert submitted(config, "--dry_run") == 0
+    assert "memory     not estimated" in capsys.readouterr().out

@@ -551,3 +551,32 @@ def test_a_fileroot_in_the_memory_of_one_node(model, monkeypatch):
     monkeypatch.setattr("hpc_rl.config.rules.file_rules.mount_of", lambda path: ("xfs", []))
     assert any("is on xfs, a disk of this machine" in note for note in on_disk(model, "--n_nodes=2").notes)
     assert not any("xfs" in note for note in on_disk(model, "--n_nodes=1").notes)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "base", "budget"),
+    [
+        ([], GRPO, 32768),
+        (["gconfig.max_tokens=50000"], GRPO, 50000),
+        (["gconfig.max_new_tokens=40000", "train_dataset.max_length=2000"], GRPO, 42000),
+        (["gconfig.max_new_tokens=40000"], GRPO, 65536),
+        (["train_dataset.max_length=40000"], SFT, 40000),
+        (["trainer=rw", "train_dataset.max_length=40000"], SFT, 80000),
+        (["valid_dataset={path: /v, max_length: 50000}"], SFT, 50000),
+    ],
+)
+def test_a_micro_batch_on_gpus_is_limited_by_default(overrides, base, budget):
+    section = "actor" if base is GRPO else "model"
+    name = f"{section}.mb_spec.max_tokens_per_mb"
+    gpus = ["cluster.n_gpus_per_node=8"]
+    gpus += ["sglang.context_length=65536"] if base is GRPO else []
+    found = checked(*overrides, *gpus, base=base)
+    assert value_of(found.config, name) == budget
+    assert any(note.startswith(f"{name} is {budget} instead of the default null") for note in found.notes)
+    assert value_of(checked(*overrides, *gpus, f"{name}=null", base=base).config, name) is None
+    assert value_of(checked(*overrides, base=base).config, name) is None
+
+
+def test_rows_of_unknown_length_are_limited_with_the_micro_batch():
+    found = checked("cluster.n_gpus_per_node=8", base=SFT)
+    assert found.config.train_dataset.max_length == 32768

@@ -1,0 +1,88 @@
+"""Bytes that a trial writes to its directory, and what of them stays. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hpc_rl.config.rules.training_rules import trained
+from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.config.sections.operations import FrequencyConfig
+from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
+
+TOKEN_BYTES = 17.5  # of a trajectory in the batch log: id, log-probability, mask, version
+# Newest versions that weights/disk.py keeps, and the one that is written; a test compares them.
+KEPT_VERSIONS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskUse:
+    """Bytes per event, and what stays; 0 where there is no such event."""
+
+    weights: float  # published after each step
+    batch: float  # logged in each step, at most
+    checkpoint: float  # each one
+    export: float  # each one
+    kept_weights: float
+    kept_checkpoints: float
+    kept_batches: float | None  # None where checkpoints are not counted in steps
+    kept_exports: float | None  # None where their number is not known
+    checkpoint_period: str
+    export_period: str
+
+    @property
+    def per_step(self) -> float:
+        """Bytes of each step, without checkpoints and exports."""
+        return self.weights + self.batch
+
+
+def disk_use(config: Config, shape: ModelShape, steps: int | None, tokens_per_step: int) -> DiskUse:
+    """Return what a trial writes; `tokens_per_step` at most."""
+    weights = float(DTYPE_BYTES[trained(config)[1].dtype] * shape.num_params)
+    generates, saves = isinstance(config, GRPOConfig), config.recover.mode != "disabled"
+    checkpoint = 12.0 * shape.num_params if saves else 0.0
+    batch = TOKEN_BYTES * tokens_per_step if generates else 0.0
+    recover, saver = config.recover, config.saver
+    num_kept = recover.keep + recover.keep_best + 1  # and the one that is written
+    if recover.keep_every_steps and steps:
+        num_kept += steps // recover.keep_every_steps
+    kept_batches = None
+    if recover.freq_steps and saves:
+        kept_batches = batch * recover.freq_steps * (recover.keep + 1)
+    return DiskUse(
+        weights=weights if generates else 0.0,
+        batch=batch,
+        checkpoint=checkpoint,
+        export=weights,
+        kept_weights=KEPT_VERSIONS * weights if generates else 0.0,
+        kept_checkpoints=num_kept * checkpoint,
+        kept_batches=kept_batches if generates else 0.0,
+        kept_exports=_kept_exports(config, weights, steps),
+        checkpoint_period=_period(recover) if saves else "never",
+        export_period=", ".join(filter(None, [_period(saver), "at the end"])),
+    )
+
+
+def _kept_exports(config: Config, export: float, steps: int | None) -> float | None:
+    saver = config.saver
+    always = 1 + (saver.keep_best is not None)  # final, best
+    if not (saver.freq_steps or saver.freq_epochs or saver.freq_secs):
+        return export * always
+    if saver.keep_last:
+        return export * (always + saver.keep_last)
+    if saver.freq_secs:
+        return None
+    number = 0
+    if saver.freq_steps:
+        if steps is None:
+            return None
+        number += steps // saver.freq_steps
+    if saver.freq_epochs:
+        if config.total_train_epochs is None:
+            return None
+        number += config.total_train_epochs // saver.freq_epochs
+    return export * (always + number)
+
+
+def _period(options: FrequencyConfig) -> str:
+    periods = (("epochs", options.freq_epochs), ("steps", options.freq_steps), ("s", options.freq_secs))
+    return ", ".join(f"every {number} {unit}" for unit, number in periods if number)

@@ -1,0 +1,273 @@
+"""What a trainer rank holds in the memory of its device and of its node: formulas for the fsdp engine. Pure.
+
+Some of it stands all the time; the rest comes and goes, so the peak is the largest of three moments of a
+micro-batch: the loss (all activations that are kept, the logits), the backward pass of one layer, and the sum
+of the gradients outside of the layers. Sizes in bytes; b is the bytes of a value in the compute type, r those
+in which gradients are summed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from hpc_rl.allocation import Train
+from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
+
+GB = 1 << 30
+MB = 1 << 20
+# As in engines/logprobs.py, which needs torch; a test compares them.
+CHUNK_ROWS = 128
+CHUNK_LOGITS = 1 << 22
+CUDA_BYTES = 2 * GB  # of the GPU, for CUDA's context, NCCL and the libraries' workspaces
+PROCESS_BYTES = {True: 3 * GB, False: GB // 2}  # Python and PyTorch; with CUDA, and without
+LOADING_BYTES = 300 * MB  # pieces of weights on their way from the files
+BATCH_BYTES_PER_TOKEN = 60  # as it came, decoded, and the columns that are computed from it
+
+Items = dict[str, float]  # name -> bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLoad:
+    """What a rank has to do."""
+
+    shape: ModelShape
+    engine: TrainEngineConfig
+    mesh: Train
+    on_gpu: bool
+    tokens: int  # of a micro-batch
+    longest: int  # tokens of the longest row
+    batch_tokens: int = 0  # of a train batch that every rank gets whole
+    divides_logits: bool = False  # by a temperature that is not 1
+    saves: bool = False  # checkpoints
+    saves_copies: bool = False  # that are written while training continues
+    reference: TrainEngineConfig | None = None
+    reference_shape: ModelShape | None = None
+
+    @property
+    def compute_bytes(self) -> int:
+        return DTYPE_BYTES[self.engine.dtype]
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that divide the parameters of a part of the model among themselves."""
+        return (self.mesh.d or 1) * self.mesh.c
+
+    @property
+    def is_sharded(self) -> bool:
+        """A single rank in float32 has the model as it is."""
+        return self.num_shards > 1 or self.engine.fsdp.offload_params or self.compute_bytes < 4
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of this rank's pipeline stage."""
+        return math.ceil(self.shape.num_layers / self.mesh.p)
+
+    @property
+    def layer_params(self) -> float:
+        return self.shape.layer_params / self.mesh.t
+
+    @property
+    def outer_params(self) -> float:
+        """Parameters outside of the layers; of several stages one has the embedding, one the head."""
+        shape = self.shape
+        outer = shape.outer_params if self.mesh.p == 1 else shape.table_params + shape.width
+        return outer / self.mesh.t
+
+    @property
+    def table_params(self) -> float:
+        return 0.0 if self.engine.is_critic else self.shape.table_params / self.mesh.t
+
+    @property
+    def shard_params(self) -> float:
+        """Parameters that this rank keeps."""
+        return (self.outer_params + self.num_layers * self.layer_params) / self.num_shards
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank holds: on its device all the time and at each moment, and in CPU memory.
+
+    Without a GPU the device is the CPU. `first` is what only the first rank holds in addition, in CPU memory.
+    """
+
+    standing: Items
+    moments: Mapping[str, Items]
+    host: Items
+    first: Items = field(default_factory=dict)
+
+    @property
+    def largest(self) -> str:
+        """Name of the moment that takes most."""
+        return max(self.moments, key=lambda name: sum(self.moments[name].values()))
+
+    @property
+    def device_items(self) -> Items:
+        return {**self.standing, **self.moments[self.largest]}
+
+    @property
+    def device_bytes(self) -> float:
+        return sum(self.device_items.values())
+
+    @property
+    def host_bytes(self) -> float:
+        return sum(self.host.values())
+
+
+def rank_memory(load: RankLoad) -> RankMemory:
+    """Return what a rank of a model that is trained holds."""
+    moments = {"the loss": _loss(load), "the backward pass of a layer": _layer_backward(load)}
+    if load.is_sharded:
+        moments["the sum of gradients outside of the layers"] = _reduction(load)
+    first = {"weights to publish": float(load.compute_bytes * load.shape.num_params)}
+    return RankMemory(_standing(load), moments, _host(load), first)
+
+
+def with_tokens(load: RankLoad, tokens: int) -> RankLoad:
+    """Return the load with another limit of tokens in a micro-batch."""
+    return replace(load, tokens=min(load.tokens, tokens))
+
+
+def _standing(load: RankLoad) -> Items:
+    shard, engine = load.shard_params, load.engine
+    items: Items = {}
+    if not engine.fsdp.offload_params:
+        items |= {"parameters": 4 * shard, "gradients": 4 * shard}
+        if not _offloads_moments(load):
+            items["Adam moments"] = 8 * shard
+    if load.reference and load.reference_shape and not load.reference.fsdp.offload_params:
+        items["reference model"] = _reference_bytes(load)
+    if load.on_gpu:
+        items["CUDA and NCCL"] = CUDA_BYTES
+    return items
+
+
+def _offloads_moments(load: RankLoad) -> bool:
+    return load.engine.optimizer is not None and load.engine.optimizer.offload
+
+
+def _reference_bytes(load: RankLoad) -> float:
+    assert load.reference is not None and load.reference_shape is not None
+    value_bytes = DTYPE_BYTES[load.reference.dtype]
+    return value_bytes * load.reference_shape.num_params / (load.num_shards * load.mesh.t * load.mesh.p)
+
+
+def _gathered(load: RankLoad) -> float:
+    """Return the blocks that are whole at once: all outside of the layers, a layer, and the next one."""
+    if not load.is_sharded:
+        return 0.0
+    return load.compute_bytes * (load.outer_params + 2 * load.layer_params)
+
+
+# -- the moments
+
+
+def _loss(load: RankLoad) -> Items:
+    b, shape, tokens = load.compute_bytes, load.shape, load.tokens / load.mesh.c
+    kept = load.num_layers * _kept_per_layer(load)
+    # the last norm, the hidden states at the wanted tokens, and their gradient
+    items = {
+        "gathered blocks": _gathered(load),
+        "activations": kept + tokens * shape.width * (8 + 2 * b),
+    }
+    if load.table_params:
+        vocabulary = shape.vocabulary / load.mesh.t
+        rows = min(tokens, max(CHUNK_ROWS, CHUNK_LOGITS // shape.vocabulary))
+        # a chunk's logits and log-probabilities, while those of the one before and their gradient are alive
+        items["logits of a chunk"] = rows * vocabulary * (12 + b + (4 if load.divides_logits else 0))
+        # summed up in float32; what a chunk adds is there when most of its logits are gone
+        added = max(0.0, b * load.table_params - 8 * rows * vocabulary)
+        items["gradient of the head"] = 4 * load.table_params + added
+    return items
+
+
+def _layer_backward(load: RankLoad) -> Items:
+    b, tokens = load.compute_bytes, load.tokens / load.mesh.c
+    checkpoints = load.engine.gradient_checkpointing
+    kept = load.num_layers * _kept_per_layer(load)
+    again = tokens * _saved_per_token(load) if checkpoints else 0.0
+    shape = load.shape
+    # of the MLP's product, which is freed itself, and of its two factors
+    flowing = tokens * b * (2 * shape.active_mlp_width / load.mesh.t + 2 * shape.width)
+    items = {
+        "gathered blocks": _gathered(load),
+        "activations": kept + again,
+        "gradients of activations": flowing,
+        "gradient of the head": b * load.table_params,
+    }
+    if load.is_sharded:  # whole ones, while those of the layer before are summed
+        items["gradients of a layer"] = (b + _reduce_bytes(load)) * load.layer_params
+    return items
+
+
+def _reduction(load: RankLoad) -> Items:
+    b, r, outer = load.compute_bytes, _reduce_bytes(load), load.outer_params
+    summed = r * outer / load.num_shards
+    table = load.shape.table_params / load.mesh.t
+    if load.on_gpu:
+        return {"gradients outside of the layers": max((b + r) * outer, r * outer + summed + b * table)}
+    # gloo works on a copy
+    return {"gradients outside of the layers": 2 * r * outer + summed + b * table}
+
+
+def _reduce_bytes(load: RankLoad) -> int:
+    return DTYPE_BYTES[load.engine.grad_reduce_dtype]
+
+
+def _kept_per_layer(load: RankLoad) -> float:
+    """Return what a layer keeps for the backward pass: its input, or all that it would compute again."""
+    tokens = load.tokens / load.mesh.c
+    if load.engine.gradient_checkpointing:
+        return tokens * load.compute_bytes * load.shape.width
+    return tokens * _saved_per_token(load)
+
+
+def _saved_per_token(load: RankLoad) -> float:
+    """Return what autograd saves of a token in one layer.
+
+    A norm saves its input in float32, the normalized values and its result, together 8 bytes a value; what is
+    float32 anyway is saved once, but is then kept as the residual.
+    """
+    b, shape, parts = load.compute_bytes, load.shape, load.mesh.t
+    norms = 2 * 8 * shape.width + b * shape.width
+    query, key = shape.query_width / parts, shape.key_width / parts
+    qk_norms = (4 + b) * (query + key) if shape.has_qk_norm else 0.0
+    attention = b * (2 * query + 2 * key)  # queries and result, keys and values
+    if load.engine.attn_impl == "eager":  # scores, and probabilities in float32 and in the compute type
+        attention += load.longest * shape.num_heads / parts * (4 + 2 * b)
+    mlp = 4 * b * shape.active_mlp_width / parts  # gate, its activation, up, and their product
+    return norms + qk_norms + attention + mlp
+
+
+# -- CPU memory
+
+
+def _host(load: RankLoad) -> Items:
+    """Return what a rank holds in CPU memory beside its device."""
+    shard, engine = load.shard_params, load.engine
+    items: Items = {
+        "Python and PyTorch": PROCESS_BYTES[load.on_gpu],
+        "weights while they are loaded": LOADING_BYTES,
+        "batch": float(BATCH_BYTES_PER_TOKEN * load.batch_tokens),
+    }
+    if engine.fsdp.offload_params or _offloads_moments(load):
+        # parameters or copies of them, moments, gradients
+        items["parameters, moments and gradients"] = 16 * shard
+    if load.reference and load.reference_shape and load.reference.fsdp.offload_params:
+        items["reference model"] = _reference_bytes(load)
+    if load.saves and (copied := _snapshot_bytes(load)):
+        items["copy of the state to be saved"] = copied
+    return {name: size for name, size in items.items() if size}
+
+
+def _snapshot_bytes(load: RankLoad) -> float:
+    """Return the copy in CPU memory of parameters and moments that a checkpoint is written from."""
+    if load.saves_copies:
+        size = 12 * load.shard_params
+        # page-locked memory is given in powers of two
+        return float(2 ** math.ceil(math.log2(size))) if load.on_gpu and size else size
+    if not load.on_gpu or load.engine.fsdp.offload_params:
+        return 0.0  # written from where it is
+    return (4 if _offloads_moments(load) else 12) * load.shard_params

@@ -1,0 +1,279 @@
+"""What a trial needs, against calculations by hand: three models on 1, 4 and 16 nodes of 8 GPUs."""
+
+import json
+from pathlib import Path
+
+import pytest
+from pytest import approx
+
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.engines import logprobs
+from hpc_rl.plan import disk_use, memory
+from hpc_rl.plan.estimate import Estimate, estimate
+from hpc_rl.plan.model_shape import ModelShape
+from hpc_rl.plan.plan import make_plan
+from hpc_rl.submit import needs
+from hpc_rl.weights import disk
+
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_32B = QWEN3_8B | {
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+}
+LLAMA3_70B = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+SFT = ["experiment_name=e", "trial_name=t", "train_dataset.path=/t", "train_dataset.batch_size=1024"]
+GPUS = ["model.path=/m", "train_dataset.max_length=8192", "total_train_steps=100"]
+GRPO = [
+    "actor.path=/m",
+    "gconfig.n_samples=8",
+    "gconfig.max_new_tokens=3072",
+    "train_dataset.max_length=1024",
+]
+CLOSE = 0.15
+
+
+def needed(content: dict, *overrides: str, base=(*SFT, *GPUS), reference: dict | None = None) -> Estimate:
+    checked = check(load([], [*base, "cluster.n_gpus_per_node=8", *overrides]), files=False)
+    plan = make_plan(checked.config, checked.explicit, interpreter="python", scheduler="slurm")
+    models = {"/m": content, "/r": reference or content}
+    found = estimate(checked.config, plan, models, requests_memory=True)
+    assert found is not None
+    needs.lines(found, checked.config, plan)
+    json.dumps(needs.as_json(found))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("content", "params"),
+    [(QWEN3_8B, 8_190_735_360), (QWEN3_32B, 32_762_123_264), (LLAMA3_70B, 70_553_706_496)],
+    ids=["8B", "32B", "70B"],
+)
+def test_parameters_are_counted(content, params):
+    assert ModelShape.of(content).num_params == params
+
+
+def test_other_models_are_not_guessed():
+    assert ModelShape.of({"model_type": "gpt2", "n_embd": 768, "vocab_size": 50257}) is None
+    assert ModelShape.of({}) is None
+
+
+def test_experts_count_whole_but_compute_in_part():
+    # Qwen3-30B-A3B: 30.53 billion parameters; 8 of 128 experts of width 768 for a token
+    content = QWEN3_8B | {
+        "model_type": "qwen3_moe",
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+    }
+    shape = ModelShape.of(content)
+    assert shape.num_params == approx(30.53e9, rel=0.001)
+    assert shape.active_mlp_width == 8 * 768
+
+
+# By hand, in billions of bytes, for micro-batches of 32,768 tokens in bfloat16. Per model:
+# - params: P.
+# - gathered: 2 bytes of embedding, head and two layers: 8B 2 x (1.245 + 2 x 0.193); 32B 2 x (1.556 + 2 x 0.488);
+#   70B 2 x (2.101 + 2 x 0.856).
+# - inputs of the layers, L x 32768 x H x 2: 8B 36 x 268 MB; 32B 64 x 336 MB; 70B 80 x 537 MB.
+# - one layer again: per token two norms at 8 bytes a value and the residual (18 H), norms of queries and keys (6 bytes),
+#   queries, keys, values and result (2 bytes), four of the MLP's width (8 I): 8B 223 kB, 32B 389 kB, 70B 414 kB,
+#   times 32768.
+# - flowing: gradients of twice the MLP's width and twice H, 4 x (I + H) bytes: 8B 65.5 kB, 32B 123 kB, 70B 147 kB.
+# - head: its gradient in bfloat16, V x H x 2.
+# - layer: its gradients in bfloat16, and in float32 those that are summed: 6 bytes x 0.193, 0.488, 0.856.
+BY_HAND = {
+    "8B": (QWEN3_8B, 8.191, {"gathered": 3.26, "activations": 9.66 + 7.31, "flowing": 2.15, "head": 1.245, "layer": 1.16}),
+    "32B": (QWEN3_32B, 32.76, {"gathered": 5.06, "activations": 21.5 + 12.7, "flowing": 4.03, "head": 1.556, "layer": 2.93}),
+    "70B": (LLAMA3_70B, 70.55, {"gathered": 7.63, "activations": 42.9 + 13.6, "flowing": 4.83, "head": 2.10, "layer": 5.13}),
+}  # fmt: skip
+NAMES = {
+    "gathered": "gathered blocks",
+    "activations": "activations",
+    "flowing": "gradients of activations",
+    "head": "gradient of the head",
+    "layer": "gradients of a layer",
+}
+
+
+@pytest.mark.parametrize("n_nodes", [1, 4, 16])
+@pytest.mark.parametrize("name", BY_HAND)
+def test_items_are_those_of_a_hand_calculation(name, n_nodes):
+    content, params, by_hand = BY_HAND[name]
+    ranks = 8 * n_nodes
+    found = needed(content, f"cluster.n_nodes={n_nodes}", "recover.mode=auto", "recover.freq_steps=10")
+    assert (found.ranks, found.load.tokens) == (ranks, 32768)
+    moment = found.trainer.moments["the backward pass of a layer"]
+    for short, size in by_hand.items():
+        assert moment[NAMES[short]] / 1e9 == approx(size, rel=CLOSE), short
+    standing = found.trainer.standing
+    assert standing["parameters"] / 1e9 == approx(4 * params / ranks, rel=CLOSE)
+    assert standing["gradients"] / 1e9 == approx(4 * params / ranks, rel=CLOSE)
+    assert standing["Adam moments"] / 1e9 == approx(8 * params / ranks, rel=CLOSE)
+    total = 16 * params / ranks + sum(by_hand.values()) + 2 * 1.074
+    assert found.trainer.device_bytes / 1e9 == approx(total, rel=CLOSE)
+    # a checkpoint is written from a copy in CPU memory; the first rank has all weights in bfloat16 to export
+    assert found.trainer.host["copy of the state to be saved"] / 1e9 == approx(12 * params / ranks, rel=CLOSE)
+    assert found.trainer.first["weights to publish"] / 1e9 == approx(2 * params, rel=CLOSE)
+    node = 8 * (3.2 + 0.3 + 12 * params / ranks) + 2 * params
+    assert found.node_host_bytes / 1e9 == approx(node, rel=CLOSE)
+    # three checkpoints of 12 bytes a parameter, one of which is being written; the export at the end
+    assert found.disk.checkpoint / 1e9 == approx(12 * params, rel=CLOSE)
+    assert found.disk.kept_checkpoints / 1e9 == approx(3 * 12 * params, rel=CLOSE)
+    assert found.disk.kept_exports / 1e9 == approx(2 * params, rel=CLOSE)
+
+
+def test_logits_take_a_chunk_and_without_recomputation_every_layer_is_kept():
+    found = needed(QWEN3_8B, "model.gradient_checkpointing=false", "model.mb_spec.max_tokens_per_mb=8192")
+    assert found.trainer.largest == "the loss"
+    loss = found.trainer.moments["the loss"]
+    # 128 rows x 151,936: logits, log-probabilities and those before in float32, a gradient in bfloat16
+    assert loss["logits of a chunk"] == approx(128 * 151_936 * 14, rel=CLOSE)
+    assert loss["gradient of the head"] == approx(151_936 * 4096 * 6, rel=CLOSE)
+    assert loss["activations"] == approx(36 * 8192 * 223e3, rel=CLOSE)  # 223 kB a token, as above
+    assert loss["activations"] > 6 * needed(QWEN3_8B, "model.mb_spec.max_tokens_per_mb=8192").trainer.moments[
+        "the loss"
+    ].get("activations", 0)
+
+
+def test_offloading_moves_to_cpu_memory():
+    moments = needed(QWEN3_32B, "model.optimizer.offload=true")
+    assert "Adam moments" not in moments.trainer.standing
+    moved = "parameters, moments and gradients"
+    assert moments.trainer.host[moved] == approx(16 * 32.76e9 / 8, rel=CLOSE)
+    parameters = needed(QWEN3_32B, "model.fsdp.offload_params=true")
+    assert set(parameters.trainer.standing) == {"CUDA and NCCL"}
+    assert parameters.trainer.host[moved] == approx(16 * 32.76e9 / 8, rel=CLOSE)
+
+
+def test_a_size_that_is_not_known_refuses_nothing():
+    found = needed(LLAMA3_70B, "launcher.trainer_mem_per_gpu=300000")
+    assert not found.problems
+    assert any("cluster.gpu_mem_gb" in note for note in found.notes)
+
+
+def test_70b_on_one_node_is_refused_with_what_fits():
+    [problem] = needed(LLAMA3_70B, "cluster.gpu_mem_gb=80", "launcher.trainer_mem_per_gpu=300000").problems
+    assert "cluster.gpu_mem_gb is 80" in problem
+    assert "Adam moments 65.7 GB" in problem
+    ways = problem.partition("What fits: ")[2]
+    assert "model.fsdp.offload_params true (launcher.trainer_mem_per_gpu 155000)" in ways
+    ranks = int(ways.partition("fsdp:d")[2].split()[0])
+    tokens = ways.partition(f"fsdp:d{ranks} or more ranks with model.mb_spec.max_tokens_per_mb ")[2].split()[
+        0
+    ]
+    for budget, fits in ((int(tokens), True), (int(tokens) + 1024, False)):
+        options = [f"cluster.n_nodes={ranks // 8}", f"model.mb_spec.max_tokens_per_mb={budget}"]
+        roomy = ["cluster.gpu_mem_gb=80", "launcher.trainer_mem_per_gpu=300000"]
+        assert bool(needed(LLAMA3_70B, *options, *roomy).problems) is not fits
+
+
+def test_what_is_named_as_fitting_does_fit():
+    roomy = ["cluster.gpu_mem_gb=80", "launcher.trainer_mem_per_gpu=600000"]
+    assert needed(QWEN3_32B, *roomy).problems
+    assert not needed(QWEN3_32B, *roomy, "cluster.n_nodes=4").problems
+    assert not needed(QWEN3_8B, *roomy).problems
+    offloaded = ["model.fsdp.offload_params=true", "launcher.trainer_mem_per_gpu=155000"]
+    assert not needed(LLAMA3_70B, *roomy, *offloaded).problems
+
+
+def test_cpu_memory_that_the_plan_requests_must_hold_the_ranks():
+    saves = ["recover.mode=auto", "recover.freq_steps=10"]
+    [problem] = needed(QWEN3_32B, *saves).problems
+    # 8 x (49.1 of state + 3.5) + 65.5 in billions of bytes, divided by 8
+    fits = int(problem.partition("What fits: launcher.trainer_mem_per_gpu ")[2].rstrip("."))
+    assert fits == approx((8 * (49.1 + 3.5) + 65.5) / 8 * 1e9 / 2**20, rel=CLOSE)
+    assert not needed(QWEN3_32B, *saves, f"launcher.trainer_mem_per_gpu={fits}").problems
+
+
+def grpo(content: dict, *overrides: str, reference: dict | None = None) -> Estimate:
+    base = [*SFT, *GRPO, "total_train_steps=10", "launcher.trainer_mem_per_gpu=300000"]
+    return needed(content, *overrides, base=base, reference=reference)
+
+
+def test_rl_has_servers_a_reference_and_a_batch_log():
+    ref = ["ref.path=/r", "actor.kl_ctl=0.1", "cluster.gpu_mem_gb=80"]
+    found = grpo(QWEN3_8B, "cluster.n_nodes=2", *ref, reference=QWEN3_32B)
+    assert found.trainer.standing["reference model"] == approx(2 * 32.76e9 / 8, rel=CLOSE)
+    assert (found.work.steps, found.work.trajectories, found.work.longest) == (10, 8192, 4096)
+    assert found.disk.weights == approx(2 * 8.19e9, rel=CLOSE)
+    assert found.disk.batch == approx(17.5 * 8192 * 4096, rel=CLOSE)
+    [server] = found.servers
+    assert server.weight_bytes == approx(2 * 8.19e9, rel=CLOSE)
+    # keys and values of 36 layers x 8 heads x 128, 2 bytes; 0.9 of 80 GB without the weights
+    assert server.token_bytes == 2 * 36 * 1024 * 2
+    assert server.cached_tokens == approx((0.9 * 80 * 2**30 - 16.38e9) / 147_456, rel=CLOSE)
+    assert not found.problems
+    idle = ["ref.path=/r", "actor.kl_ctl=0", "cluster.n_nodes=2"]
+    assert "reference model" not in grpo(QWEN3_8B, *idle).trainer.standing
+
+
+def test_a_server_that_can_not_hold_the_weights_is_refused_with_more_gpus():
+    options = ["cluster.n_nodes=8", "cluster.gpu_mem_gb=80", "actor.fsdp.offload_params=true"]
+    problems = grpo(LLAMA3_70B, *options, "actor.mb_spec.max_tokens_per_mb=8192").problems
+    assert problems == [
+        "a server of pool rollout needs 131.4 GB of weights on each GPU, but sglang.mem_fraction_static 0.9 "
+        "of cluster.gpu_mem_gb 80 leaves 72.0 GB. What fits: sglang with t2."
+    ]
+    wide = grpo(LLAMA3_70B, *options[1:], "cluster.n_nodes=8", "allocation_mode=sglang:d16t2+fsdp:d32")
+    assert not any("server" in problem for problem in wide.problems)
+
+
+def test_a_micro_batch_on_gpus_is_limited_unless_the_user_says_null():
+    assert grpo(QWEN3_8B).load.tokens == 32768
+    loud = grpo(QWEN3_8B, "actor.mb_spec.max_tokens_per_mb=null", "cluster.gpu_mem_gb=80")
+    assert loud.load.tokens == 1024 * 8 // 4 // 4 * 4096  # all rows of a rank
+    assert any(note.startswith("WARNING: actor.mb_spec.max_tokens_per_mb is null") for note in loud.notes)
+    assert not loud.problems  # one row fits, and rows may be short
+
+
+def test_constants_are_those_of_the_trainer():
+    assert (memory.CHUNK_ROWS, memory.CHUNK_LOGITS) == (logprobs.CHUNK_ROWS, logprobs.CHUNK_LOGITS)
+    assert disk_use.KEPT_VERSIONS == disk.KEEP + 1
+
+
+@pytest.mark.parametrize("mesh", ["d8", "d4t2", "d4p2", "d4c2"])
+def test_every_parallel_size_divides_something(mesh):
+    found = needed(QWEN3_8B, f"allocation_mode=megatron:{mesh}", "model.backend=megatron")
+    assert found.trainer.standing["parameters"] == approx(4 * 8.19e9 / 8, rel=CLOSE)
+    kept = found.trainer.moments["the loss"]["activations"]
+    whole = needed(QWEN3_8B).trainer.moments["the loss"]["activations"]
+    assert kept <= whole if mesh in ("d8", "d4t2") else kept < 0.6 * whole
+
+
+def test_estimating_reads_no_weights(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
+    base = [*SFT, f"model.path={tmp_path}", "total_train_steps=1", "cluster.n_gpus_per_node=8"]
+    checked = check(load([], base), files=False)
+    plan = make_plan(checked.config, checked.explicit, interpreter="python", scheduler="slurm")
+    assert needs.needs_of(checked.config, plan, "slurm").load.shape.num_params == 8_190_735_360
