@@ -160,9 +160,11 @@ def show(method: Method, here: Path, trial: Trial, seconds: float) -> None:
     """Print the learning curve, the paths, the next commands, and the measure before and after."""
     history, measure = read.read(trial), method.measure
     words = measure.replace("_", " ")
-    heldout = [(row["step"], row[f"eval_{measure}"]) for row in history.evaluations]
-    train_points = [(row["step"], row[measure]) for row in history.steps]
-    print(f"\n{learning_curve(train_points, heldout, words)}\n")
+    evaluated = f"eval_{measure}"
+    heldout = [(row["step"], row[evaluated]) for row in history.evaluations if evaluated in row]
+    train_points = [(row["step"], row[measure]) for row in history.steps if measure in row]
+    if train_points:
+        print(f"\n{learning_curve(train_points, heldout, words)}\n")
     print(f"trial directory  {trial.dir}")
     print(f"trained model    {trial.exports / 'final'}")
     print(f"curves           {program_name('tensorboard')} --logdir {shell_path(trial.attempts)}")

@@ -19,7 +19,8 @@ def learning_curve(
     plotext.yticks([0, 0.25, 0.5, 0.75, 1])
     label = "training prompts (mean of 10 steps)"
     plotext.plot([step for step, _ in train], smooth, label=label, marker="braille")
-    plotext.scatter(*zip(*heldout, strict=True), label="held-out prompts", marker="●")
+    if heldout:
+        plotext.scatter(*zip(*heldout, strict=True), label="held-out prompts", marker="●")
     last = max(step for step, _ in (*train, *heldout))
     plotext.xticks(sorted({round(last * part / 5) for part in range(6)}))
     plotext.xlabel("step")

@@ -17,3 +17,9 @@ def test_a_gain_may_be_negative():
     drawn = learning_curve([(1, -0.1), (2, 0.1)], [(0, -0.05), (2, 0.2)], "accuracy delta")
     assert drawn.count("●") == 2 + 2
     assert "accuracy delta" in drawn.splitlines()[-1]
+
+
+def test_without_held_out_prompts_there_is_still_a_curve():
+    drawn = learning_curve([(1, 0.1), (2, 0.3)], [])
+    assert "training prompts" in drawn
+    assert "held-out" not in drawn
