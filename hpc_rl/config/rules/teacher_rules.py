@@ -21,6 +21,7 @@ VARIABLES = {  # template -> variables that it must have, and those that it may 
     "baseline": (("question",), ()),
 }
 _EVERY = {variable for both in VARIABLES.values() for some in both for variable in some}
+ANSWERS = ("answer", "ground_truth")  # columns with the right answer
 REWARD_PARTS = ("gain", "solved", "efficiency", "leak")
 _WEIGHTS = {"efficiency_weight": "efficiency", "degradation_penalty_multiplier": "gain"}
 
@@ -46,6 +47,9 @@ def templates(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             if variable not in used:
                 yield f"teacher.templates.{name} has no {{{variable}}}: write it where that belongs."
         for variable in used:
+            if variable in ANSWERS and name != "adaptive":
+                told = "would tell the student the right answer"
+                yield f"teacher.templates.{name}: {{{variable}}} {told}; omit it."
             if variable in _EVERY - _known(name):
                 there = ", ".join(f"{{{one}}}" for one in sorted(_known(name)))
                 yield f"teacher.templates.{name}: there is no {{{variable}}} when it is used; known: {there}."

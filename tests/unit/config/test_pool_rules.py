@@ -267,6 +267,10 @@ def test_a_teacher_has_a_workflow_and_a_reward_of_its_own():
             "teacher.efficiency_weight has no effect without efficiency in teacher.reward_parts",
         ),
         (
+            ["teacher.templates.with_teaching='{question} {teaching} {ground_truth}'"],
+            "teacher.templates.with_teaching: {ground_truth} would tell the student the right answer",
+        ),
+        (
             ["teacher.templates.baseline=Answer in \\boxed{}."],
             "teacher.templates.baseline has no {question}: write it where that belongs.",
         ),
