@@ -35,9 +35,11 @@ class History:
 
     @property
     def held_out(self) -> tuple[str, list[tuple[int, float | None]]]:
-        """What was measured on held-out data, `reward` or `loss`, and its values by step."""
-        if self.evaluations:
-            return "reward", [(row["step"], row["eval_reward"]) for row in self.evaluations]
+        """What was measured on held-out data, such as `reward` or `loss`, and its values by step."""
+        for name in ("accuracy_delta", "reward") if self.evaluations else ():
+            values = [(row["step"], row[f"eval_{name}"]) for row in self.evaluations if f"eval_{name}" in row]
+            if values:
+                return name.replace("_", " "), values
         return "loss", [(row["step"], row["eval_loss"]) for row in self.steps if "eval_loss" in row]
 
 

@@ -85,3 +85,9 @@ def test_a_reader_sees_growth_and_remembers_what_each_attempt_reached(fake_trial
     fake_trial.row("8.0", json.loads('{"step": 3, "lineage": 1}'))
     assert reader.poll().last_step == 3
     assert reader.last_steps() == {"7.0": 5, "8.0": 3}
+
+
+def test_a_teachers_evaluations_show_how_much_the_student_gains():
+    row = {"step": 5, "eval_reward": 1.8, "eval_accuracy_delta": 0.9}
+    assert merge([(0, [row])]).held_out == ("accuracy delta", [(5, 0.9)])
+    assert merge([(0, [{"step": 5, "eval_reward": 1.8}])]).held_out == ("reward", [(5, 1.8)])
