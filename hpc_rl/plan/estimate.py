@@ -79,6 +79,8 @@ def estimate(
     shape = ModelShape.of(content)
     if shape is None:
         return None
+    if engine.is_critic:  # one vector in place of the head
+        shape = replace(shape, is_tied=True)
     unit = next(unit for unit in plan.units if unit.role == "trainer")
     work = _work(config, content, num_rows)
     load = _load(config, plan, shape, models, work)

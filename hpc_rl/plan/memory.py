@@ -155,10 +155,10 @@ def _reference_bytes(load: RankLoad) -> float:
 
 
 def _gathered(load: RankLoad) -> float:
-    """Return the blocks that are whole at once: all outside of the layers, a layer, and the next one."""
+    """Return the blocks that are whole at once: all outside of the layers, a layer, and on GPUs the next."""
     if not load.is_sharded:
         return 0.0
-    return load.compute_bytes * (load.outer_params + 2 * load.layer_params)
+    return load.compute_bytes * (load.outer_params + (1 + load.on_gpu) * load.layer_params)
 
 
 # -- the moments
@@ -174,9 +174,11 @@ def _loss(load: RankLoad) -> Items:
     }
     if load.table_params:
         vocabulary = shape.vocabulary / load.mesh.t
-        rows = min(tokens, max(CHUNK_ROWS, CHUNK_LOGITS // shape.vocabulary))
+        most_rows = max(CHUNK_ROWS, CHUNK_LOGITS // shape.vocabulary)
+        rows = min(tokens, most_rows)
         # a chunk's logits and log-probabilities, while those of the one before and their gradient are alive
-        items["logits of a chunk"] = rows * vocabulary * (12 + b + (4 if load.divides_logits else 0))
+        value_bytes = 12 + (b if tokens > most_rows else 0) + (4 if load.divides_logits else 0)
+        items["logits of a chunk"] = rows * vocabulary * value_bytes
         # summed up in float32; what a chunk adds is there when most of its logits are gone
         added = max(0.0, b * load.table_params - 8 * rows * vocabulary)
         items["gradient of the head"] = 4 * load.table_params + added
@@ -197,8 +199,9 @@ def _layer_backward(load: RankLoad) -> Items:
         "gradients of activations": flowing,
         "gradient of the head": b * load.table_params,
     }
-    if load.is_sharded:  # whole ones, while those of the layer before are summed
-        items["gradients of a layer"] = (b + _reduce_bytes(load)) * load.layer_params
+    if load.is_sharded:  # whole ones, while on GPUs those of the layer before are summed
+        summed = _reduce_bytes(load) if load.on_gpu else 0
+        items["gradients of a layer"] = (b + summed) * load.layer_params
     return items
 
 

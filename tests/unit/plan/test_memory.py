@@ -4,7 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from pytest import approx
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
@@ -76,6 +78,43 @@ def needed(content: dict, *overrides: str, base=(*SFT, *GPUS), reference: dict |
 )
 def test_parameters_are_counted(content, params):
     assert ModelShape.of(content).num_params == params
+
+
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model_type": "qwen2", "tie_word_embeddings": True},
+        {"model_type": "qwen3", "head_dim": 16, "tie_word_embeddings": False},
+        {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
+        {"model_type": "mistral", "head_dim": 8},
+        {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS},
+        {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 24, **EXPERTS},
+    ],
+    ids=lambda content: content["model_type"],
+)
+def test_transformers_makes_as_many_parameters(content):
+    config = AutoConfig.for_model(**TINY, **content)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert ModelShape.of(TINY | content).num_params == sum(one.numel() for one in model.parameters())
+
+
+def test_a_reward_model_has_no_head():
+    base = [*SFT, *GPUS, "trainer=rw"]
+    moments = needed(QWEN3_8B, base=base).trainer.moments
+    assert "logits of a chunk" not in moments["the loss"]
+    assert moments["the loss"]["gathered blocks"] == approx(2 * (0.622e9 + 2 * 0.193e9), rel=CLOSE)
 
 
 def test_other_models_are_not_guessed():

@@ -1,0 +1,113 @@
+"""The estimate of a rank's memory against two real ranks on the CPU, by their resident memory."""
+
+import json
+import sys
+from pathlib import Path
+
+import gloo_ranks
+import pytest
+
+from hpc_rl.allocation import Train
+from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.plan.memory import RankLoad, RankMemory, rank_memory
+from hpc_rl.plan.model_shape import ModelShape
+from hpc_rl.trial import read_json
+
+pytestmark = [
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(sys.platform != "linux", reason="/proc has the memory of a process"),
+]
+NUM_RANKS = 2
+CLOSE = 0.15
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": False,
+}
+
+
+def case(vocab: int, tokens: int, dtype: str, checkpointing: bool = True) -> dict:
+    return {
+        "model": f"vocab-{vocab}",
+        "vocab": vocab,
+        "tokens": tokens,
+        "dtype": dtype,
+        "checkpointing": checkpointing,
+    }
+
+
+CASES = {  # each moment of the estimate is the largest in one of them
+    "layers": case(256, 4096, "float32"),
+    "layers, bfloat16": case(256, 4096, "bfloat16"),
+    "nothing recomputed": case(2000, 1024, "float32", checkpointing=False),
+    "large vocabulary": case(32000, 256, "float32"),
+}
+LARGEST = {
+    "layers": "the backward pass of a layer",
+    "layers, bfloat16": "the backward pass of a layer",
+    "nothing recomputed": "the loss",
+    "large vocabulary": "the sum of gradients outside of the layers",
+}
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    folder = tmp_path_factory.mktemp("ranks")
+    for vocab in {one["vocab"] for one in CASES.values()}:
+        (folder / f"vocab-{vocab}").mkdir()
+        content = MODEL | {"vocab_size": vocab}
+        (folder / f"vocab-{vocab}" / "config.json").write_text(json.dumps(content))
+    warm_up = [case(256, 64, "float32"), CASES["layers, bfloat16"]]
+    (folder / "cases.json").write_text(json.dumps({"cases": CASES, "warm_up": warm_up}))
+    with pytest.MonkeyPatch.context() as patch:
+        # what is freed goes back at once, so that resident memory is what is in use
+        for name, value in (("MMAP_THRESHOLD", "262144"), ("TRIM_THRESHOLD", "262144")):
+            patch.setenv(f"MALLOC_{name}_", value)
+        patch.setenv("MALLOC_ARENA_MAX", "1")
+        gloo_ranks.run(Path(__file__).with_name("memory_rank.py"), "measure", NUM_RANKS, folder)
+    return [read_json(folder / f"measured-{rank}.json") for rank in range(NUM_RANKS)]
+
+
+def estimated(one: dict) -> RankMemory:
+    engine = TrainEngineConfig(
+        path="/m", attn_impl="sdpa", dtype=one["dtype"], gradient_checkpointing=one["checkpointing"]
+    )
+    shape = ModelShape.of(MODEL | {"vocab_size": one["vocab"]})
+    load = RankLoad(
+        shape=shape,
+        engine=engine,
+        mesh=Train("fsdp", d=NUM_RANKS),
+        on_gpu=False,
+        tokens=one["tokens"],
+        longest=one["tokens"] // 2,
+        saves=True,
+        saves_copies=True,
+    )
+    return rank_memory(load)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_peak_of_a_rank_is_near_the_estimate(name, measured):
+    memory = estimated(CASES[name])
+    assert memory.largest == LARGEST[name]
+    for rank in measured:
+        assert memory.device_bytes == pytest.approx(rank[name]["train"], rel=CLOSE)
+
+
+def test_buffers_of_checkpoints_and_of_published_weights_are_near_the_estimate(measured):
+    name = "large vocabulary"
+    memory, (first, second) = estimated(CASES[name]), measured
+    for rank in (first, second):
+        copied = memory.host["copy of the state to be saved"]
+        assert copied == pytest.approx(rank[name]["snapshot"], rel=CLOSE)
+    # the first rank collects all weights; beside them the largest tensor is gathered, as on the others
+    weights, table_bytes = memory.first["weights to publish"], 4 * 32000 * MODEL["hidden_size"]
+    assert weights < first[name]["publish"] < (1 + CLOSE) * (weights + table_bytes), first[name]
+    assert second[name]["publish"] < 2.5 * table_bytes, second[name]
