@@ -129,17 +129,20 @@ def _tests(path: str) -> set[str]:
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-@pytest.mark.parametrize("row", of("works"), ids=str)
-def test_working_rows_name_a_test_that_exists_and_an_option_that_does(row):
-    path, _, name = row.shown_by.partition("::")
-    assert name.startswith("test_") and name in _tests(path)
-    if row.system == "atlas":
-        assert row.parameter in ALIASES
-        return
-    if row.system == "atropos":
-        ours = ENVIRONMENT[row.section.rpartition(".")[2]]()
-        assert getattr(ours, row.parameter) == _value(row.default)
-        return
+def test_working_rows_name_a_test_that_exists_and_an_option_that_does():
+    for row in of("works"):
+        path, _, name = row.shown_by.partition("::")
+        assert name.startswith("test_") and name in _tests(path), row
+        if row.system == "atlas":
+            assert row.parameter in ALIASES, row
+        elif row.system == "atropos":
+            ours = ENVIRONMENT[row.section.rpartition(".")[2]]()
+            assert getattr(ours, row.parameter) == _value(row.default), row
+        else:
+            _check_option(row)
+
+
+def _check_option(row) -> None:
     trainer = SECTIONS[row.section][0]
     assert row.option in options(CONFIGS[trainer]), f"there is no option {row.option}"
     hint = options(CONFIGS[trainer])[row.option]
