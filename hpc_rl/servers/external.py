@@ -7,6 +7,7 @@ for `patience_s`. Errors name the pool, the URL and the status, and never show t
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import random
 import time
@@ -69,19 +70,22 @@ class Endpoint:
 
         Raises InputRefused, RequestRefused, ServerUnavailable.
         """
+        chosen = self.pool.temperature if temperature is None else temperature
+        # without chance one answer stands for all: vLLM refuses to make several
+        num = len(seeds) if chosen else min(1, len(seeds))
         replies: list[Reply] = []
-        while len(replies) < len(seeds):  # some endpoints make one answer, whatever `n` is
+        while len(replies) < num:  # some endpoints make one answer, whatever `n` is
             body = {
                 "model": self.model,
                 "messages": messages,
-                "n": len(seeds) - len(replies),
+                "n": num - len(replies),
                 "seed": seeds[len(replies)] & MAX_SEED,
                 "max_tokens": max_new_tokens or self.pool.max_new_tokens,
-                "temperature": self.pool.temperature if temperature is None else temperature,
+                "temperature": chosen,
                 "top_p": self.pool.top_p,
             }
             replies += self._replies(await self._call("/chat/completions", body))
-        return replies[: len(seeds)]
+        return replies[:num] if chosen else [copy.copy(replies[0]) for _ in seeds]
 
     def _replies(self, answer: Any) -> list[Reply]:
         try:
@@ -137,8 +141,9 @@ class Endpoint:
             now = time.monotonic()
             failing_since = failing_since or now
             backoff_s = min(MAX_PAUSE_S, FIRST_PAUSE_S * 2**failures) * random.uniform(0.5, 1.0)
-            pause_s, failures = max(pause_s, backoff_s), failures + 1
-            if now + pause_s - failing_since > self.patience_s:
+            left_s, failures = failing_since + self.patience_s - now, failures + 1
+            pause_s = min(left_s, max(pause_s, backoff_s))  # it is tried a last time when patience ends
+            if left_s <= 0:
                 raise ServerUnavailable(f"{problem}; given up after {failures} tries")
             # of many requests at once, one says it
             if not self._is_down:

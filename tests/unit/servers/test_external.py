@@ -130,9 +130,25 @@ async def test_what_does_not_pass_is_given_up():
         ):
             await endpoint.ask(CHAT, [5])
         assert 2 < len(elsewhere.asked) < 60
+
+
+async def test_a_pause_longer_than_the_patience_ends_with_it():
+    elsewhere = Elsewhere()
+    async with elsewhere.opened(patience_s=0.3) as endpoint:
         elsewhere.failures = [(503, "", {"Retry-After": "3600"})]
-        with pytest.raises(ServerUnavailable, match="given up after 1 tries"):
+        assert len(await endpoint.ask(CHAT, [5])) == 1
+        elsewhere.failures = [(503, "", {"Retry-After": "3600"})] * 9
+        with pytest.raises(ServerUnavailable, match=r"given up after [23] tries"):
             await endpoint.ask(CHAT, [5])
+
+
+async def test_without_chance_one_answer_stands_for_all():
+    elsewhere = Elsewhere()
+    async with elsewhere.opened(temperature=0.0) as endpoint:
+        replies = await endpoint.ask(CHAT, [5, 6, 7])
+        assert [one.text for one in replies] == ["5.0"] * 3 and [one["n"] for one in elsewhere.asked] == [1]
+        assert len(await endpoint.ask(CHAT, [5, 6], temperature=0.5)) == 2 and elsewhere.asked[-1]["n"] == 2
+        assert await endpoint.ask(CHAT, []) == []
 
 
 @pytest.mark.parametrize(
