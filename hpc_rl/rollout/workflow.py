@@ -23,6 +23,7 @@ from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import Reply, Trajectory, TrajectoryGroup, Turn, WeightVersion, decode, encode
 
 Workflow = Callable[[dict[str, Any], "Sampler"], Awaitable[TrajectoryGroup | None]]
+NOT_FOR_REWARDS = ("prompt", "completion", "input_ids")  # columns that a reward has otherwise, or not at all
 
 
 T = TypeVar("T")
@@ -118,8 +119,11 @@ class Sampler:
             return decode(self._kept[key])
 
     async def reward(self, prompt: dict[str, Any], completion: str) -> float:
-        """Return what the configured reward function returns. Raises Rejection."""
-        columns = {name: value for name, value in prompt.items() if name not in ("prompt", "input_ids")}
+        """Return what the configured reward function returns. Raises Rejection.
+
+        A column `completion` of the row is not given: the name is that of what is scored.
+        """
+        columns = {name: value for name, value in prompt.items() if name not in NOT_FOR_REWARDS}
         question = prompt.get("prompt", prompt.get("messages"))
         return await self._reward(question, completion, columns)
 

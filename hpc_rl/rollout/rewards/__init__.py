@@ -1,8 +1,8 @@
 """Rewards: `reward(prompt, completion, **columns) -> float`, sync or async; built-in, or by import path.
 
 `prompt` is the row's text (or its messages), `completion` the decoded text, `columns` the row's other
-columns. Built-ins run in the executor worker; the user's code runs in a process of its own with a time limit
-(reward_process.py).
+columns, but for one that is itself named `completion`. Built-ins run in the executor worker; the user's code
+runs in a process of its own with a time limit (reward_process.py).
 """
 
 import importlib

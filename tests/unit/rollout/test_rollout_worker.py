@@ -70,10 +70,10 @@ def make(
 
 
 async def answer(
-    made: Worker, sent: list[bytes], evaluate: bool = False, input_ids=(5, 6), notes=None
+    made: Worker, sent: list[bytes], evaluate: bool = False, input_ids=(5, 6), notes=None, **columns
 ) -> dict:
     content = {
-        "columns": {"prompt": "x", "answer": "1299"},
+        "columns": {"prompt": "x", "answer": "1299", **columns},
         "input_ids": list(input_ids),
         "version": "0.3",
         "evaluate": evaluate,
@@ -107,6 +107,12 @@ async def test_a_group_has_scored_trajectories_with_versions_by_token():
     )
     assert len({r.sampling["sampling_seed"] for r in client.requests}) == 3
     assert len({len(r.rid) for r in client.requests}) == 1 and len({r.rid for r in client.requests}) == 3
+
+
+async def test_columns_with_the_names_of_what_a_reward_is_given_are_no_clash():
+    outcome = await answer(*make(Client()), completion="another", input_ids=(5, 6), messages=[])
+    assert outcome["op"] == "group"
+    assert [one.reward for one in decode(outcome["group"]).trajectories] == [1.0] * 3
 
 
 async def test_what_is_made_once_is_sent_and_not_made_again():
