@@ -1,8 +1,9 @@
 """Rows to tokens: prompts (rl), whole sequences with their loss mask (sft), pairs of sequences (rw)."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -23,11 +24,19 @@ Encoded = tuple[np.ndarray, np.ndarray]
 
 def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
     """Tokens of `prompt` (text or chat) or `messages` (chat). Raises ConfigError for a row with neither."""
+    check_prompt(row)
     if (messages := messages_of(row)) is not None:
         return tokenizer.encode(tokenizer.chat(messages), add_special_tokens=False)
-    if isinstance(row.get("prompt"), str):
-        return tokenizer.encode(row["prompt"])
-    raise _lacks(row, "a row needs a `prompt` (text) or `messages` (a list)")
+    return tokenizer.encode(row["prompt"])
+
+
+def check_prompt(row: dict[str, Any]) -> None:
+    """Raise ConfigError for a row whose columns ask nothing; what a chat template refuses is seen later."""
+    messages = messages_of(row)
+    if messages is None and not isinstance(row.get("prompt"), str):
+        raise _lacks(row, "a row needs a `prompt` (text) or `messages` (a list)")
+    if not all(isinstance(message, dict) for message in messages or []):
+        raise ConfigError("the messages of a row must be objects, such as {role: user, content: a text}.")
 
 
 def messages_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
@@ -50,7 +59,8 @@ def question_of(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _lacks(row: dict[str, Any], needed: str) -> ConfigError:
-    return ConfigError(f"{needed}; this one has {', '.join(map(repr, row)) or 'nothing'}.")
+    there = (f"{name!r} (null)" if value is None else repr(name) for name, value in row.items())
+    return ConfigError(f"{needed}; this one has {', '.join(there) or 'nothing'}.")
 
 
 def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
@@ -92,11 +102,12 @@ class Prompts:
         self._kept = list(range(len(self.rows)))
         if dataset is None:
             return
-        # a dataset of the wrong kind is refused at the start, not at the first prompt
-        encode_prompt(tokenizer, self.rows[0])
+        # rows of the wrong kind are refused at the start, not when their turn comes
+        encode_all(check_prompt, self.rows, 0, dataset.path)
+        self.in_file_order(0)
         if dataset.max_length is not None:
             lengths = encode_all(
-                lambda row: len(encode_prompt(tokenizer, row)), self.rows, dataset.num_workers
+                lambda row: len(encode_prompt(tokenizer, row)), self.rows, dataset.num_workers, dataset.path
             )
             self._kept = [i for i in self._kept if lengths[i] <= dataset.max_length]
             numbers = (len(self._kept), len(self.rows), dataset.max_length)
@@ -119,17 +130,36 @@ class Prompts:
 
     def _prompt(self, epoch: int, position: int) -> Prompt:
         row = self._kept[position]
-        return Prompt(epoch, row, self.rows[row], encode_prompt(self.tokenizer, self.rows[row]))
+        columns = self.rows[row]
+        with _named(self.path, row):
+            return Prompt(epoch, row, columns, encode_prompt(self.tokenizer, columns))
+
+
+@contextmanager
+def _named(path: str, row: int) -> Iterator[None]:
+    """Name the row, counted from 1, in what refuses it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"dataset {path} row {row + 1}: {error}") from None
 
 
 def encode_all(
-    encode: Callable[[dict[str, Any]], T], rows: list[dict[str, Any]], num_workers: int
+    encode: Callable[[dict[str, Any]], T], rows: list[dict[str, Any]], num_workers: int, path: str
 ) -> list[T]:
-    """Return `encode` of each row, in order, by threads: the tokenizer releases Python's lock."""
+    """Return `encode` of each row, in order, by threads: the tokenizer releases Python's lock.
+
+    Raises ConfigError that names the row of the file at `path`.
+    """
+
+    def one(number: int) -> T:
+        with _named(path, number):
+            return encode(rows[number])
+
     if not num_workers:
-        return [encode(row) for row in rows]
+        return [one(number) for number in range(len(rows))]
     with ThreadPoolExecutor(num_workers, thread_name_prefix="tokenize") as pool:
-        return list(pool.map(encode, rows, chunksize=64))
+        return list(pool.map(one, range(len(rows)), chunksize=64))
 
 
 def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[Encoded]:
@@ -144,7 +174,7 @@ def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[Encoded]:
 
 def _load(dataset: DatasetConfig, what: str, encode: Callable[[dict[str, Any]], Encoded]) -> Rows[Encoded]:
     read = load_rows(dataset.path)
-    rows = encode_all(encode, read, dataset.num_workers)
+    rows = encode_all(encode, read, dataset.num_workers, dataset.path)
     if dataset.max_length is not None:
         rows = [row for row in rows if max(map(len, row)) <= dataset.max_length]
     if not rows:

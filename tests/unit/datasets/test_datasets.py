@@ -218,6 +218,35 @@ def test_rows_and_folders_of_the_wrong_kind_are_refused(model, tmp_path):
         Tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("limits", [{}, {"max_length": 9}, {"max_length": 9, "num_workers": 2}])
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        (
+            {"prompt": None},
+            r"needs a `prompt` \(text\) or `messages` \(a list\); this one has 'prompt' \(null\)",
+        ),
+        ({"messages": [None]}, "messages of a row must be objects"),
+    ],
+)
+def test_every_row_is_looked_at_before_the_first_prompt(model, tmp_path, limits, row, words):
+    rows = write(tmp_path / "a.jsonl", [{"prompt": "x"}, {"prompt": "y"}, row])
+    with pytest.raises(ConfigError, match=rf"dataset .*a\.jsonl row 3: .*{words}"):
+        Prompts(DatasetConfig(path=str(rows), **limits), Tokenizer(model), seed=1)
+
+
+def test_a_row_that_can_not_be_encoded_is_named(model, tmp_path):
+    rows = write(tmp_path / "a.jsonl", [{"prompt": "x", "completion": "y"}, {"prompt": "x"}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl row 2: an sft row needs a `completion`"):
+        load_sequences(DatasetConfig(path=str(rows)), Tokenizer(model))
+    (model / "chat_template.jinja").write_text("{% if messages[1:] %}{{ raise_exception('no') }}{% endif %}x")
+    said = {"role": "user", "content": "?"}
+    rows = write(tmp_path / "a.jsonl", [{"messages": [said]}, {"messages": [said, said]}])
+    prompts = Prompts(DatasetConfig(path=str(rows)), Tokenizer(model), seed=1)
+    with pytest.raises(ConfigError, match=r"a\.jsonl row 2: chat template of .* refuses the messages: no"):
+        prompts.in_file_order(1)
+
+
 def test_long_rows_are_left_out_and_keep_their_place_in_the_file(model, tmp_path):
     rows = [{"prompt": "x" * size, "completion": "y"} for size in (1, 9, 2, 9, 3)]
     dataset = DatasetConfig(path=str(write(tmp_path / "a.jsonl", rows)), max_length=5)
