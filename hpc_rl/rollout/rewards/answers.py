@@ -16,6 +16,7 @@ MAX_PLAIN_CHARS = 100  # of a completion that is an answer as a whole
 MAX_NUMBER_CHARS = 200
 MAX_EXPONENT = 400
 MAX_SEARCHED_CHARS = 20_000  # of a completion, from its end
+MAX_SAID_CHARS = 500  # after `the answer is`
 
 _NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _LITERAL = (
@@ -34,10 +35,25 @@ _QUANTITY = re.compile(
     r"\s?(?P<unit>[A-Za-z°%$€£][A-Za-z°%$€£ ./^*-]*[23]?)?"
 )
 _PHRASE = re.compile(
-    r"(?:####|answer\s{0,3}(?:is|was|equals|:|=))\s{0,9}:?\s{0,9}(?P<answer>[^\n]+)",
+    r"(?:####|answer\s{0,3}(?:is|was|equals|:|=))\s{0,9}:?\s{0,9}(?=\S)"
+    # said of an answer, so rather no answer
+    r"(?P<remark>(?:not|correct|right|consistent|reasonable|verified|confirmed|derived|obtained)\b)?",
     re.IGNORECASE,
 )
-_REASON = re.compile(r",?\s(?:because|since|so|which|where)\b|[.;]\s|[.;]$")
+_REASON = re.compile(r",?\s(?:because|since|so|which|where|i\.e|e\.g|that is)\b|[.;]\s|[.;]$")
+_TAG = re.compile(r"</[A-Za-z]{1,10}>|<br\s?/?>|<\|\w{1,20}\|>")
+_EQUAL = re.compile(r"(?<![<>!≤≥])=")
+_LIST = re.compile(r",(?![0-9]{3})|;|\b(?:and|or)\b")
+# of prose, not of a formula; of scripts without blanks every letter is one
+_WORD = re.compile(
+    r"(?<![\w\\])(?!(?:and|or|a?(?:sin|cos|tan)h?|arc(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|max|min|mod|det|lim"
+    r"|gcd|lcm)\b)(?:[^\W\d_]{3,}|(?:is|it|as|we|so|in|of|by|if|at|on|he|an|be|no|my|to be)\b)"
+    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]",
+    re.IGNORECASE,
+)
+_LOOSE_END = re.compile(r"(?:[^\w()\[\]{}%°!'$€£]|\b(?:and|or)$|[(\[{]$)+$")
+_REMARK = re.compile(r"\s\([^()]*\)$")
+_OPTION = re.compile(r"\(?(?P<letter>[A-Z])[).:]\s*(?P<text>.+)")
 _LATEX = [  # one after the other
     (re.compile(r"\\(?:(?:left|right|displaystyle)(?![a-z])|[!:;()\[\]])|\*\*|`|(?<!\\)\$(?![0-9.])"), ""),
     (re.compile(r"\{,\}"), ","),
@@ -86,7 +102,7 @@ def final_answer(prompt: Any, completion: str, **columns: Any) -> float:
     if truth is None:
         return 0.0
     whole = completion if len(completion) <= MAX_PLAIN_CHARS else ""
-    return float(is_same(answer_in(completion), truth) or is_same(whole, truth))
+    return float(any(is_same(answer, truth) for answer in [*answers_in(completion), whole]))
 
 
 def truth_of(columns: Mapping[str, Any]) -> str | None:
@@ -98,24 +114,58 @@ def truth_of(columns: Mapping[str, Any]) -> str | None:
     return None
 
 
-def answer_in(completion: str) -> str:
-    """Return the answer that a completion ends with, "" for none.
+def answers_in(completion: str) -> list[str]:
+    """Return the answer that a completion ends with, in each form that it can be read in, the shortest first.
 
-    The last box; else, in the last <solution> where there is one, what follows `the answer is`; else the
-    last number; else the whole text if it is short. What is before `</think>` does not count.
+    The last box; else, in the last <solution> where there is one, what follows the last `the answer is`; else
+    the whole text if it is short, or the last number in prose. What is before `</think>` does not count.
     """
     text = completion.rpartition("</think>")[2][-MAX_SEARCHED_CHARS:]
     if (box := boxed(text)) is not None:
-        return box
+        return [box]
     if "</solution>" in text:
         text = text.rpartition("</solution>")[0].rpartition("<solution>")[2]
-    text = plain(text, keep_lines=True)
+    text = plain(_TAG.sub("", text), keep_lines=True)
     if phrases := list(_PHRASE.finditer(text)):
-        said = _REASON.split(phrases[-1]["answer"], maxsplit=1)[0].strip()
-        numbers = [] if quantity(said) else [found[0] for found in _VALUES.finditer(said)]
-        return numbers[-1 if "=" in said else 0] if numbers else said
+        last = [phrase for phrase in phrases if not phrase["remark"]] or phrases
+        begin = last[-1].start("remark") if last[-1]["remark"] else last[-1].end()
+        return _readings(text[begin:].partition("\n")[0][:MAX_SAID_CHARS])
+    is_short = len(text) <= MAX_PLAIN_CHARS
+    if is_short and not _WORD.search(text):
+        return _readings(text)
     numbers = [] if quantity(text) else [found[0] for found in _VALUES.finditer(text)]
-    return numbers[-1] if numbers else text if len(text) <= MAX_PLAIN_CHARS else ""
+    return [*numbers[-1:], *([text] if is_short else [])]
+
+
+def _readings(line: str) -> list[str]:
+    """Return what a line that states an answer can mean: `2*13 = 26` also 26, `(B) 12` also B and 12."""
+    said = _REASON.split(line, maxsplit=1)[0].strip()
+    sides = _EQUAL.split(said)
+    is_list = any(_LIST.search(side) for side in sides[1:-1])  # x = 5, y = 2
+    value = said if is_list else sides[-1].strip()
+    readings = [said if quantity(said) else _formula(value), said, line.strip()]
+    if option := _OPTION.fullmatch(value):
+        readings += [option["letter"], _formula(option["text"])]
+    if "≈" in value:
+        readings += [_formula(side) for side in value.split("≈")]
+    same = re.split(r",?\s+or\s+", value)  # 1/2 or 0.5
+    if len(same) > 1 and all(is_same(one, same[0]) for one in same):
+        readings.append(same[0])
+    return readings
+
+
+def _formula(text: str) -> str:
+    """Return the first formula or number of a text as a whole, without words around it; else the text."""
+    if quantity(text):
+        return text.strip()
+    pieces = [piece for piece in _WORD.split(text) if any(sign.isdecimal() for sign in piece)]
+    piece = _LOOSE_END.sub("", pieces[0]).lstrip(" .,;:!?") if pieces else text.strip()
+    if any(piece.count(one) != piece.count(other) for one, other in ("()", "[]")):
+        piece = piece.strip("()[] ")
+    if re.match(r"[+*/^<>]|-\s", piece):  # the rest of `rate + 5`
+        return text.strip()
+    before = _REMARK.sub("", piece)
+    return before if quantity(before) else piece
 
 
 def boxed(text: str) -> str | None:
@@ -187,4 +237,5 @@ def _value(found: re.Match[str]) -> Fraction | None:
 
 
 def _letters(text: str) -> str:
-    return "".join(plain(text).split()).strip(".,;:!?\"'()[]").casefold()
+    # a `$` before a number is left by `plain`: dollars, or LaTeX's
+    return "".join(plain(text).replace("$", "").split()).strip(".,;:!?\"'()[]").casefold()

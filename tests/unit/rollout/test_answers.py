@@ -5,7 +5,7 @@ import time
 import pytest
 
 from hpc_rl.rollout.rewards import Rejection, built_in
-from hpc_rl.rollout.rewards.answers import answer_in, final_answer, is_same, truth_of
+from hpc_rl.rollout.rewards.answers import answers_in, final_answer, is_same, truth_of
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ from hpc_rl.rollout.rewards.answers import answer_in, final_answer, is_same, tru
     ],
 )
 def test_the_answer_of_a_completion(completion, answer):
-    assert answer_in(completion) == answer
+    assert (answers_in(completion) or [""])[0] == answer
 
 
 SAME = [
@@ -68,6 +68,40 @@ def test_the_reward():
     assert final_answer("q", r"\boxed{0.50}", ground_truth="1/2", other=1) == 1.0
     assert final_answer("q", "3 + 4i", answer="3+4i") == 1.0  # short: also as a whole
     assert final_answer("q", "4", answer="5") == 0.0
+
+
+STATED = [
+    ("The answer is (1, 2).", "(1, 2)"), ("The answer is 2x + 3.", "2x+3"), ("So the answer is [0, 1].", "[0,1]"),
+    ("The answer is 10:30.", "10:30"), (r"The answer is $2\sqrt{3}$.", r"2\sqrt{3}"), (r"The answer is $2\pi$", r"2\pi"),
+    ("The answer is 3 and 5.", "3 and 5"), ("#### 2x+3", "2x + 3"), ("The answer is x = 5, y = 2.", "x=5,y=2"),
+    ("The answer is 5 apples", "5"), ("The answer is 5, because 6 - 1 = 5.", "5"), ("The answer is 5, not 6.", "5"),
+    ("The answer is about 26 (rounded up).", "26"), ("The answer is 26 (2*13)", "26"), ("The answer is 26 ✅", "26"),
+    ("<answer>The answer is 26</answer>", "26"), ("The answer is 26<|im_end|>", "26"), ("The answer is f(x) = 2x + 3 for all x.", "2x+3"),
+    ("The answer is 10:30 in the morning.", "10:30"), ("The answer is (B) 12.", "12"), ("The answer is (B) 12.", "B"),
+    ("The answer is 1/2 or 0.5.", "0.5"), ("The answer is 22/7 ≈ 3.14.", "22/7"), ("The answer is (approximately 26)", "26"),
+    ("The answer is 5 apples and 3 oranges.", "5 apples and 3 oranges"), ("The answer is 26，因为 2 * 13.", "26"),
+    ("At first I thought the answer is 5. But then I saw that the answer is 6.", "6"), ("Answer is 5. But the answer is (B)", "B"),
+    ("The answer is between 1 and 3, so the answer is 2.", "2"), ("The answer is 26. A check: the answer is correct.", "26"),
+    ("The answer is 1/2, i.e. a half", "0.5"), ("The answer is right.", "right"), ("<solution>(1, 2)</solution>", "(1,2)"), ("<solution>2x + 3</solution>", "2x+3"),
+    ("Of 13 pairs, <solution>5 apples and 3 oranges</solution>", "5 apples and 3 oranges"),
+]  # fmt: skip
+STATED_NOT = [
+    ("The answer is 2x + 3.", "2"), ("The answer is (1, 2).", "1"), ("The answer is 3 and 5.", "3"), ("The answer is 10:30.", "10"),
+    (r"The answer is $2\sqrt{3}$.", "2"), ("The answer is x = 5, y = 2.", "2"), ("The answer is x >= 5.", "5"),
+    ("Answer is 5. But the answer is (B)", "5"), ("The answer is between 1 and 3, so the answer is 2.", "1"),
+    ("At first I thought the answer is 5. But then I saw that the answer is 6.", "5"), ("<solution>2x + 3</solution>", "3"),
+    ("The answer is 3 or 5.", "3"), ("The answer is rate + 5.", "5"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("completion", "truth"), STATED)
+def test_a_stated_answer_is_right_as_a_whole(completion, truth):
+    assert final_answer("q", "Hm. " * 30 + completion, answer=truth) == 1  # too long to count as a whole
+
+
+@pytest.mark.parametrize(("completion", "truth"), STATED_NOT)
+def test_a_part_of_a_stated_answer_is_not_right(completion, truth):
+    assert final_answer("q", completion, answer=truth) == 0
 
 
 async def test_a_row_without_a_truth_has_no_right_answer_a_missing_column_is_named():
