@@ -1,9 +1,10 @@
 r"""Texts with named values: `{name}` stands for a value, every other brace is text.
 
 Never `str.format`: it fails on `\boxed{}`, and what a value holds is not a template. Braces that are the
-arguments of a LaTeX command, as in `\boxed{x}` or `\frac{a}{b}`, are text too; `\boxed{{question}}` has a
-value in them. A command has at least two letters, for `\n` before a name may be a line's end in an unquoted
-YAML text.
+argument of a LaTeX command, as in `\boxed{x}`, or its two arguments, as in `\frac{a}{b}`, are text too;
+`\boxed{{question}}` has a value in them. Only the commands of _TWO have two arguments, so that
+`\section{Approach}{approach}` ends with a value. A command has at least two letters, for `\n` before a name
+may be a line's end in an unquoted YAML text.
 """
 
 import json
@@ -11,7 +12,9 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-_NAMED = re.compile(r"\\[A-Za-z]{2,}(?:\{[^{}]*\})+|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
+_TWO = r"(?:[dtc]?frac|[dt]?binom|overset|underset|stackrel|textcolor|colorbox|href)"
+_COMMAND = rf"\\(?:{_TWO}\{{[^{{}}]*\}}|[A-Za-z]{{2,}})\{{[^{{}}]*\}}"
+_NAMED = re.compile(_COMMAND + r"|\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 def names_in(template: str) -> list[str]:

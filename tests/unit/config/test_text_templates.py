@@ -19,6 +19,11 @@ def test_empty_braces_are_text():
     [
         (r"\boxed{answer} \frac{a}{b} \text{x y}", []),
         (r"\boxed{{question}}", ["question"]),
+        (r"\section{Approach}{approach} {question}", ["approach", "question"]),
+        (
+            r"\boxed{4}{question} \dfrac{a}{b}{teaching} \frac{1}{{validation}}",
+            ["question", "teaching", "validation"],
+        ),
         (r"Question:\n{question}", ["question"]),
         ("{question} { question } {0} {} {a b} {{}} {question!r}", ["question"]),
         ('{"question": {question}, "b": {b}, "again": {question}}', ["question", "b"]),
