@@ -65,18 +65,22 @@ class Tokenizer:
 
         Raises ConfigError where there is no template, where it is wrong, or where it refuses the messages.
         """
+        self._template = template = self._template or self._compiled()
         try:
-            if self._template is None:
-                self._template = _environment().from_string(self._template_source())
-            return self._template.render(
+            return template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._special, **variables
             )
-        except jinja2.TemplateSyntaxError as error:
-            message = f"chat template of {self.folder} is not valid: {error.message}, line {error.lineno}"
-            raise ConfigError(message) from None
         # a template is a program: it may also compare, index and add what does not fit
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError) as error:
             raise ConfigError(f"chat template of {self.folder} refuses the messages: {error}") from None
+
+    def _compiled(self) -> jinja2.Template:
+        source = self._template_source()
+        try:
+            return _environment().from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            message = f"chat template of {self.folder} is not valid: {error.message}, line {error.lineno}"
+            raise ConfigError(message) from None
 
     def _template_source(self) -> str:
         path = self.folder / "chat_template.jinja"
@@ -85,8 +89,8 @@ class Tokenizer:
         if isinstance(source, list):
             source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
         if not isinstance(source, str):
-            hint = "rows with `messages` need one, rows with `prompt` don't"
-            raise ConfigError(f"tokenizer {self.folder} has no chat template: {hint}.")
+            hint = "rows with `messages` and models that are asked by chat need one: add chat_template.jinja"
+            raise ConfigError(f"tokenizer {self.folder} has no chat template; {hint}.")
         return source
 
     def _eos_token_ids(self) -> list[int]:

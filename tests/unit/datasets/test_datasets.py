@@ -208,6 +208,14 @@ def test_templates_run_in_a_sandbox(model):
         Tokenizer(model).chat([])
 
 
+def test_a_missing_template_is_said_once(model):
+    (model / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        Tokenizer(model).chat([{"role": "user", "content": "x"}])
+    needed = "rows with `messages` and models that are asked by chat need one: add chat_template.jinja."
+    assert str(caught.value) == f"tokenizer {model} has no chat template; {needed}"
+
+
 def test_rows_and_folders_of_the_wrong_kind_are_refused(model, tmp_path):
     tokenizer = Tokenizer(model)
     with pytest.raises(ConfigError, match="'question'"):
