@@ -47,6 +47,10 @@ class TrainBackend:
     supported: str = ""  # dimensions that can be above 1 today
 
 
+_USE_SGLANG = (
+    "use sglang servers: vllm is always asked for log-probabilities, which would be those of the tokens that "
+    "are left, not those of the model"
+)
 SERVER_BACKENDS: dict[str, ServerBackend] = {
     "embedded": ServerBackend(
         "embedded",
@@ -79,8 +83,7 @@ SERVER_BACKENDS: dict[str, ServerBackend] = {
         supported="dt",
         context_option="max_model_len",
         without_gpus={"dtype": "float32", "gpu_memory_utilization": None, "enforce_eager": True},
-        # its log-probabilities would be those of the tokens that are left, not those of the model
-        lacks=dict.fromkeys(("top_p", "top_k", "min_p"), "use sglang servers"),
+        lacks=dict.fromkeys(("top_p", "top_k", "min_p"), _USE_SGLANG),
     ),
 }
 TRAIN_BACKENDS: dict[str, TrainBackend] = {
@@ -96,6 +99,7 @@ def usual_server_backend(n_gpus_per_node: int) -> str:
 
 DEFAULT_POOL = "rollout"
 POOL_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
+POOL_NAME_WORDS = "a letter, then up to 62 letters, digits, _ or -"
 
 
 @dataclass(frozen=True)
@@ -283,7 +287,7 @@ class _Parser:
             self.at += 1
         name = self.text[start : self.position].strip()
         if not POOL_NAME.fullmatch(name):
-            self.fail(f"{name!r} can't name a pool; use a letter, then letters, digits, _ and -", start)
+            self.fail(f"{name!r} can't name a pool; use {POOL_NAME_WORDS}", start)
         self.take("]")
         return name
 

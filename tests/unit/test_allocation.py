@@ -100,6 +100,7 @@ def test_star_is_what_is_left():
         ("sglang[]:d1+d1", 8, "'' can't name a pool"),
         ("sglang[1b]:d1+d1", 8, "'1b' can't name a pool"),
         ("sglang[a b]:d1+d1", 8, "'a b' can't name a pool"),
+        (f"sglang[{'a' * 64}]:d1+d1", 8, "use a letter, then up to 62 letters, digits, _ or -"),
         ("sglang[a:d1+d1", 8, "can't name a pool"),
         ("sglang[a]:d1+sglang[b]:d1|d2", 26, "several pools"),
     ],

@@ -116,6 +116,8 @@ def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str,
         return "", ANSWERS[leaf]
     if parent and leaf in atlas.ALIASES:
         return "", f"{leaf} stands at the top level, without {parent}."
+    if typing.get_origin(known.get(parent)) is dict and not is_mapping(known[parent]):
+        return "", f"{parent} has no keys of its own; give all of it at once, as {parent}='{{{leaf}: …}}'."
     siblings = {n.rpartition(".")[2]: n for n in known if n.rpartition(".")[0] == parent}
     near = nearest(leaf, [*siblings, *([] if parent else [*aliases, *atlas.ALIASES])])
     if near:

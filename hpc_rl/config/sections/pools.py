@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated
 
+from hpc_rl.allocation import POOL_NAME, POOL_NAME_WORDS
 from hpc_rl.config.sections.limits import (
     AnyText,
     Executable,
@@ -16,7 +17,7 @@ from hpc_rl.config.sections.limits import (
     PositiveShare,
 )
 
-PoolName = Annotated[str, Grammar(r"[A-Za-z][A-Za-z0-9_-]*", "a letter, then letters, digits, _ or -")]
+PoolName = Annotated[str, Grammar(POOL_NAME.pattern, POOL_NAME_WORDS)]
 
 
 @dataclass(kw_only=True)

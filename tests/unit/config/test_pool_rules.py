@@ -109,6 +109,25 @@ def test_options_of_one_pool_have_the_types_of_the_section(options, line):
     assert found.startswith("pools.student.options: ") and line in found
 
 
+def test_options_of_one_pool_are_given_together():
+    lines = refused(ASKS, STUDENT, TWO, "pools.student.options.max_running_requests=2")
+    assert lines == [
+        "unknown key pools.student.options.max_running_requests (command line: "
+        "pools.student.options.max_running_requests): pools.student.options has no keys of its own; give all of "
+        "it at once, as pools.student.options='{max_running_requests: …}'."
+    ]
+
+
+@pytest.mark.parametrize(("size", "allowed"), [(63, True), (64, False)])
+def test_the_name_of_a_pool_has_a_largest_length(size, allowed):
+    name = "s" * size
+    words = [ASKS, f"pools.{name}.url=http://h/v1"]
+    if allowed:
+        checked(*words)
+    else:
+        assert "a letter, then up to 62 letters, digits, _ or -" in "".join(refused(*words))
+
+
 def test_options_of_one_pool_are_kept_as_text_and_reach_its_servers(tmp_path):
     from hpc_rl.config.pool_view import as_pool
 
@@ -183,7 +202,8 @@ def test_sections_of_all_pools_have_an_effect_and_the_trained_one_decides():
 def test_servers_of_a_pool_sample_as_they_can():
     vllm = TWO.replace("embedded[student]", "vllm[student]")
     (found,) = refused(STUDENT, vllm, ASKS, "pools.student.top_p=0.5")
-    assert "pools.student.top_p 0.5 can't be used with vllm servers; use sglang servers." in found
+    assert "pools.student.top_p 0.5 can't be used with vllm servers; use sglang servers: vllm is" in found
+    assert "always asked for log-probabilities, which would be those of the tokens that are left" in found
     checked(STUDENT, vllm, ASKS, "pools.student.temperature=0.5")
     checked(STUDENT, TWO, ASKS, "pools.student.top_p=0.5")
 

@@ -107,7 +107,7 @@ def test_everything_that_is_wrong_in_pools_is_refused_at_once(tmp_path):
     )
     assert lines[2] == (
         "pools.1st (bad.yaml:7): '1st' can't be a key of pools; "
-        "allowed: a letter, then letters, digits, _ or -."
+        "allowed: a letter, then up to 62 letters, digits, _ or -."
     )
     found = "\n".join(lines)
     assert (
@@ -197,7 +197,7 @@ def test_help_schema_and_sections_know_pools_by_a_stand_in():
         assert "--pools.NAME.path PATH" in section_help(topic)
     pools = schema("grpo")["$defs"]["GRPOConfig"]["properties"]["pools"]
     ((pattern, member),) = pools["patternProperties"].items()
-    assert pattern == "^(?:[A-Za-z][A-Za-z0-9_-]*)$" and pools["additionalProperties"] is False
+    assert pattern == "^(?:[A-Za-z][A-Za-z0-9_-]{0,62})$" and pools["additionalProperties"] is False
     options = member["anyOf"][0]["properties"]
     assert options["max_new_tokens"]["anyOf"][0]["minimum"] == 1
     assert options["options"]["anyOf"][0]["additionalProperties"] is True  # numbers, true and null as well
