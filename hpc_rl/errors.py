@@ -133,6 +133,10 @@ class ServerUnavailable(RoleFailed):
     """A generation server can't be reached or can't serve now; another one may."""
 
 
+class EndpointUnavailable(ServerUnavailable):
+    """An endpoint elsewhere has answered nothing for longer than it is waited for; no prompt is to blame."""
+
+
 class ServerStale(RoleFailed):
     """The weights of a generation server are older than the request allows."""
 

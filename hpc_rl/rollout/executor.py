@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from hpc_rl.datasets.encode import Prompt
-from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
+from hpc_rl.errors import ConfigError, EndpointUnavailable, ExitCode, RoleFailed
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.pipes import CancelPrompt, NoteKept, NoteMade, Outcome, Request, RunPrompt
 from hpc_rl.types import WeightVersion
@@ -78,7 +78,7 @@ class Executor:
         self._tasks = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
 
     async def failure(self) -> None:
-        """Raise ConfigError or RoleFailed once a worker can't be started again; never returns."""
+        """Raise ConfigError or RoleFailed once a worker can't be started again, or can't work."""
         await asyncio.gather(*self._tasks)
 
     def run(self, frame: RunPrompt) -> None:
@@ -160,6 +160,8 @@ class Executor:
                     self.run(waiting)
             elif frame["op"] == "ends":
                 slot.error = frame["error"]
+            elif frame["op"] == "unavailable":
+                raise EndpointUnavailable(frame["error"])
             elif frame["op"] == "note":
                 self.on_note(frame)
             elif frame["ticket"] in slot.tickets:

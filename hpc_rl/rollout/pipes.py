@@ -85,9 +85,12 @@ class PromptScored(TypedDict):
 
 
 class NoGroup(TypedDict):
-    """A prompt that is rejected for good; or an exception, after which it is tried again a few times."""
+    """A prompt that is rejected for good; or an exception, after which it is tried again a few times.
 
-    op: Literal["rejected", "failed"]
+    `unavailable`: an endpoint is gone; the service ends, and its next incarnation issues the prompt again.
+    """
+
+    op: Literal["rejected", "failed", "unavailable"]
     ticket: int
     reason: str  # a RejectReason
     error: str

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.errors import InputRefused
+from hpc_rl.errors import EndpointUnavailable, InputRefused
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
 from hpc_rl.rollout.pipes import GroupMade, NoGroup, NoteKept, NoteMade, Outcome, PromptScored, RunPrompt
@@ -85,6 +85,9 @@ class Worker:
         except InputRefused as error:
             # by every server alike: it was not sent to another one
             return rejected(RejectReason.REFUSED, f"refused by a server: {error}")
+        except EndpointUnavailable as error:
+            logger.warning("prompt %d is given back: %s", index, error)
+            return NoGroup(op="unavailable", ticket=ticket, reason="", error=str(error))
         except (Exception, SystemExit) as error:
             # of the user's workflow or of a request: the prompt is issued again, a few times
             message = self._errors.note(error)

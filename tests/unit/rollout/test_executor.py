@@ -8,7 +8,7 @@ import sys
 import pytest
 from tokenizers import Tokenizer, models
 
-from hpc_rl.errors import ConfigError, RoleFailed
+from hpc_rl.errors import ConfigError, EndpointUnavailable, FailureClass, RoleFailed
 from hpc_rl.rollout import executor as executor_module
 from hpc_rl.rollout.executor import Executor
 from hpc_rl.trial import Trial, write_json
@@ -59,6 +59,15 @@ async def test_a_worker_that_ends_again_and_again_says_why(monkeypatch):
     )
     with pytest.raises(RoleFailed, match="1 times in a row, last with code 70: no server in sight"):
         await end_of([sys.executable, "-c", ends])
+
+
+async def test_an_endpoint_that_is_gone_ends_the_role_as_a_failure_of_the_infrastructure():
+    lives = "import sys; from hpc_rl.rollout import pipes as frames; "
+    lives += "sys.stdout.buffer.write(frames.pack({'op': 'unavailable', 'ticket': 1, 'error': 'h: 401'})); "
+    lives += "sys.stdout.flush(); sys.stdin.read()"
+    with pytest.raises(EndpointUnavailable, match="h: 401") as raised:
+        await asyncio.wait_for(end_of([sys.executable, "-c", lives]), 20)
+    assert raised.value.failure is FailureClass.INFRASTRUCTURE
 
 
 async def test_a_note_counts_under_any_ticket_and_only_a_wanted_one_is_answered():

@@ -9,7 +9,14 @@ import numpy as np
 import pytest
 
 from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
-from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerUnavailable
+from hpc_rl.errors import (
+    ConfigError,
+    EndpointUnavailable,
+    InputRefused,
+    RequestRefused,
+    RoleFailed,
+    ServerUnavailable,
+)
 from hpc_rl.rollout.batch_log.ledger import MAX_NOTE_BYTES, GroupRecord
 from hpc_rl.rollout.rewards import Rejection, built_in, checked, contains, exact_match, import_object
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
@@ -407,6 +414,18 @@ async def test_a_missing_server_is_awaited_a_failing_one_tried_again(monkeypatch
     slept.clear()
     failing = Client(*[ServerUnavailable("500")] * 50)
     assert (await answer(*make(failing, n_samples=1)))["op"] == "failed" and slept == [2, 4, 8, 16]
+
+
+async def test_a_prompt_whose_endpoint_is_gone_is_not_to_blame():
+    class Gone:
+        async def ask(self, *_args):
+            raise EndpointUnavailable("pool judge: answered 401; given up")
+
+    async def asks(prompt, generate):
+        return await generate.ask([{"role": "user", "content": "x"}], "judge")
+
+    outcome = await answer(*make(Client(), asks, others={"judge": Gone()}))
+    assert outcome["op"] == "unavailable" and "answered 401" in outcome["error"]
 
 
 async def test_a_cancelled_ticket_is_not_answered():

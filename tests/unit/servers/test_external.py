@@ -1,5 +1,6 @@
 """An endpoint elsewhere: what it is asked, what is tried again, and what its errors show."""
 
+import asyncio
 import time
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -9,10 +10,10 @@ import pytest
 from aiohttp import web
 
 from hpc_rl.config.sections.pools import PoolConfig
-from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, ServerUnavailable
+from hpc_rl.errors import ConfigError, EndpointUnavailable, InputRefused, ServerUnavailable
 from hpc_rl.servers import external
 from hpc_rl.servers.external import Endpoint
-from hpc_rl.types import Reply
+from hpc_rl.types import Reply, decode, encode
 
 CHAT = [{"role": "user", "content": "1+2"}]
 KEY = "sk-very-secret"
@@ -24,7 +25,7 @@ class Elsewhere:
     def __init__(self, models=("m",), choices_at_most=9):
         self.models, self.choices_at_most = models, choices_at_most
         self.failures, self.asked, self.keys = [], [], []
-        self.running = self.most_running = 0
+        self.hangs_s = 0.0
 
     async def list(self, request):
         if self.models is None:
@@ -35,6 +36,7 @@ class Elsewhere:
         body = await request.json()
         self.asked.append(body)
         self.keys.append(request.headers.get("Authorization"))
+        await asyncio.sleep(self.hangs_s)
         if failure := self._failure():
             return failure
         num = min(body["n"], self.choices_at_most)
@@ -153,9 +155,17 @@ async def test_without_chance_one_answer_stands_for_all():
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [(400, InputRefused), (422, InputRefused), (403, RequestRefused), (302, RequestRefused)],
+    [
+        (400, InputRefused),
+        (422, InputRefused),
+        (403, EndpointUnavailable),
+        (302, EndpointUnavailable),
+    ],
 )
-async def test_a_refusal_is_not_tried_again_and_shows_no_key(status, error, caplog):
+async def test_a_refusal_shows_no_key_and_one_of_the_input_is_not_tried_again(
+    status, error, caplog, monkeypatch
+):
+    monkeypatch.setattr(external, "FIRST_PATIENCE_S", 0.0)  # of what never worked
     elsewhere = Elsewhere()
     async with elsewhere.opened() as endpoint:
         elsewhere.failures = [(status, f"your key {KEY} " + "x" * 5000, {"Location": "http://127.0.0.1:1/"})]
@@ -165,11 +175,93 @@ async def test_a_refusal_is_not_tried_again_and_shows_no_key(status, error, capl
     assert KEY not in str(raised.value) + caplog.text
 
 
-async def test_an_answer_without_choices_is_refused():
+async def test_an_answer_without_choices_is_given_up_soon_where_there_never_was_one(monkeypatch):
+    monkeypatch.setattr(external, "FIRST_PATIENCE_S", 0.1)
     elsewhere = Elsewhere(choices_at_most=0)
     async with elsewhere.opened() as endpoint:
-        with pytest.raises(RequestRefused, match="without choices"):
+        with pytest.raises(EndpointUnavailable, match="without choices"):
             await endpoint.ask(CHAT, [5])
+
+
+ERROR = '{"error": {"message": "no credit"}}'
+
+
+@pytest.mark.parametrize("status", [200, 302, 401, 403, 404])
+async def test_what_worked_before_is_tried_again_whatever_it_says(status, caplog, monkeypatch):
+    monkeypatch.setattr(external, "FIRST_PATIENCE_S", 0.0)
+    elsewhere = Elsewhere()
+    async with elsewhere.opened(patience_s=0.5) as endpoint:
+        await endpoint.ask(CHAT, [5])
+        elsewhere.failures = [(status, ERROR)] * 4
+        await endpoint.ask(CHAT, [5])
+        assert not elsewhere.failures and caplog.text.count("no credit") == 1
+        elsewhere.failures = [(status, ERROR)] * 999
+        with pytest.raises(EndpointUnavailable, match=r"no credit.*given up after"):
+            await endpoint.ask(CHAT, [5])
+
+
+async def test_one_request_that_fails_while_others_are_answered_may_be_to_blame():
+    elsewhere = Elsewhere()
+    async with elsewhere.opened(patience_s=0.5) as endpoint:
+        await endpoint.ask(CHAT, [5])
+        elsewhere.failures = [(403, "flagged")] * 999
+        asked = asyncio.create_task(endpoint.ask(CHAT, [6]))
+        await asyncio.sleep(0.2)
+        failures, elsewhere.failures = elsewhere.failures, []
+        await endpoint.ask(CHAT, [7])
+        elsewhere.failures = failures
+        with pytest.raises(ServerUnavailable) as raised:
+            await asked
+    assert not isinstance(raised.value, EndpointUnavailable)
+
+
+async def test_an_error_with_status_200_may_have_the_true_one_inside():
+    elsewhere = Elsewhere()
+    async with elsewhere.opened() as endpoint:
+        elsewhere.failures = [(200, '{"error": {"code": 400, "message": "too long"}}')]
+        with pytest.raises(InputRefused, match="too long"):
+            await endpoint.ask(CHAT, [5])
+    assert len(elsewhere.asked) == 1
+
+
+async def test_a_page_instead_of_json_is_shown(caplog):
+    elsewhere = Elsewhere()
+    async with elsewhere.opened() as endpoint:
+        elsewhere.failures = [(200, "<html>log in")]
+        await endpoint.ask(CHAT, [5])
+    assert "answered 200 without JSON: <html>log in; trying again" in caplog.text
+    assert "reached" not in caplog.text
+
+
+async def test_half_of_a_surrogate_pair_is_replaced():
+    elsewhere = Elsewhere()
+    async with elsewhere.opened() as endpoint:
+        said = r'{"choices": [{"message": {"content": "a\ud83d b \ud83d\ude00"}}]}'
+        elsewhere.failures = [(200, said)]
+        (reply,) = await endpoint.ask(CHAT, [5])
+    assert reply.text == "a\ufffd b \U0001f600" and decode(encode(reply)) == reply
+
+
+async def test_an_endpoint_that_hangs_is_told_of_again_and_again(caplog, monkeypatch):
+    monkeypatch.setattr(external, "HANGS_S", 0.1)
+    monkeypatch.setattr(external, "REPEAT_S", 0.25)
+    elsewhere = Elsewhere()
+    async with elsewhere.opened() as endpoint:
+        elsewhere.hangs_s = 0.7
+        with caplog.at_level("INFO"):
+            await asyncio.gather(*(endpoint.ask(CHAT, [seed]) for seed in range(5)))
+    assert 2 <= caplog.text.count("has answered nothing for") <= 3 and "answers again" in caplog.text
+
+
+async def test_what_lasts_is_told_again(caplog, monkeypatch):
+    monkeypatch.setattr(external, "REPEAT_S", 0.1)
+    monkeypatch.setattr(external, "MAX_PAUSE_S", 0.05)
+    elsewhere = Elsewhere()
+    async with elsewhere.opened(patience_s=0.5) as endpoint:
+        elsewhere.failures = [(503, "busy")] * 999
+        with pytest.raises(EndpointUnavailable):
+            await endpoint.ask(CHAT, [5])
+    assert 2 <= caplog.text.count("busy; trying again") <= 5
 
 
 async def test_the_model_is_the_configured_one_or_the_only_one(caplog):
