@@ -52,7 +52,6 @@ SMALL = {
     "rollout/batch_fill.py": "a theory of its own",
     "rollout/workflows.py": "a table",
     "rollout/staleness.py": "a theory of its own",
-    "rollout/teacher/leak.py": "a theory of its own",
     "schedulers/hostlist.py": "imported by sinfo, every role and doctor",
     "schedulers/submitit.py": "a scheduler of its own",
     "servers/base.py": "a protocol with several implementations",

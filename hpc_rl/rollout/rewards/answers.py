@@ -18,6 +18,8 @@ MAX_EXPONENT = 400
 MAX_SEARCHED_CHARS = 20_000  # of a completion, from its end
 MAX_SAID_CHARS = 500  # after `the answer is`
 
+WITHOUT_BLANKS = r"\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af"  # scripts, in a class of letters
+
 _NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
 _LITERAL = (
     rf"(?P<number>{_NUMBER})"
@@ -48,7 +50,7 @@ _LIST = re.compile(r",(?![0-9]{3})|;|\b(?:and|or)\b")
 _WORD = re.compile(
     r"(?<![\w\\])(?!(?:and|or|a?(?:sin|cos|tan)h?|arc(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|max|min|mod|det|lim"
     r"|gcd|lcm)\b)(?:[^\W\d_]{3,}|(?:is|it|as|we|so|in|of|by|if|at|on|he|an|be|no|my|to be)\b)"
-    r"|[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7af]",
+    rf"|[{WITHOUT_BLANKS}]",
     re.IGNORECASE,
 )
 _LOOSE_END = re.compile(r"(?:[^\w()\[\]{}%°!'$€£]|\b(?:and|or)$|[(\[{]$)+$")

@@ -2,9 +2,15 @@
 
 import re
 
-from hpc_rl.rollout.rewards.answers import plain, quantities, quantity
+from hpc_rl.rollout.rewards.answers import WITHOUT_BLANKS, plain, quantities, quantity
 
 _TEACHING = re.compile(r"<teaching>(?P<teaching>(?:(?!<teaching>).)*?)(?:</teaching>|\Z)", re.DOTALL)
+_OPTION = re.compile(r"[(\[]?([A-Za-z])[)\].:]*")
+_TOKEN = re.compile(r"[^\W\d_]+|[0-9]+|\S")
+# not inside a longer word or number
+_BEFORE, _AFTER = rf"(?<![^\W{WITHOUT_BLANKS}])", rf"(?![^\W{WITHOUT_BLANKS}])"
+_AFTER_A = r"is|was|must|seems|fits|holds|works|matches|remains|follows|because|since|as|and|or|if|here"
+_AFTER_I = r"is|follows|because|since"
 
 
 def teaching_in(completion: str) -> str:
@@ -22,24 +28,70 @@ def occurs(answer: str, text: str) -> bool:
     r"""Return whether an answer is written in a text: a number by its value, else as whole words.
 
     26 occurs in 26.0, $26, 26 cm and \boxed{26}, but not in 126, 2.6 or 52/2; 1/2 occurs in 0.5 and 50%.
+    Blanks count only between words: 3x+1 occurs in 3x + 1.
     """
-    text, number = plain(text), quantity(answer)
+    number = quantity(answer)
     if number is None:
-        return _occurs_as_text(plain(answer).strip(" .,;:!?()"), text)
+        answer = plain(answer).replace("$", "").strip(" .,;:!?\"'")
+        option = _OPTION.fullmatch(answer)
+        text = plain(text, keep_lines=option is not None).replace("$", "")
+        return occurs_as_option(option[1], text) if option else _occurs_as_text(answer, text)
+    text = plain(text)
     literals = list(quantities(text, with_ratios=False))
     if number.value.denominator > 1:  # a ratio that makes a whole number is a calculation
         literals += quantities(text, with_ratios=True)
     return any(found.agrees(number) for found in literals)
 
 
+def occurs_as_option(letter: str, text: str) -> bool:
+    """Return whether a text names an option by its letter.
+
+    A capital counts by itself, but A and I only where they are no words: `A is right`, not `A pen`. A small
+    letter counts where it is marked: `(b)`, `b)`, `b.`, `"b"`, `option b`; after `answer is` or `choose`, if
+    no other word follows it.
+    """
+    small, capital = letter.lower(), letter.upper()
+    follows = _AFTER_I if small == "i" else _AFTER_A
+    alone = rf"{_AFTER}(?!['’]|-\w)"
+    no_article = rf"{alone}(?![ ]+(?!(?:{follows})\b)\w)"
+    either = f"[{small}{capital}]"
+    says = r"\b(?:answer(?:\s+(?:is|was|must be|should be|would be))?|choose|pick|select)\s*[:=]?\s+"
+    forms = [
+        rf"{_BEFORE}(?<!\w-)(?<!['’]){capital}{no_article if small in 'ai' else alone}",
+        rf"{_BEFORE}[(\[]\s?{either}\s?[)\]]",
+        rf"(?:(?<=\s)|^){either}\)",
+        rf"{_BEFORE}(?<!\.){either}\.(?!\w)",
+        rf"[\"'‘“]{either}[\"'’”]",
+        rf"\b(?i:options?|choices?|letter)\s+{either}{_AFTER}",
+        rf"(?i:{says}){either}{no_article}",
+    ]
+    return any(re.search(form, text, re.MULTILINE) for form in forms)
+
+
 def _occurs_as_text(answer: str, text: str) -> bool:
+    if answer[:1] in ("(", "[") and answer[-1:] in (")", "]"):
+        answer = answer[1:-1].strip()
     if not answer:
         return False
-    # blanks mean nothing in LaTeX
-    words = [*"".join(answer.split())] if "\\" in answer else answer.split()
-    pattern = (r"\s*" if "\\" in answer else r"\s+").join(map(re.escape, words))
-    before, after = (r"(?<!\w)" if answer[0].isalnum() else "", r"(?!\w)" if answer[-1].isalnum() else "")
-    # the name of a choice is a capital letter; A and I are words too
-    is_choice = len(answer) == 1
-    word = after + (r"(?!\s[a-z])" if is_choice else "")
-    return re.search(before + pattern + word, text, re.NOFLAG if is_choice else re.IGNORECASE) is not None
+    pattern = _with_any_blanks(answer)
+    if len(answer) == 1:
+        pattern = rf"(?<!\w){pattern}(?!\w)"
+    elif answer[0].isalnum():
+        pattern = rf"{_BEFORE}(?<![0-9][.,])(?<![0-9],\s){pattern}"
+    if answer[-1].isalnum():
+        pattern += rf"{_AFTER}(?!\.[0-9])"
+    if answer[-1].isdecimal():  # not a part of a longer list
+        pattern += r"(?!,\s?[0-9]|,?\s(?:and|or)\s[0-9])"
+    return re.search(pattern, text, re.IGNORECASE) is not None
+
+
+def _with_any_blanks(answer: str) -> str:
+    """Return the pattern of an answer; blanks count only between words."""
+    if "\\" in answer:  # LaTeX
+        return r"\s*".join(map(re.escape, "".join(answer.split())))
+    pattern, end, last = "", 0, ""
+    for token in _TOKEN.finditer(answer):
+        is_blank = token.start() > end and last.isalnum() and token[0].isalnum()
+        pattern += (r"\s+" if is_blank else r"\s*" if last else "") + re.escape(token[0])
+        end, last = token.end(), token[0]
+    return pattern

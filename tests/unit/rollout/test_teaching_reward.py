@@ -81,10 +81,19 @@ OCCURS = [
     ("26", "the 26th"), ("26", "10-26"), ("26 apples", "26"), ("1000", "1,000"), ("0.5", r"\frac{1}{2}"), ("1/2", "50%"),
     ("1/2", r"\frac12"), ("50%", "50"), ("Paris", "It is paris!"), ("New York", "new  york"), ("A", "choose (A)."),
     (r"\sqrt{2}", r"x=\sqrt{ 2 }."), ("7", r"\text{7}"),
+    ("3x+1", "so 3x + 1."), ("3x + 1", "3x+1"), ("3x+1", "it is $3 x+1$"), ("x=5, y=2", "x = 5, y = 2"), ("(1,2)", "is (1, 2)."),
+    ("(1, 2)", "x, y = 1, 2"), ("[2,3]", "in [2, 3]"), ("x^2+1", "x^2 + 1"), ("x^2+1", "$x^{2} + 1$"), ("10:30", "at 10:30."),
+    ("东京", "答案是东京，因为"), ("東京", "東京です"), ("B", "Choose b)."), ("(B)", "Choose b."), ("b)", "It is B, not C"), ("B", "选B。"),
+    ("A", "A is right"), ("A", "the answer is a"), ("A", "Answer: a\nThen"), ("A", "option a fits"), ("a", "It's 'a'"), ("A", "so it's A"),
+    ("A", "pick a because"), ("B", "B cells"), ("I", "I is right"), ("C", "(c)"), (r"2\pi", r"$2 \pi$"), ("3 and 5", "3 and 5."),
 ]  # fmt: skip
 OCCURS_NOT = [
     ("26", "126"), ("26", "2.6"), ("26", "52/2"), ("26", "26,000"), ("26", "1,026"), ("26", "-26"), ("26", "2^26"), ("5", "V5"),
     ("Paris", "Parisian"), ("A", "A student"), ("B", "a b c"), ("26", ""), ("3 m", "3%"),
+    ("A", "A pen costs 2."), ("A", "Answer a simpler question"), ("A", "choose a number"), ("A", "the answer is a number"), ("A", "f(a) at a"),
+    ("A", "at 5 a.m. it"), ("E", "i.e. this"), ("I", "I was here, I'm"), ("A", "A 5 cm line"), ("A", "an A-level"), ("3x+1", "13x+1"),
+    ("3x+1", "3x + 12"), ("3x+1", "3x+1.5"), ("(1,2)", "steps 1, 2 and 3"), ("(1,2)", "1, 2, 3"), ("(2,3)", "1, 2, 3"), ("是", "答案是东京"),
+    ("New York", "in new yorkshire"), ("", "x"), ("()", "f()"),
 ]  # fmt: skip
 
 
