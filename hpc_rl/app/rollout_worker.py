@@ -95,7 +95,9 @@ def endpoint(config: GRPOConfig, name: str, pool: PoolConfig, key: str) -> Endpo
     if pool.api_key_env and not key:
         option = f"pools.{name}.api_key_env {pool.api_key_env}"
         raise ConfigError(f"{option}: the job's environment has no such variable, or it is empty.")
-    return Endpoint(name, pool, key, config.rollout.request_timeout, config.rollout.setup_timeout)
+    rollout = config.rollout
+    waits = (rollout.request_timeout, rollout.setup_timeout)
+    return Endpoint(name, pool, key, *waits, trace=rollout.enable_rollout_tracing)
 
 
 async def open_reward(config: GRPOConfig, pools: Mapping[str, ChatPool]) -> Reward:

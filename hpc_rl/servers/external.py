@@ -58,6 +58,7 @@ class Endpoint:
     api_key: str = ""
     request_timeout_s: float = 3600.0  # of one request
     patience_s: float = 600.0
+    trace: bool = False  # logs each chat when it is asked and when it is answered
     model: str = ""  # found at the start where the configuration has none
 
     async def __aenter__(self) -> Endpoint:
@@ -101,8 +102,19 @@ class Endpoint:
                 "temperature": chosen,
                 "top_p": self.pool.top_p,
             }
-            replies += await self._call(CHATS, body)
+            replies += await self._traced(body)
         return replies[:num] if chosen else [copy.copy(replies[0]) for _ in seeds]
+
+    async def _traced(self, body: dict[str, Any]) -> list[Reply]:
+        if self.trace:
+            sizes = (body["n"], len(body["messages"]), body["max_tokens"], body["temperature"])
+            form = "chat %d of pool %s: %d answers to %d messages, at most %d tokens out, temperature %g"
+            logger.info(form, body["seed"], self.name, *sizes)
+        replies: list[Reply] = await self._call(CHATS, body)
+        if self.trace:
+            said = ", ".join(f"{one.num_tokens} tokens ({one.finish_reason})" for one in replies)
+            logger.info("chat %d of pool %s: answered, %s", body["seed"], self.name, said)
+        return replies
 
     async def _find_model(self) -> str:
         """Return the name of the model: the configured one, or the only one that the endpoint lists."""

@@ -21,7 +21,7 @@ from hpc_rl.trial import read_json
 _OF_ENDPOINTS = ("model", "api_key_env")
 _OF_SERVERS = ("tokenizer_path", "stop_token_ids", "python", "options")
 _OF_BACKENDS = [consistency.unavailable, *sglang_rules.GRPO_RULES, *vllm_rules.GRPO_RULES]
-_URL = r"https?://[^/\s@]+(/\S*)?"
+_URL = r"https?://[^/\s@?#]+(/[^\s?#]*)?"  # paths are appended to it
 
 
 def sources(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
@@ -44,7 +44,7 @@ def _endpoint(name: str, pool: PoolConfig) -> Iterator[str]:
         if getattr(pool, option):
             yield f"{name}.{option} has no effect with {name}.url: servers elsewhere have their own; omit it."
     if not re.fullmatch(_URL, pool.url):
-        yield f"{name}.url {pool.url!r} can't be used; allowed: a URL such as http://host:8000/v1."
+        yield f"{name}.url {pool.url!r} can't be used; allowed: a URL such as http://host:8000/v1, without ?."
     if pool.api_key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", pool.api_key_env):
         yield f"{name}.api_key_env must be the name of an environment variable, not the key that it holds."
 

@@ -57,17 +57,20 @@ class TeacherWorkflow:
 
         async def probe() -> Reply:
             chat = row.chat("diagnostic", self._templates)
+            self._show_chat(generate, "probe", chat)
             return (await generate.ask(chat, STUDENT, 1, "probe", self._options.max_probe_tokens))[0]
 
         async def baseline() -> list[Reply]:
-            num = self._options.num_baseline_answers
-            return await generate.ask(row.chat("baseline", self._templates), STUDENT, num, "baseline")
+            chat, num = row.chat("baseline", self._templates), self._options.num_baseline_answers
+            self._show_chat(generate, "baseline", chat)
+            return await generate.ask(chat, STUDENT, num, "baseline")
 
         said, answers = await asyncio.gather(
             generate.once("probe", probe), generate.once("baseline", baseline)
         )
         approach = said.text.strip()
         chat = row.chat("adaptive", self._templates, approach=approach)
+        self._show_chat(generate, "teacher", chat)
         ids = generate.tokenizer.encode(generate.tokenizer.chat(chat), add_special_tokens=False)
         turns, p_baseline = await asyncio.gather(
             generate.samples(ids), self._score(row, generate, "baseline", answers)
@@ -93,6 +96,7 @@ class TeacherWorkflow:
         teaching, truth = teaching_in(text), truth_of(row.columns)
         chat = row.chat("with_teaching", self._templates, approach=approach, teaching=teaching)
         label = f"taught.{number}"
+        self._show_chat(generate, label, chat)
         try:
             answers = await generate.ask(chat, STUDENT, self._options.num_taught_answers, label)
         except (InputRefused, Rejection) as error:
@@ -130,6 +134,10 @@ class TeacherWorkflow:
             score = f"scored {scores[number]:g}" if scores else "not scored"
             self._show(generate, f"{label}, answer {number}, {score}", one.text)
         return sum(scores) / len(scores) if scores else 0.0
+
+    def _show_chat(self, generate: Sampler, what: str, chat: Chat) -> None:
+        turns = (f"[{turn.get('role')}] {turn.get('content')}" for turn in chat)
+        self._show(generate, f"{what}, asked", "\n".join(turns))
 
     def _show(self, generate: Sampler, what: str, text: str) -> None:
         if self._trace:

@@ -52,6 +52,9 @@ def checked(*words: str, base: list[str] = GRPO):
         ),
         ([STUDENT, TWO, "pools.student.python=/x/python"], "pools.student.python has no effect: embedded servers"),
         (["pools.judge.url=host:8000"], "pools.judge.url 'host:8000' can't be used; allowed: a URL such as http"),
+        (["pools.judge.url=http://h/v1?key=abc"], "can't be used; allowed: a URL such as http://host:8000/v1, without ?"),
+        (["pools.judge.url=http://h?key=abc"], "can't be used; allowed: a URL such as http"),
+        (["pools.judge.url=http://h/v1#top"], "can't be used; allowed: a URL such as http"),
         (["pools.judge.url=http://me:key@host/v1"], "can't be used; allowed: a URL such as http"),
         (
             ["pools.judge-2.url=http://h/v1", "pools.judge-2.api_key_env=sk-123"],

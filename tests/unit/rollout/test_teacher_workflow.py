@@ -273,6 +273,10 @@ async def test_tracing_shows_every_text(tokenizer, caplog):
         await Trial(tokenizer, pens()).run(ROW)
         assert "Pads" not in caplog.text
         await Trial(tokenizer, pens(), options=["rollout.enable_rollout_tracing=true"]).run(ROW)
+    assert f"prompt 40, probe, asked:\n[user] D {PENS} \\boxed{{}}\n" in caplog.text
+    assert f"prompt 40, baseline, asked:\n[user] B {PENS}\n" in caplog.text
+    assert f"prompt 40, teacher, asked:\n[user] A {PENS} / " in caplog.text
+    assert f"prompt 40, taught.1, asked:\n[user] T {PENS} / Hm\n" in caplog.text
     assert "prompt 40, probe:\n Multiply and add" in caplog.text
     assert "prompt 40, baseline, answer 1, scored 0:\nIt is 23." in caplog.text
     assert "prompt 40, teaching 3, reward 0:\n<teaching>It is 26." in caplog.text

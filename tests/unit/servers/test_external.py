@@ -5,10 +5,13 @@ import time
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
 
+from hpc_rl.app import rollout_worker
+from hpc_rl.config.sections.inference import InferenceEngineConfig
 from hpc_rl.config.sections.pools import PoolConfig
 from hpc_rl.errors import ConfigError, EndpointUnavailable, InputRefused, ServerUnavailable
 from hpc_rl.servers import external
@@ -93,6 +96,26 @@ async def test_a_chat_is_asked_in_openais_words():
     }
     assert (second["max_tokens"], second["temperature"]) == (2, 0.0) and second["seed"] < 1 << 31
     assert elsewhere.keys == [f"Bearer {KEY}"] * 2
+
+
+async def test_tracing_logs_each_chat_and_its_answer(caplog):
+    with caplog.at_level("INFO"):
+        async with Elsewhere().opened() as endpoint:
+            await endpoint.ask(CHAT, [5])
+            assert "of pool" not in caplog.text
+            endpoint.trace = True
+            await endpoint.ask(CHAT, [5, 6], max_new_tokens=3)
+    asked = "chat 5 of pool judge: 2 answers to 1 messages, at most 3 tokens out, temperature 1"
+    assert asked in caplog.text
+    assert "chat 5 of pool judge: answered, 7 tokens (length), 7 tokens (length)" in caplog.text
+
+
+def test_an_executor_worker_passes_the_options_on():
+    config = SimpleNamespace(
+        rollout=InferenceEngineConfig(enable_rollout_tracing=True, request_timeout=9.0, setup_timeout=7.0)
+    )
+    made = rollout_worker.endpoint(config, "judge", PoolConfig(url="http://h/v1"), "")
+    assert made.trace and (made.request_timeout_s, made.patience_s) == (9.0, 7.0)
 
 
 async def test_an_endpoint_that_makes_one_answer_is_asked_for_the_others():
