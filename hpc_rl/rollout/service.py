@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.errors import DataUnusable, HpcRlError, Stale
+from hpc_rl.errors import ConfigError, DataUnusable, HpcRlError, Stale
 from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
@@ -217,7 +217,10 @@ class RolloutService:
             return
         for issue in self.sequencer.issue():
             self.clock.begun(issue.ticket)
-            prompt = self.prompts.at(issue.index)
+            try:
+                prompt = self.prompts.at(issue.index)
+            except ConfigError as error:  # the chat template refuses it, now and later
+                return self._failed.set_exception(error)
             version = WeightVersion(self.sequencer.log.lineage, issue.begun)
             made = self.sequencer.log.notes.get(issue.index, {})
             notes = {key: value for key, (value, _) in made.items()}
@@ -386,9 +389,8 @@ class RolloutService:
 
     def _keep(self, step: int, body: bytes) -> bytes:
         self._bodies[step] = body
-        for old in sorted(self._bodies)[:-BODIES_KEPT]:
-            if old != step:
-                del self._bodies[old]
+        for old in {*sorted(self._bodies)[:-BODIES_KEPT]} - {step}:
+            del self._bodies[old]
         return body
 
     async def _skip_to(self, step: int) -> None:
@@ -419,14 +421,14 @@ class RolloutService:
                 self.ledger.drop_segment(number)
 
     @contextlib.asynccontextmanager
-    async def _or_end(self) -> AsyncIterator[None]:
+    async def _or_end(self, kind: type[Exception] = Exception) -> AsyncIterator[None]:
         """End the role after a write that failed, for what the ledger has is unknown: the next role reads it.
 
         Raises Refused, as the next role knows more.
         """
         try:
             yield
-        except Exception as error:
+        except kind as error:
             if not self._failed.done():
                 self._failed.set_exception(error)
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"the rollout role ends: {error}") from error
@@ -443,6 +445,6 @@ class RolloutService:
             self.observe(version.lineage, version.step)
             self.evaluations.begin(version)
         elif version not in self.evaluations:
-            message = f"version {version} is not evaluated; the trainer begins an evaluation"
-            raise Refused(HTTPStatus.FORBIDDEN, message)
-        return await self.evaluations.result(version, wait_s)
+            raise Refused(HTTPStatus.FORBIDDEN, f"version {version} is not evaluated; the trainer begins it")
+        async with self._or_end(ConfigError):  # of a held-out row
+            return await self.evaluations.result(version, wait_s)

@@ -288,6 +288,27 @@ async def test_a_segment_that_is_begun_while_others_are_deleted_stays(tmp_path):
     await service.close()
 
 
+class Unreadable(Prompts):
+    def at(self, index: int) -> Prompt:
+        raise ConfigError("dataset rows.jsonl row 7: chat template of /m refuses the messages: no system")
+
+    in_file_order = at
+
+
+async def test_a_row_that_the_chat_template_refuses_ends_the_role_with_its_name(tmp_path):
+    service = make(tmp_path)
+    service.prompts = Unreadable(50)
+    assert await service.batch(1, 0, 0) is None
+    with pytest.raises(ConfigError, match="row 7: chat template"):
+        await asyncio.wait_for(service.run(), 5)
+    held_out = make(tmp_path / "another")
+    held_out.evaluations.prompts = Unreadable(5)
+    with pytest.raises(Refused, match=r"the rollout role ends: dataset .* row 7"):
+        await held_out.evaluate(WeightVersion(0, 0), None)
+    with pytest.raises(ConfigError, match="row 7: chat template"):
+        await asyncio.wait_for(held_out.run(), 5)
+
+
 async def test_after_a_failed_seal_the_next_role_cuts_the_same_batch(tmp_path, monkeypatch):
     service = make(tmp_path)
     whole = await service.batch(1, 0, 5)
