@@ -4,7 +4,10 @@ import re
 
 from hpc_rl.rollout.rewards.answers import WITHOUT_BLANKS, plain, quantities, quantity
 
-_TEACHING = re.compile(r"<teaching>(?P<teaching>(?:(?!<teaching>).)*?)(?:</teaching>|\Z)", re.DOTALL)
+_TEACHING = re.compile(
+    r"<teaching>(?P<teaching>(?:(?!<teaching>).)*?)(?P<end></teaching>)?(?(end)|\Z)",
+    re.DOTALL | re.IGNORECASE,
+)
 _OPTION = re.compile(r"[(\[]?([A-Za-z])[)\].:]*")
 _TOKEN = re.compile(r"[^\W\d_]+|[0-9]+|\S")
 # not inside a longer word or number
@@ -14,8 +17,9 @@ _AFTER_I = r"is|follows|because|since"
 
 
 def teaching_in(completion: str) -> str:
-    """Return what the last <teaching> holds, also where it is cut off, or else the whole completion."""
+    """Return what the last closed <teaching> holds, else a last one that is cut off, else the completion."""
     found = list(_TEACHING.finditer(completion))
+    found = [one for one in found if one["end"]] or found
     return (found[-1]["teaching"] if found else completion).strip()
 
 

@@ -117,6 +117,9 @@ def test_a_leak_is_what_question_and_approach_do_not_have():
 def test_the_teaching_stands_between_tags_or_is_everything():
     assert teaching_in("I think.\n<teaching> Add\nfirst. </teaching> Done") == "Add\nfirst."
     assert teaching_in(" Add first. ") == "Add first."
-    assert teaching_in("<teaching>a</teaching> better: <teaching>b") == "b"
+    assert teaching_in("better: <teaching>b") == "b" and teaching_in("<teaching>a <teaching>b") == "b"
+    assert teaching_in("<teaching>a</teaching> I used the <teaching> tag.") == "a"
+    assert teaching_in("<teaching>a</teaching> no: <teaching>b</teaching>") == "b"
+    assert teaching_in("Well.\n<Teaching>a</TEACHING> Done") == "a"
     assert teaching_in("in <teaching> tags: <teaching>b</teaching>") == "b"
     assert teaching_in("<teaching></teaching>") == ""
