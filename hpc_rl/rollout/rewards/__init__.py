@@ -67,15 +67,15 @@ class ErrorLog:
         return f"{kind}: {text}{where}"
 
 
-def checked(value: Any) -> float:
-    """Return a reward as a number. Raises Rejection for what is none: a text, None, nan, inf."""
+def checked(value: Any, what: str = "the reward") -> float:
+    """Return a reward, or `what` it is, as a number. Raises Rejection for what is none: a text, None, nan, inf."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
         number = math.nan
     if math.isfinite(number):
         return number
-    message = f"the reward is {value!r:.60} ({type(value).__name__}); allowed: a finite number"
+    message = f"{what} is {value!r:.60} ({type(value).__name__}); allowed: a finite number"
     raise Rejection(RejectReason.REWARD_EXCEPTION, message)
 
 

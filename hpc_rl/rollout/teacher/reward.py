@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.rollout.rewards import import_object
+from hpc_rl.rollout.rewards import checked, import_object
 
 HALF_LENGTH = 100  # tokens of a teaching that has half of `efficiency`
 
@@ -67,8 +67,9 @@ def load_parts(paths: Sequence[str]) -> dict[str, RewardPart]:
 
 
 def values_of(parts: Mapping[str, RewardPart], lesson: Lesson) -> dict[str, float]:
-    """Return the value of each part; the reward is their sum."""
+    """Return the value of each part; the reward is their sum. Raises Rejection for what is no number."""
     values: dict[str, float] = {}
     for name, part in parts.items():
-        values[name] = float(part(lesson, sum(values.values())))
+        value = part(lesson, sum(values.values()))
+        values[name] = checked(value, f"part {name!r} of teacher.reward_parts")
     return values

@@ -5,6 +5,7 @@ import statistics
 import pytest
 
 from hpc_rl.errors import ConfigError
+from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.teacher.leak import leaks, occurs, teaching_in
 from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of
 
@@ -74,6 +75,13 @@ def test_parts_of_the_users_own(tmp_path, monkeypatch):
     ]:
         with pytest.raises(ConfigError, match=words):
             load_parts(paths)
+
+
+@pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1"])
+def test_a_part_without_a_number_is_named(value):
+    with pytest.raises(Rejection, match=f"part 'brevity' of teacher.reward_parts is '?{value}") as raised:
+        values_of({"gain": ALL["gain"], "brevity": lambda lesson, so_far: value}, lesson(0.0, 1.0))
+    assert raised.value.reason == "reward_exception"
 
 
 OCCURS = [
