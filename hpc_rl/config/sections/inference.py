@@ -73,7 +73,8 @@ class JudgeConfig:
     temperatures: list[NonNegativeFloat] = field(default_factory=lambda: [0.2, 0.5, 0.8])
     """It is asked once at each of these temperatures; the reward is the mean of its scores."""
     retries: NonNegativeInt = 2
-    """Times that it is asked again after an answer without a score, which else rejects the prompt."""
+    """How often it is asked again, at each temperature, if its answer has no score. A temperature that still
+    has none does not count; if none has one, the prompt is rejected."""
 
 
 @dataclass(kw_only=True)

@@ -68,7 +68,7 @@ class ErrorLog:
 
 
 def checked(value: Any, what: str = "the reward") -> float:
-    """Return a reward, or `what` it is, as a number. Raises Rejection for what is none: a text, None, nan, inf."""
+    """Return a reward, or `what`, as a number. Raises Rejection for what is none: a text, None, nan, inf."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):

@@ -16,7 +16,7 @@ from hpc_rl.rollout.server_pool import ChatPool
 
 logger = logging.getLogger(__name__)
 MAX_SHOWN_CHARS = 200  # of an answer without a score
-_SCORE = re.compile(r"<score>\s*([0-9]*\.?[0-9]+)\s*</score>")
+_SCORE = re.compile(r"<score>\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*</score>", re.IGNORECASE)
 
 
 class Judge:
@@ -29,15 +29,24 @@ class Judge:
         self._pool, self._options, self._seed, self._trace = pool, options, seed, trace
 
     async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
-        """Return the mean of the scores, from 0 to 1. Raises Rejection where the judge gives none."""
+        """Return the mean of the scores, from 0 to 1, without a temperature that has none.
+
+        Raises Rejection where the judge gives none at all.
+        """
         known = {"question": question_of({"prompt": prompt})[0], "completion": completion}
         text = from_row("rollout.judge.template", self._options.template, columns, known)
-        scores = await asyncio.gather(
-            *(self._score(text, number) for number in range(len(self._options.temperatures)))
-        )
+        numbers = range(len(self._options.temperatures))
+        answers = await asyncio.gather(*(self._score(text, number) for number in numbers))
+        scores = [answer for answer in answers if isinstance(answer, float)]
+        unscored = [answer for answer in answers if isinstance(answer, Rejection)]
+        if not scores:
+            raise unscored[-1]
+        for rejection in unscored:
+            logger.warning("%s; the mean of the other temperatures counts", rejection.message)
         return sum(scores) / len(scores)
 
-    async def _score(self, text: str, number: int) -> float:
+    async def _score(self, text: str, number: int) -> float | Rejection:
+        """Return the score at a temperature, or why there is none."""
         temperature, said = self._options.temperatures[number], ""
         digest = xxhash.xxh64_intdigest(text.encode())
         for attempt in range(self._options.retries + 1):
@@ -53,7 +62,7 @@ class Judge:
             f"the judge of pool {self._options.pool} gave no score from 0 to 1 between <score> and </score>"
         )
         shown = f"at temperature {temperature:g} it said last: {said[-MAX_SHOWN_CHARS:]!r}"
-        raise Rejection(RejectReason.REWARD_EXCEPTION, f"{problem}; {shown}")
+        return Rejection(RejectReason.REWARD_EXCEPTION, f"{problem}; {shown}")
 
 
 def score_in(text: str) -> float | None:

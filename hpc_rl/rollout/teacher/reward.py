@@ -67,7 +67,7 @@ def load_parts(paths: Sequence[str]) -> dict[str, RewardPart]:
 
 
 def values_of(parts: Mapping[str, RewardPart], lesson: Lesson) -> dict[str, float]:
-    """Return the value of each part; the reward is their sum. Raises Rejection for what is no number."""
+    """Return the value of each part; the reward is their sum. Raises Rejection where one gives no number."""
     values: dict[str, float] = {}
     for name, part in parts.items():
         value = part(lesson, sum(values.values()))

@@ -62,9 +62,18 @@ async def test_an_answer_without_a_score_is_asked_for_again_then_rejects_the_pro
     assert raised.value.reason == "reward_exception" and len(pool.asked) == 2
 
 
+async def test_a_temperature_without_a_score_does_not_count(caplog):
+    pool = Pool("<score>0.25</score>", "no idea", "<score>0.75</score>")
+    assert await judge(pool, retries=0).reward("q", "a", {}) == 0.5
+    assert "at temperature 0.5 it said last: 'no idea'" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("said", "score"),
     [
+        ("<score>1.</score>", 1.0),
+        ("<SCORE>0.5</Score>", 0.5),
+        ("<score>.</score>", None),
         ("<score>0.7</score>", 0.7),
         ("<think><score>0.1</score></think><score>1.0</score>", 1.0),
         ("<think><score>0.1</score></think>hm", None),
