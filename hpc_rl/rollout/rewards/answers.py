@@ -49,11 +49,11 @@ _LIST = re.compile(r",(?![0-9]{3})|;|\b(?:and|or)\b")
 # of prose, not of a formula; of scripts without blanks every letter is one
 _WORD = re.compile(
     r"(?<![\w\\])(?!(?:and|or|a?(?:sin|cos|tan)h?|arc(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|max|min|mod|det|lim"
-    r"|gcd|lcm)\b)(?:[^\W\d_]{3,}|(?:is|it|as|we|so|in|of|by|if|at|on|he|an|be|no|my|to be)\b)"
+    r"|gcd|lcm)\b)(?:[^\W\d_]{3,}|(?:is|it|as|we|so|in|of|by|if|at|on|he|an|be|no|my)\b|[ai]\s(?=[a-z]{3}))"
     rf"|[{WITHOUT_BLANKS}]",
     re.IGNORECASE,
 )
-_LOOSE_END = re.compile(r"(?:[^\w()\[\]{}%°!'$€£]|\b(?:and|or)$|[(\[{]$)+$")
+_LOOSE_END = re.compile(r"(?:[^\w()\[\]{}%°!'$€£]|\b(?:and|or|to)$|[(\[{]$)+$")
 _REMARK = re.compile(r"\s\([^()]*\)$")
 _OPTION = re.compile(r"\(?(?P<letter>[A-Z])[).:]\s*(?P<text>.+)")
 _LATEX = [  # one after the other

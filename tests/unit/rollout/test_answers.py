@@ -82,7 +82,9 @@ STATED = [
     ("The answer is 5 apples and 3 oranges.", "5 apples and 3 oranges"), ("The answer is 26，因为 2 * 13.", "26"),
     ("At first I thought the answer is 5. But then I saw that the answer is 6.", "6"), ("Answer is 5. But the answer is (B)", "B"),
     ("The answer is between 1 and 3, so the answer is 2.", "2"), ("The answer is 26. A check: the answer is correct.", "26"),
-    ("The answer is 1/2, i.e. a half", "0.5"), ("The answer is right.", "right"), ("<solution>(1, 2)</solution>", "(1,2)"), ("<solution>2x + 3</solution>", "2x+3"),
+    ("The answer is 1/2, i.e. a half", "0.5"), ("The answer is right.", "right"), ("The answer is 5, I think.", "5"),
+    ("The answer is 5, a prime number.", "5"), ("The answer is 5 to the best of my knowledge.", "5"), ("The answer is a + 2i.", "a+2i"),
+ ("<solution>(1, 2)</solution>", "(1,2)"), ("<solution>2x + 3</solution>", "2x+3"),
     ("Of 13 pairs, <solution>5 apples and 3 oranges</solution>", "5 apples and 3 oranges"),
 ]  # fmt: skip
 STATED_NOT = [
