@@ -225,7 +225,7 @@ async def test_what_worked_before_is_tried_again_whatever_it_says(status, caplog
 
 async def test_one_request_that_fails_while_others_are_answered_may_be_to_blame():
     elsewhere = Elsewhere()
-    async with elsewhere.opened(patience_s=0.5) as endpoint:
+    async with elsewhere.opened(patience_s=2.0) as endpoint:
         await endpoint.ask(CHAT, [5])
         elsewhere.failures = [(403, "flagged")] * 999
         asked = asyncio.create_task(endpoint.ask(CHAT, [6]))
@@ -270,21 +270,21 @@ async def test_an_endpoint_that_hangs_is_told_of_again_and_again(caplog, monkeyp
     monkeypatch.setattr(external, "REPEAT_S", 0.25)
     elsewhere = Elsewhere()
     async with elsewhere.opened() as endpoint:
-        elsewhere.hangs_s = 0.7
+        elsewhere.hangs_s = 1.5
         with caplog.at_level("INFO"):
             await asyncio.gather(*(endpoint.ask(CHAT, [seed]) for seed in range(5)))
-    assert 2 <= caplog.text.count("has answered nothing for") <= 3 and "answers again" in caplog.text
+    assert 2 <= caplog.text.count("has answered nothing for") <= 8 and "answers again" in caplog.text
 
 
 async def test_what_lasts_is_told_again(caplog, monkeypatch):
     monkeypatch.setattr(external, "REPEAT_S", 0.1)
     monkeypatch.setattr(external, "MAX_PAUSE_S", 0.05)
     elsewhere = Elsewhere()
-    async with elsewhere.opened(patience_s=0.5) as endpoint:
+    async with elsewhere.opened(patience_s=1.0) as endpoint:
         elsewhere.failures = [(503, "busy")] * 999
         with pytest.raises(EndpointUnavailable):
             await endpoint.ask(CHAT, [5])
-    assert 2 <= caplog.text.count("busy; trying again") <= 5
+    assert 2 <= caplog.text.count("busy; trying again") <= 11
 
 
 async def test_the_model_is_the_configured_one_or_the_only_one(caplog):
