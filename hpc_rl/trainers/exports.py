@@ -22,6 +22,7 @@ from hpc_rl import files
 from hpc_rl.config.loading.stored import trainer_of
 from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.tables.changes import measured_by
 from hpc_rl.engines.base import Engine
 from hpc_rl.engines.hf_io import fsync_file
 from hpc_rl.errors import RoleFailed
@@ -152,13 +153,23 @@ class Ranking:
 
     metric: str
     mode: str  # min | max: which of two is better
+    measured_by: Mapping[str, str]  # options that the number depends on, with digests of their values
 
     @classmethod
     def of(cls, config: Config) -> Ranking:
         keep = config.saver.keep_best
         metric = (keep.metric if keep else None) or METRICS[trainer_of(config)][0]
         mode = (keep.mode if keep else None) or ("min" if metric.endswith("loss") else "max")
-        return cls(metric, mode)
+        return cls(metric, mode, measured_by(config))
+
+    def changed_since(self, standing: Mapping[str, Any]) -> list[str]:
+        """Return what differs from when `standing` was recorded, so that its number can't be compared."""
+        before = standing.get("measured_by") or {}
+        changed = [
+            option for option, digest in self.measured_by.items() if before.get(option, digest) != digest
+        ]
+        same = (standing.get("metric"), standing.get("mode")) == (self.metric, self.mode)
+        return changed if same else ["saver.keep_best", *changed]
 
     def improvement(
         self, numbers: Mapping[str, Any] | None, standing: Mapping[str, Any]
@@ -168,7 +179,7 @@ class Ranking:
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
         new = {**vars(self), "value": float(value)}
-        if (standing.get("metric"), standing.get("mode")) != (self.metric, self.mode):
+        if self.changed_since(standing):
             return new
         old = float(standing["value"])
         better = value > old if self.mode == "max" else value < old
@@ -179,8 +190,8 @@ class Ranking:
 class Exports:
     """The folders in `exports/` that training writes: `step-…` now and then, `best` and `final`.
 
-    What is on disk is the memory: a restart compares with the best there. A best model of steps that a
-    recover discarded stays, since it was evaluated and is whole.
+    What is on disk is the memory: a restart compares with the best there, unless it was measured otherwise. A
+    best model of steps that a recover discarded stays, since it was evaluated and is whole.
     """
 
     trial: Trial
@@ -208,8 +219,11 @@ class Exports:
         """Write `exports/best` if an evaluation (rank 0's numbers) beats it; False if a stop prevented it."""
         found = None
         if self.saver.keep_best is not None and self.ranks.rank == 0:
-            ranking = Ranking.of(self.config)
-            found = ranking.improvement(numbers, self.record("best") or {})
+            ranking, standing = Ranking.of(self.config), self.record("best") or {}
+            found = ranking.improvement(numbers, standing)
+            if found and standing and (changed := ranking.changed_since(standing)):
+                form = "the best model, of step %s, does not count any more: it was measured with another %s"
+                logger.warning(form, standing.get("step"), ", ".join(changed))
             if numbers and ranking.metric not in numbers:
                 measured = ", ".join(name for name, value in numbers.items() if not isinstance(value, str))
                 form = "saver.keep_best.metric: the evaluation of step %d has no %s; it has %s"
@@ -230,6 +244,7 @@ class Exports:
         folder = self.folder / "final"
         keep, best = self.saver.keep_best, self.record("best")
         use_best = keep is not None and keep.as_final and best is not None
+        use_best = use_best and not Ranking.of(self.config).changed_since(best or {})
         if not self.ranks.any(self.ranks.rank == 0 and use_best):
             return self._write(folder, step)
         copy = [lambda: self._best_as_final(folder, step, best or {}) if self.ranks.rank == 0 else None]

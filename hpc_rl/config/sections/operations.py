@@ -55,7 +55,8 @@ class SaverConfig(FrequencyConfig, IdentityConfig):
     """Number of most recent exports to keep, in addition to the final and the best one; null keeps all.
     hpc-rl extension."""
     keep_best: KeepBestConfig | None = None
-    """Keep the best model by evaluation; null disables it. hpc-rl extension."""
+    """Keep the best model by evaluation; null disables it. After another held-out dataset, reward, workflow
+    or teacher, or other pools, the next evaluation is the best again. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

@@ -6,9 +6,12 @@ changes need new batches.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
+
+import xxhash
 
 from hpc_rl.config.loading.fields import generic
 from hpc_rl.config.loading.stored import REDACTED, is_secret
@@ -70,6 +73,17 @@ NOT_WITH_REPLAY = (
     "gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow",
     "pools.NAME", "pools.NAME.path", "pools.NAME.url", "pools.NAME.model",
 )  # fmt: skip
+# Options and whole sections that the numbers of an evaluation depend on, except those in REPLAYS: with others
+# they can't be compared.
+MEASURES = (
+    "valid_dataset.path",
+    "valid_dataset.max_length",
+    "rollout.reward_fn",
+    "rollout.judge",
+    "rollout.workflow",
+    "pools",
+    "teacher",
+)
 REMARKS = {  # what a safe change does not do
     "actor.ppo_n_minibatches": "the learning-rate schedule continues at the same share of the training",
     "valid_dataset": "held-out rewards before and after are not comparable",
@@ -100,6 +114,25 @@ def changes(old: Config, new: Config) -> list[Change]:
         nearest = next((one for one in _ways(_generic(name)) if one in NEW_BATCHES or one in REPLAYS), "")
         found.append(Change(name, a, b, *classify(name), new_batches=nearest in NEW_BATCHES))
     return found
+
+
+def measured_by(config: Config) -> dict[str, str]:
+    """Return what the numbers of an evaluation depend on: options by their names, of each value a digest."""
+    return {
+        option: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
+        for name in MEASURES
+        for option, value in _single(value_of(config, name), name)
+        if _generic(option) not in REPLAYS
+    }
+
+
+def _single(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the options of a section, or of sections by name, with their values."""
+    if dataclasses.is_dataclass(value) or _is_mapping([value]):
+        for part in _names(value):
+            yield from _single(value_of(value, part), f"{name}.{part}")
+    elif value is not ABSENT:
+        yield name, value
 
 
 def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> None:

@@ -8,6 +8,7 @@ from hpc_rl.config.loading.fields import options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables.changes import (
+    MEASURES,
     NEW_BATCHES,
     NOT_WITH_REPLAY,
     REPLAYS,
@@ -46,7 +47,7 @@ def test_every_option_is_classed_with_a_reason_where_it_is_unsafe():
 def test_the_tables_name_nothing_that_is_not_there():
     there = {name.replace("actor", "model", 1) if name.startswith("actor") else name for name in ALL}
     assert set(UNSAFE) | set(SAFE) <= there
-    assert {*NEW_BATCHES, *REPLAYS, *NOT_WITH_REPLAY} <= ALL.keys()
+    assert {*NEW_BATCHES, *REPLAYS, *NOT_WITH_REPLAY, *MEASURES} <= ALL.keys()
     with pytest.raises(KeyError):
         classify("no_such_section.option")
 

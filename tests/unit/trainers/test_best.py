@@ -7,7 +7,9 @@ from training import FakeEngine, Starter
 
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.operations import EvaluatorConfig, KeepBestConfig, RecoverConfig, SaverConfig
+from hpc_rl.config.tables.changes import measured_by
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.trial import read_json
 
@@ -106,6 +108,35 @@ def test_another_metric_starts_anew(tmp_path):
     start.config.saver.keep_best = KeepBestConfig(metric="eval_accuracy")
     start(6, numbers={6: {"eval_accuracy": 0.1}})
     assert record(start, "best")["metric"] == "eval_accuracy"
+
+
+def test_a_best_that_was_measured_otherwise_does_not_count(tmp_path, caplog):
+    start = starter(tmp_path, as_final=True)
+    start.config.valid_dataset = DatasetConfig(path="easy.jsonl", batch_size=2)
+    start(4, numbers=LOSSES)
+    assert record(start, "best")["step"] == 4
+    start.attempt_id, start.config.valid_dataset = "8.0", DatasetConfig(path="hard.jsonl", batch_size=2)
+    start(5)
+    assert (record(start, "best")["step"], model(start, "final")) == (4, 15)  # nothing was measured since
+    start.attempt_id = "9.0"
+    start(10, numbers={6: {"eval_loss": 0.9}, 8: {"eval_loss": 0.8}, 10: {"eval_loss": 0.85}})
+    assert (record(start, "best")["step"], model(start, "final")) == (8, 36)
+    said = [one.getMessage() for one in caplog.records if "does not count any more" in one.getMessage()]
+    assert said == [
+        "the best model, of step 4, does not count any more: it was measured with another valid_dataset.path"
+    ]
+
+
+def test_a_number_depends_on_what_is_asked_and_on_what_scores():
+    def digests(*words: str) -> dict[str, str]:
+        given = [*BASE, "rollout.reward_fn=judge", "rollout.judge.pool=j", "pools.j.path=/j", *words]
+        return measured_by(load([], given, profiles=[]).config)
+
+    before = digests()
+    for option in ("rollout.reward_fn=contains", "rollout.judge.template=x", "pools.j.path=/k"):
+        after = digests(option)
+        assert [name for name in before if after[name] != before[name]] == [option.partition("=")[0]]
+    assert digests("pools.j.max_requests=3", "gconfig.n_samples=7", "actor.optimizer.lr=1") == before
 
 
 def test_a_metric_that_no_evaluation_has_is_said(tmp_path, caplog):
