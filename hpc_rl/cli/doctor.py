@@ -108,7 +108,7 @@ def _with_plan(needs: Requirements, loaded: Loaded) -> Requirements:
         mem_mb=plan.mem_mb_per_node,
         python=plan.python,
         server_python=loaded.config.launcher.inference_server_python or plan.python,
-        servers=frozenset(pool.backend for pool in plan.pools),
+        servers=tuple(pool.backend for pool in plan.pools),
         megatron="megatron" in plan.allocation,
     )
 

@@ -63,7 +63,7 @@ class Requirements:
     fileroot: str = ""
     python: str = ""  # interpreter of the trainer
     server_python: str = ""  # interpreter of SGLang or vLLM
-    servers: frozenset[str] = frozenset()  # their backends
+    servers: tuple[str, ...] = ()  # their backends
     megatron: bool = False
     partition: str = ""
     interface: str = ""

@@ -23,7 +23,7 @@ Usage = namedtuple("Usage", "total used free")
 LIBRARIES = {"torch": "2.9.1+cu128", "transformers": "4.57.0", "safetensors": "0.5", "sglang": "0.5.23",
              "vllm": "0.32.0+cpu", "megatron-core": "0.14.0"}  # fmt: skip
 NEEDS = Requirements(
-    on_slurm=True, num_nodes=2, cpus=32, gpus=8, mem_mb=128_000, fileroot="/shared/runs", python="python", servers=frozenset({"sglang"}),
+    on_slurm=True, num_nodes=2, cpus=32, gpus=8, mem_mb=128_000, fileroot="/shared/runs", python="python", servers=("sglang",),
     megatron=True,
 )  # fmt: skip
 FREE = resource.RLIM_INFINITY
@@ -133,7 +133,7 @@ def test_an_interpreter_that_is_missing_fails_what_needs_it(good):
 
 def test_vllm_that_is_missing_fails_what_needs_it(good):
     good(libraries={**LIBRARIES, "sglang": "", "vllm": ""})
-    found = run_checks(MACHINE_CHECKS, replace(NEEDS, servers=frozenset({"vllm"})))
+    found = run_checks(MACHINE_CHECKS, replace(NEEDS, servers=("vllm",)))
     assert [finding.check for finding in found if finding.status is not Status.OK] == ["vllm"]
 
 
