@@ -81,9 +81,11 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         pools = {pool.name: names.leases(keys.servers(pool.name)) for pool in context.plan.pools}
         return {name: sum(seen.alive for seen in leases.values()) for name, leases in pools.items()}
 
+    trained = keys.servers(trained_pool(config))
+
     def num_servers() -> int:
         """Return how many servers of the pool that follows the trainer are alive."""
-        return live_servers()[trained_pool(config)]
+        return sum(seen.alive for seen in names.leases(trained).values())
 
     stack = contextlib.AsyncExitStack()
     if config.environments is None:

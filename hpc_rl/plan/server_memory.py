@@ -54,13 +54,12 @@ def server_memories(
 def _on_gpus(view: GRPOConfig, servers: Servers, shape: ModelShape, gpu_gb: int | None) -> ServerMemory:
     section = getattr(view, servers.backend)
     weight_bytes, token_bytes = _weights(section, servers, shape, servers.t)
-    name = f"{servers.backend}.{_SHARES[servers.backend]}"
-    share = getattr(section, _SHARES[servers.backend])
+    share = getattr(section, _SHARES[servers.backend]) or USUAL_SHARE
     cache_bytes, problem = None, ""
     if gpu_gb is not None:
-        cache_bytes = gpu_gb * GB * (share or USUAL_SHARE) - weight_bytes
+        cache_bytes = gpu_gb * GB * share - weight_bytes
         if cache_bytes < token_bytes:
-            problem = _too_large(view, servers, shape, gpu_gb, f"{name} {share or USUAL_SHARE:g}")
+            problem = _too_large(view, servers, shape, gpu_gb, share)
     return ServerMemory(
         pool=servers.pool,
         backend=servers.backend,
@@ -85,15 +84,16 @@ def _weights(section: Any, servers: Servers, shape: ModelShape, num_parts: int) 
     return weight_bytes, shape.cache_bytes_per_token(cache_value_bytes) / num_parts / servers.p
 
 
-def _too_large(view: GRPOConfig, servers: Servers, shape: ModelShape, gpu_gb: int, share: str) -> str:
-    section, usable = getattr(view, servers.backend), gpu_gb * GB * float(share.split()[-1])
+def _too_large(view: GRPOConfig, servers: Servers, shape: ModelShape, gpu_gb: int, share: float) -> str:
+    section, usable = getattr(view, servers.backend), gpu_gb * GB * share
     weight_bytes, _ = _weights(section, servers, shape, servers.t)
     sizes = (t for t in (2, 4, 8, 16) if servers.t < t <= max(view.cluster.n_gpus_per_node, 1))
     enough = next((t for t in sizes if sum(_weights(section, servers, shape, t)) < usable), None)
     fits = f"{servers.backend} with t{enough}" if enough else "larger GPUs"
+    limit = f"{servers.backend}.{_SHARES[servers.backend]} {share:g} of cluster.gpu_mem_gb {gpu_gb}"
     return (
         f"a server of pool {servers.pool} needs {weight_bytes / GB:.1f} GB of weights on each GPU, but "
-        f"{share} of cluster.gpu_mem_gb {gpu_gb} leaves {usable / GB:.1f} GB. What fits: {fits}."
+        f"{limit} leaves {usable / GB:.1f} GB. What fits: {fits}."
     )
 
 

@@ -35,7 +35,10 @@ def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[
 
 
 def checkpoint(name: str, folder: str, without_weights: str = ".") -> Iterator[str]:
-    """Yield why a directory is no Hugging Face checkpoint; one without weights may be (an empty text)."""
+    """Yield why a directory can't be used as a Hugging Face checkpoint.
+
+    `without_weights` ends the refusal of one without weights; empty accepts it.
+    """
     path = Path(folder)
     if not path.is_dir():
         hint = "download it first (a hub name is not enough); relative paths start at the working directory"

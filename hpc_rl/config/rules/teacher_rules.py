@@ -10,10 +10,10 @@ from hpc_rl.config.loading.fields import did_you_mean
 from hpc_rl.config.rules.consistency import given, server_pools
 from hpc_rl.config.rules.generation_rules import BUILT_IN, IMPORT_PATH
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig
+from hpc_rl.config.sections.teacher import STUDENT, TRUTH_COLUMNS
 from hpc_rl.config.text_templates import names_in
 from hpc_rl.trial import read_json
 
-STUDENT = "student"
 VARIABLES = {  # template -> variables that it must have, and those that it may have
     "diagnostic": (("question",), ()),
     "adaptive": (("question",), ("approach",)),
@@ -21,7 +21,6 @@ VARIABLES = {  # template -> variables that it must have, and those that it may 
     "baseline": (("question",), ()),
 }
 _EVERY = {variable for both in VARIABLES.values() for some in both for variable in some}
-ANSWERS = ("answer", "ground_truth")  # columns with the right answer
 REWARD_PARTS = ("gain", "solved", "efficiency", "leak")
 _WEIGHTS = {"efficiency_weight": "efficiency", "degradation_penalty_multiplier": "gain"}
 
@@ -47,7 +46,7 @@ def templates(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             if variable not in used:
                 yield f"teacher.templates.{name} has no {{{variable}}}: write it where that belongs."
         for variable in used:
-            if variable in ANSWERS and name != "adaptive":
+            if variable in TRUTH_COLUMNS and name != "adaptive":
                 told = "would tell the student the right answer"
                 yield f"teacher.templates.{name}: {{{variable}}} {told}; omit it."
             if variable in _EVERY - _known(name):

@@ -59,7 +59,7 @@ class Place:
 
 @dataclass(frozen=True)
 class AsWritten:
-    """Any value, kept as a text: what is no text becomes JSON."""
+    """Any value, kept as a text: anything else than a text as JSON."""
 
     def refusal(self, text: str, is_bare_number: bool) -> str | None:
         """Return None: every text is allowed."""

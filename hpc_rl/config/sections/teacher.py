@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 from hpc_rl.config.sections.limits import NonNegativeFloat, PositiveInt
 
+STUDENT = "student"  # the pool of the model that is taught
+TRUTH_COLUMNS = ("answer", "ground_truth")  # with the right answer of a row; the second is ATLAS's
 _DIAGNOSTIC = """\
 {question}
 

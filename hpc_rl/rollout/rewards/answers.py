@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-TRUTH_COLUMNS = ("answer", "ground_truth")  # the second is ATLAS's
+from hpc_rl.config.sections.teacher import TRUTH_COLUMNS
+
 MAX_PLAIN_CHARS = 100  # of a completion that is an answer as a whole
 MAX_NUMBER_CHARS = 200
 MAX_EXPONENT = 400

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
-from hpc_rl.config.sections.teacher import TemplatesConfig
+from hpc_rl.config.sections.teacher import STUDENT, TemplatesConfig
 from hpc_rl.datasets.encode import question_of
 from hpc_rl.errors import ConfigError, InputRefused
 from hpc_rl.rollout.batch_log.ledger import RejectReason
@@ -30,7 +30,6 @@ from hpc_rl.rollout.workflow import Sampler, trajectory
 from hpc_rl.types import Reply, Trajectory, TrajectoryGroup, Turn
 
 logger = logging.getLogger(__name__)
-STUDENT = "student"  # the pool
 
 Chat = list[dict[str, Any]]
 
