@@ -110,7 +110,7 @@ def test_kills_of_the_sequencer_lose_and_repeat_nothing(tmp_path, order, bound):
 
 
 ONCE = """
-import asyncio, os, random, signal
+import asyncio, os, random, signal, time
 from hpc_rl.rollout.workflows import single_turn
 
 def tell(what, index, nonce):
@@ -137,7 +137,7 @@ async def run(prompt, generate):
         except FileExistsError:
             continue
         os.kill(os.getppid() if os.environ["VICTIM"] == "role" else os.getpid(), signal.SIGKILL)
-        await asyncio.sleep(100)
+        time.sleep(100)  # not asyncio: another workflow of this worker would spend its kill on the same role
     await asyncio.sleep(random.random() * 0.3)
     group = await single_turn(prompt, generate)
     for one in group.trajectories:
