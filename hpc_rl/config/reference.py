@@ -10,7 +10,7 @@ from hpc_rl.config.loading.fields import options, section_of
 from hpc_rl.config.loading.names import ALIASES
 from hpc_rl.config.loading.parser import config_parser, describe_options, sections
 from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.tables.areal_options import DEPARTURES, UNAVAILABLE
+from hpc_rl.config.tables.areal_options import DEPARTURES, MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.config.tables.atlas import ALIASES as ATLAS
 from hpc_rl.errors import ConfigError
 
@@ -83,9 +83,11 @@ def _tables() -> Iterator[str]:
     departures = [[f"`{name}`", theirs, why] for name, (theirs, why) in DEPARTURES.items()]
     title = "Where our default departs from AReaL's"
     yield from _table(title, [], ["option", "AReaL", "why ours differs"], departures)
-    refused = [[f"`{name}`", item.accepted(), item.why] for name, item in UNAVAILABLE.items()]
+    of_models = {f"actor.{name}": item for name, item in MODEL_UNAVAILABLE.items()}
+    refused = [[f"`{name}`", item.accepted(), item.why] for name, item in (UNAVAILABLE | of_models).items()]
     heads = ["option", "accepted", "why, and what to use"]
-    yield from _table("What can be named and is refused", [], heads, refused)
+    alike = "What is said of `actor` holds for `ref` and `model` too."
+    yield from _table("What can be named and is refused", [alike], heads, refused)
 
 
 def _table(title: str, texts: list[str], heads: list[str], rows: list[list[str]]) -> Iterator[str]:

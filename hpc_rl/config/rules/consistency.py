@@ -15,7 +15,7 @@ from hpc_rl.config.sections.experiment import (
     value_of,
 )
 from hpc_rl.config.sections.operations import FrequencyConfig
-from hpc_rl.config.tables.areal_options import UNAVAILABLE
+from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.errors import ConfigError
 from hpc_rl.trial import check_name
 
@@ -167,7 +167,8 @@ def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def unavailable(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    for name, row in UNAVAILABLE.items():
+    of_models = {f"{model}.{name}": row for model in _MODELS for name, row in MODEL_UNAVAILABLE.items()}
+    for name, row in (UNAVAILABLE | of_models).items():
         value = value_of(config, name)
         if value is not ABSENT and value not in row.allowed:
             shown = REDACTED if is_secret(name) else value

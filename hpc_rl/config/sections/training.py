@@ -15,6 +15,7 @@ from hpc_rl.config.sections.limits import (
     ShareBelowOne,
     ShareInside,
 )
+from hpc_rl.config.sections.megatron import MegatronConfig
 
 
 @dataclass(kw_only=True)
@@ -86,6 +87,12 @@ class FSDPEngineConfig:
     offload_params: bool = False
     """Keep parameters in CPU memory, and the moments and updates of a trained model; each layer is on the GPU
     only while it is used."""
+    reshard_after_forward: bool = True
+    """Give a layer's gathered parameters free after its forward pass, and gather them again for the backward
+    pass; false keeps them, which takes memory and saves messages. hpc-rl extension."""
+    replicate_size: PositiveInt = 1
+    """Number of groups that the data ranks form (HSDP): each has a whole copy of the model, divided among its
+    ranks. 1 divides one copy among all. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)
@@ -123,6 +130,8 @@ class TrainEngineConfig:
     """Train engine; empty means fsdp. `megatron` can be planned and rendered, but not started."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Options of the fsdp backend."""
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """Options of the megatron backend."""
     ds_auto_tp: DeepSpeedAutoTPEngineConfig = field(default_factory=DeepSpeedAutoTPEngineConfig)
     """Options of a backend that is not implemented."""
     gradient_checkpointing: bool = True

@@ -38,6 +38,9 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
 _FILES = "processes find each other by files on the shared file system; use nfs, or omit it"
 _SERVICE = "there is no scheduler service: Slurm places the roles; omit the section"
 _REWARDS = "rewards are computed by the rollout role; use a function in rollout.reward_fn"
+_FSDP2 = "use the fsdp backend, which is FSDP2"
+_FLOAT32 = "parameters, gradients and moments of the optimizer are float32; more data ranks take less memory"
+_NO_FP8 = "FP8 is not used for training; use actor.dtype bfloat16"
 _KEY = "a key does not belong in a file that others may read"
 
 
@@ -49,7 +52,9 @@ class Unavailable:
     why: str
 
     def accepted(self) -> str:
-        return ", ".join("empty" if value in ("", {}) else str(value).lower() for value in self.allowed)
+        words = {"": "empty", "{}": "empty", "none": "null"}
+        texts = [str(value).lower() for value in self.allowed]
+        return ", ".join(words.get(text, text) for text in texts)
 
 
 UNAVAILABLE: dict[str, Unavailable] = {
@@ -71,5 +76,31 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "sglang.dp_size": Unavailable((1,), "allocation_mode sets the number of servers, such as sglang:d4"),
     "sglang.enable_dp_attention": Unavailable(
         (False,), "data-parallel attention in a server is not implemented; use more servers: sglang:dN"
+    ),
+}
+MODEL_UNAVAILABLE: dict[str, Unavailable] = {  # options of each model in the trainer: actor, ref, model
+    "fsdp.reshard_after_forward": Unavailable((True,), "the fsdp backend gathers layers again; omit it"),
+    "fsdp.replicate_size": Unavailable((1,), "the fsdp backend divides one copy among all ranks; omit it"),
+    "megatron.wrap_with_ddp": Unavailable((True,), "gradients must be summed over data ranks; omit it"),
+    "megatron.use_torch_fsdp2": Unavailable((False,), _FSDP2),
+    "megatron.use_custom_fsdp": Unavailable((False,), _FSDP2),
+    "megatron.ddp.average_in_collective": Unavailable(
+        (False,), "losses are divided by the tokens of the whole batch, once; omit it"
+    ),
+    "megatron.ddp.fp8_param_gather": Unavailable((False,), _NO_FP8),
+    "megatron.overlap_param_gather_with_optimizer_step": Unavailable(
+        (False,), "use megatron.ddp.overlap_param_gather, which overlaps with the forward pass"
+    ),
+    "megatron.use_precision_aware_optimizer": Unavailable((False,), _FLOAT32),
+    "megatron.main_grads_dtype": Unavailable(("float32",), _FLOAT32),
+    "megatron.main_params_dtype": Unavailable(("float32",), _FLOAT32),
+    "megatron.exp_avg_dtype": Unavailable(("float32",), _FLOAT32),
+    "megatron.exp_avg_sq_dtype": Unavailable(("float32",), _FLOAT32),
+    "megatron.async_save": Unavailable((False,), "use recover.async_save, which every backend has"),
+    "megatron.use_checkpoint_opt_param_scheduler": Unavailable(
+        (True,), "the schedule continues at the step of the checkpoint, with the rates of this configuration"
+    ),
+    "megatron.distribute_saved_activations": Unavailable(
+        (False, None), "sequence parallelism, which t above 1 brings, divides them already; omit it"
     ),
 }

@@ -6,7 +6,7 @@ import pytest
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.profiles import site_dirs
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.tables.areal_options import UNAVAILABLE
+from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 
@@ -145,15 +145,18 @@ def test_refusals(overrides, words):
     assert words in refusal(*overrides)
 
 
-@pytest.mark.parametrize("name", UNAVAILABLE)
+EVERY = UNAVAILABLE | {f"actor.{name}": row for name, row in MODEL_UNAVAILABLE.items()}
+
+
+@pytest.mark.parametrize("name", EVERY)
 def test_what_is_unavailable_is_accepted_at_its_own_value_only(name):
-    value = UNAVAILABLE[name].allowed[0]
+    value = EVERY[name].allowed[0]
     check(load([], BASE), files=False)
     other = {bool: not value, int: 2, dict: "{a: b}"}.get(
         type(value), "/other" if value is None else f"{value}x"
     )
     if name == "cluster.name_resolve.type":
         other = "ray"
-    assert UNAVAILABLE[name].why in refusal(
-        f"{name}={str(other).lower() if isinstance(other, bool) else other}"
-    )
+    if value == "float32":
+        other = "float16" if "params" in name else "bfloat16"
+    assert EVERY[name].why in refusal(f"{name}={str(other).lower() if isinstance(other, bool) else other}")

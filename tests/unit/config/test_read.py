@@ -19,7 +19,7 @@ from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.rules.teacher_rules import VARIABLES
 from hpc_rl.config.sections.experiment import CONFIGS, has_own_prompts, last_step
 from hpc_rl.config.tables import sglang_versions, vllm_versions
-from hpc_rl.config.tables.areal_options import UNAVAILABLE
+from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.plan.containers import PYTHONS
 from hpc_rl.render.hooks import EVENTS
 from hpc_rl.render.slurm_options import SLURM_OPTIONS
@@ -66,6 +66,7 @@ ONLY_RULES = {
     r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (training_rules)",
     r"actor\.log_agent_stats": "must agree with log_agent_stats_keys",
     r"(actor|model|ref)\.ds_auto_tp\.autotp_size": "refused when set",
+    r"(actor|model|ref)\.megatron\..*": "the megatron backend, which is not started yet, is to read them",
     r"(actor|model|ref)\.backend": "megatron is planned, not started (plan._not_built)",
     r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }
@@ -160,7 +161,11 @@ def is_read(name: str) -> bool:
 
 
 def explained(name: str) -> bool:
-    return name in UNAVAILABLE or any(re.fullmatch(pattern, name) for pattern in ONLY_RULES)
+    return (
+        name in UNAVAILABLE
+        or name.partition(".")[2] in MODEL_UNAVAILABLE
+        or any(re.fullmatch(pattern, name) for pattern in ONLY_RULES)
+    )
 
 
 def test_every_option_is_read_or_explained():
