@@ -2,15 +2,19 @@
 
 Logits take tokens x vocabulary x 4 bytes: with a large vocabulary more than the model. They are computed for
 a chunk of rows at a time, and again in the backward pass. If all of them fit into one chunk they are kept,
-which saves the second product.
+which saves the second product. The vocabulary may be shared out over the ranks of a group; then these add up
+what they have of each row.
 """
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 CHUNK_ROWS = 128
 CHUNK_LOGITS = 1 << 22  # 16 MiB of float32; a chunk has more rows if the vocabulary is small
+# On a GPU 2208 rows of a vocabulary of 152k: few products, since each adds up a gradient as large as the head
+CHUNK_LOGITS_ON_GPU = 320 << 20
 
 
 def token_logprobs(
@@ -19,15 +23,25 @@ def token_logprobs(
     targets_N: torch.Tensor,
     temperature: float = 1.0,
     chunk_rows: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p(target) and the entropy of softmax(hidden @ head.T / temperature), float32 [N].
 
     hidden_NH: [tokens, width]. head_VH: [vocabulary, width]. targets_N: int64 token ids. Only log p has a
     gradient.
+
+    With `group`, head_VH is this rank's equal part of the vocabulary, in the order of ranks, and all else is
+    the same on its ranks, the gradient of log p too. Each gets the gradient of its head_VH and the whole one
+    of hidden_NH. Then it is collective, forwards and backwards.
     """
     if chunk_rows is None:
-        chunk_rows = max(CHUNK_ROWS, CHUNK_LOGITS // head_VH.shape[0])
-    return _TokenLogprobs.apply(hidden_NH, head_VH, targets_N, temperature, chunk_rows)
+        chunk_rows = rows_of_a_chunk(head_VH.shape[0], hidden_NH.device.type)
+    return _TokenLogprobs.apply(hidden_NH, head_VH, targets_N, temperature, chunk_rows, group)
+
+
+def rows_of_a_chunk(vocabulary: int, device_type: str) -> int:
+    """Return how many tokens have their logits in memory at once."""
+    return max(CHUNK_ROWS, (CHUNK_LOGITS_ON_GPU if device_type == "cuda" else CHUNK_LOGITS) // vocabulary)
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -39,40 +53,95 @@ class _TokenLogprobs(torch.autograd.Function):
         targets_N: torch.Tensor,
         temperature: float,
         chunk_rows: int,
+        group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if group is not None:
+            targets_N = targets_N - dist.get_rank(group) * len(head_VH)  # those of other ranks are outside
         logprobs_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_NH.device)
-        entropy_N = torch.empty_like(logprobs_N)
-        all_logprobs_NV = torch.empty(0, device=hidden_NH.device)
+        entropy_N, log_sum_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        one_chunk = len(targets_N) <= chunk_rows
+        kept: list[torch.Tensor] = []
         for start in range(0, len(targets_N), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            all_logprobs_NV = _log_softmax(hidden_NH[rows], head_VH, temperature)
-            logprobs_N[rows] = all_logprobs_NV.gather(1, targets_N[rows, None]).squeeze(1)
-            entropy_N[rows] = -(all_logprobs_NV.exp() * all_logprobs_NV).sum(1)
-        one_chunk = len(targets_N) <= chunk_rows
-        ctx.save_for_backward(hidden_NH, head_VH, targets_N, *([all_logprobs_NV] if one_chunk else []))
-        ctx.temperature, ctx.chunk_rows = temperature, chunk_rows
+            logits_NV = _logits(hidden_NH[rows], head_VH, temperature)
+            logprobs_N[rows], entropy_N[rows], log_sum_N[rows] = _statistics(
+                logits_NV, targets_N[rows], group
+            )
+            kept = [logits_NV] if one_chunk else []
+            del logits_NV  # before the next ones are made
+        ctx.save_for_backward(hidden_NH, head_VH, targets_N, log_sum_N, *kept)
+        ctx.temperature, ctx.chunk_rows, ctx.group = temperature, chunk_rows, group
         ctx.mark_non_differentiable(entropy_N)
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(
         ctx: Any, grad_N: torch.Tensor, _grad_entropy: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
-        hidden_NH, head_VH, targets_N, *kept = ctx.saved_tensors
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
+        hidden_NH, head_VH, targets_N, log_sum_N, *kept = ctx.saved_tensors
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_head_VH = torch.zeros(head_VH.shape, dtype=torch.float32, device=head_VH.device)
         for start in range(0, len(targets_N), ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
-            all_logprobs_NV = kept[0] if kept else _log_softmax(hidden_NH[rows], head_VH, ctx.temperature)
+            if kept:
+                softmax_NV = kept[0].exp()
+            else:
+                logits_NV = _logits(hidden_NH[rows], head_VH, ctx.temperature)
+                softmax_NV = logits_NV.sub_(log_sum_N[rows, None]).exp_()
+                del logits_NV
             scale_N1 = (grad_N[rows] / ctx.temperature)[:, None]
-            grad_logits_NV = all_logprobs_NV.exp().mul_(-scale_N1)  # (onehot - softmax) * grad
-            grad_logits_NV.scatter_add_(1, targets_N[rows, None], scale_N1)
+            grad_logits_NV = softmax_NV.mul_(-scale_N1)  # (onehot - softmax) * grad
+            here_N, place_N = _own(targets_N[rows], len(head_VH), ctx.group)
+            grad_logits_NV.scatter_add_(1, place_N[:, None], scale_N1 * here_N[:, None])
             grad_logits_NV = grad_logits_NV.to(head_VH.dtype)
+            del softmax_NV
             grad_hidden_NH[rows] = grad_logits_NV @ head_VH
-            grad_head_VH += grad_logits_NV.T @ hidden_NH[rows]
-        return grad_hidden_NH, grad_head_VH.to(head_VH.dtype), None, None, None
+            if head_VH.dtype == torch.float32:
+                grad_head_VH.addmm_(grad_logits_NV.T, hidden_NH[rows])
+            else:
+                grad_head_VH += grad_logits_NV.T @ hidden_NH[rows]
+        if ctx.group is not None:
+            dist.all_reduce(grad_hidden_NH, group=ctx.group)
+        return grad_hidden_NH, grad_head_VH.to(head_VH.dtype), None, None, None, None
 
 
-def _log_softmax(hidden_NH: torch.Tensor, head_VH: torch.Tensor, temperature: float) -> torch.Tensor:
-    logits_NV = (hidden_NH @ head_VH.T).float()
-    return torch.log_softmax(logits_NV if temperature == 1.0 else logits_NV / temperature, dim=1)
+def _logits(hidden_NH: torch.Tensor, head_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Return logits in float32; on a GPU they are never rounded to a smaller compute type."""
+    if hidden_NH.is_cuda and hidden_NH.dtype != torch.float32:
+        logits_NV = torch.mm(hidden_NH, head_VH.T, out_dtype=torch.float32)
+    else:
+        logits_NV = (hidden_NH @ head_VH.T).float()
+    return logits_NV if temperature == 1.0 else logits_NV.div_(temperature)
+
+
+def _statistics(
+    logits_NV: torch.Tensor, targets_N: torch.Tensor, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return log p of the targets, entropies, and the logarithm of the sum of exp(logits), each [N].
+
+    Turns the logits into log-probabilities, in place.
+    """
+    max_N = logits_NV.amax(1)
+    if group is not None:
+        dist.all_reduce(max_N, dist.ReduceOp.MAX, group)
+    logits_NV.sub_(max_N[:, None])
+    here_N, place_N = _own(targets_N, logits_NV.shape[1], group)
+    target_N = logits_NV.gather(1, place_N[:, None]).squeeze(1) * here_N
+    exp_NV = logits_NV.exp()
+    sum_N = exp_NV.sum(1)
+    sums_3N = torch.stack([sum_N, target_N, exp_NV.mul_(logits_NV).sum(1)])
+    if group is not None:
+        dist.all_reduce(sums_3N, group=group)
+    sum_N, target_N, product_N = sums_3N
+    log_sum_N = sum_N.log()
+    logits_NV.sub_(log_sum_N[:, None])
+    return target_N - log_sum_N, log_sum_N - product_N / sum_N, max_N + log_sum_N
+
+
+def _own(
+    targets_N: torch.Tensor, num_rows: int, group: dist.ProcessGroup | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return where the target is among this rank's rows of the head, as 1 or 0, and a row that it has."""
+    if group is None:
+        return torch.ones_like(targets_N, dtype=torch.float32), targets_N
+    return ((targets_N >= 0) & (targets_N < num_rows)).float(), targets_N.clamp(0, num_rows - 1)

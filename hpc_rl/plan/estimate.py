@@ -144,8 +144,7 @@ def _load(config: Config, plan: Plan, shape: ModelShape, models: Models, work: W
     )
     if not isinstance(config, GRPOConfig):
         return load
-    temperature = config.actor.temperature or config.gconfig.temperature or 1.0
-    load = replace(load, batch_tokens=work.tokens, divides_logits=temperature != 1.0)
+    load = replace(load, batch_tokens=work.tokens)
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
         return load
     reference_shape = ModelShape.of(models.get(config.ref.path, {}))

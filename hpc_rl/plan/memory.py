@@ -21,6 +21,7 @@ MB = 1 << 20
 # As in engines/logprobs.py, which needs torch; a test compares them.
 CHUNK_ROWS = 128
 CHUNK_LOGITS = 1 << 22
+CHUNK_LOGITS_ON_GPU = 320 << 20
 CUDA_BYTES = 2 * GB  # of the GPU, for CUDA's context, NCCL and the libraries' workspaces
 PROCESS_BYTES = {True: 3 * GB, False: GB // 2}  # Python and PyTorch; with CUDA, and without
 LOADING_BYTES = 300 * MB  # pieces of weights on their way from the files
@@ -40,7 +41,6 @@ class RankLoad:
     tokens: int  # of a micro-batch
     longest: int  # tokens of the longest row
     batch_tokens: int = 0  # of a train batch that every rank gets whole
-    divides_logits: bool = False  # by a temperature that is not 1
     saves: bool = False  # checkpoints
     saves_copies: bool = False  # that are written while training continues
     reference: TrainEngineConfig | None = None
@@ -174,14 +174,16 @@ def _loss(load: RankLoad) -> Items:
     }
     if load.table_params:
         vocabulary = shape.vocabulary / load.mesh.t
-        most_rows = max(CHUNK_ROWS, CHUNK_LOGITS // shape.vocabulary)
-        rows = min(tokens, most_rows)
-        # a chunk's logits and log-probabilities, while those of the one before and their gradient are alive
-        value_bytes = 12 + (b if tokens > most_rows else 0) + (4 if load.divides_logits else 0)
-        items["logits of a chunk"] = rows * vocabulary * value_bytes
+        at_once = CHUNK_LOGITS_ON_GPU if load.on_gpu else CHUNK_LOGITS
+        most_rows = max(CHUNK_ROWS, int(at_once // vocabulary))
+        logits = min(tokens, most_rows) * vocabulary
+        cast_bytes = b if b < 4 else 0  # of gradients in the compute type
         # summed up in float32; what a chunk adds is there when most of its logits are gone
-        added = max(0.0, b * load.table_params - 8 * rows * vocabulary)
+        added = max(0.0, cast_bytes * load.table_params - 4 * logits)
         items["gradient of the head"] = 4 * load.table_params + added
+        backward = (4 + cast_bytes + (4 if tokens <= most_rows else 0)) * logits  # kept, if all fit in
+        forward = 8 * logits - items["gradient of the head"]  # log-probabilities and probabilities
+        items["logits of a chunk"] = max(backward, forward)
     return items
 
 

@@ -1,0 +1,34 @@
+"""One rank of test_vocabulary.py: `python vocabulary_rank.py SCENARIO RANK NUM_RANKS FOLDER`."""
+
+from pathlib import Path
+
+import gloo_ranks
+import torch
+import torch.distributed as dist
+
+from hpc_rl.engines.logprobs import token_logprobs
+
+
+def scenario_parts(folder: Path, rank: int, num_ranks: int) -> None:
+    """Compare a rank's part of the vocabulary with the whole, values and gradients."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(300, 16, generator=generator)
+    head = torch.randn(52, 16, generator=generator)
+    targets = torch.randint(0, 52, (300,), generator=generator)
+    weights = torch.randn(300, generator=generator)
+    part = slice(rank * 52 // num_ranks, (rank + 1) * 52 // num_ranks)
+
+    def values_and_gradients(head: torch.Tensor, chunk_rows: int | None, group: dist.ProcessGroup | None):
+        inputs = hidden.clone().requires_grad_(), head.clone().requires_grad_()
+        logprobs, entropy = token_logprobs(*inputs, targets, 0.7, chunk_rows, group)
+        return (logprobs.detach(), entropy, *torch.autograd.grad((logprobs * weights).sum(), inputs))
+
+    for chunk_rows in (None, 7, 128):
+        *whole, head_gradient = values_and_gradients(head, None, None)
+        got = values_and_gradients(head[part], chunk_rows, dist.group.WORLD)
+        for mine, want in zip(got, (*whole, head_gradient[part]), strict=True):
+            assert (mine - want).abs().max() <= 1e-6 * want.abs().max()
+
+
+if __name__ == "__main__":
+    gloo_ranks.main(globals())
