@@ -42,9 +42,13 @@ class ServerBackend:
 
 @dataclass(frozen=True)
 class TrainBackend:
+    """A train engine: what config and plan know of it."""
+
     dimensions: str  # that an expression may give
     implementation: str = ""  # `module:class` of its `hpc_rl.engines.base.Engine`; empty: it is only planned
     supported: str = ""  # dimensions that can be above 1 today
+    model_types: tuple[str, ...] = ()  # of config.json that it can train; empty: all that transformers has
+    split_types: tuple[str, ...] = ()  # of those, the ones that it can divide by t or c; empty: all
 
 
 _USE_SGLANG = (
@@ -88,7 +92,7 @@ SERVER_BACKENDS: dict[str, ServerBackend] = {
 }
 TRAIN_BACKENDS: dict[str, TrainBackend] = {
     "fsdp": TrainBackend("dtc", "hpc_rl.engines.fsdp:FSDPEngine", supported="d"),
-    "megatron": TrainBackend("dptce"),
+    "megatron": TrainBackend("dptce", model_types=("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")),
 }
 
 
@@ -146,6 +150,16 @@ class Train:
         return None if self.d is None else self.d * self.units_per_replica
 
     @property
+    def multiple(self) -> int:
+        """What the number of units must be a multiple of."""
+        return math.lcm(self.units_per_replica, self.p * self.e * self.etp)
+
+    @property
+    def is_hybrid(self) -> bool:
+        """Whether the experts have tensor ranks of their own number."""
+        return self.e > 1 and self.etp != self.t
+
+    @property
     def edp(self) -> int | None:
         """Data parallelism of the experts; d where there are none."""
         if self.e == 1 or self.num_units is None:
@@ -153,7 +167,7 @@ class Train:
         return self.num_units // (self.p * self.etp * self.e)
 
     def __str__(self) -> str:
-        if self.e == 1 or self.etp == self.t:
+        if not self.is_hybrid:
             return f"{self.backend}:{_dims(d=self.d, p=self.p, t=self.t, c=self.c, e=self.e)}"
         attention = _dims(d=self.d, p=self.p, t=self.t, c=self.c)
         experts = f"d{self.edp}t{self.etp}p{self.p}e{self.e}"  # all four: what is missing would be inherited
@@ -176,13 +190,16 @@ class Allocation:
         return ("|" if self.colocate else "+").join(parts)
 
 
-def parse(text: str) -> Allocation:
-    """Read an expression. Raises ConfigError with the position and the reason."""
+def parse(text: str, engine: str = "") -> Allocation:
+    """Read an expression; `engine` trains where it names none and the dimensions allow it.
+
+    Raises ConfigError with the position and the reason.
+    """
     if text.strip() in ("manual", "heuristic"):
         raise ConfigError(
             f"allocation_mode {text.strip()} is not supported; leave it empty to have one derived."
         )
-    return _Parser(text).expression()
+    return _Parser(text, engine).expression()
 
 
 def _dims(**sizes: int | None) -> str:
@@ -193,8 +210,8 @@ def _dims(**sizes: int | None) -> str:
 class _Parser:
     """Recursive descent over (token, position); `self.at` is the number of the next token, "" ends them."""
 
-    def __init__(self, text: str) -> None:
-        self.text, self.at = text, 0
+    def __init__(self, text: str, engine: str) -> None:
+        self.text, self.at, self.engine = text, 0, engine
         self.tokens = [(found[0], found.start()) for found in re.finditer(r"[A-Za-z]+|[0-9]+|\S", text)]
         self.tokens.append(("", len(text.rstrip())))
         if wrong := re.search(r"[^A-Za-z0-9:.+|()\[\]*\s_-]", text):
@@ -307,7 +324,7 @@ class _Parser:
         sizes = self.dims("training has", "dptce")
         used = [letter for letter, size in sizes.items() if (size or 1) > 1]
         able = [name for name, one in TRAIN_BACKENDS.items() if set(used) <= set(one.dimensions)]
-        backend = backend or able[0]
+        backend = backend or (self.engine if self.engine in able else able[0])
         if backend not in able:
             lacking = next(letter for letter in used if letter not in TRAIN_BACKENDS[backend].dimensions)
             self.fail(f"{backend} has no {lacking}; use {able[0]}", start)

@@ -14,6 +14,7 @@ from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.tables.changes import Change
 from hpc_rl.errors import ConfigError, DoesNotFit, HpcRlError
+from hpc_rl.plan import train_mesh
 from hpc_rl.plan.estimate import Estimate
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan
@@ -38,6 +39,7 @@ class Planned:
     # Nodes that failed the trial lately; None where the cluster was not asked.
     avoid: tuple[str, ...] | None = None
     needs: Estimate | None = None  # None where the model's config.json says nothing
+    problems: tuple[str, ...] = ()  # why the models can't be trained so
 
     @property
     def notes(self) -> list[str]:
@@ -123,10 +125,12 @@ def plan_of(loaded: Loaded, files: bool = True, count_rows: bool = False) -> Pla
         scheduler=scheduler,  # type: ignore[arg-type]
         threads_per_core=threads,
     )
-    estimated = needs.needs_of(config, plan, scheduler, count_rows)
-    if files and estimated and estimated.problems:
-        raise DoesNotFit("\n".join(estimated.problems))
-    return Planned(checked, plan, needs=estimated)
+    known = needs.known_models(config)
+    estimated = needs.needs_of(config, plan, known, scheduler, count_rows)
+    problems = [*train_mesh.problems(config, plan, known), *(estimated.problems if estimated else [])]
+    if files and problems:
+        raise DoesNotFit("\n".join(problems))
+    return Planned(checked, plan, needs=estimated, problems=tuple(problems))
 
 
 def compared(planned: Planned, trial: Trial, no_check: bool) -> Planned:
@@ -261,9 +265,8 @@ def _dry_run(given: Loaded, json: bool) -> int:
 
 def _refused(planned: Planned, refusal: ConfigError, json: bool) -> int:
     """Show a plan that files or memory refuse: for an estimate a model's config.json is enough."""
-    problems = planned.needs.problems if planned.needs else []
-    if not isinstance(refusal, DoesNotFit) and problems:
-        refusal = DoesNotFit("\n".join([str(refusal), *problems]))
+    if not isinstance(refusal, DoesNotFit) and planned.problems:
+        refusal = DoesNotFit("\n".join([str(refusal), *planned.problems]))
     if json:
         print_json(_dry_json(planned) | {"refused": str(refusal)})
         return refusal.exit_code

@@ -16,12 +16,11 @@ from hpc_rl.config.rules.training_rules import trained
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig, last_step
 from hpc_rl.plan.disk_use import DiskUse, disk_use
 from hpc_rl.plan.memory import GB, MB, Items, RankLoad, RankMemory, rank_memory, with_tokens
-from hpc_rl.plan.model_shape import ModelShape
+from hpc_rl.plan.model_shape import Models, ModelShape
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.plan.server_memory import ServerMemory, server_memories
 
 MAX_RANKS = 4096  # up to which a larger number is looked for
-Models = Mapping[str, Mapping[str, Any]]  # path of a model -> content of its config.json
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+Models = Mapping[str, Mapping[str, Any]]  # path of a model -> content of its config.json
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 
@@ -24,10 +25,14 @@ class ModelShape:
     query_width: int  # of all heads together
     key_width: int  # of keys, and of values
     num_heads: int
+    num_key_heads: int  # of keys, and of values
+    mlp_width: int  # of a layer without experts
     active_mlp_width: int  # that a token passes through: of its experts together
     has_qk_norm: bool
     is_tied: bool  # the head is the embedding
-    layer_params: int  # of one layer
+    layer_params: int  # of one layer, all of its experts included
+    num_experts: int  # of a layer
+    expert_width: int
     dtype: str  # of the files
 
     @classmethod
@@ -39,14 +44,16 @@ class ModelShape:
             return None
         width, num_layers, num_heads, vocabulary, mlp_width = map(int, sizes)  # type: ignore[arg-type]
         head_dim = content.get("head_dim") or width // num_heads
-        key_width = (content.get("num_key_value_heads") or num_heads) * head_dim
+        num_key_heads = content.get("num_key_value_heads") or num_heads
+        key_width = num_key_heads * head_dim
         kind, query_width = str(content.get("model_type", "")), num_heads * head_dim
         attention = 2 * width * query_width + 2 * width * key_width
         if content.get("attention_bias", kind.startswith("qwen2")):
             attention += query_width + 2 * key_width + (0 if kind.startswith("qwen2") else width)
         has_qk_norm = kind.startswith("qwen3")
         norms = 2 * width + (2 * head_dim if has_qk_norm else 0)
-        mlp_params, active = _mlp(content, width, mlp_width)
+        num_experts = next((content[name] for name in _EXPERTS if content.get(name)), 0)
+        mlp_params, active = _mlp(content, width, mlp_width, num_experts)
         return cls(
             num_layers=num_layers,
             width=width,
@@ -54,12 +61,21 @@ class ModelShape:
             query_width=query_width,
             key_width=key_width,
             num_heads=num_heads,
+            num_key_heads=num_key_heads,
+            mlp_width=mlp_width,
             active_mlp_width=active,
             has_qk_norm=has_qk_norm,
             is_tied=bool(content.get("tie_word_embeddings", False)),
             layer_params=attention + norms + mlp_params,
+            num_experts=num_experts,
+            expert_width=content.get("moe_intermediate_size") or mlp_width,
             dtype=_dtype(content),
         )
+
+    @property
+    def expert_params(self) -> int:
+        """Parameters of all experts of a layer."""
+        return 3 * self.width * self.num_experts * self.expert_width
 
     @property
     def table_params(self) -> int:
@@ -80,9 +96,8 @@ class ModelShape:
         return 2 * self.num_layers * self.key_width * value_bytes
 
 
-def _mlp(content: Mapping[str, Any], width: int, mlp_width: int) -> tuple[int, int]:
+def _mlp(content: Mapping[str, Any], width: int, mlp_width: int, num_experts: int) -> tuple[int, int]:
     """Return the parameters of a layer's MLP, and the width that a token passes through."""
-    num_experts = next((content[name] for name in _EXPERTS if content.get(name)), 0)
     if not num_experts:
         bias = 2 * mlp_width + width if content.get("mlp_bias") else 0
         return 3 * width * mlp_width + bias, mlp_width

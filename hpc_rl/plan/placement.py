@@ -4,6 +4,7 @@ Trainer ranks take the first nodes, the same number on each (node 0 also holds s
 servers take the last ones. They share a node only where GPUs would stay idle otherwise.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,10 +25,14 @@ class PoolDemand:
 
 @dataclass(frozen=True)
 class Demand:
-    """Trainer ranks of one unit each, and the pools of servers."""
+    """Trainer ranks of one unit each, and the pools of servers.
+
+    Another number of ranks must be a multiple of `together`.
+    """
 
     ranks: int
     pools: tuple[PoolDemand, ...] = ()
+    together: int = 1
 
     @property
     def replicas(self) -> int:
@@ -110,7 +115,9 @@ def _without(gpus: range, first: int, size: int) -> list[range]:
 def nearest(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Demand | None:
     """Return the demand that fits and changes the fewest units, or None where none fits."""
     fitting = [
-        other for other in _others(demand, n_nodes, n_gpus_per_node) if place(other, n_nodes, n_gpus_per_node)
+        other
+        for other in _others(demand, n_nodes, n_gpus_per_node)
+        if other.ranks % demand.together == 0 and place(other, n_nodes, n_gpus_per_node)
     ]
 
     def change(other: Demand) -> int:
@@ -124,8 +131,9 @@ def _others(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Iterator[Dema
     """Yield demands with other numbers of ranks and of the first pool's replicas."""
     total = n_nodes * n_gpus_per_node
     if not demand.pools:
-        for count in (demand.ranks // n_nodes, demand.ranks // n_nodes + 1):
-            yield Demand(total or max(count, 1) * n_nodes)
+        step = math.lcm(n_nodes, demand.together)
+        for count in (demand.ranks // step, demand.ranks // step + 1):
+            yield Demand(total or max(count, 1) * step)
         return
     first, *rest = demand.pools
     if n_gpus_per_node:
@@ -138,5 +146,6 @@ def _others(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Iterator[Dema
         others = sum(pool.replicas for pool in rest)
         for nodes in range(1, n_nodes):
             replicas = max(first.replicas, n_nodes - nodes - others)
-            for count in (demand.ranks // nodes, demand.ranks // nodes + 1):
-                yield Demand(max(count, 1) * nodes, (PoolDemand(replicas, first.size), *rest))
+            step = math.lcm(nodes, demand.together)
+            for count in (demand.ranks // step, demand.ranks // step + 1):
+                yield Demand(max(count, 1) * step, (PoolDemand(replicas, first.size), *rest))

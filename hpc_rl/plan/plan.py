@@ -9,7 +9,6 @@ from typing import Literal
 
 from hpc_rl.allocation import (
     SERVER_BACKENDS,
-    TRAIN_BACKENDS,
     Allocation,
     Servers,
     Train,
@@ -19,11 +18,11 @@ from hpc_rl.allocation import (
 from hpc_rl.config import pool_view
 from hpc_rl.config.loading.stored import trainer_of
 from hpc_rl.config.rules.slurm_rules import asks_for_gpus
-from hpc_rl.config.rules.training_rules import models, trained
+from hpc_rl.config.rules.training_rules import trained
 from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
-from hpc_rl.plan import containers
+from hpc_rl.plan import containers, train_mesh
 from hpc_rl.plan.placement import Demand, Placement, PoolDemand, nearest, place
 from hpc_rl.plan.schema import Group, Plan, Pool, Unit
 
@@ -51,14 +50,15 @@ def make_plan(
     allocation, notes = _allocation(shared)
     _refuse_unbuilt(shared, allocation)
     allocation = _fill_stars(shared, allocation)
-    train = allocation.train
-    ranks = (train.num_units if train else None) or 1
-    demand = Demand(ranks, tuple(PoolDemand(one.d or 0, one.units_per_replica) for one in allocation.pools))
+    train_mesh.check(config, allocation)
+    train = allocation.train or Train("fsdp")
+    pools = tuple(PoolDemand(one.d or 0, one.units_per_replica) for one in allocation.pools)
+    demand = Demand(train.num_units or 1, pools, together=train.multiple)
     if demand.units > MAX_UNITS:
         most = f"at most {MAX_UNITS} are allowed"
         raise DoesNotFit(f"allocation_mode {allocation} needs {demand.units} units; {most}.")
     placement = _placement(shared, allocation, demand)
-    _refuse_idle_ranks(config, ranks // (train.units_per_replica if train else 1))
+    _refuse_idle_ranks(config, train)
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
     units = [
         replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
@@ -87,7 +87,7 @@ def make_plan(
         groups=_groups(config, layout, units),
         slurm_knows_gpus=knows_gpus,
         notes=notes,
-        not_built=_not_built(config, allocation),
+        not_built=train_mesh.not_built(config, allocation),
     )
     return with_threads_per_core(plan, threads_per_core)
 
@@ -159,7 +159,7 @@ def _without_environment_nodes(config: Config) -> Config:
 def _allocation(config: Config) -> tuple[Allocation, list[str]]:
     """Return the allocation, and a note where it is derived."""
     if config.allocation_mode.strip():
-        return parse(config.allocation_mode), []
+        return parse(config.allocation_mode, trained(config)[1].backend), []
     allocation = _derive(config)
     cluster = config.cluster
     kind = f"{cluster.n_gpus_per_node} GPUs each" if cluster.n_gpus_per_node else "without GPUs"
@@ -209,9 +209,8 @@ def _unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
         yield f"sharing units ('|') is not implemented; use '+': {pools}+{train}"
     if pools and not train:
         yield f"a trial of servers alone is not implemented; add a trainer: {pools}+fsdp:d1"
-    if train and TRAIN_BACKENDS[train.backend].supported == "d" and train.units_per_replica > 1:
-        only_d = f"use d only, as {train.backend}:d{train.num_units or '*'}"
-        yield f"{train.backend} with t or c is not implemented; {only_d}"
+    if train and (reason := train_mesh.unbuilt(train)):
+        yield reason
     if not pools and isinstance(config, GRPOConfig):
         yield f"generation by the trainer is not implemented; add servers, as {usual}:d1+{train}"
     for servers in allocation.pools:
@@ -227,26 +226,6 @@ def _unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
         if servers.t > max(n_gpus, 1):
             most = f"t can be at most cluster.n_gpus_per_node, {n_gpus}"
             yield f"a server that spans nodes is not implemented; {most}"
-
-
-def _not_built(config: Config, allocation: Allocation) -> str:
-    """Return why this version can't start what it can plan, or an empty text.
-
-    Raises ConfigError where allocation and configuration name two engines.
-    """
-    lacking = [name for name, backend in TRAIN_BACKENDS.items() if not backend.implementation]
-    named = [f"{section}.backend {one.backend}" for section, one in models(config) if one.backend in lacking]
-    train = allocation.train
-    if train and train.backend in lacking:
-        named.insert(0, f"allocation_mode {allocation}")
-    elif trained(config)[1].backend in lacking:
-        other = f"allocation_mode {allocation} trains with another engine; make them agree"
-        raise ConfigError(f"{named[0]}, but {other}.")
-    if not named:
-        return ""
-    count = (train.num_units if train else None) or "*"
-    use = f"use fsdp with d only, as fsdp:d{count}"
-    return f"{', '.join(named)}: the {lacking[0]} backend is not implemented; {use}."
 
 
 def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
@@ -286,7 +265,9 @@ def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placem
     if other := nearest(demand, n_nodes, n_gpus):
         sized = zip(allocation.pools, other.pools, strict=True)
         pools = tuple(replace(servers, d=pool.replicas) for servers, pool in sized)
-        fits = f"the nearest that fits: {Allocation(pools=pools, train=Train('fsdp', d=other.ranks))}"
+        train = allocation.train or Train("fsdp")
+        train = replace(train, d=other.ranks // train.units_per_replica)
+        fits = f"the nearest that fits: {Allocation(pools=pools, train=train)}"
     have = f"{n_nodes} node(s) of {n_gpus} GPUs have {n_nodes * n_gpus}"
     if n_gpus and demand.units != n_nodes * n_gpus:
         why = f"it needs {demand.units} GPUs, {have}"
@@ -301,15 +282,15 @@ def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placem
     raise DoesNotFit(f"allocation_mode {allocation} does not fit: {why}; {fits}.")
 
 
-def _refuse_idle_ranks(config: Config, ranks: int) -> None:
-    """Raise DoesNotFit where a rank would have no row of an update."""
+def _refuse_idle_ranks(config: Config, train: Train) -> None:
+    """Raise DoesNotFit where a data rank would have no row of an update."""
     rows, product = config.train_dataset.batch_size, "train_dataset.batch_size"
     if isinstance(config, GRPOConfig):
         rows = rows * config.gconfig.n_samples // config.actor.ppo_n_minibatches
         product += " * gconfig.n_samples / actor.ppo_n_minibatches"
-    if rows < ranks:
-        enough = f"use fsdp:d{rows} or less, or more rows"
-        raise DoesNotFit(f"{ranks} trainer ranks share {rows} row(s) per update ({product}): {enough}.")
+    if rows < (train.d or 1):
+        enough = f"use {replace(train, d=max(rows, 1))} or less, or more rows"
+        raise DoesNotFit(f"{train.d} data ranks share {rows} row(s) per update ({product}): {enough}.")
 
 
 # -- units

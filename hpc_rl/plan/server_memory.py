@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ from hpc_rl.allocation import SERVER_BACKENDS, Servers, parse
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.plan.memory import GB, MB, PROCESS_BYTES
-from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
+from hpc_rl.plan.model_shape import DTYPE_BYTES, Models, ModelShape
 from hpc_rl.plan.schema import Plan
 
 # Share of a GPU for weights and cache where it is left to the server; what they take is near it.
@@ -35,9 +34,7 @@ class ServerMemory:
         return None if self.cache_bytes is None else max(0, int(self.cache_bytes / self.token_bytes))
 
 
-def server_memories(
-    config: Config, plan: Plan, models: Mapping[str, Mapping[str, Any]], gpu_gb: int | None
-) -> list[ServerMemory]:
+def server_memories(config: Config, plan: Plan, models: Models, gpu_gb: int | None) -> list[ServerMemory]:
     """Return one entry for each pool whose model is known."""
     if not isinstance(config, GRPOConfig):
         return []

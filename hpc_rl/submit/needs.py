@@ -18,6 +18,7 @@ from hpc_rl.datasets.rows import fingerprint_in_passing
 from hpc_rl.plan.disk_use import DiskUse
 from hpc_rl.plan.estimate import Estimate, Work, estimate, in_gb
 from hpc_rl.plan.memory import Items
+from hpc_rl.plan.model_shape import Models
 from hpc_rl.plan.schema import Plan
 from hpc_rl.plan.server_memory import ServerMemory
 from hpc_rl.trial import read_json
@@ -26,16 +27,22 @@ LABEL = 11  # width of the first column
 KB = 1 << 10
 
 
-def needs_of(config: Config, plan: Plan, scheduler: str, count_rows: bool = False) -> Estimate | None:
-    """Return what a trial needs; None where a config.json can't be read or is of an unknown kind of model.
-
-    With `count_rows` the training data is read, if it is small.
-    """
+def known_models(config: Config) -> Models:
+    """Return the config.json of each model of a trial that can be read, by its path."""
     paths = [engine.path for _, engine in models(config)]
     if isinstance(config, GRPOConfig):
         paths += [pool.path for pool in config.pools.values() if pool.path]
     contents = {path: read_json(Path(path) / "config.json") for path in paths}
-    known = {path: content for path, content in contents.items() if isinstance(content, dict)}
+    return {path: content for path, content in contents.items() if isinstance(content, dict)}
+
+
+def needs_of(
+    config: Config, plan: Plan, known: Models, scheduler: str, count_rows: bool = False
+) -> Estimate | None:
+    """Return what a trial needs; None where the model's config.json is not there or of an unknown kind.
+
+    With `count_rows` the training data is read, if it is small.
+    """
     num_rows = None
     if count_rows and has_own_prompts(config):
         num_rows = fingerprint_in_passing(config.train_dataset.path).get("rows")

@@ -12,6 +12,7 @@ from hpc_rl.config.loading.stored import Loaded, trainer_of
 from hpc_rl.config.rules import (
     consistency,
     container_rules,
+    engine_rules,
     environment_rules,
     file_rules,
     generation_rules,
@@ -33,6 +34,7 @@ RULES: list[Rule] = [
     *consistency.RULES,
     *generation_rules.RULES,
     *training_rules.RULES,
+    *engine_rules.RULES,
     *slurm_rules.RULES,
     *container_rules.RULES,
 ]
@@ -91,7 +93,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
             reason = "the plan has no GPUs" if name in used else ""
             for option, value in backend.without_gpus.items():
                 wanted[f"{backend.section}.{option}"] = (value, reason)
-    wanted |= training_rules.adapted(config, explicit)
+    wanted |= training_rules.adapted(config, explicit) | engine_rules.adapted(config, explicit)
     notes = []
     for name, (value, reason) in wanted.items():
         old = value_of(config, name)

@@ -212,8 +212,8 @@ def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for section, engine in models(config):
         size = engine.ds_auto_tp.autotp_size
         if size != 1:
-            lacking = "the DeepSpeed backend and tensor parallelism are not implemented; use 1"
-            yield f"{section}.ds_auto_tp.autotp_size {size}: {lacking}, and more data-parallel ranks."
+            use = f"allocation_mode has the tensor-parallel size: t{size}, as fsdp:d2t{size}; omit it"
+            yield f"{section}.ds_auto_tp.autotp_size {size}: {use}."
         yield from _critic(config, section, engine)
         most, together = engine.mb_spec.max_seqs_per_mb, engine.mb_spec.granularity
         if most is not None and most < together:
@@ -233,7 +233,7 @@ def _critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator
     if engine.is_critic:
         reason = "only a reward model (trainer: rw) is one; omit it"
         if section == "actor":
-            reason = "a critic is not implemented; omit it: advantages come from the group instead"
+            reason = "a policy has a head over the vocabulary, only a reward model a scalar one; omit it"
         yield f"{section}.is_critic true: {reason}."
     if granularity != 1:
         yield f"{name}: only a reward model has sequences that belong together; use 1."

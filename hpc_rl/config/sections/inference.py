@@ -174,7 +174,7 @@ class SGLangConfig:
     enable_mixed_chunk: bool = False
     """Mix prefill and decode in one batch."""
     enable_dp_attention: bool = False
-    """Data-parallel attention; needs dp_size above 1, which is not implemented."""
+    """Data-parallel attention; needs dp_size above 1, in place of which there are more servers."""
     enable_ep_moe: bool = False
     """Expert-parallel MoE layers, in older versions."""
     enable_torch_compile: bool = False

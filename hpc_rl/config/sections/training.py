@@ -97,10 +97,10 @@ class FSDPEngineConfig:
 
 @dataclass(kw_only=True)
 class DeepSpeedAutoTPEngineConfig:
-    """Options of AReaL's DeepSpeed backend, which is not implemented."""
+    """Options of AReaL's DeepSpeed backend, in place of which there is the fsdp backend."""
 
     autotp_size: PositiveInt = 1
-    """Tensor-parallel size; only 1 is accepted."""
+    """Tensor-parallel size; only 1: it is `t` of `allocation_mode`."""
 
 
 @dataclass(kw_only=True)
@@ -133,7 +133,7 @@ class TrainEngineConfig:
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """Options of the megatron backend."""
     ds_auto_tp: DeepSpeedAutoTPEngineConfig = field(default_factory=DeepSpeedAutoTPEngineConfig)
-    """Options of a backend that is not implemented."""
+    """Tensor parallelism as AReaL's DeepSpeed backend has it; `allocation_mode` has it here."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
     disable_dropout: bool = False

@@ -75,7 +75,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
     ),
     "sglang.dp_size": Unavailable((1,), "allocation_mode sets the number of servers, such as sglang:d4"),
     "sglang.enable_dp_attention": Unavailable(
-        (False,), "data-parallel attention in a server is not implemented; use more servers: sglang:dN"
+        (False,), "it divides a server by sglang.dp_size, which is 1 here; use more servers: sglang:dN"
     ),
 }
 MODEL_UNAVAILABLE: dict[str, Unavailable] = {  # options of each model in the trainer: actor, ref, model

@@ -42,7 +42,6 @@ UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `mode
     "model.init_from_scratch": _MODEL,
     "model.is_critic": _MODEL,
     "model.dtype": _MODEL,
-    "model.backend": _MODEL,
     "model.optimizer.type": _MODEL,
     "ref.path": "the KL divergence would refer to another model",
 }
@@ -65,7 +64,8 @@ NEW_BATCHES = (
 )
 REPLAYS = (
     "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl",
-    "actor.grad_reduce_dtype", "actor.fsdp", "actor.ds_auto_tp", "actor.gradient_checkpointing",
+    "actor.grad_reduce_dtype", "actor.backend", "actor.fsdp", "actor.megatron", "actor.ds_auto_tp",
+    "actor.gradient_checkpointing",
     "actor.mb_spec", "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
     "pools.NAME.max_requests", "pools.NAME.api_key_env", "pools.NAME.python",
 )  # fmt: skip
@@ -88,7 +88,6 @@ REMARKS = {  # what a safe change does not do
     "actor.ppo_n_minibatches": "the learning-rate schedule continues at the same share of the training",
     "valid_dataset": "held-out rewards before and after are not comparable",
 }
-_SAME = (("backend", "", "fsdp"), ("backend", "fsdp", ""))  # option and values that mean the same
 
 
 @dataclass(frozen=True)
@@ -183,7 +182,7 @@ def _differences(old: Any, new: Any, prefix: str) -> Iterator[tuple[str, Any, An
         both = [one for one in (a, b) if one is not ABSENT]
         if len(both) == 2 and (all(map(dataclasses.is_dataclass, both)) or _is_mapping(both)):
             yield from _differences(a, b, f"{prefix}{name}.")
-        elif a != b and (name, a, b) not in _SAME:
+        elif a != b:
             yield prefix + name, _plain(a), _plain(b)
 
 

@@ -81,7 +81,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["ref.path=/m", "ref.trial_name=other"], "ref.trial_name other must equal trial_name t1"),
         (
             ["actor.ds_auto_tp.autotp_size=2"],
-            "the DeepSpeed backend and tensor parallelism are not implemented; use 1",
+            "allocation_mode has the tensor-parallel size: t2, as fsdp:d2t2; omit it",
         ),
         (["actor.fsdp.offload_params=true"], "actor.fsdp.offload_params has no effect without GPUs"),
         (
@@ -93,7 +93,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             "actor.optimizer.offload has no effect with actor.fsdp.offload_params",
         ),
         (["actor.pad_to_maximum=true"], "has no effect without actor.mb_spec.max_tokens_per_mb"),
-        (["actor.is_critic=true"], "a critic is not implemented; omit it"),
+        (["actor.is_critic=true"], "only a reward model a scalar one; omit it"),
         (["actor.mb_spec.granularity=2"], "only a reward model has sequences that belong together"),
         (["sglang.attention_backend=fa3"], "allowed: torch_native, intel_amx"),
         (["actor.group_size=2"], "actor.group_size 2 must equal gconfig.n_samples 4"),

@@ -316,4 +316,9 @@ def test_estimating_reads_no_weights(tmp_path: Path):
     base = [*SFT, f"model.path={tmp_path}", "total_train_steps=1", "cluster.n_gpus_per_node=8"]
     checked = check(load([], base), files=False)
     plan = make_plan(checked.config, checked.explicit, interpreter="python", scheduler="slurm")
-    assert needs.needs_of(checked.config, plan, "slurm").load.shape.num_params == 8_190_735_360
+    assert (
+        needs.needs_of(
+            checked.config, plan, needs.known_models(checked.config), "slurm"
+        ).load.shape.num_params
+        == 8_190_735_360
+    )

@@ -196,7 +196,7 @@ def test_environment_and_python_of_the_configuration():
         (["cluster.n_gpus_per_node=1"], "cluster.n_gpus_per_node 1: one GPU can't hold both"),
         (
             ["train_dataset.batch_size=4", "allocation_mode=embedded:d1+fsdp:d8"],
-            "8 trainer ranks share 4 row",
+            "8 data ranks share 4 row",
         ),
     ],
 )

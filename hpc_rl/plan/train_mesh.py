@@ -1,0 +1,159 @@
+"""Whether a training mesh can be: with this engine, these options, and the models that it divides. Pure.
+
+A size that does not divide what it shares out (heads, layers, experts, …) is refused with the nearest mesh of
+as many ranks that does.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from hpc_rl.allocation import TRAIN_BACKENDS, Allocation, Train, parse
+from hpc_rl.config.rules.training_rules import models, trained
+from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.errors import ConfigError, DoesNotFit
+from hpc_rl.plan.model_shape import Models, ModelShape
+from hpc_rl.plan.schema import Plan
+
+
+def unbuilt(train: Train) -> str:
+    """Return why this version can't plan a mesh, or an empty text."""
+    supported = TRAIN_BACKENDS[train.backend].supported
+    lacking = [letter for letter in "ptce" if getattr(train, letter) > 1 and letter not in supported]
+    if not supported or not lacking:
+        return ""
+    only_d = f"use d only, as {Train(train.backend, d=train.num_units)}"
+    return f"{train.backend} with {' and '.join(lacking)} is not implemented; {only_d}"
+
+
+def not_built(config: Config, allocation: Allocation) -> str:
+    """Return why this version can't start what it can plan, or an empty text."""
+    train = allocation.train
+    if train is None or TRAIN_BACKENDS[train.backend].implementation:
+        return ""
+    named = [f"{section}.backend {one.backend}" for section, one in models(config) if one.backend]
+    if config.allocation_mode.strip():
+        named.insert(0, f"allocation_mode {allocation}")
+    use = f"use fsdp with d only, as {Train('fsdp', d=train.num_units)}"
+    return f"{', '.join(named)}: the {train.backend} backend is not implemented; {use}."
+
+
+def check(config: Config, allocation: Allocation) -> None:
+    """Raise ConfigError for options that contradict the mesh, DoesNotFit for sizes that do not divide it."""
+    if train := allocation.train:
+        for section, engine in models(config):
+            _check_engine(section, engine, allocation, train)
+            _check_sizes(section, engine, train)
+
+
+def _check_engine(section: str, engine: TrainEngineConfig, allocation: Allocation, train: Train) -> None:
+    if engine.backend not in ("", train.backend):
+        name = f"{section}.backend {engine.backend}"
+        raise ConfigError(f"{name}, but allocation_mode {allocation} trains with another; make them agree.")
+
+
+def _check_sizes(section: str, engine: TrainEngineConfig, train: Train) -> None:
+    """Raise for numbers of groups and of parts of stages that the mesh does not have."""
+    groups, parts = engine.fsdp.replicate_size, engine.megatron.virtual_pipeline_size
+    if train.backend == "fsdp" and train.d and train.d % groups:
+        fits = max(size for size in range(1, groups) if train.d % size == 0)
+        name = f"{section}.fsdp.replicate_size {groups}"
+        raise DoesNotFit(f"{name} must divide the data ranks, d {train.d} of {train}; use {fits}.")
+    if train.backend == "megatron" and parts > 1 and train.p == 1:
+        name = f"{section}.megatron.virtual_pipeline_size {parts}"
+        raise ConfigError(f"{name} has no effect with {train}, which has one stage; use p, or omit it.")
+
+
+# -- the models
+
+
+def problems(config: Config, plan: Plan, contents: Models) -> Iterator[str]:
+    """Yield why a mesh can't hold the models of a trial; nothing of those whose config.json is not known."""
+    train = parse(plan.allocation).train or Train("fsdp")
+    stages = trained(config)[1].megatron.virtual_pipeline_size
+    for section, engine in models(config):
+        content = contents.get(engine.path)
+        if content is None:
+            continue
+        yield from _of_model(f"{section}.path {engine.path}", engine, train, content, stages)
+
+
+def _of_model(
+    name: str, engine: TrainEngineConfig, train: Train, content: Mapping[str, Any], stages: int
+) -> Iterator[str]:
+    backend, kind = TRAIN_BACKENDS[train.backend], str(content.get("model_type", ""))
+    if backend.model_types and kind not in backend.model_types:
+        known = f"{train.backend} has no mapping for {kind} models, only for {', '.join(backend.model_types)}"
+        yield f"{name}: {known}. What fits: {Train('fsdp', d=train.num_units)}."
+        return
+    if backend.split_types and kind not in backend.split_types and train.t * train.c > 1:
+        known = (
+            f"{train.backend} can divide {', '.join(backend.split_types)} models only by t and c, not {kind}"
+        )
+        yield f"{name}: {known}. What fits: {Train(train.backend, d=train.num_units)}."
+        return
+    shape = ModelShape.of(content)
+    if shape is None:
+        return
+    found = list(remainders(train, shape, stages))
+    if found:
+        other = nearest(train, shape, stages)
+        fits = f"What fits: {other}" if other else "no mesh of as many ranks fits; use another number"
+        yield f"{name} has {'; '.join(found)}: {train} can't divide it. {fits}."
+
+
+def remainders(train: Train, shape: ModelShape, stages: int = 1) -> Iterator[str]:
+    """Yield what of a model the sizes of a mesh do not divide; `stages` are the parts of a pipeline stage."""
+    t, c, p, e = train.t, train.c, train.p, train.e
+    is_fsdp = train.backend == "fsdp"
+    per_rank = t * c if is_fsdp else t  # all heads of a rank are exchanged for more tokens
+    by = f"t {t} * c {c}" if is_fsdp and c > 1 else f"t {t}"
+    if shape.num_heads % per_rank:
+        yield f"{shape.num_heads} attention heads, not a multiple of {by}"
+    if shape.num_key_heads % t and (is_fsdp or t % shape.num_key_heads):
+        yield f"{shape.num_key_heads} key-value heads, which t {t} does not divide"
+    elif is_fsdp and c > 1 and (shape.num_key_heads // t) % c and c % (shape.num_key_heads // t):
+        yield f"{shape.num_key_heads} key-value heads, which t {t} and c {c} do not divide"
+    if shape.vocabulary % t:
+        yield f"a vocabulary of {shape.vocabulary}, not a multiple of t {t}"
+    if shape.mlp_width % t and not shape.num_experts:
+        yield f"an MLP of width {shape.mlp_width}, not a multiple of t {t}"
+    if shape.num_layers % (p * stages):
+        by = f"p {p} * megatron.virtual_pipeline_size {stages}" if stages > 1 else f"p {p}"
+        yield f"{shape.num_layers} layers, not a multiple of {by}"
+    if e > 1 and not shape.num_experts:
+        yield f"no experts, but e is {e}"
+    elif shape.num_experts % e:
+        yield f"{shape.num_experts} experts, not a multiple of e {e}"
+    if shape.num_experts and shape.expert_width % (expert_tensor := train.etp if e > 1 else t):
+        yield f"experts of width {shape.expert_width}, not a multiple of their t {expert_tensor}"
+
+
+def nearest(train: Train, shape: ModelShape, stages: int = 1) -> Train | None:
+    """Return the mesh of as many ranks, and no larger sizes but d, that divides the model; None for none."""
+    units = train.num_units
+    if units is None:
+        return None
+    sizes = (_divisors(units, most) for most in (train.t, train.c, train.p, train.e))
+    found = []
+    for t, c, p, e in itertools.product(*sizes):
+        for expert_tensor in dict.fromkeys((t, train.etp)) if e > 1 else (1,):
+            if units % (t * c * p) or units % (expert_tensor * e * p):
+                continue
+            other = replace(train, d=units // (t * c * p), t=t, c=c, p=p, e=e, etp=expert_tensor)
+            if not any(remainders(other, shape, stages)):
+                found.append(other)
+    return min(found, key=lambda other: _change(train, other), default=None)
+
+
+def _divisors(number: int, most: int) -> list[int]:
+    return [size for size in range(1, min(number, most) + 1) if number % size == 0]
+
+
+def _change(train: Train, other: Train) -> float:
+    return sum(abs(math.log(getattr(train, letter) / getattr(other, letter))) for letter in "tcpe")

@@ -1,0 +1,73 @@
+"""Options of one train engine are refused with the other; those of recomputation and overlap must agree."""
+
+import pytest
+
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.errors import ConfigError
+
+BASE = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/d.jsonl",
+    "train_dataset.batch_size=8",
+    "actor.path=/m",
+    "gconfig.n_samples=4",
+    "cluster.n_gpus_per_node=8",
+]
+MEGATRON = "allocation_mode=sglang:d4+megatron:d2t2"
+M = "actor.megatron"
+
+
+def checked(*overrides: str):
+    return check(load([], [*BASE, *overrides]), files=False).config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ([f"{M}.ddp.overlap_grad_reduce=true"], "has no effect with the fsdp backend; use actor.backend megatron"),
+        ([f"{M}.recompute_method=block", "allocation_mode=sglang:d4+fsdp:d4"], "with the fsdp backend"),
+        ([MEGATRON, "actor.fsdp.wrap_policy.transformer_layer_cls_to_wrap=[A]"], "layers are divided by t, p and e"),
+        ([MEGATRON, "actor.fsdp.offload_params=true"], "actor.fsdp.offload_params has no effect with the megatron"),
+        (["actor.backend=megatron", "actor.grad_reduce_dtype=bfloat16"], "use megatron.ddp.grad_reduce_in_fp32"),
+        ([MEGATRON, "actor.optimizer.offload=true"], "use more data ranks"),
+        ([MEGATRON, f"{M}.ddp.bucket_size=100"], f"{M}.ddp.bucket_size needs {M}.ddp.overlap_grad_reduce true"),
+        (
+            [MEGATRON, f"{M}.ddp.overlap_param_gather=true", f"{M}.ddp.overlap_grad_reduce=true",
+             f"{M}.ddp.use_distributed_optimizer=false"],
+            "overlap_param_gather needs actor.megatron.ddp.use_distributed_optimizer true",
+        ),
+        ([MEGATRON, f"{M}.recompute_granularity=null"], "use actor.gradient_checkpointing false instead"),
+        ([MEGATRON, f"{M}.recompute_num_layers=null"], "full needs recompute_method and recompute_num_layers"),
+        ([MEGATRON, f"{M}.recompute_modules=[mlp]"], "recompute_modules needs recompute_granularity selective"),
+        (
+            [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mla]"],
+            "mla can't be used; allowed: core_attn",
+        ),
+        (
+            [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_method=block"],
+            "are of whole layers",
+        ),
+        ([MEGATRON, f"{M}.use_torch_fsdp2=true"], "use the fsdp backend, which is FSDP2"),
+        ([MEGATRON, "ref.path=/r", "ref.megatron.recompute_granularity=selective"], "set actor.megatron"),
+    ],
+)  # fmt: skip
+def test_refusals(overrides, words):
+    with pytest.raises(ConfigError) as caught:
+        checked(*overrides)
+    assert words in str(caught.value)
+
+
+def test_what_areal_has_by_default_is_accepted_whole_and_the_rest_works():
+    defaults = [f"{M}.wrap_with_ddp=true", f"{M}.async_save=false", f"{M}.exp_avg_dtype=float32"]
+    used = [f"{M}.ddp.overlap_grad_reduce=true", f"{M}.ddp.overlap_param_gather=true"]
+    used += [f"{M}.ddp.align_param_gather=true", f"{M}.ddp.bucket_size=1000", f"{M}.recompute_num_layers=2"]
+    assert checked(MEGATRON, *defaults, *used).actor.megatron.ddp.bucket_size == 1000
+    assert checked(*defaults)  # as AReaL's files have them, with fsdp too
+
+
+def test_parts_of_layers_are_recomputed_without_the_numbers_of_whole_layers():
+    options = checked(MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mlp]")
+    found = options.actor.megatron
+    assert (found.recompute_method, found.recompute_num_layers) == (None, None)

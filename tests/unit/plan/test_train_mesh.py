@@ -1,0 +1,188 @@
+"""Meshes of both engines: how they are planned, and what is refused with what would work."""
+
+from dataclasses import replace
+
+import pytest
+
+from hpc_rl.allocation import TRAIN_BACKENDS, Train, parse
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE
+from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
+from hpc_rl.plan import train_mesh
+from hpc_rl.plan.model_shape import ModelShape
+from hpc_rl.plan.plan import make_plan
+
+GRPO = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/d.jsonl",
+    "train_dataset.batch_size=8",
+    "actor.path=/m",
+    "gconfig.n_samples=4",
+    "cluster.n_gpus_per_node=8",
+]
+SFT = [
+    "experiment_name=e",
+    "trial_name=t",
+    "train_dataset.path=/d.jsonl",
+    "train_dataset.batch_size=8",
+    "model.path=/m",
+    "trainer=sft",
+    "cluster.n_gpus_per_node=8",
+]
+QWEN3_8B = {
+    "model_type": "qwen3",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 151936,
+}
+QWEN3_30B_A3B = QWEN3_8B | {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+}
+
+
+@pytest.fixture(autouse=True)
+def engines_that_can_do_all(monkeypatch):
+    whole = {"fsdp": "dtc", "megatron": "dptce"}
+    for name, sizes in whole.items():
+        backend = replace(TRAIN_BACKENDS[name], implementation="a:b", supported=sizes)
+        monkeypatch.setitem(TRAIN_BACKENDS, name, backend)
+    monkeypatch.delitem(MODEL_UNAVAILABLE, "fsdp.replicate_size", raising=False)
+
+
+def planned(*overrides: str, base=GRPO):
+    checked = check(load([], [*base, *overrides]), files=False)
+    made = make_plan(checked.config, checked.explicit, interpreter="python", scheduler="slurm")
+    return checked.config, made
+
+
+@pytest.mark.parametrize(
+    ("overrides", "allocation"),
+    [
+        (["allocation_mode=sglang:d4+d2t2"], "sglang:d4+fsdp:d2t2"),
+        (["allocation_mode=sglang:d4+d2t2", "actor.backend=megatron"], "sglang:d4+megatron:d2t2"),
+        (["allocation_mode=sglang:d4+d2p2", "actor.backend="], "sglang:d4+megatron:d2p2"),
+        (["allocation_mode=sglang:d4+fsdp:d*t2c2"], "sglang:d4+fsdp:t2c2"),
+        (["allocation_mode=sglang:d4+attn:d4|ffn:d1e4t1"], "sglang:d4+megatron:d4e4"),
+        (["actor.backend=megatron"], "sglang:d4+megatron:d4"),
+    ],
+)
+def test_the_engine_is_that_of_the_expression_or_of_the_model_section(overrides, allocation):
+    _, made = planned(*overrides)
+    assert made.allocation == allocation and not made.not_built
+    assert made.units[-1].num_tasks == 4
+
+
+def test_an_engine_that_can_not_do_it_is_refused_with_what_can(monkeypatch):
+    monkeypatch.setitem(TRAIN_BACKENDS, "fsdp", replace(TRAIN_BACKENDS["fsdp"], supported="dt"))
+    assert planned("allocation_mode=sglang:d4+fsdp:d2t2")[1].allocation == "sglang:d4+fsdp:d2t2"
+    with pytest.raises(NotBuilt, match="fsdp with c is not implemented; use d only, as fsdp:d4"):
+        planned("allocation_mode=sglang:d4+fsdp:t2c2")
+
+
+def test_two_engines_in_one_trial_must_agree():
+    with pytest.raises(ConfigError, match=r"actor\.backend fsdp, but allocation_mode .* make them agree"):
+        planned("actor.backend=fsdp", "allocation_mode=sglang:d4+megatron:d4")
+    with pytest.raises(ConfigError, match=r"ref\.backend megatron, but allocation_mode .*fsdp:d4 .*agree"):
+        planned("ref.path=/r", "ref.backend=megatron")
+
+
+def test_rows_are_shared_out_among_data_ranks_only():
+    # 8 * 4 / 4 rows per update: 16 ranks have 8 data ranks, or 16
+    many = ["cluster.n_nodes=4", "allocation_mode=sglang:d16+fsdp:d8t2"]
+    assert planned(*many)[1].units[-1].num_tasks == 16
+    with pytest.raises(DoesNotFit, match=r"16 data ranks share 8 row.* use fsdp:d8 or less"):
+        planned("cluster.n_nodes=4", "allocation_mode=sglang:d16+fsdp:d16")
+    with pytest.raises(DoesNotFit, match=r"12 data ranks share 8 row.* use megatron:d8p2 or less"):
+        planned("cluster.n_nodes=5", "allocation_mode=sglang:d16+megatron:d12p2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "base", "fits"),
+    [
+        (["allocation_mode=sglang:d4+fsdp:d3t2"], GRPO, "sglang:d2+fsdp:d3t2"),
+        (["allocation_mode=sglang:d4+megatron:d2p4"], GRPO, "sglang:d4+megatron:p4"),
+        (["allocation_mode=fsdp:d3t2"], SFT, "fsdp:d4t2"),
+        (["cluster.n_nodes=2", "allocation_mode=megatron:d3t4"], SFT, "megatron:d4t4"),
+    ],
+)
+def test_what_does_not_fit_names_the_nearest_with_the_same_sizes(overrides, base, fits):
+    with pytest.raises(DoesNotFit) as caught:
+        planned(*overrides, base=base)
+    assert f"the nearest that fits: {fits}." in str(caught.value)
+
+
+def test_copies_divide_the_data_ranks_and_parts_of_stages_need_stages():
+    assert planned("actor.fsdp.replicate_size=2", "allocation_mode=sglang:d4+fsdp:d4")
+    with pytest.raises(DoesNotFit, match=r"fsdp\.replicate_size 3 must divide the data ranks, d 4 .*; use 2"):
+        planned("actor.fsdp.replicate_size=3", "allocation_mode=sglang:d4+fsdp:d4")
+    parts = "actor.megatron.virtual_pipeline_size=2"
+    assert planned(parts, "allocation_mode=sglang:d4+megatron:d2p2")
+    with pytest.raises(ConfigError, match=r"virtual_pipeline_size 2 has no effect .* one stage; use p"):
+        planned(parts, "allocation_mode=sglang:d4+megatron:d4")
+
+
+def problem(content: dict, allocation: str, *overrides: str) -> str:
+    config, made = planned(f"allocation_mode={allocation}", "cluster.n_nodes=3", *overrides)
+    return "\n".join(train_mesh.problems(config, made, {"/m": content}))
+
+
+@pytest.mark.parametrize(
+    ("content", "mesh", "words"),
+    [
+        (QWEN3_8B, "megatron:d2t4", ""),
+        (QWEN3_8B, "megatron:d2p4", ""),
+        (QWEN3_8B, "fsdp:d2t2c2", ""),
+        (QWEN3_30B_A3B, "megatron:d8e8", ""),
+        (QWEN3_30B_A3B, "megatron:(attn:d4t2|ffn:d1t1e8)", ""),
+        (QWEN3_8B | {"num_attention_heads": 28}, "megatron:t8", "28 attention heads, not a multiple of t 8"),
+        (QWEN3_8B | {"num_attention_heads": 28}, "megatron:t8", "What fits: megatron:d2t4"),
+        (QWEN3_8B | {"num_attention_heads": 12}, "fsdp:t2c4", "not a multiple of t 2 * c 4"),
+        (QWEN3_8B, "fsdp:d1t16", "8 key-value heads, which t 16 does not divide"),
+        (QWEN3_8B, "megatron:p8", "36 layers, not a multiple of p 8"),
+        (QWEN3_8B, "megatron:p8", "What fits: megatron:d2p4"),
+        (QWEN3_8B, "megatron:d4e2", "no experts, but e is 2"),
+        (QWEN3_8B, "megatron:d8e2", "What fits: megatron:d8."),
+        (QWEN3_30B_A3B | {"num_experts": 60}, "megatron:d8e8", "60 experts, not a multiple of e 8"),
+        (QWEN3_30B_A3B | {"num_experts": 60}, "megatron:d8e8", "What fits: megatron:d8e4"),
+        (QWEN3_8B | {"model_type": "gemma2"}, "megatron:d8", "has no mapping for gemma2 models, only for llama"),
+        (QWEN3_8B | {"model_type": "gemma2"}, "megatron:d4t2", "What fits: fsdp:d8"),
+    ],
+)  # fmt: skip
+def test_models_that_a_mesh_divides_or_not(content, mesh, words):
+    units = parse(mesh).train.num_units
+    found = problem(content, f"sglang:d{24 - units}+{mesh}")
+    assert words in found and bool(found) == bool(words)
+
+
+def test_parts_of_stages_divide_the_layers_too():
+    parts = "actor.megatron.virtual_pipeline_size"
+    assert not problem(QWEN3_8B, "sglang:d16+megatron:d4p2", f"{parts}=2")
+    assert "36 layers, not a multiple of p 2 * megatron.virtual_pipeline_size 4" in problem(
+        QWEN3_8B, "sglang:d16+megatron:d4p2", f"{parts}=4"
+    )
+
+
+def test_the_reference_model_is_divided_too():
+    config, made = planned("allocation_mode=sglang:d4+megatron:t4", "ref.path=/r")
+    small = QWEN3_8B | {"num_attention_heads": 14, "num_key_value_heads": 2}
+    [found] = train_mesh.problems(config, made, {"/m": QWEN3_8B, "/r": small})
+    assert "ref.path /r has 14 attention heads" in found and "What fits: megatron:d2t2" in found
+
+
+def test_the_nearest_mesh_keeps_the_number_of_ranks_and_divides_the_model():
+    shape = ModelShape.of(QWEN3_8B | {"num_attention_heads": 12, "num_key_value_heads": 2})
+    found = train_mesh.nearest(Train("megatron", d=1, p=8, t=8), shape)
+    assert found.num_units == 64 and not list(train_mesh.remainders(found, shape))
+    assert (found.t, found.p) == (4, 4)
