@@ -58,7 +58,7 @@ def body(context: Context) -> int:
         config=context.config,
         tokens=context.tokens,
         names=names,
-        backend=train_part.backend,
+        train=train_part,
         device=device,
         ranks=Ranks(),
         stopping=context.stopping,

@@ -1,7 +1,7 @@
-"""The Engine protocol: a sharded model with its optimizer. Implemented by fsdp.py."""
+"""The Engine protocol: a sharded model with its optimizer; `allocation.TRAIN_BACKENDS` names its classes."""
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -11,7 +11,10 @@ import torch
 
 from hpc_rl import checked_file
 from hpc_rl.checked_file import FileRecord
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.trial import fsync_dir
+
+BUCKET_BYTES = 1 << 30  # of weights that are gathered before the next ones
 
 
 @dataclass
@@ -72,13 +75,13 @@ LossFn = Callable[[MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 class Engine(Protocol):
     """What trainers need of a model.
 
-    Made with `config`, and `rank`, `num_ranks`, `device`, `seed` and `frozen` by name, which raises
-    ConfigError; a `frozen` model has `logprobs` only. Methods are collective unless they say otherwise: all
-    ranks call them in one order.
+    Made with `config` and `mesh`, and `device`, `seed`, `frozen` and `name` by name, which raises
+    ConfigError; a `frozen` model has `logprobs` and `weights` only, and `name` tells apart the files of two
+    engines in one trial. Methods are collective unless they say otherwise: all ranks call them in one order.
+    Peers in the mesh, the ranks with one `data_rank`, are given the same rows, and return the same.
     """
 
-    rank: int
-    num_ranks: int
+    mesh: Mesh
     num_train_steps: int  # as given to `initialize`
     pin_memory: bool  # copy inputs to a GPU through page-locked memory
 
@@ -90,16 +93,19 @@ class Engine(Protocol):
         """
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
-        """Return float32 [L_i] per row under the current weights; 0 outside of a column `loss_mask`."""
+        """Return float32 [L_i] per row under the current weights; 0 outside of a column `loss_mask`.
+
+        Peers all return all of it.
+        """
 
     def train_batch(
         self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float
     ) -> dict[str, float]:
-        """Make one optimizer update over the rows of all ranks.
+        """Make one optimizer update over the rows of all data ranks.
 
-        Returns the sums that the loss reports, over all ranks, plus loss (divided by loss_weight), grad_norm,
-        lr and update_successful: 0 if the gradient was not finite, in which case all ranks skip the update.
-        Raises ValueError if no rank has rows.
+        Returns the sums that the loss reports, over all data ranks, plus loss (divided by loss_weight),
+        grad_norm, lr and update_successful: 0 if the gradient was not finite, in which case all ranks skip
+        the update. Raises ValueError if no rank has rows.
         """
 
     def pass_updates(self, count: int) -> None:
@@ -124,6 +130,13 @@ class Engine(Protocol):
         Raises Damaged, OSError, and ValueError for the state of another model.
         """
 
+    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield all parameters and saved buffers, whole, in CPU memory, on rank 0.
+
+        They have the names of checkpoints, and come in buckets of about `bucket_bytes`, empty ones above
+        rank 0. Parameters have the configured type; tied ones appear once. All ranks must take every bucket.
+        """
+
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
         """Write a whole Hugging Face checkpoint: safetensors, config, tokenizer files; fsynced if durable.
 
@@ -140,3 +153,13 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
         tensor = tensor.cuda()
     torch.distributed.all_reduce(tensor)
     return tensor.tolist()
+
+
+def sum_over_data_ranks(mesh: Mesh, values: Sequence[float]) -> list[float]:
+    """Return the sums of a few numbers, which peers have alike, over all data ranks. Collective."""
+    return sum_over_ranks(values if mesh.is_data_leader else [0.0] * len(values))
+
+
+def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return all of `Engine.weights` at once; {} above rank 0. Collective."""
+    return {name: tensor for bucket in engine.weights() for name, tensor in bucket}

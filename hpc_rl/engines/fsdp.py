@@ -7,9 +7,9 @@ context parallelism.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,12 +26,14 @@ from torch.distributed.tensor import DTensor
 
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.engines import drawing, hf_io, loading, model, state
-from hpc_rl.engines.base import LossFn, Sequences, Snapshot, sum_over_ranks
+from hpc_rl.engines import drawing, hf_io, model, state
+from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, Snapshot, sum_over_data_ranks, sum_over_ranks
 from hpc_rl.engines.distributed import init_alone
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.engines.micro_batches import Inputs, Layout, cut, inputs_of, micro_batch
 from hpc_rl.engines.optimizer import LossScale, Optimizer, learning_rate, shards_of
 from hpc_rl.engines.packing import Groups
+from hpc_rl.engines.pieces import Piece
 
 
 class FSDPEngine:
@@ -40,21 +42,23 @@ class FSDPEngine:
     def __init__(
         self,
         config: TrainEngineConfig,
-        rank: int = 0,
-        num_ranks: int = 1,
+        mesh: Mesh | None = None,
+        *,
         device: torch.device | str = "cpu",
         seed: int = 1,
         layout: Layout | None = None,
         frozen: bool = False,
+        name: str = "actor",
     ) -> None:
         """Check the configuration. Raises ConfigError.
 
-        `layout` None: packed for flash attention, else padded. `frozen` (a reference model): `logprobs` only,
-        without an optimizer, parameters in the compute type.
+        `mesh` None: a single rank. `layout` None: packed for flash attention, else padded. `frozen` (a
+        reference model): without an optimizer, parameters in the compute type. `name` begins the names of
+        files of its state.
         """
         self.config = config
-        self.rank = rank
-        self.num_ranks = num_ranks
+        self.mesh = mesh or Mesh()
+        self.name = name
         self.device = torch.device(device)
         self.pin_memory = False  # copy inputs to the GPU through page-locked memory
         self.seed = seed
@@ -76,41 +80,41 @@ class FSDPEngine:
                 parameter.requires_grad_(False)
                 parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
         offload = self.config.fsdp.offload_params
-        if self.num_ranks > 1 or offload or (self.config.dtype != "float32" and not self.frozen):
+        if self.mesh.num_ranks > 1 or offload or (self.config.dtype != "float32" and not self.frozen):
             self._shard()
         drawing.allocate(self.model, torch.device("cpu") if offload else self.device)
         if not offload:  # else FSDP has moved the buffers
             self.model.to(self.device)
         parameters = dict(self.model.hf.named_parameters())
-        self.shards = shards_of({name: parameters[name] for name in names}, self.rank, self.num_ranks)
+        self.shards = shards_of(
+            {name: parameters[name] for name in names}, self.mesh.rank, self.mesh.num_ranks
+        )
         self._fill(empty)
         if self.frozen:
             return
         assert self.config.optimizer is not None, "check.py refuses a trained model without an optimizer"
         self.optimizer = Optimizer(self.config.optimizer, self.shards)
-        self.local = state.RankState(self.rank, self.num_ranks, self.shards, self.optimizer)
+        shapes = {shard.name: shard.global_shape for shard in self.shards}
+        self.local = state.RankState(self.mesh, self.optimizer.pieces(), shapes, engine=self.name)
         self.scale = LossScale(self.config.optimizer, self.config.dtype == "float16")
-        torch.manual_seed(self.seed * 1_000_003 + self.rank)
+        torch.manual_seed(self.seed * 1_000_003 + self.mesh.rank)
 
     def _fill(self, empty: bool) -> None:
         """Fill parameters and saved buffers; if `empty`, only these, which no snapshot has."""
         buffers = dict(self.model.hf.named_buffers())
         parts = [
-            loading.Part(name, state.rows_of(buffers[name]), 0, tuple(buffers[name].shape))
+            Piece(name, buffers[name], (0,) * buffers[name].ndim, tuple(buffers[name].shape))
             for name in self.buffer_names
         ]
         if not empty:
-            parts += [
-                loading.Part(shard.name, state.rows_of(shard.local), shard.offset, shard.global_shape)
-                for shard in self.shards
-            ]
+            parts += [shard.piece() for shard in self.shards]
         if parts and not (empty and self.config.init_from_scratch):
-            model.fill(self.model, self.config, self.seed, parts, self.rank)
+            model.fill(self.model, self.config, self.seed, parts, self.mesh.rank)
 
     def _shard(self) -> None:
         if not dist.is_initialized():
             init_alone(self.device)
-        mesh = init_device_mesh(self.device.type, (self.num_ranks,))
+        mesh = init_device_mesh(self.device.type, (self.mesh.num_ranks,))
         compute, reduce = model.DTYPES[self.config.dtype], model.DTYPES[self.config.grad_reduce_dtype]
         precision = MixedPrecisionPolicy(None if compute == torch.float32 else compute, reduce)
         home = OffloadPolicy()
@@ -149,7 +153,7 @@ class FSDPEngine:
             inputs, logprobs_N, entropy_N = self._forward(rows, group, temperature)
             loss_sum, sums = loss(micro_batch(rows, group, inputs, logprobs_N, entropy_N))
             # FSDP averages gradients over the ranks
-            (loss_sum * (self.num_ranks / loss_weight * self.scale.value)).backward()
+            (loss_sum * (self.mesh.num_ranks / loss_weight * self.scale.value)).backward()
             for name, value in {**sums, "loss": loss_sum / loss_weight}.items():
                 totals[name] = totals.get(name, 0) + value.detach().double()
         return self._update(totals)
@@ -160,7 +164,8 @@ class FSDPEngine:
     def _update(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
         names = sorted(totals)
         mine = torch.stack([totals[name] for name in names]).tolist()
-        squared_norm, *sums = sum_over_ranks([self.optimizer.squared_norm(), *mine])
+        squared_norm = sum_over_ranks([self.optimizer.squared_norm()])[0]
+        sums = sum_over_data_ranks(self.mesh, mine)
         grad_norm = math.sqrt(squared_norm) / self.scale.value if squared_norm >= 0 else math.nan
         lr = learning_rate(self.optimizer.config, self.num_updates, self.num_train_steps)
         successful = math.isfinite(grad_norm)
@@ -187,9 +192,10 @@ class FSDPEngine:
             groups = cut(rows, self.layout, self.config.mb_spec)
         except ValueError as error:
             refused = str(error)
-        mine = [0.0] * self.num_ranks
-        mine[self.rank] = float(len(groups))
-        total_rows, num_refused, *counts = sum_over_ranks([float(len(rows)), float(bool(refused)), *mine])
+        mine = [0.0] * self.mesh.num_data_ranks
+        mine[self.mesh.data_rank] = float(len(groups))
+        numbers = [float(len(rows)), float(bool(refused)), *mine]
+        total_rows, num_refused, *counts = sum_over_data_ranks(self.mesh, numbers)
         if num_refused:
             raise ValueError(refused or "a row of another rank is longer than max_tokens_per_mb")
         return groups + [[] for _ in range(int(max(counts)) - len(groups))], int(total_rows)
@@ -209,7 +215,7 @@ class FSDPEngine:
     def snapshot(self, copied: bool) -> Snapshot:
         if copied and self._buffer is None:
             self._buffer = state.Buffer(pin=self.device.type == "cuda")
-        counters = {"updates": self.num_updates, **self.scale.state()}
+        counters = {**self.counters(), **self.scale.state()}
         return self.local.take(counters, self._buffer if copied else None)
 
     def save(self, folder: Path) -> list[FileRecord]:
@@ -224,27 +230,27 @@ class FSDPEngine:
     def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
         counters = self.local.load(folder, saved_num_ranks, files)
         self.num_updates = counters["updates"]
+        self.optimizer.set_num_steps(counters["adam_steps"])
         self.scale.restore(counters)
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
-        tensors = self.hf_weights()
-        if self.rank == 0:
-            model.write_export(folder, self.config, self.model.hf, tensors, tokenizer, durable)
+        writes = self.mesh.rank == 0
+        model.write_export(folder, self.config, self.model.hf, self.weights(), tokenizer, durable, writes)
 
-    def hf_weights(self) -> dict[str, torch.Tensor]:
-        """Return all parameters and saved buffers by Hugging Face names, whole, on the CPU; {} above rank 0.
-
-        Parameters have the configured type; tied ones appear once. Collective.
-        """
-        dtype = model.DTYPES[self.config.dtype]
-        tensors = {}
+    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        first, dtype = self.mesh.rank == 0, model.DTYPES[self.config.dtype]
+        buffers = dict(self.model.hf.named_buffers()) if first else {}
+        bucket = {name: buffers[name].cpu() for name in self.buffer_names if first}
+        size = 0
         for shard in self.shards:
-            value = shard.parameter.detach()
-            if isinstance(value, DTensor):  # gathered on the device: NCCL does not know CPU memory
-                value = cast(DTensor, value.to(self.device)).full_tensor()
-            if self.rank == 0:
-                tensors[shard.name] = value.to("cpu", dtype).contiguous()
-        if self.rank == 0:
-            buffers = dict(self.model.hf.named_buffers())
-            tensors |= {name: buffers[name].cpu() for name in self.buffer_names}
-        return hf_io.on_disk_names(self.model.hf, tensors)
+            # gathered on the device, for NCCL does not know CPU memory, and in the type of the result
+            value = shard.parameter.detach().to(self.device, dtype)
+            if isinstance(value, DTensor):
+                value = value.full_tensor()
+            size += value.nbytes
+            if first:
+                bucket[shard.name] = value.cpu().contiguous()
+            if size >= bucket_bytes:
+                yield list(hf_io.on_disk_names(self.model.hf, bucket).items())
+                bucket, size = {}, 0
+        yield list(hf_io.on_disk_names(self.model.hf, bucket).items())

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -42,7 +41,7 @@ TOKENIZER_FILES = (
 
 
 def on_disk_names(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model in memory with the names and shapes that its checkpoints have on disk."""
+    """Return some tensors of a model in memory with the names and shapes that checkpoints have on disk."""
     return tensors if revert_weight_conversion is None else revert_weight_conversion(hf, tensors)
 
 
@@ -120,28 +119,59 @@ def refuse_damage(folder: Path) -> None:
     tensor_names(folder)
 
 
-def write_checkpoint(
-    folder: Path, tensors: dict[str, torch.Tensor], config_json: str, others: Iterable[Path], durable: bool
-) -> None:
-    """Write all files of a checkpoint into `folder`, made if missing; fsynced if durable. Raises OSError.
+class CheckpointWriter:
+    """Writes the files of a checkpoint from a stream of tensors, in memory for one file of at most 5 GB."""
 
-    `others` are files to copy; those that do not exist are left out.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    # not by save_torch_state_dict, which refuses a tensor that is a part of a larger piece of memory
-    split = split_torch_state_dict_into_shards(tensors, max_shard_size=MAX_FILE_BYTES)
-    for file, names in split.filename_to_tensors.items():
-        _save({name: tensors[name] for name in names}, folder / file)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    (folder / "config.json").write_text(config_json)
-    for source in filter(Path.is_file, others):
-        shutil.copyfile(source, folder / source.name)
-    if durable:
-        for path in folder.iterdir():
-            fsync_file(path)
-        fsync_dir(folder)
+    def __init__(self, folder: Path) -> None:
+        """Make the folder if it is missing. Raises OSError."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        self._waiting: dict[str, torch.Tensor] = {}
+        self._size_bytes = 0
+        self._files: list[list[str]] = []  # names of tensors in each file so far
+        self._total_bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> None:
+        """Add a whole tensor in CPU memory, which must not change. Raises OSError."""
+        if self._waiting and self._size_bytes + tensor.nbytes > MAX_FILE_BYTES:
+            self._write()
+        self._waiting[name] = tensor
+        self._size_bytes += tensor.nbytes
+
+    def finish(self, config_json: str, others: Iterable[Path], durable: bool) -> None:
+        """Write what is left, the index, config.json, and copies of those `others` that exist.
+
+        All files are fsynced if durable. Raises OSError.
+        """
+        self._write()
+        num_files = len(self._files)
+        finals = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
+        if num_files == 1:
+            finals = ["model.safetensors"]
+        for i, final in enumerate(finals):
+            os.rename(self.folder / _temporary(i), self.folder / final)
+        if num_files > 1:
+            owners = {name: final for final, names in zip(finals, self._files, strict=True) for name in names}
+            index = {"metadata": {"total_size": self._total_bytes}, "weight_map": owners}
+            text = json.dumps(index, indent=2, sort_keys=True)
+            (self.folder / "model.safetensors.index.json").write_text(text + "\n")
+        (self.folder / "config.json").write_text(config_json)
+        for source in filter(Path.is_file, others):
+            shutil.copyfile(source, self.folder / source.name)
+        if durable:
+            for path in self.folder.iterdir():
+                fsync_file(path)
+            fsync_dir(self.folder)
+
+    def _write(self) -> None:
+        _save(self._waiting, self.folder / _temporary(len(self._files)))
+        self._files.append(list(self._waiting))
+        self._total_bytes += self._size_bytes
+        self._waiting, self._size_bytes = {}, 0
+
+
+def _temporary(index: int) -> str:
+    return f"part-{index:05d}.safetensors"
 
 
 def fsync_file(path: Path) -> None:

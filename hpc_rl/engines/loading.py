@@ -1,8 +1,8 @@
 """The tensors of a sharded model from the files of a Hugging Face checkpoint.
 
-Each rank reads its own rows of each tensor in safetensors files, a piece at a time. What only transformers
-can read (pytorch_model*.bin, tensors that it renames or merges, quantized ones) rank 0 loads whole, and sends
-to the others tensor by tensor.
+Each rank reads its own rectangles of tensors in safetensors files, a few rows at a time. What only
+transformers can read (pytorch_model*.bin, tensors that it renames or merges, quantized ones) rank 0 loads
+whole, and sends to the others tensor by tensor.
 """
 
 import logging
@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,25 +18,17 @@ from safetensors import safe_open
 
 from hpc_rl.engines import hf_io
 from hpc_rl.engines.base import sum_over_ranks
+from hpc_rl.engines.pieces import Piece
 from hpc_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
-PIECE_BYTES = 32 << 20  # of rows that are read at once
+ROWS_BYTES = 32 << 20  # of rows that are read at once
 OPEN_BYTES = 64 << 20  # read of a file before it is opened again: its pages count as memory of this process
 MAX_NAMED = 5  # tensors in one message
 # tensors of older checkpoints that transformers computes
 COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 
 Whole = tuple[dict[str, torch.Tensor], list[str]]
-
-
-class Part(NamedTuple):
-    """Memory for rows of a tensor of the model: those of `name` from row `offset` on."""
-
-    name: str
-    rows: torch.Tensor
-    offset: int
-    shape: tuple[int, ...]  # of the whole tensor
 
 
 @dataclass
@@ -50,7 +42,7 @@ class Match:
 def load(
     hf: Any,
     folder: Path,
-    parts: Sequence[Part],
+    parts: Sequence[Piece],
     optional: Collection[str],
     whole: Callable[[], Whole],
     rank: int,
@@ -63,7 +55,7 @@ def load(
     files = hf_io.safetensors_files(folder)
     found = hf_io.tensors_of(files)
     if not files or getattr(hf.config, "quantization_config", None) or hf_io.converts(hf, found):
-        return _from_rank0(parts, folder, whole, rank)
+        return _from_rank0(hf, parts, folder, whole, rank)
     match = _match(hf, found, parts)
     computed = _ignored(dict(hf.named_buffers()), hf._keys_to_ignore_on_load_missing)
     given = {*match.sources, *optional, *computed}
@@ -73,13 +65,13 @@ def load(
     if match.unread and rank == 0:
         logger.warning("the model does not use %s of %s", some(match.unread), folder)
     wanted = [(name, part) for part in parts for name in match.sources.get(part.name, ())[:1]]
-    for _, rows, piece in _read(wanted, found):
-        rows.copy_(piece.to(rows.device))  # first, so that it is converted there
+    for _, rows, read in _read(wanted, found):
+        rows.copy_(read.to(rows.device))  # first, so that it is converted there
     _check_tied(folder, parts, match, found)
     return match
 
 
-def _match(hf: Any, found: Mapping[str, hf_io.OnDisk], parts: Sequence[Part]) -> Match:
+def _match(hf: Any, found: Mapping[str, hf_io.OnDisk], parts: Sequence[Piece]) -> Match:
     """Match by name, with or without the prefix of the model's trunk, as transformers does."""
     first = {id(one): name for name, one in hf.named_parameters()}
     known = {part.name: part.name for part in parts}
@@ -97,7 +89,7 @@ def _match(hf: Any, found: Mapping[str, hf_io.OnDisk], parts: Sequence[Part]) ->
 
 def _check(
     folder: Path,
-    parts: Sequence[Part],
+    parts: Sequence[Piece],
     match: Match,
     found: Mapping[str, hf_io.OnDisk],
     lacking: Sequence[str],
@@ -121,36 +113,40 @@ def _check(
 
 
 def _read(
-    wanted: Sequence[tuple[str, Part]], found: Mapping[str, hf_io.OnDisk]
+    wanted: Sequence[tuple[str, Piece]], found: Mapping[str, hf_io.OnDisk]
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the name in the file, some of this rank's rows, and what the file has for them."""
+    """Yield the name in the file, some rows of a piece, and what the file has for them."""
     for path in sorted({found[name].path for name, _ in wanted}):
-        todo = [(name, part) for name, part in wanted if found[name].path == path and part.rows.numel()]
+        todo = [(name, part) for name, part in wanted if found[name].path == path and part.local.numel()]
         while todo:
             num_bytes = 0
             with safe_open(path, framework="pt") as opened:
                 while todo and num_bytes < OPEN_BYTES:
                     name, part = todo.pop(0)
                     if not part.shape:
-                        yield name, part.rows, opened.get_tensor(name).reshape(1)
+                        yield name, part.local.detach(), opened.get_tensor(name)
                         continue
                     tensor = opened.get_slice(name)
-                    num_rows = max(1, PIECE_BYTES // (part.rows[0].numel() * 4))
-                    for start in range(0, len(part.rows), num_rows):
-                        rows = part.rows[start : start + num_rows]
-                        at = part.offset + start
-                        yield name, rows, (piece := tensor[at : at + len(rows)])
-                        num_bytes += piece.nbytes
+                    first, *columns = part.slices()
+                    num_rows = max(1, ROWS_BYTES // (part.local[0].numel() * 4))
+                    for start in range(0, len(part.local), num_rows):
+                        rows = part.local.detach()[start : start + num_rows]
+                        at = first.start + start
+                        read = tensor[(slice(at, at + len(rows)), *columns)]
+                        yield name, rows, read
+                        num_bytes += read.nbytes
 
 
-def _check_tied(folder: Path, parts: Sequence[Part], match: Match, found: Mapping[str, hf_io.OnDisk]) -> None:
+def _check_tied(
+    folder: Path, parts: Sequence[Piece], match: Match, found: Mapping[str, hf_io.OnDisk]
+) -> None:
     """Raise ConfigError on every rank if files have several values for tensors that the model ties."""
     again = [(name, part) for part in parts for name in match.sources.get(part.name, ())[1:]]
     if not again:
         return
     differ = set()
-    for name, rows, piece in _read(again, found):
-        if not torch.equal(piece.to(rows.device, rows.dtype), rows):
+    for name, rows, read in _read(again, found):
+        if not torch.equal(read.to(rows.device, rows.dtype), rows):
             differ.add(name)
     if sum_over_ranks([float(len(differ))])[0]:
         pairs = [" and ".join(names) for names in match.sources.values() if len(names) > 1]
@@ -160,7 +156,9 @@ def _check_tied(folder: Path, parts: Sequence[Part], match: Match, found: Mappin
         )
 
 
-def _from_rank0(parts: Sequence[Part], folder: Path, whole: Callable[[], Whole], rank: int) -> Match:
+def _from_rank0(
+    hf: Any, parts: Sequence[Piece], folder: Path, whole: Callable[[], Whole], rank: int
+) -> Match:
     """Fill the parts with what rank 0 loads. Collective."""
     tensors: dict[str, torch.Tensor] = {}
     unread: list[str] = []
@@ -175,17 +173,22 @@ def _from_rank0(parts: Sequence[Part], folder: Path, whole: Callable[[], Whole],
             problem = error
     if sum_over_ranks([float(problem is not None)])[0]:
         raise problem or ConfigError(f"rank 0 can't load {folder}; its log says why")
-    for part in parts:
-        tensor = tensors.pop(part.name, None)
+    # all that any rank wants, in the same order on every rank
+    saved = hf.state_dict()
+    known = dict(hf.named_parameters())
+    known |= {name: one for name, one in hf.named_buffers() if name in saved}
+    for name, like in known.items():
+        tensor = tensors.pop(name, None)
         if dist.is_initialized() and dist.get_world_size() > 1:
             device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-            tensor = torch.empty(part.shape, dtype=part.rows.dtype) if tensor is None else tensor
-            tensor = tensor.to(device, part.rows.dtype).contiguous()
+            tensor = torch.empty(like.shape, dtype=like.dtype) if tensor is None else tensor
+            tensor = tensor.to(device, like.dtype).contiguous()
             dist.broadcast(tensor, 0)
         assert tensor is not None
-        rows = tensor if part.shape else tensor.reshape(1)
-        part.rows.copy_(rows[part.offset : part.offset + len(part.rows)])
-    return Match({part.name: [part.name] for part in parts}, unread)
+        for part in parts:
+            if part.name == name:
+                part.local.detach().copy_(tensor[part.slices()])
+    return Match({name: [name] for name in known}, unread)
 
 
 def _ignored(names: Iterable[str], patterns: Collection[str] | None) -> set[str]:

@@ -5,7 +5,7 @@ gathered. Models that transform their logits after the head's product are refuse
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import drawing, hf_io, loading
 from hpc_rl.engines.logprobs import token_logprobs
+from hpc_rl.engines.pieces import Piece
 from hpc_rl.errors import ConfigError, NotBuilt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -119,11 +120,11 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Languag
 
 
 def fill(
-    model: LanguageModel, config: TrainEngineConfig, seed: int, parts: Sequence[loading.Part], rank: int
+    model: LanguageModel, config: TrainEngineConfig, seed: int, parts: Sequence[Piece], rank: int
 ) -> None:
     """Give a built and sharded model its first values: random ones, or the checkpoint's. Collective.
 
-    `parts` are this rank's rows of its parameters and saved buffers. Random values are those of the whole
+    `parts` are this rank's pieces of its parameters and saved buffers. Random values are those of the whole
     model on one rank. Raises ConfigError with the names of tensors that are missing or have another shape,
     OSError.
     """
@@ -260,16 +261,36 @@ def write_export(
     folder: Path,
     config: TrainEngineConfig,
     hf: Any,
-    tensors: dict[str, torch.Tensor],
+    buckets: Iterable[Sequence[tuple[str, torch.Tensor]]],
     tokenizer: Path | None,
     durable: bool,
+    writes: bool,
 ) -> None:
-    """Write a Hugging Face checkpoint of a model that was built from `config`. Raises OSError."""
+    """Write a Hugging Face checkpoint of a model that was built from `config`, on the rank that `writes`.
+
+    On the others the buckets are run through, for they are collective. Raises OSError, when all are.
+    """
+    problem: OSError | None = None
+    try:
+        writer = hf_io.CheckpointWriter(folder) if writes else None
+    except OSError as error:
+        writer, problem = None, error
+    for bucket in buckets:
+        try:
+            for name, tensor in bucket if writer else ():
+                assert writer is not None
+                writer.add(name, tensor)
+        except OSError as error:  # the other ranks are in a collective
+            writer, problem = None, error
+    if problem:
+        raise problem
+    if writer is None:
+        return
     source = Path(config.path)
     others = [source / "generation_config.json"]
     if tokenizer is not None:
         others += [tokenizer / name for name in hf_io.TOKENIZER_FILES]
-    hf_io.write_checkpoint(folder, tensors, _exported_config(source, hf, config), others, durable)
+    writer.finish(_exported_config(source, hf, config), others, durable)
 
 
 def _exported_config(path: Path, hf: Any, config: TrainEngineConfig) -> str:

@@ -11,6 +11,7 @@ from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines import hf_io, model, state
 from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.engines.pieces import StatePiece
 from hpc_rl.errors import ConfigError
 
 IDLE_KEYS = {  # keys of config.json, at any depth, that change no number of a forward or backward pass
@@ -44,7 +45,9 @@ def export_state(
     """
     engine = FSDPEngine(on_cpu(config), seed=seed, frozen=True)
     engine.initialize(0, empty=True)
-    state.RankState(0, 1, engine.shards, None).load(folder, num_ranks, files)
+    pieces = [StatePiece("model", shard.piece()) for shard in engine.shards]
+    shapes = {shard.name: shard.global_shape for shard in engine.shards}
+    state.RankState(engine.mesh, pieces, shapes).load(folder, num_ranks, files, with_random_state=False)
     engine.export(out, tokenizer)
 
 

@@ -6,13 +6,14 @@ tensors.
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_rl.config.sections.training import OptimizerConfig
+from hpc_rl.engines.pieces import Kind, Piece, StatePiece
 
 
 def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:
@@ -29,17 +30,22 @@ def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> flo
 
 @dataclass
 class Shard:
-    """This rank's rows of one parameter; all of them if there is one rank."""
+    """This rank's rectangle of one parameter; all of it if there is one rank."""
 
     name: str  # the Hugging Face name
     parameter: nn.Parameter
     local: torch.Tensor
     global_shape: tuple[int, ...]
-    offset: int  # first row
+    offset: tuple[int, ...]  # of the rectangle, one index per dimension
+    is_saved: bool = True  # False for a replica of what another rank saves; its gradient counts there too
 
     def gradient(self) -> torch.Tensor | None:
         grad = self.parameter.grad
         return grad.to_local() if isinstance(grad, DTensor) else grad
+
+    def piece(self, tensor: torch.Tensor | None = None) -> Piece:
+        """Return the rectangle with its own memory, or with that of a tensor of the same shape."""
+        return Piece(self.name, self.local if tensor is None else tensor, self.offset, self.global_shape)
 
 
 def shards_of(parameters: dict[str, nn.Parameter], rank: int, num_ranks: int) -> list[Shard]:
@@ -47,12 +53,13 @@ def shards_of(parameters: dict[str, nn.Parameter], rank: int, num_ranks: int) ->
     shards = []
     for name, parameter in parameters.items():
         shape = tuple(parameter.shape)
-        local, offset = parameter.data, 0
+        local, offset = parameter.data, (0,) * len(shape)
         if isinstance(local, DTensor):
             local = local.to_local()
             per_rank = -(-shape[0] // num_ranks)
-            offset = min(rank * per_rank, shape[0])
-            assert len(local) == min(per_rank, shape[0] - offset), f"{name} is not cut into even rows"
+            first = min(rank * per_rank, shape[0])
+            assert len(local) == min(per_rank, shape[0] - first), f"{name} is not cut into even rows"
+            offset = (first, *offset[1:])
         shards.append(Shard(name, parameter, local, shape, offset))
     return shards
 
@@ -65,6 +72,7 @@ class Optimizer:
 
     def __init__(self, config: OptimizerConfig, shards: list[Shard]) -> None:
         self.config = config
+        self.all_shards = shards
         self.shards = [shard for shard in shards if shard.local.numel()]
         self.updated = {  # what AdamW works on: the shards, or copies of them in CPU memory
             shard.name: shard.local.to("cpu", copy=True) if config.offload else shard.local
@@ -95,9 +103,18 @@ class Optimizer:
             step = torch.tensor(float(num_steps), dtype=torch.float32, device=updated.device)
             self.adam.state[updated] = {"step": step, "exp_avg": first, "exp_avg_sq": second}
 
+    def pieces(self) -> list[StatePiece]:
+        """Return the parameters and moments of all shards, to be saved and loaded."""
+        pieces = []
+        for shard in self.all_shards:
+            first, second = self.moments[shard.name]
+            for kind, tensor in (("model", shard.local), ("exp_avg", first), ("exp_avg_sq", second)):
+                pieces.append(StatePiece(cast(Kind, kind), shard.piece(tensor), shard.is_saved))
+        return pieces
+
     def squared_norm(self) -> float:
-        """Return the sum of squares of this rank's gradients."""
-        grads = self._gradients()
+        """Return the sum of squares of this rank's gradients, without those of replicas."""
+        grads = [grad for shard in self.shards if shard.is_saved and (grad := shard.gradient()) is not None]
         if not grads:
             return 0.0
         return torch.stack(torch._foreach_norm(grads)).double().square().sum().item()

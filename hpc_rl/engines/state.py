@@ -1,10 +1,11 @@
-"""Recover state on disk: one safetensors file per rank, readable at any number of ranks.
+"""Recover state on disk: one safetensors file per rank, readable by any layout of any engine.
 
-`rank-00000.safetensors` has this rank's rows of `model/<name>`, `exp_avg/<name>` and `exp_avg_sq/<name>`, and
-`rng/cpu` (`rng/cuda`). The metadata in its header has `state`, JSON: {"format", "rank", "num_ranks",
-"counters": {…}, "shards": {name: {"shape": global shape, "offset": first row}}, "rng": Python's and NumPy's}.
-A rank that loads reads the rows that it needs from the files that have them, and checks the checksums of
-those blocks.
+`actor-rank-00000.safetensors` has the pieces of this rank of kinds `model`, `exp_avg` and `exp_avg_sq`, all
+by Hugging Face names, and `rng/cpu` (`rng/cuda`). The metadata in its header has `state`, JSON: {"format",
+"rank", "num_ranks", "counters": {…}, "shapes": {name: shape of the whole tensor}, "pieces": {name in the
+file: {"kind", "name", "offset"}}, "rng": Python's and NumPy's}. The saved pieces of all ranks together have
+each number once. A rank that loads reads the rows that it needs from the files that have them, and checks
+the checksums of those blocks.
 
 A Snapshot is either views of the live tensors, to be written before the next update, or a copy of them
 in a reused Buffer, to be written while training continues.
@@ -13,29 +14,31 @@ in a reused Buffer, to be written while training continues.
 from __future__ import annotations
 
 import json
+import math
 import random
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
 from hpc_rl.checked_file import CheckedReader, FileRecord
 from hpc_rl.engines.base import Snapshot
-from hpc_rl.engines.optimizer import Optimizer, Shard
+from hpc_rl.engines.mesh import Mesh
+from hpc_rl.engines.pieces import StatePiece, overlap, shifted
 from hpc_rl.errors import Damaged
 
-FORMAT = 2
-KINDS = ("model", "exp_avg", "exp_avg_sq")
+FORMAT = 3
 ALIGN_BYTES = 4096  # of the first tensor in a file
 GROUP_BYTES = 1 << 30  # read at once through CPU memory for a GPU
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
-def file_name(rank: int) -> str:
-    return f"rank-{rank:05d}.safetensors"
+def file_name(rank: int, engine: str = "actor") -> str:
+    return f"{engine}-rank-{rank:05d}.safetensors"
 
 
 class Buffer:
@@ -62,81 +65,98 @@ class Buffer:
 
 @dataclass
 class RankState:
-    """What one rank has of a model and its optimizer; a frozen model has none, and only `load` works then."""
+    """What one rank has of a model and its optimizer, to be saved and loaded.
 
-    rank: int
-    num_ranks: int
-    shards: list[Shard]
-    optimizer: Optimizer | None
+    Of a frozen model the pieces are of kind `model` alone, and only `load` works.
+    """
+
+    mesh: Mesh
+    pieces: Sequence[StatePiece]
+    shapes: Mapping[str, tuple[int, ...]]  # of all tensors that this rank knows of, by name
+    is_whole: bool = True  # whether these are all tensors of the model
+    engine: str = "actor"  # name in file names
 
     def take(self, counters: dict[str, Any], buffer: Buffer | None) -> Snapshot:
         """Return this rank's state now; without a buffer, live tensors in CPU memory are not copied."""
-        assert self.optimizer is not None
         named = {f"rng/{kind}": state for kind, state in _torch_rng().items()}
-        named |= {name: tensor.detach() for _, name, tensor in self._tensors()}
-        shards = {shard.name: {"shape": shard.global_shape, "offset": shard.offset} for shard in self.shards}
+        saved: dict[str, dict[str, Any]] = {}
+        for kind, piece, is_saved in self.pieces:
+            if is_saved and piece.local.numel():
+                key = f"{kind}/{piece.name}"
+                key += f"#{len(saved)}" if key in saved else ""
+                saved[key] = {"kind": kind, "name": piece.name, "offset": piece.offset}
+                named[key] = piece.local.detach()
         state = {
             "format": FORMAT,
-            "rank": self.rank,
-            "num_ranks": self.num_ranks,
-            "counters": {**counters, "adam_steps": self.optimizer.num_steps},
-            "shards": shards,
+            "rank": self.mesh.rank,
+            "num_ranks": self.mesh.num_ranks,
+            "counters": counters,
+            "shapes": self.shapes,
+            "pieces": saved,
             "rng": _python_rng(),
         }
         live = list(named.values())
         tensors = buffer.copy(live) if buffer else [tensor.cpu().contiguous() for tensor in live]
         parts = [_bytes_of(tensor).data for tensor in tensors if tensor.numel()]
         header = memoryview(_header(named, {"state": json.dumps(state)}))
-        return Snapshot(file_name(self.rank), [header, *parts])
+        return Snapshot(file_name(self.mesh.rank, self.engine), [header, *parts])
 
     def size_bytes(self) -> int:
         """Return about how large this rank's file is."""
-        tensors = [tensor for _, _, tensor in self._tensors()]
-        return sum(tensor.nbytes for tensor in tensors) + len(tensors) * 200 + 65536
+        sizes = [one.piece.local.nbytes for one in self.pieces if one.is_saved]
+        return sum(sizes) + len(sizes) * 200 + 65536
 
     def load(
-        self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None
+        self,
+        folder: Path,
+        saved_num_ranks: int,
+        files: Mapping[str, FileRecord] | None = None,
+        with_random_state: bool = True,
     ) -> dict[str, Any]:
-        """Fill shards, moments and (at the same number of ranks) random states; return the counters.
+        """Fill the pieces and (at the same number of ranks) random states; return the counters.
 
-        Without an optimizer only the shards are filled. What is read is checked against `files`. Raises
-        Damaged with the file's name if it is missing, truncated or changed; OSError; ValueError for the state
-        of another model.
+        What is read is checked against `files`. Raises Damaged with the file's name if it is missing,
+        truncated or changed; OSError; ValueError for the state of another model.
         """
-        targets = {
-            name: Target(rows_of(tensor), shard.name, shard.offset) for shard, name, tensor in self._tensors()
-        }
-        missing = {name: len(target.rows) for name, target in targets.items()}
-        shapes = {shard.name: list(shard.global_shape) for shard in self.shards}
+        targets = defaultdict[tuple[str, str], list[int]](list)
+        for i, one in enumerate(self.pieces):
+            targets[one.key].append(i)
+        missing = [one.piece.local.numel() for one in self.pieces]
         counters: dict[str, Any] = {}
+        theirs: dict[str, list[int]] = {}
         for saved_rank in range(saved_num_ranks):
-            with _open(folder / file_name(saved_rank), files) as reader:
+            with _open(folder / file_name(saved_rank, self.engine), files) as reader:
                 header = Header.read(reader, saved_rank, saved_num_ranks)
-                header.check_shapes(shapes, folder)
+                theirs |= header.state["shapes"]
+                self._check_shapes(folder / header.name, theirs, last=saved_rank == saved_num_ranks - 1)
                 counters = header.state["counters"]
-                if self.optimizer and (saved_rank, saved_num_ranks) == (self.rank, self.num_ranks):
+                here = (self.mesh.rank, self.mesh.num_ranks)
+                if with_random_state and here == (saved_rank, saved_num_ranks):
                     _restore_rng(reader, header)
-                _fill(reader, header, targets, missing)
-        if lacking := [name for name, rows in missing.items() if rows]:
+                wanted = [
+                    (at, key)
+                    for key, saved in header.state["pieces"].items()
+                    for at in targets.get((saved["kind"], saved["name"]), ())
+                ]
+                _fill(reader, header, self.pieces, wanted, missing)
+        if any(missing):
+            lacking = [one.piece.name for one, num in zip(self.pieces, missing, strict=True) if num]
             raise Damaged(f"{folder.name} lacks rows of {', '.join(lacking[:5])}")
-        if self.optimizer:
-            self.optimizer.set_num_steps(counters["adam_steps"])
         return counters
 
-    def _tensors(self) -> Iterator[tuple[Shard, str, torch.Tensor]]:
-        """Yield the tensors of the state with their names in the file."""
-        for shard in self.shards:
-            moments = self.optimizer.moments[shard.name] if self.optimizer else ()
-            for kind, tensor in zip(KINDS, (shard.local, *moments), strict=False):
-                yield shard, f"{kind}/{shard.name}", tensor
-
-
-class Target(NamedTuple):
-    """Memory for rows of a tensor: those of parameter `name` from row `offset` on."""
-
-    rows: torch.Tensor
-    name: str
-    offset: int
+    def _check_shapes(self, path: Path, theirs: Mapping[str, list[int]], last: bool) -> None:
+        """Raise ValueError if the state is of another model."""
+        ours = {name: list(shape) for name, shape in self.shapes.items()}
+        names = ours.keys() & theirs.keys()
+        if last:
+            names = ours.keys() | (theirs.keys() if self.is_whole else set())
+        differ = [name for name in names if ours.get(name) != theirs.get(name)]
+        if differ:
+            odd = min(differ)
+            raise ValueError(
+                f"{path} is of another model: {odd} has shape {theirs.get(odd)}, "
+                f"the model's is {ours.get(odd)}"
+            )
 
 
 def _open(path: Path, files: Mapping[str, FileRecord] | None) -> CheckedReader:
@@ -170,67 +190,71 @@ class Header:
             raise Damaged(f"{name} is {what}, expected rank {rank} of {num_ranks} in format {FORMAT}")
         return cls(name, state, tensors, begin)
 
-    def check_shapes(self, ours: dict[str, list[int]], folder: Path) -> None:
-        """Raise ValueError if the state is of another model than `ours`, name -> shape."""
-        theirs = {name: shard["shape"] for name, shard in self.state["shards"].items()}
-        if ours != theirs:
-            differ = (name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
-            odd = min(differ)
-            raise ValueError(
-                f"{folder / self.name} is of another model: {odd} has shape {theirs.get(odd)}, "
-                f"the model's is {ours.get(odd)}"
-            )
-
     def rows(self, name: str, first: int) -> tuple[int, torch.dtype]:
         """Return the offset in the file of row `first` of a tensor, and its type."""
         tensor = self.tensors[name]
         start, end = tensor["data_offsets"]
-        num_rows = max(1, _num_rows(tensor))
+        num_rows = max(1, math.prod(tensor["shape"][:1]))
         dtype = next(dtype for dtype, name in DTYPES.items() if name == tensor["dtype"])
         return self.begin + start + first * ((end - start) // num_rows), dtype
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Rows of a tensor in a file, and the memory for a part of them."""
+
+    at: int  # offset of the rows in the file
+    shape: tuple[int, ...]  # of the rows
+    dtype: torch.dtype
+    part: tuple[slice, ...]  # of the rows
+    target: torch.Tensor
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether the rows can be read into the target."""
+        like_file = self.target.shape == self.shape and self.target.dtype == self.dtype
+        return like_file and self.target.device.type == "cpu" and self.target.is_contiguous()
+
+
 def _fill(
-    reader: CheckedReader, header: Header, targets: Mapping[str, Target], missing: dict[str, int]
+    reader: CheckedReader,
+    header: Header,
+    pieces: Sequence[StatePiece],
+    wanted: Sequence[tuple[int, str]],
+    missing: list[int],
 ) -> None:
-    """Copy the rows of the targets that one file has, and count them off in `missing`."""
-    wanted: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-    for name, target in targets.items():
-        saved_offset = header.state["shards"][target.name]["offset"]
-        start = max(saved_offset, target.offset)
-        end = min(saved_offset + _num_rows(header.tensors[name]), target.offset + len(target.rows))
-        if end <= start:
+    """Copy what one file has of the wanted (index of a piece, name in the file), and count it off."""
+    found: list[Wanted] = []
+    for i, key in wanted:
+        piece, saved = pieces[i].piece, header.state["pieces"][key]
+        shape, offset = tuple(header.tensors[key]["shape"]), tuple(saved["offset"])
+        part = overlap(piece, offset, shape)
+        if part is None:
             continue
-        missing[name] -= end - start
-        at, dtype = header.rows(name, start - saved_offset)
-        rows = target.rows.detach()[start - target.offset : end - target.offset]
-        direct = rows.device.type == "cpu" and rows.is_contiguous() and rows.dtype == dtype
-        wanted.append((at, rows, rows if direct else torch.empty(rows.shape, dtype=dtype)))
-    for group in _grouped(wanted):
-        reader.fill([(at, _bytes_of(here)) for at, _, here in group])
-        for _, rows, here in group:
-            if here is not rows:
-                rows.copy_(here)
+        target = piece.local.detach()[shifted(part, piece.offset)]
+        missing[i] -= target.numel()
+        first, *columns = shifted(part, offset) or (slice(0, 1),)
+        at, dtype = header.rows(key, first.start)
+        if shape:
+            rows = (first.stop - first.start, *shape[1:])
+            found.append(Wanted(at, rows, dtype, (slice(None), *columns), target))
+        else:
+            found.append(Wanted(at, (), dtype, (), target))
+    for group in _grouped(found):
+        read = [one.target if one.is_direct else torch.empty(one.shape, dtype=one.dtype) for one in group]
+        reader.fill([(one.at, _bytes_of(here)) for one, here in zip(group, read, strict=True)])
+        for one, here in zip(group, read, strict=True):
+            if here is not one.target:
+                one.target.copy_(here[one.part])
 
 
-def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the same memory in rows: a scalar is one row."""
-    return tensor if tensor.ndim else tensor.detach().reshape(1)
-
-
-def _num_rows(entry: dict[str, Any]) -> int:
-    return entry["shape"][0] if entry["shape"] else 1
-
-
-def _grouped(
-    wanted: list[tuple[int, torch.Tensor, torch.Tensor]],
-) -> Iterator[list[tuple[int, torch.Tensor, torch.Tensor]]]:
+def _grouped(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
     """Yield all that needs no copy, then the rest in groups that bound the memory for copies."""
-    yield [one for one in wanted if one[1] is one[2]]
-    group, size = list[tuple[int, torch.Tensor, torch.Tensor]](), 0
-    for one in (one for one in wanted if one[1] is not one[2]):
+    yield [one for one in wanted if one.is_direct]
+    group, size = list[Wanted](), 0
+    for one in (one for one in wanted if not one.is_direct):
         group.append(one)
-        size += one[2].nbytes
+        size += math.prod(one.shape) * one.dtype.itemsize
         if size >= GROUP_BYTES:
             yield group
             group, size = [], 0

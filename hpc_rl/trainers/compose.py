@@ -15,6 +15,7 @@ from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines.base import Engine
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
@@ -81,16 +82,18 @@ def _reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
     """Return the frozen model of the KL terms, if one has a coefficient; it is never saved."""
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
         return None
-    engine = _engine(start, config.ref, frozen=True)
+    engine = _engine(start, config.ref, "ref", frozen=True)
     engine.initialize(0)
     return engine
 
 
-def _engine(start: TrainerContext, model: TrainEngineConfig, frozen: bool = False) -> Engine:
-    engine: Engine = resolve_name(TRAIN_BACKENDS[start.backend].implementation)(
+def _engine(
+    start: TrainerContext, model: TrainEngineConfig, name: str = "actor", frozen: bool = False
+) -> Engine:
+    engine: Engine = resolve_name(TRAIN_BACKENDS[start.train.backend].implementation)(
         model,
-        rank=start.ranks.rank,
-        num_ranks=start.ranks.num,
+        Mesh.of(start.train, start.ranks.rank, start.ranks.num),
+        name=name,
         device=start.device,
         seed=start.config.seed,
         frozen=frozen,

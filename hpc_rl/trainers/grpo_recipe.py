@@ -114,7 +114,7 @@ class GRPO:
             known = self._logprobs_of_all(rows) if self.has_kl_rewards else None
             advantages = self._advantages(scored, known)
             minibatches = self._minibatches(scored, advantages)
-        mine = [minibatch.rows[self.run.ranks.rank] for minibatch in minibatches]
+        mine = [minibatch.rows[self.run.engine.mesh.data_rank] for minibatch in minibatches]
         known = known or self._logprobs(rows, [row for part in mine for row in part])
         num_successful = 0
         for minibatch, part in zip(minibatches, mine, strict=True):
@@ -238,7 +238,7 @@ class GRPO:
             advantages,
             members,
             self.actor.ppo_n_minibatches,
-            self.run.ranks.num,
+            self.run.engine.mesh.num_data_ranks,
             keep_all=self.reference is not None and self.actor.beta > 0,
             weight_by_row=self.actor.loss_aggregation != "token_mean",
         )
@@ -277,10 +277,16 @@ class GRPO:
     def _logprobs_of_all(self, rows: list[Trajectory]) -> Known:
         """Return the log-probabilities of all rows, each rank having computed a share. Collective."""
         lengths = [len(row.ids) for row in rows]
-        ranks = self.run.ranks
-        mine = self._logprobs(rows, balance(lengths, ranks.num)[ranks.rank])
+        mesh = self.run.engine.mesh
+        mine = self._logprobs(rows, balance(lengths, mesh.num_data_ranks)[mesh.data_rank])
         parts = (mine.recomputed, mine.reference)
-        return Known(*(None if part is None else ranks.whole(part, lengths) for part in parts))
+        counts = mesh.is_data_leader  # its peers have the same rows
+        return Known(
+            *(
+                None if part is None else self.run.ranks.whole(part if counts else {}, lengths)
+                for part in parts
+            )
+        )
 
     def _logprobs(self, rows: list[Trajectory], numbers: list[int]) -> Known:
         """Return these rows' log-probabilities under the current and the reference model, as needed."""

@@ -34,7 +34,7 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer update: rows[rank] are row numbers of the batch; all rows count in the loss weight."""
+    """One optimizer update: rows[data_rank] are row numbers of the batch; all count in the loss weight."""
 
     rows: list[list[int]]
     loss_weight: float
@@ -51,12 +51,12 @@ def shares(
     advantages: list[np.ndarray],
     members: list[int],
     num_minibatches: int,
-    num_ranks: int,
+    num_data_ranks: int,
     *,
     keep_all: bool = False,
     weight_by_row: bool = False,
 ) -> list[Minibatch]:
-    """Cut the `members` among the rows into mini-batches, then each over the ranks, both by length.
+    """Cut the `members` among the rows into mini-batches, then each over the data ranks, both by length.
 
     A row whose advantages are all exactly 0 adds nothing to the loss and the gradient: it is not computed
     (unless `keep_all`, because the loss has another term), but counts in the loss weight. If all rows of a
@@ -70,7 +70,7 @@ def shares(
         weight = len(part) if weight_by_row else sum(int(rows[i].loss_mask.sum()) for i in part)
         useful = [i for i in part if keep_all or is_useful(advantages[i])]
         useful = useful or [min(part, key=lambda i: lengths[i])]
-        by_rank = balance([lengths[i] for i in useful], num_ranks)
+        by_rank = balance([lengths[i] for i in useful], num_data_ranks)
         per_rank = [[useful[j] for j in share] for share in by_rank]
         result.append(Minibatch(per_rank, float(max(1, weight)), len(part) - len(useful)))
     return result

@@ -46,7 +46,10 @@ class Ranks:
         return answer["value"]
 
     def whole(self, mine: dict[int, np.ndarray], lengths: list[int]) -> dict[int, np.ndarray]:
-        """Return the rows of all ranks, float32 [lengths[i]] by row number i, from what each rank has."""
+        """Return the rows of all ranks, float32 [lengths[i]] by row number i, from what each rank has.
+
+        No two ranks may have the same row.
+        """
         if self.num == 1:
             return mine
         flat = np.zeros(sum(lengths), np.float32)

@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.allocation import Train
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation
@@ -43,7 +44,7 @@ class TrainerContext:
     config: Config  # in force
     tokens: dict[str, str]
     names: NameResolve
-    backend: str  # the engine that the allocation names
+    train: Train  # the engine and its mesh, as the allocation names them
     device: str  # of this rank
     ranks: Ranks
     stopping: threading.Event  # set when this process is asked to stop

@@ -15,7 +15,7 @@ from hpc_rl.config.sections.experiment import RWConfig, SFTConfig, total_steps
 from hpc_rl.datasets.encode import load_pairs, load_sequences
 from hpc_rl.datasets.order import locate
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.engines.base import Engine, LossFn, MicroBatch, Sequences, sum_over_ranks
+from hpc_rl.engines.base import Engine, LossFn, MicroBatch, Sequences, sum_over_data_ranks
 from hpc_rl.engines.packing import balance
 from hpc_rl.trainers.run import Run
 
@@ -85,9 +85,10 @@ class SupervisedRecipe:
         """No data is kept for a generation."""
 
     def _share(self, rows: list[Row]) -> Sequences:
-        """Return this rank's rows, balanced by length."""
-        shares = balance([self.task.num_tokens(row) for row in rows], self.run.ranks.num)
-        return self.task.encode([rows[i] for i in shares[self.run.ranks.rank]])
+        """Return the rows of this data rank, balanced by length."""
+        mesh = self.run.engine.mesh
+        shares = balance([self.task.num_tokens(row) for row in rows], mesh.num_data_ranks)
+        return self.task.encode([rows[i] for i in shares[mesh.data_rank]])
 
 
 def sequences(rows: list[Row]) -> Sequences:
@@ -108,7 +109,7 @@ def held_out_loss(engine: Engine, rows: Sequences) -> dict[str, float]:
     for logprobs, mask in zip(engine.logprobs(rows, 1.0), rows.columns["loss_mask"], strict=True):
         total -= float(logprobs[mask].sum(dtype="float64"))
         count += int(mask.sum())
-    total, count = sum_over_ranks([total, count])
+    total, count = sum_over_data_ranks(engine.mesh, [total, count])
     return {"eval_loss": total / max(1.0, count)}
 
 
@@ -142,7 +143,8 @@ def held_out_preferences(engine: Engine, rows: Sequences) -> dict[str, float]:
     scored = zip(engine.logprobs(rows, 1.0), rows.columns["loss_mask"], strict=True)
     scores_P2 = torch.tensor([float(scores[mask].sum()) for scores, mask in scored]).reshape(-1, 2)
     loss, sums = pairwise_loss(scores_P2)
-    total, correct, count = sum_over_ranks([float(loss), float(sums["num_correct"]), float(len(scores_P2))])
+    numbers = [float(loss), float(sums["num_correct"]), float(len(scores_P2))]
+    total, correct, count = sum_over_data_ranks(engine.mesh, numbers)
     return {"eval_loss": total / max(1.0, count), "eval_accuracy": correct / max(1.0, count)}
 
 

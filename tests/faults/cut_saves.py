@@ -29,6 +29,7 @@ from hpc_rl.checkpoint.generation import Commit, Manifest, clear_leftovers, scan
 from hpc_rl.checkpoint.retention import RetentionPolicy, retain
 from hpc_rl.config.sections.training import OptimizerConfig
 from hpc_rl.engines import state
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.engines.optimizer import Optimizer, Shard
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
@@ -113,8 +114,9 @@ class Rank:
     def __init__(self, rank: int, num_ranks: int, value: float) -> None:
         per_rank = ROWS // num_ranks
         parameter = nn.Parameter(torch.full((per_rank, 300), value))
-        self.shards = [Shard("w", parameter, parameter.data, (ROWS, 300), rank * per_rank)]
-        self.state = state.RankState(rank, num_ranks, self.shards, Optimizer(OptimizerConfig(), self.shards))
+        self.shards = [Shard("w", parameter, parameter.data, (ROWS, 300), (rank * per_rank, 0))]
+        pieces = Optimizer(OptimizerConfig(), self.shards).pieces()
+        self.state = state.RankState(Mesh(rank, num_ranks), pieces, {"w": (ROWS, 300)})
 
     def write(self, folder: Path) -> list[FileRecord]:
         return self.state.take({"updates": 1}, None).write(folder)

@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpc_rl.allocation import Train
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.engines.base import LossFn, MicroBatch, Sequences
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.run import Run
@@ -18,7 +20,7 @@ from hpc_rl.trial import Trial
 class RecordingEngine:
     """Records the batches it is given, and runs the loss with log-probabilities of -1."""
 
-    rank, num_ranks = 0, 1
+    mesh = Mesh()
 
     def __init__(self, logprob: float = -1.0) -> None:
         self.logprob = logprob
@@ -60,7 +62,7 @@ def make_run(
         config=config,
         tokens={},
         names=None,  # type: ignore[arg-type]
-        backend="fsdp",
+        train=Train("fsdp"),
         device="cpu",
         ranks=Ranks(),
         stopping=threading.Event(),

@@ -5,12 +5,14 @@ import threading
 from pathlib import Path
 
 from hpc_rl import checked_file
+from hpc_rl.allocation import Train
 from hpc_rl.checked_file import CheckedReader, FileRecord
 from hpc_rl.checkpoint.generation import scan, verify
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import SFTConfig
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.errors import ExitCode
 from hpc_rl.name_resolve import open_names
 from hpc_rl.stats.sinks import JsonlSink, Sinks
@@ -37,7 +39,7 @@ class FakeSnapshot:
 class FakeEngine:
     """Its state is one number, the sum of the batches that it has seen."""
 
-    rank, num_ranks, num_train_steps = 0, 1, 10
+    mesh, num_train_steps = Mesh(), 10
 
     def __init__(self) -> None:
         self.total = 0
@@ -142,7 +144,7 @@ class Starter:
             config=self.config,
             tokens=tokens,
             names=names,
-            backend="fsdp",
+            train=Train("fsdp"),
             device="cpu",
             ranks=Ranks(),
             stopping=stopping,

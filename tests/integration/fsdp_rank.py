@@ -8,6 +8,7 @@ import gloo_ranks
 import numpy as np
 import torch
 
+from hpc_rl.allocation import Train
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Manifest
 from hpc_rl.checkpoint.retention import RetentionPolicy
@@ -22,6 +23,7 @@ from hpc_rl.config.sections.training import (
 from hpc_rl.engines import state
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.engines.packing import balance
 from hpc_rl.errors import Stale
 from hpc_rl.trainers import ranks as ranks_module
@@ -46,7 +48,7 @@ def engine_of(folder: Path, rank: int, num_ranks: int, **changes):
         lr=1e-2, weight_decay=0.01, lr_scheduler_type="cosine", warmup_steps_proportion=0.2
     )
     config = TrainEngineConfig(path=str(folder / "model"), optimizer=optimizer, **{**options, **changes})
-    engine = FSDPEngine(config, rank=rank, num_ranks=num_ranks)
+    engine = FSDPEngine(config, Mesh(rank, num_ranks))
     engine.initialize(10)
     return engine
 
@@ -66,14 +68,14 @@ def share(step: int, rank: int, num_ranks: int) -> Sequences:
 
 def train(engine, steps) -> list[dict[str, float]]:
     return [
-        engine.train_batch(share(step, engine.rank, engine.num_ranks), sequence_loss, WEIGHT, 0.9)
+        engine.train_batch(share(step, engine.mesh.rank, engine.mesh.num_ranks), sequence_loss, WEIGHT, 0.9)
         for step in steps
     ]
 
 
 def broken_on_the_last_rank(engine):
     def loss(batch):
-        factor = float("nan") if engine.rank == engine.num_ranks - 1 else 1.0
+        factor = float("nan") if engine.mesh.rank == engine.mesh.num_ranks - 1 else 1.0
         return batch.logprobs_T.sum() * factor, {"num_tokens": batch.columns_T["loss_mask"].sum()}
 
     return loss
@@ -191,7 +193,7 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
         config=config,  # type: ignore[arg-type]
         tokens={},
         names=None,  # type: ignore[arg-type]
-        backend="fsdp",
+        train=Train("fsdp"),
         device="cpu",
         ranks=ranks,
         stopping=threading.Event(),

@@ -9,7 +9,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
+from hpc_rl.engines.base import whole_weights
 from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.trial import read_json, write_json
 
 SEED = 5
@@ -18,7 +20,7 @@ SEED = 5
 def engine_of(path: Path, rank: int, num_ranks: int, frozen: bool = False, **changes: Any) -> FSDPEngine:
     options = {"attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False, **changes}
     config = TrainEngineConfig(path=str(path), optimizer=OptimizerConfig(), **options)
-    engine = FSDPEngine(config, rank=rank, num_ranks=num_ranks, seed=SEED, frozen=frozen)
+    engine = FSDPEngine(config, Mesh(rank, num_ranks), seed=SEED, frozen=frozen)
     engine.initialize(4)
     return engine
 
@@ -40,8 +42,8 @@ def differences(engine: FSDPEngine, want: Any) -> list[str]:
     buffers = dict(want.named_buffers())
     ours = dict(engine.model.hf.named_buffers())
     odd = [name for name in buffers.keys() | ours.keys() if not torch.equal(buffers[name], ours[name])]
-    got = engine.hf_weights()
-    if engine.rank == 0:
+    got = whole_weights(engine)
+    if engine.mesh.rank == 0:
         odd += list(tensors.keys() ^ got.keys())
         odd += [name for name in tensors.keys() & got.keys() if not torch.equal(tensors[name], got[name])]
     tied = (engine.model.hf.get_output_embeddings(), engine.model.hf.get_input_embeddings())

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 
 from hpc_rl.config.sections.training import MicroBatchSpec, TrainEngineConfig
-from hpc_rl.engines.base import Sequences
+from hpc_rl.engines.base import Sequences, whole_weights
 from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.trial import read_json, write_json
 
 NUM_ROWS = 4  # two of them in a micro-batch: the second one meets the gradients of the first
@@ -42,7 +43,7 @@ def engine_of(folder: Path, case: dict, rank: int, num_ranks: int) -> FSDPEngine
         gradient_checkpointing=case["checkpointing"],
         mb_spec=MicroBatchSpec(max_tokens_per_mb=case["tokens"]),
     )
-    engine = FSDPEngine(config, rank=rank, num_ranks=num_ranks)
+    engine = FSDPEngine(config, Mesh(rank, num_ranks))
     engine.initialize(10)
     return engine
 
@@ -73,7 +74,7 @@ def measured(folder: Path, case: dict, rank: int, num_ranks: int) -> dict[str, i
     train = peak_of(lambda: engine.train_batch(rows, loss, 100.0, 1.0)) - before
     settle()
     standing = resident_bytes("VmRSS")
-    publish = peak_of(engine.hf_weights) - standing
+    publish = peak_of(lambda: whole_weights(engine)) - standing
     snapshot = peak_of(lambda: engine.snapshot(copied=True)) - standing
     return {"train": train, "publish": publish, "snapshot": snapshot}
 

@@ -69,7 +69,7 @@ def test_list_and_verify(trial, capsys):
 def test_every_file_that_is_damaged_is_named(trial, capsys):
     files = sorted(path for path in trial.generation(4).iterdir())
     assert [path.name for path in files] == [
-        "config.json", "manifest.json", "rank-00000.safetensors", "rank-00001.safetensors", "rank_0.ok", "rank_1.ok",
+        "actor-rank-00000.safetensors", "actor-rank-00001.safetensors", "config.json", "manifest.json", "rank_0.ok", "rank_1.ok",
     ]  # fmt: skip
     for path in files:
         good = path.read_bytes()
@@ -105,12 +105,12 @@ def test_an_export_of_a_generation_is_the_trainers_own_export_of_that_step(trial
 
 
 def test_an_export_of_damage_fails_and_names_the_file(trial, tmp_path, capfd):
-    path = trial.generation(4) / "rank-00001.safetensors"
+    path = trial.generation(4) / "actor-rank-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[-9] ^= 1
     path.write_bytes(content)
     assert main(["checkpoint", "export", str(trial.dir), "--to", str(tmp_path / "model")]) != 0
-    assert "rank-00001.safetensors" in capfd.readouterr().err
+    assert "actor-rank-00001.safetensors" in capfd.readouterr().err
     assert not (tmp_path / "model").exists()
 
 

@@ -15,6 +15,7 @@ from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
+from hpc_rl.engines.base import whole_weights
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.trainers.grpo_recipe import GRPO
 from hpc_rl.trial import Trial, read_json, write_json
@@ -144,7 +145,7 @@ def test_rows_without_advantage_change_nothing(toy, tmp_path, monkeypatch):
         numbers = run.stats.take()
         assert numbers["rows_skipped"] == (4 if skip else 0)
         assert numbers["grad_norm"] > 0
-        weights.append({name: tensor.clone() for name, tensor in engine.hf_weights().items()})
+        weights.append({name: tensor.clone() for name, tensor in whole_weights(engine).items()})
     for name, tensor in weights[0].items():
         torch.testing.assert_close(tensor, weights[1][name], rtol=1e-5, atol=1e-7)
 
@@ -171,7 +172,10 @@ def damage(trial: Trial) -> int:
     whole.
     """
     *newer, oldest = scan(trial)
-    flipped, cut = newer[0].path / "rank-00001.safetensors", newer[1].path / "rank-00000.safetensors"
+    flipped, cut = (
+        newer[0].path / "actor-rank-00001.safetensors",
+        newer[1].path / "actor-rank-00000.safetensors",
+    )
     content = bytearray(flipped.read_bytes())
     content[-100] ^= 8
     flipped.write_bytes(content)

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.allocation import Train
 from hpc_rl.checkpoint import generation, start_facts
 from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.generation import scan
@@ -65,7 +66,7 @@ def start(trial: Trial, job_id: str) -> TrainerContext:
         config=config,
         tokens={},
         names=None,  # type: ignore[arg-type]
-        backend="fsdp",
+        train=Train("fsdp"),
         device="cpu",
         ranks=None,  # type: ignore[arg-type]
         stopping=threading.Event(),

@@ -21,7 +21,7 @@ from hpc_rl.config.sections.training import (
     TrainEngineConfig,
 )
 from hpc_rl.engines import fsdp, model
-from hpc_rl.engines.base import MicroBatch, Sequences
+from hpc_rl.engines.base import MicroBatch, Sequences, whole_weights
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.errors import ConfigError, Damaged
 from hpc_rl.trainers.supervised import sequence_loss
@@ -60,7 +60,7 @@ def plain_logprobs(engine, ids: np.ndarray, temperature: float) -> torch.Tensor:
 
 
 def weights_of(engine) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in engine.hf_weights().items()}
+    return {name: tensor.clone() for name, tensor in whole_weights(engine).items()}
 
 
 def assert_equal_weights(
@@ -384,7 +384,7 @@ def test_bfloat16_keeps_float32_weights_and_exports_bfloat16(model_dir, tmp_path
         assert engine.train_batch(some_rows(), sequence_loss, 60.0, 1.0)["update_successful"] == 1.0
         assert {shard.local.dtype for shard in engine.shards} == {torch.float32}
         engine.export(tmp_path / "out")
-        assert {tensor.dtype for tensor in engine.hf_weights().values()} == {torch.bfloat16}
+        assert {tensor.dtype for tensor in whole_weights(engine).values()} == {torch.bfloat16}
         assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
     finally:
         torch.distributed.destroy_process_group()
@@ -405,7 +405,7 @@ def test_state_continues_bit_for_bit(model_dir, tmp_path) -> None:
     torch_draw = torch.rand(3)
     other = engine_of(model_dir, seed=5)
     other.load(tmp_path, saved_num_ranks=1)
-    assert records == [checked_file.record(tmp_path / "rank-00000.safetensors")]
+    assert records == [checked_file.record(tmp_path / "actor-rank-00000.safetensors")]
     assert torch.equal(torch.rand(3), torch_draw)
     rows = some_rows(seed=1)
     assert engine.train_batch(rows, sequence_loss, 60.0, 1.0) == other.train_batch(
@@ -416,18 +416,18 @@ def test_state_continues_bit_for_bit(model_dir, tmp_path) -> None:
 
 def test_state_that_is_missing_torn_or_foreign_is_refused(model_dir, tmp_path) -> None:
     engine = engine_of(model_dir)
-    with pytest.raises(Damaged, match=r"rank-00000\.safetensors is missing"):
+    with pytest.raises(Damaged, match=r"actor-rank-00000\.safetensors is missing"):
         engine.load(tmp_path, 1)
     engine.save(tmp_path)
-    with pytest.raises(Damaged, match="is rank 0 of 1 in format 2, expected rank 0 of 2"):
+    with pytest.raises(Damaged, match="is rank 0 of 1 in format 3, expected rank 0 of 2"):
         engine.load(tmp_path, 2)
     architecture = json.loads((model_dir / "config.json").read_text())
     (model_dir / "config.json").write_text(json.dumps({**architecture, "intermediate_size": 40}))
     with pytest.raises(ValueError, match=r"of another model: .*mlp"):
         engine_of(model_dir).load(tmp_path, 1)
-    file = tmp_path / "rank-00000.safetensors"
+    file = tmp_path / "actor-rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:5000])
-    with pytest.raises(Damaged, match=r"rank-00000\.safetensors has 5000 bytes"):
+    with pytest.raises(Damaged, match=r"actor-rank-00000\.safetensors has 5000 bytes"):
         engine.load(tmp_path, 1)
 
 

@@ -119,7 +119,7 @@ def test_names_without_the_prefix_of_the_trunk_are_known(path):
 
 
 def test_tensors_are_read_in_pieces_and_files_opened_again(path, monkeypatch):
-    monkeypatch.setattr(loading, "PIECE_BYTES", 500)
+    monkeypatch.setattr(loading, "ROWS_BYTES", 500)
     monkeypatch.setattr(loading, "OPEN_BYTES", 3000)
     assert_as_transformers(engine_of(path), path)
 

@@ -53,7 +53,7 @@ def taken(source: Path, ours: Path, **options) -> Path:
     folder = ours.with_name("state")
     folder.mkdir()
     files, counters = import_weights(config_of(ours, **options), 1, source, 6, folder)
-    assert [file.name for file in files] == ["rank-00000.safetensors"] and counters["updates"] == 6
+    assert [file.name for file in files] == ["actor-rank-00000.safetensors"] and counters["updates"] == 6
     return folder
 
 
@@ -91,7 +91,7 @@ def test_what_computes_the_same_is_taken(ours):
         eos_token_id=3,
         rms_norm_eps=None,
     )
-    state = load_file(taken(same, ours) / "rank-00000.safetensors")
+    state = load_file(taken(same, ours) / "actor-rank-00000.safetensors")
     for name, tensor in load_file(ours / "model.safetensors").items():
         torch.testing.assert_close(state[f"model/{name}"], tensor, rtol=0, atol=0)
 

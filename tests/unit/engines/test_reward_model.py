@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines.base import Sequences
+from hpc_rl.engines.base import Sequences, whole_weights
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.trainers.supervised import pair_loss
 
@@ -76,7 +76,7 @@ def test_layouts_and_micro_batches_do_not_matter(model_dir) -> None:
 def test_it_starts_from_a_language_model_with_a_head_that_the_seed_draws(model_dir, tmp_path) -> None:
     language = AutoModelForCausalLM.from_config(engine_of(model_dir).model.hf.config, dtype=torch.float32)
     language.save_pretrained(tmp_path / "lm")
-    heads = [engine_of(tmp_path / "lm", seed=s, init_from_scratch=False).hf_weights() for s in (1, 1, 2)]
+    heads = [whole_weights(engine_of(tmp_path / "lm", seed=s, init_from_scratch=False)) for s in (1, 1, 2)]
     torch.testing.assert_close(heads[0]["model.norm.weight"], language.model.norm.weight.detach())
     torch.testing.assert_close(
         heads[0]["model.embed_tokens.weight"], language.model.embed_tokens.weight.detach()

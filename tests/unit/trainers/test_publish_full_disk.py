@@ -90,5 +90,7 @@ def test_a_full_disk_reported_by_safetensors_is_an_os_error(tmp_path, monkeypatc
 
     monkeypatch.setattr(hf_io, "save_file", full)
     with pytest.raises(OSError, match="No space left") as caught:
-        hf_io.write_checkpoint(tmp_path, {"w": torch.zeros(2)}, "{}", [], durable=False)
+        writer = hf_io.CheckpointWriter(tmp_path)
+        writer.add("w", torch.zeros(2))
+        writer.finish("{}", [], durable=False)
     assert caught.value.errno == 28
