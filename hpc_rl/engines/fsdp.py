@@ -27,10 +27,11 @@ from torch.distributed.tensor import DTensor
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import drawing, hf_io, model, state
+from hpc_rl.engines.attention import Layout
 from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, Snapshot, sum_over_data_ranks, sum_over_ranks
 from hpc_rl.engines.distributed import init_alone
 from hpc_rl.engines.mesh import Mesh
-from hpc_rl.engines.micro_batches import Inputs, Layout, cut, inputs_of, micro_batch
+from hpc_rl.engines.micro_batches import Inputs, cut, inputs_of, micro_batch
 from hpc_rl.engines.optimizer import LossScale, Optimizer, learning_rate, shards_of
 from hpc_rl.engines.packing import Groups
 from hpc_rl.engines.pieces import Piece
@@ -52,7 +53,7 @@ class FSDPEngine:
     ) -> None:
         """Check the configuration. Raises ConfigError.
 
-        `mesh` None: a single rank. `layout` None: packed for flash attention, else padded. `frozen` (a
+        `mesh` None: a single rank. `layout` None: the one that suits the attention. `frozen` (a
         reference model): without an optimizer, parameters in the compute type. `name` begins the names of
         files of its state.
         """
@@ -64,13 +65,14 @@ class FSDPEngine:
         self.seed = seed
         self.frozen = frozen
         self._buffer: state.Buffer | None = None  # of snapshots that are written while training continues
-        self.layout: Layout = layout or ("packed" if config.attn_impl.startswith("flash") else "padded")
+        self._layout = layout
         model.check(config, self.device)
 
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         self.num_train_steps = num_train_steps
         self.num_updates = 0  # position of the schedule: calls of train_batch, including skipped updates
-        self.model = model.build(self.config, self.seed, self.frozen)
+        self.model = model.build(self.config, self.seed, self.frozen, self.device, self._layout)
+        self.layout = self.model.layout
         names = [name for name, _ in self.model.hf.named_parameters()]
         saved = set(self.model.hf.state_dict())
         self.buffer_names = [name for name, _ in self.model.hf.named_buffers() if name in saved]
@@ -208,7 +210,12 @@ class FSDPEngine:
         shift = 0 if self.config.is_critic else 1
         inputs = inputs_of(rows, group, self.layout, self.device, shift, pad_to, self.pin_memory)
         logprobs_N, entropy_N = self.model(
-            inputs.input_ids, inputs.position_ids, inputs.source_N, inputs.targets_N, temperature
+            inputs.input_ids,
+            inputs.position_ids,
+            inputs.source_N,
+            inputs.targets_N,
+            temperature,
+            inputs.rows,
         )
         return inputs, logprobs_N, entropy_N
 

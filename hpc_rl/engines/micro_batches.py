@@ -3,24 +3,24 @@
 Two layouts with equal results:
 - padded: rows of similar length, padded on the right. Causal attention never sees the padding, so no mask is
   needed;
-- packed: rows in sequence in a single row whose position ids restart, for attention that supports that
-  (flash).
+- packed: rows in sequence in a single row, whose position ids restart, and where each of them ends
+  (attention.py).
 
 The last token of a row is not an input if nothing is predicted from it.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 import torch
 
 from hpc_rl.config.sections.training import MicroBatchSpec
+from hpc_rl.engines.attention import Layout, PackedRows
 from hpc_rl.engines.base import MicroBatch, Sequences
 from hpc_rl.engines.packing import Groups, length_buckets, pack
 
-Layout = Literal["padded", "packed"]
-# padding of the packed layout restarts its positions as often, to stay within what every model supports
+# padding of the packed layout is in rows of at most this, to stay within what every model supports
 PADDING_ROW = 1024
 
 
@@ -34,6 +34,7 @@ class Inputs:
     targets_N: torch.Tensor
     wanted_N: torch.Tensor
     num_tokens: int  # T
+    rows: PackedRows | None = None  # of the packed layout
 
     def flat(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return [T] with the values at the wanted tokens and 0 elsewhere."""
@@ -88,13 +89,16 @@ def inputs_of(
         before_T = row_T * width
         input_ids = np.zeros((max(len(group), pad_to // width, 1), width), dtype=np.int64)
         input_ids[row_T[fed_T], place_T[fed_T]] = ids_T[fed_T]
-        positions = None
+        positions = lengths_R = None
     else:
         fed_lengths = np.maximum(lengths - shift, 0)
         before_T = (np.cumsum(fed_lengths) - fed_lengths)[row_T]
         padding = max(pad_to - int(fed_T.sum()), 0 if fed_T.any() else 1)
         input_ids = np.concatenate([ids_T[fed_T], np.zeros(padding, dtype=np.int64)])[None]
         positions = np.concatenate([place_T[fed_T], np.arange(padding) % PADDING_ROW])[None]
+        whole, rest = divmod(padding, PADDING_ROW)
+        lengths_R = np.concatenate([fed_lengths, np.full(whole, PADDING_ROW), [rest]])
+        lengths_R = lengths_R[lengths_R > 0]
     wanted_N = np.flatnonzero(wanted_T)
 
     def put(array: np.ndarray) -> torch.Tensor:
@@ -108,7 +112,13 @@ def inputs_of(
         put(ids_T[wanted_N]),
         put(wanted_N),
         len(ids_T),
+        None if lengths_R is None else _packed_rows(lengths_R, put),
     )
+
+
+def _packed_rows(lengths_R: np.ndarray, put: Callable[[np.ndarray], torch.Tensor]) -> PackedRows:
+    ends = np.concatenate([[0], np.cumsum(lengths_R)]).astype(np.int32)
+    return PackedRows(put(ends), int(lengths_R.max()), tuple(lengths_R.tolist()))
 
 
 def micro_batch(

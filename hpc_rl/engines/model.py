@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils.logging import disable_progress_bar
 
 from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.engines import drawing, hf_io, loading
+from hpc_rl.engines import attention, drawing, hf_io, loading
 from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.engines.pieces import Piece
 from hpc_rl.errors import ConfigError, NotBuilt
@@ -30,10 +30,11 @@ LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits
 class LanguageModel(nn.Module):
     """A causal model of transformers that returns log-probabilities and entropies of wanted tokens."""
 
-    def __init__(self, hf: Any, draws: drawing.Draws) -> None:
+    def __init__(self, hf: Any, draws: drawing.Draws, layout: attention.Layout = "padded") -> None:
         super().__init__()
         self.hf = hf
         self.draws = draws
+        self.layout = layout  # that its inputs must have
         self.unread: Sequence[str] = ()  # names of tensors in its files that the model does not use
 
     def forward(
@@ -43,9 +44,12 @@ class LanguageModel(nn.Module):
         source_N: torch.Tensor,
         targets_N: torch.Tensor,
         temperature: float,
+        rows: attention.PackedRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        positions = {} if position_ids is None else {"position_ids": position_ids}
-        hidden = self.trunk()(input_ids=input_ids, use_cache=False, **positions).last_hidden_state
+        more: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
+        if rows is not None and self.hf.config._attn_implementation in attention.NAMES:
+            more["packed_rows"] = rows
+        hidden = self.trunk()(input_ids=input_ids, use_cache=False, **more).last_hidden_state
         return self.outputs(hidden.flatten(0, 1)[source_N], targets_N, temperature)
 
     def trunk(self) -> Any:
@@ -87,7 +91,7 @@ class ScoreModel(LanguageModel):
 
 def check(config: TrainEngineConfig, device: torch.device) -> None:
     """Raise ConfigError for what the engine can't do with the configuration on the device."""
-    if device.type == "cpu" and config.attn_impl.startswith("flash"):
+    if device.type == "cpu" and config.attn_impl.startswith(("flash", "flex")):
         raise ConfigError(
             f"attn_impl {config.attn_impl!r} needs a GPU and the trainer is on the CPU; use attn_impl: sdpa"
         )
@@ -97,14 +101,25 @@ def check(config: TrainEngineConfig, device: torch.device) -> None:
         )
 
 
-def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> LanguageModel:
+def build(
+    config: TrainEngineConfig,
+    seed: int,
+    frozen: bool = False,
+    device: torch.device | str = "cpu",
+    layout: attention.Layout | None = None,
+) -> LanguageModel:
     """Build the model with its parameters on `meta`, in float32; `fill` comes next.
 
-    Raises ConfigError, OSError.
+    It is to be used on `device`; `layout` asks for one of its inputs. Raises ConfigError, OSError.
     """
     torch.manual_seed(seed)
     with _clear_errors(config):
-        hf, draws = _make(config)
+        read = architecture(Path(config.path), **_labels(config))
+        implementation, layout = attention.choose(
+            config.attn_impl, read, torch.device(device), config.dtype, config.disable_dropout, layout
+        )
+        with drawing.without_parameters(draw=config.init_from_scratch) as draws:
+            hf = _kind(config).from_config(read, dtype=torch.float32, attn_implementation=implementation)
     if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
         raise NotBuilt(
             f"{hf.config.model_type} models can't be reward models yet: "
@@ -116,7 +131,7 @@ def build(config: TrainEngineConfig, seed: int, frozen: bool = False) -> Languag
         _disable_dropout(hf)
     if config.gradient_checkpointing and not frozen:
         _recompute_activations(hf)
-    return ScoreModel(hf, draws) if config.is_critic else LanguageModel(hf, draws)
+    return (ScoreModel if config.is_critic else LanguageModel)(hf, draws, layout)
 
 
 def fill(
@@ -184,14 +199,6 @@ def architecture(folder: Path, **more: Any) -> Any:
             f"{folder / 'config.json'} can't be read as an architecture: {problem}. "
             "Correct it, or copy it again."
         ) from error
-
-
-def _make(config: TrainEngineConfig) -> tuple[Any, drawing.Draws]:
-    """Return the model, its parameters on `meta`. Raises ConfigError, ImportError, ValueError."""
-    read = architecture(Path(config.path), **_labels(config))
-    with drawing.without_parameters(draw=config.init_from_scratch) as draws:
-        hf = _kind(config).from_config(read, dtype=torch.float32, attn_implementation=config.attn_impl)
-    return hf, draws
 
 
 def _load_whole(config: TrainEngineConfig, seed: int) -> loading.Whole:
