@@ -33,7 +33,7 @@ $(VENV)/train: pyproject.toml
 
 $(VENV)/dev: $(VENV)/train pyproject.toml
 	@echo "adding what the tests need"
-	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[train,dev]'
+	@$(BIN)/python -m pip install -q --disable-pip-version-check -e '.[train,megatron,dev]'
 	@touch $@
 
 format: $(VENV)/dev

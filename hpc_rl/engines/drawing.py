@@ -5,7 +5,8 @@ that transformers draws for the whole model on one CPU: every rank draws each te
 and keeps its own rows. So they depend on the seed alone, and not on ranks, devices and types.
 """
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
@@ -14,6 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
+
+from hpc_rl.engines.pieces import Piece
 
 # a model, or its trunk, and the random state from which its weights are drawn
 Draws = list[tuple[Any, torch.Tensor]]
@@ -76,6 +79,41 @@ def draw_module(hf: Any, module: nn.Module) -> None:
     """Draw the weights of one module."""
     with torch.no_grad(), Drawn():
         hf._init_weights(module)
+
+
+@contextmanager
+def into(pieces: Iterable[Piece], hf: Any) -> Iterator[None]:
+    """Draw weights of a model that remains on `meta`: module by module, each to be copied to the pieces."""
+    names = {id(one): name for name, one in hf.named_parameters()}
+    targets = defaultdict[str, list[Piece]](list)
+    for piece in pieces:
+        targets[piece.name].append(piece)
+
+    def instead(initialize: Any) -> Any:
+        def draw(module: nn.Module) -> None:
+            described = {
+                name: one for name, one in module._parameters.items() if one is not None and one.is_meta
+            }
+            for name, one in described.items():
+                module._parameters[name] = nn.Parameter(torch.empty(one.shape), requires_grad=False)
+            initialize(module)
+            for name, one in described.items():
+                drawn = module._parameters[name]
+                module._parameters[name] = one
+                for piece in targets[names.get(id(one), "")]:
+                    assert drawn is not None
+                    piece.local.detach().copy_(drawn[piece.slices()])
+
+        return draw
+
+    models = [one for one in hf.modules() if isinstance(one, PreTrainedModel)]
+    for one in models:
+        one.__dict__["_init_weights"] = instead(one._init_weights)
+    try:
+        yield
+    finally:
+        for one in models:
+            del one.__dict__["_init_weights"]
 
 
 class Drawn(TorchDispatchMode):

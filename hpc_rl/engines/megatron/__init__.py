@@ -1,0 +1,1 @@
+"""The engine on Megatron-core: tensor, pipeline, context and expert parallelism."""

@@ -1,0 +1,113 @@
+"""Modules for Megatron's layers where its own need a GPU: attention over packed rows, and the norm.
+
+Its attention without Transformer Engine refuses packed rows and context parallelism, its norm sequence
+parallelism.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from megatron.core.transformer.module import MegatronModule
+
+from hpc_rl.engines.megatron.packed import PackedRows
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each of the packed rows.
+
+    With several context ranks each has the queries of its tokens, gathers keys and values, and attends from
+    each of its chunks back to the begin of the row.
+    """
+
+    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+        super().__init__(config=config)
+        self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
+        self.context_group = kwargs["pg_collection"].cp
+
+    def forward(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Take [t, 1, heads, d], and fewer heads of keys and values; return [t, 1, heads * d]."""
+        rows: PackedRows = kwargs["packed_seq_params"]
+        num_ranks = self.context_group.size()
+        if num_ranks > 1:
+            both = _Gathered.apply(torch.stack([key, value], dim=1), self.context_group)[rows.order]
+            key, value = both.unbind(1)
+        # [1, heads, t, d]
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        if num_ranks > 1:
+            out = self._chunks(q, k, v, rows, num_ranks)
+        else:
+            out = self._rows(q, k, v, rows)
+        return out.permute(2, 0, 1, 3).flatten(2)
+
+    def _rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
+        parts = zip(*(x.split(rows.lengths, dim=2) for x in (q, k, v)), strict=True)
+        return torch.cat([self._attend(*part, is_causal=True) for part in parts], dim=2)
+
+    def _chunks(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows, num_ranks: int
+    ) -> torch.Tensor:
+        rank = self.context_group.rank()
+        out, at, begin = [], 0, 0
+        for length in rows.lengths:
+            size = length // (2 * num_ranks)
+            for index in (rank, 2 * num_ranks - 1 - rank):
+                seen = (index + 1) * size
+                mask = torch.ones(size, seen, dtype=torch.bool, device=q.device).tril(seen - size)
+                own, before = slice(at, at + size), slice(begin, begin + seen)
+                out.append(self._attend(q[:, :, own], k[:, :, before], v[:, :, before], attn_mask=mask))
+                at += size
+            begin += length
+        return torch.cat(out, dim=2)
+
+    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=grouped, **how)
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' tokens (dimension 0); backwards each gets the sum of its tokens' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        ctx.group = group
+        whole = mine.new_empty(len(mine) * group.size(), *mine.shape[1:])
+        dist.all_gather_into_tensor(whole, mine.contiguous(), group=group)
+        return whole
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        grad = grads[0].contiguous()
+        mine = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(mine, grad, group=ctx.group)
+        return mine, None
+
+
+class AllTokens(torch.autograd.Function):
+    """Values of wanted tokens, of which each context rank has some and zeros: the sum of all.
+
+    Every rank computes the same loss of the result, so backwards each takes its own part of the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, values_N: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        values_N = values_N.clone()
+        dist.all_reduce(values_N, group=group)
+        return values_N
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0], None
+
+
+class Norm(torch.nn.RMSNorm):
+    """A norm whose gradient is added up over tensor ranks, which have different tokens."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype, device=device)
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010

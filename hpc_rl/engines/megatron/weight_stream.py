@@ -1,0 +1,93 @@
+"""Whole tensors of the model on rank 0, gathered from the ranks that have parts of them."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hpc_rl.engines import hf_io
+from hpc_rl.engines.megatron.weight_map import Rectangle
+from hpc_rl.engines.mesh import Mesh
+from hpc_rl.engines.pieces import Piece
+
+Pieces = dict[str, list[Piece]]
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and sizes of a piece
+
+
+@dataclass
+class RankParameter:
+    """A parameter of this rank's part of the model."""
+
+    value: nn.Parameter
+    rectangles: list[Rectangle]
+    is_first: bool  # whether no tensor rank or stage before this one has the same
+    is_owned: bool  # nor any data rank
+
+    def pieces(self) -> Iterator[Piece]:
+        flat = self.value.detach().view(-1)
+        for one in self.rectangles:
+            values = flat[one.start : one.start + math.prod(one.sizes)].view(one.sizes)
+            yield Piece(one.name, values, one.offset, one.shape)
+
+
+def buckets(
+    hf: Any, mesh: Mesh, parameters: list[RankParameter], dtype: torch.dtype, bucket_bytes: int
+) -> Iterator[list[tuple[str, torch.Tensor]]]:
+    """Yield the tensors of `hf`, which itself has none, by the names of checkpoints. Collective.
+
+    They are in CPU memory on rank 0; elsewhere buckets are empty.
+    """
+    mine: Pieces = {}
+    for one in parameters:
+        for piece in one.pieces() if one.is_owned else ():
+            mine.setdefault(piece.name, []).append(piece)
+    owners: list[dict[str, list[Box]]] = [{} for _ in range(mesh.num_ranks)]
+    boxes = {name: [(one.offset, tuple(one.local.shape)) for one in found] for name, found in mine.items()}
+    dist.all_gather_object(owners, boxes)
+    shapes = {name: tuple(one.shape) for name, one in hf.named_parameters()}
+    names: list[str] = []
+    for name in shapes:
+        names.append(name)
+        if sum(math.prod(shapes[one]) for one in names) * dtype.itemsize >= bucket_bytes:
+            yield _bucket(hf, mesh, mine, owners, {one: shapes[one] for one in names}, dtype)
+            names = []
+    yield _bucket(hf, mesh, mine, owners, {one: shapes[one] for one in names}, dtype)
+
+
+def _bucket(
+    hf: Any,
+    mesh: Mesh,
+    mine: Pieces,
+    owners: list[dict[str, list[Box]]],
+    shapes: dict[str, tuple[int, ...]],
+    dtype: torch.dtype,
+) -> list[tuple[str, torch.Tensor]]:
+    """Send this rank's pieces of some tensors in one message, or receive those of all others."""
+    pieces = [piece for name in shapes for piece in mine.get(name, ())]
+    if mesh.rank:
+        if pieces:
+            dist.send(torch.cat([piece.local.to(dtype).reshape(-1) for piece in pieces]), 0)
+        return []
+    wholes = {name: torch.empty(shape, dtype=dtype) for name, shape in shapes.items()}
+    for piece in pieces:
+        wholes[piece.name][piece.slices()] = piece.local.to("cpu", dtype)
+    theirs = [
+        (rank, Piece(name, torch.empty(sizes, device="meta"), offset, shapes[name]))
+        for rank in range(1, mesh.num_ranks)
+        for name in shapes
+        for offset, sizes in owners[rank].get(name, ())
+    ]
+    for rank, found in groupby(theirs, key=lambda one: one[0]):
+        sent = [piece for _, piece in found]
+        sizes = [piece.local.numel() for piece in sent]
+        device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        message = torch.empty(sum(sizes), dtype=dtype, device=device)
+        dist.recv(message, rank)
+        for piece, values in zip(sent, message.cpu().split(sizes), strict=True):
+            wholes[piece.name][piece.slices()] = values.view(piece.local.shape)
+    return list(hf_io.on_disk_names(hf, wholes).items())
