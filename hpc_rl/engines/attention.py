@@ -29,7 +29,7 @@ Layout = Literal["padded", "packed"]
 # model_type of architectures whose packed layout is tested against the padded one
 STANDARD = (
     *("gemma", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3"),
-    *("qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"),
+    *("qwen2", "qwen3", "qwen3_moe", "smollm3"),
 )
 
 

@@ -19,7 +19,6 @@ TINY = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 24,
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -102,7 +101,7 @@ class Waits(TorchDispatchMode):
     def watch(self, layers, monkeypatch) -> None:
         for layer in layers:
             layer.register_forward_pre_hook(lambda *_: setattr(self, "in_layer", True))
-            layer.register_forward_hook(lambda *_: setattr(self, "in_layer", False))
+            layer.register_forward_hook(lambda *_: setattr(self, "in_layer", False), always_call=True)
         for name in ("tolist", "numpy", "cpu"):  # they copy, or read memory without an operator
             monkeypatch.setattr(torch.Tensor, name, self._counting(name, getattr(torch.Tensor, name)))
 
