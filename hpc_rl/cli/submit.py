@@ -125,6 +125,9 @@ def plan_of(loaded: Loaded, files: bool = True, count_rows: bool = False) -> Pla
         scheduler=scheduler,  # type: ignore[arg-type]
         threads_per_core=threads,
     )
+    if files:
+        checked = preflight.with_attention(checked, plan)
+        config = checked.config
     known = needs.known_models(config)
     estimated = needs.needs_of(config, plan, known, scheduler, count_rows)
     problems = [*train_mesh.problems(config, plan, known), *(estimated.problems if estimated else [])]

@@ -10,8 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_rl import slurm_time
+from hpc_rl.config.loading.stored import Loaded
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
-from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.rules.training_rules import FLASH_PACKAGES, models
+from hpc_rl.config.sections.experiment import Config, replaced
+from hpc_rl.doctor import machine
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.plan import with_threads_per_core
 from hpc_rl.plan.schema import Plan
@@ -19,6 +22,49 @@ from hpc_rl.render import lint
 from hpc_rl.render.layouts import servers_of, without
 from hpc_rl.schedulers.sinfo import JobRequest, Node, judge, threads_per_core
 from hpc_rl.schedulers.slurm import SlurmScheduler
+
+
+def with_attention(loaded: Loaded, plan: Plan) -> Loaded:
+    """Return the configuration with defaults of attn_impl that the trainer's Python can do, and notes.
+
+    It is asked once, where the plan has GPUs. Raises ConfigError for an explicit value that it can't.
+    """
+    config = loaded.config
+    if not config.cluster.n_gpus_per_node:
+        return loaded
+    has, why = _flash_attentions(plan)
+    refusals, notes = [], []
+    for section, engine in models(config):
+        name, old = f"{section}.attn_impl", engine.attn_impl
+        if name in loaded.explicit:
+            if old in FLASH_PACKAGES and has is not None and old not in has:
+                use = f"install it there, or use {next(iter(has), 'sdpa')}"
+                refusals.append(f"{name} {old} needs the package {FLASH_PACKAGES[old]}, and {why}; {use}.")
+            continue
+        new = next(iter(has or ()), "sdpa")
+        if old in FLASH_PACKAGES and new != old:
+            config = replaced(config, name.split("."), new)
+            notes.append(f"{name} is {new} instead of the default {old}: {why}.")
+    if refusals:
+        raise ConfigError("\n".join(refusals))
+    return replace(loaded, config=config, notes=[*loaded.notes, *notes])
+
+
+def _flash_attentions(plan: Plan) -> tuple[list[str] | None, str]:
+    """Return the flash attentions of the trainer's Python, best first, and why it is these.
+
+    None where it can't be asked here.
+    """
+    trainer = next(unit for unit in plan.units if unit.role == "trainer")
+    if trainer.container:
+        return None, "the packages of an image are not known before it starts"
+    found = machine.versions(plan.python)
+    if isinstance(found, str):
+        return None, f"the trainer's Python is not known: {found}"
+    installed = {name.replace("_", "-") for name in found}
+    has = [name for name, package in FLASH_PACKAGES.items() if package in installed]
+    packages = ", ".join(FLASH_PACKAGES[name] for name in has) or "neither flash-attn nor flash-attn-3"
+    return has, f"{plan.python} has {packages}"
 
 
 class CheckState(enum.StrEnum):

@@ -17,6 +17,7 @@ from hpc_rl.config.sections.training import TrainEngineConfig
 _ONLY_FOR_TRAINING = ("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype")
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 TOKENS_PER_MB = 32768  # default limit on GPUs, where one micro-batch of all rows would be too large
+FLASH_PACKAGES = {"flash_attention_3": "flash-attn-3", "flash_attention_2": "flash-attn"}  # of attn_impl
 _WITHOUT_GPUS = "without GPUs (cluster.n_gpus_per_node 0)"
 
 
@@ -41,6 +42,9 @@ def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, s
         for section, _ in models(config):
             wanted[f"{section}.dtype"] = ("float32", "the plan has no GPUs")
             wanted[f"{section}.attn_impl"] = ("sdpa", "the plan has no GPUs")
+    for section, engine in models(config):
+        if engine.dtype == "float32" and config.cluster.n_gpus_per_node:
+            wanted[f"{section}.attn_impl"] = ("sdpa", f"{section}.dtype is float32")
     if isinstance(config, RWConfig):
         wanted |= {"model.is_critic": (True, ""), "model.mb_spec.granularity": (2, "")}
     for name, bound, limit in sorted(too_long(config), key=lambda one: -one[1]):
@@ -200,12 +204,14 @@ def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def attention(config: Config, explicit: Collection[str]) -> Iterator[str]:
     on_gpus = config.cluster.n_gpus_per_node > 0
-    allowed = ["eager", "sdpa", "flash_attention_2"] if on_gpus else ["eager", "sdpa"]
+    allowed = ["sdpa", "eager", *(["flex_attention", *FLASH_PACKAGES] if on_gpus else [])]
     where = "" if on_gpus else f" {_WITHOUT_GPUS}"
     for section, engine in models(config):
+        name = f"{section}.attn_impl {engine.attn_impl}"
         if engine.attn_impl not in allowed:
-            name = f"{section}.attn_impl {engine.attn_impl}"
             yield f"{name} can't be used{where}; allowed: {', '.join(allowed)}."
+        elif engine.attn_impl in FLASH_PACKAGES and engine.dtype == "float32":
+            yield f"{name} can't compute in {section}.dtype float32; use sdpa, or dtype bfloat16."
 
 
 def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:

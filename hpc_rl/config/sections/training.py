@@ -121,7 +121,9 @@ class TrainEngineConfig:
     """Pad every micro-batch to `mb_spec.max_tokens_per_mb` tokens: no memory fragmentation, but more compute.
     """
     attn_impl: str = "flash_attention_2"
-    """Attention implementation of transformers. Defaults to `sdpa` without GPUs."""
+    """Attention: sdpa, eager, and on GPUs flash_attention_2, flash_attention_3 (packages flash-attn and
+    flash-attn-3) and flex_attention. Defaults to the flash attention that the trainer's Python has, else to
+    sdpa, which on GPUs is PyTorch's flash attention; to sdpa without GPUs and with `dtype` float32."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """Data type of parameters and compute. Defaults to float32 without GPUs."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"

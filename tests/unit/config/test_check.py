@@ -55,7 +55,14 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             ["actor.attn_impl=flash_attention_2"],
             "actor.attn_impl flash_attention_2 can't be used without GPUs",
         ),
-        (["cluster.n_gpus_per_node=8", "actor.attn_impl=magic"], "allowed: eager, sdpa, flash_attention_2"),
+        (
+            ["cluster.n_gpus_per_node=8", "actor.attn_impl=magic"],
+            "allowed: sdpa, eager, flex_attention, flash_attention_3, flash_attention_2",
+        ),
+        (
+            ["cluster.n_gpus_per_node=8", "actor.attn_impl=flash_attention_2", "actor.dtype=float32"],
+            "actor.attn_impl flash_attention_2 can't compute in actor.dtype float32; use sdpa",
+        ),
         (["actor.optimizer.hysteresis=3"], "actor.optimizer.hysteresis has no effect with dtype float32"),
         (
             [
@@ -369,6 +376,7 @@ def test_defaults_adapt_to_a_plan_without_gpus_and_say_so():
         "flash_attention_2",
         "fa3",
     )
+    assert checked("cluster.n_gpus_per_node=8", "actor.dtype=float32").config.actor.attn_impl == "sdpa"
 
 
 def test_kl_in_the_reward_needs_a_reference_and_its_default_adapts():

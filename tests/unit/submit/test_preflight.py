@@ -41,9 +41,17 @@ class FakeCluster:
         return self.says
 
 
+GRPO = ["allocation_mode=sglang:d4+fsdp:d4", "tokenizer_path=/m", *BASE[:4]]
+
+
+def whole(*overrides: str, base=BASE):
+    loaded = check(load([], [*base, *overrides]), files=False)
+    return loaded, make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
+
+
 def planned(*overrides: str):
-    loaded = check(load([], [*BASE, *overrides]), files=False)
-    return loaded.config, make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
+    loaded, plan = whole(*overrides)
+    return loaded.config, plan
 
 
 @pytest.mark.parametrize(
@@ -146,3 +154,38 @@ def test_sizes_of_memory():
         1048576,
         2,
     ]
+
+
+@pytest.mark.parametrize(
+    ("packages", "attn_impl", "words"),
+    [
+        ({"flash_attn": "2.8"}, "flash_attention_2", None),
+        ({"flash-attn": "2.8", "flash_attn_3": "3.0"}, "flash_attention_3", "python has flash-attn-3, flash"),
+        ({"torch": "2.13"}, "sdpa", "python has neither flash-attn nor flash-attn-3"),
+        ("python can't be asked", "sdpa", "is not known: python can't be asked"),
+    ],
+)
+def test_attention_defaults_to_what_the_trainers_python_has(monkeypatch, packages, attn_impl, words):
+    asked = []
+    monkeypatch.setattr(preflight.machine, "versions", lambda python: asked.append(python) or packages)
+    found = preflight.with_attention(*whole("actor.path=/m", base=GRPO))
+    assert asked == ["python"]
+    assert found.config.actor.attn_impl == attn_impl
+    notes = [note for note in found.notes if note.startswith("actor.attn_impl is")]
+    assert bool(notes) == bool(words)
+    assert not words or words in notes[0]
+    preflight.with_attention(*whole("cluster.n_gpus_per_node=0"))
+    assert asked == ["python"]  # a plan without GPUs has no choice
+
+
+def test_an_attention_that_is_not_installed_is_refused_unless_an_image_may_have_it(monkeypatch):
+    flash = "model.attn_impl=flash_attention_2"
+    monkeypatch.setattr(preflight.machine, "versions", lambda python: {"flash_attn_3": "3.0"})
+    refusal = "needs the package flash-attn, and python has flash-attn-3; install it there, or use flash_atte"
+    with pytest.raises(ConfigError, match=f"model.attn_impl flash_attention_2 {refusal}ntion_3"):
+        preflight.with_attention(*whole(flash))
+    image = ["launcher.slurm.container_type=apptainer", "launcher.slurm.trainer_image=/images/a.sif"]
+    assert preflight.with_attention(*whole(flash, *image)).config.model.attn_impl == "flash_attention_2"
+    loaded = preflight.with_attention(*whole(*image))
+    assert loaded.config.model.attn_impl == "sdpa"
+    assert "image" in loaded.notes[-1]
