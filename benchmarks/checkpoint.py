@@ -60,7 +60,7 @@ class Subject:
         parameters = {
             f"layer.{i}.weight": nn.Parameter(torch.randn(2048, TENSOR_BYTES // 8192)) for i in range(count)
         }
-        self.shards = shards_of(parameters, 0, 1)
+        self.shards = shards_of(parameters)
         self.optimizer = Optimizer(OptimizerConfig(), self.shards)
         for first, second in self.optimizer.moments.values():
             first.normal_()

@@ -91,7 +91,7 @@ SERVER_BACKENDS: dict[str, ServerBackend] = {
     ),
 }
 TRAIN_BACKENDS: dict[str, TrainBackend] = {
-    "fsdp": TrainBackend("dtc", "hpc_rl.engines.fsdp:FSDPEngine", supported="d"),
+    "fsdp": TrainBackend("dtc", "hpc_rl.engines.fsdp:FSDPEngine", supported="dtc"),
     "megatron": TrainBackend("dptce", model_types=("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")),
 }
 

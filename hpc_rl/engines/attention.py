@@ -22,8 +22,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AttentionInterface
+
+from hpc_rl.engines import context_parallel
 
 Layout = Literal["padded", "packed"]
 # model_type of architectures whose packed layout is tested against the padded one
@@ -165,15 +168,25 @@ def attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     packed_rows: PackedRows | None = None,
+    context_group: dist.ProcessGroup | None = None,
     *,
     kernel: str,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers expects it, [batch, T, heads, d]; without `packed_rows` each row is whole."""
+    """Attend as transformers expects it, [batch, T, heads, d]; without `packed_rows` each row is whole.
+
+    With `context_group` its ranks have a part of the tokens each.
+    """
+    if context_group is not None:
+        size = context_group.size()
+        key, value = context_parallel.repeated(key, size), context_parallel.repeated(value, size)
+        query, key, value = (context_parallel.to_heads(one, context_group) for one in (query, key, value))
     if packed_rows is None:
         out = _one_row(query, key, value, scaling, sliding_window)
     else:
         out = packed(query, key, value, packed_rows, scaling, sliding_window, kernel)
+    if context_group is not None:
+        out = context_parallel.to_tokens(out, context_group)
     return out.transpose(1, 2), None
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hpc_rl.engines.pieces import Piece
+from hpc_rl.engines.pieces import Piece, offset_of
 
 # a model, or its trunk, and the random state from which its weights are drawn
 Draws = list[tuple[Any, torch.Tensor]]
@@ -137,23 +137,17 @@ class Drawn(TorchDispatchMode):
         dtype = torch.float32 if target.is_floating_point() else target.dtype
         whole = func(torch.empty(target.shape, dtype=dtype), *args[1:], **kwargs)
         if isinstance(target, DTensor):
-            local, first = target.to_local(), first_row(target)
-            local.copy_(whole[first : first + len(local)])
+            piece = Piece("", target.to_local(), offset_of(target), tuple(target.shape))
+            piece.local.copy_(whole[piece.slices()])
         elif not target.is_meta:
             target.copy_(whole)
         return target
 
 
-def first_row(tensor: DTensor) -> int:
-    """Return the index of this rank's first row; FSDP cuts the first dimension as torch.chunk does."""
-    mesh = tensor.device_mesh
-    return min(mesh.get_local_rank() * -(-tensor.shape[0] // mesh.size()), tensor.shape[0])
-
-
 def _row(tensor: DTensor, dim: int, index: int) -> torch.Tensor:
     """Return memory of one row, to write to; another rank's is a scratch one."""
     assert dim == 0
-    local, at = tensor.to_local(), index % tensor.shape[0] - first_row(tensor)
+    local, at = tensor.to_local(), index % tensor.shape[0] - offset_of(tensor)[0]
     return local[at] if 0 <= at < len(local) else torch.empty(tensor.shape[1:], device=local.device)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.engines import drawing, hf_io, model, state
+from hpc_rl.engines import attention, context_parallel, drawing, hf_io, model, state, tensor_parallel
 from hpc_rl.engines.attention import Layout
 from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, Snapshot, sum_over_data_ranks, sum_over_ranks
 from hpc_rl.engines.distributed import init_alone
@@ -35,6 +35,9 @@ from hpc_rl.engines.micro_batches import Inputs, cut, inputs_of, micro_batch
 from hpc_rl.engines.optimizer import LossScale, Optimizer, learning_rate, shards_of
 from hpc_rl.engines.packing import Groups
 from hpc_rl.engines.pieces import Piece
+from hpc_rl.errors import ConfigError
+
+DIMENSIONS = ("replicate", "shard", "tensor")  # of the mesh; context ranks are among those of `shard`
 
 
 class FSDPEngine:
@@ -65,7 +68,8 @@ class FSDPEngine:
         self.seed = seed
         self.frozen = frozen
         self._buffer: state.Buffer | None = None  # of snapshots that are written while training continues
-        self._layout = layout
+        self._layout: Layout | None = "packed" if self.mesh.context > 1 else layout
+        self._check_mesh()
         model.check(config, self.device)
 
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
@@ -82,15 +86,15 @@ class FSDPEngine:
                 parameter.requires_grad_(False)
                 parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
         offload = self.config.fsdp.offload_params
+        self.partial: set[str] = set()  # parameters whose gradients are summed over the tensor ranks
+        self.device_mesh: DeviceMesh | None = None
         if self.mesh.num_ranks > 1 or offload or (self.config.dtype != "float32" and not self.frozen):
             self._shard()
         drawing.allocate(self.model, torch.device("cpu") if offload else self.device)
         if not offload:  # else FSDP has moved the buffers
             self.model.to(self.device)
         parameters = dict(self.model.hf.named_parameters())
-        self.shards = shards_of(
-            {name: parameters[name] for name in names}, self.mesh.rank, self.mesh.num_ranks
-        )
+        self.shards = shards_of({name: parameters[name] for name in names}, self._coordinates())
         self._fill(empty)
         if self.frozen:
             return
@@ -116,16 +120,61 @@ class FSDPEngine:
     def _shard(self) -> None:
         if not dist.is_initialized():
             init_alone(self.device)
-        mesh = init_device_mesh(self.device.type, (self.mesh.num_ranks,))
+        copies, tensor = self.config.fsdp.replicate_size, self.mesh.tensor
+        sizes = (copies, self.mesh.num_ranks // (copies * tensor), tensor)
+        self.device_mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=DIMENSIONS)
+        if tensor > 1:
+            self.partial = tensor_parallel.cut(self.model.hf, self.device_mesh["tensor"])
+            self.model.tensor_group = self.device_mesh["tensor"].get_group()
+        if self.mesh.context > 1:
+            self._check_context()
+            by_context = (self.mesh.num_data_ranks, self.mesh.context, tensor)
+            names = ("data", "context", "tensor")
+            peers = init_device_mesh(self.device.type, by_context, mesh_dim_names=names)["context"]
+            self.model.context_group = peers.get_group()
+        mesh = self.device_mesh["replicate", "shard"] if copies > 1 else self.device_mesh["shard"]
         compute, reduce = model.DTYPES[self.config.dtype], model.DTYPES[self.config.grad_reduce_dtype]
         precision = MixedPrecisionPolicy(None if compute == torch.float32 else compute, reduce)
         home = OffloadPolicy()
         if self.config.fsdp.offload_params:
             home = CPUOffloadPolicy(pin_memory=self.device.type == "cuda")
         wrap = self.config.fsdp.wrap_policy
+        reshard = self.config.fsdp.reshard_after_forward
         for block in self.model.blocks(wrap.transformer_layer_cls_to_wrap if wrap else None):
-            fully_shard(block, mesh=mesh, mp_policy=precision, offload_policy=home)
+            fully_shard(
+                block,
+                mesh=mesh,
+                reshard_after_forward=reshard,
+                mp_policy=precision,
+                offload_policy=home,
+            )
         fully_shard(self.model, mesh=mesh, mp_policy=precision, offload_policy=home)
+
+    def _check_mesh(self) -> None:
+        mesh, copies = self.mesh, self.config.fsdp.replicate_size
+        if mesh.pipeline > 1 or mesh.experts > 1:
+            raise ConfigError("fsdp has no p and no e; use megatron")
+        if mesh.num_data_ranks % copies:
+            raise ConfigError(f"fsdp.replicate_size {copies} must divide d{mesh.num_data_ranks}")
+
+    def _check_context(self) -> None:
+        config, context = self.model.hf.config, self.mesh.context
+        if config._attn_implementation not in attention.NAMES:
+            raise ConfigError(
+                f"{config.model_type} models with attn_impl {self.config.attn_impl} can't be trained with "
+                f"context parallelism (c{context}) by fsdp; use attn_impl sdpa, or d in place of c"
+            )
+        heads = config.num_attention_heads // self.mesh.tensor
+        shared = config.num_key_value_heads // self.mesh.tensor
+        if heads % context or (shared % context and context % shared):
+            raise ConfigError(
+                f"c{context} must divide the {heads} heads of a tensor rank, and divide or be a multiple of "
+                f"its {shared} key-value heads"
+            )
+
+    def _coordinates(self) -> dict[str, int]:
+        mesh = self.device_mesh
+        return {} if mesh is None else {name: mesh.get_local_rank(name) for name in DIMENSIONS}
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
         self.model.eval()
@@ -134,13 +183,14 @@ class FSDPEngine:
         with torch.no_grad():
             for group in groups:
                 inputs, logprobs_N, _ = self._forward(rows, group, temperature)
-                flat_T = inputs.flat(logprobs_N).cpu().numpy()
+                flat_T = self._whole(inputs.flat(logprobs_N)).cpu().numpy()
                 ends = np.cumsum([len(out[row]) for row in group])
                 for row, end in zip(group, ends, strict=True):
                     out[row][:] = flat_T[end - len(out[row]) : end]
-        # a forward pass without a backward leaves the root gathered, and out of date after the next update
-        if isinstance(self.model, FSDPModule):
-            self.model.reshard()
+        # what a forward pass without a backward leaves gathered is out of date after the next update
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
         return out
 
     def train_batch(
@@ -152,10 +202,15 @@ class FSDPEngine:
             raise ValueError("train_batch got no rows on any rank")
         totals: dict[str, torch.Tensor] = {}
         for group in groups:
+            if isinstance(self.model, FSDPModule):  # copies of the model add up their gradients once
+                self.model.set_requires_all_reduce(group is groups[-1])
             inputs, logprobs_N, entropy_N = self._forward(rows, group, temperature)
-            loss_sum, sums = loss(micro_batch(rows, group, inputs, logprobs_N, entropy_N))
-            # FSDP averages gradients over the ranks
-            (loss_sum * (self.mesh.num_ranks / loss_weight * self.scale.value)).backward()
+            batch = micro_batch(rows, group, inputs, logprobs_N, entropy_N)
+            batch.logprobs_T, batch.entropy_T = self._whole(batch.logprobs_T), self._whole(batch.entropy_T)
+            loss_sum, sums = loss(batch)
+            # FSDP averages gradients over the ranks; context ranks have parts of one sum
+            num_terms = self.mesh.num_data_ranks * self.mesh.context
+            (loss_sum * (num_terms / loss_weight * self.scale.value)).backward()
             for name, value in {**sums, "loss": loss_sum / loss_weight}.items():
                 totals[name] = totals.get(name, 0) + value.detach().double()
         return self._update(totals)
@@ -166,6 +221,7 @@ class FSDPEngine:
     def _update(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
         names = sorted(totals)
         mine = torch.stack([totals[name] for name in names]).tolist()
+        self._sum_partial_gradients()
         squared_norm = sum_over_ranks([self.optimizer.squared_norm()])[0]
         sums = sum_over_data_ranks(self.mesh, mine)
         grad_norm = math.sqrt(squared_norm) / self.scale.value if squared_norm >= 0 else math.nan
@@ -182,6 +238,22 @@ class FSDPEngine:
             "lr": lr,
             "update_successful": float(successful),
         }
+
+    def _whole(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Return the values of all tokens, from those of this context rank."""
+        group = self.model.context_group
+        return values_T if group is None else context_parallel.whole(values_T, group)
+
+    def _sum_partial_gradients(self) -> None:
+        """Sum the gradients of the norms of heads, of which each tensor rank has some. Collective."""
+        grads = [one.gradient() for one in self.shards if one.name in self.partial]
+        found = [grad for grad in grads if grad is not None and grad.numel()]
+        if not found:
+            return
+        flat = torch.cat([grad.reshape(-1) for grad in found]).to(self.device)
+        dist.all_reduce(flat, group=self.model.tensor_group)
+        for grad, part in zip(found, flat.split([grad.numel() for grad in found]), strict=True):
+            grad.copy_(part.view_as(grad))
 
     def _rounds(self, rows: Sequences) -> tuple[Groups, int]:
         """Return this rank's micro-batches, with empty ones up to the most of any rank, and the row total.
@@ -208,7 +280,16 @@ class FSDPEngine:
         """Return the inputs of a group of rows, and log-probabilities and entropies of its wanted tokens."""
         pad_to = (self.config.mb_spec.max_tokens_per_mb or 0) if self.config.pad_to_maximum else 0
         shift = 0 if self.config.is_critic else 1
-        inputs = inputs_of(rows, group, self.layout, self.device, shift, pad_to, self.pin_memory)
+        inputs = inputs_of(
+            rows,
+            group,
+            self.layout,
+            self.device,
+            shift,
+            pad_to,
+            self.pin_memory,
+            (self.mesh.context_rank, self.mesh.context),
+        )
         logprobs_N, entropy_N = self.model(
             inputs.input_ids,
             inputs.position_ids,

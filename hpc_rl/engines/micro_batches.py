@@ -68,12 +68,14 @@ def inputs_of(
     shift: int = 1,
     pad_to: int = 0,
     pin_memory: bool = False,
+    context: tuple[int, int] = (0, 1),
 ) -> Inputs:
     """Return model inputs for the rows of one group; without rows a lone token, to take part in collectives.
 
     Wanted are the tokens that the bool column `loss_mask` selects (by default all), except the first of each
     row. shift: 1 reads at the token before the wanted one, 0 at the token itself (a model that ends in a
-    number). pad_to: add unused tokens up to this number.
+    number). pad_to: add unused tokens up to this number. context: (rank, number of ranks) that have equal
+    parts of the tokens of a packed row; wanted are then those whose source is in the rank's part.
     """
     lengths = np.array([len(rows.ids[row]) for row in group], dtype=np.int64)
     ids_T = np.concatenate([np.zeros(0, dtype=np.int64), *(rows.ids[row] for row in group)])
@@ -94,12 +96,20 @@ def inputs_of(
         fed_lengths = np.maximum(lengths - shift, 0)
         before_T = (np.cumsum(fed_lengths) - fed_lengths)[row_T]
         padding = max(pad_to - int(fed_T.sum()), 0 if fed_T.any() else 1)
+        padding += -(int(fed_T.sum()) + padding) % context[1]
         input_ids = np.concatenate([ids_T[fed_T], np.zeros(padding, dtype=np.int64)])[None]
         positions = np.concatenate([place_T[fed_T], np.arange(padding) % PADDING_ROW])[None]
         whole, rest = divmod(padding, PADDING_ROW)
         lengths_R = np.concatenate([fed_lengths, np.full(whole, PADDING_ROW), [rest]])
         lengths_R = lengths_R[lengths_R > 0]
     wanted_N = np.flatnonzero(wanted_T)
+    source_N = (before_T + place_T - shift)[wanted_N]
+    if positions is not None and context[1] > 1:
+        length = positions.shape[1] // context[1]
+        part = slice(context[0] * length, (context[0] + 1) * length)
+        input_ids, positions = input_ids[:, part], positions[:, part]
+        here_N = source_N // length == context[0]
+        wanted_N, source_N = wanted_N[here_N], source_N[here_N] - part.start
 
     def put(array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
@@ -108,7 +118,7 @@ def inputs_of(
     return Inputs(
         put(input_ids),
         None if positions is None else put(positions),
-        put((before_T + place_T - shift)[wanted_N]),
+        put(source_N),
         put(ids_T[wanted_N]),
         put(wanted_N),
         len(ids_T),

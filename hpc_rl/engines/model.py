@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -20,6 +21,7 @@ from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import attention, drawing, hf_io, loading
 from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.engines.pieces import Piece
+from hpc_rl.engines.tensor_parallel import local_of
 from hpc_rl.errors import ConfigError, NotBuilt
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -34,6 +36,8 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.draws = draws
+        self.tensor_group: dist.ProcessGroup | None = None  # ranks that have a part of each matrix
+        self.context_group: dist.ProcessGroup | None = None  # ranks that have a part of the tokens
         self.layout = layout  # that its inputs must have
         self.unread: Sequence[str] = ()  # names of tensors in its files that the model does not use
 
@@ -48,7 +52,7 @@ class LanguageModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         more: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
         if rows is not None and self.hf.config._attn_implementation in attention.NAMES:
-            more["packed_rows"] = rows
+            more |= {"packed_rows": rows, "context_group": self.context_group}
         hidden = self.trunk()(input_ids=input_ids, use_cache=False, **more).last_hidden_state
         return self.outputs(hidden.flatten(0, 1)[source_N], targets_N, temperature)
 
@@ -59,7 +63,8 @@ class LanguageModel(nn.Module):
         self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probability and entropy of each target, float32 [N]."""
-        return token_logprobs(hidden_NH, self.hf.get_output_embeddings().weight, targets_N, temperature)
+        head_VH = local_of(self.hf.get_output_embeddings().weight)
+        return token_logprobs(hidden_NH, head_VH, targets_N, temperature, group=self.tensor_group)
 
     def blocks(self, wanted: list[str] | None = None) -> list[nn.Module]:
         """Return the layers that FSDP shards one by one: of the `wanted` classes, else the model's choice.

@@ -5,6 +5,7 @@ tensors.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_rl.config.sections.training import OptimizerConfig
-from hpc_rl.engines.pieces import Kind, Piece, StatePiece
+from hpc_rl.engines.pieces import Kind, Piece, StatePiece, cut_dimension, offset_of
 
 
 def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:
@@ -48,19 +49,24 @@ class Shard:
         return Piece(self.name, self.local if tensor is None else tensor, self.offset, self.global_shape)
 
 
-def shards_of(parameters: dict[str, nn.Parameter], rank: int, num_ranks: int) -> list[Shard]:
-    """Return one Shard for each parameter; FSDP cuts the first dimension as torch.chunk does."""
+def shards_of(
+    parameters: dict[str, nn.Parameter], coordinates: Mapping[str, int] | None = None
+) -> list[Shard]:
+    """Return one Shard for each parameter.
+
+    `coordinates` are this rank's, by name of the dimension of the mesh. Among ranks that have the same of a
+    parameter it is saved by the first.
+    """
     shards = []
     for name, parameter in parameters.items():
-        shape = tuple(parameter.shape)
-        local, offset = parameter.data, (0,) * len(shape)
-        if isinstance(local, DTensor):
-            local = local.to_local()
-            per_rank = -(-shape[0] // num_ranks)
-            first = min(rank * per_rank, shape[0])
-            assert len(local) == min(per_rank, shape[0] - first), f"{name} is not cut into even rows"
-            offset = (first, *offset[1:])
-        shards.append(Shard(name, parameter, local, shape, offset))
+        whole, cut = parameter.data, set[str]()
+        local = whole
+        if isinstance(whole, DTensor):
+            local = whole.to_local()
+            dims = zip(whole.device_mesh.mesh_dim_names or (), whole.placements, strict=True)
+            cut = {dim for dim, placement in dims if cut_dimension(placement) is not None}
+        is_saved = not any(at for dim, at in (coordinates or {}).items() if dim not in cut)
+        shards.append(Shard(name, parameter, local, tuple(whole.shape), offset_of(whole), is_saved))
     return shards
 
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor, Placement, Shard
 
 Kind = Literal["model", "exp_avg", "exp_avg_sq"]
 
@@ -39,6 +40,33 @@ class StatePiece(NamedTuple):
     @property
     def key(self) -> tuple[str, str]:
         return self.kind, self.piece.name
+
+
+def offset_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return where this rank's part of a distributed tensor begins; that of any other tensor at its begin.
+
+    The last dimension of the mesh cuts first, as FSDP shards what tensor parallelism left of a parameter;
+    each cuts as torch.chunk does.
+    """
+    offset, size = [0] * tensor.ndim, list(tensor.shape)
+    if isinstance(tensor, DTensor):
+        for dim in reversed(range(tensor.device_mesh.ndim)):
+            at = cut_dimension(tensor.placements[dim])
+            if at is not None:
+                part = -(-size[at] // tensor.device_mesh.size(dim))
+                first = min(tensor.device_mesh.get_local_rank(dim) * part, size[at])
+                offset[at] += first
+                size[at] = min(part, size[at] - first)
+        found = tuple(tensor.to_local().shape)
+        assert found == tuple(size), f"a part of {tuple(tensor.shape)} is {found}, expected {tuple(size)}"
+    return tuple(offset)
+
+
+def cut_dimension(placement: Placement) -> int | None:
+    """Return which dimension of a tensor a placement cuts, if any."""
+    # FSDP's own kind is private; it says that tensor parallelism has cut the same dimension before
+    is_cut = isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard"
+    return getattr(placement, "dim") if is_cut else None  # noqa: B009
 
 
 def overlap(one: Piece, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...] | None:

@@ -34,7 +34,7 @@ def test_steps_equal_torch_adamw_with_clipping() -> None:
     start = [torch.randn(4, 3), torch.randn(5)]
     ours = {str(i): torch.nn.Parameter(x.clone()) for i, x in enumerate(start)}
     theirs = [torch.nn.Parameter(x.clone()) for x in start]
-    optimizer = Optimizer(config, shards_of(ours, 0, 1))
+    optimizer = Optimizer(config, shards_of(ours))
     adam = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, betas=(0.9, 0.95), eps=1e-5)
     for scale in (1.0, 0.01, 3.0):
         for mine, other in zip(ours.values(), theirs, strict=True):

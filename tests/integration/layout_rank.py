@@ -1,0 +1,50 @@
+"""One gloo rank of test_fsdp_layouts.py."""
+
+import traceback
+from pathlib import Path
+
+import gloo_ranks
+import plain_training
+
+from hpc_rl.allocation import parse
+from hpc_rl.config.sections.training import FSDPEngineConfig, MicroBatchSpec
+from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.engines.mesh import Mesh
+
+# case -> (architecture, allocation, layout of micro-batches, options)
+CASES = {
+    2: {
+        "d2": ("qwen2", "fsdp:d2", "padded", {}),
+        "copies": ("qwen2", "fsdp:d2", "packed", {"fsdp": FSDPEngineConfig(replicate_size=2)}),
+        "t2": ("qwen2", "fsdp:t2", "padded", {}),
+        "t2_packed": ("tied", "fsdp:t2", "packed", {"gradient_checkpointing": True}),
+        "t2_heads": ("qwen3", "fsdp:t2", "packed", {"fsdp": FSDPEngineConfig(reshard_after_forward=False)}),
+        "c2": ("llama", "fsdp:c2", None, {"mb_spec": MicroBatchSpec(n_mbs=2)}),
+        "c2_heads": ("qwen3", "fsdp:c2", None, {"gradient_checkpointing": True}),
+    },
+    4: {
+        "d2t2": ("qwen3", "fsdp:d2t2", "packed", {}),
+        "copies_t2": ("tied", "fsdp:d2t2", "padded", {"fsdp": FSDPEngineConfig(replicate_size=2)}),
+        "c2t2": ("qwen2", "fsdp:c2t2", None, {}),
+        "c4": ("qwen3", "fsdp:c4", None, {}),  # more ranks than key-value heads
+        "d2c2": ("tied", "fsdp:d2c2", None, {}),
+    },
+}
+
+
+def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
+    for name, (architecture, allocation, layout, options) in CASES[num_ranks].items():
+        mesh = Mesh.of(parse(allocation).train, rank, num_ranks)
+        config = plain_training.config_of(folder / architecture, **options)
+        engine = FSDPEngine(config, mesh, layout=layout)
+        engine.initialize(plain_training.NUM_STEPS)
+        try:
+            plain_training.train(engine, folder / name)
+        except Exception:
+            print(name, flush=True)
+            traceback.print_exc()
+            raise
+
+
+if __name__ == "__main__":
+    gloo_ranks.main({"scenario_train": scenario_train})

@@ -1,0 +1,67 @@
+"""The FSDP2 engine by tensor, context and data parallel ranks, against plain transformers and torch."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+import gloo_ranks  # noqa: E402
+import layout_rank  # noqa: E402
+import plain_training  # noqa: E402
+
+from hpc_rl.allocation import parse  # noqa: E402
+from hpc_rl.engines.fsdp import FSDPEngine  # noqa: E402
+from hpc_rl.engines.mesh import Mesh  # noqa: E402
+
+pytestmark = pytest.mark.timeout(300)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, plain_training.Trained]]:
+    folder, trained = tmp_path_factory.mktemp("layouts"), {}
+    for name, architecture in plain_training.ARCHITECTURES.items():
+        plain_training.write_model(folder / name, architecture)
+        trained[name] = plain_training.plain(folder / name)
+    return folder, trained
+
+
+@pytest.fixture(scope="module")
+def two(models):
+    gloo_ranks.run(HERE / "layout_rank.py", "train", 2, models[0])
+    return models
+
+
+@pytest.fixture(scope="module")
+def four(models):
+    gloo_ranks.run(HERE / "layout_rank.py", "train", 4, models[0])
+    return models
+
+
+@pytest.mark.parametrize("case", layout_rank.CASES[2])
+def test_two_ranks_train_as_transformers_does(two, case):
+    check(*two, 2, case)
+
+
+@pytest.mark.parametrize("case", layout_rank.CASES[4])
+def test_four_ranks_train_as_transformers_does(four, case):
+    check(*four, 4, case)
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+def test_one_rank_trains_as_transformers_does(models, tmp_path, layout):
+    folder, trained = models
+    engine = FSDPEngine(plain_training.config_of(folder / "qwen3"), layout=layout)
+    engine.initialize(plain_training.NUM_STEPS)
+    plain_training.train(engine, tmp_path)
+    plain_training.check(trained["qwen3"], folder / "qwen3", tmp_path, 1, 1)
+
+
+def check(folder: Path, trained: dict[str, plain_training.Trained], num_ranks: int, case: str) -> None:
+    architecture, allocation, *_ = layout_rank.CASES[num_ranks][case]
+    mesh = Mesh.of(parse(allocation).train, 0, num_ranks)
+    plain_training.check(
+        trained[architecture], folder / architecture, folder / case, num_ranks, mesh.num_data_ranks
+    )
