@@ -242,8 +242,6 @@ def test_megatron_is_planned_with_all_its_ranks_and_refused_at_the_start():
     ("allocation", "words"),
     [
         ("vllm:d1t2+fsdp:d1", "t needs GPUs"),
-        ("sglang:d1+fsdp:d2t2", "use d only, as fsdp:d4"),
-        ("sglang:d1+fsdp:d2c2", "use d only, as fsdp:d4"),
         ("sglang:d4|fsdp:d4", "use '+': sglang:d4+fsdp:d4"),
         ("sglang:d4", "add a trainer: sglang:d4+fsdp:d1"),
         ("sglang:d4+eval", "only evaluates is not implemented"),
