@@ -6,12 +6,13 @@ Upper bounds where lengths are not known: every row as long as the configuration
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpc_rl.allocation import Train, parse
+from hpc_rl.allocation import TRAIN_BACKENDS, Train, parse
 from hpc_rl.config.rules.training_rules import trained
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig, last_step
 from hpc_rl.plan.disk_use import DiskUse, disk_use
@@ -19,6 +20,7 @@ from hpc_rl.plan.memory import GB, MB, Items, RankLoad, RankMemory, rank_memory,
 from hpc_rl.plan.model_shape import Models, ModelShape
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.plan.server_memory import ServerMemory, server_memories
+from hpc_rl.plan.train_mesh import remainders
 
 MAX_RANKS = 4096  # up to which a larger number is looked for
 
@@ -126,21 +128,17 @@ def _work(config: Config, content: Mapping[str, Any], num_rows: int | None) -> W
 
 
 def _load(config: Config, plan: Plan, shape: ModelShape, models: Models, work: Work) -> RankLoad:
-    engine, mesh = trained(config)[1], parse(plan.allocation).train or Train("fsdp")
-    all_tokens = -(-work.rows_per_update // (mesh.d or 1)) * work.longest
-    budget = engine.mb_spec.max_tokens_per_mb
-    if engine.pad_to_maximum and budget:
-        all_tokens = budget
     load = RankLoad(
         shape=shape,
-        engine=engine,
-        mesh=mesh,
+        engine=trained(config)[1],
+        mesh=Train("fsdp"),
         on_gpu=plan.device == "cuda",
-        tokens=min(budget or all_tokens, all_tokens),
+        tokens=0,
         longest=work.longest,
         saves=config.recover.mode != "disabled",
         saves_copies=config.recover.async_save,
     )
+    load = _on_mesh(load, work, parse(plan.allocation).train or load.mesh)
     if not isinstance(config, GRPOConfig):
         return load
     load = replace(load, batch_tokens=work.tokens)
@@ -148,6 +146,17 @@ def _load(config: Config, plan: Plan, shape: ModelShape, models: Models, work: W
         return load
     reference_shape = ModelShape.of(models.get(config.ref.path, {}))
     return replace(load, reference=config.ref, reference_shape=reference_shape)
+
+
+def _on_mesh(load: RankLoad, work: Work, mesh: Train) -> RankLoad:
+    """Return the load with the share of the rows that a rank of the mesh has."""
+    engine, budget = load.engine, load.engine.mb_spec.max_tokens_per_mb
+    all_tokens = -(-work.rows_per_update // (mesh.d or 1)) * work.longest
+    tokens = min(budget or all_tokens, all_tokens)
+    number = max(engine.mb_spec.n_mbs or 1, -(-all_tokens // tokens))
+    if engine.pad_to_maximum and budget:
+        tokens = budget
+    return replace(load, mesh=mesh, tokens=tokens, micro_batches=number)
 
 
 # -- what can't fit, and what would
@@ -195,16 +204,27 @@ def _ways(section: str, found: Estimate, size: int) -> Iterator[str]:
 
 
 def _larger(section: str, found: Estimate, shortest: int, size: int) -> Iterator[tuple[str, RankLoad]]:
-    """Yield more ranks, as few as a smaller token budget allows and as many as need none, and offloading."""
-    load, per_node = found.load, found.ranks_per_node
-    candidates = range(found.ranks + per_node, min(MAX_RANKS, found.work.rows_per_update) + 1, per_node)
-    sharded = [replace(load, mesh=replace(load.mesh, d=ranks)) for ranks in candidates]
-    fewest = next((one for one in sharded if _fits(with_tokens(one, shortest), size)), None)
-    enough = next((one for one in sharded if _fits(one, size)), None)
-    for one in dict.fromkeys(one.mesh.d for one in (fewest, enough) if one):
-        yield f"{replace(load.mesh, d=one)} or more ranks", replace(load, mesh=replace(load.mesh, d=one))
+    """Yield other sizes, more ranks and offloading.
+
+    Of more ranks, as few as a smaller token budget allows and as many as need none.
+    """
+    load, work, per_node = found.load, found.work, found.ranks_per_node
+    divided = (_on_mesh(load, work, mesh) for mesh in _meshes(found, found.ranks))
+    if other := next((one for one in divided if _fits(with_tokens(one, shortest), size)), None):
+        yield str(other.mesh), other
+    step = load.mesh.units_per_replica
+    most = min(MAX_RANKS, work.rows_per_update * step)
+    candidates = [ranks for ranks in range(found.ranks + per_node, most + 1, per_node) if ranks % step == 0]
+    more = [_on_mesh(load, work, replace(load.mesh, d=ranks // step)) for ranks in candidates]
+    fewest = next((one for one in more if _fits(with_tokens(one, shortest), size)), None)
+    enough = next((one for one in more if _fits(one, size)), None)
+    if fewest is None and other is None:
+        several = (_on_mesh(load, work, mesh) for ranks in candidates for mesh in _meshes(found, ranks))
+        fewest = next((one for one in several if _fits(with_tokens(one, shortest), size)), None)
+    for mesh, one in {one.mesh: one for one in (fewest, enough) if one}.items():
+        yield f"{mesh} or more ranks", one
     engine = load.engine
-    if engine.fsdp.offload_params or engine.optimizer is None:
+    if load.is_megatron or engine.fsdp.offload_params or engine.optimizer is None:
         return
     moved = replace(load, engine=replace(engine, optimizer=replace(engine.optimizer, offload=True)))
     yield f"{section}.optimizer.offload true ({_host_words(found, moved)})", moved
@@ -212,6 +232,23 @@ def _larger(section: str, found: Estimate, shortest: int, size: int) -> Iterator
     fsdp = replace(engine.fsdp, offload_params=True)
     moved = replace(load, engine=replace(engine, optimizer=optimizer, fsdp=fsdp))
     yield f"{section}.fsdp.offload_params true ({_host_words(found, moved)})", moved
+
+
+def _meshes(found: Estimate, ranks: int) -> Iterator[Train]:
+    """Yield meshes of as many ranks that divide the model further, those that change least first."""
+    mesh, shape, work = found.load.mesh, found.load.shape, found.work
+    stages = found.load.engine.megatron.virtual_pipeline_size
+    doubled = [[1, 2, 4, 8] if letter in TRAIN_BACKENDS[mesh.backend].supported else [1] for letter in "tpc"]
+    for t, p, c in sorted(itertools.product(*doubled), key=lambda sizes: (math.prod(sizes), sizes[1:])):
+        if t * p * c == 1 or mesh.is_hybrid:
+            continue
+        tensor_of_experts = mesh.etp * (t if mesh.e > 1 else 1)
+        other = replace(mesh, t=mesh.t * t, p=mesh.p * p, c=mesh.c * c, etp=tensor_of_experts)
+        other = replace(other, d=ranks // other.units_per_replica)
+        if other.t > found.ranks_per_node or other.num_units != ranks or ranks % other.multiple:
+            continue
+        if other.d and other.d <= work.rows_per_update and not any(remainders(other, shape, stages)):
+            yield other
 
 
 def _host_words(found: Estimate, load: RankLoad) -> str:

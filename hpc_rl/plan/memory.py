@@ -1,15 +1,16 @@
-"""What a trainer rank holds in the memory of its device and of its node: formulas for the fsdp engine. Pure.
+"""What a trainer rank holds in the memory of its device and of its node, by engine and mesh. Pure.
 
 Some of it stands all the time; the rest comes and goes, so the peak is the largest of three moments of a
 micro-batch: the loss (all activations that are kept, the logits), the backward pass of one layer, and the sum
-of the gradients outside of the layers. Sizes in bytes; b is the bytes of a value in the compute type, r those
-in which gradients are summed.
+of the gradients outside of the layers. Of the stages of a pipeline the last has the loss, and the first the
+most micro-batches at once. Sizes in bytes; b is the bytes of a value in the compute type, r those in which
+gradients are summed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
 from hpc_rl.allocation import Train
@@ -22,6 +23,7 @@ MB = 1 << 20
 CHUNK_ROWS = 128
 CHUNK_LOGITS = 1 << 22
 CHUNK_LOGITS_ON_GPU = 320 << 20
+FILE_BYTES = 5_000_000_000  # of a published or exported file, as in engines/hf_io.py
 CUDA_BYTES = 2 * GB  # of the GPU, for CUDA's context, NCCL and the libraries' workspaces
 PROCESS_BYTES = {True: 3 * GB, False: GB // 2}  # Python and PyTorch; with CUDA, and without
 LOADING_BYTES = 300 * MB  # pieces of weights on their way from the files
@@ -40,6 +42,7 @@ class RankLoad:
     on_gpu: bool
     tokens: int  # of a micro-batch
     longest: int  # tokens of the longest row
+    micro_batches: int = 1  # of an update
     batch_tokens: int = 0  # of a train batch that every rank gets whole
     saves: bool = False  # checkpoints
     saves_copies: bool = False  # that are written while training continues
@@ -51,13 +54,20 @@ class RankLoad:
         return DTYPE_BYTES[self.engine.dtype]
 
     @property
+    def is_megatron(self) -> bool:
+        return self.mesh.backend == "megatron"
+
+    @property
     def num_shards(self) -> int:
-        """Ranks that divide the parameters of a part of the model among themselves."""
-        return (self.mesh.d or 1) * self.mesh.c
+        """Ranks that divide the parameters of a part of the model, or their moments, among themselves."""
+        groups = 1 if self.is_megatron else self.engine.fsdp.replicate_size
+        return (self.mesh.d or 1) * self.mesh.c // groups
 
     @property
     def is_sharded(self) -> bool:
-        """A single rank in float32 has the model as it is."""
+        """Whether layers are gathered; a single rank in float32 has the model as it is, as with megatron."""
+        if self.is_megatron:
+            return False
         return self.num_shards > 1 or self.engine.fsdp.offload_params or self.compute_bytes < 4
 
     @property
@@ -66,8 +76,14 @@ class RankLoad:
         return math.ceil(self.shape.num_layers / self.mesh.p)
 
     @property
+    def expert_params(self) -> float:
+        """Parameters of a layer's experts on this rank, gathered."""
+        return self.shape.expert_params / (self.mesh.e * self.mesh.etp if self.mesh.e > 1 else self.mesh.t)
+
+    @property
     def layer_params(self) -> float:
-        return self.shape.layer_params / self.mesh.t
+        """Parameters of a layer on this rank, gathered."""
+        return (self.shape.layer_params - self.shape.expert_params) / self.mesh.t + self.expert_params
 
     @property
     def outer_params(self) -> float:
@@ -81,9 +97,37 @@ class RankLoad:
         return 0.0 if self.engine.is_critic else self.shape.table_params / self.mesh.t
 
     @property
+    def rank_params(self) -> float:
+        """Parameters of this rank's part of the model, gathered."""
+        return self.outer_params + self.num_layers * self.layer_params
+
+    @property
     def shard_params(self) -> float:
-        """Parameters that this rank keeps."""
-        return (self.outer_params + self.num_layers * self.layer_params) / self.num_shards
+        """Parameters whose moments this rank has; with fsdp it keeps no others."""
+        if self.is_megatron and not self.engine.megatron.ddp.use_distributed_optimizer:
+            return self.rank_params
+        experts = self.num_layers * self.expert_params
+        expert_shards = (self.mesh.edp or 1) if self.mesh.e > 1 else self.num_shards
+        return (self.rank_params - experts) / self.num_shards + experts / expert_shards
+
+    @property
+    def width_parts(self) -> int:
+        """Ranks that share out what is as wide as the model: tensor ranks do with sequence parallelism."""
+        return self.mesh.t if self.is_megatron else 1
+
+    @property
+    def most_in_flight(self) -> float:
+        """Micro-batches of which the first stage of a pipeline keeps activations at once."""
+        p, parts = self.mesh.p, self.engine.megatron.virtual_pipeline_size
+        if parts == 1:
+            return min(p, self.micro_batches)
+        return min(2 * (p - 1) + (parts - 1) * p + 1, parts * self.micro_batches) / parts
+
+    @property
+    def last_in_flight(self) -> float:
+        """Micro-batches of which the last stage of a pipeline keeps activations at once."""
+        parts = self.engine.megatron.virtual_pipeline_size if self.mesh.p > 1 else 1
+        return min((parts - 1) * self.mesh.p + 1, parts * self.micro_batches) / parts
 
 
 @dataclass(frozen=True)
@@ -121,7 +165,7 @@ def rank_memory(load: RankLoad) -> RankMemory:
     moments = {"the loss": _loss(load), "the backward pass of a layer": _layer_backward(load)}
     if load.is_sharded:
         moments["the sum of gradients outside of the layers"] = _reduction(load)
-    first = {"weights to publish": float(load.compute_bytes * load.shape.num_params)}
+    first = {"a file of weights": float(min(FILE_BYTES, load.compute_bytes * load.shape.num_params))}
     return RankMemory(_standing(load), moments, _host(load), first)
 
 
@@ -133,7 +177,9 @@ def with_tokens(load: RankLoad, tokens: int) -> RankLoad:
 def _standing(load: RankLoad) -> Items:
     shard, engine = load.shard_params, load.engine
     items: Items = {}
-    if not engine.fsdp.offload_params:
+    if load.is_megatron:
+        items |= _standing_with_megatron(load)
+    elif not engine.fsdp.offload_params:
         items |= {"parameters": 4 * shard, "gradients": 4 * shard}
         if not _offloads_moments(load):
             items["Adam moments"] = 8 * shard
@@ -144,6 +190,17 @@ def _standing(load: RankLoad) -> Items:
     return items
 
 
+def _standing_with_megatron(load: RankLoad) -> Items:
+    """Return whole parameters and gradients, and this rank's share of what the optimizer has in float32."""
+    b, whole, shard = load.compute_bytes, load.rank_params, load.shard_params
+    if b == 4 or load.engine.megatron.ddp.grad_reduce_in_fp32:
+        gradients = 4 * whole
+    else:
+        gradients = b * whole + 4 * shard
+    items = {"parameters": b * whole, "gradients": gradients, "Adam moments": 8 * shard}
+    return items | ({} if b == 4 else {"float32 parameters": 4 * shard})
+
+
 def _offloads_moments(load: RankLoad) -> bool:
     return load.engine.optimizer is not None and load.engine.optimizer.offload
 
@@ -151,14 +208,16 @@ def _offloads_moments(load: RankLoad) -> bool:
 def _reference_bytes(load: RankLoad) -> float:
     assert load.reference is not None and load.reference_shape is not None
     value_bytes = DTYPE_BYTES[load.reference.dtype]
-    return value_bytes * load.reference_shape.num_params / (load.num_shards * load.mesh.t * load.mesh.p)
+    copied = replace(load, shape=load.reference_shape, engine=load.reference)
+    return value_bytes * (copied.rank_params if load.is_megatron else copied.shard_params)
 
 
 def _gathered(load: RankLoad) -> float:
     """Return the blocks that are whole at once: all outside of the layers, a layer, and on GPUs the next."""
     if not load.is_sharded:
         return 0.0
-    return load.compute_bytes * (load.outer_params + (1 + load.on_gpu) * load.layer_params)
+    layers = 1 + load.on_gpu if load.engine.fsdp.reshard_after_forward else load.num_layers
+    return load.compute_bytes * (load.outer_params + layers * load.layer_params)
 
 
 # -- the moments
@@ -166,7 +225,7 @@ def _gathered(load: RankLoad) -> float:
 
 def _loss(load: RankLoad) -> Items:
     b, shape, tokens = load.compute_bytes, load.shape, load.tokens / load.mesh.c
-    kept = load.num_layers * _kept_per_layer(load)
+    kept = load.last_in_flight * _kept(load)
     # the last norm, the hidden states at the wanted tokens, and their gradient
     items = {
         "gathered blocks": _gathered(load),
@@ -189,18 +248,19 @@ def _loss(load: RankLoad) -> Items:
 
 def _layer_backward(load: RankLoad) -> Items:
     b, tokens = load.compute_bytes, load.tokens / load.mesh.c
-    checkpoints = load.engine.gradient_checkpointing
-    kept = load.num_layers * _kept_per_layer(load)
-    again = tokens * _saved_per_token(load) if checkpoints else 0.0
-    shape = load.shape
+    kept, shape = load.most_in_flight * _kept(load), load.shape
     # of the MLP's product, which is freed itself, and of its two factors
-    flowing = tokens * b * (2 * shape.active_mlp_width / load.mesh.t + 2 * shape.width)
+    flowing = tokens * b * (2 * shape.active_mlp_width / load.mesh.t + 2 * shape.width / load.width_parts)
     items = {
         "gathered blocks": _gathered(load),
-        "activations": kept + again,
+        "activations": kept + _computed_again(load),
         "gradients of activations": flowing,
-        "gradient of the head": b * load.table_params,
     }
+    if load.is_megatron:  # each is added to those of the update at once
+        mlp_width = shape.expert_width if shape.num_experts else shape.mlp_width / load.mesh.t
+        items["gradients of a layer"] = b * 2 * shape.width * mlp_width
+    else:
+        items["gradient of the head"] = b * load.table_params
     if load.is_sharded:  # whole ones, while on GPUs those of the layer before are summed
         summed = _reduce_bytes(load) if load.on_gpu else 0
         items["gradients of a layer"] = (b + summed) * load.layer_params
@@ -221,29 +281,56 @@ def _reduce_bytes(load: RankLoad) -> int:
     return DTYPE_BYTES[load.engine.grad_reduce_dtype]
 
 
-def _kept_per_layer(load: RankLoad) -> float:
-    """Return what a layer keeps for the backward pass: its input, or all that it would compute again."""
-    tokens = load.tokens / load.mesh.c
-    if load.engine.gradient_checkpointing:
-        return tokens * load.compute_bytes * load.shape.width
-    return tokens * _saved_per_token(load)
+def _kept(load: RankLoad) -> float:
+    """Return what the layers of a stage keep of a micro-batch for the backward pass."""
+    tokens, layers = load.tokens / load.mesh.c, load.num_layers
+    inputs = tokens * load.compute_bytes * load.shape.width / load.width_parts
+    saved = tokens * _saved_per_token(load)
+    if not load.engine.gradient_checkpointing:
+        return layers * saved
+    if not load.is_megatron:
+        return layers * inputs
+    options = load.engine.megatron
+    several = options.recompute_num_layers or 1
+    if options.recompute_granularity == "selective":
+        return layers * tokens * _saved_per_token(load, options.recompute_modules or ())
+    if options.recompute_method == "block":
+        again = min(several, layers)
+        return again * inputs + (layers - again) * saved
+    return math.ceil(layers / several) * inputs
 
 
-def _saved_per_token(load: RankLoad) -> float:
-    """Return what autograd saves of a token in one layer.
+def _computed_again(load: RankLoad) -> float:
+    """Return what is computed again at once in the backward pass."""
+    options, saved = load.engine.megatron, load.tokens / load.mesh.c * _saved_per_token(load)
+    if not load.engine.gradient_checkpointing:
+        return 0.0
+    if not load.is_megatron or options.recompute_method == "block":
+        return saved
+    if options.recompute_granularity == "selective":
+        return saved - _kept(load) / load.num_layers
+    return saved * min(options.recompute_num_layers or 1, load.num_layers)
+
+
+def _saved_per_token(load: RankLoad, without: Collection[str] = ()) -> float:
+    """Return what autograd saves of a token in one layer, but for parts that are computed again.
 
     A norm saves its input in float32, the normalized values and its result, together 8 bytes a value; what is
     float32 anyway is saved once, but is then kept as the residual.
     """
     b, shape, parts = load.compute_bytes, load.shape, load.mesh.t
-    norms = 2 * 8 * shape.width + b * shape.width
+    norms = (0.0 if "layernorm" in without else 2.0 * 8 * shape.width) + b * shape.width
     query, key = shape.query_width / parts, shape.key_width / parts
     qk_norms = (4 + b) * (query + key) if shape.has_qk_norm else 0.0
     attention = b * (2 * query + 2 * key)  # queries and result, keys and values
     if load.engine.attn_impl == "eager":  # scores, and probabilities in float32 and in the compute type
         attention += load.longest * shape.num_heads / parts * (4 + 2 * b)
     mlp = 4 * b * shape.active_mlp_width / parts  # gate, its activation, up, and their product
-    return norms + qk_norms + attention + mlp
+    if load.is_megatron and shape.num_experts:  # a copy for each expert of a token, on its way there and back
+        norms += 2 * b * shape.width * shape.active_mlp_width / shape.expert_width
+    if "mlp" in without or "moe" in without:
+        mlp = 0.0
+    return norms / load.width_parts + qk_norms + attention + mlp
 
 
 # -- CPU memory

@@ -7,7 +7,6 @@ import pytest
 from hpc_rl.allocation import TRAIN_BACKENDS, Train, parse
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import train_mesh
 from hpc_rl.plan.model_shape import ModelShape
@@ -52,13 +51,7 @@ QWEN3_30B_A3B = QWEN3_8B | {
 }
 
 
-@pytest.fixture(autouse=True)
-def engines_that_can_do_all(monkeypatch):
-    whole = {"fsdp": "dtc", "megatron": "dptce"}
-    for name, sizes in whole.items():
-        backend = replace(TRAIN_BACKENDS[name], implementation="a:b", supported=sizes)
-        monkeypatch.setitem(TRAIN_BACKENDS, name, backend)
-    monkeypatch.delitem(MODEL_UNAVAILABLE, "fsdp.replicate_size", raising=False)
+pytestmark = pytest.mark.usefixtures("engines_that_can_do_all")
 
 
 def planned(*overrides: str, base=GRPO):
