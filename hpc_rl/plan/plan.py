@@ -29,6 +29,7 @@ from hpc_rl.plan.schema import Group, Plan, Pool, Unit
 MAX_UNITS = 100_000  # beyond every cluster, and still quick to count through
 SUPERVISOR_CPUS = 1
 SUPERVISOR_MEM_MB = 1024
+ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is newer
 
 
 def make_plan(
@@ -306,7 +307,7 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         mem_mb_per_task=launcher.trainer_mem_per_gpu,
         gpus_per_task=int(on_gpus),
         module="hpc_rl.app.trainer",
-        env=environment_of("launcher.trainer_env_vars", launcher.trainer_env_vars),
+        env=_trainer_env(launcher.trainer_env_vars, on_gpus),
     )
     if not allocation.pools:
         return [trainer]
@@ -338,6 +339,17 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         module="hpc_rl.app.rollout_front" if has_environments else "hpc_rl.app.rollout",
     )
     return [*replicas, rollout, trainer]
+
+
+def _trainer_env(given: dict[str, str] | str, on_gpus: bool) -> dict[str, str]:
+    """Return the user's variables, and on GPUs memory that grows in place.
+
+    Packed micro-batches differ in size, and would leave gaps between blocks that can't grow.
+    """
+    env = environment_of("launcher.trainer_env_vars", given)
+    if on_gpus and not env.keys() & set(ALLOCATOR_VARIABLES):
+        env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    return env
 
 
 def _environment_units(config: Config) -> list[Unit]:

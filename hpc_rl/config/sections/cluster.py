@@ -227,7 +227,8 @@ class LauncherConfig:
     inference_server_env_vars: dict[str, str] | str = ""
     """Environment variables of the generation servers: a mapping, or `A=b,C=d`."""
     trainer_env_vars: dict[str, str] | str = ""
-    """Environment variables of the trainer ranks: a mapping, or `A=b,C=d`."""
+    """Environment variables of the trainer ranks: a mapping, or `A=b,C=d`. On GPUs with
+    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, unless it is given here."""
     hooks: HooksConfig = field(default_factory=HooksConfig)
     """Scripts that run at fixed moments of every attempt."""
     slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)

@@ -59,7 +59,7 @@ trainer() { # 1 unit, 8 processes on each node, each 4 CPUs, 1 GPU, 65536 MB
     --container-image=/storage/images/trainer.sqsh \
     --container-mounts=/storage:/storage,/shared/hpc-rl:/shared/hpc-rl,/shared/models/Qwen2.5-1.5B-Instruct:/shared/models/Qwen2.5-1.5B-Instruct,/shared/data/maths:/shared/data/maths,/WORKDIR:/WORKDIR \
     --container-workdir=/WORKDIR \
-    --container-env=HPC_RL_NUM_RANKS,HPC_RL_STEPS,NCCL_DEBUG,NOTE,OMP_NUM_THREADS,PYTHONNOUSERSITE,PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED \
+    --container-env=HPC_RL_NUM_RANKS,HPC_RL_STEPS,NCCL_DEBUG,NOTE,OMP_NUM_THREADS,PYTHONNOUSERSITE,PYTHONPATH,PYTHONSAFEPATH,PYTHONUNBUFFERED,PYTORCH_CUDA_ALLOC_CONF \
     --no-container-entrypoint \
     --no-container-mount-home \
     python3 \

@@ -177,6 +177,19 @@ def test_environment_and_python_of_the_configuration():
     assert made.python == "/other/python"
 
 
+def test_memory_of_trainers_on_gpus_grows_in_place_unless_the_user_has_another_wish():
+    def variables(*overrides: str) -> dict[str, str]:
+        units = plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+fsdp:d4", *overrides).units
+        assert not any("ALLOC" in name for unit in units if unit.role == "server" for name in unit.env)
+        return next(unit.env for unit in units if unit.role == "trainer")
+
+    expandable = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    assert variables("launcher.trainer_env_vars=A=b").items() >= (expandable | {"A": "b"}).items()
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        own = variables(f"launcher.trainer_env_vars={{{name}: 'max_split_size_mb:128'}}")
+        assert [value for key, value in own.items() if "ALLOC" in key] == ["max_split_size_mb:128"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
