@@ -4,8 +4,9 @@ These are computed inside the forward pass of the outermost module, since only t
 gathered. Models that transform their logits after the head's product are refused.
 """
 
+import functools
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -136,6 +137,8 @@ def build(
         _disable_dropout(hf)
     if config.gradient_checkpointing and not frozen:
         _recompute_activations(hf)
+        if config.fsdp.offload_activations:
+            _offload_activations(hf)
     return (ScoreModel if config.is_critic else LanguageModel)(hf, draws, layout)
 
 
@@ -247,6 +250,31 @@ def _recompute_activations(hf: Any) -> None:
         hf.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
         hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _offload_activations(hf: Any) -> None:
+    """Keep what each recomputation starts from, the input of a layer, in CPU memory."""
+    for module in hf.modules():
+        if recompute := getattr(module, "_gradient_checkpointing_func", None):
+            module._gradient_checkpointing_func = functools.partial(_with_offload, recompute)
+
+
+def _with_offload(recompute: Callable[..., Any], *args: Any) -> Any:
+    # what is saved within has the hooks of the recomputation, so these get the input alone
+    with torch.autograd.graph.saved_tensors_hooks(to_cpu, from_cpu):
+        return recompute(*args)
+
+
+def to_cpu(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    """Copy a tensor to CPU memory, in the order of the GPU's work: nothing waits."""
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, held.copy_(tensor, non_blocking=True)
+
+
+def from_cpu(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    """Copy it back."""
+    device, held = packed
+    return held.to(device, non_blocking=True)
 
 
 def _refuse_other_heads(hf: Any) -> None:

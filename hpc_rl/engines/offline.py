@@ -26,7 +26,7 @@ MAX_NAMED = 8  # differences in one message
 
 def on_cpu(config: TrainEngineConfig) -> TrainEngineConfig:
     """Return the configuration of the same model for a machine without a GPU."""
-    fsdp = dataclasses.replace(config.fsdp, offload_params=False)
+    fsdp = dataclasses.replace(config.fsdp, offload_params=False, offload_activations=False)
     return dataclasses.replace(config, attn_impl="sdpa", gradient_checkpointing=False, fsdp=fsdp)
 
 

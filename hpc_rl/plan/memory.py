@@ -289,7 +289,7 @@ def _kept(load: RankLoad) -> float:
     if not load.engine.gradient_checkpointing:
         return layers * saved
     if not load.is_megatron:
-        return layers * inputs
+        return 0.0 if _offloads_activations(load) else layers * inputs
     options = load.engine.megatron
     several = options.recompute_num_layers or 1
     if options.recompute_granularity == "selective":
@@ -347,6 +347,9 @@ def _host(load: RankLoad) -> Items:
     if engine.fsdp.offload_params or _offloads_moments(load):
         # parameters or copies of them, moments, gradients
         items["parameters, moments and gradients"] = 16 * shard
+    if _offloads_activations(load):
+        layer = load.tokens / load.mesh.c * load.compute_bytes * load.shape.width / load.width_parts
+        items["activations"] = load.num_layers * _page_locked(layer)
     if load.reference and load.reference_shape and load.reference.fsdp.offload_params:
         items["reference model"] = _reference_bytes(load)
     if load.saves and (copied := _snapshot_bytes(load)):
@@ -354,12 +357,20 @@ def _host(load: RankLoad) -> Items:
     return {name: size for name, size in items.items() if size}
 
 
+def _offloads_activations(load: RankLoad) -> bool:
+    return load.on_gpu and load.engine.fsdp.offload_activations
+
+
+def _page_locked(size: float) -> float:
+    """Return what page-locked memory for a tensor takes: it is given in powers of two."""
+    return float(2 ** math.ceil(math.log2(size)))
+
+
 def _snapshot_bytes(load: RankLoad) -> float:
     """Return the copy in CPU memory of parameters and moments that a checkpoint is written from."""
     if load.saves_copies:
         size = 12 * load.shard_params
-        # page-locked memory is given in powers of two
-        return float(2 ** math.ceil(math.log2(size))) if load.on_gpu and size else size
+        return _page_locked(size) if load.on_gpu and size else size
     if not load.on_gpu or load.engine.fsdp.offload_params:
         return 0.0  # written from where it is
     return (4 if _offloads_moments(load) else 12) * load.shard_params

@@ -48,6 +48,8 @@ NEEDS = {  # option -> the one without which it has no effect
     "actor.optimizer.offload": "cluster.n_gpus_per_node",
     "model.optimizer.offload": "cluster.n_gpus_per_node",
     **{f"{model}.fsdp.offload_params": "cluster.n_gpus_per_node" for model in _MODELS},
+    "actor.fsdp.offload_activations": "cluster.n_gpus_per_node",
+    "model.fsdp.offload_activations": "cluster.n_gpus_per_node",
     "actor.behav_imp_weight_cap": "actor.use_decoupled_loss",
     "actor.log_agent_stats": "actor.log_agent_stats_keys",
     "actor.log_agent_stats_keys": "actor.log_agent_stats",

@@ -14,6 +14,7 @@ PARTS = ("core_attn", "layernorm", "mlp", "moe", "moe_act")  # of a layer, that 
 _IN_PLACE = {  # option of another engine -> what to use with megatron
     "fsdp.wrap_policy": "layers are divided by t, p and e",
     "fsdp.offload_params": "more ranks hold less each",
+    "fsdp.offload_activations": "t, c and p divide them",
     "fsdp.reshard_after_forward": "parameters are never gathered for a layer alone",
     "fsdp.replicate_size": "megatron.ddp.use_distributed_optimizer false keeps whole moments on each rank",
     "grad_reduce_dtype": "use megatron.ddp.grad_reduce_in_fp32",

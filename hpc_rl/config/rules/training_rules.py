@@ -14,7 +14,10 @@ from hpc_rl.config.sections.experiment import (
 )
 from hpc_rl.config.sections.training import TrainEngineConfig
 
-_ONLY_FOR_TRAINING = ("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype")
+_ONLY_FOR_TRAINING = (
+    *("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype"),
+    "fsdp.offload_activations",
+)
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 TOKENS_PER_MB = 32768  # default limit on GPUs, where one micro-batch of all rows would be too large
 FLASH_PACKAGES = {"flash_attention_3": "flash-attn-3", "flash_attention_2": "flash-attn"}  # of attn_impl
@@ -220,6 +223,9 @@ def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
         if size != 1:
             use = f"allocation_mode has the tensor-parallel size: t{size}, as fsdp:d2t{size}; omit it"
             yield f"{section}.ds_auto_tp.autotp_size {size}: {use}."
+        if engine.fsdp.offload_activations and not engine.gradient_checkpointing:
+            use = f"{section}.gradient_checkpointing, whose inputs of layers it moves; set that, or omit it"
+            yield f"{section}.fsdp.offload_activations has no effect without {use}."
         yield from _critic(config, section, engine)
         most, together = engine.mb_spec.max_seqs_per_mb, engine.mb_spec.granularity
         if most is not None and most < together:

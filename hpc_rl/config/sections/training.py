@@ -87,6 +87,9 @@ class FSDPEngineConfig:
     offload_params: bool = False
     """Keep parameters in CPU memory, and the moments and updates of a trained model; each layer is on the GPU
     only while it is used."""
+    offload_activations: bool = False
+    """Keep the inputs of layers, from which `gradient_checkpointing` recomputes the rest, in CPU memory until
+    the backward pass. hpc-rl extension."""
     reshard_after_forward: bool = True
     """Give a layer's gathered parameters free after its forward pass, and gather them again for the backward
     pass; false keeps them, which takes memory and saves messages. hpc-rl extension."""

@@ -91,6 +91,15 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             "allocation_mode has the tensor-parallel size: t2, as fsdp:d2t2; omit it",
         ),
         (["actor.fsdp.offload_params=true"], "actor.fsdp.offload_params has no effect without GPUs"),
+        (["actor.fsdp.offload_activations=true"], "fsdp.offload_activations has no effect without GPUs"),
+        (
+            [
+                "cluster.n_gpus_per_node=8",
+                "actor.fsdp.offload_activations=true",
+                "actor.gradient_checkpointing=false",
+            ],
+            "actor.fsdp.offload_activations has no effect without actor.gradient_checkpointing",
+        ),
         (
             ["ref.path=/m", "ref.fsdp.offload_params=true"],
             "ref.fsdp.offload_params has no effect without GPUs",

@@ -3,6 +3,7 @@
 Several ranks are in tests/integration/test_fsdp.py.
 """
 
+import functools
 import json
 import time
 from pathlib import Path
@@ -274,6 +275,32 @@ def placements(monkeypatch):
     yield told
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_inputs_of_layers_wait_in_cpu_memory_for_the_backward_pass(model_dir, monkeypatch, dtype) -> None:
+    copies: list[tuple[str, torch.Size]] = []
+
+    def counted(name, copy, given):
+        copies.append((name, given.shape if name == "to_cpu" else given[1].shape))
+        return copy(given)
+
+    for name in ("to_cpu", "from_cpu"):
+        monkeypatch.setattr(model, name, functools.partial(counted, name, getattr(model, name)))
+    plain = engine_of(model_dir, "packed", dtype=dtype, gradient_checkpointing=True)
+    trained = [plain.train_batch(some_rows(), sequence_loss, 60.0, 1.0)]
+    assert copies == []
+    offload = FSDPEngineConfig(offload_activations=True)
+    engine = engine_of(model_dir, "packed", dtype=dtype, gradient_checkpointing=True, fsdp=offload)
+    engine.logprobs(some_rows(), 1.0)
+    assert copies == []  # without a backward pass there is nothing to keep
+    trained.append(engine.train_batch(some_rows(), sequence_loss, 60.0, 1.0))
+    assert trained[0] == trained[1]
+    assert_equal_weights(*map(weights_of, (plain, engine)))
+    num_tokens = sum(len(ids) - 1 for ids in some_rows().ids)
+    # one micro-batch, two layers: their inputs, and nothing else
+    layer = torch.Size([1, num_tokens, 32])
+    assert copies == [("to_cpu", layer)] * 2 + [("from_cpu", layer)] * 2
 
 
 IN_CPU_MEMORY = FSDPEngineConfig(offload_params=True)

@@ -214,6 +214,16 @@ def test_offloading_moves_to_cpu_memory():
     parameters = needed(QWEN3_32B, "model.fsdp.offload_params=true")
     assert set(parameters.trainer.standing) == {"CUDA and NCCL"}
     assert parameters.trainer.host[moved] == approx(16 * 32.76e9 / 8, rel=CLOSE)
+    budget = "model.mb_spec.max_tokens_per_mb=16384"
+    kept, offloaded = (
+        needed(QWEN3_32B, budget),
+        needed(QWEN3_32B, budget, "model.fsdp.offload_activations=true"),
+    )
+    layers = 64 * 16384 * 5120 * 2  # the input of each
+    before, after = (found.trainer.moments["the loss"]["activations"] for found in (kept, offloaded))
+    assert before - after == approx(layers, rel=CLOSE)
+    # page-locked memory is given in powers of two: 256 MB for 160
+    assert offloaded.trainer.host["activations"] == approx(64 * 2**28, rel=CLOSE)
 
 
 def test_a_size_that_is_not_known_refuses_nothing():
