@@ -92,7 +92,12 @@ SERVER_BACKENDS: dict[str, ServerBackend] = {
 }
 TRAIN_BACKENDS: dict[str, TrainBackend] = {
     "fsdp": TrainBackend("dtc", "hpc_rl.engines.fsdp:FSDPEngine", supported="dtc"),
-    "megatron": TrainBackend("dptce", model_types=("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe")),
+    "megatron": TrainBackend(
+        "dptce",
+        "hpc_rl.engines.megatron.megatron_engine:MegatronEngine",
+        supported="dptce",
+        model_types=("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
+    ),
 }
 
 

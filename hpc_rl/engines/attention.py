@@ -112,22 +112,25 @@ def packed(
     scale: float | None = None,
     window: int | None = None,
     kernel: str = "rows",
+    seen: PackedRows | None = None,
 ) -> torch.Tensor:
     """Return causal attention within each of the packed rows, [1, heads, T, d].
 
     query: [1, heads, T, d]; key and value may have fewer heads, of which each serves as many queries.
     `window`: a token sees itself and what is less than this many tokens before. `kernel` is one of KERNELS.
+    `seen`: the rows of keys and values where these are longer; the queries are those of their last tokens.
     """
+    seen = seen or rows
     if kernel == "rows":
-        return _row_by_row(query, key, value, rows, scale, window)
+        return _row_by_row(query, key, value, rows, seen, scale, window)
     attend, ends, longest = KERNELS[kernel](), rows.cu_seqlens, rows.max_seqlen
     tensors = [one[0].transpose(0, 1) for one in (query, key, value)]  # [T, heads, d]
-    seen = (-1 if window is None else window - 1, 0)
+    sides = (-1 if window is None else window - 1, 0)
     if kernel == "torch":
-        options: dict[str, Any] = {"scale": scale, "window_size": seen, "enable_gqa": True}
+        options: dict[str, Any] = {"scale": scale, "window_size": sides, "enable_gqa": True}
     else:
-        options = {"softmax_scale": scale, "window_size": seen, "causal": True}
-    out = attend(*tensors, ends, ends, longest, longest, **options)
+        options = {"softmax_scale": scale, "window_size": sides, "causal": True}
+    out = attend(*tensors, ends, seen.cu_seqlens, longest, seen.max_seqlen, **options)
     out = out[0] if isinstance(out, tuple) else out  # some versions add a statistic
     return out.transpose(0, 1)[None]
 
@@ -137,11 +140,15 @@ def _row_by_row(
     key: torch.Tensor,
     value: torch.Tensor,
     rows: PackedRows,
+    seen: PackedRows,
     scale: float | None,
     window: int | None,
 ) -> torch.Tensor:
-    lengths = list(rows.lengths)
-    parts = zip(query.split(lengths, 2), key.split(lengths, 2), value.split(lengths, 2), strict=True)
+    splits = [
+        one.split(list(lengths), 2)
+        for one, lengths in ((query, rows.lengths), (key, seen.lengths), (value, seen.lengths))
+    ]
+    parts = zip(*splits, strict=True)
     out = [_one_row(q, k, v, scale, window).transpose(1, 2) for q, k, v in parts]
     return torch.cat(out, dim=1).transpose(1, 2)
 
@@ -149,11 +156,11 @@ def _row_by_row(
 def _one_row(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None
 ) -> torch.Tensor:
-    length = query.shape[2]
+    length, before = key.shape[2], key.shape[2] - query.shape[2]
     mask = None
-    if window is not None and length > window:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device)
-        mask = mask.tril().triu(1 - window)
+    if before or (window is not None and length > window):
+        mask = torch.ones(length - before, length, dtype=torch.bool, device=query.device).tril(before)
+        mask = mask if window is None else mask.triu(before + 1 - window)
     return F.scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=True
     )

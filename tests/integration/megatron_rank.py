@@ -22,6 +22,7 @@ VOCABULARY = 37
 TEMPERATURE = 0.9
 WEIGHT = 80.0
 NUM_STEPS = 10
+SEED = 5
 OPTIMIZER = OptimizerConfig(
     lr=1e-3, weight_decay=0.05, lr_scheduler_type="cosine", warmup_steps_proportion=0.2, gradient_clipping=1e3
 )
@@ -54,7 +55,7 @@ def engine_of(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -
         "attn_impl": "sdpa",
         "dtype": "float32",
         "gradient_checkpointing": False,
-        "mb_spec": MicroBatchSpec(n_mbs=2),
+        "mb_spec": MicroBatchSpec(n_mbs=2, max_tokens_per_mb=layout.get("max_tokens")),
         **layout.get("config", {}),
     }
     config = TrainEngineConfig(
@@ -65,7 +66,7 @@ def engine_of(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -
         from hpc_rl.engines.fsdp import FSDPEngine as Kind
     else:
         from hpc_rl.engines.megatron.megatron_engine import MegatronEngine as Kind
-    return Kind(config, Mesh(rank, num_ranks, **sizes), seed=5, frozen=layout.get("frozen", False))
+    return Kind(config, Mesh(rank, num_ranks, **sizes), seed=SEED, frozen=layout.get("frozen", False))
 
 
 def measure(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:
@@ -91,17 +92,123 @@ def measure(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> 
     }
 
 
+def move(folder: Path, layout: dict[str, Any], saved: str, rank: int, num_ranks: int) -> dict[str, Any]:
+    """Load the state that another layout saved after its first update, and make two more."""
+    engine = engine_of(folder, layout, rank, num_ranks)
+    engine.initialize(NUM_STEPS, empty=True)
+    engine.load(folder / f"{saved}-{num_ranks}", num_ranks)
+    steps = []
+    for step in (1, 2):
+        _, mine = share(batch(step), engine.mesh)
+        steps.append(engine.train_batch(mine, sequence_loss, WEIGHT, TEMPERATURE))
+    return {"steps": steps, "counters": engine.counters()}
+
+
+def whole(engine: Any) -> dict[str, torch.Tensor]:
+    return {name: tensor for bucket in engine.weights(2000) for name, tensor in bucket}
+
+
+def broken_on_the_last_data_rank(engine: Any) -> dict[str, Any]:
+    """An update whose loss is not a number on one data rank."""
+    mesh = engine.mesh
+
+    def loss(seen):
+        factor = float("nan") if mesh.data_rank == mesh.num_data_ranks - 1 else 1.0
+        return seen.logprobs_T.sum() * factor, {"num_tokens": seen.columns_T["loss_mask"].sum()}
+
+    before = whole(engine)
+    _, mine = share(batch(0), mesh)
+    result = engine.train_batch(mine, loss, WEIGHT, TEMPERATURE)
+    after = whole(engine)
+    same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    again = engine.train_batch(mine, sequence_loss, WEIGHT, TEMPERATURE)
+    return {
+        "update_successful": result["update_successful"],
+        "unchanged": same,
+        "next": again["update_successful"],
+    }
+
+
+def refused(engine: Any) -> str:
+    """What a row that is too long for one data rank raises on this rank."""
+    _, mine = share(batch(0), engine.mesh)
+    if engine.mesh.data_rank == 0:
+        mine.ids[0] = np.zeros(500, dtype=np.int32)
+        mine.columns["loss_mask"][0] = np.ones(500, dtype=bool)
+    try:
+        engine.logprobs(mine, 1.0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def other(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:
+    """Numbers of a model that is made in another way: a reward model, a reference, from scratch, in bfloat16."""
+    engine = engine_of(folder, layout, rank, num_ranks)
+    engine.initialize(NUM_STEPS)
+    engine.export(folder / f"{layout['name']}-{num_ranks}")
+    numbers, mine = share(batch(0), engine.mesh)
+    logprobs = engine.logprobs(mine, TEMPERATURE)
+    found: dict[str, Any] = {"rows": numbers, "logprobs": [[float(x) for x in one] for one in logprobs]}
+    if not engine.frozen:
+        _, mine = share(batch(0), engine.mesh)
+        found["step"] = engine.train_batch(mine, sequence_loss, WEIGHT, TEMPERATURE)
+        found["broken"] = broken_on_the_last_data_rank(engine)
+    if engine.config.mb_spec.max_tokens_per_mb:
+        found["refused"] = refused(engine)
+    return found
+
+
 def scenario_layouts(folder: Path, rank: int, num_ranks: int) -> None:
-    """Measure each layout that `layouts-N.json` names."""
+    """Measure each layout that `layouts-N.json` names; load states in others; other kinds of models."""
     faulthandler.dump_traceback_later(170, exit=True)
-    for layout in read_json(folder / f"layouts-{num_ranks}.json"):
+    plan = read_json(folder / f"layouts-{num_ranks}.json")
+    known = {layout["name"]: layout for layout in plan["layouts"]}
+    jobs = {
+        name: lambda layout=layout: measure(folder, layout, rank, num_ranks) for name, layout in known.items()
+    }
+    for saved, name in plan["moves"]:
+        jobs[f"{saved} {name}"] = lambda saved=saved, name=name: move(
+            folder, known[name], saved, rank, num_ranks
+        )
+    for layout in plan["others"]:
+        jobs[layout["name"]] = lambda layout=layout: other(folder, layout, rank, num_ranks)
+    for name, job in jobs.items():
         try:
-            found = measure(folder, layout, rank, num_ranks)
+            found = job()
         except Exception:
             found = {"error": traceback.format_exc()}
-        write_json(folder / f"{layout['name']}-{num_ranks}-{rank}.json", found)
+        write_json(folder / f"{name}-{num_ranks}-{rank}.json", found)
         if "error" in found:
-            raise SystemExit(found["error"])  # the other ranks may wait for this one
+            raise SystemExit(f"{name}: {found['error']}")  # the other ranks may wait for this one
+
+
+def scenario_memory(folder: Path, rank: int, num_ranks: int) -> None:
+    """Load a large checkpoint, and report the peak beyond what the process had before."""
+    from loading_rank import memory_bytes
+
+    layout = {"kind": "large", "tensor": 2, "pipeline": num_ranks // 2, "frozen": True}
+    engine = engine_of(folder, layout, rank, num_ranks)
+    before = memory_bytes("VmRSS")
+    engine.initialize(1)
+    values = [one.value for one in engine.parameters]
+    block = [one for name, one in engine.chunks[0].named_parameters() if name.startswith("decoder.layers.0.")]
+    answer = {
+        "peak_bytes": memory_bytes("VmHWM") - before,
+        "share_bytes": sum(one.numel() for one in values) * 4,
+        "block_bytes": sum(one.numel() for one in block) * 4 * 2,  # of both tensor ranks
+        "before_bytes": before,
+    }
+    write_json(folder / f"memory-{rank}.json", answer)
+    if rank == 0:
+        found = {name: float(piece.local.sum(dtype=torch.float64)) for name, piece in _first_rows(engine)}
+        write_json(folder / "found.json", found)
+
+
+def _first_rows(engine: Any) -> Any:
+    name = "model.layers.0.mlp.up_proj.weight"
+    for one in engine.parameters:
+        yield from ((name, piece) for piece in one.pieces() if piece.name == name)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The engine on Megatron-core against plain transformers: layouts of 2 and 4 gloo ranks, state, exports."""
 
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,8 +9,9 @@ import gloo_ranks
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.engines.base import MicroBatch
 from hpc_rl.engines.optimizer import learning_rate
@@ -71,6 +73,8 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"name": "c2", "kind": "qwen3", "context": 2},
         {"name": "e2", "kind": "qwen3_moe", "experts": 2},
         {"name": "t2e2", "kind": "mixtral", "tensor": 2, "experts": 2},
+        {"name": "fsdp", "kind": "qwen2", "engine": "fsdp"},
+        {"name": "fsdp-experts", "kind": "qwen3_moe", "engine": "fsdp"},
     ],
     4: [
         {"name": "t2p2", "kind": "tied", "tensor": 2, "pipeline": 2},
@@ -81,6 +85,53 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"name": "d2t2e2", "kind": "mixtral", "tensor": 2, "experts": 2, "expert_tensor": 2},
     ],
 }
+
+
+# (what saved the state, what loads it)
+MOVES = [
+    ("d2", "p2"),
+    ("p2", "fsdp"),
+    ("fsdp", "d2"),
+    ("d2-overlap", "t2-tied"),
+    ("t2-tied", "p2-tied"),
+    ("t2", "c2"),
+    ("p2v2", "d2-whole-optimizer"),
+    ("d2-whole-optimizer", "p2v2"),
+    ("t2-experts", "e2"),
+    ("e2", "fsdp-experts"),
+    ("fsdp-experts", "t2-experts"),
+]
+RECOMPUTED = {"recompute_granularity": "selective", "recompute_method": None, "recompute_num_layers": None}
+OTHERS: list[dict[str, Any]] = [
+    {"name": "scores t2", "kind": "tied", "tensor": 2, "config": {"is_critic": True}},
+    {"name": "scores p2", "kind": "qwen3", "pipeline": 2, "config": {"is_critic": True}},
+    {"name": "reference c2", "kind": "llama", "context": 2, "frozen": True},
+    {"name": "bfloat16 d2", "kind": "qwen3", "config": {"dtype": "bfloat16"}},
+    {"name": "bfloat16 t2", "kind": "tied", "tensor": 2, "config": {"dtype": "bfloat16"}},
+    {
+        "name": "padded t2",
+        "kind": "llama",
+        "tensor": 2,
+        "max_tokens": 200,
+        "config": {"pad_to_maximum": True},
+    },
+    {"name": "refused d2", "kind": "llama", "max_tokens": 200},
+    {
+        "name": "recomputed p2",
+        "kind": "qwen2",
+        "pipeline": 2,
+        "megatron": RECOMPUTED,
+        "config": {"gradient_checkpointing": True},
+    },
+    *(
+        {"name": f"scratch {kind}", "kind": kind, **sizes, "config": {"init_from_scratch": True}}
+        for kind, sizes in (
+            ("tied", {"pipeline": 2}),
+            ("qwen3", {"tensor": 2}),
+            ("qwen3_moe", {"experts": 2}),
+        )
+    ),
+]
 
 
 def make(folder: Path, kind: str) -> None:
@@ -154,7 +205,10 @@ def plain(folder: Path) -> dict[str, Plain]:
 
 
 def run(folder: Path, num_ranks: int) -> None:
-    write_json(folder / f"layouts-{num_ranks}.json", LAYOUTS[num_ranks])
+    plan = {"layouts": LAYOUTS[num_ranks], "moves": [], "others": []}
+    if num_ranks == 2:
+        plan |= {"moves": MOVES, "others": OTHERS}
+    write_json(folder / f"layouts-{num_ranks}.json", plan)
     gloo_ranks.run(HERE / "megatron_rank.py", "layouts", num_ranks, folder)
 
 
@@ -170,10 +224,6 @@ def four_ranks(folder: Path) -> None:
 
 def saved(folder: Path, num_ranks: int, kind: str) -> dict[str, torch.Tensor]:
     """Whole tensors of one kind from the state of all ranks; each number must be there once."""
-    import json
-
-    from safetensors import safe_open
-
     wholes: dict[str, torch.Tensor] = {}
     counts: dict[str, torch.Tensor] = {}
     for rank in range(num_ranks):
@@ -192,16 +242,24 @@ def saved(folder: Path, num_ranks: int, kind: str) -> dict[str, torch.Tensor]:
     return wholes
 
 
-def check(folder: Path, layout: dict[str, Any], num_ranks: int, want: Plain) -> None:
-    found = [read_json(folder / f"{layout['name']}-{num_ranks}-{rank}.json") for rank in range(num_ranks)]
-    logprobs = {}
+def results(folder: Path, name: str, num_ranks: int = 2) -> list[dict[str, Any]]:
+    return [read_json(folder / f"{name}-{num_ranks}-{rank}.json") for rank in range(num_ranks)]
+
+
+def logprobs_of(found: list[dict[str, Any]]) -> list[list[float]]:
+    """Numbers of all rows; peers must have the same."""
+    numbers: dict[int, list[float]] = {}
     for one in found:
-        assert one["steps"] == found[0]["steps"]
         for row, values in zip(one["rows"], one["logprobs"], strict=True):
-            # peers have the same
-            assert values == pytest.approx(logprobs.setdefault(row, values), abs=1e-6)
-    for row, values in enumerate(want.logprobs):
-        assert logprobs[row] == pytest.approx(values, abs=1e-5)
+            assert values == pytest.approx(numbers.setdefault(row, values), abs=1e-6)
+    return [numbers[row] for row in range(len(megatron_rank.LENGTHS))]
+
+
+def check(folder: Path, layout: dict[str, Any], num_ranks: int, want: Plain) -> None:
+    found = results(folder, layout["name"], num_ranks)
+    assert all(one["steps"] == found[0]["steps"] for one in found)
+    for values, wanted in zip(logprobs_of(found), want.logprobs, strict=True):
+        assert values == pytest.approx(wanted, abs=1e-5)
     out = folder / f"{layout['name']}-{num_ranks}"
     first_moments = saved(out, num_ranks, "exp_avg")
     assert first_moments.keys() == want.gradients.keys()
@@ -225,6 +283,68 @@ def check(folder: Path, layout: dict[str, Any], num_ranks: int, want: Plain) -> 
 @pytest.mark.parametrize("layout", LAYOUTS[2], ids=lambda layout: layout["name"])
 def test_two_ranks_compute_what_transformers_does(folder, plain, two_ranks, layout):
     check(folder, layout, 2, plain[layout["kind"]])
+
+
+@pytest.mark.parametrize(("saved_by", "name"), MOVES, ids=lambda name: name)
+def test_state_moves_between_layouts_and_engines(folder, plain, two_ranks, saved_by, name):
+    kind = next(layout["kind"] for layout in LAYOUTS[2] if layout["name"] == name)
+    for one in results(folder, f"{saved_by} {name}"):
+        assert one["counters"] == {"updates": 3, "adam_steps": 3}
+        for got, step in zip(one["steps"], plain[kind].steps[1:3], strict=True):
+            assert got["loss"] == pytest.approx(step["loss"], abs=1e-4)
+            assert got["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["reference c2", "padded t2", "recomputed p2", "refused d2"])
+def test_references_padding_and_recomputation_change_no_number(folder, plain, two_ranks, name):
+    want = plain[next(layout["kind"] for layout in OTHERS if layout["name"] == name)]
+    found = results(folder, name)
+    for values, wanted in zip(logprobs_of(found), want.logprobs, strict=True):
+        assert values == pytest.approx(wanted, abs=1e-5)
+    if "step" in found[0]:
+        assert found[0]["step"]["grad_norm"] == pytest.approx(want.steps[0]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bfloat16 d2", "bfloat16 t2"])
+def test_bfloat16_is_near(folder, plain, two_ranks, name):
+    want = plain[next(layout["kind"] for layout in OTHERS if layout["name"] == name)]
+    assert results(folder, name)[0]["step"]["loss"] == pytest.approx(want.steps[0]["loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("name", ["scores t2", "scores p2", "bfloat16 d2", "padded t2", "scratch qwen3_moe"])
+def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(folder, two_ranks, name):
+    for one in results(folder, name):
+        assert one["broken"] == {"update_successful": 0.0, "unchanged": True, "next": 1.0}
+
+
+def test_a_row_that_does_not_fit_is_refused_on_all_ranks(folder, two_ranks):
+    assert all("max_tokens_per_mb" in one["refused"] for one in results(folder, "refused d2"))
+
+
+@pytest.mark.parametrize("name", ["scores t2", "scores p2"])
+def test_a_reward_model_scores_tokens_as_transformers_does(folder, two_ranks, name):
+    out = folder / f"{name}-2"
+    model = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
+    rows = megatron_rank.batch(0)
+    for ids, mask, values in zip(
+        rows.ids, rows.columns["loss_mask"], logprobs_of(results(folder, name)), strict=True
+    ):
+        hidden = model.model(torch.from_numpy(ids).long()[None]).last_hidden_state
+        scores = model.score(hidden)[0, :, 0] * torch.from_numpy(mask)
+        assert values == pytest.approx(scores.tolist(), abs=1e-5)
+    torch.manual_seed(megatron_rank.SEED)  # the head, which the files do not have, is drawn
+    kind = next(layout["kind"] for layout in OTHERS if layout["name"] == name)
+    drawn = AutoModelForSequenceClassification.from_pretrained(folder / kind, num_labels=1).score.weight
+    assert torch.equal(load_file(out / "model.safetensors")["score.weight"], drawn)
+
+
+@pytest.mark.parametrize("kind", ["tied", "qwen3", "qwen3_moe"])
+def test_random_weights_are_those_of_the_whole_model(folder, two_ranks, kind):
+    torch.manual_seed(megatron_rank.SEED)
+    want = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder / kind), dtype=torch.float32)
+    got = AutoModelForCausalLM.from_pretrained(folder / f"scratch {kind}-2", dtype=torch.float32)
+    for name, value in want.named_parameters():
+        assert torch.equal(got.get_parameter(name), value), name
 
 
 @pytest.mark.soak

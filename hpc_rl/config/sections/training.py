@@ -132,7 +132,7 @@ class TrainEngineConfig:
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are summed over ranks."""
     backend: Literal["", "fsdp", "megatron"] = ""
-    """Train engine; empty means fsdp. `megatron` can be planned and rendered, but not started."""
+    """Train engine; empty means fsdp."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
     """Options of the fsdp backend."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)

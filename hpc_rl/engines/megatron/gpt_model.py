@@ -1,5 +1,6 @@
 """Megatron-core's GPTModel for a Hugging Face architecture: it ends in log-probabilities and entropies."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -162,14 +163,14 @@ class PolicyModel(GPTModel):
     """A pipeline stage, or a chunk of one; the last ends in numbers of the wanted tokens."""
 
     def __init__(
-        self, hf: Any, config: Any, angles: torch.Tensor, is_critic: bool, vp_stage: int | None
+        self, hf: Any, config: Any, angles: torch.Tensor, is_critic: bool, kernel: str, vp_stage: int | None
     ) -> None:
         self.vocabulary = hf.vocab_size
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         super().__init__(
             config=config,
-            transformer_layer_spec=_layers(config, vp_stage),
+            transformer_layer_spec=_layers(config, kernel, vp_stage),
             vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=first,
@@ -236,7 +237,7 @@ class PolicyModel(GPTModel):
         return AllTokens.apply(zeros_N.index_copy(0, batch.place_n, values_n), self.pg_collection.cp)
 
 
-def _layers(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
+def _layers(config: Any, kernel: str, vp_stage: int | None) -> TransformerBlockSubmodules:
     """Return the modules of a chunk: Transformer Engine's where it is installed beside a GPU."""
     norm: Any = Norm
     if torch.cuda.is_available() and has_transformer_engine():
@@ -253,7 +254,7 @@ def _layers(config: Any, vp_stage: int | None) -> TransformerBlockSubmodules:
         if config.qk_layernorm:
             parts = layer.submodules.self_attention.submodules
             parts.q_layernorm = parts.k_layernorm = Norm
-    layer.submodules.self_attention.submodules.core_attention = PackedAttention
+    layer.submodules.self_attention.submodules.core_attention = partial(PackedAttention, kernel=kernel)
     num_layers = get_num_layers_to_build(config, vp_stage)
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.engines import drawing, model, state
+from hpc_rl.engines import attention, drawing, model, state
 from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, Snapshot, sum_over_ranks
 from hpc_rl.engines.megatron import shim
 from hpc_rl.engines.mesh import Mesh
@@ -97,7 +97,7 @@ class MegatronEngine:
         self.num_train_steps = num_train_steps
         self.num_updates = 0  # position of the schedule: calls of train_batch, including skipped updates
         # its tensors have names and shapes, but no memory
-        self.described = model.build(self.config, self.seed, frozen=True)
+        self.described = model.build(self.config, self.seed, True, self.device, "packed")
         self.shapes = {name: tuple(one.shape) for name, one in self.described.hf.named_parameters()}
         torch.use_deterministic_algorithms(self.config.megatron.use_deterministic_algorithms)
         process_groups.enter(self.mesh, self.virtual, self.device, self.seed)
@@ -131,9 +131,13 @@ class MegatronEngine:
         more |= {"calculate_per_token_loss": True, "finalize_model_grads_func": _add_up_gradients}
         self.layers = transformer_config(hf.config, self.config, self.mesh, self.device, **more)
         angles = self.described.trunk().rotary_emb.inv_freq.float().to(self.device)
+        kernel = hf.config._attn_implementation
+        kernel = kernel.removeprefix("packed_") if kernel in attention.NAMES else "rows"
         stages = range(self.virtual or 1)
         self.chunks: list[Any] = [
-            PolicyModel(hf.config, self.layers, angles, self.config.is_critic, at if self.virtual else None)
+            PolicyModel(
+                hf.config, self.layers, angles, self.config.is_critic, kernel, at if self.virtual else None
+            )
             for at in stages
         ]
         for chunk in self.chunks:
@@ -259,9 +263,10 @@ class MegatronEngine:
         pad_to = (spec.max_tokens_per_mb or 0) if self.config.pad_to_maximum else 0
         shift = 0 if self.config.is_critic else 1
         inputs = inputs_of(rows, group, "packed", torch.device("cpu"), shift)
-        batch = packed.share(inputs, self.mesh.tensor, self.mesh.context, self.mesh.context_rank, pad_to)
+        mesh = self.mesh
+        batch = packed.share(inputs, mesh.tensor, mesh.context, mesh.context_rank, self.device, pad_to)
         inputs.wanted_N = inputs.wanted_N.to(self.device)
-        return Round(group, inputs, batch.to(self.device))
+        return Round(group, inputs, batch)
 
     def _groups(self, rows: Sequences) -> tuple[Groups, int]:
         """Return this data rank's micro-batches, with empty ones up to the most of any, and the row total.

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from megatron.core.transformer.module import MegatronModule
 
-from hpc_rl.engines.megatron.packed import PackedRows
+from hpc_rl.engines import attention
+from hpc_rl.engines.megatron.packed import Chunk, RankRows
 
 
 class PackedAttention(MegatronModule):
@@ -22,8 +22,11 @@ class PackedAttention(MegatronModule):
     each of its chunks back to the begin of the row.
     """
 
-    def __init__(self, config: Any, *args: Any, softmax_scale: float | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, config: Any, *args: Any, kernel: str, softmax_scale: float | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(config=config)
+        self.kernel = kernel
         self.scale = softmax_scale or 1.0 / math.sqrt(config.kv_channels)
         self.context_group = kwargs["pg_collection"].cp
 
@@ -31,42 +34,26 @@ class PackedAttention(MegatronModule):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """Take [t, 1, heads, d], and fewer heads of keys and values; return [t, 1, heads * d]."""
-        rows: PackedRows = kwargs["packed_seq_params"]
-        num_ranks = self.context_group.size()
-        if num_ranks > 1:
-            both = _Gathered.apply(torch.stack([key, value], dim=1), self.context_group)[rows.order]
-            key, value = both.unbind(1)
-        # [1, heads, t, d]
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        if num_ranks > 1:
-            out = self._chunks(q, k, v, rows, num_ranks)
-        else:
-            out = self._rows(q, k, v, rows)
-        return out.permute(2, 0, 1, 3).flatten(2)
+        rows: RankRows = kwargs["packed_seq_params"]
+        if not rows.chunks:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, t, d]
+            assert rows.whole is not None
+            out = attention.packed(q, k, v, rows.whole, self.scale, kernel=self.kernel)
+            return out.permute(2, 0, 1, 3).flatten(2)
+        both = _Gathered.apply(torch.stack([key, value], dim=1), self.context_group)
+        parts = [self._chunk(query, both, chunk) for chunk in rows.chunks]
+        return (
+            torch.zeros_like(query)
+            .index_copy(0, torch.cat([chunk.own for chunk in rows.chunks]), torch.cat(parts))
+            .flatten(2)
+        )
 
-    def _rows(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows) -> torch.Tensor:
-        parts = zip(*(x.split(rows.lengths, dim=2) for x in (q, k, v)), strict=True)
-        return torch.cat([self._attend(*part, is_causal=True) for part in parts], dim=2)
-
-    def _chunks(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: PackedRows, num_ranks: int
-    ) -> torch.Tensor:
-        rank = self.context_group.rank()
-        out, at, begin = [], 0, 0
-        for length in rows.lengths:
-            size = length // (2 * num_ranks)
-            for index in (rank, 2 * num_ranks - 1 - rank):
-                seen = (index + 1) * size
-                mask = torch.ones(size, seen, dtype=torch.bool, device=q.device).tril(seen - size)
-                own, before = slice(at, at + size), slice(begin, begin + seen)
-                out.append(self._attend(q[:, :, own], k[:, :, before], v[:, :, before], attn_mask=mask))
-                at += size
-            begin += length
-        return torch.cat(out, dim=2)
-
-    def _attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **how: Any) -> torch.Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        return F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=grouped, **how)
+    def _chunk(self, query: torch.Tensor, both: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+        key, value = both[chunk.seen].unbind(1)
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query[chunk.own], key, value))
+        rows, seen = chunk.own_rows, chunk.seen_rows
+        out = attention.packed(q, k, v, rows, self.scale, kernel=self.kernel, seen=seen)
+        return out.permute(2, 0, 1, 3)
 
 
 class _Gathered(torch.autograd.Function):

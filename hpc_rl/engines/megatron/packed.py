@@ -8,28 +8,36 @@ where a layer is not divided (sequence parallelism), a last row pads the number 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
+from hpc_rl.engines.attention import PackedRows
 from hpc_rl.engines.micro_batches import Inputs
 
 
 @dataclass
-class PackedRows(PackedSeqParams):
-    """What attention needs to know of the rows; cut into chunks if there are several context ranks.
+class Chunk:
+    """One chunk of each row: where its tokens are among this rank's, and those that they see among all."""
+
+    own: torch.Tensor
+    seen: torch.Tensor
+    own_rows: PackedRows
+    seen_rows: PackedRows
+
+
+@dataclass
+class RankRows(PackedSeqParams):
+    """What attention needs to know of the rows; with several context ranks, of the chunks of this one.
 
     `qkv_format` says that positions of rotary embeddings are given per token, and not by `cu_seqlens`.
     """
 
     qkv_format: str = "sbhd"
-    lengths: tuple[int, ...] = ()  # of the rows, padded, in tokens of all context ranks
-    cu_seqlens: torch.Tensor | None = None  # int32 [rows + 1]
-    order: torch.Tensor | None = (
-        None  # [T]: where token t is among what the context ranks have, in their order
-    )
+    whole: PackedRows | None = None
+    chunks: tuple[Chunk, ...] = ()
 
 
 @dataclass
@@ -38,90 +46,93 @@ class RankBatch:
 
     input_ids: torch.Tensor  # int64 [1, t]
     position_ids: torch.Tensor  # int64 [1, t]
-    rows: PackedRows
+    rows: RankRows
     source_n: torch.Tensor  # index into t
     targets_n: torch.Tensor
-    place_n: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))  # index into N
-    num_wanted: int = 0  # N
-
-    def to(self, device: torch.device) -> RankBatch:
-        rows = replace(
-            self.rows, cu_seqlens=_to(self.rows.cu_seqlens, device), order=_to(self.rows.order, device)
-        )
-        return RankBatch(
-            self.input_ids.to(device),
-            self.position_ids.to(device),
-            rows,
-            self.source_n.to(device),
-            self.targets_n.to(device),
-            self.place_n.to(device),
-            self.num_wanted,
-        )
+    place_n: torch.Tensor  # index into N
+    num_wanted: int  # N
 
 
-def share(inputs: Inputs, tensor: int, context: int, context_rank: int, pad_to: int = 0) -> RankBatch:
-    """Return one rank's share of packed inputs in CPU memory.
+def share(
+    inputs: Inputs, tensor: int, context: int, rank: int, device: torch.device, pad_to: int = 0
+) -> RankBatch:
+    """Return what context rank `rank` has of packed inputs in CPU memory, on the device.
 
     The ranks together have at least `pad_to` tokens.
     """
-    ids, positions = inputs.input_ids[0].numpy(), _positions(inputs)
-    starts = np.flatnonzero(positions == 0)
-    lengths = np.diff(np.append(starts, len(ids)))
+    assert inputs.rows is not None, "the rows are packed"
     chunks = 2 * context if context > 1 else 1
+    multiple = math.lcm(chunks, context * tensor)
+    lengths = np.array(inputs.rows.lengths)
     padded = -(-lengths // chunks) * chunks
-    rest = -int(padded.sum()) % math.lcm(chunks, context * tensor)
-    if pad_to > padded.sum() + rest:
-        rest += -(-(pad_to - int(padded.sum()) - rest) // math.lcm(chunks, context * tensor)) * math.lcm(
-            chunks, context * tensor
-        )
-    padded = np.append(padded, rest) if rest else padded
-    begins = np.cumsum(padded) - padded
+    total = -(-max(int(padded.sum()), pad_to) // multiple) * multiple
+    rest = total - int(padded.sum())
+    layout = PaddedRows(np.append(padded, rest) if rest else padded, context)
     row_T = np.repeat(np.arange(len(lengths)), lengths)
-    new_T = begins[row_T] + positions  # where each token is after padding
-    wide_ids = np.zeros(int(padded.sum()), dtype=np.int64)
-    wide_ids[new_T] = ids
-    wide_positions = np.arange(len(wide_ids)) - np.repeat(begins, padded)
-    owned = [_owned(begins, padded, context, rank) for rank in range(context)]
-    mine = owned[context_rank]
-    local = np.full(len(wide_ids), -1)
+    place_T = np.arange(len(row_T)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    new_T = layout.begins[row_T] + place_T  # where each token is after padding
+    ids = np.zeros(total, dtype=np.int64)
+    ids[new_T] = inputs.input_ids[0].numpy()
+    mine = layout.owned(rank)
+    local = np.full(total, -1)
     local[mine] = np.arange(len(mine))
     source_N = local[new_T[inputs.source_N.numpy()]]
     place_n = np.flatnonzero(source_N >= 0)
-    order = np.empty(len(wide_ids), dtype=np.int64)
-    order[np.concatenate(owned)] = np.arange(len(wide_ids))
-    ends = np.cumsum(padded)
-    rows = PackedRows(
-        lengths=tuple(int(length) for length in padded),
-        cu_seqlens=torch.from_numpy(np.append(0, ends).astype(np.int32)),
-        order=torch.from_numpy(order),
-    )
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(device)
+
+    def rows_of(lengths: np.ndarray) -> PackedRows:
+        ends = np.append(0, np.cumsum(lengths)).astype(np.int32)
+        return PackedRows(put(ends), int(lengths.max()), tuple(lengths.tolist()))
+
+    rows = RankRows(whole=rows_of(layout.lengths))
+    if context > 1:
+        gathered = np.empty(total, dtype=np.int64)  # where token t is among those that ranks gather
+        gathered[np.concatenate([layout.owned(one) for one in range(context)])] = np.arange(total)
+        sizes = layout.lengths // chunks
+        rows.chunks = tuple(
+            Chunk(
+                put(local[layout.tokens(index, index + 1)]),
+                put(gathered[layout.tokens(0, index + 1)]),
+                rows_of(sizes),
+                rows_of(sizes * (index + 1)),
+            )
+            for index in (rank, chunks - 1 - rank)
+        )
     return RankBatch(
-        torch.from_numpy(wide_ids[mine])[None],
-        torch.from_numpy(wide_positions[mine])[None],
+        put(ids[mine])[None],
+        put(layout.positions[mine])[None],
         rows,
-        torch.from_numpy(source_N[place_n]),
-        inputs.targets_N[torch.from_numpy(place_n)],
-        torch.from_numpy(place_n),
+        put(source_N[place_n]),
+        put(inputs.targets_N.numpy()[place_n]),
+        put(place_n),
         len(source_N),
     )
 
 
-def _positions(inputs: Inputs) -> np.ndarray:
-    assert inputs.position_ids is not None, "the rows are packed"
-    return inputs.position_ids[0].numpy()
+@dataclass
+class PaddedRows:
+    """Padded rows, and their chunks."""
 
+    lengths: np.ndarray
+    context: int
+    begins: np.ndarray = field(init=False)
+    positions: np.ndarray = field(init=False)  # of all tokens, in their rows
 
-def _owned(begins: np.ndarray, lengths: np.ndarray, context: int, rank: int) -> np.ndarray:
-    """Return the tokens that a context rank has, in its order."""
-    if context == 1:
-        return np.arange(int(lengths.sum()))
-    parts = []
-    for begin, length in zip(begins, lengths, strict=True):
-        chunk = length // (2 * context)
-        for index in (rank, 2 * context - 1 - rank):
-            parts.append(np.arange(begin + index * chunk, begin + (index + 1) * chunk))
-    return np.concatenate(parts)
+    def __post_init__(self) -> None:
+        self.begins = np.cumsum(self.lengths) - self.lengths
+        self.positions = np.arange(int(self.lengths.sum())) - np.repeat(self.begins, self.lengths)
 
+    def owned(self, rank: int) -> np.ndarray:
+        """Return the tokens that a context rank has, in its order."""
+        if self.context == 1:
+            return np.arange(len(self.positions))
+        last = 2 * self.context - 1 - rank
+        return np.concatenate([self.tokens(rank, rank + 1), self.tokens(last, last + 1)])
 
-def _to(tensor: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-    return None if tensor is None else tensor.to(device)
+    def tokens(self, first: int, last: int) -> np.ndarray:
+        """Return the tokens of chunks from `first` to before `last` of every row, row after row."""
+        sizes = np.repeat(self.lengths // (2 * self.context), self.lengths)
+        index = self.positions // sizes
+        return np.flatnonzero((index >= first) & (index < last))

@@ -66,8 +66,7 @@ ONLY_RULES = {
     r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (training_rules)",
     r"actor\.log_agent_stats": "must agree with log_agent_stats_keys",
     r"(actor|model|ref)\.ds_auto_tp\.autotp_size": "refused when set",
-    r"(actor|model|ref)\.megatron\..*": "the megatron backend, which is not started yet, is to read them",
-    r"(actor|model|ref)\.backend": "megatron is planned, not started (plan._not_built)",
+    r"(actor|model|ref)\.backend": "names the engine, as allocation_mode does (engine_rules, train_mesh)",
     r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }
 # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
