@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from hpc_rl.examples import toy
@@ -15,6 +16,8 @@ from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, read_segment, s
 from hpc_rl.trial import Trial
 from hpc_rl.types import TrajectoryGroup, decode
 
+# how a command is run in a directory; a test on other hosts has another way
+on_host: Callable[[list[str], Path], list[str]] = lambda command, _cwd: command  # noqa: E731
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -36,8 +39,9 @@ def hpc_rl(
 ) -> subprocess.CompletedProcess[str]:
     """Run `hpc-rl …` in a directory of the test's own, with its index of trials there too."""
     env = os.environ | {"XDG_STATE_HOME": str(cwd / "state"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "hpc_rl.cli", *map(str, argv)]
     done = subprocess.run(
-        [sys.executable, "-m", "hpc_rl.cli", *map(str, argv)],
+        on_host(command, cwd),
         cwd=cwd,
         env=env,
         capture_output=True,

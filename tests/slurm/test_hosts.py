@@ -1,0 +1,107 @@
+"""Trials on a Slurm whose nodes are hosts of their own: addresses, names, hyper-threading, /tmp, dead nodes.
+
+Needs root, for the namespaces that play the hosts.
+"""
+
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import toy_trials
+from cluster import speak_to
+from hosts import HostsCluster
+from packages import NoSlurm, find_or_fetch
+from toy_trials import ROOT, hpc_rl, logs_of, trial_of
+
+from hpc_rl.stats.read import read
+from hpc_rl.trial import Trial
+
+pytestmark = pytest.mark.timeout(900)
+# Traps of real clusters: a name that means loopback, an address that all nodes have, two threads per core. There is
+# no default route.
+TRAPS = {"loop_name": True, "same_everywhere": "docker0=172.17.0.1/16", "threads_per_core": 2, "num_cpus": 32}
+NUM_STEPS = 40
+
+
+@pytest.fixture(scope="module")
+def trapped(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostsCluster]:
+    with started(**TRAPS) as cluster:
+        yield cluster
+
+
+def started(**more: object):
+    """Start a cluster of hosts; skipped where that is not possible, unless HPC_RL_TEST_REQUIRE names root."""
+    required = os.environ.get("HPC_RL_TEST_REQUIRE", "")
+    if os.geteuid() != 0:
+        (pytest.fail if "root" in required else pytest.skip)("hosts of their own need root")
+    try:
+        return HostsCluster.started(find_or_fetch(), num_gpus=0, **more)
+    except NoSlurm as error:
+        (pytest.fail if "slurm" in required else pytest.skip)(f"no Slurm: {error}")
+
+
+@pytest.fixture
+def cluster(trapped, monkeypatch) -> Iterator[HostsCluster]:
+    """The cluster with all its hosts and an empty queue; commands run on its login node."""
+    trapped.up()
+    speak_from_login_node(trapped, monkeypatch)
+    yield trapped
+    trapped.cancel_all()
+
+
+def speak_from_login_node(cluster: HostsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    speak_to(cluster, monkeypatch)
+    monkeypatch.setattr(toy_trials, "on_host", lambda command, cwd: cluster.on("login", command, cwd))
+
+
+def shared_folder(cluster: HostsCluster, name: str) -> Path:
+    here = cluster.dir / "work" / name
+    shutil.copytree(ROOT / "configs", here / "configs")
+    return here
+
+
+def wait_for_end(trial: Trial, timeout_s: float = 400) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not trial.done.exists():
+        assert time.monotonic() < deadline, logs_of(trial)
+        time.sleep(0.5)
+
+
+def train(cluster: HostsCluster, name: str, num_nodes: int) -> None:
+    """Train the warm toy model on hosts of the cluster, and see that it learned."""
+    here = shared_folder(cluster, name)
+    hpc_rl("quickstart", "--only_prepare", cwd=here, timeout_s=300)
+    options = [f"--n_nodes={num_nodes}", f"trial_name={name}", f"total_train_steps={NUM_STEPS}"]
+    hpc_rl("submit", "--config", "configs/grpo.yaml", *options, cwd=here)
+    trial = trial_of(here, name)
+    wait_for_end(trial)
+    history = read(trial)
+    assert [row["step"] for row in history.steps] == list(range(1, NUM_STEPS + 1))
+    first, last = history.evaluations[0]["eval_reward"], history.evaluations[-1]["eval_reward"]
+    assert last > first + 0.05, f"held-out reward {first} -> {last}"
+
+
+def test_four_hosts_learn_without_a_default_route(cluster):
+    train(cluster, "traps", 4)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("num_nodes", "more"),
+    [
+        (4, {}),
+        (4, {"route": "eth0"}),
+        (4, {"route": "ib0", "loop_name": True}),
+        (4, {"same_everywhere": "docker0=172.17.0.1/16"}),
+        (1, {"threads_per_core": 2, "num_cpus": 32}),
+        (4, {"threads_per_core": 2, "num_cpus": 32}),
+    ],
+    ids=["plain", "route", "ib0_route_loop_name", "docker0", "threads_one_node", "threads"],
+)
+def test_hosts_with_each_trap_learn(monkeypatch, num_nodes, more):
+    with started(**more) as cluster:
+        speak_from_login_node(cluster, monkeypatch)
+        train(cluster, "soak", num_nodes)
