@@ -1,6 +1,7 @@
 # make quickstart   set up .venv and run the main job on this machine
 # make check        format, lint, types, unit and golden tests (under 2 minutes once set up)
 # make test         check, and integration, faults, a real Slurm, SGLang, vLLM and atroposlib: what CI runs
+# make gpu          tests/gpu and the benchmark of the engines on a GPU of this machine: unattended, some minutes
 # make soak         what is too long for every landing
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +18,7 @@ export HF_HUB_OFFLINE ?= 1
 # a missing Slurm, SGLang, vLLM, atroposlib or shellcheck fails instead of skipping
 export HPC_RL_TEST_REQUIRE ?= slurm,sglang,vllm,atropos,shellcheck
 
-.PHONY: quickstart setup format check test soak clean
+.PHONY: quickstart setup format check test gpu soak clean
 
 quickstart: $(VENV)/train
 	$(BIN)/hpc-rl quickstart
@@ -53,7 +54,12 @@ test: check
 	tests/vllm/install.sh
 	tests/atropos/install.sh
 	$(BIN)/python -m pytest -n $(WAITING_WORKERS) --dist loadscope --no-loadscope-reorder \
-		tests/slurm tests/sglang tests/vllm tests/atropos tests/integration tests/faults -m "not soak" --durations 15
+		tests/slurm tests/sglang tests/vllm tests/atropos tests/integration tests/faults tests/gpu -m "not soak" --durations 15
+
+gpu: $(VENV)/dev
+	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no GPU that PyTorch can use here'"
+	$(BIN)/python -m pytest -q tests/gpu
+	$(BIN)/python benchmarks/engines.py --device cuda --out benchmarks/results/engines_gpu.json
 
 soak: $(VENV)/dev
 	$(BIN)/python tests/slurm/packages.py

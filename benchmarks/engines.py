@@ -1,0 +1,392 @@
+"""The training step of the engines in tokens/s, and the peak memory of the loss at a vocabulary of 152k.
+
+    python benchmarks/engines.py [--pairs 5] [--device cpu] [--out benchmarks/results/engines.json]
+
+Step: one update over rows of uneven lengths, from one checkpoint, by each engine of allocation.TRAIN_BACKENDS
+(fsdp in both layouts) and by plain transformers: padded micro-batches of the same rows with an attention mask,
+cross entropy of whole logits, AdamW. All report the same loss at the first step, else the run ends. Tokens
+are those of the rows, without padding.
+
+Loss: log-probabilities and their backward pass for hidden states and head, in a process of its own for each
+case. Peers: whole logits; AReaL's way, whole logits with the softmax in chunks of rows; PyTorch's
+linear_cross_entropy in chunks. Peak memory is that of the process less what it was with the inputs, or on a
+GPU what was allocated; gradients of all cases are compared by their norms.
+
+Sides run in turn within a round, in a new order each time; a ratio is taken within a round and the median over
+rounds counts. On a CPU one thread and CPU seconds.
+"""
+
+import argparse
+import json
+import os
+import platform
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from hpc_rl.allocation import TRAIN_BACKENDS
+from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.engines.base import Sequences
+from hpc_rl.engines.logprobs import token_logprobs
+from hpc_rl.engines.micro_batches import cut
+from hpc_rl.trainers.supervised import sequence_loss
+
+Shape = dict[str, int]
+LR, BETAS, EPS = 1e-4, (0.9, 0.95), 1e-5
+SHAPES: dict[str, dict[str, Any]] = {
+    "cpu": {
+        "model": {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 4096},
+        "heads": (8, 4, 32),
+        "rows": 16,
+        "lengths": (64, 512),
+        "tokens_per_mb": 2048,
+        "loss": {"tokens": 2048, "vocabulary": 151_936, "width": 256},
+    },
+    "cuda": {  # Qwen2.5-0.5B
+        "model": {
+            "hidden_size": 896,
+            "intermediate_size": 4864,
+            "num_hidden_layers": 24,
+            "vocab_size": 151_936,
+        },
+        "heads": (14, 2, 64),
+        "rows": 64,
+        "lengths": (256, 4096),
+        "tokens_per_mb": 32_768,
+        "loss": {"tokens": 16_384, "vocabulary": 151_936, "width": 4096},
+    },
+    "tiny": {  # for the test of this file
+        "model": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64},
+        "heads": (4, 2, 8),
+        "rows": 4,
+        "lengths": (3, 12),
+        "tokens_per_mb": 24,
+        "loss": {"tokens": 64, "vocabulary": 512, "width": 16},
+    },
+}
+
+
+# -- the training step
+
+
+def write_model(folder: Path, shape: dict[str, Any]) -> None:
+    """Write a random checkpoint that all sides start from."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    heads, kv_heads, head_dim = shape["heads"]
+    config = AutoConfig.for_model(
+        "qwen3",
+        **shape["model"],
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def batches(shape: dict[str, Any], seed: int) -> Sequences:
+    rng = np.random.default_rng(seed)
+    low, high = shape["lengths"]
+    ids = [
+        rng.integers(0, shape["model"]["vocab_size"], size=length).astype(np.int32)
+        for length in rng.integers(low, high + 1, size=shape["rows"])
+    ]
+    return Sequences(ids, {"loss_mask": [np.arange(len(one)) >= 1 for one in ids]})
+
+
+def num_targets(rows: Sequences) -> float:
+    return float(sum(mask.sum() for mask in rows.columns["loss_mask"]))
+
+
+def config_of(folder: Path, shape: dict[str, Any], device: str, **changes: Any) -> TrainEngineConfig:
+    options: dict[str, Any] = {
+        "attn_impl": "sdpa",
+        "dtype": "float32" if device == "cpu" else "bfloat16",
+        "gradient_checkpointing": False,
+        "mb_spec": MicroBatchSpec(max_tokens_per_mb=shape["tokens_per_mb"]),
+        "optimizer": OptimizerConfig(
+            lr=LR, weight_decay=0.0, warmup_steps_proportion=0.0, beta1=BETAS[0], beta2=BETAS[1], eps=EPS
+        ),
+        "disable_dropout": True,
+    }
+    return TrainEngineConfig(path=str(folder), **{**options, **changes})
+
+
+class EngineSide:
+    def __init__(self, backend: str, folder: Path, shape: dict[str, Any], device: str, **more: Any) -> None:
+        self.engine = resolve_name(TRAIN_BACKENDS[backend].implementation)(
+            config_of(folder, shape, device), device=device, **more
+        )
+        self.engine.initialize(1000)
+
+    def step(self, rows: Sequences) -> float:
+        return self.engine.train_batch(rows, sequence_loss, num_targets(rows), 1.0)["loss"]
+
+
+class Plain:
+    """What one would write with transformers and PyTorch alone."""
+
+    def __init__(self, folder: Path, shape: dict[str, Any], device: str) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.shape, self.device = shape, device
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="sdpa"
+        )
+        self.model = model.to(device).train()
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=LR, betas=BETAS, eps=EPS, weight_decay=0.0
+        )
+
+    def step(self, rows: Sequences) -> float:
+        groups = cut(rows, "padded", MicroBatchSpec(max_tokens_per_mb=self.shape["tokens_per_mb"]))
+        total, weight = 0.0, num_targets(rows)
+        for group in groups:
+            ids = [torch.from_numpy(rows.ids[row]).long() for row in group]
+            padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(self.device)
+            mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(one) for one in ids], batch_first=True)
+            mask = mask.to(self.device)
+            with torch.autocast(self.device, torch.bfloat16, enabled=self.device != "cpu"):
+                logits = self.model(input_ids=padded, attention_mask=mask, use_cache=False).logits
+            labels = padded.masked_fill(mask == 0, -100)[:, 1:].flatten()
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels, reduction="sum") / weight
+            loss.backward()
+            total += float(loss.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return total
+
+
+def sides_of(folder: Path, shape: dict[str, Any], device: str) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return what can run here, and why the rest can't."""
+    makers: dict[str, Callable[[], Any]] = {
+        "fsdp packed": lambda: EngineSide("fsdp", folder, shape, device, layout="packed"),
+        "fsdp padded": lambda: EngineSide("fsdp", folder, shape, device, layout="padded"),
+        "megatron": lambda: EngineSide("megatron", folder, shape, device),
+        "plain": lambda: Plain(folder, shape, device),
+    }
+    sides, missing = {}, {}
+    for name, make in makers.items():
+        backend = TRAIN_BACKENDS.get(name.split()[0])
+        if backend is not None and not backend.implementation:
+            missing[name] = "the engine is not in allocation.TRAIN_BACKENDS"
+            continue
+        try:
+            sides[name] = make()
+        except ImportError as error:
+            missing[name] = str(error)
+    return sides, missing
+
+
+def seconds(device: str) -> float:
+    """CPU seconds, or on a GPU the time when it has done what it was given."""
+    if device == "cpu":
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def measure_step(shape: dict[str, Any], device: str, pairs: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="engines-benchmark-") as folder:
+        write_model(Path(folder), shape)
+        sides, missing = sides_of(Path(folder), shape, device)
+        first = {name: side.step(batches(shape, 0)) for name, side in sides.items()}  # and warms up
+        close = 1e-4 if device == "cpu" else 2e-2
+        if max(first.values()) - min(first.values()) > close:
+            raise SystemExit(f"the sides do not compute the same: {first}")
+        took: dict[str, list[float]] = {name: [] for name in sides}
+        tokens = []
+        for number in range(pairs):
+            rows = batches(shape, 1 + number)
+            tokens.append(sum(map(len, rows.ids)))
+            names = list(sides)
+            for name in names[number % len(names) :] + names[: number % len(names)]:
+                begin = seconds(device)
+                sides[name].step(rows)
+                took[name].append(seconds(device) - begin)
+    found: dict[str, Any] = {}
+    for name, times in took.items():
+        rates = [count / one for count, one in zip(tokens, times, strict=True)]
+        ratios = [plain / one for plain, one in zip(took["plain"], times, strict=True)]
+        found[name] = {
+            "tokens_per_s": spread(rates),
+            "ratio_to_plain": spread(ratios),
+            "first_loss": first[name],
+        }
+        print("step", name, found[name], flush=True)
+    return {"shape": {**shape, "loss": None}, "sides": found, "missing": missing}
+
+
+# -- the loss
+
+
+def of_logits(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits.float(), -1).gather(1, targets[:, None]).squeeze(1)
+
+
+def loss_ours(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return token_logprobs(hidden, head, targets)[0].sum()
+
+
+def loss_whole(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return of_logits(hidden @ head.T, targets).sum()
+
+
+def loss_areal(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    logits = hidden @ head.T
+    parts = zip(logits.split(1024), targets.split(1024), strict=True)  # as areal.utils.functional does
+    return torch.cat([of_logits(*part) for part in parts]).sum()
+
+
+def loss_torch(hidden: torch.Tensor, head: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    options = torch.nn.LinearCrossEntropyOptions()  # in chunks
+    return -F.linear_cross_entropy(hidden, head, targets, reduction="sum", options=options)
+
+
+CASES = {"ours": loss_ours, "whole logits": loss_whole, "areal": loss_areal, "torch chunked": loss_torch}
+
+
+def one_loss(case: str, shape: Shape, device: str) -> dict[str, float]:
+    """Run in a process of its own: a peak can't be taken back."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+
+    def draw(*size: int) -> torch.Tensor:
+        return (
+            torch.randn(*size, generator=generator).mul_(size[-1] ** -0.25).to(device, dtype).requires_grad_()
+        )
+
+    hidden, head = draw(shape["tokens"], shape["width"]), draw(shape["vocabulary"], shape["width"])
+    targets = torch.randint(0, shape["vocabulary"], (shape["tokens"],), generator=generator).to(device)
+    work = CASES[case]
+    work(hidden[:2], head[:8], targets[:2] % 8).backward()  # imports, and what is made once
+    hidden.grad = head.grad = None
+    before = memory(device, begin=True)
+    begin = seconds(device)
+    loss = work(hidden, head, targets)
+    loss.backward()
+    took = seconds(device) - begin
+    assert hidden.grad is not None and head.grad is not None
+    return {
+        "peak_mb": (memory(device) - before) / 1e6,
+        "gradient_mb": (hidden.grad.nbytes + head.grad.nbytes) / 1e6,
+        "s": took,
+        "loss": float(loss.detach()),
+        "norms": float(hidden.grad.float().norm() + head.grad.float().norm()),
+    }
+
+
+def memory(device: str, begin: bool = False) -> int:
+    """Bytes: what is in use, or at most was since."""
+    if device != "cpu":
+        if begin:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated() if begin else torch.cuda.max_memory_allocated()
+    if begin:
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+
+
+def measure_loss(size: str, device: str, pairs: int) -> dict[str, Any]:
+    shape: Shape = SHAPES[size]["loss"]
+    rows: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
+    missing = {}
+    names = list(CASES)
+    for number in range(pairs):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            command = [sys.executable, __file__, "--case", name, "--size", size, "--device", device]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                missing[name] = done.stderr.strip().splitlines()[-1]  # out of memory, or an old PyTorch
+                continue
+            rows[name].append(json.loads(done.stdout.splitlines()[-1]))
+            print("loss", name, rows[name][-1], flush=True)
+    found = {}
+    for name, runs in rows.items():
+        if not runs:
+            continue
+        off = abs(runs[0]["norms"] / rows["ours"][0]["norms"] - 1)
+        if off > (1e-4 if device == "cpu" else 2e-2):
+            raise SystemExit(f"gradients of {name} are others: {runs[0]} against {rows['ours'][0]}")
+        pairs_of = list(zip(runs, rows["ours"], strict=False))
+        found[name] = {
+            **{key: spread([run[key] for run in runs]) for key in ("peak_mb", "gradient_mb", "s")},
+            "ratio_peak": spread([run["peak_mb"] / ours["peak_mb"] for run, ours in pairs_of]),
+            "ratio_s": spread([run["s"] / ours["s"] for run, ours in pairs_of]),
+        }
+    return {"shape": shape, "cases": found, "missing": missing}
+
+
+# -- all
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def machine_of(device: str) -> dict[str, Any]:
+    about: dict[str, Any] = {"cpu": platform.machine(), "cores": os.cpu_count(), "threads": 1}
+    if device != "cpu":
+        about["gpu"] = torch.cuda.get_device_name()
+    return about | {"load_1m": os.getloadavg()[0]}
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "transformers", "megatron-core"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--pairs", type=int, default=5, help="rounds; each has one run of every side")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--size", choices=tuple(SHAPES), help="sizes; by default those of the device")
+    parser.add_argument("--case", choices=tuple(CASES), help=argparse.SUPPRESS)  # one process of the loss
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    size = args.size or args.device
+    torch.set_num_threads(1)
+    if args.case:
+        print(json.dumps(one_loss(args.case, SHAPES[size]["loss"], args.device)))
+        return
+    result = {
+        "pairs": args.pairs,
+        "device": args.device,
+        "step": measure_step(SHAPES[size], args.device, args.pairs),
+        "loss": measure_loss(size, args.device, args.pairs),
+        "machine": machine_of(args.device),
+        "versions": versions(),
+        "command": "python " + " ".join(sys.argv),
+    }
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
