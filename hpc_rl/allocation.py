@@ -48,7 +48,8 @@ class TrainBackend:
     implementation: str = ""  # `module:class` of its `hpc_rl.engines.base.Engine`; empty: it is only planned
     supported: str = ""  # dimensions that can be above 1 today
     model_types: tuple[str, ...] = ()  # of config.json that it can train; empty: all that transformers has
-    split_types: tuple[str, ...] = ()  # of those, the ones that it can divide by t or c; empty: all
+    # A dimension -> of those, the ones that it can divide by it; all where it is not named.
+    divided_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
 _USE_SGLANG = (
@@ -90,8 +91,16 @@ SERVER_BACKENDS: dict[str, ServerBackend] = {
         lacks=dict.fromkeys(("top_p", "top_k", "min_p"), _USE_SGLANG),
     ),
 }
+# model_type of config.json
+_PLAIN_DECODERS = ("gemma", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+_OTHER_DECODERS = ("mixtral", "olmo2", "phi3", "qwen3_moe")
 TRAIN_BACKENDS: dict[str, TrainBackend] = {
-    "fsdp": TrainBackend("dtc", "hpc_rl.engines.fsdp:FSDPEngine", supported="dtc"),
+    "fsdp": TrainBackend(
+        "dtc",
+        "hpc_rl.engines.fsdp:FSDPEngine",
+        supported="dtc",
+        divided_types={"t": _PLAIN_DECODERS, "c": (*_PLAIN_DECODERS, *_OTHER_DECODERS)},
+    ),
     "megatron": TrainBackend(
         "dptce",
         "hpc_rl.engines.megatron.megatron_engine:MegatronEngine",

@@ -126,6 +126,7 @@ def plan_of(loaded: Loaded, files: bool = True, count_rows: bool = False) -> Pla
         threads_per_core=threads,
     )
     if files:
+        preflight.refuse_missing_engine(plan)
         checked = preflight.with_attention(checked, plan)
         config = checked.config
     known = needs.known_models(config)

@@ -91,12 +91,11 @@ def _of_model(
         known = f"{train.backend} has no mapping for {kind} models, only for {', '.join(backend.model_types)}"
         yield f"{name}: {known}. What fits: {Train('fsdp', d=train.num_units)}."
         return
-    if backend.split_types and kind not in backend.split_types and train.t * train.c > 1:
-        known = (
-            f"{train.backend} can divide {', '.join(backend.split_types)} models only by t and c, not {kind}"
-        )
-        yield f"{name}: {known}. What fits: {Train(train.backend, d=train.num_units)}."
-        return
+    for letter, kinds in backend.divided_types.items():
+        if getattr(train, letter) > 1 and kind not in kinds:
+            known = f"{train.backend} has no {letter} for {kind} models, only for {', '.join(kinds)}"
+            yield f"{name}: {known}. What fits: {Train(train.backend, d=train.num_units)}."
+            return
     shape = ModelShape.of(content)
     if shape is None:
         return
@@ -119,9 +118,9 @@ def remainders(train: Train, shape: ModelShape, stages: int = 1) -> Iterator[str
         yield f"{shape.num_key_heads} key-value heads, which t {t} does not divide"
     elif is_fsdp and c > 1 and (shape.num_key_heads // t) % c and c % (shape.num_key_heads // t):
         yield f"{shape.num_key_heads} key-value heads, which t {t} and c {c} do not divide"
-    if shape.vocabulary % t:
+    if is_fsdp and shape.vocabulary % t:
         yield f"a vocabulary of {shape.vocabulary}, not a multiple of t {t}"
-    if shape.mlp_width % t and not shape.num_experts:
+    if shape.mlp_width % t and (is_fsdp or not shape.num_experts):
         yield f"an MLP of width {shape.mlp_width}, not a multiple of t {t}"
     if shape.num_layers % (p * stages):
         by = f"p {p} * megatron.virtual_pipeline_size {stages}" if stages > 1 else f"p {p}"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_rl import slurm_time
+from hpc_rl.allocation import parse
 from hpc_rl.config.loading.stored import Loaded
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
 from hpc_rl.config.rules.training_rules import FLASH_PACKAGES, models
@@ -50,21 +51,41 @@ def with_attention(loaded: Loaded, plan: Plan) -> Loaded:
     return replace(loaded, config=config, notes=[*loaded.notes, *notes])
 
 
+def refuse_missing_engine(plan: Plan) -> None:
+    """Raise ConfigError where the trainer's Python lacks megatron-core and the plan trains with it."""
+    train = parse(plan.allocation).train
+    if train is None or train.backend != "megatron":
+        return
+    installed = _installed(plan)
+    if isinstance(installed, set) and "megatron-core" not in installed:
+        use = f"`pip install 'hpc-rl[megatron]'` there, or use {replace(train, backend='fsdp')}"
+        if train.p * train.e > 1:
+            use = "`pip install 'hpc-rl[megatron]'` there"
+        raise ConfigError(f"{train} needs the package megatron-core, and {plan.python} lacks it: {use}.")
+
+
 def _flash_attentions(plan: Plan) -> tuple[list[str] | None, str]:
     """Return the flash attentions of the trainer's Python, best first, and why it is these.
 
     None where it can't be asked here.
     """
-    trainer = next(unit for unit in plan.units if unit.role == "trainer")
-    if trainer.container:
-        return None, "the packages of an image are not known before it starts"
-    found = machine.versions(plan.python)
-    if isinstance(found, str):
-        return None, f"the trainer's Python is not known: {found}"
-    installed = {name.replace("_", "-") for name in found}
+    installed = _installed(plan)
+    if isinstance(installed, str):
+        return None, installed
     has = [name for name, package in FLASH_PACKAGES.items() if package in installed]
     packages = ", ".join(FLASH_PACKAGES[name] for name in has) or "neither flash-attn nor flash-attn-3"
     return has, f"{plan.python} has {packages}"
+
+
+def _installed(plan: Plan) -> set[str] | str:
+    """Return the packages of the trainer's Python, or why they are not known."""
+    trainer = next(unit for unit in plan.units if unit.role == "trainer")
+    if trainer.container:
+        return "the packages of an image are not known before it starts"
+    found = machine.versions(plan.python)
+    if isinstance(found, str):
+        return f"the trainer's Python is not known: {found}"
+    return {name.replace("_", "-") for name in found}
 
 
 class CheckState(enum.StrEnum):

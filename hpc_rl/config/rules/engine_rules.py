@@ -4,9 +4,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from hpc_rl.allocation import parse
+from hpc_rl.config.loading.fields import options, section_of
 from hpc_rl.config.rules.consistency import given
 from hpc_rl.config.rules.training_rules import models, trained
-from hpc_rl.config.sections.experiment import Config, value_of
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
+from hpc_rl.config.sections.megatron import MegatronConfig
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.errors import ConfigError
 
@@ -21,6 +23,8 @@ _IN_PLACE = {  # option of another engine -> what to use with megatron
     "optimizer.offload": "use more data ranks, which share out the moments",
 }
 
+_MEGATRON_OPTIONS = [name for name, hint in options(MegatronConfig).items() if not section_of(hint)]
+
 
 def engine_of(config: Config) -> str:
     """Return the engine that the plan will have, or where it will be refused the likely one."""
@@ -33,12 +37,19 @@ def engine_of(config: Config) -> str:
 
 
 def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """Return what the defaults of whole layers become where parts of layers are recomputed."""
+    """Return what the defaults of whole layers become where parts of layers are recomputed.
+
+    The reference model is computed by the same groups of ranks as the actor, and by its options.
+    """
     section, engine = trained(config)
-    if engine.megatron.recompute_granularity != "selective":
-        return {}
-    names = ("recompute_method", "recompute_num_layers")
-    return {f"{section}.megatron.{name}": (None, "") for name in names}
+    wanted: dict[str, tuple[Any, str]] = {}
+    if engine.megatron.recompute_granularity == "selective":
+        names = ["recompute_method", "recompute_num_layers"]
+        wanted = {f"{section}.megatron.{name}": (None, "") for name in names}
+    if isinstance(config, GRPOConfig) and config.ref is not None:
+        names = [name for name in _MEGATRON_OPTIONS if f"actor.megatron.{name}" in explicit]
+        wanted |= {f"ref.megatron.{name}": (value_of(engine.megatron, name), "") for name in names}
+    return wanted
 
 
 def other_engine(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -56,6 +67,10 @@ def other_engine(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def megatron(config: Config, explicit: Collection[str]) -> Iterator[str]:
     section, engine = trained(config)
+    if engine_of(config) == "megatron":
+        for name, one in models(config):
+            if one.attn_impl == "eager":
+                yield f"{name}.attn_impl eager can't be used with the megatron backend; use sdpa."
     yield from _overlap(f"{section}.megatron.ddp", engine)
     yield from _recomputation(f"{section}.megatron", engine)
 
@@ -93,7 +108,7 @@ def _recomputation(name: str, engine: TrainEngineConfig) -> Iterator[str]:
 
 
 def reference(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    for name in given(config, explicit, "ref.megatron."):
+    for name in sorted(name for name in explicit if name.startswith("ref.megatron.")):
         actors = f"actor{name.removeprefix('ref')}"
         if value_of(config, name) != value_of(config, actors):
             yield f"{name}: the reference model is divided as the actor is; set {actors}, or omit it."

@@ -79,8 +79,6 @@ UNAVAILABLE: dict[str, Unavailable] = {
     ),
 }
 MODEL_UNAVAILABLE: dict[str, Unavailable] = {  # options of each model in the trainer: actor, ref, model
-    "fsdp.reshard_after_forward": Unavailable((True,), "the fsdp backend gathers layers again; omit it"),
-    "fsdp.replicate_size": Unavailable((1,), "the fsdp backend divides one copy among all ranks; omit it"),
     "megatron.wrap_with_ddp": Unavailable((True,), "gradients must be summed over data ranks; omit it"),
     "megatron.use_torch_fsdp2": Unavailable((False,), _FSDP2),
     "megatron.use_custom_fsdp": Unavailable((False,), _FSDP2),

@@ -50,7 +50,10 @@ def checked(*overrides: str):
             "are of whole layers",
         ),
         ([MEGATRON, f"{M}.use_torch_fsdp2=true"], "use the fsdp backend, which is FSDP2"),
-        ([MEGATRON, "ref.path=/r", "ref.megatron.recompute_granularity=selective"], "set actor.megatron"),
+        ([MEGATRON, "ref.path=/r", "ref.megatron.virtual_pipeline_size=2"], "set actor.megatron.virtual_pipe"),
+        ([MEGATRON, "ref.path=/r", f"{M}.virtual_pipeline_size=2", "ref.megatron.virtual_pipeline_size=1"],
+         "the reference model is divided as the actor is"),
+        ([MEGATRON, "ref.path=/r", "ref.attn_impl=eager"], "ref.attn_impl eager can't be used with the megatron"),
     ],
 )  # fmt: skip
 def test_refusals(overrides, words):
@@ -71,3 +74,10 @@ def test_parts_of_layers_are_recomputed_without_the_numbers_of_whole_layers():
     options = checked(MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mlp]")
     found = options.actor.megatron
     assert (found.recompute_method, found.recompute_num_layers) == (None, None)
+
+
+def test_the_reference_model_follows_the_actor():
+    found = checked(
+        MEGATRON, "ref.path=/r", f"{M}.virtual_pipeline_size=2", f"{M}.ddp.overlap_grad_reduce=true"
+    )
+    assert found.ref.megatron == found.actor.megatron

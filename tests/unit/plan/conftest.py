@@ -3,7 +3,6 @@ from dataclasses import replace
 import pytest
 
 from hpc_rl.allocation import TRAIN_BACKENDS
-from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE
 
 
 @pytest.fixture
@@ -12,5 +11,3 @@ def engines_that_can_do_all(monkeypatch):
     for name, sizes in {"fsdp": "dtc", "megatron": "dptce"}.items():
         backend = replace(TRAIN_BACKENDS[name], implementation="a:b", supported=sizes)
         monkeypatch.setitem(TRAIN_BACKENDS, name, backend)
-    for option in ("fsdp.replicate_size", "fsdp.reshard_after_forward"):
-        monkeypatch.delitem(MODEL_UNAVAILABLE, option, raising=False)

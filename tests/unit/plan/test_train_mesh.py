@@ -151,6 +151,11 @@ def problem(content: dict, allocation: str, *overrides: str) -> str:
         (QWEN3_30B_A3B | {"num_experts": 60}, "megatron:d8e8", "What fits: megatron:d8e4"),
         (QWEN3_8B | {"model_type": "gemma2"}, "megatron:d8", "has no mapping for gemma2 models, only for llama"),
         (QWEN3_8B | {"model_type": "gemma2"}, "megatron:d4t2", "What fits: fsdp:d8"),
+        (QWEN3_8B | {"vocab_size": 151935}, "megatron:d4t2", ""),
+        (QWEN3_8B | {"vocab_size": 151935}, "fsdp:d4t2", "a vocabulary of 151935, not a multiple of t 2"),
+        (QWEN3_30B_A3B, "fsdp:d4c2", ""),
+        (QWEN3_30B_A3B, "fsdp:d4t2", "fsdp has no t for qwen3_moe models, only for gemma,"),
+        (QWEN3_30B_A3B, "fsdp:d4t2", "What fits: fsdp:d8."),
     ],
 )  # fmt: skip
 def test_models_that_a_mesh_divides_or_not(content, mesh, words):
@@ -179,3 +184,17 @@ def test_the_nearest_mesh_keeps_the_number_of_ranks_and_divides_the_model():
     found = train_mesh.nearest(Train("megatron", d=1, p=8, t=8), shape)
     assert found.num_units == 64 and not list(train_mesh.remainders(found, shape))
     assert (found.t, found.p) == (4, 4)
+
+
+def test_the_plan_knows_the_models_that_the_engines_can_divide():
+    from transformers import AutoConfig
+
+    from hpc_rl.engines import attention, tensor_parallel
+    from hpc_rl.engines.megatron.weight_map import ARCHITECTURES
+
+    assert set(TRAIN_BACKENDS["megatron"].model_types) == set(ARCHITECTURES)
+    known = TRAIN_BACKENDS["fsdp"].divided_types
+    assert set(known["c"]) == set(attention.STANDARD)
+    for kind in attention.STANDARD:
+        plan = AutoConfig.for_model(kind).base_model_tp_plan
+        assert (kind in known["t"]) == (set(plan.values()) <= tensor_parallel.STYLES.keys()), kind

@@ -189,3 +189,14 @@ def test_an_attention_that_is_not_installed_is_refused_unless_an_image_may_have_
     loaded = preflight.with_attention(*whole(*image))
     assert loaded.config.model.attn_impl == "sdpa"
     assert "image" in loaded.notes[-1]
+
+
+def test_megatron_core_that_is_not_installed_is_refused_unless_an_image_may_have_it(monkeypatch):
+    monkeypatch.setattr(preflight.machine, "versions", lambda python: {"torch": "2.13"})
+    _, plan = whole("allocation_mode=megatron:d4t2")
+    with pytest.raises(ConfigError, match=r"megatron-core, and python lacks it: .*, or use fsdp:d4t2"):
+        preflight.refuse_missing_engine(plan)
+    image = ["launcher.slurm.container_type=apptainer", "launcher.slurm.trainer_image=/images/a.sif"]
+    preflight.refuse_missing_engine(whole("allocation_mode=megatron:d4t2", *image)[1])
+    monkeypatch.setattr(preflight.machine, "versions", lambda python: {"megatron_core": "0.16.1"})
+    preflight.refuse_missing_engine(plan)
