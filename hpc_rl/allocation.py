@@ -45,8 +45,7 @@ class TrainBackend:
     """A train engine: what config and plan know of it."""
 
     dimensions: str  # that an expression may give
-    implementation: str = ""  # `module:class` of its `hpc_rl.engines.base.Engine`; empty: it is only planned
-    supported: str = ""  # dimensions that can be above 1 today
+    implementation: str  # `module:class` of its `hpc_rl.engines.base.Engine`
     model_types: tuple[str, ...] = ()  # of config.json that it can train; empty: all that transformers has
     # A dimension -> of those, the ones that it can divide by it; all where it is not named.
     divided_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -98,13 +97,11 @@ TRAIN_BACKENDS: dict[str, TrainBackend] = {
     "fsdp": TrainBackend(
         "dtc",
         "hpc_rl.engines.fsdp:FSDPEngine",
-        supported="dtc",
         divided_types={"t": _PLAIN_DECODERS, "c": (*_PLAIN_DECODERS, *_OTHER_DECODERS)},
     ),
     "megatron": TrainBackend(
         "dptce",
         "hpc_rl.engines.megatron.megatron_engine:MegatronEngine",
-        supported="dptce",
         model_types=("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
     ),
 }

@@ -46,7 +46,6 @@ def main() -> int:
                 f"{trial.plan_json} or {trial.config_json} can't be read; submit the trial again"
             )
         plan = Plan.from_json(plan_data)
-        plan.refuse_unbuilt()
         config = from_dict(config_data)
         _wait_for_room(attempt)
         if attempt.is_server_task:

@@ -43,9 +43,8 @@ class Planned:
 
     @property
     def notes(self) -> list[str]:
-        refused = [f"submit refuses this trial: {self.plan.not_built}"] if self.plan.not_built else []
         estimated = self.needs.notes if self.needs else []
-        return [*self.loaded.notes, *self.plan.notes, *estimated, *refused]
+        return [*self.loaded.notes, *self.plan.notes, *estimated]
 
     def note_lines(self) -> list[str]:
         return [f"note: {note}" for note in self.notes]

@@ -238,7 +238,7 @@ def _meshes(found: Estimate, ranks: int) -> Iterator[Train]:
     """Yield meshes of as many ranks that divide the model further, those that change least first."""
     mesh, shape, work = found.load.mesh, found.load.shape, found.work
     stages = found.load.engine.megatron.virtual_pipeline_size
-    doubled = [[1, 2, 4, 8] if letter in TRAIN_BACKENDS[mesh.backend].supported else [1] for letter in "tpc"]
+    doubled = [[1, 2, 4, 8] if letter in TRAIN_BACKENDS[mesh.backend].dimensions else [1] for letter in "tpc"]
     for t, p, c in sorted(itertools.product(*doubled), key=lambda sizes: (math.prod(sizes), sizes[1:])):
         if t * p * c == 1 or mesh.is_hybrid:
             continue

@@ -42,8 +42,7 @@ def make_plan(
 ) -> Plan:
     """Decide what runs where; `explicit` are the options that the user set, `interpreter` is who submits.
 
-    What can be planned but not started yet is recorded in `not_built`. Raises NotBuilt for what this version
-    can't plan, DoesNotFit with the nearest that fits, ConfigError.
+    Raises NotBuilt for what this version can't do, DoesNotFit with the nearest that fits, ConfigError.
     """
     n_gpus = config.cluster.n_gpus_per_node
     refuse_scheduler(config, scheduler)
@@ -88,7 +87,6 @@ def make_plan(
         groups=_groups(config, layout, units),
         slurm_knows_gpus=knows_gpus,
         notes=notes,
-        not_built=train_mesh.not_built(config, allocation),
     )
     return with_threads_per_core(plan, threads_per_core)
 
@@ -210,8 +208,6 @@ def _unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
         yield f"sharing units ('|') is not implemented; use '+': {pools}+{train}"
     if pools and not train:
         yield f"a trial of servers alone is not implemented; add a trainer: {pools}+fsdp:d1"
-    if train and (reason := train_mesh.unbuilt(train)):
-        yield reason
     if not pools and isinstance(config, GRPOConfig):
         yield f"generation by the trainer is not implemented; add servers, as {usual}:d1+{train}"
     for servers in allocation.pools:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpc_rl.allocation import DEFAULT_POOL
-from hpc_rl.errors import NotBuilt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,12 +91,6 @@ class Plan:
     threads_per_core: int = 1  # each step is given whole cores, and its CPUs are counted so
     slurm_knows_gpus: bool = True  # false: the units' environment deals them out
     notes: list[str] = field(default_factory=list)  # what was derived or adapted, in words; printed by submit
-    not_built: str = ""  # why it can be planned and rendered, but not started
-
-    def refuse_unbuilt(self) -> None:
-        """Raise NotBuilt for a plan that can be rendered but not started."""
-        if self.not_built:
-            raise NotBuilt(self.not_built)
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -106,6 +99,7 @@ class Plan:
     def from_json(cls, data: dict[str, Any]) -> Plan:
         """Return a stored plan; those that were made before there were pools have one backend."""
         data = dict(data)
+        data.pop("not_built", None)  # of earlier versions, which did not start every plan
         backend = data.pop("server_backend", None)
         pools = data.get("pools") or ([{"name": DEFAULT_POOL, "backend": backend}] if backend else [])
         groups = [Group(**group) for group in data.get("groups", [])]

@@ -21,28 +21,6 @@ from hpc_rl.plan.model_shape import Models, ModelShape
 from hpc_rl.plan.schema import Plan
 
 
-def unbuilt(train: Train) -> str:
-    """Return why this version can't plan a mesh, or an empty text."""
-    supported = TRAIN_BACKENDS[train.backend].supported
-    lacking = [letter for letter in "ptce" if getattr(train, letter) > 1 and letter not in supported]
-    if not supported or not lacking:
-        return ""
-    only_d = f"use d only, as {Train(train.backend, d=train.num_units)}"
-    return f"{train.backend} with {' and '.join(lacking)} is not implemented; {only_d}"
-
-
-def not_built(config: Config, allocation: Allocation) -> str:
-    """Return why this version can't start what it can plan, or an empty text."""
-    train = allocation.train
-    if train is None or TRAIN_BACKENDS[train.backend].implementation:
-        return ""
-    named = [f"{section}.backend {one.backend}" for section, one in models(config) if one.backend]
-    if config.allocation_mode.strip():
-        named.insert(0, f"allocation_mode {allocation}")
-    use = f"use fsdp with d only, as {Train('fsdp', d=train.num_units)}"
-    return f"{', '.join(named)}: the {train.backend} backend is not implemented; {use}."
-
-
 def check(config: Config, allocation: Allocation) -> None:
     """Raise ConfigError for options that contradict the mesh, DoesNotFit for sizes that do not divide it."""
     if train := allocation.train:

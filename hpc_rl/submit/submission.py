@@ -155,7 +155,6 @@ def check_submittable(
     Reads files, queries the scheduler at most once. Raises TrialBusy, NothingToResume, ConfigError,
     SchedulerError.
     """
-    plan.refuse_unbuilt()
     check_idle(trial)
     start = FirstStart(trial, loaded.config, recovery)
     start.check()

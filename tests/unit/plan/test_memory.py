@@ -362,7 +362,6 @@ BY_HAND_ON_MESHES = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("engines_that_can_do_all")
 @pytest.mark.parametrize(("content", "mesh", "overrides", "by_hand"), BY_HAND_ON_MESHES)
 def test_sizes_of_a_mesh_divide_what_a_hand_calculation_says(content, mesh, overrides, by_hand):
     ranks = parse(mesh).train.num_units
@@ -374,7 +373,6 @@ def test_sizes_of_a_mesh_divide_what_a_hand_calculation_says(content, mesh, over
     assert found.trainer.device_bytes >= sum(items.values())
 
 
-@pytest.mark.usefixtures("engines_that_can_do_all")
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_sizes_that_divide_further_are_named_and_fit(backend):
     roomy = ["cluster.gpu_mem_gb=80", "launcher.trainer_mem_per_gpu=600000", "cluster.n_nodes=4"]

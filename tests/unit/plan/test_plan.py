@@ -235,13 +235,11 @@ def test_megatron_is_planned_with_all_its_ranks():
         "trainer",
         4,
     )
-    made.refuse_unbuilt()
     assert (
         plan("actor.backend=megatron").allocation == "embedded:d1+megatron:d1"
     )  # what config show says loads again
     with pytest.raises(ConfigError, match=r"actor\.backend megatron, but allocation_mode .* make them agree"):
         plan("actor.backend=megatron", "allocation_mode=embedded:d1+fsdp:d1")
-    plan().refuse_unbuilt()
 
 
 @pytest.mark.parametrize(

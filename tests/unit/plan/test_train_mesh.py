@@ -1,13 +1,11 @@
 """Meshes of both engines: how they are planned, and what is refused with what would work."""
 
-from dataclasses import replace
-
 import pytest
 
 from hpc_rl.allocation import TRAIN_BACKENDS, Train, parse
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
+from hpc_rl.errors import ConfigError, DoesNotFit
 from hpc_rl.plan import train_mesh
 from hpc_rl.plan.model_shape import ModelShape
 from hpc_rl.plan.plan import make_plan
@@ -51,9 +49,6 @@ QWEN3_30B_A3B = QWEN3_8B | {
 }
 
 
-pytestmark = pytest.mark.usefixtures("engines_that_can_do_all")
-
-
 def planned(*overrides: str, base=GRPO):
     checked = check(load([], [*base, *overrides]), files=False)
     made = make_plan(checked.config, checked.explicit, interpreter="python", scheduler="slurm")
@@ -73,15 +68,8 @@ def planned(*overrides: str, base=GRPO):
 )
 def test_the_engine_is_that_of_the_expression_or_of_the_model_section(overrides, allocation):
     _, made = planned(*overrides)
-    assert made.allocation == allocation and not made.not_built
+    assert made.allocation == allocation
     assert made.units[-1].num_tasks == 4
-
-
-def test_an_engine_that_can_not_do_it_is_refused_with_what_can(monkeypatch):
-    monkeypatch.setitem(TRAIN_BACKENDS, "fsdp", replace(TRAIN_BACKENDS["fsdp"], supported="dt"))
-    assert planned("allocation_mode=sglang:d4+fsdp:d2t2")[1].allocation == "sglang:d4+fsdp:d2t2"
-    with pytest.raises(NotBuilt, match="fsdp with c is not implemented; use d only, as fsdp:d4"):
-        planned("allocation_mode=sglang:d4+fsdp:t2c2")
 
 
 def test_two_engines_in_one_trial_must_agree():
