@@ -16,6 +16,7 @@ from hpc_rl.allocation import TRAIN_BACKENDS, Allocation, Train, parse
 from hpc_rl.config.rules.training_rules import models, trained
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.config.tables.megatron_models import odd_layers
 from hpc_rl.errors import ConfigError, DoesNotFit
 from hpc_rl.plan.model_shape import Models, ModelShape
 from hpc_rl.plan.schema import Plan
@@ -68,6 +69,11 @@ def _of_model(
     if backend.model_types and kind not in backend.model_types:
         known = f"{train.backend} has no mapping for {kind} models, only for {', '.join(backend.model_types)}"
         yield f"{name}: {known}. What fits: {Train('fsdp', d=train.num_units)}."
+        return
+    if train.backend == "megatron" and (odd := odd_layers(content)):
+        named = ", ".join(f"{key}: {value}" for key, value in odd.items())
+        fits = f"What fits: {Train('fsdp', d=train.num_units)}."
+        yield f"{name}: the megatron backend can't have a model with {named} (config.json). {fits}"
         return
     for letter, kinds in backend.divided_types.items():
         if getattr(train, letter) > 1 and kind not in kinds:

@@ -29,6 +29,7 @@ SMALL = {
     "config/rules/sglang_rules.py": "rules of one server backend",
     "config/rules/vllm_rules.py": "rules of one server backend",
     "config/tables/flags.py": "imported by the tables of two servers, and by their rules",
+    "config/tables/megatron_models.py": "imported by plan and by the engine",
     "config/tables/sglang_versions.py": "a table",
     "config/tables/vllm_versions.py": "a table",
     "config/loading/stored.py": "what roles read: no parser, no YAML",

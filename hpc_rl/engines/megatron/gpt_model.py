@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.config.tables.megatron_models import odd_layers
 from hpc_rl.engines.logprobs import rows_of_a_chunk, token_logprobs
 from hpc_rl.engines.megatron.modules import AllTokens, Norm, PackedAttention
 from hpc_rl.engines.megatron.packed import RankBatch
@@ -20,18 +21,6 @@ from hpc_rl.engines.megatron.weight_map import ARCHITECTURES, padded_vocabulary
 from hpc_rl.engines.mesh import Mesh
 from hpc_rl.engines.model import DTYPES
 from hpc_rl.errors import ConfigError
-
-# key of config.json -> the values with which the layers are those of Megatron-core
-LAYERS = {
-    "hidden_act": ("silu",),
-    "mlp_bias": (False,),
-    "use_sliding_window": (False,),
-    "sliding_window": (None,),
-    "decoder_sparse_step": (1,),
-    "mlp_only_layers": ([], None),
-    "router_jitter_noise": (0.0,),
-}
-ROTARY_TYPES = ("default", "linear", "llama3")  # that don't depend on the length of a row
 
 
 def check_architecture(hf: Any, path: str) -> None:
@@ -41,24 +30,12 @@ def check_architecture(hf: Any, path: str) -> None:
             f"{path} is a {hf.model_type} model, and the megatron backend has "
             f"{', '.join(sorted(ARCHITECTURES))} only; use fsdp"
         )
-    odd = {key: getattr(hf, key) for key, known in LAYERS.items() if getattr(hf, key, known[0]) not in known}
-    if not getattr(hf, "use_sliding_window", True):
-        odd.pop("sliding_window", None)
-    if getattr(hf, "attention_bias", False):
-        odd["attention_bias"] = True
-    if (rotary := rotary_type(hf)) not in ROTARY_TYPES:
-        odd["rope_type"] = rotary
+    odd = odd_layers(hf.to_dict())
     if odd:
         named = ", ".join(f"{key}: {value}" for key, value in odd.items())
         raise ConfigError(
             f"the megatron backend can't have a model with {named} (config.json of {path}); use fsdp"
         )
-
-
-def rotary_type(hf: Any) -> str:
-    """Return how positions become angles."""
-    found = getattr(hf, "rope_parameters", None) or getattr(hf, "rope_scaling", None) or {}
-    return found.get("rope_type", found.get("type", "default"))
 
 
 def check_layout(hf: Any, mesh: Mesh, virtual: int | None) -> None:

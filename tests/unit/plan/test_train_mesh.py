@@ -144,6 +144,10 @@ def problem(content: dict, allocation: str, *overrides: str) -> str:
         (QWEN3_30B_A3B, "fsdp:d4c2", ""),
         (QWEN3_30B_A3B, "fsdp:d4t2", "fsdp has no t for qwen3_moe models, only for gemma,"),
         (QWEN3_30B_A3B, "fsdp:d4t2", "What fits: fsdp:d8."),
+        (QWEN3_8B | {"rope_scaling": {"rope_type": "yarn"}}, "megatron:d8", "rope_type: yarn (config.json). What fits"),
+        (QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": False}, "megatron:d8", ""),
+        (QWEN3_8B | {"hidden_act": "gelu"}, "megatron:d8", "hidden_act: gelu"),
+        (QWEN3_8B | {"hidden_act": "gelu"}, "fsdp:d8", ""),
     ],
 )  # fmt: skip
 def test_models_that_a_mesh_divides_or_not(content, mesh, words):

@@ -1,0 +1,28 @@
+"""What of a model's config.json the megatron backend can have."""
+
+from collections.abc import Mapping
+from typing import Any
+
+# key of config.json -> the values with which the layers are those of Megatron-core
+LAYERS: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu",),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "use_sliding_window": (False,),
+    "sliding_window": (None,),
+    "decoder_sparse_step": (1,),
+    "mlp_only_layers": ([], None),
+    "router_jitter_noise": (0.0,),
+}
+ROTARY_TYPES = ("default", "linear", "llama3")  # that don't depend on the length of a row
+
+
+def odd_layers(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys and values of a config.json that it can't have; empty for a model that it can."""
+    odd = {key: content[key] for key, known in LAYERS.items() if key in content and content[key] not in known}
+    has_windows = not str(content.get("model_type", "")).startswith("qwen")  # if the key is missing
+    if not content.get("use_sliding_window", has_windows):
+        odd.pop("sliding_window", None)
+    rotary = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    return odd | ({} if kind in ROTARY_TYPES else {"rope_type": kind})
