@@ -52,22 +52,27 @@ def state_home() -> Path:
 
 
 @contextlib.contextmanager
-def _written_beside(path: Path, data: bytes | str, mode: int) -> Iterator[Path]:
-    """Yield a durable file with this content in the folder of `path`; it is removed afterwards."""
+def _written_beside(path: Path, data: bytes | str, mode: int, durable: bool = True) -> Iterator[Path]:
+    """Yield a file with this content in the folder of `path`; it is removed where an exception comes."""
     temp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
     try:
         with open(temp, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         yield temp
-    finally:
+    except BaseException:
         temp.unlink(missing_ok=True)
+        raise
 
 
-def write_atomic(path: Path, data: bytes | str, mode: int = 0o644) -> None:
-    """Replace `path` atomically: readers see the old content or the new one. Raises OSError."""
-    with _written_beside(path, data, mode) as temp:
+def write_atomic(path: Path, data: bytes | str, mode: int = 0o644, durable: bool = True) -> None:
+    """Replace `path` atomically: readers see the old content or the new one. Raises OSError.
+
+    What is not `durable` may be gone after a crash of the file server: for what is soon written again.
+    """
+    with _written_beside(path, data, mode, durable) as temp:
         os.replace(temp, path)
 
 
@@ -76,10 +81,12 @@ def create_exclusive(path: Path, data: bytes | str, mode: int = 0o644) -> bool:
     with _written_beside(path, data, mode) as temp:
         try:
             os.link(temp, path)
+            created = True
         except FileExistsError:
             # After a lost reply NFS reports that the link exists although this writer made it.
-            return temp.stat().st_nlink == 2
-    return True
+            created = temp.stat().st_nlink == 2
+        temp.unlink(missing_ok=True)
+    return created
 
 
 def overwrite(path: Path, data: str) -> None:

@@ -31,7 +31,6 @@ from hpc_rl.rollout.service import RolloutService
 
 logger = logging.getLogger(__name__)
 
-LEASE_TTL_S = 10.0
 LISTENER_VARIABLE = "HPC_RL_LISTENER_FD"
 
 
@@ -104,7 +103,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     url = net.http_url(context.address, listener.getsockname()[1])
     who = {"attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
     record = {"url": url, **who}
-    lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record, LEASE_TTL_S)
+    lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record)
     logger.info("serving batches, epoch %d", lease.epoch)
     report_to = context.attempt.rollout_report(context.incarnation)
     report = keep_reporting(report_to, lambda: progress(service), lambda: servers_alive(live_servers()))
@@ -148,7 +147,8 @@ async def _renew(lease: Lease, record: dict, service: RolloutService) -> None:
                 keys.WAITS_FOR_ROOM: service.ledger.room.waiting,
                 keys.WAITS_FOR_GROUPS: sequencer.rules.batch_sequences is not None and not sequencer.running,
             }
-            await asyncio.to_thread(lease.renew, record | waits)
+            if lease.is_due(record | waits):
+                await asyncio.to_thread(lease.renew, record | waits)
         # a shared file system may fail for a while; the ledger's own writes decide whether we live
         except OSError as error:
             logger.warning("can't renew the lease: %s", error)

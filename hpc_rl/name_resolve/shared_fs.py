@@ -4,13 +4,15 @@ Layout: record `a/b/c` is `<root>/a/b/c.json`; epoch N of the lease on `a/b` is 
 has one writer; of several processes that create it exactly one wins (link). Names with a leading dot are
 incomplete: readers skip them.
 
-Durability: every write is fsynced before it gets its name; directories are not fsynced, because records that
-a crash of the file server loses are written again by the processes that live.
+Durability: a record and a new epoch are fsynced before they get their names, a heartbeat is not; neither are
+directories, because what a crash of the file server loses is written again by the processes that live.
+
+Load: a lease is written every sixth of its time to live, and when its value changes.
 
 Caches: NFS remembers that a name was absent for up to a minute, but opening the parent directory revalidates
 it. So a name that was absent is looked up by listing its directory, and content is polled by open and read,
-never by mtime. Files of older epochs stay, so that a process with an old listing fails to create them instead
-of reusing their number.
+never by mtime. Whoever takes an epoch removes those below the one before it; a process with an old listing
+that creates one of them again lists anew, and takes a higher one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import random
 import re
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,10 @@ from typing import Any
 from hpc_rl.errors import ConfigError, Stale
 from hpc_rl.files import is_full
 from hpc_rl.trial import create_exclusive, overwrite, write_atomic
+
+LEASE_TTL_S = 60.0  # file servers may be away, and names be remembered as absent, for this long
+HEARTBEATS_PER_TTL = 6
+KEPT_EPOCHS = 2
 
 COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,127}")
 FIRST_POLL_S, LAST_POLL_S = 0.05, 1.0
@@ -48,6 +54,8 @@ class LeaseView:
     epoch: int
     alive: bool
     age_s: float  # since the counter was last seen to move, by the reader's clock
+    counter: int = 0
+    ttl_s: float = 0.0
 
 
 class NameResolve:
@@ -80,18 +88,32 @@ class NameResolve:
             pause_s = min(2 * pause_s, LAST_POLL_S)
         return record["value"]
 
-    def lease(self, key: str, value: dict[str, Any], ttl_s: float) -> Lease:
+    def lease(self, key: str, value: dict[str, Any], ttl_s: float = LEASE_TTL_S) -> Lease:
         """Take the key over with the next epoch: the highest epoch wins, holders of lower ones are stale."""
         path = self._path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        epoch = _highest_epoch(path) + 1
+        epoch = max(_epochs(path), default=0) + 1
         while True:
-            lease = Lease(path, key, epoch, value, ttl_s)
+            lease = Lease(path, key, epoch, value, ttl_s, clock=self._clock)
             won = create_exclusive(lease.path, lease.content())
-            highest = _highest_epoch(path)  # fresh: the attempt to create a name revalidated the directory
+            epochs = _epochs(path)  # fresh: the attempt to create a name revalidated the directory
+            highest = max(epochs, default=0)
             if won and highest == epoch:
+                for old in epochs:
+                    if old <= epoch - KEPT_EPOCHS:
+                        path.with_name(f"{path.name}{EPOCH}{old}").unlink(missing_ok=True)
                 return lease
             epoch = max(highest, epoch) + 1
+
+    def end(self, key: str, holder: Mapping[str, Any]) -> None:
+        """End the lease of a process that has exited, where its value agrees with `holder`.
+
+        The next epoch is created, released: readers see it gone before its time to live is over.
+        """
+        seen = self.leases(key).get(key)
+        if seen is not None and all(seen.value.get(name, value) == value for name, value in holder.items()):
+            over = Lease(self._path(key), key, seen.epoch + 1, seen.value, seen.ttl_s, released=True)
+            create_exclusive(over.path, over.content())
 
     def leases(self, prefix: str) -> dict[str, LeaseView]:
         """Return the leases on `prefix` and the keys right below it, judged by what earlier calls saw."""
@@ -113,7 +135,10 @@ class NameResolve:
             if (last_epoch, last_counter) != (epoch, record["counter"]):
                 since = now
                 self._moved[key] = (epoch, record["counter"], now)
-            seen[key] = LeaseView(key, record["value"], epoch, now - since <= record["ttl_s"], now - since)
+            counter, ttl_s = record["counter"], record["ttl_s"]
+            seen[key] = LeaseView(
+                key, record["value"], epoch, now - since <= ttl_s, now - since, counter, ttl_s
+            )
         return seen
 
     def _path(self, key: str, suffix: str = "") -> Path:
@@ -139,6 +164,10 @@ class Lease:
     ttl_s: float
     counter: int = 0
     released: bool = False
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._written_at = self.clock()
 
     @property
     def path(self) -> Path:
@@ -148,12 +177,21 @@ class Lease:
         fields = ("value", "epoch", "counter", "ttl_s", "released")
         return json.dumps({name: getattr(self, name) for name in fields} | {"nonce": uuid.uuid4().hex})
 
-    def renew(self, value: dict[str, Any] | None = None) -> None:
-        """Move the counter, with another value if given. Raises Stale once a higher epoch exists."""
-        highest = _highest_epoch(self.base)
+    def is_due(self, value: dict[str, Any] | None = None) -> bool:
+        """Return whether to renew now: the value is another, or a heartbeat is due. Asks no file system."""
+        changed = value is not None and value != self.value
+        return changed or self.clock() - self._written_at >= self.ttl_s / HEARTBEATS_PER_TTL
+
+    def check(self) -> None:
+        """Raise Stale once a higher epoch exists."""
+        highest = max(_epochs(self.base), default=0)
         if highest > self.epoch or self.released:
             reason = f"epoch {self.epoch} was released or is older than epoch {highest}"
             raise Stale(f"lease {self.key!r}: {reason}")
+
+    def renew(self, value: dict[str, Any] | None = None) -> None:
+        """Move the counter, with another value if given. Raises Stale once a higher epoch exists."""
+        self.check()
         self.value = self.value if value is None else value
         self._write()
 
@@ -168,23 +206,24 @@ class Lease:
         # On a full disk the old content is overwritten: a process that waits for room keeps its lease.
         text = self.content()
         try:
-            _replace(self.path, text)
+            _replace(self.path, text, durable=False)
         except OSError as error:
             if not is_full(error):
                 raise
             overwrite(self.path, text)
+        self._written_at = self.clock()
 
 
-def _highest_epoch(base: Path) -> int:
+def _epochs(base: Path) -> list[int]:
     prefix = base.name + EPOCH
     marks = [name.removeprefix(prefix) for name in _scan(base.parent) if name.startswith(prefix)]
-    return max((int(mark) for mark in marks if mark.isdecimal()), default=0)
+    return [int(mark) for mark in marks if mark.isdecimal()]
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, text: str, durable: bool = True) -> None:
     # NFS may lose the reply to a rename that happened, so the file is believed rather than the error.
     try:
-        write_atomic(path, text)
+        write_atomic(path, text, durable=durable)
     except OSError:
         if _read(path) != json.loads(text):
             raise

@@ -29,8 +29,8 @@ from hpc_rl.trial import Trial, read_json
 
 logger = logging.getLogger(__name__)
 
-LEASE_TTL_S = 15.0
-HEARTBEAT_S = 1.0
+CHECK_S = 0.5  # between two looks at the backend, and at the lease's next heartbeat
+FOLLOW_S = 2.0  # between two looks at what is published: the publisher tells, unless its call is lost
 SELF_LOAD_AFTER_S = 3.0  # the publisher's own update comes first
 PAUSE_LIMIT_S = 300.0  # without any control call: the publisher that paused is gone
 DRAIN_S = 3.0
@@ -94,7 +94,7 @@ class Replica:
         self._url = http_url(self._address, sock.getsockname()[1])
         await self.proxy.serve(sock)
         key, value = keys.server(self._who.pool, self._who.index), self._value()
-        self._lease = await asyncio.to_thread(self._names.lease, key, value, LEASE_TTL_S)
+        self._lease = await asyncio.to_thread(self._names.lease, key, value)
         self.proxy.epoch = self._lease.epoch
         form = "server %d of pool %s at %s, epoch %d"
         logger.info(form, self._who.index, self._who.pool, self._url, self._lease.epoch)
@@ -129,7 +129,7 @@ class Replica:
         return {
             "url": self._url,
             "version": self._loading or self.proxy.version,
-            "state": self.proxy.state,
+            "state": self.proxy.lifecycle,  # not whether it is paused: each publish would cost two writes
             "attempt": self._who.attempt,
             "incarnation": self._who.incarnation,
             "pid": os.getpid(),
@@ -140,11 +140,14 @@ class Replica:
         assert self._lease is not None
         while True:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(HEARTBEAT_S):  # wait_for of Python 3.11 can swallow a cancellation
+                async with asyncio.timeout(CHECK_S):  # wait_for of Python 3.11 can swallow a cancellation
                     await self._changed.wait()
             self._changed.clear()
+            value = self._value()
+            if not self._lease.is_due(value):
+                continue
             try:
-                await asyncio.to_thread(self._lease.renew, self._value())
+                await asyncio.to_thread(self._lease.renew, value)
             except Stale as error:
                 self.proxy.enter("stale")
                 raise RoleFailed(f"another server {self._who.index} has taken over: {error}") from error
@@ -154,18 +157,21 @@ class Replica:
 
     async def _live(self) -> None:
         await self._start()
+        follow_at = 0.0
         while True:
             reason = self._backend.alive()
             if reason:
                 raise RoleFailed(f"the generation backend is gone: {reason}")
-            await self._follow()
-            await asyncio.sleep(HEARTBEAT_S / 2)
+            if time.monotonic() >= follow_at:
+                await self._follow()
+                follow_at = time.monotonic() + FOLLOW_S
+            await asyncio.sleep(CHECK_S)
 
     async def _start(self) -> None:
         if not self._base and self._current() is None:
             logger.info("waiting for the first published weights")
         while (current := self._current()) is None and not self._base:
-            await asyncio.sleep(HEARTBEAT_S / 2)
+            await asyncio.sleep(CHECK_S)
         while True:
             path, self._loading = (current["path"], current["label"]) if current else (self._base, "")
             self.proxy.enter("loading")

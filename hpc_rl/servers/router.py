@@ -24,6 +24,7 @@ from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_sessio
 from hpc_rl.types import Turn, WeightVersion
 
 logger = logging.getLogger(__name__)
+READS_PER_S = 32.0  # of leases, at most: a pool of many servers is read more rarely
 
 
 def is_older(version: str, minimum: str) -> bool:
@@ -161,7 +162,7 @@ class Router:
                 self._merge(seen)
                 await asyncio.gather(*(self._probe(s) for s in self._servers.values() if s.suspect))
             self._changed.set()
-            await asyncio.sleep(self.poll_s)
+            await asyncio.sleep(max(self.poll_s, len(self._servers) / READS_PER_S))
 
     def _merge(self, seen: dict[str, LeaseView]) -> None:
         alive = {key: lease for key, lease in seen.items() if lease.alive and lease.value.get("url")}

@@ -29,6 +29,7 @@ class _Watched:
     mark: Any = None
     doing: str = ""
     seen: bool = False  # it has shown a sign of life
+    ttl_s: float = 0.0  # of its lease, which rests between two heartbeats
 
 
 class HangDetector:
@@ -69,11 +70,11 @@ class HangDetector:
         self._watched.pop(key, None)
         self._rollout_exited = self._rollout_exited or key == ("rollout", 0)
 
-    def observe(self, key: Key, mark: Any, now: float, doing: str = "") -> None:
+    def observe(self, key: Key, mark: Any, now: float, doing: str = "", ttl_s: float = 0.0) -> None:
         """Note the state of a unit; it moved where `mark` is another than before."""
         one = self._watched.get(key)
         if one is not None and mark is not None and (not one.seen or mark != one.mark):
-            self._watched[key] = _Watched(now, mark, doing, seen=True)
+            self._watched[key] = _Watched(now, mark, doing, seen=True, ttl_s=ttl_s)
 
     def observe_leases(
         self, leases: Mapping[str, LeaseView], attempt_id: str, now: float
@@ -89,7 +90,7 @@ class HangDetector:
                 continue
             role, *_, index = name.split("/")
             key = (role, int(index))
-            self.observe(key, now, now)
+            self.observe(key, (seen.epoch, seen.counter), now, ttl_s=seen.ttl_s)
             # on a full disk, or without groups from outside, it serves no unit that waits for it
             if value.get(keys.WAITS_FOR_ROOM) or value.get(keys.WAITS_FOR_GROUPS):
                 self._excuse(WAITS_FOR_ROLLOUT, now)
@@ -140,7 +141,8 @@ class HangDetector:
         found: dict[Key, str] = {}
         for key, one in self._watched.items():
             is_trainer = key[0] == "trainer"
-            limit_s = self.bound_s(step_s) if is_trainer else self.min_s if one.seen else self.max_s
+            silence_s = max(self.min_s, one.ttl_s) if one.seen else self.max_s
+            limit_s = self.bound_s(step_s) if is_trainer else silence_s
             if key not in present or now - one.since <= limit_s:
                 continue
             waits_for_rollout = is_trainer and one.doing in WAITS_FOR_ROLLOUT

@@ -13,15 +13,14 @@ import time
 
 from hpc_rl.errors import TrialBusy
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import Lease, LeaseView, NameResolve
+from hpc_rl.name_resolve.shared_fs import LEASE_TTL_S, Lease, LeaseView, NameResolve
 from hpc_rl.proc import end_processes, is_alive, start_ticks
 from hpc_rl.records import EventKind, ProcessFile, ProcessRecord, read_events
 from hpc_rl.trial import Attempt, Trial, submission_of
 
 logger = logging.getLogger(__name__)
-LEASE_TTL_S = 15.0
-RENEW_EVERY_S = 2.0
-FENCE_S = 3 * RENEW_EVERY_S  # for an owner on another host to notice that it is no longer the owner
+CHECK_EVERY_S = 2.0  # whether another supervisor has taken over
+FENCE_S = 3 * CHECK_EVERY_S  # for an owner on another host to notice that it is no longer the owner
 WAIT_S, TERM_S, KILL_S = 10.0, 10.0, 5.0
 
 
@@ -68,14 +67,14 @@ def _refuse_while_alive(names: NameResolve, before: LeaseView, attempt: Attempt)
 
 def _moves(names: NameResolve, before: LeaseView) -> bool:
     """Return whether the counter of a lease moves within its time to live, or its epoch does."""
-    end = time.monotonic() + LEASE_TTL_S + RENEW_EVERY_S
+    end = time.monotonic() + LEASE_TTL_S + CHECK_EVERY_S
     host = before.value.get("host")
     logger.warning(
         "the previous supervisor on %s has not released its lease: watching whether it lives", host
     )
     last_age_s = before.age_s
     while time.monotonic() < end:
-        time.sleep(RENEW_EVERY_S / 4)
+        time.sleep(CHECK_EVERY_S / 4)
         now = names.leases(keys.OWNER).get(keys.OWNER)
         if now is None:
             return False

@@ -41,7 +41,7 @@ class TrialRunner(UnitLoop):
         # The job script may be dead already.
         self._parent = int(os.environ.get("HPC_RL_SCRIPT_PID") or os.getppid())
         self._observing = RateLimit(OBSERVE_EVERY_S)
-        self._renewing = RateLimit(ownership.RENEW_EVERY_S)
+        self._checking = RateLimit(ownership.CHECK_EVERY_S)
         self._clock_watching = RateLimit(DEADLINE_EVERY_S)
 
     def begin(self) -> bool:
@@ -98,8 +98,8 @@ class TrialRunner(UnitLoop):
             self._check_parent()
             self._look_for_progress()
         self._watch_deadline(now)
-        if self._renewing.due(now):
-            self._renew_lease(now)
+        if self._checking.due(now):
+            self._keep_lease(now)
             self.look_for_hangs(now)
 
     def start_unit(self, unit: Unit, incarnation: int) -> None:
@@ -146,10 +146,12 @@ class TrialRunner(UnitLoop):
         self.machine.drain_grace_s = self.deadline.grace_s(DRAIN_GRACE_S)
         self.do(self.machine.stop(self.clock(), cause))
 
-    def _renew_lease(self, now: float) -> None:
+    def _keep_lease(self, now: float) -> None:
         try:
-            if self._lease is not None:
+            if self._lease is not None and self._lease.is_due():
                 self._lease.renew()
+            elif self._lease is not None:
+                self._lease.check()
         except Stale as error:
             why = f"another supervisor owns the trial now ({error})"
             self.do(self.machine.abandon(now, ExitCode.FAILED, why))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.errors import ExitCode, StopCause
 from hpc_rl.name_resolve import keys, open_names
@@ -255,11 +256,21 @@ class UnitLoop(ABC):
         """Find out why all processes of an incarnation have exited, and what follows."""
         del self.handles[key]
         self.hangs.exited(key)
+        with tolerant("ending its lease"):
+            self._end_lease(self.machine.slots[key].unit, incarnation)
         with tolerant("listing the exit records"):
             os.listdir(self.attempt.dir / "exits")  # NFS forgets names that it did not find before
         unit = self.machine.slots[key].unit
         found = exit_policy.unit_exit(self.attempt, unit, incarnation, launcher_code)
         self.do(self.machine.exited(self.clock(), key, incarnation, found))
+
+    def _end_lease(self, unit: Unit, incarnation: int) -> None:
+        """Let readers know at once that a process with a lease is gone, however it ended. Raises OSError."""
+        holder = {"attempt": self.attempt.id, "incarnation": incarnation}
+        if unit.role == "server":
+            self.names.end(keys.server(unit.pool or DEFAULT_POOL, unit.index), holder)
+        elif unit.role == "rollout":
+            self.names.end(keys.ROLLOUT, holder)
 
     def _avoid(self, nodes: Sequence[str], reason: str) -> None:
         # Where that can't be written the next start may get these nodes, and will report them again.

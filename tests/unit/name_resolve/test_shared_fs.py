@@ -95,6 +95,34 @@ def test_a_released_lease_is_gone_and_its_epoch_is_not_given_again(names):
     assert names.lease("owner", {}, 5.0).epoch == lease.epoch + 1
 
 
+def test_the_lease_of_a_process_that_exited_ends_before_its_time(names):
+    lease = names.lease("server/0", {"attempt": "7.0", "incarnation": 1}, 60.0)
+    names.end("server/0", {"attempt": "7.0", "incarnation": 0})
+    names.end("server/0", {"attempt": "6.0", "incarnation": 1})
+    names.end("server/1", {"attempt": "7.0"})
+    assert names.leases("server")["server/0"].alive, "it is another process's"
+    names.end("server/0", {"attempt": "7.0", "incarnation": 1})
+    assert names.leases("server") == {}
+    with pytest.raises(Stale):
+        lease.renew()
+    assert names.lease("server/0", {}, 60.0).epoch == 3
+
+
+def test_only_the_newest_two_epochs_are_kept(names):
+    for _ in range(5):
+        names.lease("owner", {}, 5.0)
+    assert sorted(path.name for path in names.root.iterdir()) == ["owner.epoch-4", "owner.epoch-5"]
+
+
+def test_a_heartbeat_is_due_six_times_in_the_time_to_live_and_when_the_value_changes(names, clock):
+    lease = names.lease("owner", {"x": 1}, 60.0)
+    assert not lease.is_due({"x": 1}) and lease.is_due({"x": 2})
+    clock.now += 10
+    assert lease.is_due() and lease.is_due({"x": 1})
+    lease.renew({"x": 2})
+    assert not lease.is_due() and not lease.is_due({"x": 2})
+
+
 def test_leases_of_a_prefix_are_its_own_and_those_below_it(names):
     for key in ("server", "server/0", "server/10", "serverless", "server/0/deeper"):
         names.lease(key, {}, 5.0)
@@ -300,7 +328,7 @@ def test_on_a_full_disk_a_lease_is_still_renewed(tmp_path, monkeypatch):
     names = NameResolve(tmp_path)
     lease = names.lease("rollout", {"url": "http://somewhere:1"}, 10.0)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr("hpc_rl.name_resolve.shared_fs.write_atomic", full)

@@ -8,8 +8,9 @@ import threading
 import pytest
 
 from hpc_rl.errors import ConfigError, RoleFailed
-from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.name_resolve import keys, open_names, shared_fs
 from hpc_rl.net import bind
+from hpc_rl.servers import replica as replica_module
 from hpc_rl.servers.client import open_session
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.replica import Identity, Replica
@@ -149,7 +150,10 @@ async def test_in_place_pause_refuses_an_update_that_flushes():
 
 # the replica around it
 @pytest.fixture
-def trial(tmp_path):
+def trial(tmp_path, monkeypatch):
+    monkeypatch.setattr(shared_fs, "HEARTBEATS_PER_TTL", 600)
+    monkeypatch.setattr(replica_module, "FOLLOW_S", 0.05)
+    monkeypatch.setattr(replica_module, "SELF_LOAD_AFTER_S", 0.3)
     trial = Trial(tmp_path / "trial")
     trial.make_dirs()
     return trial
@@ -205,7 +209,7 @@ async def test_a_frozen_server_serves_its_own_model_and_takes_no_weights(trial):
     status, answer = await replica.proxy.control("/update_weights_from_disk", update)
     assert status == 400 and "frozen" in answer["message"]
     publish(trial, "0.5")
-    await asyncio.sleep(1.2)  # it looks for published weights twice a second
+    await asyncio.sleep(0.5)
     assert not [path for path, _ in backend.calls if path == "/update_weights_from_disk"]
     found = names.leases(keys.servers("student"))["server/student/3"].value
     assert (found["version"], found["state"]) == ("", "serving") and not names.leases(keys.servers("rollout"))

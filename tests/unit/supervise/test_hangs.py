@@ -52,7 +52,7 @@ def test_a_restarted_rollout_role_gets_new_time(life):
 def test_a_rollout_role_on_a_full_disk_is_not_blamed(life):
     life.observe(TRAINER, "a", 10, "wait")
     for now in range(15, 900, 5):
-        lease = LeaseView("rollout/0", {"attempt": "9.0", "waits_for_room": now < 600}, 0, True, 0.0)
+        lease = LeaseView("rollout/0", {"attempt": "9.0", "waits_for_room": now < 600}, 0, True, 0.0, now)
         life.observe_leases({"rollout/0": lease}, "9.0", now)
         assert blamed(life, now, 1) == ([ROLLOUT] if now - 595 > 100 else []), now
 

@@ -48,7 +48,7 @@ def test_a_dead_owner_is_followed_at_once(trial):
 @pytest.mark.parametrize("lives", [True, False])
 def test_an_owner_on_another_host_is_judged_by_its_counter(trial, monkeypatch, lives):
     monkeypatch.setattr(ownership, "LEASE_TTL_S", 0.6)
-    monkeypatch.setattr(ownership, "RENEW_EVERY_S", 0.2)
+    monkeypatch.setattr(ownership, "CHECK_EVERY_S", 0.2)
     monkeypatch.setattr(ownership, "FENCE_S", 0.0)
     other, over = owner(trial, "7.0", 1234, 5, host="elsewhere"), threading.Event()
 

@@ -132,8 +132,11 @@ def started(running: Running) -> Running:
 
 def test_a_replica_that_dies_is_started_again(trial):
     running = started(Running(trial))
+    held = {"attempt": "150_0.0", "incarnation": 0, "state": "serving"}
+    running.names.lease("server/rollout/1", held)
     running.steps.started[0].code = -9
     running.until(lambda: len(running.steps.started) == 2)
+    assert not running.names.leases("server/rollout"), "no reader waits until its time to live is over"
     write_json(trial.done, {"job_id": "100"})
     assert running.ended() == (0, "the trial has reached its end")
     assert running.steps.started[1].code == 75
