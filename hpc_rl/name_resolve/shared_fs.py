@@ -11,7 +11,7 @@ Load: a lease is written every sixth of its time to live, and when its value cha
 
 Caches: NFS remembers that a name was absent for up to a minute, but opening the parent directory revalidates
 it. So a name that was absent is looked up by listing its directory, and content is polled by open and read,
-never by mtime. Whoever takes an epoch removes those below the one before it; a process with an old listing
+never by mtime. The process that takes an epoch removes those below the one before it; one with an old listing
 that creates one of them again lists anew, and takes a higher one.
 """
 
