@@ -1,6 +1,6 @@
 # make quickstart   set up .venv and run the main job on this machine
 # make check        format, lint, types, unit and golden tests (under 2 minutes once set up)
-# make test         check, and integration, faults, a real Slurm, SGLang, vLLM and atroposlib: what CI runs
+# make test         check, and integration, faults, a real Slurm, SGLang, vLLM, atroposlib and MPI: what CI runs
 # make gpu          tests/gpu and the benchmark of the engines on a GPU of this machine: unattended, some minutes
 # make soak         what is too long for every landing
 PYTHON ?= python3
@@ -15,8 +15,8 @@ WAITING_WORKERS ?= 4
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_OFFLINE ?= 1
-# a missing Slurm, SGLang, vLLM, atroposlib or shellcheck fails instead of skipping
-export HPC_RL_TEST_REQUIRE ?= slurm,sglang,vllm,atropos,shellcheck
+# a missing Slurm, SGLang, vLLM, atroposlib, MPI or shellcheck fails instead of skipping
+export HPC_RL_TEST_REQUIRE ?= slurm,sglang,vllm,atropos,mpi,shellcheck
 
 .PHONY: quickstart setup format check test gpu soak clean
 
@@ -53,8 +53,10 @@ test: check
 	tests/sglang/install.sh
 	tests/vllm/install.sh
 	tests/atropos/install.sh
+	tests/mpi/install.sh
 	$(BIN)/python -m pytest -n $(WAITING_WORKERS) --dist loadscope --no-loadscope-reorder \
-		tests/slurm tests/sglang tests/vllm tests/atropos tests/integration tests/faults tests/gpu -m "not soak" --durations 15
+		tests/slurm tests/sglang tests/vllm tests/atropos tests/mpi tests/integration tests/faults tests/gpu \
+		-m "not soak" --durations 15
 
 gpu: $(VENV)/dev
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no GPU that PyTorch can use here'"
@@ -66,6 +68,7 @@ soak: $(VENV)/dev
 	tests/sglang/install.sh
 	tests/vllm/install.sh
 	tests/atropos/install.sh
+	tests/mpi/install.sh
 	$(BIN)/python -m pytest tests -m soak --timeout 7200
 
 clean:

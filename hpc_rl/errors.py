@@ -113,6 +113,16 @@ class RoleFailed(HpcRlError):
     failure = FailureClass.INFRASTRUCTURE
 
 
+class NodeFailed(RoleFailed):
+    """Some `nodes` don't do what the others do; the next start avoids them."""
+
+    failure = FailureClass.NODE
+
+    def __init__(self, message: str, nodes: list[str]) -> None:
+        super().__init__(message)
+        self.nodes = nodes
+
+
 class DataUnusable(RoleFailed):
     """The data, the workflow or the reward function give nothing to train on; a retry would not help."""
 

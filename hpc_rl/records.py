@@ -346,6 +346,7 @@ class ExitRecord(JsonRecord):
     reason: str = ""
     failure: FailureClass = field(default=FailureClass.UNKNOWN, metadata={"key": "class"})
     final: bool = False  # another start would end the same way
+    nodes: list[str] | None = None  # those to blame
     time: float = 0.0
 
 

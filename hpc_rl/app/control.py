@@ -11,14 +11,26 @@ import faulthandler
 import logging
 import os
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
+from typing import IO
 
 from hpc_rl.errors import ExitCode
 
 logger = logging.getLogger(__name__)
+CONNECT_S = 60.0
+LEAVE_S = 120.0  # longer than the supervisor waits for the other ranks
+KEEPALIVE = {
+    socket.TCP_KEEPIDLE: 30,
+    socket.TCP_KEEPINTVL: 10,
+    socket.TCP_KEEPCNT: 3,
+}  # seconds, seconds, times
 SAME_TERM_S = 2.0  # a scheduler's TERM may come twice, through the launcher too
+
+
+exit_code: int | None = None  # of this process, once it has done its work
 
 
 class Deadline:
@@ -35,13 +47,18 @@ class Deadline:
 class Stacks:
     """The file for the stacks of a process. USR1 writes it from C, even while the GIL is held."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self._path = path
-        self._file = None
+        self._file: IO[bytes] | None = None
+        if path is not None:
+            self.open(path)
+
+    def open(self, path: Path) -> None:
+        self._path = path
         try:
             path.parent.mkdir(exist_ok=True)
-            self._file = path.open("ab", buffering=0)
-            faulthandler.register(signal.SIGUSR1, file=self._file, all_threads=True)
+            file = self._file = path.open("ab", buffering=0)
+            faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
         except OSError as error:  # a full disk must not keep a role from starting
             logger.warning("no stacks can be written: %s", error)
 
@@ -51,6 +68,8 @@ class Stacks:
 
     def close(self) -> None:
         """Remove the file where it is empty."""
+        if self._path is None:
+            return
         with contextlib.suppress(OSError):
             if self._path.stat().st_size == 0:
                 self._path.unlink()
@@ -88,16 +107,52 @@ def obey_signals(stopping: threading.Event) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the supervisor handles a Ctrl-C
 
 
+def connect(where: str, token: str) -> None:
+    """Make a connection to the supervisor the standard input, which mpiexec hands to rank 0 only.
+
+    Raises OSError.
+    """
+    host, _, port = where.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=CONNECT_S) as connection:
+        connection.settimeout(None)
+        # The node of the supervisor may go without a word.
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+        connection.sendall(f"{token}\n".encode())
+        os.dup2(connection.fileno(), 0)
+
+
+def leave(code: int) -> None:
+    """Tell the supervisor at the other end that this process is done, and exit when the others are.
+
+    mpiexec ends all ranks as soon as one has exited.
+    """
+    global exit_code
+    exit_code = code
+    with contextlib.suppress(OSError):
+        os.write(0, f"exited {code}\n".encode())
+        time.sleep(LEAVE_S)  # listen ends the process
+
+
 def listen(stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:
     """Obey the supervisor's lines on standard input until its pipe closes; then end the process."""
     left = b""
     # Not by signals: those would also reach the children, which don't expect them.
-    while data := os.read(0, 4096):
+    while data := _read():
         *lines, left = (left + data).split(b"\n")
         for line in lines:
             obey(line.decode(errors="replace").split(), stopping, deadline, stacks)
-    logger.error("the supervisor's pipe closed: exiting at once")
-    os._exit(ExitCode.KILLED_BY_SYSTEM)
+    if exit_code is None:
+        logger.error("the supervisor's pipe closed: exiting at once")
+    os._exit(ExitCode.KILLED_BY_SYSTEM if exit_code is None else exit_code)
+
+
+def _read() -> bytes:
+    try:
+        return os.read(0, 4096)
+    except OSError:  # of a connection that was reset
+        return b""
 
 
 def obey(line: list[str], stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:

@@ -22,10 +22,12 @@ from functools import cached_property
 from pathlib import Path
 
 from hpc_rl import log, net
-from hpc_rl.app.control import Deadline, Stacks, listen, obey_signals
+from hpc_rl.app import control
+from hpc_rl.app.control import Deadline, Stacks
+from hpc_rl.app.mpi_ranks import MpiRanks
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, TrialBusy
+from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, NodeFailed, TrialBusy
 from hpc_rl.files import FULL, is_full
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import raise_limits
@@ -50,6 +52,7 @@ class Context:
     rank: int
     num_ranks: int
     tokens: dict[str, str]
+    mpi: MpiRanks | None = None  # where the ranks find each other by MPI
     stopping: threading.Event = field(default_factory=threading.Event)
     deadline: Deadline = field(default_factory=Deadline)
 
@@ -80,20 +83,30 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     """Run `body` as this process's role and exit with its code. Never returns."""
     args = arguments(role)
     raise_limits()
-    by_srun = os.environ.get("HPC_RL_STEPS") == "srun"
-    rank = int(os.environ.get("SLURM_PROCID" if by_srun else "HPC_RL_RANK", 0))
+    steps = os.environ.get("HPC_RL_STEPS")
     num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
     trial = Trial(args.trial_dir)
     attempt, tokens = trial.attempt(args.attempt), trial.tokens()
-    context = Context(role, attempt, args.index, args.incarnation, rank, num_ranks, tokens)
-    log.setup(role, f"{args.index}/{rank}", list(tokens.values()))
+    stopping, deadline, stacks = threading.Event(), Deadline(), Stacks()
+    if steps == "mpiexec":
+        control.connect(os.environ["HPC_RL_SUPERVISOR"], tokens["control"])
+    # Before MPI starts, which may hang.
+    heard = (stopping, deadline, stacks)
+    threading.Thread(target=control.listen, args=heard, daemon=True, name="supervisor-pipe").start()
+    mpi = MpiRanks(num_ranks) if os.environ.get("HPC_RL_MPI") else None
+    rank = mpi.rank if mpi else int(os.environ.get("SLURM_PROCID" if steps == "srun" else "HPC_RL_RANK", 0))
     process = (role, args.index, args.incarnation, rank)  # names its files
-    stacks = Stacks(attempt.stacks(*process))
-    obey_signals(context.stopping)
-    heard = (context.stopping, context.deadline, stacks)
-    threading.Thread(target=listen, args=heard, daemon=True, name="supervisor-pipe").start()
+    if steps == "mpiexec" and num_ranks > 1:
+        own_log(attempt.log(*process))
+    log.setup(role, f"{args.index}/{rank}", list(tokens.values()))
+    stacks.open(attempt.stacks(*process))
+    control.obey_signals(stopping)
+    identity = (role, attempt, args.index, args.incarnation, rank, num_ranks, tokens)
+    context = Context(*identity, mpi=mpi, stopping=stopping, deadline=deadline)
 
     def start() -> int | None:
+        if mpi:
+            mpi.check()
         own = {name: os.environ.get(variable, "") for name, variable in OF_SLURM.items()}
         own_record = ProcessRecord.of(role, os.getpid(), rank, **own)
         write_json(attempt.process_record(*process), own_record.to_json())
@@ -108,7 +121,17 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     logging.shutdown()
     with contextlib.suppress(OSError):  # of a full disk
         sys.stdout.flush()
+    if steps == "mpiexec":
+        control.leave(record.code)
     os._exit(record.code)  # threads of engines and HTTP servers must not hold the exit
+
+
+def own_log(path: Path) -> None:
+    """Write to a file of this process: mpiexec mixes what all ranks write."""
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    for number in (1, 2):
+        os.dup2(file, number)
+    os.close(file)
 
 
 def arguments(role: str) -> argparse.Namespace:
@@ -124,6 +147,7 @@ def arguments(role: str) -> argparse.Namespace:
 
 def _guarded(start: Callable[[], int | None]) -> ExitRecord:
     code, reason, failure, final = 0, "", FailureClass.UNKNOWN, False
+    nodes: list[str] | None = None
     try:
         code = int(start() or 0)
     except (ConfigError, TrialBusy) as error:  # of a role, 64 and 75 would mean something else
@@ -133,12 +157,15 @@ def _guarded(start: Callable[[], int | None]) -> ExitRecord:
         logger.error("%s", error)
         code, reason, failure = error.exit_code, str(error), error.failure
         final = isinstance(error, GivenUp)
+        nodes = error.nodes if isinstance(error, NodeFailed) else None
     except BaseException as error:
         logger.error("%s", traceback.format_exc())
         cannot_write = isinstance(error, OSError) and error.errno in CANNOT_WRITE
         code = ExitCode.CANNOT_WRITE if cannot_write else ExitCode.FAILED
         reason, failure = f"{type(error).__name__}: {error}", _class_of(error)
-    return ExitRecord(code=int(code), reason=reason, failure=failure, final=final, time=time.time())
+    return ExitRecord(
+        code=int(code), reason=reason, failure=failure, final=final, nodes=nodes, time=time.time()
+    )
 
 
 def _class_of(error: BaseException) -> FailureClass:

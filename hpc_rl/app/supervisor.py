@@ -18,6 +18,7 @@ from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import raise_limits
 from hpc_rl.records import EndedRecord
 from hpc_rl.supervise.deadline import JobEndTime
+from hpc_rl.supervise.mpiexec import with_mpiexec
 from hpc_rl.supervise.processes import open_steps
 from hpc_rl.supervise.runner import TrialRunner
 from hpc_rl.supervise.server_runner import ServerRunner
@@ -52,7 +53,8 @@ def main() -> int:
             return _run_servers(attempt, plan, config, args.steps)
         if plan.layout == "jobs":  # the servers run in jobs of their own
             plan = replace(plan, units=plan.units_on(plan.groups[0].nodes))
-        return TrialRunner(attempt, plan, config, open_steps(args.steps, plan), JobEndTime()).run()
+        steps = with_mpiexec(open_steps(args.steps, plan), plan, config.cluster.interface)
+        return TrialRunner(attempt, plan, config, steps, JobEndTime()).run()
     except HpcRlError as error:
         logger.error("%s", error)
         code = _exit_code(error)

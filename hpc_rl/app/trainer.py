@@ -2,6 +2,7 @@
 
 import logging
 import os
+import socket
 from contextlib import ExitStack
 
 from hpc_rl import net
@@ -18,7 +19,7 @@ COLLECTIVE_TIMEOUT_S = 4 * 3600.0
 
 def body(context: Context) -> int:
     # torch takes seconds to import: the process record is written before
-    from hpc_rl.engines import distributed
+    from hpc_rl.engines import collectives, distributed
     from hpc_rl.trainers.compose import COMPOSE
     from hpc_rl.trainers.loop import train
     from hpc_rl.trainers.ranks import Ranks
@@ -29,16 +30,20 @@ def body(context: Context) -> int:
     device = device_of(context)
     key = keys.rendezvous(context.attempt.id, context.incarnation)  # of the process group's store
 
+    mpi = context.mpi
+
     def publish(address: str, port: int) -> None:
-        names.put(key, {"address": address, "port": port})
+        mpi.share((address, port)) if mpi else names.put(key, {"address": address, "port": port})
 
     def find() -> tuple[str, int]:
+        if mpi:
+            return mpi.share(None)
         record = names.wait(key, JOIN_TIMEOUT_S)
         return record["address"], record["port"]
 
     if context.interface:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", net.interface_of(context.address) or "")
-    distributed.init_ranks(
+    store = distributed.init_ranks(
         context.rank,
         context.num_ranks,
         device,
@@ -48,7 +53,14 @@ def body(context: Context) -> int:
         join_timeout_s=JOIN_TIMEOUT_S,
         address=context.address,
     )
+    if mpi:
+        mpi.finish()
     log_start(context, "all ranks have joined")
+    if store is not None and context.config.launcher.check_collectives:
+        found = collectives.check(store, device, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+        log_start(context, f"the collectives work: {found.summary}")
+        for node, reason in found.slow.items():
+            logger.warning("node %s is slow: %s", node, reason)
     train_part = parse(context.plan.allocation).train
     assert train_part is not None, "a plan with a trainer names its engine"
     start = TrainerContext(
@@ -84,7 +96,8 @@ def device_of(context: Context) -> str:
     import torch
 
     unit = next(unit for unit in context.plan.units if unit.role == "trainer")
-    return f"cuda:{context.rank % unit.tasks_per_node % max(1, torch.cuda.device_count())}"
+    local_rank = context.mpi.local_rank if context.mpi else context.rank % unit.tasks_per_node
+    return f"cuda:{local_rank % max(1, torch.cuda.device_count())}"
 
 
 if __name__ == "__main__":

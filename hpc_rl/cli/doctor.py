@@ -100,6 +100,7 @@ def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig,
 
 def _with_plan(needs: Requirements, loaded: Loaded) -> Requirements:
     plan = plan_of(loaded, files=False).plan
+    mpi = next((unit.mpi for unit in plan.units if unit.mpi), None)
     return replace(
         needs,
         num_nodes=plan.n_nodes,
@@ -110,6 +111,8 @@ def _with_plan(needs: Requirements, loaded: Loaded) -> Requirements:
         server_python=loaded.config.launcher.inference_server_python or plan.python,
         servers=tuple(pool.backend for pool in plan.pools),
         megatron="megatron" in plan.allocation,
+        mpi=mpi is not None,
+        mpiexec=mpi.mpiexec if mpi else "",
     )
 
 

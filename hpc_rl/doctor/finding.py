@@ -65,6 +65,8 @@ class Requirements:
     server_python: str = ""  # interpreter of SGLang or vLLM
     servers: tuple[str, ...] = ()  # their backends
     megatron: bool = False
+    mpi: bool = False  # ranks find each other by MPI
+    mpiexec: str = ""  # program that starts them; empty for srun
     partition: str = ""
     interface: str = ""
 

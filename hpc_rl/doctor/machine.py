@@ -17,6 +17,7 @@ from pathlib import Path
 
 from hpc_rl import net
 from hpc_rl.config.tables import sglang_versions, vllm_versions
+from hpc_rl.doctor import mpi_check
 from hpc_rl.doctor.finding import Requirements, Verdict, fail, judge, ok, warn
 from hpc_rl.errors import ConfigError
 from hpc_rl.schedulers.hostlist import peer_hosts
@@ -57,6 +58,13 @@ def check_megatron(needs: Requirements) -> Verdict:
         fix = "`pip install megatron-core` there, or use fsdp."
         return fail("megatron-core is missing in the trainer's Python", fix)
     return ok(f"megatron-core {version}" if version else "not installed, not required")
+
+
+def check_mpi(needs: Requirements) -> Verdict:
+    if not needs.mpi:
+        return ok("not required")
+    seen = mpi_check.look(needs.python or sys.executable, needs.mpiexec)
+    return fail(seen.problem, mpi_check.FIX) if seen.problem else ok(seen.found)
 
 
 def check_sglang(needs: Requirements) -> Verdict:
@@ -293,7 +301,8 @@ def leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:
 
 
 MACHINE_CHECKS = (
-    check_python, check_torch, check_sglang, check_vllm, check_megatron, check_cpus, check_gpus, check_memory,
+    check_python, check_torch, check_sglang, check_vllm, check_megatron, check_mpi, check_cpus, check_gpus,
+    check_memory,
     check_shared_memory, check_temporary, check_open_files, check_processes, check_locked_memory,
     check_ports, check_address, check_host_name, check_proxy, check_leftovers,
 )  # fmt: skip

@@ -20,8 +20,8 @@ def init_ranks(
     timeout_s: float = 600.0,
     join_timeout_s: float | None = None,
     address: str = "127.0.0.1",
-) -> None:
-    """Join the process group: gloo on CPU, NCCL on CUDA. A single rank gets none.
+) -> dist.Store | None:
+    """Join the process group: gloo on CPU, NCCL on CUDA, and return its store. A single rank gets none.
 
     Rank 0 starts the store on a port that the system chooses, and gives `publish` its address, which is
     `address` of this host, and port; the others wait for that in `find`, which may raise TimeoutError.
@@ -31,7 +31,7 @@ def init_ranks(
     the store.
     """
     if num_ranks == 1:
-        return
+        return None
     device, timeout = torch.device(device), timedelta(seconds=timeout_s)
     first = rank == 0
     host, port = (address, 0) if first else find()
@@ -46,6 +46,7 @@ def init_ranks(
     elif device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(_backend(device), store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    return store
 
 
 def init_alone(device: torch.device | str) -> None:

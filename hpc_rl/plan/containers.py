@@ -84,6 +84,7 @@ def common_env(unit: Unit, kind: str) -> dict[str, str]:
         "HPC_RL_STEPS": kind,
         "HPC_RL_NUM_RANKS": str(unit.num_tasks),
         "OMP_NUM_THREADS": str(unit.cpus_per_task),
+        **({"HPC_RL_MPI": "1"} if unit.mpi else {}),
         **unit.env,
     }
 

@@ -23,6 +23,7 @@ from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers, train_mesh
+from hpc_rl.plan.mpi_start import mpi_start, refuse_shared_gpus
 from hpc_rl.plan.placement import Demand, Placement, PoolDemand, nearest, place
 from hpc_rl.plan.schema import Group, Plan, Pool, Unit
 
@@ -64,7 +65,11 @@ def make_plan(
         replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
         for unit in (*_units(config, allocation, placement), *_environment_units(config))
     ]
+    mpi = mpi_start(config, scheduler)
+    units = [replace(unit, mpi=mpi) if unit.role == "trainer" else unit for unit in units]
     knows_gpus = scheduler != "slurm" or slurm_knows_gpus(config)
+    if scheduler == "slurm" and knows_gpus:
+        refuse_shared_gpus(units)
     if not knows_gpus:
         units = [_with_visible_gpus(unit) for unit in units]
     if n_gpus and "cluster.n_gpus_per_node" not in explicit:

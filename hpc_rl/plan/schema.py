@@ -22,6 +22,15 @@ class Container:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MpiStart:
+    """How the ranks of a unit are started where they find each other by MPI."""
+
+    mpiexec: str = ""  # program; empty where srun starts them
+    args: list[str] = field(default_factory=list)  # of mpiexec
+    srun_mpi: str = "none"  # srun's --mpi
+
+
+@dataclass(frozen=True, kw_only=True)
 class Unit:
     """One step for the supervisor to start: a server replica, rollout, all trainer ranks, an environment."""
 
@@ -38,11 +47,16 @@ class Unit:
     env: dict[str, str] = field(default_factory=dict)
     srun_args: list[str] = field(default_factory=list)
     container: Container | None = None  # None: the node itself
+    mpi: MpiStart | None = None  # None: the ranks find each other without MPI
 
     @property
     def launch_line(self) -> str:
         """Name of its function in steps.sh."""
         return self.role if self.pool in ("", DEFAULT_POOL) else f"{self.role}_{self.pool}"
+
+    @property
+    def by_mpiexec(self) -> bool:
+        return self.mpi is not None and bool(self.mpi.mpiexec)
 
     @property
     def num_tasks(self) -> int:
@@ -127,6 +141,10 @@ class Plan:
 
 
 def _unit(data: dict[str, Any]) -> Unit:
-    container = data.get("container")
+    container, mpi = data.get("container"), data.get("mpi")
     pool = data.get("pool") or (DEFAULT_POOL if data["role"] == "server" else "")
-    return Unit(**{**data, "pool": pool, "container": Container(**container) if container else None})
+    parts = {
+        "container": Container(**container) if container else None,
+        "mpi": MpiStart(**mpi) if mpi else None,
+    }
+    return Unit(**{**data, "pool": pool, **parts})

@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +72,10 @@ def render(
         texts[name] = _text(jinja, name, trial, common)
     if scheduler == "local":
         texts[LOCAL] = _text(jinja, LOCAL, trial, common | {"n_nodes": 1, "layout": "allocation"})
+        if by_mpiexec := [unit for unit in plan.units if unit.by_mpiexec]:
+            texts[STEPS] = render_steps(
+                replace(plan, units=by_mpiexec), trial, stamp.workdir, folders, scheduler
+            )
         return texts
     slurm = config.launcher.slurm
     requests = layouts.SbatchRequests(slurm, plan, trial, stamp.tag, str(stamp.workdir), stamp.avoid)
@@ -84,14 +88,16 @@ def render(
     return texts
 
 
-def render_steps(plan: Plan, trial: Trial, workdir: Path, folders: Sequence[Path] = ()) -> str:
+def render_steps(
+    plan: Plan, trial: Trial, workdir: Path, folders: Sequence[Path] = (), scheduler: str = "slurm"
+) -> str:
     """Return steps.sh: the launch line of each role, and pool of servers. Raises ConfigError."""
     launch = steps.launch_lines(plan, trial.dir, workdir)
     values: dict[str, Any] = {
         role: next((line for line in launch if line["role"] == role), None) for role in steps.ROLES
     }
     values["servers"] = [line for line in launch if line["role"] == "server"]
-    values |= {"roles": [line["name"] for line in launch], "layout": plan.layout}
+    values |= {"roles": [line["name"] for line in launch], "layout": plan.layout, "scheduler": scheduler}
     return _text(LayeredEnvironment(folders), STEPS, trial, values)
 
 

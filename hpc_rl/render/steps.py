@@ -31,6 +31,11 @@ def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> list[dict[str, A
             "cpus_per_task": unit.cpus_per_task,
             "gpus": _gpus(plan, unit),
             "summary": f"{_count(num_units[name], 'unit')}, {_size(unit)}",
+            "cpus_per_node": unit.tasks_per_node * unit.cpus_per_task,
+            "gpus_per_node": unit.tasks_per_node * unit.gpus_per_task,
+            "mpiexec": unit.mpi.mpiexec if unit.mpi else "",
+            "mpi_args": [[arg] for arg in unit.mpi.args] if unit.mpi else [],
+            "srun_mpi": unit.mpi.srun_mpi if unit.mpi else "none",
             "srun_options": [*([option] for option in unit.srun_args), *command.srun_options],
             "program": command.program,
         }

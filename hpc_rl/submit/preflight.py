@@ -15,10 +15,10 @@ from hpc_rl.config.loading.stored import Loaded
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
 from hpc_rl.config.rules.training_rules import FLASH_PACKAGES, models
 from hpc_rl.config.sections.experiment import Config, replaced
-from hpc_rl.doctor import machine
+from hpc_rl.doctor import machine, mpi_check
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.plan import with_threads_per_core
-from hpc_rl.plan.schema import Plan
+from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.render import lint
 from hpc_rl.render.layouts import servers_of, without
 from hpc_rl.schedulers.sinfo import JobRequest, Node, judge, threads_per_core
@@ -86,6 +86,29 @@ def _installed(plan: Plan) -> set[str] | str:
     if isinstance(found, str):
         return f"the trainer's Python is not known: {found}"
     return {name.replace("_", "-") for name in found}
+
+
+def with_mpi(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
+    """Return the configuration with a note where this machine, a login node, lacks the trainer's MPI.
+
+    Raises ConfigError for what is the same on the nodes, and where this machine is the one that runs it.
+    """
+    trainer = next((unit for unit in plan.units if unit.mpi), None)
+    if trainer is None or trainer.mpi is None or trainer.container:
+        return loaded
+    seen = mpi_check.look(plan.python, trainer.mpi.mpiexec)
+    if not seen.problem:
+        return loaded
+    if seen.is_certain or scheduler == "local":
+        use = "or use launcher.trainer_start srun with launcher.slurm.srun_mpi none"
+        raise ConfigError(
+            f"launcher.trainer_start {_start(trainer)}: {seen.problem}. {mpi_check.FIX[:-1]}, {use}."
+        )
+    return replace(loaded, notes=[*loaded.notes, f"{seen.problem}; the nodes must have it (site.sh)."])
+
+
+def _start(trainer: Unit) -> str:
+    return "mpiexec" if trainer.by_mpiexec else "srun with launcher.slurm.srun_mpi"
 
 
 class CheckState(enum.StrEnum):

@@ -125,7 +125,7 @@ def _after_silent_ranks(found: UnitExit, silent: list[int]) -> UnitExit:
 
 def _recorded(rank: int, record: ExitRecord) -> UnitExit:
     reason = f"rank {rank}: {record.reason}" if rank and record.reason else record.reason
-    return UnitExit(record.code, reason, record.failure, final=record.final)
+    return UnitExit(record.code, reason, record.failure, tuple(record.nodes or ()), record.final)
 
 
 def _unrecorded(launcher_code: int, num_ranks: int) -> UnitExit:

@@ -17,6 +17,7 @@ import time
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.files import last_lines
@@ -88,8 +89,8 @@ class Handle:
         """Have every process dump its stacks, although it may neither listen nor run."""
         # Only the tasks: their children may not expect the signal. A stopped task must run to obey it.
         for task in self._tasks:
-            _signal(task, signal.SIGUSR1)
-            _signal(task, signal.SIGCONT)
+            signal_task(task, signal.SIGUSR1)
+            signal_task(task, signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill all processes; poll returns once that has happened."""
@@ -112,7 +113,7 @@ class Handle:
         return ""
 
 
-def _search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
+def search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
     """Return the PYTHONPATH of a unit: its own comes after the code of the submission."""
     paths = [path for path in (environ.get("PYTHONPATH"), unit.env.get("PYTHONPATH")) if path]
     return {"PYTHONPATH": ":".join(paths)} if paths else {}
@@ -127,10 +128,10 @@ class ProcessSteps:
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
         """Start an incarnation of a unit. Raises OSError."""
         own = {
-            "CUDA_VISIBLE_DEVICES": self._gpus(unit),
+            "CUDA_VISIBLE_DEVICES": self.gpus(unit),
             "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1)),
         }
-        env = self.environ | common_env(unit, "process") | own | unit.env | _search_path(self.environ, unit)
+        env = self.environ | common_env(unit, "process") | own | unit.env | search_path(self.environ, unit)
         env = container_env(unit, env, "process", attempt.trial.dir, Path.cwd())
         interpreter, *arguments = argv
         program = command_of(unit, interpreter, attempt.trial.dir, Path.cwd()).program
@@ -146,7 +147,8 @@ class ProcessSteps:
                 raise
         return handle
 
-    def _gpus(self, unit: Unit) -> str:
+    def gpus(self, unit: Unit) -> str:
+        """Return the GPUs of a unit, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError for too few."""
         count = unit.gpus_per_task * unit.tasks_per_node
         visible = [gpu for gpu in self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
         if visible and unit.gpu_offset + count > len(visible):
@@ -170,7 +172,8 @@ def _reap(task: subprocess.Popen[bytes]) -> int | None:
     return task.wait()
 
 
-def _signal(task: subprocess.Popen[bytes], number: int) -> None:
+def signal_task(task: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to a child that has not been waited for."""
     # Not by Popen.send_signal: that reaps a child, whose group is then not killed.
     if task.returncode is None:
         with suppress(ProcessLookupError):
@@ -192,7 +195,7 @@ class SrunSteps:
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
         log = attempt.log(unit.role, unit.index, incarnation)
-        env = self.environ | common_env(unit, "srun") | _search_path(self.environ, unit)
+        env = self.environ | common_env(unit, "srun") | search_path(self.environ, unit)
         env = container_env(unit, env, "srun", attempt.trial.dir, Path.cwd())
         script = attempt.trial.scripts / STEPS_SCRIPT
         if not script.is_file():
@@ -229,7 +232,7 @@ class SrunHandle(Handle):
 
     def dump_stacks(self) -> None:
         # srun forwards USR1 to its tasks, but not the CONT that stopped ones need.
-        _signal(self._tasks[0], signal.SIGUSR1)
+        signal_task(self._tasks[0], signal.SIGUSR1)
         if step := next(filter(None, map(self._step_of, self._processes.glob(self._records))), ""):
             self._scancel = subprocess.Popen(["scancel", "--signal=CONT", step], stdin=subprocess.DEVNULL)
 
@@ -242,13 +245,18 @@ class SrunHandle(Handle):
         """Have srun kill its step; a client that does not manage is killed later, which closes the pipe."""
         if self._kill_at == float("inf"):
             self._kill_at = time.monotonic() + KILL_STEP_S
-            _signal(self._tasks[0], signal.SIGTERM)
+            signal_task(self._tasks[0], signal.SIGTERM)
 
 
-Steps = ProcessSteps | SrunSteps
+class Steps(Protocol):
+    """How units are started."""
+
+    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
+        """Start an incarnation of a unit. Raises OSError."""
+        ...
 
 
-def open_steps(kind: str, plan: Plan) -> Steps:
+def open_steps(kind: str, plan: Plan) -> ProcessSteps | SrunSteps:
     """Return how processes are started: `srun` within a Slurm job, `process` on this machine."""
     if kind == "process":
         return ProcessSteps()

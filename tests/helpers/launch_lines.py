@@ -10,9 +10,12 @@ from hpc_rl.render.scripts import render_steps
 from hpc_rl.trial import Trial
 
 
-def write_steps(trial: Trial, *units: Unit, python: str = "python", **plan: Any) -> Path:
+def write_steps(
+    trial: Trial, *units: Unit, python: str = "python", scheduler: str = "slurm", **plan: Any
+) -> Path:
     """Write the launch lines of these units; `plan` replaces fields of the toy plan."""
     path = trial.scripts / "steps.sh"
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(render_steps(toy_plan(list(units), python, **plan), trial, Path.cwd()))
+    made = toy_plan(list(units), python, **plan)
+    path.write_text(render_steps(made, trial, Path.cwd(), scheduler=scheduler))
     return path

@@ -21,13 +21,19 @@ def python_of(package: str) -> str:
     if given:
         assert Path(given).exists(), f"{name} is {given!r}, which does not exist"
         return given
-    install = subprocess.run([ROOT / "tests" / package / "install.sh"], capture_output=True, text=True)
-    if install.returncode != 0:
-        message = f"tests/{package}/install.sh failed: {install.stderr[-2000:]}"
+    install(package)
+    return str(ROOT / f".venv-{package}" / "bin" / "python")
+
+
+def install(package: str, *arguments: str) -> None:
+    """Run tests/<package>/install.sh; skip or fail, as python_of does, where that fails."""
+    script = ROOT / "tests" / package / "install.sh"
+    done = subprocess.run([script, *arguments], capture_output=True, text=True)
+    if done.returncode != 0:
+        message = f"tests/{package}/install.sh failed: {done.stderr[-2000:]}"
         if os.environ.get("CI") == "true" or package in os.environ.get("HPC_RL_TEST_REQUIRE", ""):
             pytest.fail(message)
         pytest.skip(message)
-    return str(ROOT / f".venv-{package}" / "bin" / "python")
 
 
 def flags_of_help(argv: list[str], env: dict[str, str]) -> set[str]:

@@ -17,6 +17,7 @@ from hpc_rl.config.rules import (
     file_rules,
     generation_rules,
     judge_rules,
+    mpi_rules,
     pool_rules,
     sglang_rules,
     slurm_rules,
@@ -37,6 +38,7 @@ RULES: list[Rule] = [
     *engine_rules.RULES,
     *slurm_rules.RULES,
     *container_rules.RULES,
+    *mpi_rules.RULES,
 ]
 GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[str]]] = [
     *generation_rules.GRPO_RULES,

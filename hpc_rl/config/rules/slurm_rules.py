@@ -36,7 +36,7 @@ _SHORT = {
 # Options of the section that are not options of sbatch.
 _NOT_SBATCH = {
     "extra_args", "srun_additional_args", "container_type", "mount", "gpus_by", "gpu_type", "layout",
-    "servers", "continue_by", "backend",
+    "servers", "continue_by", "backend", "srun_mpi",
 }  # fmt: skip
 _SRUN_SHORT = {
     "-K": "--kill-on-bad-exit", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task",

@@ -136,6 +136,9 @@ class SlurmLauncherConfig(SlurmNodesConfig):
     """Further sbatch options, one per item, such as `--hint=nomultithread`."""
     srun_additional_args: str = ""
     """Further options of every role's srun, split as by a shell; variables are not expanded."""
+    srun_mpi: Literal["none", "pmix", "pmi2", "cray_shasta"] = "none"
+    """`--mpi` of the trainer's srun. With another value than `none` its ranks find each other by MPI, with
+    the extra `mpi` (mpi4py) in the trainer's Python. hpc-rl extension."""
     container_type: Literal["apptainer", "pyxis", "none"] = "apptainer"
     """Program that starts the images. A role without an image runs without a container; the supervisor always
     does. `pyxis` needs Slurm."""
@@ -200,6 +203,17 @@ class HooksConfig:
 
 
 @dataclass(kw_only=True)
+class MpiConfig:
+    """How `launcher.trainer_start: mpiexec` starts the trainer."""
+
+    mpiexec: Executable = "mpiexec"
+    """Program of Open MPI, MPICH or Intel MPI: a name or a path. mpi4py in the trainer's Python must load the
+    same MPI."""
+    args: list[str] = field(default_factory=list)
+    """Further options of mpiexec, one per item; the plan sets hosts and ranks."""
+
+
+@dataclass(kw_only=True)
 class LauncherConfig:
     """How processes are started."""
 
@@ -229,6 +243,14 @@ class LauncherConfig:
     trainer_env_vars: dict[str, str] | str = ""
     """Environment variables of the trainer ranks: a mapping, or `A=b,C=d`. On GPUs with
     `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, unless it is given here."""
+    trainer_start: Literal["srun", "mpiexec"] = "srun"
+    """What starts the trainer's ranks. `srun`: as all roles, by srun, or on this machine directly. `mpiexec`:
+    by MPI, with the extra `mpi` (mpi4py) in the trainer's Python. hpc-rl extension."""
+    mpi: MpiConfig = field(default_factory=MpiConfig)
+    """How `trainer_start: mpiexec` starts the trainer. hpc-rl extension."""
+    check_collectives: bool = True
+    """Check, before a trainer of several ranks trains, that they sum and exchange numbers correctly, and name
+    slow nodes. hpc-rl extension."""
     hooks: HooksConfig = field(default_factory=HooksConfig)
     """Scripts that run at fixed moments of every attempt."""
     slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)

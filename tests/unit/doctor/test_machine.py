@@ -16,6 +16,7 @@ from hpc_rl import net
 from hpc_rl.doctor import machine
 from hpc_rl.doctor.finding import Requirements, Status, run_checks
 from hpc_rl.doctor.machine import MACHINE_CHECKS, LeftoverProcess, cgroup_memory, leftovers, versions
+from hpc_rl.doctor.mpi_check import MpiLook
 from hpc_rl.errors import ConfigError
 
 GB = 10**9
@@ -24,7 +25,7 @@ LIBRARIES = {"torch": "2.9.1+cu128", "transformers": "4.57.0", "safetensors": "0
              "vllm": "0.32.0+cpu", "megatron-core": "0.14.0"}  # fmt: skip
 NEEDS = Requirements(
     on_slurm=True, num_nodes=2, cpus=32, gpus=8, mem_mb=128_000, fileroot="/shared/runs", python="python", servers=("sglang",),
-    megatron=True,
+    megatron=True, mpi=True, mpiexec="mpiexec",
 )  # fmt: skip
 FREE = resource.RLIM_INFINITY
 
@@ -37,7 +38,7 @@ def good(monkeypatch):
         facts = {
             "python": (3, 12, 1), "libraries": LIBRARIES, "cpus": 64, "gpus": 8, "cgroup": None, "shm": 64 * GB,
             "tmp": 100 * GB, "nofile": (1024, 65536), "nproc": (FREE, FREE), "memlock": (65536, FREE), "bind_error": None,
-            "ports": "32768 60999", "address": "10.0.0.1", "resolves": True, "proxy": "", "leftovers": [],
+            "mpi": MpiLook(found="mpiexec of MPICH"), "ports": "32768 60999", "address": "10.0.0.1", "resolves": True, "proxy": "", "leftovers": [],
         } | wrong  # fmt: skip
         limits = {
             resource.RLIMIT_NOFILE: facts["nofile"],
@@ -56,6 +57,7 @@ def good(monkeypatch):
         real_bind, read_text = net.bind, Path.read_text
         monkeypatch.setattr(machine.sys, "version_info", facts["python"])
         monkeypatch.setattr(machine, "versions", lambda python: facts["libraries"])
+        monkeypatch.setattr(machine.mpi_check, "look", lambda python, mpiexec: facts["mpi"])
         monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: range(facts["cpus"]))
         monkeypatch.setattr(machine, "visible_gpus", lambda: (facts["gpus"], "nvidia-smi"))
         monkeypatch.setattr(machine.os, "sysconf", lambda name: 2**20)  # 1 TB as pages times page size
@@ -87,6 +89,7 @@ WRONG = [  # check, what is wrong, how severe, tokens of the finding and of the 
     ("torch", {"libraries": {**LIBRARIES, "torch": "2.1.0"}}, "fail", "2.1.0", "torch>=2.9"),
     ("torch", {"libraries": {**LIBRARIES, "torch": ""}}, "fail", "torch", "pip install"),
     ("megatron", {"libraries": {**LIBRARIES, "megatron-core": ""}}, "fail", "missing", "megatron-core"),
+    ("mpi", {"mpi": MpiLook(problem="mpiexec is not an executable program here")}, "fail", "mpiexec", "mpi4py>=4"),
     ("sglang", {"libraries": {**LIBRARIES, "sglang": ""}}, "fail", "not installed", "inference_server_python"),
     ("vllm", {"libraries": {**LIBRARIES, "vllm": "0.1.0"}}, "warn", "0.1.0", "0.32.0"),
     ("sglang", {"libraries": {**LIBRARIES, "sglang": "0.1.0"}}, "warn", "0.1.0", "0.5.23"),

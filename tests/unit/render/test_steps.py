@@ -10,7 +10,7 @@ from launch_lines import write_steps
 from toy_plans import toy_plan
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.plan.schema import Group, Unit
+from hpc_rl.plan.schema import Group, MpiStart, Unit
 from hpc_rl.render.lint import problems
 from hpc_rl.render.steps import plan_lines
 from hpc_rl.trial import Trial
@@ -112,3 +112,88 @@ def test_the_plan_in_words():
         "node 1     server      server 0: 1 process, 3 CPUs, 1 GPU, 10 MB",
         "nodes 2-3  server      server 1-4: 2 replicas on each node, 1 process, 3 CPUs, 1 GPU, 10 MB",
     ]
+
+
+# --- MPI
+
+
+OPEN_MPI, HYDRA = "mpiexec (Open MPI) 5.0.11", "HYDRA build details:\n    Version: 5.0.2"
+
+
+def mpiexec(
+    tmp_path: Path, *units: Unit, says: str, scheduler: str = "slurm", **plan
+) -> tuple[list[str], dict]:
+    """The arguments and environment of the trainer's mpiexec, which says this of its version."""
+    script = write_steps(Trial(tmp_path / "a trial"), *units, scheduler=scheduler, **plan)
+    assert problems({"steps.sh": script.read_text()}) == []
+    program = '#!/bin/bash\nif [[ $1 == --version ]]; then cat "$0.version"; else printf "%s\\0" "$@"; env >"$0.env"; fi\n'
+    (tmp_path / "mpi exec").write_text(program)
+    (tmp_path / "mpi exec").chmod(0o755)
+    (tmp_path / "mpi exec.version").write_text(says)
+    outer = [
+        "PMI_RANK",
+        "PMIX_NAMESPACE",
+        "OMPI_COMM_WORLD_SIZE",
+        "MPI_LOCALNRANKS",
+        "SLURM_PROCID",
+        "SLURM_STEP_ID",
+    ]
+    kept = {
+        "OMPI_MCA_btl": "tcp",
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_GPUS_PER_NODE": "8",
+    }
+    env = {"PATH": os.environ["PATH"], **dict.fromkeys(outer, "5"), **kept}
+    step = ["trainer", "trainer-0.3", "a2,b7", "", "", "-m", "a module"]
+    done = subprocess.run(["bash", script, *step], env=env, capture_output=True, text=True, check=True)
+    lines = (tmp_path / "mpi exec.env").read_text().splitlines()
+    found = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert not found.keys() & set(outer) and found["OMPI_MCA_btl"] == "tcp"
+    return done.stdout.split("\0")[:-1], found
+
+
+def by_mpi(tmp_path: Path, **more) -> Unit:
+    mpi = MpiStart(mpiexec=str(tmp_path / "mpi exec"), args=["--mca", "a b"])
+    return replace(unit(tasks=2, nodes=(1, 2), **more), mpi=mpi)
+
+
+@pytest.mark.parametrize(
+    ("says", "hosts"),
+    [
+        (OPEN_MPI, ["--host", "a2:2,b7:2", "--map-by", "ppr:2:node", "--bind-to", "none"]),
+        (HYDRA, ["-hosts", "a2,b7", "-ppn", "2"]),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.10", ["-hosts", "a2,b7", "-ppn", "2"]),
+    ],
+)
+def test_mpiexec_gets_hosts_and_ranks_as_its_implementation_takes_them(tmp_path, says, hosts):
+    argv, env = mpiexec(tmp_path, by_mpi(tmp_path, gpus=2), says=says, **GPUS)
+    assert argv == ["-n", "4", *hosts, "--mca", "a b", "python", "-m", "a module"]
+    own = {name: env[name] for name in env if name.startswith(("SLURM_", "SRUN_"))}
+    assert own == {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_TASKS_PER_NODE": "2(x4)",
+        "SLURM_EXACT": "1",
+        "SLURM_MEM_PER_NODE": "0",
+        "SLURM_CPUS_PER_TASK": "6",
+        "SRUN_CPUS_PER_TASK": "6",
+        "SLURM_GPUS_PER_NODE": "4",
+    }
+
+
+def test_without_slurm_mpiexec_starts_all_ranks_here(tmp_path):
+    argv, env = mpiexec(tmp_path, by_mpi(tmp_path), says=OPEN_MPI, scheduler="local")
+    assert argv[2:4] == ["--host", "localhost:2"]
+    assert not [name for name in env if name.startswith("SLURM_")], "it would start them by srun"
+
+
+def test_an_mpiexec_that_is_none_is_refused(tmp_path):
+    with pytest.raises(subprocess.CalledProcessError) as caught:
+        mpiexec(tmp_path, by_mpi(tmp_path), says="gforker 1.0")
+    assert caught.value.returncode == 78 and "neither Open MPI, MPICH nor Intel MPI" in caught.value.stderr
+
+
+def test_srun_is_told_which_mpi_the_ranks_have(tmp_path):
+    assert "--mpi=pmix" in srun(tmp_path, replace(unit(), mpi=MpiStart(srun_mpi="pmix")))
+    assert "--mpi=none" in srun(tmp_path, unit())

@@ -4,6 +4,7 @@ import pytest
 
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.doctor.mpi_check import MpiLook
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render import lint
@@ -200,3 +201,29 @@ def test_megatron_core_that_is_not_installed_is_refused_unless_an_image_may_have
     preflight.refuse_missing_engine(whole("allocation_mode=megatron:d4t2", *image)[1])
     monkeypatch.setattr(preflight.machine, "versions", lambda python: {"megatron_core": "0.16.1"})
     preflight.refuse_missing_engine(plan)
+
+
+BY_MPIEXEC = ["launcher.trainer_start=mpiexec", "cluster.n_gpus_per_node=0"]
+
+
+@pytest.mark.parametrize(
+    ("is_certain", "scheduler", "is_refused"),
+    [(True, "slurm", True), (False, "slurm", False), (False, "local", True)],
+)
+def test_a_missing_mpi_is_refused_where_the_nodes_lack_it_too(monkeypatch, is_certain, scheduler, is_refused):
+    asked = []
+    seen = MpiLook(problem="no mpi4py", is_certain=is_certain)
+    monkeypatch.setattr(preflight.mpi_check, "look", lambda *what: asked.append(what) or seen)
+    loaded, plan = whole(*BY_MPIEXEC, "launcher.python=/p", "launcher.mpi.mpiexec=/m")
+    if is_refused:
+        with pytest.raises(ConfigError, match=r"launcher.trainer_start mpiexec: no mpi4py\..*pip install"):
+            preflight.with_mpi(loaded, plan, scheduler)
+    else:
+        assert preflight.with_mpi(loaded, plan, scheduler).notes[-1].startswith("no mpi4py; the nodes must")
+    assert asked == [("/p", "/m")]
+
+
+def test_mpi_is_asked_for_only_where_it_starts_the_trainer(monkeypatch):
+    monkeypatch.setattr(preflight.mpi_check, "look", lambda *what: pytest.fail("asked"))
+    loaded, plan = whole()
+    assert preflight.with_mpi(loaded, plan, "slurm") is loaded

@@ -169,3 +169,9 @@ def test_every_advice_names_recover_and_submit():
         assert ("`hpc-rl recover`" in policy.advice) == (
             "`hpc-rl submit` to begin where there is none" in policy.advice
         ), failure
+
+
+def test_the_nodes_that_a_rank_blames_are_those_of_the_exit():
+    blamed = ExitRecord(code=70, reason="wrong sums", failure=F.NODE, nodes=["n3"])
+    found = combine_ranks([blamed, ExitRecord.parse(blamed.to_json())], 0)
+    assert found.nodes == ("n3",) and found.policy.exclude_nodes and found.policy.action == "requeue"

@@ -1,0 +1,48 @@
+"""Rules about a trainer that is started by MPI: `launcher.trainer_start`, `launcher.mpi`, `srun_mpi`."""
+
+from collections.abc import Collection, Iterator
+
+from hpc_rl.config.rules.consistency import given
+from hpc_rl.config.rules.container_rules import image_of
+from hpc_rl.config.rules.slurm_rules import option_of
+from hpc_rl.config.sections.experiment import Config
+
+_DERIVED = {  # of any mpiexec: what the plan sets
+    "-n", "-np", "-c", "--n", "--np", "-N", "-ppn", "-perhost", "--map-by", "--npernode", "-npernode",
+    "--host", "-host", "-H", "-hosts", "--hosts", "-f", "--hostfile", "-hostfile", "--machinefile",
+    "-machinefile",
+}  # fmt: skip
+
+
+def starts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    launcher, name = config.launcher, "launcher.trainer_start mpiexec"
+    slurm = launcher.slurm
+    if launcher.trainer_start != "mpiexec":
+        for option in given(config, explicit, "launcher.mpi."):
+            yield f"{option} has no effect with launcher.trainer_start srun; use mpiexec."
+    else:
+        if image_of(slurm, "trainer"):
+            use = "use trainer_start srun (with launcher.slurm.srun_mpi, if it needs MPI), or omit the image"
+            yield f"{name} can't start a container, but launcher.slurm.trainer_image is set: {use}."
+        if slurm.layout == "hetjob":
+            use = "whose steps name a component; use layout allocation or jobs, or trainer_start srun"
+            yield f"{name} can't be used with launcher.slurm.layout hetjob, {use}."
+        if slurm.srun_mpi != "none":
+            yield f"launcher.slurm.srun_mpi {slurm.srun_mpi} has no effect with {name}; omit it, or use srun."
+    if slurm.srun_mpi != "none" and launcher.type == "local":
+        yield f"launcher.slurm.srun_mpi {slurm.srun_mpi} needs srun, but launcher.type is local; use slurm."
+    if slurm.srun_mpi != "none" and "--mpi" in map(option_of, slurm.srun_additional_args.split()):
+        yield "launcher.slurm.srun_additional_args has --mpi, and so has launcher.slurm.srun_mpi; omit one."
+
+
+def arguments(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    name = "launcher.mpi.args"
+    for text in config.launcher.mpi.args:
+        option = text.partition("=")[0].partition(" ")[0]
+        if any(ord(char) < 32 for char in text) or not text:
+            yield f"{name}: {text!r} is empty or contains a control character."
+        elif option in _DERIVED:
+            yield f"{name}: {option} is derived from the plan and can't be given."
+
+
+RULES = [starts, arguments]

@@ -1,0 +1,222 @@
+"""The trainer by mpiexec. Its ranks are tied to the supervisor by connections of their own.
+
+mpiexec hands its standard input to rank 0 alone, Open MPI's not even the end of it, and ends all ranks as
+soon as one has exited. So each rank first of all connects to the supervisor (app/control.py) and takes that
+for its standard input: lines ask it to stop or to dump its stacks, the end of the connection ends it.
+When it has left
+its exit record it says so, and exits once all have: none is ended by mpiexec before it has saved.
+"""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import os
+import shutil
+import signal
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hpc_rl import net
+from hpc_rl.errors import ExitCode
+from hpc_rl.plan.containers import common_env
+from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.proc import is_alive
+from hpc_rl.records import ProcessRecord
+from hpc_rl.schedulers.hostlist import peer_hosts
+from hpc_rl.supervise import processes
+from hpc_rl.supervise.processes import STEPS_SCRIPT, Handle, ProcessSteps, SrunHandle, SrunSteps, Steps
+from hpc_rl.trial import Attempt
+
+logger = logging.getLogger(__name__)
+LOOPBACK = "127.0.0.1"
+
+
+class _Rank:
+    """The supervisor's end of the connection of one rank."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._socket = connection
+        self._unread = b""
+        self.is_known = False  # it has shown the trial's token
+        self.code: int | None = None  # as it said
+        self.is_gone = False
+
+    def lines(self) -> list[str]:
+        """Return the whole lines that have come."""
+        while not self.is_gone:
+            try:
+                data = self._socket.recv(4096)
+            except BlockingIOError:
+                break
+            except OSError:
+                data = b""
+            self._unread += data
+            self.is_gone = not data
+        *lines, self._unread = self._unread.split(b"\n")
+        return [line.decode(errors="replace") for line in lines]
+
+    def send(self, line: str) -> None:
+        # One that does not read is noticed when it does not stop.
+        with suppress(OSError):
+            self._socket.send(f"{line}\n".encode())
+
+    def end(self) -> None:
+        """Show the rank the end of the connection; its own end shows that it has exited."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self.is_gone = True
+        self._socket.close()
+
+
+class MpiexecHandle(SrunHandle):
+    """One mpiexec, and the connections of its ranks."""
+
+    def __init__(self, unit: Unit, log: Path, records: Path, address: str, token: str) -> None:
+        super().__init__(unit.role, log, records)
+        self._listener = net.bind(LOOPBACK if address == LOOPBACK else "")
+        self._listener.setblocking(False)
+        self.where = f"{address}:{self._listener.getsockname()[1]}"
+        self._token, self._num_ranks = token, unit.num_tasks
+        self._ranks: list[_Rank] = []
+        self._said: list[str] = []  # for ranks that connect later
+        self._release_at = float("inf")  # of the monotonic clock: the others have had their time
+        self._is_released = False
+
+    def poll(self) -> int | None:
+        """Return mpiexec's code once all ranks have exited too, None before."""
+        self._hear()
+        if time.monotonic() >= self._release_at:
+            self._release()
+        code = super().poll()
+        if code is None:
+            return None
+        self._release()
+        if not all(rank.is_gone for rank in self._ranks):
+            if time.monotonic() < self._kill_at:
+                return None
+            for process in self._own_host():
+                with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)
+        for rank in self._ranks:
+            rank.close()
+        # MPICH returns the bare number of the signal that killed a rank.
+        has_lost = any(rank.code is None for rank in self._ranks)
+        return 128 + code if has_lost and 0 < code < signal.NSIG else code
+
+    def send(self, line: str) -> None:
+        self._said.append(line)
+        for rank in self._ranks:
+            if rank.is_known:
+                rank.send(line)
+
+    def dump_stacks(self) -> None:
+        super().dump_stacks()  # mpiexec hands USR1 on
+        for process in self._own_host():
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._release()
+        processes.signal_task(self._tasks[0], signal.SIGTERM)
+
+    def _hear(self) -> None:
+        """Accept connections, and note which ranks have ended."""
+        with suppress(OSError):  # none waits, or the listener is closed
+            while True:
+                self._ranks.append(_Rank(self._listener.accept()[0]))
+        for rank in self._ranks:
+            had_ended = rank.is_gone or rank.code is not None
+            for line in rank.lines():
+                self._obey(rank, line)
+            if not had_ended and (rank.is_gone or rank.code is not None) and rank.is_known:
+                is_clean = rank.code in (ExitCode.DONE, ExitCode.STOPPED)
+                patience_s = processes.AFTER_CLEAN_S if is_clean else processes.AFTER_FAILURE_S
+                self._release_at = min(self._release_at, time.monotonic() + patience_s)
+        strangers = [rank for rank in self._ranks if rank.is_gone and not rank.is_known]
+        for rank in strangers:
+            self._ranks.remove(rank)
+            rank.close()
+        if sum(rank.is_gone or rank.code is not None for rank in self._ranks) >= self._num_ranks:
+            self._release()
+
+    def _obey(self, rank: _Rank, line: str) -> None:
+        word, _, code = line.partition(" ")
+        if rank.is_known and word == "exited" and code.isdigit():
+            rank.code = int(code)
+        elif not rank.is_known and hmac.compare_digest(line.encode(), self._token.encode()):
+            rank.is_known = True
+            for said in self._said:
+                rank.send(said)
+        else:
+            logger.warning("an unknown line, or one of a stranger, came to %s: closed", self.where)
+            rank.is_gone = True
+
+    def _release(self) -> None:
+        """Let all ranks exit; what is left after some seconds is killed."""
+        if not self._is_released:
+            self._is_released = True
+            self._release_at = float("inf")
+            self._kill_at = time.monotonic() + processes.KILL_STEP_S
+            self._listener.close()
+            for rank in self._ranks:
+                rank.end()
+
+    def _own_host(self) -> list[ProcessRecord]:
+        """Return the ranks of this host that run."""
+        found = filter(None, map(ProcessRecord.read, self._processes.glob(self._records)))
+        host = socket.gethostname()
+        return [one for one in found if one.host == host and is_alive(one.pid, one.start_ticks)]
+
+
+@dataclass
+class MpiexecSteps:
+    """Units of MPI by mpiexec, by the launch line in the trial's steps.sh; others as `others` starts them."""
+
+    others: ProcessSteps | SrunSteps
+    address: str  # at which the ranks reach this process
+    environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
+
+    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
+        """Start an incarnation of a unit. Raises OSError."""
+        if unit.mpi is None or not unit.mpi.mpiexec:
+            return self.others.start(unit, argv, attempt, incarnation)
+        script = attempt.trial.scripts / STEPS_SCRIPT
+        if not script.is_file():
+            raise FileNotFoundError(f"{script} does not exist")
+        env = self.environ | common_env(unit, "mpiexec") | processes.search_path(self.environ, unit)
+        if shutil.which(unit.mpi.mpiexec, path=env.get("PATH")) is None:
+            raise FileNotFoundError(f"{unit.mpi.mpiexec} is not on the PATH (launcher.mpi.mpiexec)")
+        nodes = ""
+        if isinstance(self.others, SrunSteps):
+            nodes = ",".join(self.others.hosts[index] for index in unit.nodes)
+        else:
+            env["OMP_NUM_THREADS"] = unit.env.get(
+                "OMP_NUM_THREADS", str(min(unit.cpus_per_task, os.cpu_count() or 1))
+            )
+            env["CUDA_VISIBLE_DEVICES"] = unit.env.get("CUDA_VISIBLE_DEVICES", self.others.gpus(unit))
+        log = attempt.log(unit.role, unit.index, incarnation)
+        token = attempt.trial.tokens()["control"]
+        handle = MpiexecHandle(unit, log, attempt.processes, self.address, token)
+        env["HPC_RL_SUPERVISOR"] = handle.where
+        step = [unit.launch_line, f"{unit.role}-{unit.index}.{incarnation}", nodes, "", ""]
+        # The interpreter is in the launch line; bash gives way to mpiexec.
+        handle.add(["bash", str(script), *step, *argv[1:]], env, log)
+        return handle
+
+
+def with_mpiexec(steps: ProcessSteps | SrunSteps, plan: Plan, interface: str) -> Steps:
+    """Return `steps`, with mpiexec where a unit wants it. Raises ConfigError where no node reaches this."""
+    if not any(unit.by_mpiexec for unit in plan.units):
+        return steps
+    address = LOOPBACK
+    if isinstance(steps, SrunSteps):
+        interface = interface or os.environ.get("HPC_RL_INTERFACE", "")
+        address = net.published_address(plan.n_nodes, interface, peer_hosts(os.environ))
+    return MpiexecSteps(steps, address)
