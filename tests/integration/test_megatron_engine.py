@@ -1,6 +1,7 @@
 """The engine on Megatron-core against plain transformers: layouts of 2 and 4 gloo ranks, state, exports."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -345,6 +346,22 @@ def test_random_weights_are_those_of_the_whole_model(folder, two_ranks, kind):
     got = AutoModelForCausalLM.from_pretrained(folder / f"scratch {kind}-2", dtype=torch.float32)
     for name, value in want.named_parameters():
         assert torch.equal(got.get_parameter(name), value), name
+
+
+LOADED = """
+import sys
+from hpc_rl.engines.megatron import shim
+shim.install()
+from transformers import AutoModelForCausalLM
+print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).model.rotary_emb.inv_freq.tolist())
+"""
+
+
+def test_models_that_transformers_loads_beside_megatron_are_whole(folder):
+    path = folder / "tied"
+    done = subprocess.run([sys.executable, "-c", LOADED, path], capture_output=True, text=True, timeout=120)
+    want = AutoModelForCausalLM.from_pretrained(path).model.rotary_emb.inv_freq.tolist()
+    assert done.stdout.splitlines()[-1:] == [str(want)], done.stderr[-2000:]
 
 
 @pytest.mark.soak

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._device import _device_constructors
 
 _installed = False
 
@@ -24,6 +25,9 @@ def install() -> None:
     if _installed or torch.cuda.is_available():
         return
     _installed = True
+    # What `with torch.device(…)` acts on is found by name, once: before names lead to what is put there. Else
+    # transformers would leave buffers of models that it loads as memory came.
+    _device_constructors()
     cuda: Any = torch.cuda
     # `device=` of gradient buffers, of rotary embeddings and of what pipeline stages and tensor ranks receive
     cuda.current_device = lambda: torch.device("cpu")
