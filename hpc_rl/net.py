@@ -8,6 +8,7 @@ import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.errors import ConfigError
 
@@ -16,6 +17,7 @@ SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 # Reserved for documentation, so that only the default route leads there.
 PUBLIC_HOSTS = ("192.0.2.1", "2001:db8::1")
 DISCARD_PORT = 9
+SILENCE_S = 9  # after which a peer's host counts as lost
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,30 @@ def interfaces() -> list[NetworkInterface]:
 def http_url(address: str, port: int) -> str:
     """Return the base URL of a service; an IPv6 address gets its brackets."""
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
+
+
+def notice_silence(connection: socket.socket) -> None:
+    """Make a TCP connection fail with OSError when its peer's host has been silent for SILENCE_S.
+
+    A host that lost its power or its network says nothing, and a request would wait for its whole time limit.
+    The kernel asks, and the peer's kernel answers: a process that is busy or stopped is not silent.
+    """
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", SILENCE_S // 3),
+        ("TCP_KEEPINTVL", SILENCE_S // 3),
+        ("TCP_KEEPCNT", 2),
+        ("TCP_USER_TIMEOUT", SILENCE_S * 1000),  # for what was sent and not acknowledged, in ms
+    ):
+        if hasattr(socket, name):  # macOS lacks some
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def open_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket of the family, type and protocol that `address` begins with; see `notice_silence`."""
+    connection = socket.socket(*address[:3])
+    notice_silence(connection)
+    return connection
 
 
 def bind(host: str = "", port: int = 0) -> socket.socket:

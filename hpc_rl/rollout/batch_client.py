@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from hpc_rl import net
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
@@ -120,10 +121,19 @@ class RolloutClient:
                     raise LookupError("no live lease")
                 url = urlsplit(seen.value["url"])
                 timeout_s = self.poll_s + 60.0
-                self._connection = http.client.HTTPConnection(url.hostname or "", url.port, timeout=timeout_s)
+                self._connection = _connected(url.hostname or "", url.port, timeout_s)
             self._connection.request(method, path, data, headers)
             response = self._connection.getresponse()
             return response.status, response.read()
         except (OSError, http.client.HTTPException):
             self.close()
             raise
+
+
+def _connected(host: str, port: int | None, timeout_s: float) -> http.client.HTTPConnection:
+    """Return a connection that fails soon if the host of the rollout role is lost. Raises OSError."""
+    connection = http.client.HTTPConnection(host, port, timeout=net.SILENCE_S)
+    connection.connect()
+    net.notice_silence(connection.sock)
+    connection.sock.settimeout(timeout_s)
+    return connection

@@ -11,6 +11,7 @@ from typing import Any
 
 import aiohttp
 
+from hpc_rl import net
 from hpc_rl.errors import InputRefused, RequestRefused, ServerStale, ServerUnavailable
 from hpc_rl.types import Turn
 
@@ -35,7 +36,8 @@ class GenerateRequest:
 
 def open_session() -> aiohttp.ClientSession:
     """Return a session without a bound on connections: 100 would queue what a server could batch."""
-    return aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=60))
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, socket_factory=net.open_socket)
+    return aiohttp.ClientSession(connector=connector)
 
 
 def append_spans(spans: list[tuple[str, int, int]], more: list[dict[str, Any]], offset: int) -> None:
@@ -161,13 +163,15 @@ class HttpServerClient:
     ) -> Any:
         """POST `body`, or GET where it is None."""
         method = "GET" if body is None else "POST"
-        timeout = aiohttp.ClientTimeout(total=timeout_s)
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=net.SILENCE_S)
         try:
             async with self._session.request(
                 method, self.url + path, json=body, headers=headers, timeout=timeout
             ) as response:
                 answer = await response.json(content_type=None)
                 status = response.status
+        except aiohttp.ConnectionTimeoutError as error:
+            raise ServerUnavailable(f"{self.url}{path}: no connection within {net.SILENCE_S} s") from error
         except TimeoutError as error:
             raise ServerUnavailable(f"{self.url}{path}: no answer within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:

@@ -3,6 +3,7 @@
 Needs root, for the namespaces that play the hosts.
 """
 
+import itertools
 import os
 import shutil
 import time
@@ -105,3 +106,51 @@ def test_hosts_with_each_trap_learn(monkeypatch, num_nodes, more):
     with started(**more) as cluster:
         speak_from_login_node(cluster, monkeypatch)
         train(cluster, "soak", num_nodes)
+
+
+def test_two_ranks_on_two_hosts_fine_tune(cluster):
+    here = shared_folder(cluster, "sft")
+    hpc_rl("quickstart", "--only_prepare", cwd=here, timeout_s=300)
+    options = ["--n_nodes=2", "allocation_mode=fsdp:d2", "total_train_steps=20"]
+    hpc_rl("submit", "--config", "configs/sft.yaml", *options, cwd=here)
+    trial = trial_of(here, "sft")
+    wait_for_end(trial)
+    losses = [row["loss"] for row in read(trial).steps]
+    assert len(losses) == 20 and losses[-1] < losses[0] - 0.2
+
+
+def nodes_of(cluster: HostsCluster) -> dict[str, str]:
+    """Return the node, or nodes, of each step of the running jobs."""
+    lines = cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines()
+    return dict(line.split() for line in lines)
+
+
+def step_of(trial: Trial) -> int:
+    return read(trial).last_step
+
+
+def wait_for_step(trial: Trial, step: int, timeout_s: float = 200) -> None:
+    deadline = time.monotonic() + timeout_s
+    while step_of(trial) < step:
+        assert time.monotonic() < deadline, logs_of(trial)
+        time.sleep(0.2)
+
+
+def long_trial(cluster: HostsCluster, name: str, num_steps: int, **options: object) -> Trial:
+    here = shared_folder(cluster, name)
+    toy_trials.make_quickstart(here)
+    given = {"trial_name": name, "total_train_steps": num_steps, "recover.freq_steps": 10} | options
+    arguments = [f"{key}={value}" for key, value in given.items()]
+    hpc_rl("submit", "--config", "configs/grpo.yaml", "--n_nodes=4", *arguments, cwd=here)
+    return trial_of(here, name)
+
+
+def test_power_loss_of_a_server_node_costs_seconds(cluster):
+    trial = long_trial(cluster, "power", NUM_STEPS)
+    wait_for_step(trial, 10)
+    nodes = nodes_of(cluster)
+    cluster.kill_node(next(node for name, node in nodes.items() if name.startswith("server-1")))
+    wait_for_end(trial)
+    times = [row["time"] for row in read(trial).steps]
+    assert len(times) == NUM_STEPS
+    assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 20
