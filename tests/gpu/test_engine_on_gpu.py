@@ -18,8 +18,10 @@ from hpc_rl.config.sections.training import (
     OptimizerConfig,
     TrainEngineConfig,
 )
+from hpc_rl.engines import attention
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.plan.memory import CUDA_BYTES, RankLoad, rank_memory
 from hpc_rl.plan.model_shape import ModelShape
 from hpc_rl.trainers.supervised import sequence_loss
@@ -52,7 +54,12 @@ SHAPES = {
         "vocab_size": 512,
     },
 }
-KERNELS = {"sdpa": "torch", "flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}
+KERNELS = {  # attn_impl -> what it imports, and its name in engines/attention.py
+    "sdpa": ("torch", "torch"),
+    "flash_attention_2": ("flash_attn", "fa2"),
+    "flash_attention_3": ("flash_attn_interface", "fa3"),
+}
+INSTALLED = [name for name, (module, _) in KERNELS.items() if find_spec(module)]
 # operations per second in bfloat16, dense: NVIDIA's data sheets
 PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12}
 MFU_GOAL = 0.5
@@ -122,14 +129,13 @@ def test_weights_come_straight_from_the_files_to_the_gpu(tmp_path, device, keep)
     keep("loading", {"parameters": num_params, "s": took, "gb_per_s": 2 * num_params / 1e9 / took})
 
 
-@pytest.mark.parametrize("attn_impl", [name for name, module in KERNELS.items() if find_spec(module)])
+@pytest.mark.parametrize("attn_impl", INSTALLED)
 def test_packed_rows_are_as_near_to_float32_as_padded_ones(tmp_path, device, keep, attn_impl) -> None:
     folder = model_of(tmp_path / "model", on(device, "0.5B"))
     exact = logprobs(engine_of(folder, device, frozen=True, dtype="float32", layout="padded"), device)
     padded = engine_of(folder, device, frozen=True, layout="padded")
     packed = engine_of(folder, device, frozen=True, layout="packed", attn_impl=attn_impl)
-    expected = {"sdpa": "torch", "flash_attention_2": "fa2", "flash_attention_3": "fa3"}[attn_impl]
-    expected = expected if device == "cuda" else "rows"
+    expected = KERNELS[attn_impl][1] if device == "cuda" else "rows"
     assert packed.model.hf.config._attn_implementation == f"packed_{expected}"
     ours, theirs = logprobs(packed, device), logprobs(padded, device)
     error, usual = differences(ours, exact), differences(theirs, exact)
@@ -137,6 +143,63 @@ def test_packed_rows_are_as_near_to_float32_as_padded_ones(tmp_path, device, kee
     assert error.max() <= 2 * usual.max() + 1e-6
     numbers = {"mean_error": error.mean(), "of_padded_sdpa": usual.mean(), "max_error": error.max()}
     keep(f"packed {expected}", {name: float(value) for name, value in numbers.items()})
+
+
+def inputs(device: str, heads: int, tokens: int) -> torch.Tensor:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    return torch.randn(1, heads, tokens, 64, device=device, dtype=dtype)
+
+
+def packed_rows(device: str, lengths: tuple[int, ...]) -> attention.PackedRows:
+    ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device=device)
+    return attention.PackedRows(ends, max(lengths), lengths)
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("attn_impl", INSTALLED)
+def test_kernels_compute_what_one_call_per_row_computes(device, attn_impl, window) -> None:
+    """Of whole rows, and as context ranks have them: the last tokens of rows against all before."""
+    torch.manual_seed(0)
+    kernel = KERNELS[attn_impl][1] if device == "cuda" else "rows"
+    lengths, last = (700, 1, 130, 300), (350, 1, 30, 150)
+    rows, some = packed_rows(device, lengths), packed_rows(device, last)
+    key, value = (inputs(device, 2, sum(lengths)) for _ in range(2))
+    for queries in (rows, some):
+        query = inputs(device, 8, sum(queries.lengths))
+        out = [
+            attention.packed(query, key, value, queries, 0.2, window, kernel=one, seen=rows)
+            for one in (kernel, "rows")
+        ]
+        torch.testing.assert_close(*out, atol=2e-2, rtol=2e-2)
+
+
+def test_log_probabilities_in_bfloat16_are_near_those_in_float32(device, keep) -> None:
+    torch.manual_seed(0)
+    tokens, vocabulary, width = (4096, 151_936, 1024) if device == "cuda" else (64, 512, 64)
+    hidden, head = (torch.randn(rows, width, device=device) for rows in (tokens, vocabulary))
+    hidden, head = hidden.bfloat16(), (head * 2 * width**-0.5).bfloat16()
+    targets = torch.randint(0, vocabulary, (tokens,), device=device)
+    exact, _ = token_logprobs(hidden.float(), head.float(), targets)
+    rough, _ = token_logprobs(hidden.requires_grad_(), head.requires_grad_(), targets)
+    rough.sum().backward()
+    assert torch.isfinite(head.grad).all()
+    error = (exact - rough.detach()).abs()
+    # on a GPU the product of the head is not rounded
+    assert error.max() < (1e-3 if device == "cuda" else 0.1)
+    keep("head", {"max_error": float(error.max())})
+
+
+def test_no_layer_waits_for_the_gpu(tmp_path, device) -> None:
+    folder = model_of(tmp_path / "model", on(device, "0.5B"))
+    engine = engine_of(folder, device, gradient_checkpointing=True)
+    engine.train_batch(uneven(device), sequence_loss, 1000.0, 1.0)  # what is made once may wait
+    if device == "cpu":  # there is nothing to wait for: tests/integration/test_packed_rows.py counts
+        return
+    for layer in engine.model.trunk().layers:
+        layer.register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
+        layer.register_forward_hook(lambda *_: torch.cuda.set_sync_debug_mode("default"), always_call=True)
+    engine.logprobs(uneven(device), 1.0)
+    engine.train_batch(uneven(device), sequence_loss, 1000.0, 1.0)
 
 
 def test_training_on_packed_rows_gives_the_gradient_of_padded_ones(tmp_path, device, keep) -> None:
