@@ -226,6 +226,10 @@ def _larger(section: str, found: Estimate, shortest: int, size: int) -> Iterator
     engine = load.engine
     if load.is_megatron or engine.fsdp.offload_params or engine.optimizer is None:
         return
+    if engine.gradient_checkpointing and not engine.fsdp.offload_activations:
+        fsdp = replace(engine.fsdp, offload_activations=True)
+        moved = replace(load, engine=replace(engine, fsdp=fsdp))
+        yield f"{section}.fsdp.offload_activations true ({_host_words(found, moved)})", moved
     moved = replace(load, engine=replace(engine, optimizer=replace(engine.optimizer, offload=True)))
     yield f"{section}.optimizer.offload true ({_host_words(found, moved)})", moved
     optimizer = replace(engine.optimizer, offload=False)

@@ -255,6 +255,11 @@ def test_what_is_named_as_fitting_does_fit():
     assert not needed(QWEN3_8B, *roomy).problems
     offloaded = ["model.fsdp.offload_params=true", "launcher.trainer_mem_per_gpu=139000"]
     assert not needed(LLAMA3_70B, *roomy, *offloaded).problems
+    budget = ["cluster.n_nodes=2", "model.mb_spec.max_tokens_per_mb=65536"]
+    [problem] = needed(QWEN3_32B, *roomy, *budget).problems
+    assert "model.fsdp.offload_activations true (launcher.trainer_mem_per_gpu 70000);" in problem
+    inputs = ["model.fsdp.offload_activations=true", "launcher.trainer_mem_per_gpu=70000"]
+    assert not needed(QWEN3_32B, *roomy, *budget, *inputs).problems
 
 
 def test_cpu_memory_that_the_plan_requests_must_hold_the_ranks():
