@@ -31,9 +31,8 @@ from hpc_rl.engines.attention import Layout
 from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, Snapshot, sum_over_data_ranks, sum_over_ranks
 from hpc_rl.engines.distributed import init_alone
 from hpc_rl.engines.mesh import Mesh
-from hpc_rl.engines.micro_batches import Inputs, cut, inputs_of, micro_batch
+from hpc_rl.engines.micro_batches import Inputs, inputs_of, micro_batch, shared_rounds
 from hpc_rl.engines.optimizer import LossScale, Optimizer, learning_rate, shards_of
-from hpc_rl.engines.packing import Groups
 from hpc_rl.engines.pieces import Piece
 from hpc_rl.errors import ConfigError
 
@@ -179,7 +178,7 @@ class FSDPEngine:
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
         self.model.eval()
         out = [np.zeros(len(ids), dtype=np.float32) for ids in rows.ids]
-        groups, _ = self._rounds(rows)
+        groups, _ = shared_rounds(rows, self.layout, self.config.mb_spec, self.mesh)
         with torch.no_grad():
             for group in groups:
                 inputs, logprobs_N, _ = self._forward(rows, group, temperature)
@@ -197,7 +196,7 @@ class FSDPEngine:
         self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float
     ) -> dict[str, float]:
         self.model.train()
-        groups, total_rows = self._rounds(rows)
+        groups, total_rows = shared_rounds(rows, self.layout, self.config.mb_spec, self.mesh)
         if not total_rows:
             raise ValueError("train_batch got no rows on any rank")
         totals: dict[str, torch.Tensor] = {}
@@ -254,25 +253,6 @@ class FSDPEngine:
         dist.all_reduce(flat, group=self.model.tensor_group)
         for grad, part in zip(found, flat.split([grad.numel() for grad in found]), strict=True):
             grad.copy_(part.view_as(grad))
-
-    def _rounds(self, rows: Sequences) -> tuple[Groups, int]:
-        """Return this rank's micro-batches, with empty ones up to the most of any rank, and the row total.
-
-        Raises ValueError on every rank if a row of any rank does not fit. Collective.
-        """
-        groups: Groups = []
-        refused = ""
-        try:
-            groups = cut(rows, self.layout, self.config.mb_spec)
-        except ValueError as error:
-            refused = str(error)
-        mine = [0.0] * self.mesh.num_data_ranks
-        mine[self.mesh.data_rank] = float(len(groups))
-        numbers = [float(len(rows)), float(bool(refused)), *mine]
-        total_rows, num_refused, *counts = sum_over_data_ranks(self.mesh, numbers)
-        if num_refused:
-            raise ValueError(refused or "a row of another rank is longer than max_tokens_per_mb")
-        return groups + [[] for _ in range(int(max(counts)) - len(groups))], int(total_rows)
 
     def _forward(
         self, rows: Sequences, group: list[int], temperature: float

@@ -16,8 +16,9 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from hpc_rl.engines import hf_io
+from hpc_rl.engines import expert_files, hf_io
 from hpc_rl.engines.base import sum_over_ranks
+from hpc_rl.engines.expert_files import Shapes
 from hpc_rl.engines.pieces import Piece
 from hpc_rl.errors import ConfigError
 
@@ -46,20 +47,25 @@ def load(
     optional: Collection[str],
     whole: Callable[[], Whole],
     rank: int,
+    shapes: Shapes | None = None,
 ) -> Match:
     """Fill the parts from the checkpoint; those that are `optional` may be missing. Collective.
 
-    `whole` loads the tensors of the model by transformers, and returns also the names of unread ones. Raises
+    `whole` loads the tensors of the model by transformers, and returns also the names of unread ones.
+    `shapes` are those of all tensors of which some rank has parts, if a rank has not parts of all. Raises
     ConfigError with the names of tensors that are missing or have another shape, OSError.
     """
     files = hf_io.safetensors_files(folder)
     found = hf_io.tensors_of(files)
-    if not files or getattr(hf.config, "quantization_config", None) or hf_io.converts(hf, found):
+    shapes = expert_files.shapes_in_files(shapes or {part.name: part.shape for part in parts}, found)
+    odd = found.keys() - shapes.keys()
+    if not files or getattr(hf.config, "quantization_config", None) or hf_io.converts(hf, odd):
         return _from_rank0(hf, parts, folder, whole, rank)
-    match = _match(hf, found, parts)
+    parts = expert_files.in_files(parts, found)
+    match = _match(hf, found, shapes)
     computed = _ignored(dict(hf.named_buffers()), hf._keys_to_ignore_on_load_missing)
     given = {*match.sources, *optional, *computed}
-    _check(folder, parts, match, found, [part.name for part in parts if part.name not in given])
+    _check(folder, shapes, match, found, [name for name in shapes if name not in given])
     unused = _ignored(match.unread, (*(hf._keys_to_ignore_on_load_unexpected or ()), *COMPUTED))
     match.unread = [name for name in match.unread if name not in unused]
     if match.unread and rank == 0:
@@ -71,10 +77,10 @@ def load(
     return match
 
 
-def _match(hf: Any, found: Mapping[str, hf_io.OnDisk], parts: Sequence[Piece]) -> Match:
+def _match(hf: Any, found: Mapping[str, hf_io.OnDisk], shapes: Shapes) -> Match:
     """Match by name, with or without the prefix of the model's trunk, as transformers does."""
     first = {id(one): name for name, one in hf.named_parameters()}
-    known = {part.name: part.name for part in parts}
+    known = {name: name for name in shapes}
     known |= {name: first[id(one)] for name, one in hf.named_parameters(remove_duplicate=False)}
     prefix = f"{hf.base_model_prefix}."
     match = Match({}, [])
@@ -89,17 +95,17 @@ def _match(hf: Any, found: Mapping[str, hf_io.OnDisk], parts: Sequence[Piece]) -
 
 def _check(
     folder: Path,
-    parts: Sequence[Piece],
+    shapes: Shapes,
     match: Match,
     found: Mapping[str, hf_io.OnDisk],
     lacking: Sequence[str],
 ) -> None:
     """Raise ConfigError with the names of tensors that are missing or have another shape."""
     odd = [
-        f"{name} has shape {list(found[name].shape)}, the model's is {list(part.shape)}"
-        for part in parts
-        for name in match.sources.get(part.name, ())
-        if tuple(found[name].shape) != tuple(part.shape)
+        f"{name} has shape {list(found[name].shape)}, the model's is {list(shape)}"
+        for owner, shape in shapes.items()
+        for name in match.sources.get(owner, ())
+        if tuple(found[name].shape) != tuple(shape)
     ]
     problems = [f"they lack {some(lacking)}"] if lacking else []
     problems += [some(odd, "; ")] if odd else []
@@ -141,9 +147,9 @@ def _check_tied(
     folder: Path, parts: Sequence[Piece], match: Match, found: Mapping[str, hf_io.OnDisk]
 ) -> None:
     """Raise ConfigError on every rank if files have several values for tensors that the model ties."""
-    again = [(name, part) for part in parts for name in match.sources.get(part.name, ())[1:]]
-    if not again:
+    if all(len(names) == 1 for names in match.sources.values()):  # on every rank
         return
+    again = [(name, part) for part in parts for name in match.sources.get(part.name, ())[1:]]
     differ = set()
     for name, rows, read in _read(again, found):
         if not torch.equal(read.to(rows.device, rows.dtype), rows):
@@ -168,7 +174,8 @@ def _from_rank0(
             tensors, unread = whole()
             match = Match({name: [name] for name in tensors}, unread)
             shapes = {name: hf_io.OnDisk(folder, tuple(one.shape)) for name, one in tensors.items()}
-            _check(folder, parts, match, shapes, [one.name for one in parts if one.name not in tensors])
+            wanted = {one.name: one.shape for one in parts}
+            _check(folder, wanted, match, shapes, [name for name in wanted if name not in tensors])
         except Exception as error:  # the other ranks wait
             problem = error
     if sum_over_ranks([float(problem is not None)])[0]:

@@ -17,7 +17,8 @@ import torch
 
 from hpc_rl.config.sections.training import MicroBatchSpec
 from hpc_rl.engines.attention import Layout, PackedRows
-from hpc_rl.engines.base import MicroBatch, Sequences
+from hpc_rl.engines.base import MicroBatch, Sequences, sum_over_data_ranks
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.engines.packing import Groups, length_buckets, pack
 
 # padding of the packed layout is in rows of at most this, to stay within what every model supports
@@ -58,6 +59,30 @@ def cut(rows: Sequences, layout: Layout, spec: MicroBatchSpec) -> Groups:
     else:
         blocks = length_buckets(lengths_BG.max(1, initial=0) * granularity, max_tokens, n_mbs, max_blocks)
     return [[block * granularity + i for block in group for i in range(granularity)] for group in blocks]
+
+
+def shared_rounds(
+    rows: Sequences, layout: Layout, spec: MicroBatchSpec, mesh: Mesh, multiple: int = 1
+) -> tuple[Groups, int]:
+    """Return this data rank's groups, with empty ones up to the most of any rank, and the number of all rows.
+
+    There is at least one group, and the number of groups is a multiple of `multiple`. Raises ValueError on
+    every rank if a row of any rank does not fit. Collective.
+    """
+    groups: Groups = []
+    refused = ""
+    try:
+        groups = cut(rows, layout, spec)
+    except ValueError as error:
+        refused = str(error)
+    mine = [0.0] * mesh.num_data_ranks
+    mine[mesh.data_rank] = float(len(groups))
+    numbers = [float(len(rows)), float(bool(refused)), *mine]
+    total_rows, num_refused, *counts = sum_over_data_ranks(mesh, numbers)
+    if num_refused:
+        raise ValueError(refused or "a row of another rank is longer than max_tokens_per_mb")
+    most = -(-max(1, int(max(counts))) // multiple) * multiple
+    return groups + [[] for _ in range(most - len(groups))], int(total_rows)
 
 
 def inputs_of(

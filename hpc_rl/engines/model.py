@@ -20,6 +20,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import attention, drawing, hf_io, loading
+from hpc_rl.engines.expert_files import Shapes
 from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.engines.pieces import Piece
 from hpc_rl.engines.tensor_parallel import local_of
@@ -143,13 +144,18 @@ def build(
 
 
 def fill(
-    model: LanguageModel, config: TrainEngineConfig, seed: int, parts: Sequence[Piece], rank: int
+    model: LanguageModel,
+    config: TrainEngineConfig,
+    seed: int,
+    parts: Sequence[Piece],
+    rank: int,
+    shapes: Shapes | None = None,
 ) -> None:
     """Give a built and sharded model its first values: random ones, or the checkpoint's. Collective.
 
-    `parts` are this rank's pieces of its parameters and saved buffers. Random values are those of the whole
-    model on one rank. Raises ConfigError with the names of tensors that are missing or have another shape,
-    OSError.
+    `parts` are this rank's pieces of its parameters and saved buffers, `shapes` those of all tensors that
+    some rank has, by default the same. Random values are those of the whole model on one rank. Raises
+    ConfigError with the names of tensors that are missing or have another shape, OSError.
     """
     if config.init_from_scratch:
         drawing.draw_all(model.hf, model.draws)
@@ -157,7 +163,7 @@ def fill(
     head = {"score.weight"} if config.is_critic else set[str]()  # checkpoints of language models have none
     with _clear_errors(config):
         match = loading.load(
-            model.hf, Path(config.path), parts, head, lambda: _load_whole(config, seed), rank
+            model.hf, Path(config.path), parts, head, lambda: _load_whole(config, seed), rank, shapes
         )
     if head - match.sources.keys():
         torch.manual_seed(seed)

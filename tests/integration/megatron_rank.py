@@ -161,7 +161,7 @@ def other(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> di
 
 def scenario_layouts(folder: Path, rank: int, num_ranks: int) -> None:
     """Measure each layout that `layouts-N.json` names; load states in others; other kinds of models."""
-    faulthandler.dump_traceback_later(170, exit=True)
+    faulthandler.dump_traceback_later(290, exit=True)
     plan = read_json(folder / f"layouts-{num_ranks}.json")
     known = {layout["name"]: layout for layout in plan["layouts"]}
     jobs = {
@@ -201,14 +201,9 @@ def scenario_memory(folder: Path, rank: int, num_ranks: int) -> None:
     }
     write_json(folder / f"memory-{rank}.json", answer)
     if rank == 0:
-        found = {name: float(piece.local.sum(dtype=torch.float64)) for name, piece in _first_rows(engine)}
-        write_json(folder / "found.json", found)
-
-
-def _first_rows(engine: Any) -> Any:
-    name = "model.layers.0.mlp.up_proj.weight"
-    for one in engine.parameters:
-        yield from ((name, piece) for piece in one.pieces() if piece.name == name)
+        pieces = (piece for one in engine.parameters for piece in one.pieces())
+        mine = next(piece.local for piece in pieces if piece.name == "model.layers.0.mlp.up_proj.weight")
+        assert float(mine.sum(dtype=torch.float64)) == read_json(folder / "sums.json")["2"]
 
 
 if __name__ == "__main__":

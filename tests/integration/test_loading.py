@@ -78,7 +78,7 @@ def test_every_rank_count_loads_what_transformers_loads(models, num_ranks):
 
 
 def write_large(folder: Path, shape: dict[str, Any]) -> None:
-    """Write a random checkpoint in bfloat16, in two files, tensor by tensor; and sums of rank 0's rows."""
+    """Write a random checkpoint in bfloat16, in two files, tensor by tensor; and sums of first parts of rows."""
     (folder / "large").mkdir()
     config = AutoConfig.for_model(**shape)
     config.save_pretrained(folder / "large")
@@ -97,8 +97,8 @@ def write_large(folder: Path, shape: dict[str, Any]) -> None:
             size = math.prod(named[name])
             tensors[name] = noise.repeat(-(-size // len(noise)))[:size].view(named[name])
             if name == "model.layers.0.mlp.up_proj.weight":
-                rows = tensors[name].chunk(NUM_RANKS)[0].float()
-                sums = {NUM_RANKS: float(rows.sum(dtype=torch.float64))}
+                parts = {num: tensors[name].chunk(num)[0].float() for num in (2, NUM_RANKS)}
+                sums = {num: float(rows.sum(dtype=torch.float64)) for num, rows in parts.items()}
                 (folder / "sums.json").write_text(json.dumps(sums))
         save_file(tensors, folder / "large" / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(half, file)
@@ -106,20 +106,23 @@ def write_large(folder: Path, shape: dict[str, Any]) -> None:
     (folder / "large" / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def check_memory(folder: Path, shape: dict[str, Any]) -> None:
+def check_memory(folder: Path, shape: dict[str, Any], engine: str = "fsdp") -> None:
     write_large(folder, shape)
-    gloo_ranks.run(SCRIPT, "memory", NUM_RANKS, folder, timeout_s=380)
+    script = {"fsdp": SCRIPT, "megatron": SCRIPT.with_name("megatron_rank.py")}[engine]
+    gloo_ranks.run(script, "memory", NUM_RANKS, folder, timeout_s=380)
     found = [read_json(folder / f"memory-{rank}.json") for rank in range(NUM_RANKS)]
     print(json.dumps(found))
     for one in found:
         assert one["peak_bytes"] <= 1.3 * (one["share_bytes"] + one["block_bytes"] + 300e6)
 
 
-def test_loading_takes_the_memory_of_a_share(tmp_path):
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_loading_takes_the_memory_of_a_share(tmp_path, engine):
     smaller = {"vocab_size": 50_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16}
-    check_memory(tmp_path, {**QWEN_1_5B, **smaller, "num_attention_heads": 8})
+    check_memory(tmp_path, {**QWEN_1_5B, **smaller, "num_attention_heads": 8}, engine)
 
 
 @pytest.mark.soak
-def test_a_checkpoint_of_1_5b_parameters_takes_the_memory_of_a_share(tmp_path):
-    check_memory(tmp_path, QWEN_1_5B)
+@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+def test_a_checkpoint_of_1_5b_parameters_takes_the_memory_of_a_share(tmp_path, engine):
+    check_memory(tmp_path, QWEN_1_5B, engine)

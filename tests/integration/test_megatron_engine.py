@@ -24,7 +24,7 @@ sys.path.insert(0, str(HERE))
 
 import megatron_rank  # noqa: E402
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(400)
 SIZES = {
     "vocab_size": megatron_rank.VOCABULARY,  # odd: it is padded for tensor ranks
     "hidden_size": 32,
@@ -210,7 +210,7 @@ def run(folder: Path, num_ranks: int) -> None:
     if num_ranks == 2:
         plan |= {"moves": MOVES, "others": OTHERS}
     write_json(folder / f"layouts-{num_ranks}.json", plan)
-    gloo_ranks.run(HERE / "megatron_rank.py", "layouts", num_ranks, folder)
+    gloo_ranks.run(HERE / "megatron_rank.py", "layouts", num_ranks, folder, timeout_s=300)
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ from hpc_rl.engines import attention, drawing, model, state
 from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, Snapshot, sum_over_ranks
 from hpc_rl.engines.megatron import shim
 from hpc_rl.engines.mesh import Mesh
-from hpc_rl.engines.micro_batches import Inputs, cut, inputs_of, micro_batch
+from hpc_rl.engines.micro_batches import Inputs, inputs_of, micro_batch, shared_rounds
 from hpc_rl.engines.optimizer import LossScale, learning_rate
 from hpc_rl.engines.packing import Groups
 from hpc_rl.engines.pieces import Piece
@@ -195,7 +195,7 @@ class MegatronEngine:
         if empty:
             return
         with drawing.into(pieces, self.described.hf):
-            model.fill(self.described, self.config, self.seed, pieces, self.mesh.rank)
+            model.fill(self.described, self.config, self.seed, pieces, self.mesh.rank, self.shapes)
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
         out = [np.zeros(len(ids), dtype=np.float32) for ids in rows.ids]
@@ -269,28 +269,10 @@ class MegatronEngine:
         return Round(group, inputs, batch)
 
     def _groups(self, rows: Sequences) -> tuple[Groups, int]:
-        """Return this data rank's micro-batches, with empty ones up to the most of any, and the row total.
-
-        Raises ValueError on every rank if a row of any rank does not fit. Collective.
-        """
-        own: Groups = []
-        refused = ""
-        try:
-            own = cut(rows, "packed", self.config.mb_spec)
-        except ValueError as error:
-            refused = str(error)
-        mine = [0.0] * self.mesh.num_data_ranks
-        mine[self.mesh.data_rank] = float(len(own))
-        numbers = [float(len(rows)), float(bool(refused)), *mine]
-        total_rows, num_refused, *counts = sum_over_ranks(
-            numbers if self.mesh.is_data_leader else [0.0] * len(numbers)
-        )
-        if num_refused:
-            raise ValueError(refused or "a row of another rank is longer than max_tokens_per_mb")
-        most = max(1, int(max(counts)))
-        if self.virtual:  # interleaved stages take micro-batches in such numbers
-            most = -(-most // self.mesh.pipeline) * self.mesh.pipeline
-        return own + [[] for _ in range(most - len(own))], int(total_rows)
+        """Return this data rank's micro-batches, as many as others have, and the number of all rows."""
+        # interleaved stages take micro-batches in such numbers
+        multiple = self.mesh.pipeline if self.virtual else 1
+        return shared_rounds(rows, "packed", self.config.mb_spec, self.mesh, multiple)
 
     def _from_last_stage(self, rows: Sequences, own: Groups, flats: list[torch.Tensor]) -> list[np.ndarray]:
         """Return numbers of the tokens of each micro-batch, which the last stage has, on all stages."""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines import loading
+from hpc_rl.engines import loading, model
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.errors import ConfigError
 from hpc_rl.trainers import start
@@ -189,3 +189,23 @@ def test_buffers_that_no_saved_state_has_are_read_in_any_case(tmp_path):
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     bias = engine_of(path, empty=True).model.hf.get_buffer(name)
     assert torch.equal(bias, load_file(path / "model.safetensors")[name].float())
+
+
+EXPERTS = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 8},
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_are_read_one_by_one_and_not_merged_by_transformers(tmp_path, monkeypatch, kind):
+    path = make(tmp_path / "model", kind, **EXPERTS[kind])
+    monkeypatch.setattr(model, "_load_whole", lambda *_: pytest.fail("loaded the whole model"))
+    assert_as_transformers(engine_of(path), path)
+
+
+def test_an_expert_that_is_missing_is_named(tmp_path):
+    path = make(tmp_path / "model", "qwen3_moe", **EXPERTS["qwen3_moe"])
+    rewrite(path, lambda tensors: tensors.pop("model.layers.1.mlp.experts.2.up_proj.weight"))
+    with pytest.raises(ConfigError, match=r"lack model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight\."):
+        engine_of(path)
