@@ -18,7 +18,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hpc_rl.errors import NodeFailed
+from hpc_rl.errors import NodeFailed, RoleFailed
 
 NUMBERS = {"cuda": 1 << 21, "cpu": 1 << 17}  # int64, of one message
 TIMES = 3  # that a message is sent; the fastest counts
@@ -27,6 +27,7 @@ LAST_LOOK_S = 3.0  # for the others to read the judgement
 SLOW = 4.0  # a node whose fastest link has less than that of the others, divided by this, is slow
 MIN_NODES = 3  # to tell a slow one by
 GB = 1e9
+MAX_QUOTE = 300  # characters of an error
 
 
 @dataclass
@@ -45,11 +46,12 @@ class RankReport:
     links: list[Link] = field(default_factory=list)
     sum_s: float = 0.0
     sum_wrong: bool = False
+    error: str = ""  # of PyTorch
 
 
 @dataclass
 class Judgement:
-    """What follows from the reports of all ranks: nodes with the reason, and the numbers as text."""
+    """What follows from the reports of all ranks: nodes with the reason, numbers or errors as text."""
 
     bad: dict[str, str]
     slow: dict[str, str]
@@ -59,7 +61,8 @@ class Judgement:
 def check(store: dist.Store, device: torch.device | str, node: str) -> Judgement:
     """Check the default process group; `node` is the name of this rank's. Collective, takes seconds.
 
-    Raises NodeFailed on every rank where a node exchanges or sums wrong numbers, or none in time.
+    Raises NodeFailed on every rank where some nodes exchange or sum wrong numbers, or none in time;
+    RoleFailed where all nodes do.
     """
     device = torch.device(device)
     store = dist.PrefixStore("check of the collectives", store)
@@ -80,7 +83,12 @@ def check(store: dist.Store, device: torch.device | str, node: str) -> Judgement
         seen = store.add("seen", 0)
     if found.bad:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in found.bad.items())
-        raise NodeFailed(f"collectives fail before training begins: {reasons}", list(found.bad))
+        message = f"collectives fail before training begins: {reasons}{found.summary}"
+        if len(found.bad) == len(set(nodes)):
+            raise RoleFailed(
+                f"{message}. No node differs from the others: look at the network and NCCL's log."
+            )
+        raise NodeFailed(message, list(found.bad))
     return found
 
 
@@ -99,20 +107,23 @@ def _report(device: torch.device, nodes: Sequence[str]) -> RankReport:
         own, theirs = own_numbers(numbers, rank), torch.empty_like(numbers)
         for _ in range(TIMES):
             pair = [dist.P2POp(dist.isend, own, to), dist.P2POp(dist.irecv, theirs, sender)]
-            seconds = _seconds(dist.batch_isend_irecv(pair), device)
-            if seconds is None:
-                link.seconds, link.wrong = 0.0, True
+            try:
+                seconds = _seconds(dist.batch_isend_irecv(pair), device)
+            except RuntimeError as error:
+                link.seconds, link.wrong, report.error = 0.0, True, str(error)
                 return report
             link.seconds = min(link.seconds, seconds)
         link.wrong = not torch.equal(theirs, numbers * (sender + 1))
     total = num_ranks * (num_ranks + 1) // 2
     for _ in range(TIMES):
         own = own_numbers(numbers, rank)
-        seconds = _seconds([dist.all_reduce(own, async_op=True)], device)
-        report.sum_wrong = seconds is None or not torch.equal(own, numbers * total)
-        report.sum_s = min(report.sum_s or float("inf"), seconds or 0.0)
-        if report.sum_wrong:
-            break
+        try:
+            seconds = _seconds([dist.all_reduce(own, async_op=True)], device)
+        except RuntimeError as error:
+            report.sum_wrong, report.error = True, str(error)
+            return report
+        report.sum_wrong |= not torch.equal(own, numbers * total)
+        report.sum_s = min(report.sum_s or float("inf"), seconds)
     return report
 
 
@@ -121,22 +132,19 @@ def own_numbers(numbers: torch.Tensor, rank: int) -> torch.Tensor:
     return numbers * (rank + 1)
 
 
-def _seconds(works: Sequence[dist.Work | None], device: torch.device) -> float | None:
-    """Return how long it takes until all are complete; None after LIMIT_S, or where one fails."""
+def _seconds(works: Sequence[dist.Work | None], device: torch.device) -> float:
+    """Return how long all take. Raises RuntimeError after LIMIT_S, or where one fails."""
     start, limit = time.perf_counter(), timedelta(seconds=LIMIT_S)
     pending = [work for work in works if work is not None]
-    try:
-        if device.type == "cpu":  # gloo does the work while it is waited for
-            for work in pending:
-                work.wait(limit)
-            return time.perf_counter() - start
-        while not all(work.is_completed() for work in pending):  # NCCL's `wait` does not wait
-            if time.perf_counter() - start > LIMIT_S:
-                return None
+    if device.type == "cpu":  # gloo does the work while it is waited for
         for work in pending:
-            work.wait()
-    except RuntimeError:
-        return None
+            work.wait(limit)
+        return time.perf_counter() - start
+    while not all(work.is_completed() for work in pending):  # NCCL's `wait` does not wait
+        if time.perf_counter() - start > LIMIT_S:
+            raise RuntimeError(f"not within {LIMIT_S:g} s")
+    for work in pending:
+        work.wait()
     torch.cuda.synchronize(device)
     return time.perf_counter() - start
 
@@ -171,7 +179,8 @@ def judge(nodes: Sequence[str], reports: Sequence[RankReport | None], num_bytes:
     if not bad and wrong_sums:
         bad = dict.fromkeys(wrong_sums, "the sum over all ranks is wrong here, or comes too late")
     if bad:
-        return Judgement(bad, {}, "")
+        error = next((report.error for _, report in known if report.error), "")
+        return Judgement(bad, {}, f" ({error.strip().splitlines()[0][:MAX_QUOTE]})" if error else "")
     speeds = {(one, other): 0.0 for one, other, _ in links}
     for one, other, link in links:
         speeds[one, other] = max(speeds[one, other], num_bytes / max(link.seconds, 1e-9) / GB)

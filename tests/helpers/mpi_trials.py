@@ -13,7 +13,7 @@ from toy_trials import ROOT, hpc_rl, logs_of, status, trial_of
 from hpc_rl.proc import is_alive
 from hpc_rl.records import ProcessRecord
 from hpc_rl.stats.read import read
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, read_json
 
 NUM_STEPS = 200
 OPTIONS = ["allocation_mode=fsdp:d2", f"total_train_steps={NUM_STEPS}", "recover.freq_steps=10"]
@@ -41,7 +41,7 @@ def submit(folder: Path, name: str, *options: str) -> Trial:
     return trial_of(folder, name)
 
 
-def wait_for(what: str, condition: Callable[[], object], trial: Trial, timeout_s: float = 120) -> None:
+def wait_for(what: str, condition: Callable[[], object], trial: Trial, timeout_s: float = 200) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}\n{logs_of(trial)}"
@@ -57,6 +57,17 @@ def events(trial: Trial, kind: str) -> list[dict]:
     return [row for row in map(json.loads, lines) if row["event"] == kind]
 
 
+def kill(trial: Trial, incarnation: int, process: str) -> None:
+    """Kill the process with this record once the incarnation has saved; none of its ranks may live on."""
+    seen = len(events(trial, "progress"))
+    wait_for("a checkpoint", lambda: len(events(trial, "progress")) > seen, trial)
+    ranks = [rank_of(trial, incarnation, rank) for rank in (0, 1)]
+    (record,) = trial.attempts.glob(f"*/processes/{process}.json")
+    os.kill(read_json(record)["pid"], signal.SIGKILL)
+    wait_for("the restart", lambda: len(events(trial, "started")) == incarnation + 2, trial)
+    assert not any(is_alive(one.pid, one.start_ticks) for one in ranks), "a rank lives beside its successor"
+
+
 def rank_of(trial: Trial, incarnation: int, rank: int) -> ProcessRecord:
     (path,) = trial.attempts.glob(f"*/processes/trainer-0.{incarnation}-rank{rank}.json")
     record = ProcessRecord.read(path)
@@ -64,17 +75,13 @@ def rank_of(trial: Trial, incarnation: int, rank: int) -> ProcessRecord:
     return record
 
 
-def kill_stop_and_continue(folder: Path, trial: Trial) -> None:
-    """Kill rank 1 once it trains, cancel the trial later, and recover it to its end."""
-    wait_for("a checkpoint", lambda: events(trial, "progress"), trial)
-    first = [rank_of(trial, 0, rank) for rank in (0, 1)]
-    os.kill(first[1].pid, signal.SIGKILL)
-    wait_for("the restart", lambda: len(events(trial, "started")) == 2, trial)
-    assert not any(is_alive(rank.pid, rank.start_ticks) for rank in first), (
-        "a rank lives beside its successor"
-    )
-    (killed,) = [row for row in events(trial, "exited") if row["role"] == "trainer"]
-    assert killed["class"] == "unknown" and "kill" in killed["reason"].lower(), killed
+def kill_stop_and_continue(folder: Path, trial: Trial, mpiexec_too: bool = False) -> None:
+    """Kill rank 1 once it trains, then mpiexec itself; cancel the trial later, and recover it to its end."""
+    kill(trial, 0, "trainer-0.0-rank1")
+    if mpiexec_too:
+        kill(trial, 1, "client-trainer-0.1-rank0")
+    killed = [row for row in events(trial, "exited") if row["role"] == "trainer"]
+    assert all(row["class"] == "unknown" and "kill" in row["reason"].lower() for row in killed), killed
     steps = read(trial).last_step
     wait_for("steps of the second start", lambda: read(trial).last_step > steps, trial)
     hpc_rl("cancel", trial.name, cwd=folder)

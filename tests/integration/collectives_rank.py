@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_rl.engines import collectives
-from hpc_rl.errors import NodeFailed
+from hpc_rl.errors import NodeFailed, RoleFailed
 from hpc_rl.trial import write_json
 
 NODES = ["n1", "n2", "n3", "n4"]
@@ -28,6 +28,8 @@ def scenario_check(folder: Path, rank: int, num_ranks: int) -> None:
 
     collectives.own_numbers = wrong
     found["wrong"] = ask(store, "wrong", rank)
+    collectives.own_numbers = lambda numbers, who: own(numbers, who + 1)
+    found["all"] = ask(store, "all", rank)
     write_json(folder / f"found-{rank}.json", found)
 
 
@@ -37,6 +39,8 @@ def ask(store: dist.Store, name: str, rank: int) -> dict:
         return {"summary": found.summary, "slow": found.slow}
     except NodeFailed as error:
         return {"nodes": error.nodes, "reason": str(error)}
+    except RoleFailed as error:
+        return {"reason": str(error)}
 
 
 if __name__ == "__main__":

@@ -16,3 +16,4 @@ def test_it_passes_ranks_that_work_and_names_the_node_of_one_that_does_not(tmp_p
         found = read_json(tmp_path / f"found-{rank}.json")
         assert "over 4 ranks" in found["fine"]["summary"] and "GB/s" in found["fine"]["summary"]
         assert found["wrong"]["nodes"] == ["n3"] and "n3: " in found["wrong"]["reason"]
+        assert "nodes" not in found["all"] and "No node differs" in found["all"]["reason"], "none is avoided"

@@ -41,6 +41,12 @@ def test_wrong_numbers_are_blamed_on_the_node_that_all_broken_links_have(wrong, 
     assert set(judge(NODES, reports(wrong=wrong), 1000).bad) == bad
 
 
+def test_an_error_is_quoted():
+    found = reports(wrong=lambda sender, receiver: True)
+    found[1].error = "NCCL error: unhandled system error\nmore"
+    assert judge(NODES, found, 1000).summary == " (NCCL error: unhandled system error)"
+
+
 def test_a_wrong_sum_is_told_where_all_links_are_right():
     found = reports()
     found[6].sum_wrong = True
