@@ -36,8 +36,15 @@ ARCHITECTURES = {
         "model_type": "qwen2",
         "architectures": ["Qwen2ForCausalLM"],
         "tie_word_embeddings": True,
+        "pad_token_id": 3,
     },
-    "qwen3": {**COMMON, "model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "head_dim": 12},
+    "qwen3": {
+        **COMMON,
+        "model_type": "qwen3",
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 12,
+        "pad_token_id": 3,
+    },
     "llama": {**COMMON, "model_type": "llama", "architectures": ["LlamaForCausalLM"]},
 }
 LENGTHS = (9, 3, 30, 4, 12, 2, 28, 17)

@@ -44,8 +44,8 @@ SCALED = {
 }
 MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {"model_type": "qwen2"},
-    "tied": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", "head_dim": 12},
+    "tied": {"model_type": "qwen2", "tie_word_embeddings": True, "pad_token_id": 3},
+    "qwen3": {"model_type": "qwen3", "head_dim": 12, "pad_token_id": 3},
     "llama": {"model_type": "llama", "rope_parameters": SCALED},
     "qwen3_moe": {
         "model_type": "qwen3_moe",

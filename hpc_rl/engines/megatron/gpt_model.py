@@ -143,6 +143,7 @@ class PolicyModel(GPTModel):
         self, hf: Any, config: Any, angles: torch.Tensor, is_critic: bool, kernel: str, vp_stage: int | None
     ) -> None:
         self.vocabulary = hf.vocab_size
+        self.padding_id = hf.pad_token_id
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         super().__init__(
@@ -166,7 +167,7 @@ class PolicyModel(GPTModel):
 
     def forward(self, batch: RankBatch, temperature: float) -> Any:
         """Return log-probabilities and entropies of wanted tokens [N]; hidden states on earlier stages."""
-        embedded = self.embedding(batch.input_ids, batch.position_ids) if self.pre_process else None
+        embedded = self._embedded(batch) if self.pre_process else None
         turned_tc = torch.outer(batch.position_ids[0].float(), self.angles)
         hidden = self.decoder(
             hidden_states=embedded,
@@ -182,6 +183,16 @@ class PolicyModel(GPTModel):
             )
         logprobs_n, entropy_n = self._numbers(hidden[:, 0][batch.source_n], batch.targets_n, temperature)
         return self._of_all_tokens(logprobs_n, batch), self._of_all_tokens(entropy_n, batch)
+
+    def _embedded(self, batch: RankBatch) -> torch.Tensor:
+        """Embed the tokens; that of padding gets no gradient, as in transformers."""
+        embedded_t1H = self.embedding(batch.input_ids, batch.position_ids)
+        if self.padding_id is None:
+            return embedded_t1H
+        is_padding_t = batch.input_ids[0] == self.padding_id
+        if self.config.sequence_parallel:
+            is_padding_t = is_padding_t.chunk(self.pg_collection.tp.size())[self.pg_collection.tp.rank()]
+        return torch.where(is_padding_t[:, None, None], embedded_t1H.detach(), embedded_t1H)
 
     def _numbers(
         self, hidden_nH: torch.Tensor, targets_n: torch.Tensor, temperature: float
