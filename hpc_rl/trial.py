@@ -295,13 +295,14 @@ class Trial:
             p.is_dir() and any(p.iterdir()) for p in (self.recover, self.rollout, self.attempts, self.weights)
         )
 
-    def make_dirs(self) -> None:
-        """Create the directory (0700) with its fixed folders. Raises OSError."""
+    def make_dirs(self, umask: int = 0o077) -> None:
+        """Create the directory with its fixed folders. Raises OSError."""
         self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.dir.chmod(0o700)
         folders = (self.scripts, self.jobs, self.intent, self.names, self.attempts, self.lineages)
         for folder in (*folders, self.recover, self.rollout, self.weights, self.exports):
             folder.mkdir(exist_ok=True)
+            folder.chmod(0o700 if folder == self.scripts else 0o777 & ~umask)
+        self.dir.chmod(0o777 & ~umask)
 
     def make_secret(self) -> None:
         """Create the tokens `control` (pause, update, …) and `data` (generate, rollout API). Idempotent."""

@@ -51,6 +51,16 @@ clear_slurm_defaults() { # every srun states what it needs: what sbatch derived 
   fi
 }
 
+raise_limits() { # the soft ones are the login node's; core dumps of GPU processes fill shared disks
+  local files
+  files=$(ulimit -Hn)
+  # Programs that loop over every possible descriptor become slow beyond it.
+  if [[ $files == unlimited ]] || ((files > 1048576)); then files=1048576; fi
+  ulimit -Sn "$files" || true
+  ulimit -Sl "$(ulimit -Hl)" || true
+  ulimit -Sc 0 || true
+}
+
 # --- records ------------------------------------------------------------------------------------------------
 
 say() { printf '%(%Y-%m-%dT%H:%M:%S%z)T job %s: %s\n' -1 "$job_id" "$*" >&2; }
@@ -494,6 +504,7 @@ on_preempt() { # once, while the supervisor saves
 
 run_job() { # ARGUMENT_OF_THE_SCRIPT...: leaves its exit code in `rc`, or exits to be started again
   name_job "$@"
+  raise_limits
   if [[ $scheduler == slurm ]]; then clear_slurm_defaults; fi
   if ((n_nodes > 1)); then watch_first_node; fi
   if [[ $scheduler == slurm && $layout == jobs && $script_name == trial.sbatch ]]; then

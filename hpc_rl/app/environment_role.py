@@ -11,10 +11,12 @@ import shlex
 import subprocess
 import sys
 import threading
+from urllib.parse import urlsplit
 
 import yaml
 
 from hpc_rl.app import role
+from hpc_rl.app.node_environment import correct
 from hpc_rl.config.environment_file import environment_file
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError, ExitCode, RoleFailed
@@ -57,6 +59,7 @@ def body(context: role.Context) -> int:
 def _run(context: role.Context, names: NameResolve, argv: list[str], url: str) -> int | None:
     """Return the exit code of the command; None where it was ended, to stop or to start again."""
     environment = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
+    correct(environment, [urlsplit(url).hostname or ""])
     logger.info("starting %s", shlex.join(argv))
     process = TiedProcess(argv, environment, subprocess.PIPE)
     relay = threading.Thread(target=_relay, args=(process, context.tokens["data"]), daemon=True)

@@ -25,6 +25,7 @@ from hpc_rl import log, net
 from hpc_rl.app import control
 from hpc_rl.app.control import Deadline, Stacks
 from hpc_rl.app.mpi_ranks import MpiRanks
+from hpc_rl.app.node_environment import NodeDirectory, correct
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, NodeFailed, TrialBusy
@@ -32,7 +33,7 @@ from hpc_rl.files import FULL, is_full
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import raise_limits
 from hpc_rl.records import ExitRecord, ProcessRecord
-from hpc_rl.schedulers.hostlist import peer_hosts
+from hpc_rl.schedulers.hostlist import job_hosts, peer_hosts
 from hpc_rl.trial import Attempt, Trial, write_json
 
 logger = logging.getLogger(__name__)
@@ -83,7 +84,10 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     """Run `body` as this process's role and exit with its code. Never returns."""
     args = arguments(role)
     raise_limits()
+    correct(os.environ, job_hosts(os.environ))
     steps = os.environ.get("HPC_RL_STEPS")
+    job_id = os.environ.get("SLURM_JOB_ID", "")
+    node = NodeDirectory(os.environ, job_id) if steps != "process" and job_id else None
     num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
     trial = Trial(args.trial_dir)
     attempt, tokens = trial.attempt(args.attempt), trial.tokens()
@@ -118,6 +122,8 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     except OSError as error:  # a full disk: the supervisor still sees the exit code
         logger.error("the exit record can't be written: %s", error)
     stacks.close()
+    if node:
+        node.leave(record.final or record.code in (ExitCode.DONE, ExitCode.STOPPED))
     logging.shutdown()
     with contextlib.suppress(OSError):  # of a full disk
         sys.stdout.flush()

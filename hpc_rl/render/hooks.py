@@ -9,6 +9,7 @@ from hpc_rl.errors import ConfigError
 
 EVENTS = ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
 FOLDER = "hooks.d"
+ENVIRONMENT = "environment"  # in the same folders, but sourced by every script
 
 
 def gather(hooks: HooksConfig, site: Sequence[Path]) -> dict[str, dict[str, str]]:
@@ -29,16 +30,24 @@ def gather(hooks: HooksConfig, site: Sequence[Path]) -> dict[str, dict[str, str]
     return found
 
 
-def _scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[str]:
-    """Yield their texts: the machine's before the user's, those before the trial's."""
+def environment_files(hooks: HooksConfig, site: Sequence[Path]) -> list[tuple[str, str]]:
+    """Return path and text of what every script sources, the nearest last. Raises ConfigError."""
+    return [(str(path), _read(path, str(path))) for path in _files(ENVIRONMENT, hooks, site)]
+
+
+def _files(name: str, hooks: HooksConfig, site: Sequence[Path]) -> list[Path]:
+    """Return those of a name: the machine's before the user's, those before the trial's."""
     folders = [folder / FOLDER for folder in reversed(site)]
     if hooks.dir:
         if not Path(hooks.dir).is_dir():
             raise ConfigError(f"launcher.hooks.dir: {hooks.dir!r} is not a directory.")
         folders.append(Path(hooks.dir))
-    for path in (folder / event for folder in folders):
-        if path.exists():
-            yield _read(path, str(path))
+    return [path for path in (folder / name for folder in folders) if path.exists()]
+
+
+def _scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[str]:
+    for path in _files(event, hooks, site):
+        yield _read(path, str(path))
     option, value = f"launcher.hooks.{event}", getattr(hooks, event)
     if value is not None:
         yield _read(Path(value), option) if Place(or_script=True).is_path(value) else value

@@ -8,13 +8,14 @@ from typing import Any
 
 import jinja2
 
+from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError
 from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.plan import containers
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import layouts, steps
-from hpc_rl.render.hooks import gather
+from hpc_rl.render.hooks import environment_files, gather
 from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment, template_root
 from hpc_rl.render.overrides import refuse_overrides
 from hpc_rl.requeue import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP
@@ -65,6 +66,11 @@ def render(
         "hooks": {event: list(files) for event, files in hooks.items()},
         "hook_limit_s": config.launcher.hooks.timeout_s,
         "on_preempt_limit_s": config.launcher.hooks.on_preempt_timeout_s,
+        "umask": config.launcher.umask,
+        "modules": config.launcher.modules,
+        "setup": config.launcher.setup.rstrip("\n"),
+        "variables": environment_of("launcher.env", config.launcher.env),
+        "site_files": environment_files(config.launcher.hooks, site),
     }
     texts = {name: text for files in hooks.values() for name, text in files.items()}
     texts[POLICY] = (template_root() / "templates" / POLICY).read_text(encoding="utf-8")

@@ -19,13 +19,17 @@ def expand(nodes: str) -> list[str]:
     return names
 
 
-def peer_hosts(environ: Mapping[str, str]) -> list[str]:
-    """Return some other hosts of this process's job; last the address that srun was called from."""
+def job_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Return the hosts of this process's job."""
     components = int(environ.get("SLURM_HET_SIZE", 0))
     variables = ["SLURM_JOB_NODELIST", *(f"SLURM_JOB_NODELIST_HET_GROUP_{n}" for n in range(components))]
-    names = [name for variable in variables for name in expand(environ.get(variable, ""))]
+    return list(dict.fromkeys(name for variable in variables for name in expand(environ.get(variable, ""))))
+
+
+def peer_hosts(environ: Mapping[str, str]) -> list[str]:
+    """Return some other hosts of this process's job; last the address that srun was called from."""
     own = environ.get("SLURMD_NODENAME", "")
-    others = [name for name in dict.fromkeys(names) if name != own]
+    others = [name for name in job_hosts(environ) if name != own]
     # A job of one node knows no other name, but this address is of the network that Slurm uses.
     caller = environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     return [*others[:MAX_NAMES], *([caller] if caller else [])]

@@ -225,6 +225,7 @@ def _prepare(
     texts = {trial.scripts / name: text for name, text in scripts.items()}
     hashes = {str(path.relative_to(trial.dir)): sha256(data) for path, data in (files | texts).items()}
     try:
+        trial.make_dirs(int(config.launcher.umask, 8))
         trial.make_secret()
     except OSError as error:
         raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
@@ -232,7 +233,7 @@ def _prepare(
     lock.write(trial.config_yaml, config_yaml)
     lock.write(trial.provenance_json, _json(provenance(command, stamp.workdir, hashes)))
     for path, data in files.items():
-        lock.write(path, data)
+        lock.write(path, data, mode=0o600)
     for path, text in texts.items():
         lock.write(path, text, mode=0o755)
     for path in dropped:

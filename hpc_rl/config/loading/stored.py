@@ -84,7 +84,7 @@ def redact(value: Any, name: str = "") -> Any:
     """Return the value of an option, or a configuration as plain data, with its secrets starred."""
     if isinstance(value, dict):
         return {key: redact(item, key) for key, item in value.items()}
-    if isinstance(value, str) and name.endswith("_env_vars"):  # as text: A=b,C=d
+    if isinstance(value, str) and (name.endswith("_env_vars") or name == "env"):  # as text: A=b,C=d
         pairs = [part.partition("=") for part in value.split(",")]
         return ",".join(f"{key}{equals}{redact(item, key.strip())}" for key, equals, item in pairs)
     return REDACTED if isinstance(value, str) and value and is_secret(name) else value

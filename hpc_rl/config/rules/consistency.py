@@ -156,7 +156,7 @@ def evaluation(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    for name in ("inference_server_env_vars", "trainer_env_vars"):
+    for name in ("env", "inference_server_env_vars", "trainer_env_vars"):
         option = f"launcher.{name}"
         try:
             found = environment_of(option, getattr(config.launcher, name))

@@ -9,6 +9,7 @@ from typing import Literal
 from hpc_rl.config.sections.limits import (
     Executable,
     GpuType,
+    ModuleName,
     NodeCount,
     PathText,
     PositiveInt,
@@ -17,6 +18,7 @@ from hpc_rl.config.sections.limits import (
     SlurmMemory,
     SlurmMemoryOrDerived,
     SlurmTime,
+    Umask,
     UnitCount,
 )
 from hpc_rl.errors import ConfigError
@@ -226,6 +228,17 @@ class LauncherConfig:
     """Python interpreter of SGLang or vLLM, which have an environment of their own; null means the role's."""
     templates_dir: PathText = ""
     """Directory of templates that take precedence over the site's and the packaged ones; empty means none."""
+    modules: list[ModuleName] = field(default_factory=list)
+    """Environment modules to load on the first node before anything else, such as `cuda/12.4`; all roles
+    inherit what they set. hpc-rl extension."""
+    setup: str = ""
+    """Bash text that every job script sources after the modules, without `-e` and `-u`. hpc-rl extension."""
+    env: dict[str, str] | str = ""
+    """Environment variables of all roles: a mapping, or `A=b,C=d`; they win over the site's, the modules' and
+    the setup's. hpc-rl extension."""
+    umask: Umask = "077"
+    """Permissions that new files of a trial do not get. With `027` the group may read logs, checkpoints and
+    exports; scripts, config.json and tokens stay the user's. hpc-rl extension."""
     inference_server_cpus_per_gpu: PositiveInt = 4
     """CPUs per unit of the generation servers."""
     inference_server_mem_per_gpu: PositiveInt = 32768

@@ -115,4 +115,6 @@ SlurmMemoryOrDerived = Annotated[
     str, Grammar(r"derived|[0-9]+[KMGT]?", f"derived, or {_MEMORY_WORDS}, or 0 for the whole node")
 ]
 SlurmCountOrDerived = Annotated[str, Grammar(r"derived|[1-9][0-9]{0,5}", "derived, or a number")]
+ModuleName = Annotated[str, Grammar(r"[A-Za-z0-9_][A-Za-z0-9_./+:@=-]*", "a name, such as cuda/12.4")]
+Umask = Annotated[str, Grammar(r"0?0[0-7]{2}", "077 (only you), 027 (the group reads) or the like")]
 GpuType = Annotated[str, Grammar(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name, such as a100")]

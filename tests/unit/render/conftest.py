@@ -40,6 +40,7 @@ def scripts(tmp_path):
         hooks: dict | None = None,
         units: Sequence[Unit] = (),
         n_gpus_per_node: int = 0,
+        launcher: dict | None = None,
         **slurm,
     ) -> dict[str, str]:
         config = from_dict(
@@ -49,7 +50,12 @@ def scripts(tmp_path):
                 "train_dataset": {"path": "/data"},
                 "model": {"path": "/model"},
                 "recover": {"mode": mode},
-                "launcher": {"templates_dir": str(own) if own else "", "slurm": slurm, "hooks": hooks or {}},
+                "launcher": {
+                    **(launcher or {}),
+                    "templates_dir": str(own) if own else "",
+                    "slurm": slurm,
+                    "hooks": hooks or {},
+                },
             }
         )
         plan = sft_plan(

@@ -40,6 +40,7 @@ NOT_HERE = {
     "launcher.templates_dir",
     "cluster.fileroot",
     "launcher.hooks.dir",
+    "launcher.setup",  # it is code
     "trainer",
     "launcher.type",
 }
@@ -96,7 +97,7 @@ def _said(name: str, text: str) -> str:
         [f"--hint={text}"]
         if name.endswith("extra_args")
         else {"NAME": text}
-        if name.endswith("env_vars")
+        if name.endswith(("env_vars", "launcher.env"))
         else text
     )
     return f"{name}={json.dumps(value)}"
