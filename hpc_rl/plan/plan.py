@@ -308,7 +308,7 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         mem_mb_per_task=launcher.trainer_mem_per_gpu,
         gpus_per_task=int(on_gpus),
         module="hpc_rl.app.trainer",
-        env=_trainer_env(launcher.trainer_env_vars, on_gpus),
+        env=_trainer_env(launcher.trainer_env_vars, on_gpus, allocation.train),
     )
     if not allocation.pools:
         return [trainer]
@@ -342,14 +342,17 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
     return [*replicas, rollout, trainer]
 
 
-def _trainer_env(given: dict[str, str] | str, on_gpus: bool) -> dict[str, str]:
+def _trainer_env(given: dict[str, str] | str, on_gpus: bool, train: Train | None) -> dict[str, str]:
     """Return the user's variables, and on GPUs memory that grows in place.
 
-    Packed micro-batches differ in size, and would leave gaps between blocks that can't grow.
+    Packed micro-batches differ in size, and would leave gaps between blocks that can't grow. Megatron's
+    messages between tensor and context ranks must start in the order of the work around them.
     """
     env = environment_of("launcher.trainer_env_vars", given)
     if on_gpus and not env.keys() & set(ALLOCATOR_VARIABLES):
         env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
+    if on_gpus and train and train.backend == "megatron" and train.t * train.c > 1:
+        env.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     return env
 
 

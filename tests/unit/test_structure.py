@@ -43,6 +43,7 @@ SMALL = {
     "config/text_templates.py": "imported by rules and by the rollout role",
     "datasets/order.py": "a pure function with a theory of its own",
     "engines/mesh.py": "a theory of its own",
+    "engines/megatron/process_groups.py": "what Megatron has once in a process",
     "examples/curve.py": "the only user of plotext",
     "examples/environments/arithmetic.py": "an example",
     "examples/environments/guess_number.py": "an example",

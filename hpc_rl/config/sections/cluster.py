@@ -255,7 +255,8 @@ class LauncherConfig:
     """Environment variables of the generation servers: a mapping, or `A=b,C=d`."""
     trainer_env_vars: dict[str, str] | str = ""
     """Environment variables of the trainer ranks: a mapping, or `A=b,C=d`. On GPUs with
-    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, unless it is given here."""
+    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, and for megatron with t or c
+    `CUDA_DEVICE_MAX_CONNECTIONS=1`, unless they are given here."""
     trainer_start: Literal["srun", "mpiexec"] = "srun"
     """What starts the trainer's ranks. `srun`: as all roles, by srun, or on this machine directly. `mpiexec`:
     by MPI, with the extra `mpi` (mpi4py) in the trainer's Python. hpc-rl extension."""

@@ -5,6 +5,7 @@ Rows are packed. Weights are read from, and written to, Hugging Face checkpoints
 needs no pickle, and any layout of either engine reads it.
 """
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -34,7 +35,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
-from hpc_rl.engines.megatron import packed, process_groups, weight_map, weight_stream  # noqa: E402
+from hpc_rl.engines.megatron import packed, process_groups, weight_map  # noqa: E402
 from hpc_rl.engines.megatron.gpt_model import (  # noqa: E402
     PolicyModel,
     check_architecture,
@@ -43,7 +44,7 @@ from hpc_rl.engines.megatron.gpt_model import (  # noqa: E402
 )
 from hpc_rl.engines.megatron.packed import RankBatch  # noqa: E402
 from hpc_rl.engines.megatron.sharded_optimizer import ShardedOptimizer, wrapped  # noqa: E402
-from hpc_rl.engines.megatron.weight_stream import RankParameter  # noqa: E402
+from hpc_rl.engines.megatron.weight_stream import RankParameter, WeightStream  # noqa: E402
 
 
 class Round(NamedTuple):
@@ -75,15 +76,16 @@ class MegatronEngine:
         self.config = config
         self.mesh = mesh or Mesh()
         if self.mesh.experts == 1:  # then experts are divided as all else is
-            self.mesh = Mesh(**{**vars(self.mesh), "expert_tensor": self.mesh.tensor})
+            self.mesh = dataclasses.replace(self.mesh, expert_tensor=self.mesh.tensor)
         self.name = name
         self.device = torch.device(device)
-        self.pin_memory = False
+        self.pin_memory = False  # copy inputs to the GPU through page-locked memory
         self.seed = seed
         self.frozen = frozen
         chunks = config.megatron.virtual_pipeline_size
         self.virtual = chunks if chunks > 1 else None
         self._buffer: state.Buffer | None = None
+        self._stream: WeightStream | None = None
         model.check(config, self.device)
         architecture = model.architecture(Path(config.path))
         check_architecture(architecture, config.path)
@@ -99,7 +101,8 @@ class MegatronEngine:
         # its tensors have names and shapes, but no memory
         self.described = model.build(self.config, self.seed, True, self.device, "packed")
         self.shapes = {name: tuple(one.shape) for name, one in self.described.hf.named_parameters()}
-        torch.use_deterministic_algorithms(self.config.megatron.use_deterministic_algorithms)
+        if self.config.megatron.use_deterministic_algorithms:
+            torch.use_deterministic_algorithms(True)
         process_groups.enter(self.mesh, self.virtual, self.device, self.seed)
         self._build()
         if self.frozen:
@@ -264,8 +267,13 @@ class MegatronEngine:
         shift = 0 if self.config.is_critic else 1
         inputs = inputs_of(rows, group, "packed", torch.device("cpu"), shift)
         mesh = self.mesh
-        batch = packed.share(inputs, mesh.tensor, mesh.context, mesh.context_rank, self.device, pad_to)
-        inputs.wanted_N = inputs.wanted_N.to(self.device)
+
+        def put(array: np.ndarray) -> torch.Tensor:
+            tensor = torch.from_numpy(array)
+            return (tensor.pin_memory() if self.pin_memory else tensor).to(self.device, non_blocking=True)
+
+        batch = packed.share(inputs, mesh.tensor, mesh.context, mesh.context_rank, put, pad_to)
+        inputs.wanted_N = put(inputs.wanted_N.numpy())
         return Round(group, inputs, batch)
 
     def _groups(self, rows: Sequences) -> tuple[Groups, int]:
@@ -343,9 +351,10 @@ class MegatronEngine:
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
         if not self.frozen:
             self.optimizer.gather()
-        yield from weight_stream.buckets(
-            self.described.hf, self.mesh, self.parameters, model.DTYPES[self.config.dtype], bucket_bytes
-        )
+        if self._stream is None:
+            dtype = model.DTYPES[self.config.dtype]
+            self._stream = WeightStream(self.described.hf, self.mesh, self.parameters, dtype)
+        yield from self._stream.buckets(bucket_bytes)
 
 
 def _add_up_gradients(chunks: list[Any], num_tokens: Any, **groups_of: Any) -> None:

@@ -8,6 +8,7 @@ where a layer is not divided (sequence parallelism), a last row pads the number 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -54,11 +55,16 @@ class RankBatch:
 
 
 def share(
-    inputs: Inputs, tensor: int, context: int, rank: int, device: torch.device, pad_to: int = 0
+    inputs: Inputs,
+    tensor: int,
+    context: int,
+    rank: int,
+    put: Callable[[np.ndarray], torch.Tensor],
+    pad_to: int = 0,
 ) -> RankBatch:
-    """Return what context rank `rank` has of packed inputs in CPU memory, on the device.
+    """Return what context rank `rank` has of packed inputs in CPU memory.
 
-    The ranks together have at least `pad_to` tokens.
+    `put` copies to the device. The ranks together have at least `pad_to` tokens.
     """
     assert inputs.rows is not None, "the rows are packed"
     chunks = 2 * context if context > 1 else 1
@@ -78,9 +84,6 @@ def share(
     local[mine] = np.arange(len(mine))
     source_N = local[new_T[inputs.source_N.numpy()]]
     place_n = np.flatnonzero(source_N >= 0)
-
-    def put(array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(device)
 
     def rows_of(lengths: np.ndarray) -> PackedRows:
         ends = np.append(0, np.cumsum(lengths)).astype(np.int32)

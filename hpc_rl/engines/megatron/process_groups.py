@@ -1,7 +1,6 @@
 """Process groups of Megatron-core, which has one layout for a process."""
 
 import math
-import os
 from typing import Any
 
 import torch
@@ -36,9 +35,6 @@ def enter(mesh: Mesh, virtual: int | None, device: torch.device, seed: int) -> N
         if layout == _layout:
             return
         parallel_state.destroy_model_parallel()
-    if device.type == "cuda":
-        # Before Blackwell, communication of tensor and context ranks must not overtake what it waits for.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     parallel_state.initialize_model_parallel(
         mesh.tensor,
         mesh.pipeline,

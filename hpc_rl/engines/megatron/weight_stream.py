@@ -35,28 +35,43 @@ class RankParameter:
             yield Piece(one.name, values, one.offset, one.shape)
 
 
-def buckets(
-    hf: Any, mesh: Mesh, parameters: list[RankParameter], dtype: torch.dtype, bucket_bytes: int
-) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield the tensors of `hf`, which itself has none, by the names of checkpoints. Collective.
+class WeightStream:
+    """The tensors of a model, as rank 0 gets them; `hf` has their names and shapes only."""
 
-    They are in CPU memory on rank 0; elsewhere buckets are empty.
-    """
-    mine: Pieces = {}
-    for one in parameters:
-        for piece in one.pieces() if one.is_owned else ():
-            mine.setdefault(piece.name, []).append(piece)
-    owners: list[dict[str, list[Box]]] = [{} for _ in range(mesh.num_ranks)]
-    boxes = {name: [(one.offset, tuple(one.local.shape)) for one in found] for name, found in mine.items()}
-    dist.all_gather_object(owners, boxes)
-    shapes = {name: tuple(one.shape) for name, one in hf.named_parameters()}
-    names: list[str] = []
-    for name in shapes:
-        names.append(name)
-        if sum(math.prod(shapes[one]) for one in names) * dtype.itemsize >= bucket_bytes:
-            yield _bucket(hf, mesh, mine, owners, {one: shapes[one] for one in names}, dtype)
-            names = []
-    yield _bucket(hf, mesh, mine, owners, {one: shapes[one] for one in names}, dtype)
+    def __init__(self, hf: Any, mesh: Mesh, parameters: list[RankParameter], dtype: torch.dtype) -> None:
+        """Learn which rank has what. Collective."""
+        self.hf, self.mesh, self.parameters, self.dtype = hf, mesh, parameters, dtype
+        self.shapes = {name: tuple(one.shape) for name, one in hf.named_parameters()}
+        boxes = {
+            name: [(one.offset, tuple(one.local.shape)) for one in found]
+            for name, found in self._owned().items()
+        }
+        self.owners: list[dict[str, list[Box]]] = [{} for _ in range(mesh.num_ranks)]
+        dist.all_gather_object(self.owners, boxes)
+
+    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield the tensors by the names of checkpoints, in CPU memory on rank 0. Collective.
+
+        Elsewhere buckets are empty.
+        """
+        mine = self._owned()
+        shapes: dict[str, tuple[int, ...]] = {}
+        size_bytes = 0
+        for name, shape in self.shapes.items():
+            shapes[name] = shape
+            size_bytes += math.prod(shape) * self.dtype.itemsize
+            if size_bytes >= bucket_bytes:
+                yield _bucket(self.hf, self.mesh, mine, self.owners, shapes, self.dtype)
+                shapes, size_bytes = {}, 0
+        yield _bucket(self.hf, self.mesh, mine, self.owners, shapes, self.dtype)
+
+    def _owned(self) -> Pieces:
+        """Return the pieces that no rank before this one has, by name."""
+        mine: Pieces = {}
+        for one in self.parameters:
+            for piece in one.pieces() if one.is_owned else ():
+                mine.setdefault(piece.name, []).append(piece)
+        return mine
 
 
 def _bucket(

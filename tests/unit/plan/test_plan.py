@@ -191,6 +191,16 @@ def test_memory_of_trainers_on_gpus_grows_in_place_unless_the_user_has_another_w
 
 
 @pytest.mark.parametrize(
+    ("train", "value"), [("megatron:d2t2", "1"), ("megatron:d4", None), ("fsdp:d2t2", None)]
+)
+def test_messages_of_megatrons_tensor_ranks_start_in_order(train, value):
+    made = plan(
+        "cluster.n_gpus_per_node=8", f"allocation_mode=sglang:d4+{train}", "train_dataset.batch_size=8"
+    )
+    assert made.units[-1].env.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (
