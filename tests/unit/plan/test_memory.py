@@ -388,6 +388,18 @@ def test_sizes_that_divide_further_are_named_and_fit(backend):
     assert not needed(LLAMA3_70B, *roomy, f"allocation_mode={mesh}").problems
 
 
+def test_the_table_of_the_docs_is_what_is_estimated():
+    models = {"8B": QWEN3_8B, "32B": QWEN3_32B, "70B": LLAMA3_70B, "30B-A3B": QWEN3_30B_A3B}
+    text = (Path(__file__).parents[3] / "docs" / "engines.md").read_text().replace("\\|", "/")
+    rows = re.findall(r"^\| (\S+) \| `(\S+)` \| (\d+) \| (\d+) \| (\d+) \|$", text, re.MULTILINE)
+    assert len(rows) == 10
+    for model, mesh, gpus, standing, peak in rows:
+        allocation = f"allocation_mode={mesh.replace('/', '|')}"
+        found = needed(models[model], allocation, f"cluster.n_nodes={int(gpus) // 8}").trainer
+        assert sum(found.standing.values()) / memory.GB == approx(int(standing), abs=1), mesh
+        assert found.device_bytes / memory.GB == approx(int(peak), abs=1), mesh
+
+
 def test_estimating_reads_no_weights(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(QWEN3_8B))
     base = [*SFT, f"model.path={tmp_path}", "total_train_steps=1", "cluster.n_gpus_per_node=8"]
