@@ -1,5 +1,6 @@
 """Both train engines on a real Slurm, on several meshes: they learn the same, and one continues where another was."""
 
+import contextlib
 import json
 import os
 import signal
@@ -68,15 +69,31 @@ def rewards(one: Killed) -> list[float]:
     return [row["reward"] for row in rows]
 
 
-def continued(one: Killed, mesh: str) -> None:
-    """Kill a trainer rank after some steps, which ends the trial, and recover it on another mesh."""
-    enough = one.num_rows() + 3
+def published(one: Killed, lineage: int) -> dict[str, bytes]:
+    """Step -> weights of the versions on disk."""
+    found = {}
+    for folder in one.trial.weights.glob(f"{lineage}.*"):
+        with contextlib.suppress(FileNotFoundError):  # an older one, which goes
+            found[folder.name.partition(".")[2]] = (folder / "model.safetensors").read_bytes()
+    return found
+
+
+def continued(one: Killed, lineage: int, mesh: str) -> None:
+    """Kill a trainer rank after some steps, which ends the trial, and recover it on another mesh.
+
+    The first weights of the new lineage are those of the same step before, bit by bit.
+    """
+    enough = one.num_rows() + 2
     one.until(lambda: one.num_rows() >= enough)
     os.kill(one.find("trainer")[-1].pid, signal.SIGKILL)
     one.until(lambda: one.over)
+    before = published(one, lineage)
     said = hpc_rl("recover", one.trial.dir, "--json", f"allocation_mode=embedded:d1+{mesh}", cwd=one.folder)
     one.job_id = json.loads(said.stdout)["job_id"]
     assert read_json(one.trial.plan_json)["allocation"] == f"embedded:d1+{mesh}"
+    one.until(lambda: published(one, lineage + 1))
+    step, weights = min(published(one, lineage + 1).items(), key=lambda item: int(item[0]))
+    assert weights == before[step]
 
 
 def test_engines_and_meshes_learn_alike_and_continue_each_other(start):
@@ -84,8 +101,8 @@ def test_engines_and_meshes_learn_alike_and_continue_each_other(start):
     slow = {"rollout.reward_fn": "ones:slow_score"}
     moved = start(first, "moved", held=True, options=slow)
     others = {mesh: start(mesh) for mesh in MESHES}
-    for mesh in rest:
-        continued(moved, mesh)
+    for lineage, mesh in enumerate(rest):
+        continued(moved, lineage, mesh)
     curves = {mesh: rewards(one.finish()) for mesh, one in others.items()}
     usual = curves["fsdp:d2"]
     assert usual[0] < 0.2 and usual[-1] > 0.8, "it has learnt"
