@@ -1,13 +1,15 @@
 """Files in AReaL's shape run end to end on the toy: only paths, a short length and `--preset cpu` are said
-beside them.
+beside them, and the mesh of the trainer where one is wanted.
 """
 
 import json
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, status
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_rl.stats.read import read
 from hpc_rl.trial import Trial
@@ -18,6 +20,19 @@ ROWS = {  # file -> trainer's section, training rows, held-out rows
     "gsm8k_grpo": ("actor", "train", "heldout"),
     "gsm8k_sft": ("model", "sft", "sft"),
     "hhrlhf_rw": ("model", "preferences", "preferences-heldout"),
+    "gsm8k_grpo_megatron_tp": ("actor", "train", "heldout"),
+    "gsm8k_grpo_megatron_moe": ("actor", "train", "heldout"),
+}
+MESHES = {
+    "gsm8k_grpo_megatron_tp": "embedded:d1+megatron:d1p1t2",
+    "gsm8k_grpo_megatron_moe": "embedded:d1+megatron:(attn:d1p1t2|ffn:d1p1t1e2)",
+}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
 }
 
 
@@ -27,20 +42,27 @@ def place(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("areal")
     make_quickstart(folder)
     config = folder / "quickstart" / "base" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2048}))
+    sizes = json.loads(config.read_text()) | {"max_position_embeddings": 2048}
+    config.write_text(json.dumps(sizes))
+    experts = shutil.copytree(config.parent, folder / "quickstart" / "experts")
+    (experts / "model.safetensors").unlink()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**sizes | EXPERTS))
+    model.save_pretrained(experts)
     return folder
 
 
 @pytest.fixture(scope="module")
 def trials(place) -> dict[str, Trial]:
-    """All three at once: submit returns at once."""
+    """All at once: submit returns at once."""
     made = {}
     toy = place / "quickstart"
     for name, (model, train, valid) in ROWS.items():
+        path = toy / ("experts" if name.endswith("moe") else "base")
+        more = [f"allocation_mode={MESHES[name]}", f"ref.path={path}"] if name in MESHES else []
         said = hpc_rl(
             "submit", "--json", "--config", FILES / f"{name}.yaml", "--preset", "cpu", f"total_train_steps={STEPS}",
             f"cluster.fileroot={toy / 'runs'}", f"cluster.name_resolve.nfs_record_root={toy / 'names'}",
-            f"{model}.path={toy / 'base'}", f"train_dataset.path={toy / 'task' / train}.jsonl",
+            f"{model}.path={path}", *more, f"train_dataset.path={toy / 'task' / train}.jsonl",
             f"valid_dataset.path={toy / 'task' / valid}.jsonl", "launcher.type=local", cwd=place,
         )  # fmt: skip
         made[name] = Trial(Path(json.loads(said.stdout)["dir"]))
@@ -62,6 +84,6 @@ def test_it_runs_to_its_end(trials, place, name):
     assert [row["step"] for row in history.steps] == [1, 2]
     assert history.held_out[1][-1][0] == STEPS  # after the last step, whatever evaluator.freq_epochs says
     config = json.loads(trial.config_json.read_text())
-    if name == "gsm8k_grpo":  # the file's numbers are those that ran
+    if name.startswith("gsm8k_grpo"):  # the file's numbers are those that ran
         assert (config["actor"]["group_size"], config["rollout"]["consumer_batch_size"]) == (4, 256)
         assert all(row["num_tokens"] >= 256 * 4 for row in history.steps)
