@@ -342,8 +342,10 @@ start_successor() { # NODES_TO_EXCLUDE: prints the id of the job that continues
 # --- the first node may die ---------------------------------------------------------------------------------
 # With --no-kill the job then continues without this script and without the supervisor, and no process is left
 # to end it. So steps on two other nodes (or on the only other one) check once a minute whether the supervisor
-# still renews its lease. If not, they ask Slurm whether the first node is lost, and then give the job back:
-# one at once, the other where that has not happened. They hold no GPUs. Output: jobs/<job id>.watch.log.
+# still renews its lease, and whether the first node is lost to Slurm, and then give the job back: one at once,
+# the other where that has not happened. A node that was only cut off from the others may still write to the
+# shared disk: so Slurm is asked at every fifth check in any case, and after two more the next start takes the
+# lease away from the supervisor there. They hold no GPUs. Output: jobs/<job id>.watch.log.
 
 watch_first_node() {
   local nodes number
@@ -376,14 +378,19 @@ keep_watching() { # NUMBER: on that other node; when it dies on the next but one
 
 # shellcheck disable=SC2329 # it is sent to the other nodes as text
 watch_from_afar() { # FIRST_NODE END_COMMAND STATE_FILE LEASE NUM_CHECKS
-  local before now='' never num_lost=0
+  local before now='' never num_lost=0 num_checks=0 needed
   # Nothing is ever written there: reading waits without a process of its own, which a kill could miss.
   exec {never}<> <(:)
   while :; do
     read -rt "${HPC_RL_WATCH_S:-60}" -u "$never" || true
     before=$now now=$(cat "$4".epoch-* 2>/dev/null)
-    if [[ $now != "$before" ]] || ! is_lost "$1"; then num_lost=0; else num_lost=$((num_lost + 1)); fi
-    if ((num_lost < $5)); then continue; fi
+    needed=$5 num_checks=$((num_checks + 1))
+    if [[ $now != "$before" ]]; then
+      needed=$(($5 + 2))
+      if ((num_lost == 0 && num_checks % 5)); then continue; fi
+    fi
+    if is_lost "$1"; then num_lost=$((num_lost + 1)); else num_lost=0; fi
+    if ((num_lost < needed)); then continue; fi
     printf '{"event": "first_node_lost", "time": %(%s)T, "restart": %d}\n' \
       -1 "${SLURM_RESTART_COUNT:-0}" >>"$3"
     # shellcheck disable=SC2086 # a command and its argument

@@ -154,3 +154,52 @@ def test_power_loss_of_a_server_node_costs_seconds(cluster):
     times = [row["time"] for row in read(trial).steps]
     assert len(times) == NUM_STEPS
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 20
+
+
+def node_with(cluster: HostsCluster, role: str) -> str:
+    """Return the (first) node of a role; the batch script and the supervisor are on n1."""
+    found = next(node for name, node in nodes_of(cluster).items() if name.startswith(role))
+    return cluster.run("scontrol", "show", "hostnames", found).split()[0]
+
+
+def check_history(trial: Trial) -> None:
+    """See that a trial has each step once, and nothing from a side that was fenced."""
+    assert [row["step"] for row in read(trial).steps] == list(range(1, NUM_STEPS + 1))
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("victim", ["trainer", "batch"])
+def test_power_loss_of_a_trainer_or_of_the_first_node_is_survived(cluster, monkeypatch, victim):
+    monkeypatch.setenv("HPC_RL_WATCH_S", "5")
+    trial = long_trial(cluster, f"lost-{victim}", NUM_STEPS)
+    wait_for_step(trial, 12)
+    node = "n1" if victim == "batch" else cluster.run("scontrol", "show", "hostnames", "n2").strip()
+    cluster.kill_node(node)
+    time.sleep(30)
+    cluster.up()
+    hurried_to_its_end(cluster, trial)
+    check_history(trial)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("length_s", [30, 180])
+@pytest.mark.parametrize("victim", ["server", "rollout", "trainer", "batch"])
+def test_a_partition_of_any_node_is_survived(cluster, monkeypatch, victim, length_s):
+    monkeypatch.setenv("HPC_RL_WATCH_S", "5")
+    trial = long_trial(cluster, f"cut-{victim}-{length_s}", NUM_STEPS)
+    wait_for_step(trial, 12)
+    node = {"batch": "n1", "trainer": "n2"}.get(victim) or node_with(cluster, victim)
+    cluster.partition(node, cut=True)
+    time.sleep(length_s)
+    cluster.partition(node, cut=False)
+    time.sleep(20)  # a node that has the job still, and gets it again, is drained by Slurm
+    hurried_to_its_end(cluster, trial)
+    check_history(trial)
+
+
+def hurried_to_its_end(cluster: HostsCluster, trial: Trial, timeout_s: float = 500) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not trial.done.exists():
+        assert time.monotonic() < deadline, logs_of(trial)
+        cluster.hurry()
+        time.sleep(1)
