@@ -17,7 +17,7 @@ from hpc_rl.allocation import (
 )
 from hpc_rl.config import pool_view
 from hpc_rl.config.loading.stored import trainer_of
-from hpc_rl.config.rules.slurm_rules import asks_for_gpus
+from hpc_rl.config.rules.slurm_rules import asks_for_gpus, job_threads_limit, threads_limit
 from hpc_rl.config.rules.training_rules import trained
 from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
@@ -61,8 +61,13 @@ def make_plan(
     placement = _placement(shared, allocation, demand)
     _refuse_idle_ranks(config, train)
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
+    own_args = vars(config.launcher.slurm.srun_args)
     units = [
-        replace(unit, srun_args=extra, container=containers.container_of(config, unit.role))
+        replace(
+            unit,
+            srun_args=[*extra, *own_args[unit.role]],
+            container=containers.container_of(config, unit.role),
+        )
         for unit in (*_units(config, allocation, placement), *_environment_units(config))
     ]
     mpi = mpi_start(config, scheduler)
@@ -93,7 +98,8 @@ def make_plan(
         slurm_knows_gpus=knows_gpus,
         notes=notes,
     )
-    return with_threads_per_core(plan, threads_per_core)
+    limit = job_threads_limit(config.launcher.slurm) or threads_per_core
+    return with_threads_per_core(plan, min(limit, threads_per_core))
 
 
 def with_threads_per_core(plan: Plan, threads_per_core: int) -> Plan:
@@ -382,7 +388,8 @@ def _largest_node(units: list[Unit], nodes: Sequence[int], threads_per_core: int
     mem_mb = {node: SUPERVISOR_MEM_MB if node == 0 else 0 for node in nodes}
     for unit in units:
         # Slurm rounds the CPUs of each step on a node, not those of the job.
-        num_cores = math.ceil(unit.tasks_per_node * unit.cpus_per_task / threads_per_core)
+        threads_used = min(threads_per_core, threads_limit(unit.srun_args) or threads_per_core)
+        num_cores = math.ceil(unit.tasks_per_node * unit.cpus_per_task / threads_used)
         for node in set(unit.nodes) & set(nodes):
             cpus[node] += num_cores * threads_per_core
             mem_mb[node] += unit.tasks_per_node * unit.mem_mb_per_task

@@ -7,7 +7,7 @@ to Slurm.
 import difflib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
 from hpc_rl import slurm_time
@@ -117,6 +117,15 @@ def judge(request: JobRequest, nodes: Sequence[Node]) -> list[CapacityLimit]:
         return best
     message = f"unchanged, it fits partition {elsewhere[0]}."
     return [*best, CapacityLimit("partition", message, f"--partition {elsewhere[0]}", False)]
+
+
+def with_threads(nodes: Sequence[Node], most: int | None) -> list[Node]:
+    """Return the nodes as a job sees them that uses at most this many threads of a core; None for all."""
+    used = [min(node.threads_per_core, most or node.threads_per_core) for node in nodes]
+    return [
+        replace(node, cpus=node.cpus // node.threads_per_core * threads, threads_per_core=threads)
+        for node, threads in zip(nodes, used, strict=True)
+    ]
 
 
 def threads_per_core(request: JobRequest, nodes: Sequence[Node]) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from hpc_rl import slurm_time
 from hpc_rl.allocation import parse
 from hpc_rl.config.loading.stored import Loaded
-from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
+from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus, job_threads_limit
 from hpc_rl.config.rules.training_rules import FLASH_PACKAGES, models
 from hpc_rl.config.sections.experiment import Config, replaced
 from hpc_rl.doctor import machine, mpi_check
@@ -21,7 +21,7 @@ from hpc_rl.plan.plan import with_threads_per_core
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.render import lint
 from hpc_rl.render.layouts import servers_of, without
-from hpc_rl.schedulers.sinfo import JobRequest, Node, judge, threads_per_core
+from hpc_rl.schedulers.sinfo import JobRequest, Node, judge, threads_per_core, with_threads
 from hpc_rl.schedulers.slurm import SlurmScheduler
 
 
@@ -252,6 +252,7 @@ def quick_check(
     except SchedulerError as error:
         return CapacityCheck([f"not compared with the cluster: {error}", *avoided], plan, tuple(bad))
     if nodes:
+        nodes = with_threads(nodes, job_threads_limit(config.launcher.slurm))
         found = [threads_per_core(request_of(*part), nodes) for part in job_requests(config, plan)]
         plan = with_threads_per_core(plan, max(found))
     checks = check_capacity(config, plan, nodes)

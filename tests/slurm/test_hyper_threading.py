@@ -17,14 +17,31 @@ def hyper_threading(running_cluster, monkeypatch):
         yield cluster
 
 
-def test_the_readme_submit_on_one_node_starts_its_trainer(hyper_threading, tmp_path):
+# three steps of one CPU each take a core of two threads, and the supervisor one more
+@pytest.mark.parametrize(
+    ("options", "num_cpus"),
+    [
+        ([], 8),
+        (["launcher.slurm.extra_args=[--hint=nomultithread]"], 8),
+        (["launcher.trainer_cpus_per_gpu=3", "launcher.slurm.srun_args.trainer=[--hint=nomultithread]"], 12),
+    ],
+    ids=["as it is", "a job of cores", "a step of three cores"],
+)
+def test_the_readme_submit_on_one_node_starts_its_trainer(hyper_threading, tmp_path, options, num_cpus):
     shutil.copytree(ROOT / "configs", tmp_path / "configs")
     make_quickstart(tmp_path)
-    hpc_rl("submit", "--config", "configs/grpo.yaml", "trial_name=first", "total_train_steps=1", cwd=tmp_path)
+    hpc_rl(
+        "submit",
+        "--config",
+        "configs/grpo.yaml",
+        "trial_name=first",
+        "total_train_steps=1",
+        *options,
+        cwd=tmp_path,
+    )
     trial = trial_of(tmp_path, "first")
     deadline = time.monotonic() + 200
     while not trial.done.exists():
         assert time.monotonic() < deadline, logs_of(trial)
         time.sleep(0.5)
-    # three steps of one CPU each take a core of two, and the supervisor one more
-    assert "NumCPUs=8" in hyper_threading.run("scontrol", "show", "job")
+    assert f"NumCPUs={num_cpus} " in hyper_threading.run("scontrol", "show", "job")

@@ -29,10 +29,14 @@ def starts(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name} can't be used with launcher.slurm.layout hetjob, {use}."
         if slurm.srun_mpi != "none":
             yield f"launcher.slurm.srun_mpi {slurm.srun_mpi} has no effect with {name}; omit it, or use srun."
+        if slurm.srun_args.trainer:
+            yield f"launcher.slurm.srun_args.trainer has no effect with {name}; use launcher.mpi.args."
     if slurm.srun_mpi != "none" and launcher.type == "local":
         yield f"launcher.slurm.srun_mpi {slurm.srun_mpi} needs srun, but launcher.type is local; use slurm."
-    if slurm.srun_mpi != "none" and "--mpi" in map(option_of, slurm.srun_additional_args.split()):
-        yield "launcher.slurm.srun_additional_args has --mpi, and so has launcher.slurm.srun_mpi; omit one."
+    of_all = slurm.srun_additional_args.split()
+    for option, args in (("srun_additional_args", of_all), ("srun_args.trainer", slurm.srun_args.trainer)):
+        if slurm.srun_mpi != "none" and "--mpi" in map(option_of, args):
+            yield f"launcher.slurm.{option} has --mpi, and so has launcher.slurm.srun_mpi; omit one."
 
 
 def arguments(config: Config, explicit: Collection[str]) -> Iterator[str]:

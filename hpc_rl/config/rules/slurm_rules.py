@@ -6,9 +6,10 @@ sbatch accepts some of these contradictions silently and then applies one of the
 import dataclasses
 import re
 import shlex
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from hpc_rl.config.rules.consistency import given, is_default
+from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 
 DERIVED = "derived"  # the value of an option that the plan decides
@@ -35,12 +36,12 @@ _SHORT = {
 }  # fmt: skip
 # Options of the section that are not options of sbatch.
 _NOT_SBATCH = {
-    "extra_args", "srun_additional_args", "container_type", "mount", "gpus_by", "gpu_type", "layout",
-    "servers", "continue_by", "backend", "srun_mpi",
+    "extra_args", "srun_additional_args", "srun_args", "container_type", "mount", "gpus_by", "gpu_type",
+    "layout", "servers", "continue_by", "backend", "srun_mpi",
 }  # fmt: skip
 _SRUN_SHORT = {
     "-K": "--kill-on-bad-exit", "-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task",
-    "-w": "--nodelist", "-m": "--distribution", "-o": "--output", "-e": "--error", "-i": "--input",
+    "-w": "--nodelist", "-o": "--output", "-e": "--error", "-i": "--input",
     "-J": "--job-name", "-D": "--chdir", "-W": "--wait", "-k": "--no-kill",
 }  # fmt: skip
 _SRUN_DERIVED = {
@@ -58,6 +59,22 @@ def asks_for_gpus(gres: str | None) -> bool:
 def option_of(text: str) -> str:
     """Return the option at the beginning of a text, without its value: `-x` or `--name`."""
     return text.partition("=")[0] if text.startswith("--") else text[:2]
+
+
+def threads_limit(options: Iterable[str]) -> int | None:
+    """Return how many threads of a core options of sbatch or srun let a job or step use; None for all."""
+    most = None
+    for option in options:
+        if option == "--hint=nomultithread":
+            most = 1
+        elif found := re.fullmatch(r"--threads-per-core=(\d+)", option):
+            most = max(1, int(found[1]))
+    return most
+
+
+def job_threads_limit(slurm: SlurmLauncherConfig) -> int | None:
+    """Return the same of a whole job, by its `extra_args`."""
+    return threads_limit(word for argument in slurm.extra_args for word in shlex.split(argument))
 
 
 def texts(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -164,13 +181,17 @@ def layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def srun_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
     name, text = "launcher.slurm.srun_additional_args", config.launcher.slurm.srun_additional_args
     try:
-        args = shlex.split(text)
+        yield from _refused_for_srun(name, shlex.split(text))
     except ValueError as error:
         yield f"{name}: {text!r} can't be split: {error}."
-        return
+    for role, args in vars(config.launcher.slurm.srun_args).items():
+        yield from _refused_for_srun(f"launcher.slurm.srun_args.{role}", args)
+
+
+def _refused_for_srun(name: str, args: Iterable[str]) -> Iterator[str]:
     for arg in args:
         option = option_of(arg)
-        if not arg.startswith("-"):
+        if not arg.startswith("-") or _has_control_character(arg):
             yield f"{name}: {arg!r} is not an option; join an option and its value: --name=value."
         elif option.startswith(("--container-", "--no-container-")):
             use = "use launcher.slurm.trainer_image and the like for images, container_args for the rest"

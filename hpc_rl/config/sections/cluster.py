@@ -100,6 +100,24 @@ class ServerJobsConfig(SlurmNodesConfig):
 
 
 @dataclass(kw_only=True)
+class SrunArgsConfig:
+    """Further options of the srun of single roles, one per item; they win over the plan's.
+
+    Such as `--cpu-bind=cores`, `--gpu-bind=closest`, `--mem-bind=local`, `--distribution=cyclic`,
+    `--hint=nomultithread`.
+    """
+
+    trainer: list[str] = field(default_factory=list)
+    """Of the trainer."""
+    server: list[str] = field(default_factory=list)
+    """Of the generation servers."""
+    rollout: list[str] = field(default_factory=list)
+    """Of the rollout role."""
+    environment: list[str] = field(default_factory=list)
+    """Of the commands of `environments`."""
+
+
+@dataclass(kw_only=True)
 class SlurmLauncherConfig(SlurmNodesConfig):
     """Slurm options. `null` omits an option; `derived` takes the number from the plan."""
 
@@ -138,6 +156,8 @@ class SlurmLauncherConfig(SlurmNodesConfig):
     """Further sbatch options, one per item, such as `--hint=nomultithread`."""
     srun_additional_args: str = ""
     """Further options of every role's srun, split as by a shell; variables are not expanded."""
+    srun_args: SrunArgsConfig = field(default_factory=SrunArgsConfig)
+    """Further options of the srun of single roles, after `srun_additional_args`. hpc-rl extension."""
     srun_mpi: Literal["none", "pmix", "pmi2", "cray_shasta"] = "none"
     """`--mpi` of the trainer's srun. With another value than `none` its ranks find each other by MPI, with
     the extra `mpi` (mpi4py) in the trainer's Python. hpc-rl extension."""

@@ -3,7 +3,8 @@
 # To change a line, override the block of its role (hpc-rl templates eject steps --block trainer), resubmit.
 #
 # --exact with stated CPUs and GPUs gives the steps of a node disjoint parts of it, so that none waits for
-# another. --mem=0 lets each use the memory of the job. A task that exits ends the others after --wait s,
+# another; the distribution fills a socket before the next, so that a rank is beside its GPU. --mem=0 lets each
+# use the memory of the job. A task that exits ends the others after --wait s,
 # time for their exit records; --kill-on-bad-exit would not. A step, unlike the job, ends with its node.
 #
 # shellcheck disable=SC2034 # not every role uses every argument
@@ -22,7 +23,7 @@ server() { # 16 units, 1 process, 4 CPUs, 1 GPU, 65536 MB
   exec srun --job-name="$name" --nodelist="$nodes" \
     --nodes=1 --ntasks=1 \
     --ntasks-per-node=1 --cpus-per-task=4 \
-    --gpus-per-node=1 --mem=0 --exact --distribution=block \
+    --gpus-per-node=1 --mem=0 --exact --distribution=block:block \
     --kill-on-bad-exit=0 --wait=30 --no-kill=off --export=ALL --mpi=none --input=all \
     /PYTHON \
     "$@"
@@ -32,7 +33,7 @@ rollout() { # 1 unit, 1 process, 4 CPUs, 0 GPUs, 16384 MB
   exec srun --job-name="$name" --nodelist="$nodes" \
     --nodes=1 --ntasks=1 \
     --ntasks-per-node=1 --cpus-per-task=4 \
-    --gpus-per-node=0 --mem=0 --exact --distribution=block \
+    --gpus-per-node=0 --mem=0 --exact --distribution=block:block \
     --kill-on-bad-exit=0 --wait=30 --no-kill=off --export=ALL --mpi=none --input=all \
     /PYTHON \
     "$@"
@@ -42,7 +43,7 @@ trainer() { # 1 unit, 8 processes on each node, each 4 CPUs, 1 GPU, 65536 MB
   exec srun --job-name="$name" --nodelist="$nodes" \
     --nodes=2 --ntasks=16 \
     --ntasks-per-node=8 --cpus-per-task=4 \
-    --gpus-per-node=8 --mem=0 --exact --distribution=block --output="$output" \
+    --gpus-per-node=8 --mem=0 --exact --distribution=block:block --output="$output" \
     --kill-on-bad-exit=0 --wait=30 --no-kill=off --export=ALL --mpi=none --input=all \
     /PYTHON \
     "$@"

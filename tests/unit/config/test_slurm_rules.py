@@ -63,6 +63,22 @@ def test_what_can_stand_together_is_accepted(refusals, options):
     assert refusals(*(f"launcher.slurm.{option}" for option in options)) == []
 
 
+@pytest.mark.parametrize("role", ["trainer", "server", "rollout", "environment"])
+def test_a_role_may_have_srun_options_of_its_own_unless_the_plan_sets_them(refusals, role):
+    name = f"launcher.slurm.srun_args.{role}"
+    binding = [
+        "--distribution=cyclic",
+        "--cpu-bind=cores",
+        "--gpu-bind=closest",
+        "--mem-bind=local",
+        "--mpi=pmix",
+    ]
+    assert refusals(f"{name}={json.dumps(binding)}") == []
+    for wrong, words in (("-n4", "derived"), ("cores", "not an option"), ("--x=$HOME", "not expanded")):
+        [refusal] = refusals(f"{name}={json.dumps([wrong])}")
+        assert name in refusal and words in refusal
+
+
 def test_memory_per_gpu_needs_gpus(refusals):
     assert (
         "mem_per_gpu needs GPUs" in refusals("launcher.slurm.mem_per_gpu=4G", "cluster.n_gpus_per_node=0")[0]

@@ -140,6 +140,27 @@ def test_each_step_is_given_whole_cores(threads, cpus_of_groups):
     assert [group.cpus_per_node for group in made.groups] == cpus_of_groups
 
 
+@pytest.mark.parametrize(
+    ("options", "cpus"),
+    [
+        ([], 1 + 8 + 8),
+        (["launcher.slurm.extra_args=[--hint=nomultithread]"], 1 + 7 + 8),
+        (["launcher.slurm.extra_args=['--prefer=a --threads-per-core=1']"], 1 + 7 + 8),
+        (["launcher.slurm.srun_args.trainer=[--hint=nomultithread]"], 1 + 8 + 2 * 8),
+        (["launcher.slurm.srun_additional_args=--threads-per-core=1"], 1 + 2 * 7 + 2 * 8),
+        (["launcher.slurm.srun_args.server=[--threads-per-core=4]"], 1 + 8 + 8),
+    ],
+)
+def test_a_job_or_a_step_that_leaves_threads_idle_is_counted_so(options, cpus):
+    # node 0 of nodes with two threads per core: supervisor, rollout role of 7, 2 ranks of 4
+    mode = ["--n_nodes=2", "allocation_mode=embedded:d2+fsdp:d2", "launcher.slurm.layout=hetjob"]
+    sizes = ["launcher.rollout_cpus=7", "launcher.trainer_cpus_per_gpu=4"]
+    loaded = check(load([], [*GRPO, *mode, *sizes, *options]), files=False)
+    kinds = {"interpreter": "python", "scheduler": "slurm", "threads_per_core": 2}
+    made = make_plan(loaded.config, loaded.explicit, **kinds)
+    assert made.groups[0].cpus_per_node == cpus
+
+
 def test_gpus_are_packed_by_index():
     made = plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d2t2+fsdp:d4")
     servers = [unit for unit in made.units if unit.role == "server"]

@@ -189,11 +189,11 @@ def test_single_directives_can_be_dropped_and_replaced(script, tmp_path):
 def test_a_launch_line_can_be_changed(scripts, tmp_path):
     block = (
         "{% block trainer %}\n"
-        '{{ super() | replace("--distribution=block", "--distribution=block:block") }}{% endblock %}'
+        '{{ super() | replace("--distribution=block:block", "--distribution=cyclic") }}{% endblock %}'
     )
     site = override(tmp_path, STEPS + block, "templates/steps.sh.j2")
     text = scripts("slurm", site=site, units=[unit()])["steps.sh"]
-    assert "--distribution=block:block" in text and f"# changed by {site}/templates/steps.sh.j2\n" in text
+    assert "--distribution=cyclic" in text and f"# changed by {site}/templates/steps.sh.j2\n" in text
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,7 @@ def test_the_srun_line_of_a_unit_on_two_nodes(tmp_path):
     argv = srun(tmp_path, unit(tasks=2, nodes=(1, 2), gpus=2), **GPUS)
     assert argv == [
         *("--job-name=trainer-0.3", "--nodelist=a2,b7", "--nodes=2", "--ntasks=4", "--ntasks-per-node=2"),
-        *("--cpus-per-task=3", "--gpus-per-node=4", "--mem=0", "--exact", "--distribution=block"),
+        *("--cpus-per-task=3", "--gpus-per-node=4", "--mem=0", "--exact", "--distribution=block:block"),
         *("--output=/l%%/rank%t.log",),
         *("--kill-on-bad-exit=0", "--wait=30", "--no-kill=off", "--export=ALL", "--mpi=none", "--input=all"),
         *("python", "-m", "a module"),

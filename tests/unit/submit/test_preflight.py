@@ -98,6 +98,15 @@ def test_the_plan_is_fitted_to_the_cores_of_the_cluster(threads, cpus):
     assert (found.plan.threads_per_core, found.plan.cpus_per_node) == (threads, cpus)
 
 
+def test_where_a_job_uses_one_thread_per_core_a_cpu_is_a_core():
+    options = ["launcher.trainer_mem_per_gpu=1000", "launcher.slurm.extra_args=[--hint=nomultithread]"]
+    fits = planned(*options, "launcher.trainer_cpus_per_gpu=3")
+    found = preflight.quick_check(*fits, FakeCluster(threads=2))
+    assert (found.plan.threads_per_core, found.plan.cpus_per_node) == (1, 3 * 8 + 1)
+    with pytest.raises(ConfigError, match=r"33 CPUs per node.*the most on 1 node\(s\) is 32"):
+        preflight.quick_check(*planned(*options, "launcher.trainer_cpus_per_gpu=4"), FakeCluster(threads=2))
+
+
 def test_bad_nodes_are_avoided_only_where_enough_others_are_left():
     small = "launcher.trainer_mem_per_gpu=1000"
     said = preflight.quick_check(*planned(small), FakeCluster(), ["n1"])
