@@ -90,7 +90,8 @@ def test_no_option_of_the_section_is_without_a_test():
         "servers",
         "continue_by",
         "backend",
-        "srun_mpi",  # test_steps.py
+        "srun_mpi",
+        "srun_args",  # test_steps.py
     }
     options = {field.name for field in dataclasses.fields(SlurmLauncherConfig) if "image" not in field.name}
     assert options - not_directives - {"container_program", "container_args"} == set(ALL)  # test_container.py
