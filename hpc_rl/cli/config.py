@@ -1,6 +1,7 @@
 """`hpc-rl config`: show a resolved configuration, compare two; print schema, reference, completion."""
 
 import json
+import os
 import sys
 
 from hpc_rl.cli.options import Action, CommandParser, Namespace, print_result
@@ -31,7 +32,8 @@ def _show_parser() -> CommandParser:
 
 
 def _show(args: Namespace) -> int:
-    loaded = check(load(args.config, args.overrides, presets=args.preset, cluster=args.cluster), files=False)
+    found = load(args.config, args.overrides, presets=args.preset, cluster=args.cluster, environ=os.environ)
+    loaded = check(found, files=False)
     if args.json:
         shown = {name: vars(item) for name, item in resolved(loaded).items()}
         print(json.dumps(shown, indent=2, default=str))

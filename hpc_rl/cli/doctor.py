@@ -68,7 +68,7 @@ def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig,
         first = args.overrides[0]
         raise ConfigError(f"{first!r}: configuration overrides require --config FILE (see --help).")
     typed = args.overrides if args.config else ANY_TRIAL
-    loaded = load(args.config, typed, presets=args.preset, cluster=args.cluster)
+    loaded = load(args.config, typed, presets=args.preset, cluster=args.cluster, environ=os.environ)
     config, options = loaded.config, loaded.config.launcher.slurm
     on_slurm = pick(config.launcher.type) == "slurm"
     needs = Requirements(

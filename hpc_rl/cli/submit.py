@@ -1,6 +1,7 @@
 """`hpc-rl submit`: configuration -> check -> plan -> scripts -> one call of the scheduler."""
 
 import dataclasses
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -104,7 +105,7 @@ def loaded(args: Namespace) -> Loaded:
     """Read the configuration that a command was given. Raises ConfigError."""
     if not args.config and not args.overrides:
         raise ConfigError(f"give a configuration: hpc-rl {args.argv[0]} FILE")
-    return load(args.config, args.overrides, presets=args.preset, cluster=args.cluster)
+    return load(args.config, args.overrides, presets=args.preset, cluster=args.cluster, environ=os.environ)
 
 
 def plan_of(loaded: Loaded, files: bool = True, count_rows: bool = False) -> Planned:

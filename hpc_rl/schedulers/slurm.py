@@ -24,6 +24,14 @@ LEAKS = (
 )  # fmt: skip
 # How a client authenticates, and which cluster it talks to.
 KEPT = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
+# Read as defaults of the configuration (config/loading/load.py), which the script states.
+OF_CONFIGURATION = (
+    "SBATCH_ACCOUNT",
+    "SBATCH_PARTITION",
+    "SBATCH_QOS",
+    "SBATCH_RESERVATION",
+    "SBATCH_TIMELIMIT",
+)
 # Substrings of Slurm's errors after which a call may be made again.
 TRANSIENT = (
     "socket timed out",
@@ -49,7 +57,7 @@ class SlurmScheduler:
 
     def submit(self, spec: JobSpec) -> str:
         """Submit by one sbatch; where its answer is lost, look the job up by its tag before another one."""
-        ignored = sorted(name for name in os.environ if name.startswith("SBATCH_"))
+        ignored = sorted({name for name in os.environ if name.startswith("SBATCH_")} - {*OF_CONFIGURATION})
         if ignored:
             logger.warning("ignored: %s; set launcher.slurm.* instead", ", ".join(ignored))
         argv = ["sbatch", "--parsable", *spec.options, str(spec.script), *spec.arguments]

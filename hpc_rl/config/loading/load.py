@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,12 +53,14 @@ def load(
     presets: Sequence[str] = (),
     profiles: Sequence[Path] | None = None,
     cluster: str | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Loaded:
     """Return the configuration of files and overrides (`a.b=c`, `--a.b=c`, `--a.b c`). Raises ConfigError.
 
     Relative paths are made absolute. `cluster` names a profile that must exist; `profiles` are the
-    directories searched, by default those of the site and the shipped ones.
+    directories searched, by default those of the site and the shipped ones; `environ` has SBATCH_DEFAULTS.
     """
+    defaults_of_site = _of_environment(environ or {})
     files = [read_yaml(Path(file)) for file in config_files]
     profiles = profile_dirs() if profiles is None else profiles
     if cluster is not None:
@@ -75,7 +77,9 @@ def load(
     present = {name.partition(".")[0] for name, item in given.items() if item.value is not None}
     translated = atlas.translate([*profile, *files, *arguments], options(cls), present)
     num_files = len(profile) + len(files)
-    settings = merge([*below, *translated.sources[:num_files], *over, *translated.sources[num_files:]])
+    settings = merge(
+        [defaults_of_site, *below, *translated.sources[:num_files], *over, *translated.sources[num_files:]]
+    )
     refusals = [*translated.refusals, *refused_names(cls, settings, aliases)]
     if not refusals:
         # The environment first: what refers to such an option takes its type.
@@ -83,7 +87,28 @@ def load(
         _resolve(cls, settings, "${")
     config = parser.parse(cls, settings, refusals)
     config = dataclasses.replace(config, trainer=trainer_of(config))
+    notes += [
+        f"{name} is {item.value}, by {item.origin}."
+        for name, item in settings.items()
+        if item is defaults_of_site.get(name)
+    ]
     return Loaded(_absolute(config), _origins(cls, settings), [*notes, *translated.notes])
+
+
+# What sbatch takes from the environment, and sites set in a login profile -> the option it is the default of.
+SBATCH_DEFAULTS = {
+    "SBATCH_ACCOUNT": "launcher.slurm.account",
+    "SBATCH_PARTITION": "launcher.slurm.partition",
+    "SBATCH_QOS": "launcher.slurm.qos",
+    "SBATCH_RESERVATION": "launcher.slurm.reservation",
+    "SBATCH_TIMELIMIT": "launcher.slurm.time",
+}
+
+
+def _of_environment(environ: Mapping[str, str]) -> Settings:
+    given = {name: environ[variable] for variable, name in SBATCH_DEFAULTS.items() if environ.get(variable)}
+    variables = {name: variable for variable, name in SBATCH_DEFAULTS.items()}
+    return {name: SourceValue(value, f"environment {variables[name]}") for name, value in given.items()}
 
 
 def _model_section(files: Sequence[Settings], typed: Sequence[tuple[str, SourceValue]]) -> str:

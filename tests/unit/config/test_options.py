@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.loading.load import SBATCH_DEFAULTS, load
 from hpc_rl.config.loading.profiles import site_dirs
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
+from hpc_rl.schedulers.slurm import OF_CONFIGURATION
 
 COMMON = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=8"]
 BASE = [*COMMON, "actor.path=/m", "gconfig.n_samples=4"]
@@ -34,6 +35,31 @@ def test_a_cluster_profile_is_loaded_before_every_file(tmp_path):
     assert odd.config.cluster.cluster_name == "${a.b}"
     lone = load([], [*BASE, "cluster.cluster_name=other"], profiles=[tmp_path])
     assert "other is only a name" in lone.notes[0]
+
+
+def test_what_sbatch_takes_from_the_environment_is_a_default_that_is_named(tmp_path):
+    (tmp_path / "big.yaml").write_text("launcher: {slurm: {qos: high}}\n")
+    environ = {
+        "SBATCH_ACCOUNT": "0123",
+        "SBATCH_TIMELIMIT": "90",
+        "SBATCH_QOS": "low",
+        "SBATCH_PARTITION": "gpu",
+    }
+    environ |= {"SBATCH_RESERVATION": "", "SBATCH_GRES": "gpu:1"}
+    given = [*BASE, "cluster.cluster_name=big", "launcher.slurm.partition=null"]
+    loaded = load([], given, profiles=[tmp_path], environ=environ)
+    slurm = loaded.config.launcher.slurm
+    assert (slurm.account, slurm.time) == ("0123", "90")
+    assert (slurm.qos, slurm.partition, slurm.reservation, slurm.gres) == ("high", None, None, None)
+    assert loaded.origins["launcher.slurm.account"] == "environment SBATCH_ACCOUNT"
+    noted = [note for note in loaded.notes if "SBATCH_" in note]
+    assert noted == [
+        "launcher.slurm.account is 0123, by environment SBATCH_ACCOUNT.",
+        "launcher.slurm.time is 90, by environment SBATCH_TIMELIMIT.",
+    ]
+    with pytest.raises(ConfigError, match=r"launcher.slurm.time .environment SBATCH_TIMELIMIT"):
+        load([], BASE, profiles=[], environ={"SBATCH_TIMELIMIT": "soon"})
+    assert set(SBATCH_DEFAULTS) == set(OF_CONFIGURATION), "sbatch does not say that it ignores them"
 
 
 def test_a_profile_that_is_asked_for_by_name_must_exist(tmp_path, monkeypatch):

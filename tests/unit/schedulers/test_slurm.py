@@ -146,11 +146,11 @@ def test_the_search_for_a_job_outlives_a_short_outage(programs, scheduler):
 
 
 def test_nothing_of_a_surrounding_job_is_passed_on(programs, scheduler, monkeypatch, caplog):
-    monkeypatch.setenv("SBATCH_PARTITION", "wrong")
+    monkeypatch.setenv("SBATCH_GRES", "wrong")
     monkeypatch.setenv("SLURM_NTASKS", "4")
-    programs(sbatch='echo "${SBATCH_PARTITION-0}${SLURM_NTASKS-0}1"')
+    programs(sbatch='echo "${SBATCH_GRES-0}${SLURM_NTASKS-0}1"')
     assert scheduler.submit(SPEC) == "001"
-    assert "SBATCH_PARTITION" in caplog.text
+    assert "SBATCH_GRES" in caplog.text
 
 
 def test_which_cluster_and_how_to_authenticate_is_passed_on():
