@@ -14,6 +14,7 @@ from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, Tra
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.mesh import Mesh
 from hpc_rl.engines.packing import balance
+from hpc_rl.errors import ConfigError
 from hpc_rl.trainers.supervised import sequence_loss
 from hpc_rl.trial import read_json, write_json
 
@@ -159,11 +160,23 @@ def other(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> di
     return found
 
 
+def refusal(folder: Path, layout: dict[str, Any]) -> str:
+    """What the constructor says of a model or a mesh that can't be; no other rank is asked."""
+    num_ranks = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("experts", 1)
+    try:
+        engine_of(folder, layout, 0, num_ranks)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def scenario_layouts(folder: Path, rank: int, num_ranks: int) -> None:
     """Measure each layout that `layouts-N.json` names; load states in others; other kinds of models."""
     faulthandler.dump_traceback_later(290, exit=True)
     plan = read_json(folder / f"layouts-{num_ranks}.json")
     known = {layout["name"]: layout for layout in plan["layouts"]}
+    said = {name: refusal(folder, layout) for name, layout in plan["refusals"].items()}
+    write_json(folder / f"refusals-{num_ranks}-{rank}.json", said)
     jobs = {
         name: lambda layout=layout: measure(folder, layout, rank, num_ranks) for name, layout in known.items()
     }

@@ -1,6 +1,7 @@
 """The engine on Megatron-core against plain transformers: layouts of 2 and 4 gloo ranks, state, exports."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -135,6 +136,39 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
+# what only differs in config.json from a model that there is
+UNSUITED = {
+    "gemma": {"model_type": "gemma"},
+    "yarn": {
+        "model_type": "qwen2",
+        "rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0},
+    },
+    "biased": {"model_type": "llama", "attention_bias": True},
+    "noisy": {"model_type": "llama", "attention_dropout": 0.1},
+}
+REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
+    "another architecture": (
+        {"kind": "gemma"},
+        "gemma model, and the megatron backend has llama, .* use fsdp",
+    ),
+    "positions": ({"kind": "yarn"}, "rope_type: yarn .*use fsdp"),
+    "a bias": ({"kind": "biased"}, "attention_bias: True .*use fsdp"),
+    "dropout": ({"kind": "noisy"}, "set disable_dropout: true"),
+    "heads": ({"kind": "qwen2", "tensor": 3}, "its 4 attention heads can't be divided by t3"),
+    "layers": ({"kind": "qwen2", "pipeline": 3}, "its 4 layers can't be divided by p3"),
+    "chunks": (
+        {"kind": "qwen2", "pipeline": 2, "megatron": {"virtual_pipeline_size": 3}},
+        "its 4 layers can't be divided by p2 times 3 chunks",
+    ),
+    "no pipeline": (
+        {"kind": "qwen2", "megatron": {"virtual_pipeline_size": 2}},
+        "2 virtual stages need a pipeline",
+    ),
+    "experts": ({"kind": "mixtral", "experts": 3}, "its 4 experts can't be divided by e3"),
+    "no experts": ({"kind": "qwen2", "experts": 2}, "it has no experts for e2"),
+}
+
+
 def make(folder: Path, kind: str) -> None:
     """Write a random model whose norms and biases matter."""
     options = {**SIZES, "tie_word_embeddings": False, **MODELS[kind]}
@@ -150,6 +184,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     for kind in MODELS:
         make(path, kind)
+    for name, options in UNSUITED.items():
+        AutoConfig.for_model(**{**SIZES, **options}).save_pretrained(path / name)
     return path
 
 
@@ -206,9 +242,10 @@ def plain(folder: Path) -> dict[str, Plain]:
 
 
 def run(folder: Path, num_ranks: int) -> None:
-    plan = {"layouts": LAYOUTS[num_ranks], "moves": [], "others": []}
+    plan: dict[str, Any] = {"layouts": LAYOUTS[num_ranks], "moves": [], "others": [], "refusals": {}}
     if num_ranks == 2:
         plan |= {"moves": MOVES, "others": OTHERS}
+        plan["refusals"] = {name: layout for name, (layout, _) in REFUSALS.items()}
     write_json(folder / f"layouts-{num_ranks}.json", plan)
     gloo_ranks.run(HERE / "megatron_rank.py", "layouts", num_ranks, folder, timeout_s=300)
 
@@ -320,6 +357,11 @@ def test_a_gradient_that_is_not_finite_skips_the_update_on_all_ranks(folder, two
 
 def test_a_row_that_does_not_fit_is_refused_on_all_ranks(folder, two_ranks):
     assert all("max_tokens_per_mb" in one["refused"] for one in results(folder, "refused d2"))
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_can_not_be_is_refused_in_words(folder, two_ranks, name):
+    assert re.search(REFUSALS[name][1], results(folder, "refusals")[0][name])
 
 
 @pytest.mark.parametrize("name", ["scores t2", "scores p2"])
