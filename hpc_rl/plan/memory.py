@@ -249,8 +249,10 @@ def _loss(load: RankLoad) -> Items:
 def _layer_backward(load: RankLoad) -> Items:
     b, tokens = load.compute_bytes, load.tokens / load.mesh.c
     kept, shape = load.most_in_flight * _kept(load), load.shape
-    # of the MLP's product, which is freed itself, and of its two factors
-    flowing = tokens * b * (2 * shape.active_mlp_width / load.mesh.t + 2 * shape.width / load.width_parts)
+    # of the MLP's product, which is freed itself, and of its two factors; megatron puts these together
+    num_widths = 4 if load.is_megatron else 2
+    mlp, width = num_widths * shape.active_mlp_width / load.mesh.t, 2 * shape.width / load.width_parts
+    flowing = tokens * b * (mlp + width)
     items = {
         "gathered blocks": _gathered(load),
         "activations": kept + _computed_again(load),

@@ -4,14 +4,15 @@ import ctypes
 import gc
 import json
 from pathlib import Path
+from pkgutil import resolve_name
 
 import gloo_ranks
 import numpy as np
 import torch
 
+from hpc_rl.allocation import TRAIN_BACKENDS, parse
 from hpc_rl.config.sections.training import MicroBatchSpec, TrainEngineConfig
-from hpc_rl.engines.base import Sequences, whole_weights
-from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.engines.base import Engine, Sequences
 from hpc_rl.engines.mesh import Mesh
 from hpc_rl.trial import read_json, write_json
 
@@ -34,7 +35,7 @@ def forget_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def engine_of(folder: Path, case: dict, rank: int, num_ranks: int) -> FSDPEngine:
+def engine_of(folder: Path, case: dict, rank: int, num_ranks: int) -> Engine:
     config = TrainEngineConfig(
         path=str(folder),
         init_from_scratch=True,
@@ -43,7 +44,9 @@ def engine_of(folder: Path, case: dict, rank: int, num_ranks: int) -> FSDPEngine
         gradient_checkpointing=case["checkpointing"],
         mb_spec=MicroBatchSpec(max_tokens_per_mb=case["tokens"]),
     )
-    engine = FSDPEngine(config, Mesh(rank, num_ranks))
+    train = parse(case["mesh"]).train
+    kind = resolve_name(TRAIN_BACKENDS[train.backend].implementation)
+    engine = kind(config, Mesh.of(train, rank, num_ranks))
     engine.initialize(10)
     return engine
 
@@ -74,7 +77,7 @@ def measured(folder: Path, case: dict, rank: int, num_ranks: int) -> dict[str, i
     train = peak_of(lambda: engine.train_batch(rows, loss, 100.0, 1.0)) - before
     settle()
     standing = resident_bytes("VmRSS")
-    publish = peak_of(lambda: whole_weights(engine)) - standing
+    publish = peak_of(lambda: engine.export(folder / f"export-{rank}", durable=False)) - standing
     snapshot = peak_of(lambda: engine.snapshot(copied=True)) - standing
     return {"train": train, "publish": publish, "snapshot": snapshot}
 
