@@ -79,6 +79,7 @@ def make_plan(
         units = [_with_visible_gpus(unit) for unit in units]
     if n_gpus and "cluster.n_gpus_per_node" not in explicit:
         notes.append(f"cluster.n_gpus_per_node is {n_gpus} by default; 0 means no GPUs.")
+    notes += _slow_groups(allocation, train, placement) if n_gpus else []
     layout = config.launcher.slurm.layout if scheduler == "slurm" else "allocation"
     plan = Plan(
         experiment_name=config.experiment_name,
@@ -288,6 +289,13 @@ def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placem
     else:
         why = f"each of {n_nodes} nodes must have only servers, or the same number of ranks as the others"
     raise DoesNotFit(f"allocation_mode {allocation} does not fit: {why}; {fits}.")
+
+
+def _slow_groups(allocation: Allocation, train: Train, placement: Placement) -> Iterator[str]:
+    """Yield a note where tensor ranks of one group are on several nodes."""
+    if placement.ranks_per_node % train.t:
+        apart = f"t {train.t} does not divide the {placement.ranks_per_node} ranks of a node"
+        yield f"allocation_mode {allocation}: {apart}, so tensor ranks of one group wait for the network."
 
 
 def _refuse_idle_ranks(config: Config, train: Train) -> None:

@@ -114,6 +114,16 @@ def test_copies_divide_the_data_ranks_and_parts_of_stages_need_stages():
         planned(parts, "allocation_mode=sglang:d4+megatron:d4")
 
 
+def test_tensor_ranks_on_two_nodes_are_noted():
+    def notes(allocation):
+        return planned("cluster.n_nodes=4", f"allocation_mode={allocation}")[1].notes
+
+    assert any(
+        "t 16 does not divide the 8 ranks of a node" in note for note in notes("sglang:d16+megatron:t16")
+    )
+    assert not any("tensor ranks" in note for note in notes("sglang:d16+megatron:d2t8"))
+
+
 def problem(content: dict, allocation: str, *overrides: str) -> str:
     config, made = planned(f"allocation_mode={allocation}", "cluster.n_nodes=3", *overrides)
     return "\n".join(train_mesh.problems(config, made, {"/m": content}))
