@@ -42,6 +42,8 @@ from hpc_rl.checkpoint.generation import Commit, Manifest
 from hpc_rl.checkpoint.retention import RetentionPolicy, retain
 from hpc_rl.config.sections.training import OptimizerConfig
 from hpc_rl.engines import state
+from hpc_rl.engines.base import Snapshot
+from hpc_rl.engines.mesh import Mesh
 from hpc_rl.engines.optimizer import Optimizer, shards_of
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
@@ -66,25 +68,22 @@ class Subject:
             first.normal_()
             second.uniform_()
         self.buffer = state.Buffer()
+        pieces = self.optimizer.pieces()
+        self.state = state.RankState(Mesh(), pieces, {one.piece.name: one.piece.shape for one in pieces})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return {
-            f"{kind}/{shard.name}": tensor.detach()
-            for shard in self.shards
-            for kind, tensor in zip(
-                state.KINDS, (shard.local, *self.optimizer.moments[shard.name]), strict=True
-            )
-        }
+        pieces = self.optimizer.pieces()
+        return {f"{one.kind}/{one.piece.name}": one.piece.local.detach() for one in pieces}
 
     def num_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.tensors().values())
 
     # what Saving wants of an engine
-    def snapshot(self, copied: bool) -> state.ShardSnapshot:
-        return state.take(0, 1, self.shards, self.optimizer, {"updates": 1}, self.buffer if copied else None)
+    def snapshot(self, copied: bool) -> Snapshot:
+        return self.state.take({"updates": 1}, self.buffer if copied else None)
 
     def state_bytes(self) -> int:
-        return state.size_bytes(self.shards, self.optimizer)
+        return self.state.size_bytes()
 
 
 def manifest(step: int) -> Manifest:
@@ -109,7 +108,7 @@ class Ours:
         found = generation.verify(generation.scan(self.trial)[0], generation.LIGHT_BYTES)
         assert found.manifest is not None and not found.problem
         files: dict[str, FileRecord] = {file.name: file for file in found.manifest.files}
-        state.load(found.path, 1, 0, 1, self.subject.shards, self.subject.optimizer, files)
+        self.subject.state.load(found.path, 1, files)
 
     def folder(self) -> Path:
         return self.trial.generation(self.step)

@@ -23,13 +23,14 @@ from pathlib import Path
 import torch
 
 import hpc_rl
-from hpc_rl.schedulers import record
+from hpc_rl.records import JobEvent, read_job_state
 from hpc_rl.stats.read import JsonLines
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [
     str(ROOT / "tests" / "slurm"),
     str(ROOT / "tests" / "faults"),
+    str(ROOT / "tests" / "helpers"),
 ]  # the tests' toy trials and their Slurm
 
 
@@ -44,13 +45,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "startup.json")
     args = parser.parse_args()
     from cluster import Cluster
-    from kill_anything import READY, make_toy
+    from kill_anything import READY, make_workplace
     from packages import find_or_fetch
 
     with tempfile.TemporaryDirectory(prefix="hpcrl-startup-") as folder, contextlib.ExitStack() as stack:
         if args.cluster:
             os.environ.update(stack.enter_context(Cluster.private(find_or_fetch())).client_env)
-        make_toy(Path(folder))
+        make_workplace(Path(folder))
         options: dict[str, object] = {
             **READY,
             "allocation_mode": "embedded:d1+fsdp:d1",
@@ -88,7 +89,7 @@ def measure(folder: Path, name: str, options: dict, scheduler: str) -> dict[str,
     returned = time.time()
     trial.finish()
     attempt = trial.trial.attempt(f"{trial.job_id}.0")
-    job = next(event for event in record.read(trial.trial, trial.job_id) if event["event"] == "started")
+    job = next(one for one in read_job_state(trial.trial, trial.job_id) if one.event is JobEvent.STARTED)
     supervisor = next(
         row["time"] for row in JsonLines(attempt.events).poll() if row["event"] == "supervisor_started"
     )
@@ -102,7 +103,7 @@ def measure(folder: Path, name: str, options: dict, scheduler: str) -> dict[str,
     step = first["time"]
     batch = step - first["train_s"] - first["publish_s"]
     marks = {
-        "queue (submit to script, whole seconds)": float(job["time"]),
+        "queue (submit to script, whole seconds)": float(job.time),
         "start (script to supervisor)": supervisor,
         "server up (listening, no weights yet)": said(attempt.log("server", 0, 0), " at http"),
         "server ready (first weights published)": said(attempt.log("server", 0, 0), "serving weights"),

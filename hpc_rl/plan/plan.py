@@ -128,7 +128,10 @@ def refuse_scheduler(config: Config, scheduler: str) -> None:
         here = "the trial would run on this machine; use layout allocation"
         raise ConfigError(f"launcher.slurm.layout {layout} needs Slurm, but {here}.")
     if n_nodes > 1 and config.launcher.type == "auto":
-        here = "sbatch is not on the PATH; submit from a machine that has it, or use --n_nodes 1"
+        here = (
+            "sbatch is not on the PATH; submit from a machine that has it, use --n_nodes 1, or plan only, "
+            "with --dry_run --launcher.type slurm"
+        )
         raise ConfigError(f"cluster.n_nodes {n_nodes} needs Slurm, but {here}.")
     if n_nodes > 1:
         here = "launcher.type local, which is this machine; use --n_nodes 1, or launcher.type slurm"
