@@ -119,6 +119,7 @@ def test_what_must_hold_within_is_in_the_environment_not_in_argv():
         "APPTAINERENV_PYTHONNOUSERSITE": "1",
         "APPTAINERENV_PYTHONSAFEPATH": "1",
         "APPTAINERENV_PYTHONUNBUFFERED": "1",
+        "APPTAINERENV_PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     }
     assert not any("$(id)" in word for word in argv(made))
     assert "TMPDIR" not in env  # it is not bound
