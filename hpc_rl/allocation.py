@@ -363,6 +363,9 @@ class _Parser:
         units, expert_units = math.prod(attention.values()), math.prod(experts.values())
         if units != expert_units:
             self.fail(f"attn has {units} units, ffn has {expert_units}; they must be equal", start)
+        if experts["e"] == 1 and experts["t"] != attention["t"]:
+            needs = f"needs an e above 1; without, it must equal attn t {attention['t']}"
+            self.fail(f"ffn t {experts['t']} {needs}", start)
         etp = experts["t"] if experts["e"] > 1 else 1
         return Train("megatron", e=experts["e"], etp=etp, **attention)
 

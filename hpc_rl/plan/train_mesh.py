@@ -16,10 +16,13 @@ from hpc_rl.allocation import TRAIN_BACKENDS, Allocation, Train, parse
 from hpc_rl.config.rules.training_rules import models, trained
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.config.tables.megatron_models import odd_layers
+from hpc_rl.config.tables.megatron_models import odd_layers, rotary_type
 from hpc_rl.errors import ConfigError, DoesNotFit
 from hpc_rl.plan.model_shape import Models, ModelShape
 from hpc_rl.plan.schema import Plan
+
+# rotary embeddings that depend on the longest row that is there
+BY_LENGTH = ("dynamic", "longrope")
 
 
 def check(config: Config, allocation: Allocation) -> None:
@@ -28,6 +31,7 @@ def check(config: Config, allocation: Allocation) -> None:
         for section, engine in models(config):
             _check_engine(section, engine, allocation, train)
             _check_sizes(section, engine, train)
+            _check_context(section, engine, train, config.cluster.n_gpus_per_node > 0)
 
 
 def _check_engine(section: str, engine: TrainEngineConfig, allocation: Allocation, train: Train) -> None:
@@ -46,6 +50,21 @@ def _check_sizes(section: str, engine: TrainEngineConfig, train: Train) -> None:
     if train.backend == "megatron" and parts > 1 and train.p == 1:
         name = f"{section}.megatron.virtual_pipeline_size {parts}"
         raise ConfigError(f"{name} has no effect with {train}, which has one stage; use p, or omit it.")
+
+
+def _check_context(section: str, engine: TrainEngineConfig, train: Train, on_gpus: bool) -> None:
+    """Raise for an attention that can't have packed rows, which context parallelism by fsdp divides."""
+    if train.backend != "fsdp" or train.c == 1:
+        return
+    fits = f"or d in place of c: {replace(train, d=train.d and train.d * train.c, c=1)}"
+    if engine.attn_impl in ("eager", "flex_attention"):
+        raise ConfigError(
+            f"{section}.attn_impl {engine.attn_impl} can't be used with {train}; use sdpa, {fits}."
+        )
+    if on_gpus and engine.dtype == "float32":
+        raise ConfigError(
+            f"{section}.dtype float32 can't be used with {train} on GPUs; use bfloat16, {fits}."
+        )
 
 
 # -- the models
@@ -80,13 +99,23 @@ def _of_model(
             known = f"{train.backend} has no {letter} for {kind} models, only for {', '.join(kinds)}"
             yield f"{name}: {known}. What fits: {Train(train.backend, d=train.num_units)}."
             return
+    section = name.partition(".")[0]
+    is_packed = section != "ref" if train.backend == "megatron" else train.c > 1
+    if is_packed and content.get("attention_dropout") and not engine.disable_dropout:
+        use = f"set {section}.disable_dropout true, or use fsdp:d{train.num_units}"
+        yield f"{name} has attention_dropout {content['attention_dropout']}, which {train} can't have; {use}."
+    if train.backend == "fsdp" and train.c > 1 and (kind := rotary_type(content)) in BY_LENGTH:
+        # each rank would turn its tokens by the longest row of its own part
+        yield f"{name} has rope_type {kind}, which c can't divide. What fits: fsdp:d{train.num_units}."
     shape = ModelShape.of(content)
     if shape is None:
         return
     found = list(remainders(train, shape, stages))
     if found:
-        other = nearest(train, shape, stages)
-        fits = f"What fits: {other}" if other else "no mesh of as many ranks fits; use another number"
+        other, parts = nearest(train, shape, stages), ""
+        if other is None and stages > 1:
+            other, parts = nearest(train, shape), " with megatron.virtual_pipeline_size 1"
+        fits = f"What fits: {other}{parts}" if other else "No mesh of as many ranks fits; use another number"
         yield f"{name} has {'; '.join(found)}: {train} can't divide it. {fits}."
 
 
@@ -118,13 +147,18 @@ def remainders(train: Train, shape: ModelShape, stages: int = 1) -> Iterator[str
 
 
 def nearest(train: Train, shape: ModelShape, stages: int = 1) -> Train | None:
-    """Return the mesh of as many ranks, and no larger sizes but d, that divides the model; None for none."""
+    """Return the mesh of as many ranks, and no larger sizes but d, that divides the model; None for none.
+
+    With several parts of a stage it has several stages.
+    """
     units = train.num_units
     if units is None:
         return None
     sizes = (_divisors(units, most) for most in (train.t, train.c, train.p, train.e))
     found = []
     for t, c, p, e in itertools.product(*sizes):
+        if stages > 1 and p == 1:
+            continue
         for expert_tensor in dict.fromkeys((t, train.etp)) if e > 1 else (1,):
             if units % (t * c * p) or units % (expert_tensor * e * p):
                 continue

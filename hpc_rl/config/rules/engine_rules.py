@@ -69,8 +69,8 @@ def megatron(config: Config, explicit: Collection[str]) -> Iterator[str]:
     section, engine = trained(config)
     if engine_of(config) == "megatron":
         for name, one in models(config):
-            if one.attn_impl == "eager":
-                yield f"{name}.attn_impl eager can't be used with the megatron backend; use sdpa."
+            if one.attn_impl in ("eager", "flex_attention"):
+                yield f"{name}.attn_impl {one.attn_impl} can't be used with the megatron backend; use sdpa."
     yield from _overlap(f"{section}.megatron.ddp", engine)
     yield from _recomputation(f"{section}.megatron", engine)
 

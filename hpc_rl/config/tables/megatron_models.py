@@ -23,6 +23,10 @@ def odd_layers(content: Mapping[str, Any]) -> dict[str, Any]:
     has_windows = not str(content.get("model_type", "")).startswith("qwen")  # if the key is missing
     if not content.get("use_sliding_window", has_windows):
         odd.pop("sliding_window", None)
-    rotary = content.get("rope_parameters") or content.get("rope_scaling") or {}
-    kind = rotary.get("rope_type", rotary.get("type", "default"))
+    kind = rotary_type(content)
     return odd | ({} if kind in ROTARY_TYPES else {"rope_type": kind})
+
+
+def rotary_type(content: Mapping[str, Any]) -> str:
+    rotary = content.get("rope_parameters") or content.get("rope_scaling") or {}
+    return str(rotary.get("rope_type", rotary.get("type", "default")))

@@ -53,6 +53,7 @@ def checked(*overrides: str):
         ([MEGATRON, "ref.path=/r", "ref.megatron.virtual_pipeline_size=2"], "set actor.megatron.virtual_pipe"),
         ([MEGATRON, "ref.path=/r", f"{M}.virtual_pipeline_size=2", "ref.megatron.virtual_pipeline_size=1"],
          "the reference model is divided as the actor is"),
+        ([MEGATRON, "actor.attn_impl=flex_attention"], "actor.attn_impl flex_attention can't be used with the megatron"),
         ([MEGATRON, "ref.path=/r", "ref.attn_impl=eager"], "ref.attn_impl eager can't be used with the megatron"),
     ],
 )  # fmt: skip

@@ -158,6 +158,11 @@ def problem(content: dict, allocation: str, *overrides: str) -> str:
         (QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": False}, "megatron:d8", ""),
         (QWEN3_8B | {"hidden_act": "gelu"}, "megatron:d8", "hidden_act: gelu"),
         (QWEN3_8B | {"hidden_act": "gelu"}, "fsdp:d8", ""),
+        (QWEN3_8B | {"rope_scaling": {"rope_type": "longrope"}}, "fsdp:d8", ""),
+        (QWEN3_8B | {"rope_scaling": {"type": "longrope"}}, "fsdp:d4c2", "longrope, which c can't divide. What fits: fsdp:d8"),
+        (QWEN3_8B | {"attention_dropout": 0.1}, "fsdp:d4t2", ""),
+        (QWEN3_8B | {"attention_dropout": 0.1}, "fsdp:d4c2", "set actor.disable_dropout true"),
+        (QWEN3_8B | {"attention_dropout": 0.1}, "megatron:d8", "set actor.disable_dropout true"),
     ],
 )  # fmt: skip
 def test_models_that_a_mesh_divides_or_not(content, mesh, words):
@@ -172,6 +177,30 @@ def test_parts_of_stages_divide_the_layers_too():
     assert "36 layers, not a multiple of p 2 * megatron.virtual_pipeline_size 4" in problem(
         QWEN3_8B, "sglang:d16+megatron:d4p2", f"{parts}=4"
     )
+    # a mesh of one stage is refused with parts
+    layers = QWEN3_8B | {"num_hidden_layers": 94}
+    found = problem(layers, "sglang:d16+megatron:d4p2", f"{parts}=2")
+    assert "What fits: megatron:d4p2 with megatron.virtual_pipeline_size 1." in found
+    assert not problem(layers, "sglang:d16+megatron:d4p2", f"{parts}=1")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "option", "words"),
+    [
+        ("fsdp:d4c2", "attn_impl=eager", "attn_impl eager can't be used with fsdp:d4c2; use sdpa, or .*: fsdp:d8"),
+        ("fsdp:d4c2", "attn_impl=flex_attention", "attn_impl flex_attention can't be used with fsdp:d4c2"),
+        ("fsdp:d4c2", "dtype=float32", "dtype float32 can't be used with fsdp:d4c2 on GPUs; use bfloat16"),
+        ("fsdp:d8", "attn_impl=flex_attention", ""),
+        ("megatron:d4c2", "dtype=float32", ""),
+    ],
+)  # fmt: skip
+def test_context_parallelism_by_fsdp_needs_packed_rows(mesh, option, words):
+    overrides = [f"allocation_mode=sglang:d8+{mesh}", f"actor.{option}", "cluster.n_nodes=2"]
+    if not words:
+        assert planned(*overrides)
+        return
+    with pytest.raises(ConfigError, match=words):
+        planned(*overrides)
 
 
 def test_the_reference_model_is_divided_too():
