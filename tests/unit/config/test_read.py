@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 from hpc_rl.config.loading.fields import hints, options, section_of
 from hpc_rl.config.pool_view import as_pool
@@ -21,6 +22,7 @@ from hpc_rl.config.sections.experiment import CONFIGS, has_own_prompts, last_ste
 from hpc_rl.config.tables import sglang_versions, vllm_versions
 from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.plan.containers import PYTHONS
+from hpc_rl.plan.schema import Unit
 from hpc_rl.render.hooks import EVENTS
 from hpc_rl.render.slurm_options import SLURM_OPTIONS
 
@@ -74,6 +76,7 @@ BY_NAME = {
     r"teacher\.templates\.(\w+)": VARIABLES,
     r"launcher\.hooks\.(\w+)": EVENTS,
     r"launcher\.slurm\.(\w+)": {name.replace("-", "_") for names in SLURM_OPTIONS.values() for name in names},
+    r"launcher\.slurm\.srun_args\.(\w+)": get_args(get_type_hints(Unit)["role"]),
     r"launcher\.slurm\.(\w+_image)": OPTION.values(),
     r"launcher\.slurm\.(\w+_image_python)": PYTHONS.values(),
 }
