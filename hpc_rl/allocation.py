@@ -262,13 +262,16 @@ class _Parser:
             self.fail("it is empty")
         backends = [*SERVER_BACKENDS, *TRAIN_BACKENDS]
         if word.isalpha() and len(word) > 1 and word not in (*backends, "attn"):
-            near = difflib.get_close_matches(word.lower(), backends, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(backends)}"
-            self.fail(f"{word!r} is not a valid backend; {hint}")
+            self.unknown(word, backends)
         result = self.servers_first() if word in SERVER_BACKENDS else Allocation(train=self.train())
         if self.token:
             self.fail(f"unexpected {self.token!r} after the end of the expression")
         return result
+
+    def unknown(self, word: str, backends: list[str]) -> NoReturn:
+        near = difflib.get_close_matches(word.lower(), backends, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(backends)}"
+        self.fail(f"{word!r} is not a valid backend; {hint}")
 
     def servers_first(self) -> Allocation:
         pools, sign, sign_at = [self.servers()], "", self.position
@@ -327,6 +330,8 @@ class _Parser:
                 self.take("actor")
                 self.take("]")
             self.take(":")
+        elif self.token.isalpha() and self.tokens[self.at + 1][0] == ":" and self.token != "attn":
+            self.unknown(self.token, [*SERVER_BACKENDS, *TRAIN_BACKENDS])
         start = self.position
         if self.token in ("(", "attn"):
             if backend and "e" not in TRAIN_BACKENDS[backend].dimensions:

@@ -283,6 +283,7 @@ def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placem
     have = f"{n_nodes} node(s) of {n_gpus} GPUs have {n_nodes * n_gpus}"
     if n_gpus and demand.units != n_nodes * n_gpus:
         why = f"it needs {demand.units} GPUs, {have}"
+        why += ", and none may stay idle" if demand.units < n_nodes * n_gpus else ""
     elif n_gpus:
         why = f"it can't be divided among the nodes; {have}"
     elif not demand.replicas:

@@ -111,12 +111,28 @@ def _of_model(
     if shape is None:
         return
     found = list(remainders(train, shape, stages))
+    if not found and section != "ref":
+        yield from _recomputation(section, engine, train, shape)
     if found:
         other, parts = nearest(train, shape, stages), ""
         if other is None and stages > 1:
             other, parts = nearest(train, shape), " with megatron.virtual_pipeline_size 1"
         fits = f"What fits: {other}{parts}" if other else "No mesh of as many ranks fits; use another number"
         yield f"{name} has {'; '.join(found)}: {train} can't divide it. {fits}."
+
+
+def _recomputation(section: str, engine: TrainEngineConfig, train: Train, shape: ModelShape) -> Iterator[str]:
+    options = engine.megatron
+    layers, several = (
+        shape.num_layers // (train.p * options.virtual_pipeline_size),
+        options.recompute_num_layers,
+    )
+    is_uniform = options.recompute_granularity == "full" and options.recompute_method == "uniform"
+    is_uniform = is_uniform and train.backend == "megatron" and engine.gradient_checkpointing
+    if is_uniform and several and layers % several:
+        of = f"the {layers} layers of each part of a stage of {train}"
+        use = max(size for size in _divisors(layers, several))
+        yield f"{section}.megatron.recompute_num_layers {several} must divide {of}; use {use}."
 
 
 def remainders(train: Train, shape: ModelShape, stages: int = 1) -> Iterator[str]:

@@ -125,6 +125,13 @@ OTHERS: list[dict[str, Any]] = [
         "megatron": RECOMPUTED,
         "config": {"gradient_checkpointing": True},
     },
+    {
+        "name": "recomputed norms t2",
+        "kind": "qwen3",
+        "tensor": 2,
+        "megatron": {**RECOMPUTED, "recompute_modules": ["core_attn", "layernorm", "mlp"]},
+        "config": {"gradient_checkpointing": True},
+    },
     *(
         {"name": f"scratch {kind}", "kind": kind, **sizes, "config": {"init_from_scratch": True}}
         for kind, sizes in (
@@ -333,7 +340,9 @@ def test_state_moves_between_layouts_and_engines(folder, plain, two_ranks, saved
             assert got["grad_norm"] == pytest.approx(step["grad_norm"], rel=1e-3)
 
 
-@pytest.mark.parametrize("name", ["reference c2", "padded t2", "recomputed p2", "refused d2"])
+@pytest.mark.parametrize(
+    "name", ["reference c2", "padded t2", "recomputed p2", "recomputed norms t2", "refused d2"]
+)
 def test_references_padding_and_recomputation_change_no_number(folder, plain, two_ranks, name):
     want = plain[next(layout["kind"] for layout in OTHERS if layout["name"] == name)]
     found = results(folder, name)

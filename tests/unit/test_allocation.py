@@ -77,6 +77,7 @@ def test_star_is_what_is_left():
     [
         ("vllm:d2t4|megatron:d2t4p2", 10, "servers have 8 units, training has 16"),
         ("(attn:d2p2t1c4|ffn:d2p4t1e2)", 1, "ffn p 4 must equal attn p 2"),
+        ("sglang:d4+mgatron:d4", 11, "'mgatron' is not a valid backend; did you mean megatron?"),
         ("(attn:d4t2|ffn:d8t1e1)", 1, "ffn t 1 needs an e above 1; without, it must equal attn t 2"),
         ("(attn:d4p2t1c1|ffn:d2p2t2e2)", 1, "attn has 8 units, ffn has 16"),
         ("d4e3", 1, "can't be split"),

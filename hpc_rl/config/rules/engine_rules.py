@@ -12,7 +12,7 @@ from hpc_rl.config.sections.megatron import MegatronConfig
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.errors import ConfigError
 
-PARTS = ("core_attn", "layernorm", "mlp", "moe", "moe_act")  # of a layer, that can be recomputed alone
+PARTS = ("core_attn", "layernorm", "mlp", "moe")  # of a layer, that can be recomputed alone
 _IN_PLACE = {  # option of another engine -> what to use with megatron
     "fsdp.wrap_policy": "layers are divided by t, p and e",
     "fsdp.offload_params": "more ranks hold less each",

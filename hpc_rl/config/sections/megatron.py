@@ -70,12 +70,13 @@ class MegatronConfig:
     recompute_granularity: Literal["full", "selective"] | None = "full"
     """What `gradient_checkpointing` recomputes: whole layers, or what `recompute_modules` names."""
     recompute_method: Literal["uniform", "block"] | None = "uniform"
-    """With `full`: `uniform` keeps the input of each `recompute_num_layers` layers, `block` recomputes
-    the first `recompute_num_layers` layers of each stage only. Null with `selective`."""
+    """With `full`: `uniform` keeps the input of each `recompute_num_layers` layers, a divisor of those of
+    a stage, `block` recomputes the first `recompute_num_layers` layers of each stage only. Null with
+    `selective`."""
     recompute_num_layers: PositiveInt | None = 1
     """Number of layers for `recompute_method`. Null with `selective`."""
     distribute_saved_activations: bool | None = None
     """Divide what is kept among tensor ranks; not true: sequence parallelism does it already."""
     recompute_modules: list[str] | None = None
-    """With `selective`: parts of a layer that are recomputed, of core_attn, layernorm, mlp, moe and moe_act;
-    null means core_attn."""
+    """With `selective`: parts of a layer that are recomputed, of core_attn, layernorm, mlp and moe; null
+    means core_attn."""

@@ -29,7 +29,7 @@ from hpc_rl.engines.pieces import Piece
 from hpc_rl.errors import ConfigError
 
 shim.install()  # before any module of megatron is imported
-shim.repair_router()
+shim.repair()
 
 from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import finalize_model_grads  # noqa: E402

@@ -61,11 +61,18 @@ def install() -> None:
     mappings._reduce_scatter_along_first_dim = _summed_parts(mappings._reduce_scatter_along_first_dim)
 
 
-def repair_router() -> None:
-    """Define a name that the router of experts asks for, and that is missing without Transformer Engine."""
+def repair() -> None:
+    """Mend what fails without Transformer Engine, on GPUs too.
+
+    The router of experts asks for a name, and norms that are recomputed for whether FP8 is on.
+    """
+    from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)
+    if not random.HAVE_TE:
+        recomputed: Any = random.CheckpointWithoutOutput
+        recomputed.__init__ = functools.partialmethod(recomputed.__init__, fp8=None)
 
 
 def _on_cpu(factory: Any) -> Any:

@@ -45,6 +45,10 @@ def checked(*overrides: str):
             [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mla]"],
             "mla can't be used; allowed: core_attn",
         ),
+        (  # Megatron-core has it with grouped products only
+            [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[moe_act]"],
+            "moe_act can't be used; allowed: core_attn",
+        ),
         (
             [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_method=block"],
             "are of whole layers",

@@ -184,6 +184,21 @@ def test_parts_of_stages_divide_the_layers_too():
     assert not problem(layers, "sglang:d16+megatron:d4p2", f"{parts}=1")
 
 
+def test_layers_that_are_recomputed_together_divide_those_of_a_stage():
+    mesh, together = "sglang:d16+megatron:d4p2", "actor.megatron.recompute_num_layers"
+    found = problem(QWEN3_8B, mesh, f"{together}=4")
+    assert found == (
+        "actor.megatron.recompute_num_layers 4 must divide the 18 layers of each part of a stage of "
+        "megatron:d4p2; use 3."
+    )
+    assert not problem(QWEN3_8B, mesh, f"{together}=3")
+    assert not problem(QWEN3_8B, mesh, f"{together}=4", "actor.gradient_checkpointing=false")
+    assert not problem(QWEN3_8B, mesh, f"{together}=4", "actor.megatron.recompute_method=block")
+    assert "the 9 layers" in problem(
+        QWEN3_8B, mesh, f"{together}=2", "actor.megatron.virtual_pipeline_size=2"
+    )
+
+
 @pytest.mark.parametrize(
     ("mesh", "option", "words"),
     [
