@@ -76,6 +76,9 @@ def megatron(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def _overlap(name: str, engine: TrainEngineConfig) -> Iterator[str]:
+    if engine.megatron.ddp.check_for_nan_in_grad and engine.dtype == "float16":
+        ends = "ends the trial where a float16 gradient overflows, as is usual until the loss scale is small"
+        yield f"{name}.check_for_nan_in_grad {ends}; omit it, or use dtype bfloat16."
     needed = {
         "overlap_param_gather": ("overlap_grad_reduce", "use_distributed_optimizer"),
         "align_param_gather": ("overlap_param_gather",),

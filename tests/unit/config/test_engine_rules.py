@@ -45,6 +45,10 @@ def checked(*overrides: str):
             [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mla]"],
             "mla can't be used; allowed: core_attn",
         ),
+        (
+            [MEGATRON, f"{M}.ddp.check_for_nan_in_grad=true", "actor.dtype=float16"],
+            "check_for_nan_in_grad ends the trial where a float16 gradient overflows",
+        ),
         (  # Megatron-core has it with grouped products only
             [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[moe_act]"],
             "moe_act can't be used; allowed: core_attn",
