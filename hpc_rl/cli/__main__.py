@@ -28,6 +28,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "checkpoint": ("checkpoint", "the checkpoints of a trial: list, verify; to and from Hugging Face format"),
     "config": ("config", "show a resolved configuration, compare two; schema, reference, completion"),
     "templates": ("templates", "what job scripts are made of; override, compare and check a site's blocks"),
+    "remove": ("remove", "remove the directory of a trial, after asking"),
     "list": ("listing", "the trials that this account submitted"),
     "env": ("env", "run an environment: tasks of your own that feed a trainer"),
     "doctor": ("doctor", "check this machine, the cluster and the shared directory, with fixes"),
@@ -38,6 +39,7 @@ SYNONYMS = {
         "cancel": "stop kill scancel",
         "recover": "resume continue restart",
         "list": "ps ls squeue",
+        "remove": "delete rm",
         "status": "show info",
         "logs": "log tail",
         "submit": "run train start",
@@ -45,7 +47,6 @@ SYNONYMS = {
     }.items()
     for typed in words.split()
 }
-NOT_BUILT = dict.fromkeys(("delete", "rm"), "remove the trial's directory, then run `hpc-rl list --prune`")
 EPILOG = """`hpc-rl <command> --help` shows its options; `hpc-rl --version` the version.
 <trial> is a path, experiment/trial, or a trial name that only one trial has."""
 
@@ -121,9 +122,7 @@ def module(command: str) -> ModuleType:
 
 def _unknown(name: str) -> int:
     near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
-    if name in NOT_BUILT:
-        hint = f"It is not built: {NOT_BUILT[name]}."
-    elif name in SYNONYMS or near:
+    if name in SYNONYMS or near:
         hint = f"Did you mean `hpc-rl {SYNONYMS.get(name) or near[0]}`?"
     else:
         hint = f"Commands: {', '.join(COMMANDS)}."

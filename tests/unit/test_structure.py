@@ -24,6 +24,7 @@ SMALL = {
     "checkpoint/lineage.py": "writes what records.py reads",
     "cli/env.py": "a command of its own",
     "cli/quickstart.py": "a command of its own",
+    "cli/remove.py": "a command of its own",
     "cli/render.py": "a command of its own",
     "config/rules/judge_rules.py": "rules of a section",
     "config/rules/mpi_rules.py": "rules of a section",

@@ -1,0 +1,75 @@
+"""remove: what it frees, that it asks, and that a trial with a job is left alone."""
+
+import json
+
+import pytest
+
+from hpc_rl.cli.__main__ import main
+from hpc_rl.schedulers.base import State
+from hpc_rl.submit import removal, trial_index
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+
+@pytest.fixture
+def trial(fake_trial, scheduler):
+    fake_trial.run_to(5)
+    trial_index.record(fake_trial.trial)
+    scheduler.answers["7"] = State.DONE
+    for name, size in (
+        ("recover/gen-00000005/state", 3_000_000),
+        ("exports/final/model.safetensors", 2_000_000),
+    ):
+        path = fake_trial.trial.dir / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(bytes(size))
+    return fake_trial.trial
+
+
+def test_a_trial_is_removed_with_its_entry_in_the_index(trial, capsys):
+    assert main(["remove", "t1", "--yes"]) == 0
+    said = capsys.readouterr().out
+    assert "checkpoints" in said and "3.0 MB" in said and "5.0 MB are free" in said
+    assert not trial.dir.exists() and not list(trial.dir.parent.iterdir())
+    assert trial_index.entries() == []
+
+
+def test_exports_may_stay(trial, capsys):
+    assert main(["remove", "t1", "--yes", "--keep_exports", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert 3_000_000 <= answer["freed_bytes"] < 3_200_000
+    assert [path.name for path in trial.dir.iterdir()] == ["exports"]
+    assert (trial.dir / "exports" / "final" / "model.safetensors").stat().st_size == 2_000_000
+
+
+@pytest.mark.parametrize(("answer", "code"), [("", 64), ("n", 64), ("y", 0), ("Yes", 0)])
+def test_it_asks_on_a_terminal(trial, monkeypatch, capsys, answer, code):
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda question: print(question) or answer)
+    assert main(["remove", "t1"]) == code
+    assert trial.dir.exists() == bool(code)
+    assert "Remove it, and free" in capsys.readouterr().out
+
+
+def test_without_a_terminal_it_wants_yes(trial, capsys):
+    assert main(["remove", "t1"]) == 64
+    assert "add --yes" in capsys.readouterr().err
+    assert trial.dir.exists()
+
+
+def test_a_trial_that_runs_is_left_alone(trial, scheduler, capsys):
+    scheduler.answers["7"] = State.RUNNING
+    assert main(["remove", "t1", "--yes"]) == 75
+    assert "cancel it with" in capsys.readouterr().err
+    assert trial.dir.exists()
+
+
+def test_a_removal_that_was_killed_is_finished_by_the_next(trial, monkeypatch):
+    monkeypatch.setattr(removal.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        removal.remove(trial, keep_exports=False)
+    monkeypatch.undo()
+    assert not trial.dir.exists() and len(list(trial.dir.parent.iterdir())) == 1
+    trial.make_dirs()
+    removal.remove(trial, keep_exports=False)
+    assert not list(trial.dir.parent.iterdir())
