@@ -33,6 +33,8 @@ from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
 LOOPBACK = "127.0.0.1"
+STRANGER_S = 10.0  # for a connection to show the token
+MAX_LINE_BYTES = 4096
 
 
 class _Rank:
@@ -42,6 +44,7 @@ class _Rank:
         connection.setblocking(False)
         self._socket = connection
         self._unread = b""
+        self._connected_at = time.monotonic()
         self.is_known = False  # it has shown the trial's token
         self.code: int | None = None  # as it said
         self.is_gone = False
@@ -56,7 +59,9 @@ class _Rank:
             except OSError:
                 data = b""
             self._unread += data
-            self.is_gone = not data
+            self.is_gone = not data or len(self._unread) > MAX_LINE_BYTES
+        if not self.is_known and time.monotonic() - self._connected_at > STRANGER_S:
+            self.is_gone = True
         *lines, self._unread = self._unread.split(b"\n")
         return [line.decode(errors="replace") for line in lines]
 

@@ -12,7 +12,7 @@ from launch_lines import write_steps
 from hpc_rl.plan.schema import MpiStart, Unit
 from hpc_rl.proc import is_alive
 from hpc_rl.records import ProcessRecord
-from hpc_rl.supervise import processes
+from hpc_rl.supervise import mpiexec, processes
 from hpc_rl.supervise.mpiexec import LOOPBACK, MpiexecHandle, MpiexecSteps
 from hpc_rl.supervise.processes import ProcessSteps
 from hpc_rl.trial import Attempt, Trial, write_json
@@ -115,6 +115,20 @@ def test_a_stranger_is_told_nothing_and_counts_for_nothing(attempt, tmp_path):
         assert poll(handle, lambda code: code is not None) == 75
         stranger.settimeout(5)
         assert stranger.recv(100) == b""
+
+
+@pytest.mark.parametrize("sent", [b"", b"x" * 10_000], ids=["silent", "without_end"])
+def test_a_stranger_that_stays_delays_no_end(attempt, tmp_path, monkeypatch, sent):
+    monkeypatch.setattr(mpiexec, "STRANGER_S", 1.0)
+    handle = start(attempt, tmp_path)
+    host, _, port = handle.where.rpartition(":")
+    with socket.create_connection((host, int(port))) as stranger:
+        stranger.sendall(sent)
+        poll(handle, both_up(attempt))
+        handle.send(processes.STOP)
+        began = time.monotonic()
+        assert poll(handle, lambda code: code is not None) == 75
+        assert time.monotonic() - began < processes.KILL_STEP_S
 
 
 def test_all_ranks_dump_their_stacks(attempt, tmp_path):
