@@ -11,6 +11,7 @@ from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, Tra
 from hpc_rl.engines import attention
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.engines.micro_batches import cut
 from hpc_rl.trainers.supervised import sequence_loss
 
 LENGTHS = (9, 3, 17, 1, 12, 2, 17)
@@ -135,7 +136,7 @@ def test_a_layer_makes_one_attention_call_and_never_waits(
         engine.logprobs(rows, 1.0)
         in_forward = len(calls)
         engine.train_batch(rows, sequence_loss, 50.0, 1.0)
-    groups, _ = engine._rounds(rows)
+    groups = cut(rows, "packed", engine.config.mb_spec)
     assert len(groups) > 1
     assert in_forward == num_layers * len(groups)
     assert len(calls) - in_forward == num_layers * len(groups) * (2 if checkpointing else 1)
