@@ -45,6 +45,7 @@ def test_two_ranks_train_as_transformers_does(two, case):
     check(*two, 2, case)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("case", layout_rank.CASES[4])
 def test_four_ranks_train_as_transformers_does(four, case):
     check(*four, 4, case)
