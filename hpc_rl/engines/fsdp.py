@@ -6,10 +6,8 @@ built without memory for its parameters and sharded; then each rank fills its ro
 context parallelism.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,22 +22,22 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor
 
-from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import attention, context_parallel, drawing, hf_io, model, state, tensor_parallel
 from hpc_rl.engines.attention import Layout
-from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, Snapshot, sum_over_data_ranks, sum_over_ranks
+from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, sum_over_data_ranks
 from hpc_rl.engines.distributed import init_alone
 from hpc_rl.engines.mesh import Mesh
 from hpc_rl.engines.micro_batches import Inputs, inputs_of, micro_batch, shared_rounds
-from hpc_rl.engines.optimizer import LossScale, Optimizer, learning_rate, shards_of
+from hpc_rl.engines.optimizer import LossScale, Optimizer, shards_of
 from hpc_rl.engines.pieces import Piece
+from hpc_rl.engines.trained import TrainedEngine
 from hpc_rl.errors import ConfigError
 
 DIMENSIONS = ("replicate", "shard", "tensor")  # of the mesh; context ranks are among those of `shard`
 
 
-class FSDPEngine:
+class FSDPEngine(TrainedEngine):
     """An Engine. With more than one rank, the process group must exist before `initialize`."""
 
     def __init__(
@@ -66,14 +64,13 @@ class FSDPEngine:
         self.pin_memory = False  # copy inputs to the GPU through page-locked memory
         self.seed = seed
         self.frozen = frozen
-        self._buffer: state.Buffer | None = None  # of snapshots that are written while training continues
         self._layout: Layout | None = "packed" if self.mesh.context > 1 else layout
         self._check_mesh()
         model.check(config, self.device)
 
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         self.num_train_steps = num_train_steps
-        self.num_updates = 0  # position of the schedule: calls of train_batch, including skipped updates
+        self.num_updates = 0
         self.model = model.build(self.config, self.seed, self.frozen, self.device, self._layout)
         self.layout = self.model.layout
         names = [name for name, _ in self.model.hf.named_parameters()]
@@ -214,29 +211,13 @@ class FSDPEngine:
                 totals[name] = totals.get(name, 0) + value.detach().double()
         return self._update(totals)
 
-    def pass_updates(self, count: int) -> None:
-        self.num_updates += count
-
     def _update(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
         names = sorted(totals)
         mine = torch.stack([totals[name] for name in names]).tolist()
         self._sum_partial_gradients()
-        squared_norm = sum_over_ranks([self.optimizer.squared_norm()])[0]
-        sums = sum_over_data_ranks(self.mesh, mine)
-        grad_norm = math.sqrt(squared_norm) / self.scale.value if squared_norm >= 0 else math.nan
-        lr = learning_rate(self.optimizer.config, self.num_updates, self.num_train_steps)
-        successful = math.isfinite(grad_norm)
-        if successful:
-            self.optimizer.step(lr, grad_norm, self.scale.value)
-        self.scale.update(not successful)
+        stepped = self._step()
         self.optimizer.zero_grad()
-        self.num_updates += 1
-        return {
-            **dict(zip(names, sums, strict=True)),
-            "grad_norm": grad_norm,
-            "lr": lr,
-            "update_successful": float(successful),
-        }
+        return {**dict(zip(names, sum_over_data_ranks(self.mesh, mine), strict=True)), **stepped}
 
     def _whole(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return the values of all tokens, from those of this context rank."""
@@ -279,27 +260,6 @@ class FSDPEngine:
             inputs.rows,
         )
         return inputs, logprobs_N, entropy_N
-
-    def snapshot(self, copied: bool) -> Snapshot:
-        if copied and self._buffer is None:
-            self._buffer = state.Buffer(pin=self.device.type == "cuda")
-        counters = {**self.counters(), **self.scale.state()}
-        return self.local.take(counters, self._buffer if copied else None)
-
-    def save(self, folder: Path) -> list[FileRecord]:
-        return self.snapshot(copied=False).write(folder)
-
-    def state_bytes(self) -> int:
-        return self.local.size_bytes()
-
-    def counters(self) -> dict[str, Any]:
-        return {"updates": self.num_updates, "adam_steps": self.optimizer.num_steps}
-
-    def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
-        counters = self.local.load(folder, saved_num_ranks, files)
-        self.num_updates = counters["updates"]
-        self.optimizer.set_num_steps(counters["adam_steps"])
-        self.scale.restore(counters)
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
         writes = self.mesh.rank == 0

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import attention, drawing, model, state
-from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, Snapshot, sum_over_ranks
+from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, sum_over_ranks
 from hpc_rl.engines.megatron import shim
 from hpc_rl.engines.mesh import Mesh
 from hpc_rl.engines.micro_batches import Inputs, inputs_of, micro_batch, shared_rounds
-from hpc_rl.engines.optimizer import LossScale, learning_rate
+from hpc_rl.engines.optimizer import LossScale
 from hpc_rl.engines.packing import Groups
 from hpc_rl.engines.pieces import Piece
+from hpc_rl.engines.trained import TrainedEngine
 from hpc_rl.errors import ConfigError
 
 shim.install()  # before any module of megatron is imported
@@ -55,7 +56,7 @@ class Round(NamedTuple):
     batch: RankBatch
 
 
-class MegatronEngine:
+class MegatronEngine(TrainedEngine):
     """An Engine. With more than one rank, the process group must exist before `initialize`."""
 
     def __init__(
@@ -84,7 +85,6 @@ class MegatronEngine:
         self.frozen = frozen
         chunks = config.megatron.virtual_pipeline_size
         self.virtual = chunks if chunks > 1 else None
-        self._buffer: state.Buffer | None = None
         self._stream: WeightStream | None = None
         model.check(config, self.device)
         architecture = model.architecture(Path(config.path))
@@ -97,7 +97,7 @@ class MegatronEngine:
 
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         self.num_train_steps = num_train_steps
-        self.num_updates = 0  # position of the schedule: calls of train_batch, including skipped updates
+        self.num_updates = 0
         # its tensors have names and shapes, but no memory
         self.described = model.build(self.config, self.seed, True, self.device, "packed")
         self.shapes = {name: tuple(one.shape) for name, one in self.described.hf.named_parameters()}
@@ -294,21 +294,10 @@ class MegatronEngine:
             dist.broadcast(flat, last, group=parallel_state.get_pipeline_model_parallel_group())
         return np.split(flat.cpu().numpy(), np.cumsum(sizes)[:-1])
 
-    def pass_updates(self, count: int) -> None:
-        self.num_updates += count
-
     def _update(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
         self.optimizer.prepare()
-        squared_norm = sum_over_ranks([self.optimizer.squared_norm()])[0]
-        sums = self._sums(totals)
-        grad_norm = math.sqrt(squared_norm) / self.scale.value if squared_norm >= 0 else math.nan
-        lr = learning_rate(self.optimizer.config, self.num_updates, self.num_train_steps)
-        successful = math.isfinite(grad_norm)
-        if successful:
-            self.optimizer.step(lr, grad_norm, self.scale.value)
-        self.scale.update(not successful)
-        self.num_updates += 1
-        return {**sums, "grad_norm": grad_norm, "lr": lr, "update_successful": float(successful)}
+        stepped = self._step()
+        return {**self._sums(totals), **stepped}
 
     def _sums(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
         """Return the sums over data ranks of what the last stage knows, on all ranks."""
@@ -322,26 +311,9 @@ class MegatronEngine:
         mine = [totals[name].item() if counts else 0.0 for name in names[0]]
         return dict(zip(names[0], sum_over_ranks(mine), strict=True))
 
-    def snapshot(self, copied: bool) -> Snapshot:
-        if copied and self._buffer is None:
-            self._buffer = state.Buffer(pin=self.device.type == "cuda")
-        return self.local.take({**self.counters(), **self.scale.state()}, self._buffer if copied else None)
-
-    def save(self, folder: Path) -> list[FileRecord]:
-        return self.snapshot(copied=False).write(folder)
-
-    def state_bytes(self) -> int:
-        return self.local.size_bytes()
-
-    def counters(self) -> dict[str, Any]:
-        return {"updates": self.num_updates, "adam_steps": self.optimizer.num_steps}
-
     def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
-        counters = self.local.load(folder, saved_num_ranks, files)
-        self.num_updates = counters["updates"]
-        self.optimizer.set_num_steps(counters["adam_steps"])
+        super().load(folder, saved_num_ranks, files)
         self.optimizer.parameters_from_main()
-        self.scale.restore(counters)
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
         writes = self.mesh.rank == 0

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from model_shapes import QWEN3_8B
 
 from hpc_rl.cli import submit as submitting
 from hpc_rl.cli.__main__ import main
@@ -399,17 +400,6 @@ def test_render_checks_first_and_writes_nothing_that_can_not_run(config, schedul
 
 # -- what a trial needs
 
-SIZES = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-    "max_position_embeddings": 40960,
-}
 LARGE = ["cluster.n_gpus_per_node=8", "train_dataset.batch_size=64", "launcher.trainer_mem_per_gpu=200000"]
 
 
@@ -418,7 +408,7 @@ def large(config, tmp_path):
     """The configuration with a model of 8 billion parameters, of which there is only config.json."""
     for path in (tmp_path / "model").iterdir():
         path.unlink()
-    write_json(tmp_path / "model" / "config.json", SIZES)
+    write_json(tmp_path / "model" / "config.json", QWEN3_8B)
     return config
 
 

@@ -1,6 +1,7 @@
 """Meshes of both engines: how they are planned, and what is refused with what would work."""
 
 import pytest
+from model_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 from hpc_rl.allocation import TRAIN_BACKENDS, Train, parse
 from hpc_rl.config.loading.load import load
@@ -28,25 +29,6 @@ SFT = [
     "trainer=sft",
     "cluster.n_gpus_per_node=8",
 ]
-QWEN3_8B = {
-    "model_type": "qwen3",
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "vocab_size": 151936,
-}
-QWEN3_30B_A3B = QWEN3_8B | {
-    "model_type": "qwen3_moe",
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-}
 
 
 def planned(*overrides: str, base=GRPO):
