@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
 def _agreed(size_bytes: int) -> bool:
     """Ask on the terminal. Raises ConfigError where there is none."""
     if not sys.stdin.isatty():
-        raise ConfigError("there is no terminal to ask on: add --yes to remove the trial")
+        raise ConfigError("the input is not a terminal, so remove can't ask: add --yes")
     return input(f"Remove it, and free {_size(size_bytes)}? [y/N] ").strip().lower() in ("y", "yes")
 
 

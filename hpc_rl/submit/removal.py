@@ -1,6 +1,7 @@
 """Removal of a trial: what its directory holds, and taking it away once no job of it lives."""
 
 import os
+import re
 import shutil
 import uuid
 from dataclasses import dataclass
@@ -52,10 +53,10 @@ def contents(trial: Trial) -> list[Content]:
 
 
 def remove(trial: Trial, keep_exports: bool) -> None:
-    """Take away the directory of a trial and its entry in the index; `exports/` stays there if it is to.
+    """Remove the directory of a trial and its entry in the index; with `keep_exports` all but `exports/`.
 
-    The directory is renamed first, so no command finds half a trial; what an earlier removal left that was
-    killed goes too. Raises TrialBusy while a job of the trial lives or another command prepares one,
+    What is removed is renamed first, and exports that are kept never move. A removal that was killed is
+    finished by the next. Raises TrialBusy while a job of the trial lives or another command prepares one,
     SchedulerError where that can't be asked, CannotWrite.
     """
     directory = Path(os.path.realpath(trial.dir))
@@ -63,13 +64,16 @@ def remove(trial: Trial, keep_exports: bool) -> None:
     with TrialLock(trial, "removed"):
         check_idle(trial)
         try:
-            os.rename(directory, moved)
+            if keep_exports and any((directory / "exports").iterdir()):
+                moved.mkdir(mode=0o700)
+                for name in set(os.listdir(directory)) - {"exports"}:
+                    os.rename(directory / name, moved / name)
+            else:
+                os.rename(directory, moved)
         except OSError as error:
             raise CannotWrite(f"{directory} can't be removed: {error.strerror or error}") from error
-    if keep_exports and any((moved / "exports").iterdir()):
-        directory.mkdir(mode=0o700)
-        os.rename(moved / "exports", directory / "exports")
-    for left in directory.parent.glob(f".{directory.name}.*.removed"):
+    ours = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]{{12}}\.removed")
+    for left in (one for one in directory.parent.iterdir() if ours.fullmatch(one.name)):
         shutil.rmtree(left, ignore_errors=True)
         if left.exists():
             raise CannotWrite(f"a part of {left} can't be removed; remove it by hand")

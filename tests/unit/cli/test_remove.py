@@ -1,6 +1,7 @@
 """remove: what it frees, that it asks, and that a trial with a job is left alone."""
 
 import json
+import os
 
 import pytest
 
@@ -49,6 +50,32 @@ def test_it_asks_on_a_terminal(trial, monkeypatch, capsys, answer, code):
     assert main(["remove", "t1"]) == code
     assert trial.dir.exists() == bool(code)
     assert "Remove it, and free" in capsys.readouterr().out
+
+
+def test_exports_that_are_kept_survive_a_kill_at_any_rename(trial, monkeypatch):
+    rename, left = os.rename, 2
+
+    def killed(source, target):
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    monkeypatch.setattr(removal.os, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        removal.remove(trial, keep_exports=True)
+    monkeypatch.undo()
+    assert (trial.dir / "exports" / "final" / "model.safetensors").stat().st_size == 2_000_000
+    removal.remove(trial, keep_exports=True)
+    assert [path.name for path in trial.dir.iterdir()] == ["exports"]
+
+
+def test_the_leftover_of_a_trial_with_a_longer_name_is_left_alone(trial):
+    other = trial.dir.with_name(f".{trial.dir.name}.b.0123456789ab.removed")
+    other.mkdir()
+    removal.remove(trial, keep_exports=False)
+    assert other.is_dir()
 
 
 def test_without_a_terminal_it_wants_yes(trial, capsys):
