@@ -5,7 +5,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from hpc_rl import log
 from hpc_rl.app.role import arguments
@@ -18,6 +18,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.name_resolve import open_names
 from hpc_rl.rollout import pipes
+from hpc_rl.rollout.pipes import EndpointState
 from hpc_rl.rollout.rewards import BUILTINS, Reward, built_in
 from hpc_rl.rollout.rewards.judge import Judge
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
@@ -51,16 +52,19 @@ def main() -> int:
 async def work(trial: Trial, config: GRPOConfig, data_token: str, keys: dict[str, str], out: int) -> None:
     """Serve the rollout role; `keys` are those of pools elsewhere."""
     workflow = load_workflow(config)
+    write = await pipes.pipe_writer(out)
     async with contextlib.AsyncExitStack() as stack:
         own = await open_servers(stack, trial, config, trained_pool(config), data_token)
         others: dict[str, ChatPool] = {}
         for name, pool in config.pools.items():
             if pool.url:
-                others[name] = await stack.enter_async_context(endpoint(config, name, pool, keys[name]))
+                others[name] = await stack.enter_async_context(
+                    endpoint(config, name, pool, keys[name], write)
+                )
             else:
                 others[name] = await open_servers(stack, trial, config, name, data_token)
         reward = await open_reward(config, others)
-        worker = Worker(config, own, others, workflow, reward, await pipes.pipe_writer(out))
+        worker = Worker(config, own, others, workflow, reward, write)
         await worker.serve(await pipes.stdin_reader())
     os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
 
@@ -90,14 +94,20 @@ async def open_servers(
     )
 
 
-def endpoint(config: GRPOConfig, name: str, pool: PoolConfig, key: str) -> Endpoint:
+def endpoint(
+    config: GRPOConfig, name: str, pool: PoolConfig, key: str, write: Callable[[bytes], None]
+) -> Endpoint:
     """Return a pool that is an endpoint elsewhere. Raises ConfigError without the key that it needs."""
     if pool.api_key_env and not key:
         option = f"pools.{name}.api_key_env {pool.api_key_env}"
         raise ConfigError(f"{option}: the job's environment has no such variable, or it is empty.")
     rollout = config.rollout
     waits = (rollout.request_timeout, rollout.setup_timeout)
-    return Endpoint(name, pool, key, *waits, trace=rollout.enable_rollout_tracing)
+
+    def tell(problem: str) -> None:
+        write(pipes.pack(EndpointState(op="endpoint", pool=name, problem=problem)))
+
+    return Endpoint(name, pool, key, *waits, rollout.enable_rollout_tracing, on_change=tell)
 
 
 async def open_reward(config: GRPOConfig, pools: Mapping[str, ChatPool]) -> Reward:

@@ -55,6 +55,7 @@ class _WorkerSlot:
     tickets: set[int] = field(default_factory=set)
     short_lives: int = 0
     error: str = ""  # why its newest process can't work
+    endpoints: dict[str, str] = field(default_factory=dict)  # problem of each pool elsewhere that has one
 
 
 class Executor:
@@ -91,6 +92,11 @@ class Executor:
         slot.tickets.add(frame["ticket"])
         self._write(slot, frame)
 
+    @property
+    def endpoints(self) -> dict[str, str]:
+        """Return the pools elsewhere that do not answer, as a worker sees it, and why."""
+        return {pool: problem for slot in self._slots for pool, problem in slot.endpoints.items() if problem}
+
     def kept(self, frame: NoteKept) -> None:
         """Let the workflow of a ticket continue, if it is still wanted."""
         for slot in self._slots:
@@ -124,7 +130,7 @@ class Executor:
         while True:
             began = time.monotonic()
             pipe = asyncio.subprocess.PIPE
-            slot.error = ""
+            slot.error, slot.endpoints = "", {}
             slot.process = await asyncio.create_subprocess_exec(
                 *self._argv(slot.number), stdin=pipe, stdout=pipe
             )
@@ -162,6 +168,8 @@ class Executor:
                 slot.error = frame["error"]
             elif frame["op"] == "unavailable":
                 raise EndpointUnavailable(frame["error"])
+            elif frame["op"] == "endpoint":
+                slot.endpoints[frame["pool"]] = frame["problem"]
             elif frame["op"] == "note":
                 self.on_note(frame)
             elif frame["ticket"] in slot.tickets:

@@ -84,6 +84,14 @@ class PromptScored(TypedDict):
     stats: dict[str, float]  # means over its trajectories
 
 
+class EndpointState(TypedDict):
+    """What a worker sees of a pool elsewhere has changed."""
+
+    op: Literal["endpoint"]
+    pool: str
+    problem: str  # "" once the endpoint answers again
+
+
 class NoGroup(TypedDict):
     """A prompt that is rejected for good; or an exception, after which it is tried again a few times.
 

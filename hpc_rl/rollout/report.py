@@ -58,6 +58,7 @@ def progress(service: RolloutService) -> dict[str, Any]:
         "quiet_s": service.clock.quiet_s,
         "takes_groups": service.sequencer.rules.batch_sequences is not None,
         "environments": service.environments(),
+        "endpoints": service.executor.endpoints,
     }
 
 

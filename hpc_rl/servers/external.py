@@ -12,7 +12,7 @@ import json
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
@@ -59,6 +59,8 @@ class Endpoint:
     request_timeout_s: float = 3600.0  # of one request
     patience_s: float = 600.0
     trace: bool = False  # logs each chat when it is asked and when it is answered
+    # gets the problem when one begins, and "" when the endpoint answers again
+    on_change: Callable[[str], None] = lambda problem: None
     model: str = ""  # found at the start where the configuration has none
 
     async def __aenter__(self) -> Endpoint:
@@ -182,6 +184,7 @@ class Endpoint:
     def _has_answered(self, path: str) -> None:
         if self._warned_at:
             logger.info("%s answers again", self._at(path))
+            self.on_change("")
         self._warned_at = 0.0
         if path == CHATS:
             self._answered_at = time.monotonic()
@@ -191,6 +194,7 @@ class Endpoint:
         now = time.monotonic()
         if not self._warned_at or now - self._warned_at >= REPEAT_S:
             logger.warning("%s", problem)
+            self.on_change(problem)
             self._warned_at = now
 
     async def _watched(self, path: str, body: dict[str, Any] | None) -> _Answer:

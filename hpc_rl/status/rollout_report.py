@@ -44,6 +44,7 @@ class RolloutReport(JsonRecord):
     quiet_s: float | None = None  # since the last group, rejection or exception; None before the first
     servers: int | None = None  # live generation servers
     pools: dict[str, int] = field(default_factory=dict)  # theirs, by pool
+    endpoints: dict[str, str] = field(default_factory=dict)  # problems of pools elsewhere, by pool
     evaluating: list[str] = field(default_factory=list)  # versions
     takes_groups: bool = False  # of environments
     environments: list[EnvironmentReport] = field(default_factory=list)
@@ -106,6 +107,7 @@ def problems(report: RolloutReport, live: bool) -> list[str]:
         lines.append(f"last exception: {report.last_error}")
     if not live:
         return lines
+    lines += list(report.endpoints.values())
     connected = [one for one in report.environments if one.silent_s is not None]
     if report.takes_groups and not connected and not report.running:
         lines.append(

@@ -1,10 +1,13 @@
 """The rollout role as a process with several pools: the trained one, a frozen one, and a judge elsewhere."""
 
 import asyncio
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import sys
 import threading
+import time
 
 import pytest
 from aiohttp import web
@@ -19,6 +22,7 @@ from hpc_rl.config.sections.teacher import TeachingConfig, TemplatesConfig
 from hpc_rl.errors import ExitCode
 from hpc_rl.net import bind
 from hpc_rl.plan.schema import Pool
+from hpc_rl.status.rollout_report import problems, read_rollout
 from hpc_rl.trial import write_json
 
 KEY = "sk-of-the-judge"
@@ -37,6 +41,7 @@ class JudgeElsewhere:
     def __init__(self) -> None:
         self.asked: list[tuple[str, float]] = []
         self.url = ""
+        self.works = True
         self._started = threading.Event()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
@@ -70,6 +75,8 @@ class JudgeElsewhere:
         return web.json_response({"data": [{"id": "grader"}]})
 
     async def _chat(self, request: web.Request) -> web.Response:
+        if not self.works:
+            return web.json_response({"error": "overloaded"}, status=503)
         body = await request.json()
         self.asked.append((body["messages"][0]["content"], body["temperature"]))
         choice = {"message": {"content": "<score>0.5</score>"}, "finish_reason": "stop"}
@@ -146,6 +153,35 @@ def test_a_teacher_a_frozen_student_and_a_judge_elsewhere(tmp_path, judge):
             role.kill()
         teacher.close()
         student.close()
+
+
+def test_status_tells_of_a_judge_that_fails_until_it_answers_again(tmp_path, judge):
+    trial = teacher_trial(tmp_path, judge)
+    teacher, student = FakeServer(trial, pool="teacher"), FakeServer(trial, 1, version="", pool="student")
+    teacher.publish("0.0")
+    judge.works = False
+    role = RolloutRole(trial, {"JUDGE_KEY": KEY}).start()
+
+    def wait_for_problem(count: int) -> list[str]:
+        for _ in range(600):
+            report = read_rollout(trial.attempt("1.0"))
+            if report is not None and len(report.endpoints) == count:
+                return [line for line in problems(report, live=True) if "pool judge" in line]
+            time.sleep(0.1)
+        raise AssertionError(report)
+
+    with concurrent.futures.ThreadPoolExecutor() as background, contextlib.ExitStack() as stack:
+        stack.callback(student.close)
+        stack.callback(teacher.close)
+        stack.callback(role.kill)
+        client = role.client()
+        batch = background.submit(client.batch, 1, 0)
+        [line] = wait_for_problem(1)
+        assert f"{judge.url}/chat/completions answered 503" in line and KEY not in line
+        judge.works = True
+        assert wait_for_problem(0) == []
+        assert len(batch.result(60).groups) == 2
+        client.close()
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """An endpoint elsewhere: what it is asked, what is tried again, and what its errors show."""
 
 import asyncio
+import io
 import time
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
@@ -14,6 +15,7 @@ from hpc_rl.app import rollout_worker
 from hpc_rl.config.sections.inference import InferenceEngineConfig
 from hpc_rl.config.sections.pools import PoolConfig
 from hpc_rl.errors import ConfigError, EndpointUnavailable, InputRefused, ServerUnavailable
+from hpc_rl.rollout import pipes
 from hpc_rl.servers import external
 from hpc_rl.servers.external import Endpoint
 from hpc_rl.types import Reply, decode, encode
@@ -114,8 +116,12 @@ def test_an_executor_worker_passes_the_options_on():
     config = SimpleNamespace(
         rollout=InferenceEngineConfig(enable_rollout_tracing=True, request_timeout=9.0, setup_timeout=7.0)
     )
-    made = rollout_worker.endpoint(config, "judge", PoolConfig(url="http://h/v1"), "")
+    sent = io.BytesIO()
+    made = rollout_worker.endpoint(config, "judge", PoolConfig(url="http://h/v1"), "", sent.write)
     assert made.trace and (made.request_timeout_s, made.patience_s) == (9.0, 7.0)
+    made.on_change("answered 503")
+    told = pipes.read_blocking(io.BytesIO(sent.getvalue()))
+    assert told == {"op": "endpoint", "pool": "judge", "problem": "answered 503"}
 
 
 async def test_an_endpoint_that_makes_one_answer_is_asked_for_the_others():
