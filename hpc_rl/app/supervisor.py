@@ -19,7 +19,8 @@ from hpc_rl.proc import raise_limits
 from hpc_rl.records import EndedRecord
 from hpc_rl.supervise.deadline import JobEndTime
 from hpc_rl.supervise.mpiexec import with_mpiexec
-from hpc_rl.supervise.processes import open_steps
+from hpc_rl.supervise.network_check import Preflight
+from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, open_steps
 from hpc_rl.supervise.runner import TrialRunner
 from hpc_rl.supervise.server_runner import ServerRunner
 from hpc_rl.trial import Attempt, Trial, read_json, write_atomic, write_json
@@ -53,8 +54,10 @@ def main() -> int:
             return _run_servers(attempt, plan, config, args.steps)
         if plan.layout == "jobs":  # the servers run in jobs of their own
             plan = replace(plan, units=plan.units_on(plan.groups[0].nodes))
-        steps = with_mpiexec(open_steps(args.steps, plan), plan, config.cluster.interface)
-        return TrialRunner(attempt, plan, config, steps, JobEndTime()).run()
+        own_steps = open_steps(args.steps, plan)
+        steps = with_mpiexec(own_steps, plan, config.cluster.interface)
+        preflight = _preflight(own_steps, plan, config)
+        return TrialRunner(attempt, plan, config, steps, JobEndTime(), preflight).run()
     except HpcRlError as error:
         logger.error("%s", error)
         code = _exit_code(error)
@@ -66,6 +69,14 @@ def main() -> int:
     except OSError as error:
         logger.error("the trial directory can't be used: %s", error)
         return ExitCode.CANNOT_WRITE
+
+
+def _preflight(steps: ProcessSteps | SrunSteps, plan: Plan, config: Config) -> Preflight | None:
+    limit_s = config.launcher.preflight_timeout_s
+    if not limit_s or not isinstance(steps, SrunSteps) or len(steps.hosts) < 2:
+        return None
+    interface = config.cluster.interface or os.environ.get("HPC_RL_INTERFACE", "")
+    return Preflight(steps.hosts, steps.components, plan.n_nodes, interface, limit_s)
 
 
 def _wait_for_room(attempt: Attempt) -> None:

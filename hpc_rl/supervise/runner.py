@@ -7,15 +7,17 @@ from collections.abc import Callable
 
 from hpc_rl.checkpoint.start_facts import failures_without_progress
 from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import ExitCode, Stale, StopCause
+from hpc_rl.errors import ExitCode, FailureClass, Stale, StopCause
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, ProcessRecord, read_events
 from hpc_rl.requeue import RESUME, STOPS
 from hpc_rl.supervise import exit_policy, ownership
+from hpc_rl.supervise.exit_policy import UnitExit
+from hpc_rl.supervise.network_check import Preflight
 from hpc_rl.supervise.processes import Steps, unplaced_reason
-from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Finish, Key, Phase
+from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Avoid, Finish, Key, Phase
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop, tolerant
 from hpc_rl.trial import Attempt, read_object, write_json
 
@@ -32,10 +34,17 @@ class TrialRunner(UnitLoop):
     """
 
     def __init__(
-        self, attempt: Attempt, plan: Plan, config: Config, steps: Steps, end_time: Callable[[], float | None]
+        self,
+        attempt: Attempt,
+        plan: Plan,
+        config: Config,
+        steps: Steps,
+        end_time: Callable[[], float | None],
+        preflight: Preflight | None = None,
     ) -> None:
         machine = AttemptMachine(plan.units, plan.recover_mode, plan.recover_retries)
         super().__init__(attempt, plan, config, steps, machine, end_time)
+        self._preflight = preflight
         self._lease: Lease | None = None
         self._generations: set[tuple[str, int]] = set()
         # The job script may be dead already.
@@ -59,6 +68,8 @@ class TrialRunner(UnitLoop):
         self.grant_requests()
         if self.finish is None:
             self._check_fruitless_attempts()
+        if self.finish is None and self._preflight is not None:
+            self._check_network(self._preflight)
         return True
 
     def _is_done(self) -> bool:
@@ -90,6 +101,23 @@ class TrialRunner(UnitLoop):
         if count >= max(exit_policy.MAX_FRUITLESS_ATTEMPTS, self.rules.retries + 1):
             why = f"{count} attempts in a row ended without a new checkpoint; see why, {RESUME}"
             self.do(self.machine.abandon(self.clock(), ExitCode.FAILED, why))
+
+    def _check_network(self, preflight: Preflight) -> None:
+        """End an attempt in which a node does not reach another one, before models are loaded."""
+        log = self.attempt.dir / "logs" / "preflight.log"
+        found = preflight.run(log, lambda: bool(self.requests))
+        if found is None or not found.problem:
+            return
+        why = f"the nodes can't reach each other: {found.problem}"
+        if found.hopeless:
+            why += "; set cluster.interface to a network that joins all nodes"
+            self.do(self.machine.abandon(self.clock(), ExitCode.FAILED, why))
+            return
+        self.do([Avoid(found.bad_nodes, why)])
+        failure = UnitExit(ExitCode.FAILED, why, FailureClass.NODE, found.bad_nodes)
+        rules = (self.plan.recover_mode, self.machine.failures, self.rules.retries)
+        follows = exit_policy.after_failure("preflight", failure, *rules)
+        self.do(self.machine.abandon(self.clock(), follows.exit_code, follows.reason))
 
     def observe(self, now: float) -> None:
         """Look at intents, generations, the lease, the clock and signs of life. Raises OSError."""

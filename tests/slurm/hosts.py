@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,10 +93,16 @@ class HostsCluster(Cluster):
     def kill_node(self, node: str) -> None:
         self.power_off(node)
 
-    def partition(self, name: str, cut: bool) -> None:
-        """Cut a host off from all others, silently, or join it again."""
-        for interface in NETWORKS:
+    def partition(self, name: str, cut: bool, interfaces: Iterable[str] = tuple(NETWORKS)) -> None:
+        """Cut a host off from all others, silently, or join it again; on some of its networks."""
+        for interface in interfaces:
             self._in("switch", ["ip", "link", "set", f"{name}-{interface}", "down" if cut else "up"])
+
+    def part(self, name: str, peer: str, interface: str, cut: bool) -> None:
+        """Have what one host sends to another one get lost, silently, or arrive again."""
+        address = f"{NETWORKS[interface]}.{self._number(peer)}"
+        nowhere = ["lladdr", "02:00:00:00:00:01", "nud", "permanent"] if cut else []
+        self._in(name, ["ip", "neigh", "replace" if cut else "del", address, *nowhere, "dev", interface])
 
     def on(self, name: str, argv: list[str], cwd: Path) -> list[str]:
         """Return the command that runs another on a host, in a shared directory."""

@@ -4,10 +4,11 @@ Needs root, for the namespaces that play the hosts.
 """
 
 import itertools
+import json
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from hosts import HostsCluster
 from packages import NoSlurm, find_or_fetch
 from toy_trials import ROOT, hpc_rl, logs_of, trial_of
 
+from hpc_rl.records import Event, EventKind, read_events
 from hpc_rl.stats.read import read
 from hpc_rl.trial import Trial
 
@@ -64,11 +66,15 @@ def shared_folder(cluster: HostsCluster, name: str) -> Path:
     return here
 
 
-def wait_for_end(trial: Trial, timeout_s: float = 400) -> None:
+def wait_for(condition: Callable[[], object], trial: Trial, timeout_s: float = 200) -> None:
     deadline = time.monotonic() + timeout_s
-    while not trial.done.exists():
+    while not condition():
         assert time.monotonic() < deadline, logs_of(trial)
-        time.sleep(0.5)
+        time.sleep(0.2)
+
+
+def wait_for_end(trial: Trial) -> None:
+    wait_for(trial.done.exists, trial, 400)
 
 
 def train(cluster: HostsCluster, name: str, num_nodes: int) -> None:
@@ -129,11 +135,8 @@ def step_of(trial: Trial) -> int:
     return read(trial).last_step
 
 
-def wait_for_step(trial: Trial, step: int, timeout_s: float = 200) -> None:
-    deadline = time.monotonic() + timeout_s
-    while step_of(trial) < step:
-        assert time.monotonic() < deadline, logs_of(trial)
-        time.sleep(0.2)
+def wait_for_step(trial: Trial, step: int) -> None:
+    wait_for(lambda: step_of(trial) >= step, trial)
 
 
 def long_trial(cluster: HostsCluster, name: str, num_steps: int, **options: object) -> Trial:
@@ -154,6 +157,37 @@ def test_power_loss_of_a_server_node_costs_seconds(cluster):
     times = [row["time"] for row in read(trial).steps]
     assert len(times) == NUM_STEPS
     assert max(later - earlier for earlier, later in itertools.pairwise(times)) < 20
+
+
+@pytest.mark.parametrize("cut", ["node", "pair"])
+def test_nodes_that_do_not_reach_each_other_are_named_before_models_load(cluster, cut):
+    if cut == "node":
+        cluster.partition("n3", cut=True, interfaces=["ib0"])
+    else:
+        cluster.part("n2", "n4", "ib0", cut=True)
+    try:
+        trial = long_trial(cluster, f"network-{cut}", NUM_STEPS, **{"cluster.interface": "ib0"})
+        wait_for(lambda: events_of(trial, EventKind.BAD_NODES), trial)
+        begun, found = (
+            events_of(trial, kind)[0] for kind in (EventKind.SUPERVISOR_STARTED, EventKind.BAD_NODES)
+        )
+        assert found.time - begun.time < 20
+        assert not events_of(trial, EventKind.STARTED)
+        if cut == "node":
+            assert "n3 (ib0 10.77.2.13)" in found.reason and "do not reach each other" in found.reason
+        else:
+            assert "n2 (ib0 10.77.2.12) and n4 (ib0 10.77.2.14) do not reach each other" in found.reason
+        said = json.loads(hpc_rl("status", "--json", str(trial.dir), cwd=cluster.dir).stdout)
+        assert "ib0 10.77.2.1" in said["last_end"] or "ib0 10.77.2.1" in said["reason"]
+    finally:
+        cluster.partition("n3", cut=False, interfaces=["ib0"])
+        if cut == "pair":
+            cluster.part("n2", "n4", "ib0", cut=False)
+
+
+def events_of(trial: Trial, kind: EventKind) -> list[Event]:
+    attempts = [trial.attempt(folder.name) for folder in sorted(trial.attempts.glob("*"))]
+    return [event for attempt in attempts for event in read_events(attempt) if event.kind is kind]
 
 
 def node_with(cluster: HostsCluster, role: str) -> str:

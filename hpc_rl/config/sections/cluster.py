@@ -11,6 +11,7 @@ from hpc_rl.config.sections.limits import (
     GpuType,
     ModuleName,
     NodeCount,
+    NonNegativeInt,
     PathText,
     PositiveInt,
     ScriptOrPath,
@@ -285,6 +286,9 @@ class LauncherConfig:
     check_collectives: bool = True
     """Check, before a trainer of several ranks trains, that they sum and exchange numbers correctly, and name
     slow nodes. hpc-rl extension."""
+    preflight_timeout_s: NonNegativeInt = 60
+    """Time for the nodes of a Slurm job to show, before an attempt starts anything, that each reaches every
+    other one; nodes that do not are named and avoided. 0 leaves that out. hpc-rl extension."""
     hooks: HooksConfig = field(default_factory=HooksConfig)
     """Scripts that run at fixed moments of every attempt."""
     slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)

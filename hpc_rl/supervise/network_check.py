@@ -1,0 +1,202 @@
+"""The preflight of an attempt: does every node of the job reach every other one, before models are loaded?
+
+One srun (one for each component of a heterogeneous job) runs network_node.py on all nodes. What they say to
+each other goes through its standard input and output, which are Slurm's own connections: no file is
+written, and it arrives also where the network that is checked does not work.
+"""
+
+import json
+import logging
+import queue
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from hpc_rl.supervise.network_node import MARK
+
+logger = logging.getLogger(__name__)
+STEP = """
+srun --job-name=preflight --overlap --mem=0 --ntasks-per-node=1 --cpus-per-task=1 --kill-on-bad-exit=0
+--export=ALL --mpi=none --input=all
+"""
+POLL_S = 0.1
+END_S = 5.0  # for srun to end by itself
+MAX_SHOWN = 4  # pairs of nodes in a reason
+
+
+@dataclass(frozen=True)
+class NetworkVerdict:
+    """What the nodes of a job found out about the network between them."""
+
+    addresses: dict[str, str] = field(default_factory=dict)  # that the roles of each node would publish
+    problem: str = ""  # which nodes do not reach each other; empty where all do
+    bad_nodes: tuple[str, ...] = ()  # without these all others reach each other
+    hopeless: bool = False  # those would be most nodes of the job
+
+
+class Preflight:
+    """The check of the nodes of one job, which is given up after `limit_s`.
+
+    `hosts` are the node names of the job, `components` the component of each in a heterogeneous job.
+    """
+
+    def __init__(
+        self,
+        hosts: Sequence[str],
+        components: Sequence[int] | None,
+        num_hosts: int,
+        interface: str,
+        limit_s: float,
+    ) -> None:
+        self.hosts, self.limit_s = list(hosts), limit_s
+        self._components = components
+        self._program = [
+            sys.executable,
+            "-m",
+            "hpc_rl.supervise.network_node",
+            "--num_hosts",
+            str(num_hosts),
+        ]
+        self._program += ["--interface", interface] if interface else []
+        self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
+
+    def run(self, log: Path, interrupted: Callable[[], bool]) -> NetworkVerdict | None:
+        """Return what was found; None where no node answers, or `interrupted` turned true. Raises OSError."""
+        deadline = time.monotonic() + self.limit_s
+        with log.open("ab") as errors:
+            steps = [self._start(argv, errors) for argv in self._commands()]
+        try:
+            hellos = self._gather("problem", "address", deadline, steps, self.hosts, interrupted)
+            if not hellos or interrupted():
+                return None
+            peers = {
+                node: (said["address"], said["port"]) for node, said in hellos.items() if "address" in said
+            }
+            for step in steps:
+                with suppress(OSError):  # of a step that has ended
+                    _input(step).write(json.dumps(peers).encode() + b"\n")
+                    _input(step).flush()
+            results = self._gather("unreached", "", deadline, steps, list(hellos), interrupted)
+            return None if interrupted() else judge(self.hosts, hellos, results, self.limit_s)
+        finally:
+            for step in steps:
+                _end(step)
+
+    def _commands(self) -> Iterable[list[str]]:
+        components = self._components or [0] * len(self.hosts)
+        for component in sorted(set(components)):
+            nodes = [host for host, of in zip(self.hosts, components, strict=True) if of == component]
+            size = [f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}"]
+            group = [f"--het-group={component}"] if self._components else []
+            yield [*STEP.split(), *size, *group, *self._program]
+
+    def _start(self, argv: list[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
+        pipe = subprocess.PIPE
+        step = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
+        threading.Thread(target=self._read, args=(step,), daemon=True, name="preflight").start()
+        return step
+
+    def _read(self, step: subprocess.Popen[bytes]) -> None:
+        assert step.stdout is not None
+        for line in step.stdout:
+            _, mark, text = line.decode(errors="replace").partition(MARK)
+            with suppress(ValueError):  # of another program's line
+                if mark:
+                    self._lines.put(json.loads(text))
+
+    def _gather(
+        self,
+        key: str,
+        other_key: str,
+        deadline: float,
+        steps: list[subprocess.Popen[bytes]],
+        nodes: list[str],
+        interrupted: Callable[[], bool],
+    ) -> dict[str, dict[str, Any]]:
+        """Return the line with one of these keys that each node said in time."""
+        found: dict[str, dict[str, Any]] = {}
+        while len(found) < len(nodes) and time.monotonic() < deadline and not interrupted():
+            ended = all(step.poll() is not None for step in steps)
+            try:
+                said = self._lines.get(timeout=POLL_S)
+            except queue.Empty:
+                if ended:
+                    break
+                continue
+            if said.get("node") in nodes and (key in said or other_key in said):
+                found[said["node"]] = said
+        return found
+
+
+def judge(
+    hosts: Sequence[str],
+    hellos: dict[str, dict[str, Any]],
+    results: dict[str, dict[str, Any]],
+    limit_s: float,
+) -> NetworkVerdict:
+    """Return the verdict on what the nodes said: where each is reached, and whom each did not reach."""
+    alone = {node: said["problem"] for node, said in hellos.items() if "problem" in said}
+    alone |= {
+        node: f"it did not answer within {limit_s:g} s" for node in hosts if node not in results
+    } | alone
+    failed = {
+        (node, peer): reason
+        for node in hosts
+        if node not in alone
+        for peer, reason in results[node]["unreached"].items()
+        if peer not in alone
+    }
+    bad = [*(node for node in hosts if node in alone), *_cover(hosts, failed)]
+    names = {
+        node: f"{node} ({said['interface']} {said['address']})"
+        for node, said in hellos.items()
+        if "address" in said
+    }
+    texts = [f"{node}: {reason}" for node, reason in alone.items()]
+    for (node, peer), reason in failed.items():
+        if (peer, node) not in failed:
+            texts.append(f"{names[node]} does not reach {names[peer]}: {reason}")
+        elif hosts.index(node) < hosts.index(peer):
+            texts.append(f"{names[node]} and {names[peer]} do not reach each other: {reason}")
+    more = f"; and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
+    return NetworkVerdict(
+        addresses={node: said["address"] for node, said in hellos.items() if "address" in said},
+        problem="; ".join(texts[:MAX_SHOWN]) + more,
+        bad_nodes=tuple(bad),
+        hopeless=2 * len(bad) > len(hosts),
+    )
+
+
+def _cover(hosts: Sequence[str], failed: Iterable[tuple[str, str]]) -> list[str]:
+    """Return few nodes without which no pair fails; of nodes that fail as often, a later one."""
+    pairs, cover = set(failed), []
+    while pairs:
+        counts = Counter(node for pair in pairs for node in pair)
+        worst = max(counts, key=lambda node: (counts[node], hosts.index(node)))
+        cover.append(worst)
+        pairs = {pair for pair in pairs if worst not in pair}
+    return cover
+
+
+def _input(step: subprocess.Popen[bytes]) -> IO[bytes]:
+    assert step.stdin is not None
+    return step.stdin
+
+
+def _end(step: subprocess.Popen[bytes]) -> None:
+    """Have the tasks exit by the end of their input; end those that do not."""
+    with suppress(OSError):
+        _input(step).close()
+    for end in (step.terminate, step.kill):
+        try:
+            step.wait(END_S)
+        except subprocess.TimeoutExpired:
+            end()
+    step.wait()

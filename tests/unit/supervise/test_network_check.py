@@ -1,0 +1,83 @@
+"""What follows from what the nodes of a job say about the network between them."""
+
+import socket
+import threading
+
+import pytest
+
+from hpc_rl.supervise.network_check import judge
+from hpc_rl.supervise.network_node import unreached
+
+HOSTS = ["n1", "n2", "n3", "n4"]
+SAID = {
+    host: {"interface": "ib0", "address": f"10.0.0.{number}"} for number, host in enumerate(HOSTS, start=1)
+}
+
+
+def results(*pairs: str) -> dict:
+    """The results of all nodes, in which `n1>n2` stands for n1 that does not reach n2."""
+    failed = [pair.split(">") for pair in pairs]
+    return {
+        host: {"unreached": {peer: "timed out" for node, peer in failed if node == host}} for host in HOSTS
+    }
+
+
+def test_nothing_follows_where_all_reach_each_other():
+    found = judge(HOSTS, SAID, results(), 60)
+    assert (found.problem, found.bad_nodes) == ("", ())
+    assert found.addresses["n3"] == "10.0.0.3"
+
+
+def test_a_pair_is_named_with_interface_and_addresses_and_costs_one_node():
+    found = judge(HOSTS, SAID, results("n2>n4", "n4>n2"), 60)
+    assert found.problem == "n2 (ib0 10.0.0.2) and n4 (ib0 10.0.0.4) do not reach each other: timed out"
+    assert found.bad_nodes == ("n4",) and not found.hopeless
+    one_way = judge(HOSTS, SAID, results("n2>n4"), 60)
+    assert one_way.problem == "n2 (ib0 10.0.0.2) does not reach n4 (ib0 10.0.0.4): timed out"
+
+
+def test_of_many_pairs_the_node_that_they_share_is_to_blame():
+    found = judge(HOSTS, SAID, results("n1>n2", "n3>n2", "n4>n2", "n2>n1", "n2>n3", "n2>n4"), 60)
+    assert found.bad_nodes == ("n2",) and not found.hopeless
+
+
+def test_a_network_that_joins_no_nodes_is_no_nodes_fault():
+    pairs = [f"{a}>{b}" for a in HOSTS for b in HOSTS if a != b]
+    found = judge(HOSTS, SAID, results(*pairs), 60)
+    assert found.hopeless and found.problem.endswith("; and 2 more")
+
+
+def test_a_node_without_an_answer_or_an_address_is_named():
+    without = {host: said for host, said in results("n1>n3", "n4>n3").items() if host != "n3"}
+    found = judge(HOSTS, SAID, without, 45)
+    assert found.problem == "n3: it did not answer within 45 s" and found.bad_nodes == ("n3",)
+    no_address = SAID | {"n2": {"problem": "cluster.interface ib9: this host has no address there"}}
+    found = judge(HOSTS, no_address, results(), 60)
+    assert found.problem.startswith("n2: cluster.interface ib9") and found.bad_nodes == ("n2",)
+
+
+@pytest.fixture
+def answering():
+    """A port of this host that answers as n2."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:  # closed
+                    return
+                with connection:
+                    connection.sendall(b"n2\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        yield server.getsockname()
+
+
+def test_an_address_that_another_node_has_too_is_not_reached(answering):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()
+    found = unreached({"n2": answering, "n3": answering, "n4": closed})
+    assert found["n3"] == "n2 answers there"
+    assert "refused" in found["n4"].lower()
+    assert "n2" not in found
