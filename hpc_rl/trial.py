@@ -274,6 +274,7 @@ class Trial:
     cancel_intent = _PathOf("intent/cancel-{}.json")  # a request that it stops and is never started again
     # a request that an attempt saves and stops; it outlives a supervisor that is killed
     drain_intent = _PathOf("intent/drain-{}.json")
+    save_intent = _Path("intent/save.json")  # a request of `hpc-rl checkpoint now`, removed by that command
 
     generation = _PathOf("recover/gen-{:08d}")  # by its step
     lineage = _PathOf("lineages/{:04d}.json")  # by its number

@@ -20,9 +20,10 @@ hook_failure='' hook_pid='' preempt_pid='' watcher_pids=() others=()
 # --- names of this job and of its files ---------------------------------------------------------------------
 
 name_job() { # [SUBMISSION START [TRIAL_JOB]]: a successor gets the submission and the number of its start
-  if [[ $scheduler == local ]]; then
-    TZ=UTC printf -v job_id 'local-%(%Y%m%d-%H%M%S)T-%04x' -1 $((RANDOM + RANDOM))
+  if [[ $scheduler != slurm ]]; then
+    TZ=UTC printf -v job_id "$scheduler-%(%Y%m%d-%H%M%S)T-%04x" -1 $((RANDOM + RANDOM))
     job_id=${1:-$job_id} steps=process restart=0
+    if [[ $scheduler == allocation ]]; then steps=srun; fi
   else
     slurm_job=$SLURM_JOB_ID trial_job=''
     if [[ $script_name == servers.sbatch ]]; then
@@ -43,8 +44,8 @@ clear_slurm_defaults() { # every srun states what it needs: what sbatch derived 
   unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_TRES_PER_TASK
   unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK
   export SLURM_EXPORT_ENV=ALL
-  if [[ $backend == submitit ]]; then
-    # submitit runs this script in a step, whose variables would mislead the steps of the roles.
+  if [[ $scheduler == allocation || $backend == submitit ]]; then
+    # submitit, and an interactive shell, run this script in a step: its variables would mislead those of the roles.
     unset "${!SLURM_STEP@}" "${!SLURM_CPU_BIND@}"
     unset SLURM_PROCID SLURM_LOCALID SLURM_NODEID SLURM_TASK_PID SLURM_DISTRIBUTION
     export SLURM_NNODES=$SLURM_JOB_NUM_NODES
@@ -227,7 +228,11 @@ may_start_again() { # else `reason` says why not
 }
 
 start_again() { # exits where Slurm starts the script later; fails, with `reason`, where nothing does
-  if [[ $scheduler == local ]]; then
+  if [[ $scheduler == allocation && -e $drain_intent ]]; then
+    # Somebody asked for the stop, or the time of the surrounding job is over.
+    return 1
+  fi
+  if [[ $scheduler != slurm ]]; then
     if ((restart >= max_restarts)); then
       reason="stopped $max_restarts times"
       return 1
@@ -250,7 +255,7 @@ start_again() { # exits where Slurm starts the script later; fails, with `reason
 
 ask_again() { # MORE_FOR_THE_RECORD: Slurm starts this script from its first line, or a successor continues
   local bad next
-  if [[ $scheduler == local ]]; then return 1; fi
+  if [[ $scheduler != slurm ]]; then return 1; fi
   if [[ $backend == submitit ]]; then
     # submitit requeues a job whose last record is this one.
     record requeued "$1"
@@ -512,7 +517,7 @@ on_preempt() { # once, while the supervisor saves
 run_job() { # ARGUMENT_OF_THE_SCRIPT...: leaves its exit code in `rc`, or exits to be started again
   name_job "$@"
   raise_limits
-  if [[ $scheduler == slurm ]]; then clear_slurm_defaults; fi
+  if [[ $steps == srun ]]; then clear_slurm_defaults; fi
   if ((n_nodes > 1)); then watch_first_node; fi
   if [[ $scheduler == slurm && $layout == jobs && $script_name == trial.sbatch ]]; then
     # Servers that gave their nodes back while this job waited are submitted again.

@@ -19,13 +19,17 @@ from hpc_rl.errors import ExitCode, HpcRlError
 COMMANDS = {  # name -> (module, one line of help)
     "quickstart": ("quickstart", "make a toy model and task, train it here, show what it learnt"),
     "submit": ("submit", "check a configuration and submit it as a job"),
+    "run": ("foreground", "run a configuration in the Slurm job that this is typed in (salloc)"),
     "render": ("render", "write the job scripts of a configuration, submit nothing"),
     "status": ("status", "what a trial does, and what happened to it"),
     "logs": ("logs", "show the logs of a trial's roles"),
     "attach": ("attach", "the command that opens a shell where a role runs"),
     "cancel": ("cancel", "stop a trial for good, with its state saved"),
     "recover": ("recover", "continue a trial from its newest checkpoint"),
-    "checkpoint": ("checkpoint", "the checkpoints of a trial: list, verify; to and from Hugging Face format"),
+    "checkpoint": (
+        "checkpoint",
+        "the checkpoints of a trial: list, verify, now; to and from Hugging Face format",
+    ),
     "config": ("config", "show a resolved configuration, compare two; schema, reference, completion"),
     "templates": ("templates", "what job scripts are made of; override, compare and check a site's blocks"),
     "remove": ("remove", "remove the directory of a trial, after asking"),
@@ -42,7 +46,7 @@ SYNONYMS = {
         "remove": "delete rm",
         "status": "show info",
         "logs": "log tail",
-        "submit": "run train start",
+        "submit": "train start",
         "render --check": "validate check",
     }.items()
     for typed in words.split()

@@ -1,4 +1,4 @@
-"""`hpc-rl checkpoint`: list and verify the checkpoints of a trial, convert them from and to Hugging Face.
+"""`hpc-rl checkpoint`: list, verify and request checkpoints of a trial, convert from and to Hugging Face.
 
 What needs torch is run by `python -m hpc_rl.app.convert`.
 """
@@ -19,23 +19,36 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.retention import best, hold
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
-from hpc_rl.cli.options import Action, CommandParser, Count, Namespace, columns, print_result, require_torch
+from hpc_rl.cli.options import (
+    Action,
+    CommandParser,
+    Count,
+    Namespace,
+    Seconds,
+    columns,
+    print_result,
+    require_torch,
+)
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.datasets.rows import fingerprint_in_passing
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
+from hpc_rl.records import TrialState
 from hpc_rl.status.formatting import one_line
+from hpc_rl.status.scheduler_view import TrialWatch
 from hpc_rl.submit import submission, trial_index
 from hpc_rl.submit.first_start import check_end, sound_steps
 from hpc_rl.submit.lock import TrialLock
-from hpc_rl.trial import Trial, fsync_dir, read_json
+from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
+POLL_S = 0.5  # of the folder with the checkpoints
 RENEW_EVERY_S = 60.0  # of the lock, while the process with torch works
 EPILOG = """A checkpoint is the state after one step, in <trial>/recover; `hpc-rl recover` resumes it.
 To get weights for other uses, use `export`; the trial's own exports are in <trial>/exports.
 
   hpc-rl checkpoint list my-trial
   hpc-rl checkpoint verify my-trial --step 120
+  hpc-rl checkpoint now my-trial
   hpc-rl checkpoint export my-trial --to model-120 --step 120
   hpc-rl checkpoint import my-trial path/to/model --step 0"""
 
@@ -150,6 +163,48 @@ def _problems(trial: Trial, one: Found) -> list[str]:
             return generation.damages(folder, one.manifest.files)
     except TrialStateError as error:
         return [str(error)]
+
+
+def _now_parser() -> CommandParser:
+    made = _parser(
+        "ask a running trial to save after its current step, and wait until the checkpoint is whole",
+        "Training continues meanwhile. Exit code 75 where it was not saved in time.",
+    )
+    wait = "for the checkpoint (default: 600)"
+    made.add_argument("--wait_s", type=Seconds, default=600.0, metavar="SECONDS", help=wait)
+    made.add_json("step and path")
+    return made
+
+
+@_cleanup_at_sigterm()
+def _now(args: Namespace) -> int:
+    trial = trial_index.resolve(args.trial)
+    watch = TrialWatch(trial)
+    status = watch.poll()
+    if status.state is not TrialState.RUNNING:
+        raise TrialStateError(f"{trial} is {status.state}: only a trial that runs can save a checkpoint.")
+    if status.plan.get("recover_mode") == "disabled":
+        raise TrialStateError(f"{trial} saves no checkpoints: its recover.mode is disabled.")
+    least = max([status.step, *(one.step + 1 for one in generation.scan(trial))])
+    request, end = {"id": uuid.uuid4().hex}, time.monotonic() + args.wait_s
+    try:
+        write_json(trial.save_intent, request)
+        while not status.over and time.monotonic() < end:
+            status = watch.poll()  # before the scan: a save may be the last that a trial does
+            if found := [one for one in generation.scan(trial) if one.step >= least and not one.problem]:
+                value = {"step": found[0].step, "path": str(found[0].path)}
+                print_result(args.json, value, [f"checkpoint {found[0].step}  {found[0].path}"])
+                return ExitCode.DONE
+            time.sleep(POLL_S)
+    except OSError as error:
+        raise CannotWrite(f"{trial.save_intent} can't be written: {error.strerror or error}") from error
+    finally:
+        if read_json(trial.save_intent) == request:
+            trial.save_intent.unlink(missing_ok=True)
+    if status.over:
+        raise TrialStateError(f"{trial} is {status.state} now, and saved no checkpoint {least} or later.")
+    print(f"hpc-rl: not saved within {args.wait_s:g} s; the step may take longer (--wait_s)", file=sys.stderr)
+    return ExitCode.BUSY
 
 
 def _export_parser() -> CommandParser:
@@ -318,6 +373,7 @@ def parser() -> CommandParser:
 ACTIONS = {
     "list": Action(_list_parser, _list),
     "verify": Action(_verify_parser, _verify),
+    "now": Action(_now_parser, _now),
     "export": Action(_export_parser, _export),
     "import": Action(_import_parser, _import),
 }

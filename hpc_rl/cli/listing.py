@@ -1,16 +1,24 @@
 """`hpc-rl list`: the trials of the index, newest first, from their files and at most one scheduler query."""
 
+import sys
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from hpc_rl.cli.options import CommandParser, Namespace, columns, print_result
+from hpc_rl.errors import TrialNameError
+from hpc_rl.records import TrialState
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.status.formatting import format_duration, one_line
 from hpc_rl.status.scheduler_view import query_all
+from hpc_rl.status.submitted_jobs import read_jobs
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
+from hpc_rl.trial import Trial
 
 GONE = "gone"
+LIVE = (TrialState.RUNNING, TrialState.PENDING, TrialState.STOPPING)
 NO_TRIALS = "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE`"
 
 
@@ -28,11 +36,43 @@ def run(args: Namespace) -> int:
     answers = {} if args.offline else query_all(entry.trial for entry in entries if not entry.gone)
     rows = [_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
     lines = [f"removed from the list: {entry.trial}  {entry.trial.dir}" for entry in pruned]
-    lines += map(one_line, _table(rows)) if rows else [NO_TRIALS]
+    lines += table(rows) if rows else [NO_TRIALS]
     if any(row["state"] == GONE for row in rows):
         lines.append("`hpc-rl list --prune` removes trials whose directory is gone from the list.")
     print_result(args.json, rows, lines)
     return 0
+
+
+def live_rows(offline: bool = False) -> list[dict[str, Any]]:
+    """Return the rows of trials that run or wait, newest submission first, by at most one scheduler query."""
+    entries = [entry for entry in trial_index.entries() if not entry.gone]
+    entries = [entry for entry in entries if any(not job.over for job in read_jobs(entry.trial))]
+    answers = {} if offline else query_all(entry.trial for entry in entries)
+    rows = [_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
+    return [row for row in rows if row["state"] in LIVE]
+
+
+def only_trial(rows: Sequence[dict[str, Any]]) -> Trial:
+    """Return the trial that a command without a name is about, and say which: the live one, else the newest.
+
+    Raises TrialNameError where several are live, or there is none.
+    """
+    if len(rows) > 1:
+        names = ", ".join(row["trial"] for row in rows)
+        raise TrialNameError(f"{len(rows)} trials run or wait: name one of {names}.")
+    found = [Trial(Path(row["dir"])) for row in rows]
+    found += [entry.trial for entry in trial_index.entries() if not entry.gone]
+    if not found:
+        raise TrialNameError(NO_TRIALS)
+    which = "the one that runs or waits" if rows else "the newest"
+    print(f"hpc-rl: {found[0]}, {which} ({found[0].dir})", file=sys.stderr)
+    trial_index.check_readable(found[0])
+    return found[0]
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return rows of trials as lines for people."""
+    return list(map(one_line, _table(rows)))
 
 
 def _row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.cli import listing
 from hpc_rl.cli.options import CommandParser, Count, Namespace, print_result
 from hpc_rl.errors import ConfigError, TrialStateError
 from hpc_rl.files import Tail, last_lines
@@ -45,7 +46,7 @@ def parser() -> CommandParser:
     made = CommandParser(
         "Show logs: by default of the newest attempt, its newest trainer and its supervisor."
     )
-    made.add_trial()
+    made.add_trial("the one that runs, else the newest")
     made.add_argument("--role", choices=ROLES, help="role; `job` is the output of the job script itself")
     made.add_argument("--index", type=Count, help="replica of the role")
     incarnation = "start of the role within the attempt (default: the newest)"
@@ -76,7 +77,7 @@ def _rank(text: str | int) -> str | int:
 def run(args: Namespace) -> int:
     if args.json and not args.list:
         raise ConfigError("--json requires --list: it lists the files; the logs themselves are text.")
-    trial = trial_index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial) if args.trial else listing.only_trial(listing.live_rows())
     if args.follow and not args.list:
         return _follow(trial, args)
     found = collect(read_status(trial))

@@ -53,9 +53,13 @@ class CommandParser(ArgumentParser):
     def add_json(self, what: str) -> None:
         self.add_flag("--json", help=f"print {what} as JSON")
 
-    def add_trial(self) -> None:
-        """Declare the trial that a command is about."""
-        self.add_argument("trial", help="a path, experiment/trial, or a trial name that only one trial has")
+    def add_trial(self, default: str = "") -> None:
+        """Declare the trial that a command is about; with `default`, which one it is if none is named."""
+        text = "a path, experiment/trial, or a trial name that only one trial has"
+        if default:
+            self.add_argument("trial", nargs="?", help=f"{text} (default: {default})")
+        else:
+            self.add_argument("trial", help=text)
 
     def add_config(self) -> None:
         """Declare where a configuration comes from, and its options."""

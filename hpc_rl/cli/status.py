@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.start_facts import fruitless_starts
+from hpc_rl.cli import listing
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.records import LineageRecord, TrialState
@@ -48,7 +49,7 @@ EPILOG = f"""--json prints one object; null and "" mean that a value is not know
 
 def parser() -> CommandParser:
     made = CommandParser(DESCRIPTION, EPILOG)
-    made.add_trial()
+    made.add_trial("the one that runs, else the newest; several that run are listed")
     made.add_flag("--offline", help="do not query the scheduler")
     made.add_flag("--all", help=f"show every attempt, not only the newest {SHOWN_ATTEMPTS}")
     made.add_flag("-f", "--follow", help="live view until the trial is over; exits with its code")
@@ -57,7 +58,11 @@ def parser() -> CommandParser:
 
 
 def run(args: Namespace) -> int:
-    trial = trial_index.resolve(args.trial)
+    rows = [] if args.trial else listing.live_rows(args.offline)
+    if len(rows) > 1 and not (args.follow or args.json):
+        print("\n".join(listing.table(rows)))
+        return 0
+    trial = trial_index.resolve(args.trial) if args.trial else listing.only_trial(rows)
     if args.follow:
         if args.json:
             raise ConfigError("--json cannot be combined with --follow.")

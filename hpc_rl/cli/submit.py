@@ -23,10 +23,11 @@ from hpc_rl.render.steps import plan_lines
 from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.sinfo import UNKNOWN_THREADS_PER_CORE
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.submit import needs, preflight, submission, trial_index
+from hpc_rl.submit import dependency, needs, preflight, submission, trial_index
 from hpc_rl.submit.first_start import Recovery
 from hpc_rl.submit.lock import check_unlocked
 from hpc_rl.submit.submission import Submission
+from hpc_rl.submit.surrounding_job import is_inside
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial
 
@@ -57,8 +58,13 @@ def run(args: Namespace) -> int:
     if args.dry_run:
         return _dry_run(loaded(args), args.json)
     planned = plan_of(loaded(args))
-    trial = submission.trial_of(planned.loaded.config)
-    return submitted(compared(planned, trial, args.no_check), args, trial)
+    config = planned.loaded.config
+    trial = submission.trial_of(config)
+    options: tuple[str, ...] = ()
+    if after := args.after_ok or args.after:
+        where = pick(config.launcher.type)
+        options = dependency.sbatch_options(after, bool(args.after_ok), config, where)
+    return submitted(compared(planned, trial, args.no_check), args, trial, options=options)
 
 
 def parser() -> CommandParser:
@@ -68,6 +74,10 @@ def parser() -> CommandParser:
         "--dry_run",
         help="stop before anything is written; show the plan, what it needs, and all checks of render",
     )
+    after = made.add_mutually_exclusive_group()
+    text = "start once that job, or the newest job of that trial, has ended"
+    after.add_argument("--after", metavar="JOB|TRIAL", help=text)
+    after.add_argument("--after_ok", metavar="JOB|TRIAL", help="the same, and only if it succeeded")
     add_outcome(made)
     return made
 
@@ -157,8 +167,17 @@ def checked_scripts(planned: Planned, trial: Trial) -> list[preflight.PreflightC
     return preflight.full_check(config, planned.plan, scripts, SlurmScheduler() if where == "slurm" else None)
 
 
-def submitted(planned: Planned, args: Namespace, trial: Trial, recovery: Recovery | None = None) -> int:
-    """Submit, and tell what was submitted; with --follow stay until it is over. Returns the exit code."""
+def submitted(
+    planned: Planned,
+    args: Namespace,
+    trial: Trial,
+    recovery: Recovery | None = None,
+    options: Sequence[str] = (),
+) -> int:
+    """Submit, and tell what was submitted; with --follow stay until it is over. Returns the exit code.
+
+    `options` are sbatch's.
+    """
     made = submission.submit(
         planned.loaded,
         planned.plan,
@@ -166,12 +185,18 @@ def submitted(planned: Planned, args: Namespace, trial: Trial, recovery: Recover
         trial=trial,
         recovery=recovery,
         avoid=planned.avoid,
+        options=options,
     )
     if args.json:
         print_json(as_json(made, planned))
     elif args.parsable:
         print(made.job_id)
     else:
+        if made.scheduler == "slurm" and is_inside(os.environ):
+            job = f"job {os.environ['SLURM_JOB_ID']}"
+            print(
+                f"note: this asks for a job of its own; `hpc-rl run` uses the nodes of {job}, where you are."
+            )
         see, *more = trial_index.commands(made.trial, "status", "logs --follow", "cancel")
         following = [f"next       {see}", *(f"           {command}" for command in more)]
         print("\n".join([*lines(made, planned), *following]))

@@ -46,7 +46,7 @@ class Stamp:
 
 def script_name(scheduler: str) -> str:
     """Return the file name below scripts/ of what the scheduler gets."""
-    return LOCAL if scheduler == "local" else TRIAL
+    return TRIAL if scheduler == "slurm" else LOCAL
 
 
 def render(
@@ -76,8 +76,12 @@ def render(
     texts[POLICY] = (template_root() / "templates" / POLICY).read_text(encoding="utf-8")
     for name in (SITE, EXITS):
         texts[name] = _text(jinja, name, trial, common)
-    if scheduler == "local":
+    if scheduler != "slurm":
         texts[LOCAL] = _text(jinja, LOCAL, trial, common | {"n_nodes": 1, "layout": "allocation"})
+    if scheduler == "allocation":
+        texts[STEPS] = render_steps(plan, trial, stamp.workdir, folders)
+        return texts
+    if scheduler == "local":
         if by_mpiexec := [unit for unit in plan.units if unit.by_mpiexec]:
             texts[STEPS] = render_steps(
                 replace(plan, units=by_mpiexec), trial, stamp.workdir, folders, scheduler

@@ -1,5 +1,9 @@
-"""This machine as a scheduler: the rendered runner, detached, whose files give the states."""
+"""This machine as a scheduler: the rendered runner, whose files give the states.
 
+Detached, or in the foreground of a Slurm job that is there already, whose nodes its steps use.
+"""
+
+import ctypes
 import datetime
 import os
 import secrets
@@ -18,6 +22,7 @@ from hpc_rl.trial import Trial
 
 START_TIMEOUT_S = 10.0
 KILLED = "the runner was killed"
+PR_SET_PDEATHSIG = 1
 
 # After the grace, what is left of the process group is killed; the helper ends as soon as the runner has.
 _REAPER = """
@@ -42,12 +47,11 @@ class LocalScheduler:
 
     def submit(self, spec: JobSpec) -> str:
         """Start the runner, and wait until it has started."""
-        now = datetime.datetime.now(datetime.UTC)
-        job_id = f"local-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        job_id = self._new_id()
         output = self.trial.job_output(job_id)
         try:
             with output.open("ab") as stream:
-                _detached(["bash", str(spec.script), job_id], stream.fileno())
+                self._start(["bash", str(spec.script), job_id], stream.fileno())
         except (OSError, subprocess.SubprocessError) as error:
             raise SchedulerError(f"the runner could not be started: {error}") from error
         deadline = time.monotonic() + START_TIMEOUT_S
@@ -74,6 +78,14 @@ class LocalScheduler:
         found = self._process(job_id)
         if found is not None:
             _signal(found[0], signal.SIGUSR1)
+
+    def _new_id(self) -> str:
+        now = datetime.datetime.now(datetime.UTC)
+        return f"local-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+
+    def _start(self, argv: list[str], output: int) -> None:
+        """Start the runner. Raises OSError, subprocess.SubprocessError."""
+        _detached(argv, output)
 
     def _look(self, job_id: str) -> tuple[JobState, tuple[int, int] | None]:
         """Return the state, and pid and start time of the runner, else of the supervisor that outlived it."""
@@ -109,6 +121,31 @@ class LocalScheduler:
             if left is not None and left.host == socket.gethostname() and _is_running(left):
                 return left.pid, left.start_ticks or 0
         return None
+
+
+class AllocationScheduler(LocalScheduler):
+    """Scheduler within a Slurm job: the runner is a child of this process, its roles are steps of the job.
+
+    The runner gets TERM when this process dies, of whatever: it saves, and ends.
+    """
+
+    name = "allocation"
+    runner: subprocess.Popen[bytes] | None = None  # of this process
+
+    def _new_id(self) -> str:
+        # Several trials may use one job, and one trial a job several times.
+        return f"{os.environ['SLURM_JOB_ID']}-{secrets.token_hex(3)}"
+
+    def _start(self, argv: list[str], output: int) -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        self.runner = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
+        )
 
 
 def _is_running(start: JobStateLine | ProcessRecord) -> bool:

@@ -80,7 +80,7 @@ def attach_command(status: TrialStatus, process: RoleProcess, argv: list[str]) -
 
     Raises TrialStateError where that is on another machine without Slurm.
     """
-    if status.jobs and status.jobs[-1].scheduler == "slurm":
+    if status.jobs and status.jobs[-1].scheduler != "local":
         # --overlap with --mem=0 does not wait for what the roles hold; a step sees the GPUs of the whole job.
         where = [
             "srun",

@@ -79,8 +79,9 @@ def submit(
     recovery: Recovery | None = None,
     scheduler: Scheduler | None = None,
     avoid: Sequence[str] | None = None,
+    options: Sequence[str] = (),
 ) -> Submission:
-    """Write the trial directory and submit its job; `command` is for the records.
+    """Write the trial directory and submit its job; `command` is for the records, `options` are sbatch's.
 
     By default the configuration says in which directory and to which scheduler, and the nodes that failed the
     trial recently are the ones to `avoid`. Raises TrialBusy, NothingToResume, CannotWrite, SchedulerError or
@@ -96,7 +97,7 @@ def submit(
         start = check_submittable(trial, loaded, plan, scheduler.name, recovery)
         made = _prepare(lock, loaded, plan, list(command), start, scheduler.name, avoid)
         lock.remove(trial.done)  # a trial that was done continues
-        job_id, server_job_id = _submit_jobs(made, plan, scheduler)
+        job_id, server_job_id = _submit_jobs(made, plan, scheduler, options)
         lock.keep()
         record = JobRecord(
             job_id=job_id,
@@ -116,12 +117,14 @@ def submit(
     return replace(made, job_id=job_id, server_job_id=server_job_id)
 
 
-def _submit_jobs(made: Submission, plan: Plan, scheduler: Scheduler) -> tuple[str, str]:
+def _submit_jobs(
+    made: Submission, plan: Plan, scheduler: Scheduler, options: Sequence[str] = ()
+) -> tuple[str, str]:
     """Submit the trial's job and, of layout `jobs`, that of its servers; return their ids.
 
     Where the second one is refused, the first one is cancelled. Raises SchedulerError.
     """
-    job_id = scheduler.submit(JobSpec(made.trial.job_name, made.script, made.tag))
+    job_id = scheduler.submit(JobSpec(made.trial.job_name, made.script, made.tag, options=tuple(options)))
     if plan.layout != "jobs":
         return job_id, ""
     try:

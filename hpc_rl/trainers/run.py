@@ -6,9 +6,11 @@ The loop (loop.py) decides when, this does it for all ranks together; what a ste
 import functools
 import logging
 import math
+import os
 import platform
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -27,11 +29,12 @@ from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.exports import Exports, Ranking, WeightWriter
 from hpc_rl.trainers.saving import Saving
 from hpc_rl.trainers.start import TrainerContext
-from hpc_rl.trial import Trial, read_json, submission_of
+from hpc_rl.trial import Trial, read_json, read_object, submission_of
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 LOGGED_METRICS = ("reward", "accuracy_delta", "loss", "grad_norm", "lr", "staleness_mean", "step_s")
+ASKED_EVERY_S = 1.0  # a look for a request to save
 TRIM_EVERY_STEPS = 10  # of the batch log, if no generation is saved
 LIBRARIES = ("torch", "transformers", "numpy", "safetensors")
 
@@ -87,6 +90,8 @@ class Run(TrainerContext):
     owes_evaluation: bool = False  # an evaluation was due, and was postponed by a stop
     activity: Activity | None = None  # what this process does, for the supervisor; rank 0 only
     _line_at: float = field(default_factory=time.monotonic)
+    _request: object = None  # id of the last one of `hpc-rl checkpoint now`
+    _look_at: float = 0.0  # for the next one; of the monotonic clock
 
     def __post_init__(self) -> None:
         recover = self.config.recover
@@ -143,8 +148,22 @@ class Run(TrainerContext):
         # nothing is saved, so nothing goes back: trained batches may go, except after an earlier generation
         if self.config.recover.mode == "disabled" and self.ranks.rank == 0 and step % TRIM_EVERY_STEPS == 0:
             recipe.retain(min((found.step for found in scan(self.trial)), default=step))
-        saves = (fired["save"] and self.config.recover.mode != "disabled") or self.saving.owed
+        asked = fired["save"] or self._is_save_asked()
+        saves = (asked and self.config.recover.mode != "disabled") or self.saving.owed
         return self.ranks.any_of(self.stopping.is_set(), saves, fired["evaluate"], fired["export"])
+
+    def _is_save_asked(self) -> bool:
+        """Return whether `hpc-rl checkpoint now` asks for a save that was not begun; rank 0 looks, rarely."""
+        if self.ranks.rank != 0 or time.monotonic() < self._look_at:
+            return False
+        self._look_at = time.monotonic() + ASKED_EVERY_S
+        path = self.trial.save_intent
+        # Not by opening it alone: NFS remembers for long that a file was not there.
+        with suppress(OSError):
+            if path.name in os.listdir(path.parent):
+                before, self._request = self._request, read_object(path).get("id")
+                return self._request not in (None, before)
+        return False
 
     def evaluate(self, recipe: Any, step: int) -> None:
         """Evaluate now; if the trainer is asked to stop meanwhile, the evaluation is owed."""

@@ -64,6 +64,7 @@ def test_the_commands_of_a_run_of_your_own(shell):
     assert "hpc-rl cancel sums/first" in said["submit"]
     assert said["status"].startswith("sums/first")
     assert "step 1" in said["logs"]
+    assert re.match(r"checkpoint [1-9]", said["checkpoint"])
     assert "saves its state" in said["cancel"]
     assert "trial      sums/first" in said["recover"]
     assert "sums/first" in said["list"]
@@ -75,7 +76,7 @@ def test_the_commands_of_a_run_of_your_own(shell):
 def wait_until_it_makes_sense(shell: Shell, command: str) -> None:
     """People read what one command printed before they type the next."""
     word = command.split()[1]
-    if word in ("logs", "cancel"):
+    if word in ("logs", "checkpoint", "cancel"):
         shell.wait_for("first", "step [1-9]")
     if word == "recover":
         shell.wait_for("first", "cancelled")
