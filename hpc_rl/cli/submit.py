@@ -91,7 +91,7 @@ EPILOG = """examples:
 def add_outcome(made: CommandParser) -> None:
     """Add the options for what submit and recover print."""
     made.add_flag("--no_check", help="do not compare the request with the cluster (one sinfo)")
-    made.add_flag("--follow", help="show the trial live until it is over, and end with its exit code")
+    made.add_flag("-f", "--follow", help="show the trial live until it is over, and end with its exit code")
     how = made.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print job id, paths and notes as JSON")
     how.add_argument("--parsable", action="store_true", help="print the job id only")

@@ -127,6 +127,9 @@ def test_a_job_after_another_waits_for_it_and_status_without_a_name_shows_what_r
     assert unknown.returncode == 64
     assert "knows no job 77" in unknown.stderr
     hpc_rl("submit", CONFIG, "trial_name=one", "--after", first, cwd=clone)
+    alone = hpc_rl("status", cwd=clone)
+    assert alone.stdout.startswith("sums/one   pending")
+    assert "sums/one, the one that runs or waits" in alone.stderr
     hpc_rl("submit", CONFIG, "trial_name=two", "--after_ok", "one", cwd=clone)
     waits = dict(line.split() for line in cluster.run("squeue", "-h", "-o", "%j %E").splitlines())
     one = trial_of(clone, "one")
@@ -140,11 +143,8 @@ def test_a_job_after_another_waits_for_it_and_status_without_a_name_shows_what_r
     refused = hpc_rl("logs", cwd=clone, check=False)
     assert refused.returncode == 64
     hpc_rl("cancel", "two", cwd=clone)
-    until(lambda: trial_of(clone, "two").job_name not in cluster.run("squeue", "-h", "-o", "%j"))
-    alone = hpc_rl("status", cwd=clone)
-    assert alone.stdout.startswith("sums/one   pending")
-    assert "sums/one, the one that runs or waits" in alone.stderr
     hpc_rl("cancel", "one", cwd=clone)
+    until(lambda: not cluster.run("squeue", "-h", "-o", "%j", "-n", one.job_name))
     failed = hpc_rl("submit", CONFIG, "trial_name=three", "--after_ok", "one", cwd=clone, check=False)
     assert failed.returncode == 64
     assert "ended without success" in failed.stderr

@@ -145,7 +145,7 @@ def test_options_of_a_configuration_are_told_from_those_of_a_command(command, ar
 
 @pytest.mark.parametrize(
     "argv",
-    [["status"], ["status", "t", "--offlin"], ["logs", "t", "-n", "x"], ["cancel", "t", "--wait_s", "-1"]],
+    [["cancel"], ["status", "t", "--offlin"], ["logs", "t", "-n", "x"], ["cancel", "t", "--wait_s", "-1"]],
 )
 def test_bad_usage_ends_with_2(argv, capsys):
     assert cli.main(argv) == 2
