@@ -3,7 +3,8 @@
 What the submission's environment says of directories and proxies was true on the login node, or on the first
 node. Compilers' caches go to a directory of the job on the node's own disk, because home directories are on a
 network: each role locks it, and the last one on the node that ends in order removes it. A role that fails
-leaves it to its next start; what a job left behind is removed by the next one of the same account there.
+leaves it to its next start; what a job left behind is removed by the next one of the same account there. With
+`cluster.local_dir` it is there, also has the copies of node_copies.py, and the end of the job removes it.
 """
 
 import contextlib
@@ -12,8 +13,13 @@ import logging
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
+
+from hpc_rl.doctor.filesystem import SHARED
+from hpc_rl.errors import ConfigError
+from hpc_rl.files import mount_of
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +34,7 @@ CACHES = {  # variable -> its directory within the job's
     "VLLM_CACHE_ROOT": "vllm",
 }
 PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+LOCK_TRIES, LOCK_WAIT_S = 100, 0.1
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
@@ -46,21 +53,29 @@ def correct(environ: MutableMapping[str, str], hosts: Iterable[str] = ()) -> Non
 class NodeDirectory:
     """The directory of a job on this node's own disk, while this process uses it."""
 
-    def __init__(self, environ: MutableMapping[str, str], job_id: str) -> None:
-        """Make it, and point to it what caches of compilers are not placed elsewhere. No OSError."""
+    def __init__(self, environ: MutableMapping[str, str], job_id: str, local_dir: str = "") -> None:
+        """Make it in `local_dir` or for temporary files, and point compilers' caches to it; no OSError.
+
+        What caches are placed elsewhere stay there. Raises ConfigError for a `local_dir` that can't be used.
+        """
+        place = local_place(local_dir, environ) if local_dir else Path(environ.get("TMPDIR") or "/tmp")
         prefix = f"hpc-rl-{os.getuid()}-"
-        self.path = Path(environ.get("TMPDIR") or "/tmp") / f"{prefix}{job_id}"
+        self.path = place / f"{prefix}{job_id}"
         self._fd: int | None = None
         try:
-            _remove_unused(path for path in self.path.parent.glob(f"{prefix}*") if path != self.path)
-            self.path.mkdir(mode=0o700, exist_ok=True)
-            self._fd = _open_own(self.path)
-            fcntl.flock(self._fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            _remove_unused(path for path in place.glob(f"{prefix}*") if path != self.path)
+            self._fd = _make_own(self.path)
         except OSError as error:
+            if local_dir:
+                raise ConfigError(f"cluster.local_dir {place} can't be used on this node: {error}") from error
             logger.warning("no directory for caches on this node: %s", error)
             return
         for name, folder in CACHES.items():
             environ.setdefault(name, str(self.path / folder))
+
+    @property
+    def copies(self) -> Path:
+        return self.path / "copies"
 
     def leave(self, in_order: bool) -> None:
         """End the use; a role that ends in order removes it where no other uses it."""
@@ -69,6 +84,37 @@ class NodeDirectory:
                 _remove_unused([self.path], self._fd)
             os.close(self._fd)
             self._fd = None
+
+
+def local_place(local_dir: str, environ: MutableMapping[str, str]) -> Path:
+    """Return the directory that `cluster.local_dir` names on this node. Raises ConfigError."""
+    first, _, rest = local_dir.partition("/")
+    if first.startswith("$"):
+        first = environ.get(first.strip("${}"), "")
+        if not first:
+            raise ConfigError(f"cluster.local_dir {local_dir}: that variable is not set on this node.")
+    place = Path(first, rest) if first else Path(local_dir)
+    kind, _ = mount_of(place)
+    if kind in SHARED:
+        raise ConfigError(
+            f"cluster.local_dir {place} is on {kind}, which nodes share; name a disk of the node's own."
+        )
+    return place
+
+
+def _make_own(path: Path) -> int:
+    """Return a descriptor that holds a directory, which is made if it is not there. Raises OSError."""
+    for _ in range(LOCK_TRIES):
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = _open_own(path)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(fd), path.stat()):
+                return fd
+        except BlockingIOError:  # another process removes it
+            time.sleep(LOCK_WAIT_S)
+        os.close(fd)
+    raise TimeoutError(f"another process keeps {path} locked")
 
 
 def _open_own(path: Path) -> int:

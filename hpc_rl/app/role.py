@@ -30,6 +30,7 @@ from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, NodeFailed, TrialBusy
 from hpc_rl.files import FULL, is_full
+from hpc_rl.node_copies import NodeCopies
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import raise_limits
 from hpc_rl.records import ExitRecord, ProcessRecord
@@ -54,6 +55,7 @@ class Context:
     num_ranks: int
     tokens: dict[str, str]
     mpi: MpiRanks | None = None  # where the ranks find each other by MPI
+    copies: NodeCopies = field(default_factory=NodeCopies)  # with cluster.local_dir
     stopping: threading.Event = field(default_factory=threading.Event)
     deadline: Deadline = field(default_factory=Deadline)
 
@@ -86,8 +88,6 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     raise_limits()
     correct(os.environ, job_hosts(os.environ))
     steps = os.environ.get("HPC_RL_STEPS")
-    job_id = os.environ.get("SLURM_JOB_ID", "")
-    node = NodeDirectory(os.environ, job_id) if steps != "process" and job_id else None
     num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
     trial = Trial(args.trial_dir)
     attempt, tokens = trial.attempt(args.attempt), trial.tokens()
@@ -108,7 +108,15 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     identity = (role, attempt, args.index, args.incarnation, rank, num_ranks, tokens)
     context = Context(*identity, mpi=mpi, stopping=stopping, deadline=deadline)
 
+    node: NodeDirectory | None = None
+
     def start() -> int | None:
+        nonlocal node
+        local_dir, job_id = context.config.cluster.local_dir, os.environ.get("SLURM_JOB_ID", "")
+        if local_dir or (steps != "process" and job_id):
+            node = NodeDirectory(os.environ, job_id or attempt.job_id, local_dir)
+        if node and local_dir:
+            context.copies = NodeCopies(node.copies)
         if mpi:
             mpi.check()
         own = {name: os.environ.get(variable, "") for name, variable in OF_SLURM.items()}

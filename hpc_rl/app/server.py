@@ -1,16 +1,52 @@
 """The server role: one replica of a pool, on the backend that the plan names for it."""
 
 import asyncio
+from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.allocation import SERVER_BACKENDS
 from hpc_rl.app import role
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.name_resolve import open_names
-from hpc_rl.servers.base import Backend, ReplicaPlace
+from hpc_rl.node_copies import NodeCopies
+from hpc_rl.servers.base import Answer, Backend, ReplicaPlace
 from hpc_rl.servers.replica import Identity, Replica
+
+
+@dataclass
+class LocalBackend:
+    """A backend that loads checkpoints from copies on this node's own disk. See Backend."""
+
+    backend: Backend
+    copies: NodeCopies
+    base_path: str
+    shares: bool  # other replicas of this node load the same published weights
+
+    async def start(self, path: str, version: str) -> None:
+        with ExitStack() as held:
+            await self.backend.start(await self._local(path, held), version)
+
+    async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
+        with ExitStack() as held:
+            if path == "/update_weights_from_disk" and body and isinstance(body.get("model_path"), str):
+                body = {**body, "model_path": await self._local(body["model_path"], held)}
+            return await self.backend.request(path, body)
+
+    async def _local(self, path: str, held: ExitStack) -> str:
+        is_base = path == self.base_path
+        if not is_base and not self.shares:  # it would be read once anyway
+            return path
+        return await asyncio.to_thread(held.enter_context, self.copies.reading(path, not is_base))
+
+    def alive(self) -> str:
+        return self.backend.alive()
+
+    async def stop(self) -> None:
+        await self.backend.stop()
 
 
 def body(context: role.Context) -> int:
@@ -27,9 +63,12 @@ def body(context: role.Context) -> int:
     place = ReplicaPlace(context.index, context.plan.device, unit.gpus_per_task, log, secret)
     # the module of the one that is used: torch is not there in front of SGLang
     module, _, cls = SERVER_BACKENDS[name].implementation.partition(":")
-    backend: Backend = getattr(import_module(module), cls).create(own, place)
+    backend: Any = getattr(import_module(module), cls).create(own, place)
     wait = own.actor.init_from_scratch and not backend.makes_initial_weights
     base_path = "" if wait else str(Path(own.actor.path).expanduser().absolute())
+    if context.copies.folder:
+        beside = [one for one in context.plan.units if one.role == "server" and one.nodes == unit.nodes]
+        backend = LocalBackend(backend, context.copies, base_path, len(beside) > 1 and not frozen)
     replica = Replica(backend, context.trial, names, context.tokens, who, base_path, context.address, frozen)
     return asyncio.run(replica.run(context.stopping))
 

@@ -74,6 +74,8 @@ def body(context: Context) -> int:
         device=device,
         ranks=Ranks(),
         stopping=context.stopping,
+        copies=context.copies,
+        is_one_node=len(next(one for one in context.plan.units if one.role == "trainer").nodes) == 1,
     )
     with ExitStack() as stack:
         run, recipe = COMPOSE[context.plan.trainer](start, stack)

@@ -1,11 +1,13 @@
 """Rows to tokens: prompts (rl), whole sequences with their loss mask (sft), pairs of sequences (rw)."""
 
+import json
 import logging
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -180,6 +182,22 @@ def _load(dataset: DatasetConfig, what: str, encode: Callable[[dict[str, Any]], 
     if not rows:
         raise _none_left(dataset, what)
     return Rows(rows, read.fingerprint)
+
+
+def save_encoded(path: Path, rows: Rows[Encoded]) -> None:
+    """Write rows of load_sequences or load_pairs as a file for `read_encoded`. Raises OSError."""
+    columns: dict[str, Any] = {}
+    for number, arrays in enumerate(zip(*rows, strict=True)):
+        columns[f"values{number}"] = np.concatenate(arrays)
+        columns[f"ends{number}"] = np.cumsum([len(one) for one in arrays])
+    np.savez(path, fingerprint=np.array(json.dumps(rows.fingerprint)), **columns)
+
+
+def read_encoded(path: Path) -> Rows[Encoded]:
+    """Return what `save_encoded` wrote. Raises OSError."""
+    with np.load(path) as read:
+        columns = [np.split(read[f"values{number}"], read[f"ends{number}"][:-1]) for number in (0, 1)]
+        return Rows(zip(*columns, strict=True), json.loads(str(read["fingerprint"])))
 
 
 def _none_left(dataset: DatasetConfig, what: str) -> ConfigError:

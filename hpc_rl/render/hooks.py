@@ -1,5 +1,6 @@
 """The hooks of a submission: which scripts run at which moment. The job runs copies of them."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -10,6 +11,12 @@ from hpc_rl.errors import ConfigError
 EVENTS = ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
 FOLDER = "hooks.d"
 ENVIRONMENT = "environment"  # in the same folders, but sourced by every script
+_REMOVAL = """#!/bin/bash
+# Removes what this job left in cluster.local_dir: its processes lock it, so those that still end are awaited.
+folder={place}/hpc-rl-"$UID-${{SLURM_JOB_ID:-${{HPC_RL_ATTEMPT%.*}}}}"
+if [[ ! -O $folder || -L $folder ]]; then exit 0; fi
+exec flock --timeout 10 "$folder" rm -rf -- "$folder"
+"""
 
 
 def gather(hooks: HooksConfig, site: Sequence[Path]) -> dict[str, dict[str, str]]:
@@ -28,6 +35,14 @@ def gather(hooks: HooksConfig, site: Sequence[Path]) -> dict[str, dict[str, str]
             text = text if text.endswith("\n") else f"{text}\n"
             found[event][f"hook.{event}.{number}"] = text
     return found
+
+
+def removal(local_dir: str) -> dict[str, str]:
+    """Return the script of post_node that removes what a job has left in `cluster.local_dir`."""
+    first, slash, rest = local_dir.partition("/")
+    place = f'"${{{first.strip("${}")}}}"{slash}{shlex.quote(rest) if rest else ""}'
+    text = _REMOVAL.format(place=place if first else shlex.quote(local_dir))
+    return {"hook.post_node.local_dir": text}
 
 
 def environment_files(hooks: HooksConfig, site: Sequence[Path]) -> list[tuple[str, str]]:

@@ -1,21 +1,27 @@
 """Compose: from the configuration to a run and its recipe, with the engine's state loaded."""
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+from hpc_rl import __version__
 from hpc_rl.allocation import TRAIN_BACKENDS
 from hpc_rl.config.loading.stored import redact
 from hpc_rl.config.pool_view import trained_pool
+from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, has_own_prompts, total_steps
 from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.datasets.encode import Prompts
+from hpc_rl.datasets.encode import Encoded, Prompts, read_encoded, save_encoded
+from hpc_rl.datasets.rows import Rows
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines.base import Engine
 from hpc_rl.engines.mesh import Mesh
+from hpc_rl.node_copies import identity
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
@@ -27,6 +33,7 @@ from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, Supe
 from hpc_rl.trial import read_json
 from hpc_rl.weights.publish import TRANSPORTS, Publisher
 
+logger = logging.getLogger(__name__)
 Composed = tuple[Run, Recipe]
 
 
@@ -55,12 +62,29 @@ def compose_supervised(task: SupervisedTask, start: TrainerContext, stack: ExitS
     config = start.config
     assert isinstance(config, SFTConfig | RWConfig)
     tokenizer = Tokenizer(tokenizer_folder(config))
-    rows = task.load(config.train_dataset, tokenizer)
+    rows = _encoded(task, start, config.train_dataset, tokenizer)
     start.data = rows.fingerprint
     begun = start.ranks.from_rank0(lambda: begin(start))
-    held_out = task.load(config.valid_dataset, tokenizer) if config.valid_dataset is not None else None
+    valid = config.valid_dataset
+    held_out = None if valid is None else _encoded(task, start, valid, tokenizer)
     run = _run(start, begun, config.model, total_steps(config, len(rows)), stack)
     return run, SupervisedRecipe(run, task, rows, held_out)
+
+
+def _encoded(
+    task: SupervisedTask, start: TrainerContext, dataset: DatasetConfig, tokenizer: Tokenizer
+) -> Rows[Encoded]:
+    """Return the rows of a dataset as tokens; ranks of a node with a disk of its own share the work."""
+    if start.copies.folder is None or start.ranks.num == 1:
+        return task.load(dataset, tokenizer)
+    sources = [identity(Path(dataset.path).expanduser()), identity(Path(tokenizer.folder))]
+    key = repr((sources, dataset.max_length, task.load.__name__, __version__))
+    try:
+        made = start.copies.once(key, ".npz", lambda path: save_encoded(path, task.load(dataset, tokenizer)))
+        return read_encoded(made)
+    except OSError as error:
+        logger.warning("this rank encodes %s itself: %s", dataset.path, error)
+        return task.load(dataset, tokenizer)
 
 
 COMPOSE: dict[str, Callable[[TrainerContext, ExitStack], Composed]] = {
@@ -82,7 +106,7 @@ def _reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
     """Return the frozen model of the KL terms, if one has a coefficient; it is never saved."""
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
         return None
-    engine = _engine(start, config.ref, "ref", frozen=True)
+    engine = _engine(start, _local(start, config.ref), "ref", frozen=True)
     engine.initialize(0)
     return engine
 
@@ -102,11 +126,17 @@ def _engine(
     return engine
 
 
+def _local(start: TrainerContext, model: TrainEngineConfig) -> TrainEngineConfig:
+    """Return the section with a copy on the node's disk, if the ranks there read the whole checkpoint."""
+    # On several nodes each rank reads its part only: less in all than a copy on each.
+    return replace(model, path=start.copies.path_of(model.path)) if start.is_one_node else model
+
+
 def _run(
     start: TrainerContext, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack
 ) -> Run:
     """Return the run around an engine with its state. `begun` is what start.begin returned on rank 0."""
-    engine = _engine(start, model)
+    engine = _engine(start, model if begun["manifest"] else _local(start, model))
     engine.initialize(updates, empty=begun["manifest"] is not None)
     begun = load_state(start, begun, engine)
     config, attempt = start.config, start.attempt

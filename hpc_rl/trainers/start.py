@@ -19,6 +19,7 @@ from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import ConfigError, Damaged, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
 from hpc_rl.name_resolve.shared_fs import NameResolve
+from hpc_rl.node_copies import NodeCopies
 from hpc_rl.records import JobRecord, read_lineages
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.batch_log.replay import check_replay
@@ -48,6 +49,8 @@ class TrainerContext:
     device: str  # of this rank
     ranks: Ranks
     stopping: threading.Event  # set when this process is asked to stop
+    copies: NodeCopies = field(default_factory=NodeCopies)
+    is_one_node: bool = True  # all ranks run on one node
     data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the training rows; {} if not taken
 
 

@@ -22,6 +22,7 @@ FLOORS = [
         "slurm_time",
         "checked_file",
         "files",
+        "node_copies",
     },
     {"records"},
     {"config", "schedulers", "name_resolve", "stats", "algorithms"},

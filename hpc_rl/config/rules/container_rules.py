@@ -102,6 +102,7 @@ def bound_paths(config: Config) -> Iterator[tuple[str, str]]:
     """Yield option and absolute path of what every container needs."""
     names = [
         "cluster.fileroot",
+        "cluster.local_dir",
         "cluster.name_resolve.nfs_record_root",
         "actor.path",
         "ref.path",
@@ -131,7 +132,17 @@ def arguments(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name}: {option} is not an option of pyxis; {other}."
 
 
-RULES = [images, mounts, arguments]
+def local_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    name, folder, root = "cluster.local_dir", config.cluster.local_dir, config.cluster.fileroot
+    slurm = config.launcher.slurm
+    if folder and Path(folder).is_relative_to(root):
+        own = "name a directory on the node's own disk"
+        yield f"{name} {folder} is in cluster.fileroot {root}, which all nodes share; {own}."
+    if folder.startswith("$") and any(image_of(slurm, role) for role in OPTION):
+        yield f"{name} {folder}: a variable can't be bound into containers; write a path, such as /scratch."
+
+
+RULES = [images, mounts, arguments, local_dir]
 
 
 def image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:

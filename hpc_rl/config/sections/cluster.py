@@ -11,6 +11,7 @@ from hpc_rl.config.sections.limits import (
     GpuType,
     ModuleName,
     NodeCount,
+    NodePath,
     NonNegativeInt,
     PathText,
     PositiveInt,
@@ -61,6 +62,10 @@ class ClusterSpecConfig:
     interface: str = ""
     """Network interface that the roles publish, by name (`ib0`) or network (`10.1.0.0/16`); empty means the
     variable HPC_RL_INTERFACE of the job, else the route to the other nodes."""
+    local_dir: NodePath = ""
+    """Directory on each node's own disk, such as `/scratch` or `$TMPDIR`. Models, published weights and
+    encoded datasets are copied there once per node, and removed at the end of the job; empty means no copies.
+    hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

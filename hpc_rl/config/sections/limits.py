@@ -117,4 +117,10 @@ SlurmMemoryOrDerived = Annotated[
 SlurmCountOrDerived = Annotated[str, Grammar(r"derived|[1-9][0-9]{0,5}", "derived, or a number")]
 ModuleName = Annotated[str, Grammar(r"[A-Za-z0-9_][A-Za-z0-9_./+:@=-]*", "a name, such as cuda/12.4")]
 Umask = Annotated[str, Grammar(r"0?0[0-7]{2}", "077 (only you), 027 (the group reads) or the like")]
+NodePath = Annotated[
+    str,
+    Grammar(
+        r"([/$][^\x00-\x1f\x7f]*)?", "an absolute path, which may begin with a variable of the node: $TMPDIR"
+    ),
+]
 GpuType = Annotated[str, Grammar(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", "a name, such as a100")]

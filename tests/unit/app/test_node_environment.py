@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.app import node_environment
 from hpc_rl.app.node_environment import CACHES, NodeDirectory, correct
+from hpc_rl.errors import ConfigError
 
 
 def test_directories_that_are_not_on_this_node_are_dropped(tmp_path):
@@ -77,3 +79,23 @@ def test_a_directory_of_another_is_not_used(tmp_path, monkeypatch):
     open_to_all.chmod(0o777)
     assert not of_job(tmp_path, "8")[1].keys() & CACHES.keys()
     assert elsewhere.exists() and open_to_all.exists()
+
+
+def test_a_local_dir_is_where_the_directory_is_made(tmp_path):
+    environ = {"DISK": str(tmp_path), "TMPDIR": "/not/here"}
+    node = NodeDirectory(environ, "7", "$DISK/below")
+    assert node.path == tmp_path / "below" / f"hpc-rl-{os.getuid()}-7"
+    assert environ["TRITON_CACHE_DIR"] == str(node.path / "triton")
+    node.leave(in_order=True)
+    assert not node.path.exists()
+
+
+def test_a_local_dir_that_cannot_be_used_names_the_option(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"cluster\.local_dir.*not set on this node"):
+        NodeDirectory({}, "7", "$SCRATCH/below")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"cluster\.local_dir.*can't be used on this node"):
+        NodeDirectory({}, "7", str(tmp_path / "file"))
+    monkeypatch.setattr(node_environment, "mount_of", lambda path: ("nfs4", []))
+    with pytest.raises(ConfigError, match=r"cluster\.local_dir.*nfs4"):
+        NodeDirectory({}, "7", str(tmp_path))

@@ -184,6 +184,15 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             ["launcher.trainer_env_vars={HF_TOKEN: '***'}"],
             "HF_TOKEN is ***, a redacted secret",
         ),
+        (
+            ["cluster.fileroot=/d", "cluster.local_dir=/d/e"],
+            "cluster.local_dir /d/e is in cluster.fileroot /d",
+        ),
+        (["cluster.local_dir=disk"], "an absolute path, which may begin with a variable of the node"),
+        (
+            ["cluster.local_dir=$TMPDIR", "launcher.slurm.trainer_image=/i.sif"],
+            "cluster.local_dir $TMPDIR: a variable can't be bound into containers",
+        ),
         (["launcher.trainer_env_vars=A"], "'A' is not NAME=value"),
         (["launcher.trainer_env_vars={A-B: c}"], "'A-B' is not a valid name of an environment variable"),
     ],

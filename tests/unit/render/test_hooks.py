@@ -12,7 +12,7 @@ import pytest
 from hpc_rl.config.sections.cluster import HooksConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.files import JsonLines
-from hpc_rl.render.hooks import gather
+from hpc_rl.render.hooks import gather, removal
 from hpc_rl.trial import Trial
 
 SUPERVISOR = """#!/bin/bash
@@ -201,3 +201,17 @@ def test_a_script_is_a_path_or_a_text(tmp_path):
         gather(HooksConfig(pre_job=str(tmp_path / "nowhere")), [])
     with pytest.raises(ConfigError, match=r"launcher\.hooks\.dir"):
         gather(HooksConfig(dir=str(tmp_path / "nowhere")), [])
+
+
+@pytest.mark.parametrize("local_dir", ["{}", "$DISK/my disk"])
+def test_what_a_job_leaves_in_local_dir_is_removed_and_what_another_uses_is_not(tmp_path, local_dir):
+    disk = tmp_path / "my disk"
+    own, other = (disk / f"hpc-rl-{os.getuid()}-{job}" for job in (7, 8))
+    for folder in (own, other):
+        (folder / "copies").mkdir(parents=True)
+    [text] = removal(local_dir.format(disk)).values()
+    env = {"PATH": os.environ["PATH"], "HPC_RL_ATTEMPT": "7.0", "DISK": str(tmp_path)}
+    done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert list(disk.iterdir()) == [other]
+    assert subprocess.run(["bash", "-c", text], env=env).returncode == 0, "nothing is left"

@@ -1,0 +1,52 @@
+"""A trial with `cluster.local_dir`: its replicas read each checkpoint once from the shared disk."""
+
+import re
+from pathlib import Path
+
+import pytest
+from toy_trials import hpc_rl, logs_of, make_quickstart, trial_of
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
+
+
+@pytest.mark.timeout(300)
+def test_replicas_of_a_node_share_copies_that_are_gone_in_the_end(tmp_path):
+    make_quickstart(tmp_path)
+    disk = tmp_path / "disk"
+    options = ["experiment_name=sums", "trial_name=local", "total_train_steps=3", "valid_dataset=null"]
+    options += ["allocation_mode=embedded:d3+fsdp:d1", "evaluator.freq_steps=null", "launcher.type=local"]
+    options += ["train_dataset.batch_size=8", "gconfig.n_samples=2", "actor.ppo_n_minibatches=1"]
+    given = ["submit", "--follow", "--config", CONFIGS / "grpo.yaml", *options, f"cluster.local_dir={disk}"]
+    done = hpc_rl(*given, cwd=tmp_path, timeout_s=280, check=False)
+    trial = trial_of(tmp_path, "local")
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{logs_of(trial)}"
+    [attempt] = trial.attempts.iterdir()
+    servers = [path.read_text() for path in sorted((attempt / "logs").glob("server-*.log"))]
+    copied = [source for text in servers for source in re.findall(r"copied (\S+) to", text)]
+    base = str(tmp_path / "quickstart" / "warm")
+    assert len(servers) == 3 and copied.count(base) <= 1
+    every = "".join(path.read_text() for path in (attempt / "logs").glob("*.log"))
+    # The rank of the trainer on this node shares it too.
+    assert len(re.findall(f"copied {re.escape(base)} to", every)) == 1
+    versions = [source for source in copied if source != base]
+    assert versions and len(versions) == len(set(versions)), "each version once"
+    assert all(f"from {disk}/" in text for text in servers)
+    assert list(disk.iterdir()) == []
+
+
+@pytest.mark.timeout(300)
+def test_ranks_of_a_node_encode_a_dataset_once(tmp_path):
+    make_quickstart(tmp_path)
+    disk = tmp_path / "disk"
+    options = ["experiment_name=sums", "trial_name=encoded", "total_train_steps=2", "launcher.type=local"]
+    options += ["allocation_mode=fsdp:d2", "valid_dataset=null", "evaluator.freq_steps=null"]
+    given = ["submit", "--follow", "--config", CONFIGS / "sft.yaml", *options]
+    losses = []
+    for name, more in (("encoded", [f"cluster.local_dir={disk}"]), ("plain", [])):
+        done = hpc_rl(*given, f"trial_name={name}", *more, cwd=tmp_path, timeout_s=140, check=False)
+        trial = trial_of(tmp_path, name)
+        assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{logs_of(trial)}"
+        [attempt] = trial.attempts.iterdir()
+        losses.append(re.findall(r'"loss": ([^,]+)', (attempt / "metrics.0.jsonl").read_text()))
+    assert losses[0] == losses[1] and len(losses[0]) == 2
+    assert list(disk.iterdir()) == []

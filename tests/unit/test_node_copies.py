@@ -1,0 +1,195 @@
+"""Copies on a node's own disk, by processes as the roles of a node are: once, whole, and never in the way."""
+
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hpc_rl import node_copies
+from hpc_rl.node_copies import NodeCopies
+
+# strace writes a file for each thread.
+READER = """
+import sys
+from pathlib import Path
+from hpc_rl.node_copies import NodeCopies
+copies = NodeCopies(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+path = Path(copies.path_of(sys.argv[2]))
+print(path, sum(len(one.read_bytes()) for one in path.glob("*.safetensors")), flush=True)
+"""
+
+
+def make_model(folder: Path, num_bytes: int, num_files: int = 4) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    for number in range(num_files):
+        with (folder / f"model-{number}.safetensors").open("wb") as file:
+            for start in range(0, num_bytes // num_files, 1 << 20):
+                file.write(os.urandom(min(1 << 20, num_bytes // num_files - start)))
+    return folder
+
+
+def start(disk: Path, model: Path, trace: Path | None = None) -> subprocess.Popen[str]:
+    command = [sys.executable, "-c", READER, str(disk), str(model)]
+    if trace:
+        calls = "trace=read,pread64,mmap,sendfile,copy_file_range"
+        command = ["strace", "-ff", "-y", "-e", calls, "-o", str(trace), *command]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL, text=True)
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    assert process.stdout and process.stdin
+    assert process.stdout.readline() == "ready\n"
+    process.stdin.write("\n")
+    process.stdin.flush()
+
+
+def shared_bytes(trace: Path, model: Path) -> int:
+    """Return the bytes that a traced process read of the files below `model`."""
+    total = 0
+    for line in trace.read_text().splitlines():
+        if f"<{model}/" in line and (found := re.search(r"= (\d+)$", line)):
+            assert "mmap(" not in line
+            total += int(found[1])
+    return total
+
+
+def read_by(count: int, model: Path, disk: Path, traces: Path) -> int:
+    """Read the model by so many processes at once; return the bytes that they read of the original."""
+    traces.mkdir()
+    processes = [start(disk, model, traces / str(number)) for number in range(count)]
+    for process in processes:
+        go(process)
+    answers = [process.communicate(timeout=900)[0].split() for process in processes]
+    size = sum(path.stat().st_size for path in model.glob("*.safetensors"))
+    assert {(Path(path).name, int(read)) for path, read in answers} == {(model.name, size)}
+    assert all(Path(path).is_relative_to(disk) for path, _ in answers)
+    return sum(shared_bytes(path, model) for path in traces.iterdir())
+
+
+def test_three_processes_read_the_original_once(tmp_path):
+    model = make_model(tmp_path / "model", 3 << 20)
+    size = sum(path.stat().st_size for path in model.iterdir())
+    assert read_by(3, model, tmp_path / "disk", tmp_path / "traces") == size
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_eight_processes_read_one_gb_once(tmp_path):
+    model = make_model(tmp_path / "model", 1 << 30)
+    size = sum(path.stat().st_size for path in model.iterdir())
+    assert read_by(8, model, tmp_path / "disk", tmp_path / "traces") == size
+
+
+def check_kills(tmp_path: Path, num_kills: int, num_bytes: int) -> int:
+    """Kill the process that copies, at any instant; return how many kills came before the copy was whole."""
+    model, cut = make_model(tmp_path / "model", num_bytes), 0
+    before = time.monotonic()
+    warm_up = start(tmp_path / "warm", model)
+    go(warm_up)
+    warm_up.communicate(timeout=300)
+    duration_s = time.monotonic() - before
+    for number in range(num_kills):
+        disk = tmp_path / f"disk{number}"
+        killed, waits = start(disk, model), start(disk, model)
+        go(killed)
+        time.sleep(random.uniform(0, duration_s))
+        killed.send_signal(signal.SIGKILL)
+        go(waits)
+        answer = waits.communicate(timeout=300)[0].split()
+        copy = Path(answer[0])
+        assert copy.is_relative_to(disk) and int(answer[1]) == sum(
+            path.stat().st_size for path in model.glob("*.safetensors")
+        )
+        for path in model.iterdir():
+            assert (copy / path.name).read_bytes() == path.read_bytes()
+        assert not list(disk.glob("**/.partial-*"))
+        killed_answer = killed.communicate(timeout=60)[0]
+        cut += not killed_answer
+    return cut
+
+
+def test_what_a_kill_cuts_off_is_copied_again(tmp_path):
+    check_kills(tmp_path, 3, 32 << 20)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_a_hundred_kills(tmp_path):
+    assert check_kills(tmp_path, 100, 256 << 20) > 10, "some of the kills came in the middle"
+
+
+def test_what_was_replaced_is_copied_again(tmp_path):
+    model, copies = make_model(tmp_path / "model", 4096), NodeCopies(tmp_path / "disk")
+    first = Path(copies.path_of(str(model)))
+    (model / "config.json").write_text('{"other": 1}')
+    second = Path(copies.path_of(str(model)))
+    assert (first / "config.json").read_text() == "{}"
+    assert (second / "config.json").read_text() == '{"other": 1}'
+    assert Path(copies.path_of(str(model))) == second
+
+
+def test_other_forms_of_the_weights_and_folders_are_linked_and_not_copied(tmp_path):
+    model, copies = make_model(tmp_path / "model", 4096), NodeCopies(tmp_path / "disk")
+    (model / "pytorch_model.bin").write_bytes(b"the same weights")
+    (model / "templates").mkdir()
+    copy = Path(copies.path_of(str(model)))
+    assert (copy / "pytorch_model.bin").readlink() == model / "pytorch_model.bin"
+    assert (copy / "templates").readlink() == model / "templates"
+    assert not (copy / "model-0.safetensors").is_symlink()
+
+
+def test_without_room_the_original_is_read_and_the_log_says_so(tmp_path, monkeypatch, caplog):
+    model, copies = make_model(tmp_path / "model", 4096), NodeCopies(tmp_path / "disk")
+    monkeypatch.setattr(node_copies, "SPARE_BYTES", 1 << 60)
+    assert copies.path_of(str(model)) == str(model)
+    assert "0.000 GB" in caplog.text and "are free in" in caplog.text
+    assert not list((tmp_path / "disk").glob("**/*.safetensors"))
+
+
+def test_two_versions_stay_and_those_that_are_read(tmp_path):
+    copies = NodeCopies(tmp_path / "disk")
+    models = [make_model(tmp_path / "weights" / f"0.{number}", 4096) for number in range(5)]
+
+    def there() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "disk" / "versions").glob("*/*"))
+
+    with copies.reading(str(models[0]), is_version=True) as first:
+        for model in models[1:4]:
+            with copies.reading(str(model), is_version=True):
+                pass
+        assert there() == ["0.0", "0.2", "0.3"]
+        assert (Path(first) / "model-0.safetensors").is_file()
+    with copies.reading(str(models[4]), is_version=True):
+        pass
+    assert there() == ["0.3", "0.4"]
+
+
+def test_a_file_is_copied_under_its_name(tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text("{}\n")
+    copy = Path(NodeCopies(tmp_path / "disk").path_of(str(data)))
+    assert copy.name == "train.jsonl" and copy.read_text() == "{}\n" and copy != data
+
+
+def test_a_file_is_made_once_on_a_node(tmp_path):
+    copies, calls = NodeCopies(tmp_path), []
+
+    def make(path: Path) -> None:
+        calls.append(path)
+        path.write_text("made")
+
+    assert copies.once("key", ".txt", make).read_text() == "made"
+    assert copies.once("key", ".txt", make).read_text() == "made"
+    assert len(calls) == 1
+    with pytest.raises(ZeroDivisionError):
+        copies.once("other", ".txt", lambda path: path.write_text(str(1 / 0)))
