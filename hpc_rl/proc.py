@@ -5,6 +5,7 @@ A process is known by pid and kernel start time together, never by name or comma
 
 import contextlib
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -66,15 +67,21 @@ except OSError as error:
 class TiedProcess(subprocess.Popen[bytes]):
     """A command with a session of its own, killed when the thread that starts it dies: use the main thread.
 
-    What the command started is killed when it ends. It reads nothing; what it writes goes to `output`. One
-    that can't be started exits with 127, and says why.
+    What the command started is killed when it ends. It reads `stdin`, by default nothing; what it writes goes
+    to `output`. One that can't be started exits with 127, and says why.
     """
 
-    def __init__(self, argv: Sequence[str], env: Mapping[str, str], output: int | IO[bytes]) -> None:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        output: int | IO[bytes],
+        stdin: int = subprocess.DEVNULL,
+    ) -> None:
         super().__init__(
             [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *argv],
             env=env,
-            stdin=subprocess.DEVNULL,
+            stdin=stdin,
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -97,6 +104,21 @@ class TiedProcess(subprocess.Popen[bytes]):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
+
+
+def oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for memory in this process's cgroup; 0 if not known."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, kinds, path = line.split(":", 2)
+            mount, file = {"": ("", "memory.events"), "memory": ("memory", "memory.oom_control")}.get(
+                kinds, ("", "")
+            )
+            with contextlib.suppress(OSError):
+                counts = (root / "sys/fs/cgroup" / mount / path.lstrip("/") / file).read_text()
+                if found := re.search(r"^oom_kill (\d+)$", counts, re.MULTILINE):
+                    return int(found[1])
+    return 0
 
 
 def start_ticks(pid: int) -> int | None:

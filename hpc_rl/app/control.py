@@ -1,15 +1,16 @@
 """What reaches a role process from outside: lines through the supervisor's pipe, and signals.
 
 Lines: `stop` (save and exit), `ends_in <seconds>` (the attempt is stopped then), `stacks`
-(dump the stacks of all threads). End of the pipe: the supervisor is gone, exit at once. Signals: TERM and
-USR2 are `stop`, a later TERM ends the process, USR1 is `stacks` and works whatever the interpreter is
-stuck in.
+(dump the stacks of all threads), `unit …` (to the agent of a node, see node_agent.py). End of the pipe: the
+supervisor is gone, exit at once. Signals: TERM and USR2 are `stop`, a later TERM ends the process, USR1 is
+`stacks` and works whatever the interpreter is stuck in.
 """
 
 import contextlib
 import faulthandler
 import logging
 import os
+import queue
 import signal
 import socket
 import threading
@@ -31,6 +32,8 @@ SAME_TERM_S = 2.0  # a scheduler's TERM may come twice, through the launcher too
 
 
 exit_code: int | None = None  # of this process, once it has done its work
+# What the supervisor asks a node's agent about its units: index, incarnation, word, value.
+about_units: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
 
 
 class Deadline:
@@ -163,5 +166,7 @@ def obey(line: list[str], stopping: threading.Event, deadline: Deadline, stacks:
             stacks.dump()
         case ["ends_in", seconds]:
             deadline.at = time.monotonic() + float(seconds)
+        case ["unit", *words]:
+            about_units.put(words)
         case _:
             logger.warning("unknown control message from the supervisor: %s", line)

@@ -17,10 +17,11 @@ from hpc_rl.files import Room
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import raise_limits
 from hpc_rl.records import EndedRecord
+from hpc_rl.supervise.agents import open_steps
 from hpc_rl.supervise.deadline import JobEndTime
 from hpc_rl.supervise.mpiexec import with_mpiexec
 from hpc_rl.supervise.network_check import Preflight
-from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, open_steps
+from hpc_rl.supervise.processes import ProcessSteps, SrunSteps
 from hpc_rl.supervise.runner import TrialRunner
 from hpc_rl.supervise.server_runner import ServerRunner
 from hpc_rl.trial import Attempt, Trial, read_json, write_atomic, write_json

@@ -398,13 +398,16 @@ def _largest_node(units: list[Unit], nodes: Sequence[int], threads_per_core: int
     """Return the most CPUs and the most memory (MB) that any of these nodes needs."""
     cpus = {node: SUPERVISOR_CPUS if node == 0 else 0 for node in nodes}
     mem_mb = {node: SUPERVISOR_MEM_MB if node == 0 else 0 for node in nodes}
+    steps: dict[tuple[str, int], list[Unit]] = {}
     for unit in units:
+        steps.setdefault(unit.step, []).append(unit)
+    for same in steps.values():
         # Slurm rounds the CPUs of each step on a node, not those of the job.
-        threads_used = min(threads_per_core, threads_limit(unit.srun_args) or threads_per_core)
-        num_cores = math.ceil(unit.tasks_per_node * unit.cpus_per_task / threads_used)
-        for node in set(unit.nodes) & set(nodes):
+        threads_used = min(threads_per_core, threads_limit(same[0].srun_args) or threads_per_core)
+        num_cores = math.ceil(sum(unit.tasks_per_node * unit.cpus_per_task for unit in same) / threads_used)
+        for node in set(same[0].nodes) & set(nodes):
             cpus[node] += num_cores * threads_per_core
-            mem_mb[node] += unit.tasks_per_node * unit.mem_mb_per_task
+            mem_mb[node] += sum(unit.tasks_per_node * unit.mem_mb_per_task for unit in same)
     return max(cpus.values()), max(mem_mb.values())
 
 

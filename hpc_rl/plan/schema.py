@@ -55,6 +55,16 @@ class Unit:
         return self.role if self.pool in ("", DEFAULT_POOL) else f"{self.role}_{self.pool}"
 
     @property
+    def step(self) -> tuple[str, int]:
+        """What the units of one step have in common: the replicas of a role on a node share one."""
+        return self.launch_line, self.nodes[0] if self.by_agent else self.index
+
+    @property
+    def by_agent(self) -> bool:
+        """Whether an agent on its node starts it, with the other replicas there."""
+        return self.role in ("server", "environment") and self.num_tasks == 1
+
+    @property
     def by_mpiexec(self) -> bool:
         return self.mpi is not None and bool(self.mpi.mpiexec)
 
@@ -129,6 +139,16 @@ class Plan:
             mem_mb_per_node=self.mem_mb_per_node,
         )
         return next((group for group in self.groups if group.name == name), every)
+
+    def sharing_step(self, unit: Unit) -> list[Unit]:
+        """Return the units of the step of a unit, itself included, in the order of their GPUs.
+
+        One that is not in the plan is alone.
+        """
+        name = (unit.role, unit.index)
+        step = next((one.step for one in self.units if (one.role, one.index) == name), None)
+        same = [one for one in self.units if one.step == step]
+        return sorted(same, key=lambda one: (one.gpu_offset, one.index)) or [unit]
 
     def units_on(self, nodes: list[int]) -> list[Unit]:
         """Return the units that run on these nodes, with node indexes that count from 0 there."""

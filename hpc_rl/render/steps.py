@@ -51,7 +51,8 @@ def _gpus(plan: Plan, unit: Unit) -> str:
         job = plan.units_on(plan.groups[0].nodes)
     if not plan.slurm_knows_gpus or not any(one.gpus_per_task for one in job):
         return ""
-    return f"--gpus-per-node={unit.gpus_per_task * unit.tasks_per_node} "
+    count = unit.gpus_per_task * unit.tasks_per_node
+    return f"--gpus-per-node={f'$((replicas * {count}))' if unit.by_agent and count else count} "
 
 
 def knows_gpus(plan: Plan) -> bool:

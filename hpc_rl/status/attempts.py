@@ -65,7 +65,7 @@ def roles_of(attempt: Attempt, events: Sequence[Event]) -> list[RoleStatus]:
             _role(found, event.unit, event.incarnation)
         if event.unit in found:
             _note(found[event.unit], event)
-    for log in log_files(attempt.dir):
+    for log in (log for log in log_files(attempt.dir) if log.role in ROLE_ORDER):
         _role(found, (log.role, log.index), log.incarnation)
     for role in found.values():
         role.running = all(end.incarnation != role.incarnation for end in role.ends)

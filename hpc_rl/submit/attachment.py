@@ -46,7 +46,7 @@ def _live_processes(attempt: Attempt) -> list[RoleProcess]:
     found: list[RoleProcess] = []
     for path in attempt.processes.glob("*.json"):
         file, record = ProcessFile.parse(path), ProcessRecord.read(path)
-        if file is not None and record is not None and not file.by_client:
+        if file is not None and file.role in ROLE_ORDER and record is not None and not file.by_client:
             where = (record.host, record.pid, record.node, record.job_id, attempt.id)
             found.append(RoleProcess(file.role, file.index, file.incarnation, record.rank, *where))
     found.sort(key=lambda one: one.incarnation)

@@ -8,6 +8,7 @@ import re
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hpc_rl.errors import ExitCode, FailureClass
 from hpc_rl.files import is_full, last_lines
@@ -56,13 +57,20 @@ class UnitExit:
         return POLICIES[self.failure]
 
 
-def unit_exit(attempt: Attempt, unit: Unit, incarnation: int, launcher_code: int) -> UnitExit:
-    """Return how an incarnation exited, by its exit records, its launcher's code and its logs."""
+def unit_exit(
+    attempt: Attempt, unit: Unit, incarnation: int, launcher_code: int, launcher_log: Path | None = None
+) -> UnitExit:
+    """Return how an incarnation exited, by its exit records, its launcher's code and its logs.
+
+    `launcher_log` is given where the launcher has a log of its own.
+    """
     process = (unit.role, unit.index, incarnation)
     ranks = range(unit.num_tasks)
     records = [ExitRecord.read(attempt.exit_record(*process, rank)) for rank in ranks]
     found = combine_ranks(records, launcher_code)
     logs = [attempt.log(*process, rank) for rank in (None, *ranks)]  # the launcher's own comes first
+    if launcher_log is not None:
+        logs.insert(0, launcher_log)
     if not any(records) and not found.by_signal:
         quotes = (lines[0].strip()[:MAX_QUOTE] for log in logs if (lines := last_lines(log, 1)))
         quote = next(filter(None, quotes), "")

@@ -210,7 +210,7 @@ class MpiexecSteps:
         token = attempt.trial.tokens()["control"]
         handle = MpiexecHandle(unit, log, attempt.processes, self.address, token)
         env["HPC_RL_SUPERVISOR"] = handle.where
-        step = [unit.launch_line, f"{unit.role}-{unit.index}.{incarnation}", nodes, "", ""]
+        step = [unit.launch_line, f"{unit.role}-{unit.index}.{incarnation}", nodes, "", "", "1"]
         # The interpreter is in the launch line; bash gives way to mpiexec.
         handle.add(["bash", str(script), *step, *argv[1:]], env, log)
         return handle

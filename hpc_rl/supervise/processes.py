@@ -23,14 +23,15 @@ from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.files import last_lines
 from hpc_rl.plan.containers import command_of, common_env, container_env
 from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.proc import TiedProcess
 from hpc_rl.records import ProcessRecord
-from hpc_rl.schedulers.hostlist import expand
 from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
 AFTER_CLEAN_S = 30.0  # for the other tasks, once one has exited with 0 or 75
 AFTER_FAILURE_S = 5.0  # enough for peers to put their own failure on record
 KILL_STEP_S = 10.0  # for srun to end its step, before the client itself is killed
+START_EVERY_S = 0.05  # between two starts of srun: slurmctld limits what one account asks for in a second
 STOP, STACKS = "stop", "stacks"  # lines of the pipe; see app/control.py
 STEPS_SCRIPT = "steps.sh"  # below scripts/ of the trial
 _WAITING = re.compile(r"step creation (?:temporarily|still) disabled, retrying")  # srun's message
@@ -41,25 +42,36 @@ class Handle:
 
     def __init__(self, role: str) -> None:
         self.children: list[ProcessRecord] = []  # what this process started
+        self.launcher_log: Path | None = None  # where not the unit's own log says why its launcher ended
         self._role = role
         self._tasks: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
         self._codes: dict[int, int] = {}  # by rank, in the order of the exits
         self._kill_at = float("inf")  # of the monotonic clock
 
-    def add(self, argv: list[str], env: dict[str, str], log: Path) -> None:
-        """Start a child in a session of its own. Raises OSError."""
+    def add(
+        self,
+        argv: list[str],
+        env: dict[str, str],
+        log: Path,
+        *,
+        stdout: int | None = None,
+        is_tied: bool = False,
+    ) -> None:
+        """Start a child in a session of its own, which writes to `log`, or only its errors beside `stdout`.
+
+        One that `is_tied` is killed when this process dies. Raises OSError.
+        """
         read_end, write_end = os.pipe()  # neither is inherited, but for the child's own standard input
         try:
             with log.open("ab") as output:
-                task = subprocess.Popen(
-                    argv,
-                    env=env,
-                    stdin=read_end,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
+                if is_tied:
+                    task: subprocess.Popen[bytes] = TiedProcess(argv, env, output, read_end)
+                else:
+                    out = output if stdout is None else stdout
+                    task = subprocess.Popen(
+                        argv, env=env, stdin=read_end, stdout=out, stderr=output, start_new_session=True
+                    )
         except OSError:
             os.close(write_end)
             raise
@@ -192,9 +204,27 @@ class SrunSteps:
     hosts: list[str]  # node names of the job, in Slurm's order
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
     components: list[int] | None = None  # of a heterogeneous job: the component of each host
+    _next_start_at: float = 0.0  # of the monotonic clock
 
-    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> SrunHandle:
+    def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
+        """Start an incarnation of a unit. Raises OSError."""
         log = attempt.log(unit.role, unit.index, incarnation)
+        handle = SrunHandle(unit.role, log, attempt.processes)
+        self.launch(handle, unit, argv, attempt, log)
+        return handle
+
+    def launch(
+        self,
+        handle: Handle,
+        unit: Unit,
+        argv: list[str],
+        attempt: Attempt,
+        log: Path,
+        *,
+        num_replicas: int = 1,
+        stdout: int | None = None,
+    ) -> None:
+        """Start the srun of a unit, or of the agent of several of its kind on its node. Raises OSError."""
         env = self.environ | common_env(unit, "srun") | search_path(self.environ, unit)
         env = container_env(unit, env, "srun", attempt.trial.dir, Path.cwd())
         script = attempt.trial.scripts / STEPS_SCRIPT
@@ -205,17 +235,18 @@ class SrunSteps:
         component = "" if self.components is None else str(self.components[unit.nodes[0]])
         step = [
             unit.launch_line,
-            f"{unit.role}-{unit.index}.{incarnation}",
+            log.stem,
             ",".join(self.hosts[index] for index in unit.nodes),
             str(log.parent).replace("%", "%%") + f"/{log.stem}-rank%t.log",
             component,
+            str(num_replicas),
         ]
         # The interpreter is in the launch line; bash gives way to srun, so that the handle's process is srun.
         command = ["bash", str(script), *step, *argv[1:]]
-        logger.info("%s %d.%d: %s", unit.role, unit.index, incarnation, " ".join(command))
-        handle = SrunHandle(unit.role, log, attempt.processes)
-        handle.add(command, env, log)
-        return handle
+        time.sleep(max(0.0, self._next_start_at - time.monotonic()))
+        logger.info("%s: %s", log.stem, " ".join(command))
+        handle.add(command, env, log, stdout=stdout)
+        self._next_start_at = time.monotonic() + START_EVERY_S
 
 
 class SrunHandle(Handle):
@@ -223,11 +254,11 @@ class SrunHandle(Handle):
 
     def __init__(self, role: str, log: Path, processes: Path) -> None:
         super().__init__(role)
-        self._log, self._processes, self._records = log, processes, f"{log.stem}-rank*.json"
+        self.log, self._processes, self._records = log, processes, f"{log.stem}-rank*.json"
 
     def unplaced(self) -> str:
         # A job that lost a node may wait for ever: Slurm 22.05 does not free what its earlier steps held.
-        last = "".join(last_lines(self._log, 1)).strip()
+        last = "".join(last_lines(self.log, 1)).strip()
         return last if _WAITING.search(last) and not any(self._processes.glob(self._records)) else ""
 
     def dump_stacks(self) -> None:
@@ -256,24 +287,12 @@ class Steps(Protocol):
         ...
 
 
-def open_steps(kind: str, plan: Plan) -> ProcessSteps | SrunSteps:
-    """Return how processes are started: `srun` within a Slurm job, `process` on this machine."""
-    if kind == "process":
-        return ProcessSteps()
-    if plan.layout != "hetjob":
-        return SrunSteps(expand(os.environ["SLURM_JOB_NODELIST"]))
-    parts = [
-        expand(os.environ[f"SLURM_JOB_NODELIST_HET_GROUP_{number}"]) for number in range(len(plan.groups))
-    ]
-    components = [number for number, hosts in enumerate(parts) for _ in hosts]
-    return SrunSteps([host for hosts in parts for host in hosts], components=components)
-
-
 def unplaced_reason(unit: Unit, plan: Plan, said: str) -> str:
     """Return why a step may have no place on its nodes: each step gets whole cores of its job."""
+    num_cpus = sum(one.tasks_per_node * one.cpus_per_task for one in plan.sharing_step(unit))
     return (
         f"Slurm starts no step of {unit.role} {unit.index} on its nodes ({said}): it asks each for "
-        f"{unit.tasks_per_node * unit.cpus_per_task} CPUs in whole cores, of {plan.threads_per_core} threads "
+        f"{num_cpus} CPUs in whole cores, of {plan.threads_per_core} threads "
         "per core as the plan has it (scontrol show node: ThreadsPerCore); the plan asks for "
         f"{plan.cpus_per_node} CPUs per node"
     )

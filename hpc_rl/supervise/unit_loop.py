@@ -254,14 +254,14 @@ class UnitLoop(ABC):
 
     def unit_exited(self, key: Key, incarnation: int, launcher_code: int) -> None:
         """Find out why all processes of an incarnation have exited, and what follows."""
-        del self.handles[key]
+        handle, _ = self.handles.pop(key)
         self.hangs.exited(key)
         with tolerant("ending its lease"):
             self._end_lease(self.machine.slots[key].unit, incarnation)
         with tolerant("listing the exit records"):
             os.listdir(self.attempt.dir / "exits")  # NFS forgets names that it did not find before
         unit = self.machine.slots[key].unit
-        found = exit_policy.unit_exit(self.attempt, unit, incarnation, launcher_code)
+        found = exit_policy.unit_exit(self.attempt, unit, incarnation, launcher_code, handle.launcher_log)
         self.do(self.machine.exited(self.clock(), key, incarnation, found))
 
     def _end_lease(self, unit: Unit, incarnation: int) -> None:

@@ -68,9 +68,9 @@ class Fake:
             self.trial.dir / "script.json", {"total": 5, "server": ["serve"], "rollout": ["serve"], **script}
         )
 
-    def start(self, **env: str) -> subprocess.Popen:
+    def start(self, steps: str = "process", **env: str) -> subprocess.Popen:
         argv = [sys.executable, "-m", "hpc_rl.app.supervisor", "--trial_dir", str(self.trial.dir)]
-        argv += ["--attempt", self.attempt.id, "--steps", "process"]
+        argv += ["--attempt", self.attempt.id, "--steps", steps]
         environ = {**os.environ, "PYTHONPATH": f"{HERE}:{ROOT}", **env}
         with (self.trial.dir / f"supervisor.{len(self.supervisors)}.log").open("wb") as log:
             process = subprocess.Popen(argv, env=environ, stdin=subprocess.DEVNULL, stderr=log)

@@ -76,7 +76,7 @@ def fake(cluster, tmp_path: Path) -> Iterator[SlurmFake]:
 
 def everybody_up(fake: SlurmFake, num: int) -> Callable[[], bool]:
     return lambda: (
-        sum("client" not in path.name for path in fake.attempt.processes.glob("[rst]*.json")) >= num + 1
+        sum("agent" not in path.name for path in fake.attempt.processes.glob("[rst]*.json")) >= num + 1
     )
 
 

@@ -1,16 +1,17 @@
 #!/bin/bash
-# The srun line of each role. The supervisor runs: bash steps.sh ROLE NAME NODES OUTPUT COMPONENT ARGUMENT...
+# The srun line of each role. The supervisor runs: bash steps.sh ROLE NAME NODES OUTPUT COMPONENT REPLICAS ARGUMENT...
 # To change a line, override the block of its role (hpc-rl templates eject steps --block trainer), resubmit.
 #
 # --exact with stated CPUs and GPUs gives the steps of a node disjoint parts of it, so that none waits for
 # another; the distribution fills a socket before the next, so that a rank is beside its GPU. --mem=0 lets each
 # use the memory of the job. A task that exits ends the others after --wait s,
 # time for their exit records; --kill-on-bad-exit would not. A step, unlike the job, ends with its node.
+# The replicas of a role on one node are one step, with the CPUs and GPUs of all: an agent there starts them.
 #
 # shellcheck disable=SC2034 # not every role uses every argument
 set -euo pipefail
-role=$1 name=$2 nodes=$3 output=$4 component=$5
-shift 5
+role=$1 name=$2 nodes=$3 output=$4 component=$5 replicas=$6
+shift 6
 
 # Inherited, these would override what a step states, or make srun refuse (memory given twice).
 unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
@@ -22,8 +23,8 @@ unset SLURM_STDINMODE SLURM_STDOUTMODE SLURM_STDERRMODE
 server() { # 16 units, 1 process, 4 CPUs, 1 GPU, 65536 MB
   exec srun --job-name="$name" --nodelist="$nodes" \
     --nodes=1 --ntasks=1 \
-    --ntasks-per-node=1 --cpus-per-task=4 \
-    --gpus-per-node=1 --mem=0 --exact --distribution=block:block \
+    --ntasks-per-node=1 --cpus-per-task=$((replicas * 4)) \
+    --gpus-per-node=$((replicas * 1)) --mem=0 --exact --distribution=block:block \
     --kill-on-bad-exit=0 --wait=30 --no-kill=off --export=ALL --mpi=none --input=all \
     /PYTHON \
     "$@"

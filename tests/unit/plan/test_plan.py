@@ -126,7 +126,7 @@ def test_four_nodes_without_gpus():
 
 @pytest.mark.parametrize(
     ("threads", "cpus_of_groups"),
-    [(1, [1 + 7 + 2 * 3, 2 * 7]), (2, [1 + 8 + 2 * 3, 2 * 8]), (4, [1 + 8 + 8, 2 * 8])],
+    [(1, [1 + 7 + 2 * 3, 2 * 7]), (2, [1 + 8 + 2 * 3, 2 * 7]), (4, [1 + 8 + 8, 2 * 8])],
 )
 def test_each_step_is_given_whole_cores(threads, cpus_of_groups):
     options = ["--n_nodes=3", "allocation_mode=embedded:d4+fsdp:d2", "launcher.slurm.layout=hetjob"]

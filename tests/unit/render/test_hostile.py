@@ -195,7 +195,7 @@ def _execute(texts: dict[str, str], trial: Trial, root: Path, here: Path, schedu
     assert said[8].startswith(f"{trial.dir}/scripts/w.zip:{root}")
     if scheduler == "slurm":
         # The launch line of a role: the words of a container and of the user's own options stay words.
-        step = ["trainer", "trainer-0.0", "n1", "%t.log", "", "-m", "the_role"]
+        step = ["trainer", "trainer-0.0", "n1", "%t.log", "", "1", "-m", "the_role"]
         (bin_ / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
         done = subprocess.run(
             ["bash", str(trial.scripts / "steps.sh"), *step],

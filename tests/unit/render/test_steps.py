@@ -23,13 +23,15 @@ def unit(role: str = "trainer", tasks: int = 1, nodes: tuple[int, ...] = (0,), g
     return Unit(role=role, nodes=list(nodes), tasks_per_node=tasks, gpus_per_task=gpus, **values)
 
 
-def srun(tmp_path: Path, *units: Unit, role: str = "trainer", component: str = "", **plan) -> list[str]:
+def srun(
+    tmp_path: Path, *units: Unit, role: str = "trainer", component: str = "", replicas: int = 1, **plan
+) -> list[str]:
     """The arguments of the srun of a role, the program's last."""
     script = write_steps(Trial(tmp_path / "it's a $(trial)"), *units, **plan)
     assert problems({"steps.sh": script.read_text()}) == []
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
     (tmp_path / "srun").chmod(0o755)
-    step = [role, f"{role}-0.3", "a2,b7", "/l%%/rank%t.log", component, "-m", "a module"]
+    step = [role, f"{role}-0.3", "a2,b7", "/l%%/rank%t.log", component, str(replicas), "-m", "a module"]
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", script, *step], env=env, capture_output=True, text=True, check=True)
     return done.stdout.split("\0")[:-1]
@@ -65,6 +67,8 @@ def test_a_step_states_gpus_only_in_a_job_that_has_some(tmp_path):
     assert not any("gpu" in flag for flag in srun(tmp_path, *units, layout="jobs", groups=groups, **GPUS))
     argv = srun(tmp_path, *units, role="server", layout="jobs", groups=groups, **GPUS)
     assert "--gpus-per-node=1" in argv
+    argv = srun(tmp_path, *units, role="server", replicas=8, layout="jobs", groups=groups, **GPUS)
+    assert "--gpus-per-node=8" in argv
 
 
 NAMES = ("trial", "servers")
@@ -87,6 +91,7 @@ def test_each_pool_has_a_launch_line_of_its_own(tmp_path):
     ]
     assert "--cpus-per-task=3" in srun(tmp_path, *pools, role="server_teacher")
     assert "--cpus-per-task=4" in srun(tmp_path, *pools, role="server_student")
+    assert "--cpus-per-task=12" in srun(tmp_path, *pools, role="server_student", replicas=3)
     lines = plan_lines(toy_plan(pools, "python"))
     assert lines[1:] == [
         "node 0  server      server 0 of pool teacher: 1 process, 3 CPUs, 0 GPUs, 10 MB",
@@ -145,7 +150,7 @@ def mpiexec(
         "SLURM_GPUS_PER_NODE": "8",
     }
     env = {"PATH": os.environ["PATH"], **dict.fromkeys(outer, "5"), **kept}
-    step = ["trainer", "trainer-0.3", "a2,b7", "", "", "-m", "a module"]
+    step = ["trainer", "trainer-0.3", "a2,b7", "", "", "1", "-m", "a module"]
     done = subprocess.run(["bash", script, *step], env=env, capture_output=True, text=True, check=True)
     lines = (tmp_path / "mpi exec.env").read_text().splitlines()
     found = dict(line.split("=", 1) for line in lines if "=" in line)

@@ -48,6 +48,7 @@ class FakeHandle:
 
     def __init__(self) -> None:
         self.children: list = []
+        self.launcher_log = None
         self.message, self.killed, self.lines = "", False, []
 
     def poll(self) -> int | None:

@@ -43,7 +43,7 @@ PLAN = toy_plan(
 
 class FakeHandle:
     def __init__(self) -> None:
-        self.children, self.code = [], None
+        self.children, self.code, self.launcher_log = [], None, None
 
     def poll(self):
         return self.code
