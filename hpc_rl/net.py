@@ -17,6 +17,7 @@ SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 # Reserved for documentation, so that only the default route leads there.
 PUBLIC_HOSTS = ("192.0.2.1", "2001:db8::1")
 DISCARD_PORT = 9
+LOOPBACK = "127.0.0.1"
 SILENCE_S = 9  # after which a peer's host counts as lost
 
 
@@ -44,7 +45,7 @@ def published_address(num_hosts: int, interface: str = "", peers: Iterable[str] 
     if interface:
         return _address_of_interface(interface)
     if num_hosts == 1:
-        return _address_toward(PUBLIC_HOSTS) or "127.0.0.1"
+        return _address_toward(PUBLIC_HOSTS) or LOOPBACK
     found = _address_toward(peers) or _address_toward(PUBLIC_HOSTS)
     if found:
         return found
@@ -108,6 +109,11 @@ def open_socket(address: tuple[Any, ...]) -> socket.socket:
     connection = socket.socket(*address[:3])
     notice_silence(connection)
     return connection
+
+
+def bind_published(address: str) -> socket.socket:
+    """Return a socket that listens, on a free port, for those that `address` is published to."""
+    return bind(LOOPBACK if address == LOOPBACK else "")
 
 
 def bind(host: str = "", port: int = 0) -> socket.socket:

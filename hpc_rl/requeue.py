@@ -78,7 +78,7 @@ class ScriptAction(enum.StrEnum):
 
     DONE = "done"
     START_AGAIN = "start_again"  # requeue, or a successor; on this machine in place
-    RESTART_SUPERVISOR = "restart_supervisor"  # in place, a limited number of times
+    RESTART_SUPERVISOR = "restart_supervisor"  # in place, within `recover.retries`
     END = "end"
 
 
@@ -103,5 +103,8 @@ AFTER_EXIT: dict[ExitCode, ScriptRule] = {
     ExitCode.STOPPED: ScriptRule(ScriptAction.START_AGAIN, "stopped with its state saved"),
 }
 # of a code above 128
-AFTER_SIGNAL = ScriptRule(ScriptAction.RESTART_SUPERVISOR, "the supervisor was killed too often")
+AFTER_SIGNAL = ScriptRule(
+    ScriptAction.RESTART_SUPERVISOR,
+    "the supervisor was killed more often in a row without a new checkpoint than recover.retries allows",
+)
 AFTER_OTHER_EXIT = ScriptRule(ScriptAction.END, "the supervisor gave up; see events.jsonl of the attempt")

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import getpass
+import grp
 import json
 import os
 import re
 import secrets
+import shlex
 import stat
 import uuid
 from collections.abc import Callable, Iterator
@@ -151,6 +153,30 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
 def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
     """Replace `path` atomically by a JSON document. Raises OSError."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode)
+
+
+def writable_by_others(path: Path, only_by_all: bool = False) -> str:
+    """Return what lets other accounts rename or replace what is in a directory, or "".
+
+    Root is trusted, and the group that has the name of this account.
+    """
+    if not path.exists():
+        return ""
+    found = path.stat()
+    strangers = {found.st_uid, path.lstat().st_uid} - {0, os.geteuid()}
+    if strangers and not only_by_all:
+        return f"belongs to account {min(strangers)}"
+    writers = stat.S_IWOTH if only_by_all or _is_own_group(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+    if found.st_mode & writers and not found.st_mode & stat.S_ISVTX:
+        return f"can be written by other accounts (mode {stat.S_IMODE(found.st_mode):04o})"
+    return ""
+
+
+def _is_own_group(number: int) -> bool:
+    with contextlib.suppress(KeyError):
+        group = grp.getgrgid(number)
+        return group.gr_name == account() and not {*group.gr_mem} - {account()}
+    return False
 
 
 class _Path:
@@ -296,23 +322,66 @@ class Trial:
             p.is_dir() and any(p.iterdir()) for p in (self.recover, self.rollout, self.attempts, self.weights)
         )
 
+    def make_dir(self) -> None:
+        """Create the directory; new parents can be read by all. Raises OSError, and as `refuse_others`."""
+        self.refuse_others()
+        for path in reversed([self.dir, *self.dir.parents]):
+            if not path.exists():
+                path.mkdir(mode=0o700, exist_ok=True)
+                if path != self.dir:
+                    path.chmod(0o755)  # whatever the umask
+        self.refuse_others()
+
+    def refuse_others(self) -> None:
+        """Raise TrialStateError where another account could put its files in the place of the trial's.
+
+        That is the owner of the directory, or of the experiment's and the user's above it, and who may write
+        there; of the fileroot above these, which a group may share, only everybody.
+        """
+        fileroot = self.dir.parents[2:3]
+        for path in (*fileroot, *self.dir.parents[1::-1], self.dir):
+            problem = writable_by_others(path, only_by_all=path in fileroot)
+            if problem:
+                raise TrialStateError(
+                    f"{path} {problem}, so another account could change what trial {self} runs. "
+                    f"If it is yours, run chmod go-w {shlex.quote(str(path))}; "
+                    "else set cluster.fileroot to a directory of your own."
+                )
+
     def make_dirs(self, umask: int = 0o077) -> None:
-        """Create the directory with its fixed folders. Raises OSError."""
-        self.dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        """Create the directory with its fixed folders. Raises OSError, TrialStateError."""
+        self.make_dir()
         folders = (self.scripts, self.jobs, self.intent, self.names, self.attempts, self.lineages)
         for folder in (*folders, self.recover, self.rollout, self.weights, self.exports):
             folder.mkdir(exist_ok=True)
             folder.chmod(0o700 if folder == self.scripts else 0o777 & ~umask)
-        self.dir.chmod(0o777 & ~umask)
+        self.dir.chmod(0o755 & ~umask)
 
     def make_secret(self) -> None:
-        """Create the tokens `control` (pause, update, …) and `data` (generate, rollout API). Idempotent."""
+        """Create the tokens `control` (pause, update, …) and `data` (generate, rollout API). Idempotent.
+
+        Raises OSError, TrialStateError as `tokens`.
+        """
         tokens = {"control": secrets.token_urlsafe(32), "data": secrets.token_urlsafe(32)}
         create_exclusive(self.secret, json.dumps(tokens), mode=0o600)
+        self.tokens()
 
     def tokens(self) -> dict[str, str]:
-        """Return `{"control": …, "data": …}`. Raises OSError, ValueError."""
-        return json.loads(self.secret.read_text())
+        """Return `{"control": …, "data": …}`. Raises OSError; TrialStateError where others may know them."""
+        with open(self.secret, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+            found = os.fstat(file.fileno())
+            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+                whose = f"account {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):03o}"
+                raise TrialStateError(
+                    f"{self.secret} belongs to {whose}: its tokens are not used, as others may know them. "
+                    "Remove the file and submit the trial again."
+                )
+            text = file.read()
+            try:
+                return {name: str(json.loads(text)[name]) for name in ("control", "data")}
+            except (ValueError, KeyError, TypeError) as error:
+                problem = f"{self.secret} is damaged. Remove it and submit the trial again."
+                raise TrialStateError(problem) from error
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@
 
 # shellcheck source=/dev/null
 source "$trial_dir/scripts/exit_policy.sh"
-max_kills=5 max_restarts=20 hang_s=${HPC_RL_SUPERVISOR_HANG_S:-600}
+max_restarts=20 hang_s=${HPC_RL_SUPERVISOR_HANG_S:-600}
 supervisor_pid='' told_to_end=0 interrupted=0 rc=0 action='' reason='' cancelled=false
 time_limit='' requeued=0 cause='' row=''
 hook_failure='' hook_pid='' preempt_pid='' watcher_pids=() others=()
@@ -173,18 +173,30 @@ run_supervisor() {
   kill "$guard_pid" 2>/dev/null || true
 }
 
-run_attempt() { # the supervisor, again in place while something kills it
+has_new_generation() { # since the last call; `generations_seen` is the caller's
+  local generation found=1
+  for generation in "$trial_dir"/recover/gen-*; do
+    if [[ -e $generation && -z ${generations_seen[$generation]:-} ]]; then found=0; fi
+    generations_seen[$generation]=1
+  done
+  return "$found"
+}
+
+run_attempt() { # the supervisor, again in place while something kills it, as often as a role that fails
   local kills=0
+  local -A generations_seen=()
+  has_new_generation || true
   # The code where nothing is to be started.
   rc=143
   while ((!told_to_end)) && [[ ! -e $cancel_intent ]]; do
     run_supervisor
     choose_action
+    if has_new_generation; then kills=0; fi
     # After a TERM it may well be Slurm that killed it, and nothing is started.
-    if [[ $action != restart_supervisor ]] || ((kills >= max_kills || told_to_end)); then return; fi
+    if [[ $action != restart_supervisor ]] || ((kills >= recover_retries || told_to_end)); then return; fi
     kills=$((kills + 1))
     record supervisor_killed "\"code\": $rc"
-    say "the supervisor was killed (code $rc), time $kills of at most $max_kills"
+    say "the supervisor was killed (code $rc), time $kills of $recover_retries without a new checkpoint"
   done
 }
 

@@ -27,7 +27,7 @@ from hpc_rl.app.control import Deadline, Stacks
 from hpc_rl.app.mpi_ranks import MpiRanks
 from hpc_rl.app.node_environment import NodeDirectory, correct
 from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, NodeFailed, TrialBusy
 from hpc_rl.files import FULL, is_full
 from hpc_rl.node_copies import NodeCopies
@@ -78,7 +78,13 @@ class Context:
 
     @cached_property
     def address(self) -> str:
-        """The address of this host to publish. Raises ConfigError where the other hosts can't reach any."""
+        """The address of this host to publish: loopback where no other host needs to reach this process.
+
+        Raises ConfigError where the other hosts can't reach any.
+        """
+        environments = isinstance(self.config, GRPOConfig) and self.config.environments is not None
+        if self.plan.n_nodes == 1 and not environments and not self.interface:
+            return net.LOOPBACK
         return net.published_address(self.plan.n_nodes, self.interface, peer_hosts(os.environ))
 
 

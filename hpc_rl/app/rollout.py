@@ -8,8 +8,6 @@ import socket
 import sys
 from typing import Any
 
-from aiohttp import web
-
 from hpc_rl import net
 from hpc_rl.app import role
 from hpc_rl.checkpoint.lineage import newest_number
@@ -20,6 +18,7 @@ from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.environments.hosting import hosted
 from hpc_rl.errors import ExitCode
+from hpc_rl.http_service import HttpService
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import Lease
 from hpc_rl.records import LineageRecord, read_lineages
@@ -94,12 +93,10 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         hosting = hosted(service, config, own_names, trial, length, num_servers)
         defs = await stack.enter_async_context(hosting)
     app = routes.application(defs, context.tokens)
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
-    await runner.setup()
+    http = HttpService(app, close_timeout_s=1.0)
     inherited = os.environ.get(LISTENER_VARIABLE)  # the socket that app/rollout_front.py holds
-    port = config.environments.port if config.environments else 0
-    listener = socket.socket(fileno=int(inherited)) if inherited else net.bind(port=port)
-    await web.SockSite(runner, listener).start()
+    listener = socket.socket(fileno=int(inherited)) if inherited else net.bind_published(context.address)
+    await http.start(listener)
     url = net.http_url(context.address, listener.getsockname()[1])
     who = {"attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
     record = {"url": url, **who}
@@ -121,7 +118,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     finally:
         for duty in duties:
             duty.cancel()
-        await runner.cleanup()
+        await http.close()
         await stack.aclose()
         await executor.close()
         await service.close()

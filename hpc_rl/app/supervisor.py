@@ -41,8 +41,9 @@ def main() -> int:
     raise_limits()
     trial = Trial(args.trial_dir)
     attempt = trial.attempt(args.attempt)
-    log.setup("supervisor", secrets=list(trial.tokens().values()))
+    log.setup("supervisor")
     try:
+        log.setup("supervisor", secrets=list(trial.tokens().values()))
         plan_data, config_data = read_json(trial.plan_json), read_json(trial.config_json)
         if plan_data is None or config_data is None:
             raise ConfigError(

@@ -1,22 +1,22 @@
 """The HTTP routes of the rollout role, as a list, and the application that checks the tokens (auth.py)."""
 
 import math
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
+from hpc_rl import http_service
 from hpc_rl.auth import Access, Tokens, json_object
 from hpc_rl.errors import RoleFailed, Stale
+from hpc_rl.http_service import access_of
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.report import counters
 from hpc_rl.rollout.service import Refused, RolloutService
 from hpc_rl.types import WeightVersion, encode
 
 LONG_POLL_S = 10.0
-TOKENS = web.AppKey("tokens", Tokens)
-
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MAX_BODY_BYTES = 1 << 20  # of a route that states no limit of its own
 
 
 def routes(
@@ -77,12 +77,6 @@ def routes(
     ]
 
 
-def access_of(request: web.Request) -> Access:
-    authorization = request.headers.get("Authorization", "")
-    prefix = request.path.split("/")[2] if request.path.startswith("/t/") else ""
-    return request.app[TOKENS].access(authorization, prefix)
-
-
 def application(defs: Iterable[web.RouteDef], tokens: dict[str, str]) -> web.Application:
     """Return an application with all routes, also below the token prefix, behind the check of tokens."""
 
@@ -100,8 +94,7 @@ def application(defs: Iterable[web.RouteDef], tokens: dict[str, str]) -> web.App
         except (RoleFailed, LedgerDamaged) as error:
             return web.Response(status=500, text=str(error))
 
-    app = web.Application(middlewares=[check], client_max_size=1 << 30)
-    app[TOKENS] = Tokens(tokens)
+    app = http_service.application(Tokens(tokens), check, MAX_BODY_BYTES)
     for route in defs:
         app.router.add_route(route.method, route.path, route.handler)
         app.router.add_route(route.method, "/t/{token}" + route.path, route.handler)

@@ -11,13 +11,15 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from aiohttp import web
+from aiohttp.typedefs import Handler
 
 from hpc_rl.auth import Access, Tokens, json_object
+from hpc_rl.http_service import HttpService, access_of, application
 from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.client import MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older
@@ -32,8 +34,7 @@ CONTROL_POST = (
     "/update_weights_from_disk",
     "/flush_cache",
 )
-MAX_BODY_BYTES = 256 * 2**20
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+MAX_BODY_BYTES = 64 * 2**20
 UP = ("waiting", "serving")  # the backend runs; it is `waiting` until it has weights that were published
 
 
@@ -61,7 +62,7 @@ class Proxy:
         self._tokens = Tokens(tokens)
         self._on_change, self._on_shutdown = on_change, on_shutdown
         self._control_lock = asyncio.Lock()
-        self._runner: web.AppRunner | None = None
+        self._service: HttpService | None = None
 
     @property
     def state(self) -> str:
@@ -76,7 +77,7 @@ class Proxy:
 
     async def serve(self, sock: socket.socket) -> None:
         """Answer on a bound socket from now on."""
-        app = web.Application(middlewares=[self._check], client_max_size=MAX_BODY_BYTES)
+        app = application(self._tokens, self._check, MAX_BODY_BYTES)
         for prefix in ("", "/t/{token}"):
             app.router.add_get(prefix + "/health", self._health)
             app.router.add_get(prefix + "/model_info", self._model_info)
@@ -86,24 +87,19 @@ class Proxy:
             app.router.add_post(path, self._control_call)
         app.router.add_post("/shutdown", self._shutdown)
         # a client that hangs up cancels its handler, which aborts the request in the backend
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=2.0)
-        await self._runner.setup()
-        await web.SockSite(self._runner, sock, backlog=4096).start()
+        self._service = HttpService(app, close_timeout_s=2.0, cancels=True)
+        await self._service.start(sock)
 
     async def close(self) -> None:
-        if self._runner:
-            await self._runner.cleanup()
+        if self._service:
+            await self._service.close()
 
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Refuse a request without the token that its path needs; the one in the path is the data token."""
         path = request.path
-        if path.startswith("/t/"):
-            access = self._tokens.access("", path.split("/")[2])
-        else:
-            access = self._tokens.access(request.headers.get("Authorization", ""))
         needed = Access.CONTROL if path in (*CONTROL_POST, "/shutdown") else Access.DATA
-        if access < needed:
+        if access_of(request) < needed:
             return _json(401, {"error": {"message": f"the {needed.name.lower()} token is needed"}})
         try:
             return await handler(request)

@@ -21,7 +21,7 @@ from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed, Stale
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
-from hpc_rl.net import bind, http_url
+from hpc_rl.net import bind_published, http_url
 from hpc_rl.servers.base import Backend
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.router import is_older
@@ -90,7 +90,7 @@ class Replica:
 
         Raises RoleFailed when backend or lease is lost, ConfigError.
         """
-        sock = bind()
+        sock = bind_published(self._address)
         self._url = http_url(self._address, sock.getsockname()[1])
         await self.proxy.serve(sock)
         key, value = keys.server(self._who.pool, self._who.index), self._value()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
-from hpc_rl.errors import CannotWrite, TrialBusy
+from hpc_rl.errors import CannotWrite, TrialBusy, TrialStateError
 from hpc_rl.proc import start_ticks
 from hpc_rl.records import JsonRecord
 from hpc_rl.trial import Trial, create_exclusive, write_atomic
@@ -54,10 +54,13 @@ class TrialLock:
         here = self.trial.dir
         try:
             self._missing = [path for path in reversed([here, *here.parents]) if not path.exists()]
-            here.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.trial.make_dir()
             self._take()
             self._fresh = [path.name for path in here.iterdir()] == [self._lock.name]
             self.trial.make_dirs()
+        except TrialStateError:
+            self._undo()
+            raise
         except OSError as error:
             self._undo()
             raise CannotWrite(

@@ -32,7 +32,6 @@ from hpc_rl.supervise.processes import STEPS_SCRIPT, Handle, ProcessSteps, SrunH
 from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
-LOOPBACK = "127.0.0.1"
 STRANGER_S = 10.0  # for a connection to show the token
 MAX_LINE_BYTES = 4096
 
@@ -85,7 +84,7 @@ class MpiexecHandle(SrunHandle):
 
     def __init__(self, unit: Unit, log: Path, records: Path, address: str, token: str) -> None:
         super().__init__(unit.role, log, records)
-        self._listener = net.bind(LOOPBACK if address == LOOPBACK else "")
+        self._listener = net.bind_published(address)
         self._listener.setblocking(False)
         self.where = f"{address}:{self._listener.getsockname()[1]}"
         self._token, self._num_ranks = token, unit.num_tasks
@@ -220,7 +219,7 @@ def with_mpiexec(steps: ProcessSteps | SrunSteps, plan: Plan, interface: str) ->
     """Return `steps`, with mpiexec where a unit wants it. Raises ConfigError where no node reaches this."""
     if not any(unit.by_mpiexec for unit in plan.units):
         return steps
-    address = LOOPBACK
+    address = net.LOOPBACK
     if isinstance(steps, SrunSteps):
         interface = interface or os.environ.get("HPC_RL_INTERFACE", "")
         address = net.published_address(plan.n_nodes, interface, peer_hosts(os.environ))

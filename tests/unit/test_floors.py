@@ -24,7 +24,7 @@ FLOORS = [
         "files",
         "node_copies",
     },
-    {"records"},
+    {"records", "http_service"},
     {"config", "schedulers", "name_resolve", "stats", "algorithms"},
     {"plan", "engines", "datasets"},
     {"servers"},

@@ -39,7 +39,7 @@ cd "$workdir" || cd "$trial_dir"
 
 # ==== HAND-OVER: job_policy.sh starts and watches the supervisor ====
 scheduler=local n_nodes=1 script_name=local.sh attempts=attempts
-recover_mode=auto start_mode=auto from_step='' new_batches=0
+recover_mode=auto recover_retries=3 start_mode=auto from_step='' new_batches=0
 pre_job_hooks=() pre_node_hooks=()
 post_node_hooks=() post_job_hooks=()
 on_preempt_hooks=()
