@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import getpass
-import grp
 import json
 import os
 import re
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.errors import ConfigError, TrialStateError
+from hpc_rl.private_files import read_secret, writable_by_others
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,63}")
 
@@ -155,30 +155,6 @@ def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode)
 
 
-def writable_by_others(path: Path, only_by_all: bool = False) -> str:
-    """Return what lets other accounts rename or replace what is in a directory, or "".
-
-    Root is trusted, and the group that has the name of this account.
-    """
-    if not path.exists():
-        return ""
-    found = path.stat()
-    strangers = {found.st_uid, path.lstat().st_uid} - {0, os.geteuid()}
-    if strangers and not only_by_all:
-        return f"belongs to account {min(strangers)}"
-    writers = stat.S_IWOTH if only_by_all or _is_own_group(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
-    if found.st_mode & writers and not found.st_mode & stat.S_ISVTX:
-        return f"can be written by other accounts (mode {stat.S_IMODE(found.st_mode):04o})"
-    return ""
-
-
-def _is_own_group(number: int) -> bool:
-    with contextlib.suppress(KeyError):
-        group = grp.getgrgid(number)
-        return group.gr_name == account() and not {*group.gr_mem} - {account()}
-    return False
-
-
 class _Path:
     """A path below the directory of a trial or an attempt."""
 
@@ -264,6 +240,8 @@ class Trial:
     plan_json = _Path("plan.json")
     provenance_json = _Path("provenance.json")
     secret = _Path("secret")
+    # secrets among the variables of an option of launcher: `NAME=value`, each with a NUL at its end
+    secret_variables = _PathOf("secret.{}")
     scripts = _Path("scripts")
     # there while a submission is being prepared and handed to the scheduler
     submitting = _Path(".submitting")
@@ -368,20 +346,21 @@ class Trial:
 
     def tokens(self) -> dict[str, str]:
         """Return `{"control": …, "data": …}`. Raises OSError; TrialStateError where others may know them."""
-        with open(self.secret, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
-            found = os.fstat(file.fileno())
-            if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-                whose = f"account {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):03o}"
-                raise TrialStateError(
-                    f"{self.secret} belongs to {whose}: its tokens are not used, as others may know them. "
-                    "Remove the file and submit the trial again."
-                )
-            text = file.read()
-            try:
-                return {name: str(json.loads(text)[name]) for name in ("control", "data")}
-            except (ValueError, KeyError, TypeError) as error:
-                problem = f"{self.secret} is damaged. Remove it and submit the trial again."
-                raise TrialStateError(problem) from error
+        text = read_secret(self.secret)
+        try:
+            return {name: str(json.loads(text)[name]) for name in ("control", "data")}
+        except (ValueError, KeyError, TypeError) as error:
+            problem = f"{self.secret} is damaged. Remove it and submit the trial again."
+            raise TrialStateError(problem) from error
+
+    def variables(self, option: str) -> dict[str, str]:
+        """Return the secrets among the variables of an option of launcher; none where it has none.
+
+        Raises as `tokens`.
+        """
+        path = self.secret_variables(option)
+        pairs = read_secret(path).split("\0") if path.exists() else []
+        return {name: value for name, equals, value in (pair.partition("=") for pair in pairs) if equals}
 
 
 @dataclass(frozen=True)

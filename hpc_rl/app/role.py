@@ -39,6 +39,8 @@ from hpc_rl.trial import Attempt, Trial, write_json
 
 logger = logging.getLogger(__name__)
 CANNOT_WRITE = (*FULL, errno.EROFS)
+# The option of launcher with the variables of a role; their secrets are in no plan.
+VARIABLES_OF = {"trainer": "trainer_env_vars", "server": "inference_server_env_vars"}
 # What `hpc-rl attach` needs: the scheduler's numbers and names of step, node and job.
 OF_SLURM = {"step": "SLURM_STEP_ID", "node": "SLURMD_NODENAME", "job_id": "SLURM_JOB_ID"}
 
@@ -97,6 +99,7 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
     trial = Trial(args.trial_dir)
     attempt, tokens = trial.attempt(args.attempt), trial.tokens()
+    os.environ |= trial.variables(VARIABLES_OF[role]) if role in VARIABLES_OF else {}
     stopping, deadline, stacks = threading.Event(), Deadline(), Stacks()
     if steps == "mpiexec":
         control.connect(os.environ["HPC_RL_SUPERVISOR"], tokens["control"])

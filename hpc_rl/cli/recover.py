@@ -3,12 +3,13 @@
 import argparse
 import contextlib
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from hpc_rl.checkpoint.decide import Decision, Situation
 from hpc_rl.cli import submit
 from hpc_rl.cli.options import CommandParser, Namespace, print_result
 from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.loading.stored import VARIABLES, with_secrets
 from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
 from hpc_rl.records import read_lineages
@@ -75,7 +76,9 @@ def stored(trial: Trial, overrides: list[str]) -> Loaded:
         raise TrialStateError(
             f"{trial} has no {trial.config_yaml.name} in {trial.dir}: it was not made by submit or render."
         )
-    return load([trial.config_yaml], overrides)
+    loaded = load([trial.config_yaml], overrides)
+    known = {name: trial.variables(name) for name in VARIABLES}
+    return replace(loaded, config=with_secrets(loaded.config, known))
 
 
 def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -> int:

@@ -16,10 +16,9 @@ from hpc_rl.allocation import (
     usual_server_backend,
 )
 from hpc_rl.config import pool_view
-from hpc_rl.config.loading.stored import trainer_of
+from hpc_rl.config.loading.stored import open_variables, trainer_of
 from hpc_rl.config.rules.slurm_rules import asks_for_gpus, job_threads_limit, threads_limit
 from hpc_rl.config.rules.training_rules import trained
-from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers, train_mesh
@@ -326,11 +325,11 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         mem_mb_per_task=launcher.trainer_mem_per_gpu,
         gpus_per_task=int(on_gpus),
         module="hpc_rl.app.trainer",
-        env=_trainer_env(launcher.trainer_env_vars, on_gpus, allocation.train),
+        env=_trainer_env(open_variables(config, "trainer_env_vars"), on_gpus, allocation.train),
     )
     if not allocation.pools:
         return [trainer]
-    server_env = environment_of("launcher.inference_server_env_vars", launcher.inference_server_env_vars)
+    server_env = open_variables(config, "inference_server_env_vars")
     places = enumerate(placement.servers)  # of all pools in turn
     replicas = [
         Unit(
@@ -360,13 +359,12 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
     return [*replicas, rollout, trainer]
 
 
-def _trainer_env(given: dict[str, str] | str, on_gpus: bool, train: Train | None) -> dict[str, str]:
-    """Return the user's variables, and on GPUs memory that grows in place.
+def _trainer_env(env: dict[str, str], on_gpus: bool, train: Train | None) -> dict[str, str]:
+    """Return the user's variables `env`, and on GPUs memory that grows in place.
 
     Packed micro-batches differ in size, and would leave gaps between blocks that can't grow. Megatron's
     messages between tensor and context ranks must start in the order of the work around them.
     """
-    env = environment_of("launcher.trainer_env_vars", given)
     if on_gpus and not env.keys() & set(ALLOCATOR_VARIABLES):
         env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     if on_gpus and train and train.backend == "megatron" and train.t * train.c > 1:

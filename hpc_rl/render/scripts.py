@@ -8,7 +8,7 @@ from typing import Any
 
 import jinja2
 
-from hpc_rl.config.sections.cluster import environment_of
+from hpc_rl.config.loading.stored import open_variables, secret_variables
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError
 from hpc_rl.name_resolve import keys, names_dir
@@ -71,7 +71,8 @@ def render(
         "umask": config.launcher.umask,
         "modules": config.launcher.modules,
         "setup": config.launcher.setup.rstrip("\n"),
-        "variables": environment_of("launcher.env", config.launcher.env),
+        "variables": open_variables(config, "env"),
+        "secret_variables": str(trial.secret_variables("env")) if secret_variables(config, "env") else "",
         "site_files": environment_files(config.launcher.hooks, site),
     }
     texts = {name: text for files in hooks.values() for name, text in files.items()}

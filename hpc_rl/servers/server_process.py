@@ -21,7 +21,7 @@ from typing import Any
 
 import aiohttp
 
-from hpc_rl.config.sections.cluster import environment_of
+from hpc_rl.config.loading.stored import open_variables
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.tables.flags import Flags
 from hpc_rl.errors import ConfigError, RoleFailed
@@ -95,7 +95,7 @@ class ServerProcess:
     def create(cls, name: str, config: GRPOConfig, place: ReplicaPlace, env: dict[str, str]) -> ServerProcess:
         own = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         own |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
-        own |= environment_of("launcher.inference_server_env_vars", config.launcher.inference_server_env_vars)
+        own |= open_variables(config, "inference_server_env_vars")
         return cls(
             name=name,
             python=config.launcher.inference_server_python or sys.executable,

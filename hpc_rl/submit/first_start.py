@@ -13,7 +13,7 @@ from typing import Any
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Situation, decide
 from hpc_rl.checkpoint.start_facts import gather, read_limit, seals_of
-from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.loading.stored import from_dict, without_secrets
 from hpc_rl.config.sections.experiment import LENGTH_OPTIONS, Config, GRPOConfig, last_step
 from hpc_rl.config.tables.changes import Change, changes, refuse_unsafe
 from hpc_rl.datasets.rows import check_same_rows, fingerprint_in_passing
@@ -113,7 +113,8 @@ class FirstStart:
             if data := read_object(path):
                 try:
                     self.changes = [
-                        self._allow_move(change) for change in changes(from_dict(data), self.config)
+                        self._allow_move(change)
+                        for change in changes(without_secrets(from_dict(data)), without_secrets(self.config))
                     ]
                 except ConfigError as error:
                     raise ConfigError(

@@ -26,7 +26,15 @@ import yaml
 import hpc_rl
 from hpc_rl.config.loading.profiles import site_dirs
 from hpc_rl.config.loading.source import literal
-from hpc_rl.config.loading.stored import Loaded, to_dict, trainer_of
+from hpc_rl.config.loading.stored import (
+    REDACTED,
+    VARIABLES,
+    Loaded,
+    secret_variables,
+    to_dict,
+    trainer_of,
+    without_secrets,
+)
 from hpc_rl.config.sections.experiment import Config, value_of
 from hpc_rl.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
 from hpc_rl.plan.schema import Plan
@@ -47,6 +55,7 @@ from hpc_rl.supervise.server_array import submit_servers
 from hpc_rl.trial import Trial, account, read_object, write_json
 
 GIT_TIMEOUT_S = 2.0
+MIN_SECRET_CHARS = 6  # of a secret that is looked for anywhere in a command
 
 
 @dataclass(frozen=True)
@@ -104,7 +113,7 @@ def submit(
             scheduler=scheduler.name,
             cluster=cluster_name() if scheduler.name == "slurm" else "",
             time=time.time(),
-            command=tuple(command),
+            command=tuple(_shown(command, loaded.config)),
             tag=made.tag,
             start_mode=start.mode,
             from_step=start.situation.wanted,
@@ -207,7 +216,7 @@ def _prepare(
     avoid: Sequence[str] | None = None,
 ) -> Submission:
     """Write everything that the job reads, and remove what no start may use."""
-    trial, config = lock.trial, loaded.config
+    trial, config = lock.trial, without_secrets(loaded.config)
     dropped, set_aside = stale_leftovers(trial, config), start.batches_set_aside()
     allocation_was = str(read_object(trial.plan_json).get("allocation") or "")
     zip_name, zip_bytes = code_zip.build()
@@ -232,9 +241,16 @@ def _prepare(
         trial.make_secret()
     except OSError as error:
         raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
-    config_yaml = yaml.safe_dump(literal(explicit_options(loaded)), sort_keys=False, allow_unicode=True)
-    lock.write(trial.config_yaml, config_yaml)
-    lock.write(trial.provenance_json, _json(provenance(command, stamp.workdir, hashes)))
+    for name in VARIABLES:
+        variables = secret_variables(loaded.config, name)
+        text = "".join(f"{key}={value}\0" for key, value in variables.items())
+        if text or trial.secret_variables(name).exists():
+            lock.write(trial.secret_variables(name), text, mode=0o600)
+    explicit = literal(explicit_options(replace(loaded, config=config)))
+    config_yaml = yaml.safe_dump(explicit, sort_keys=False, allow_unicode=True)
+    lock.write(trial.config_yaml, config_yaml, mode=0o600)
+    about = provenance(_shown(command, loaded.config), stamp.workdir, hashes)
+    lock.write(trial.provenance_json, _json(about), mode=0o600)
     for path, data in files.items():
         lock.write(path, data, mode=0o600)
     for path, text in texts.items():
@@ -245,6 +261,18 @@ def _prepare(
     return Submission(
         trial, script, scheduler, stamp.tag, start, tuple(dropped), allocation_was, tuple(set_aside)
     )
+
+
+def _shown(command: Sequence[str], config: Config) -> list[str]:
+    """Return the words of a command with secret variables starred."""
+    secrets = [item for name in VARIABLES for item in secret_variables(config, name).items()]
+    shown = list(command)
+    for name, value in secrets:
+        for i, word in enumerate(shown):
+            # a short value may be part of other words
+            if len(value) >= MIN_SECRET_CHARS or name in word or name in "".join(shown[max(0, i - 1) : i]):
+                shown[i] = word.replace(value, REDACTED)
+    return shown
 
 
 def _stamp(trial: Trial, config: Config, zip_name: str) -> Stamp:

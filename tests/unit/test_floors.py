@@ -10,6 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2] / "hpc_rl"
 FLOORS = [
     {"__init__", "errors"},
+    {"private_files"},
     {
         "types",
         "trial",

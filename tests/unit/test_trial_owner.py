@@ -131,7 +131,7 @@ def test_a_secret_that_others_could_read_is_never_used(trial, wrong):
     trial.tokens()
     trial.secret.chmod(wrong)
     for use in (trial.tokens, trial.make_secret):
-        with pytest.raises(TrialStateError, match="its tokens are not used"):
+        with pytest.raises(TrialStateError, match="its content is not used"):
             use()
 
 

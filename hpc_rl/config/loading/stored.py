@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpc_rl.config.loading.fields import hints, is_mapping, nearest, section_of
+from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import (
     CONFIGS,
     Config,
@@ -19,6 +20,9 @@ from hpc_rl.errors import ConfigError
 REDACTED = "***"
 RENAMED = {"actor.compat": "actor.algorithm"}  # of earlier versions; null was the default
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)(?!env$)", re.IGNORECASE)
+# of a variable of the environment; not TOKENIZERS_PARALLELISM
+_SECRET_VARIABLE = re.compile(r"token(?!iz)|key|password|passwd|secret|credential", re.IGNORECASE)
+VARIABLES = ("env", "trainer_env_vars", "inference_server_env_vars")  # options of the section launcher
 
 
 @dataclass(frozen=True)
@@ -82,14 +86,52 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
 
 def redact(value: Any, name: str = "") -> Any:
     """Return the value of an option, or a configuration as plain data, with its secrets starred."""
+    option = name.rpartition(".")[2]
+    if option in VARIABLES and isinstance(value, dict):
+        return {key: REDACTED if item and is_secret_variable(key) else item for key, item in value.items()}
+    if option in VARIABLES and isinstance(value, str):  # A=b,C=d
+        pairs = [part.partition("=") for part in value.split(",")]
+        starred = (REDACTED if text and is_secret_variable(key) else text for key, _, text in pairs)
+        return ",".join(f"{key}{equals}{text}" for (key, equals, _), text in zip(pairs, starred, strict=True))
     if isinstance(value, dict):
         return {key: redact(item, key) for key, item in value.items()}
-    if isinstance(value, str) and (name.endswith("_env_vars") or name == "env"):  # as text: A=b,C=d
-        pairs = [part.partition("=") for part in value.split(",")]
-        return ",".join(f"{key}{equals}{redact(item, key.strip())}" for key, equals, item in pairs)
     return REDACTED if isinstance(value, str) and value and is_secret(name) else value
 
 
 def is_secret(name: str) -> bool:
     """Return whether the value of an option must not be shown, by its name."""
     return _SECRET.search(name.rpartition(".")[2]) is not None
+
+
+def is_secret_variable(name: str) -> bool:
+    """Return whether the value of a variable of the environment must not be shown, by its name."""
+    return _SECRET_VARIABLE.search(name) is not None
+
+
+def open_variables(config: Config, name: str) -> dict[str, str]:
+    """Return the variables of an option of VARIABLES but for secrets. Raises ConfigError."""
+    found = environment_of(f"launcher.{name}", getattr(config.launcher, name))
+    return {key: value for key, value in found.items() if not is_secret_variable(key)}
+
+
+def secret_variables(config: Config, name: str) -> dict[str, str]:
+    """Return the secrets among the variables of an option of VARIABLES. Raises ConfigError."""
+    found = environment_of(f"launcher.{name}", getattr(config.launcher, name))
+    return {key: value for key, value in found.items() if value and is_secret_variable(key)}
+
+
+def without_secrets(config: Config) -> Config:
+    """Return what may be written where others may come to read it: secret variables are starred."""
+    starred = {name: redact(getattr(config.launcher, name), name) for name in VARIABLES}
+    return dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, **starred))
+
+
+def with_secrets(config: Config, known: Mapping[str, Mapping[str, str]]) -> Config:
+    """Return a configuration whose starred variables have their values, by option, where they are known."""
+    filled: dict[str, Any] = {}
+    for name in VARIABLES:
+        given = environment_of(f"launcher.{name}", getattr(config.launcher, name))
+        if starred := {key for key, value in given.items() if value == REDACTED and is_secret_variable(key)}:
+            values = known.get(name, {})
+            filled[name] = given | {key: values[key] for key in starred & values.keys()}
+    return dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, **filled))

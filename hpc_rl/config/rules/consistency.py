@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator
 
 from hpc_rl.allocation import SERVER_BACKENDS, Servers, parse, usual_server_backend
 from hpc_rl.config.loading.fields import defaults, is_mapping, members_of, options
-from hpc_rl.config.loading.stored import REDACTED, is_secret, trainer_of
+from hpc_rl.config.loading.stored import REDACTED, VARIABLES, is_secret, is_secret_variable, trainer_of
 from hpc_rl.config.sections.cluster import environment_of
 from hpc_rl.config.sections.experiment import (
     ABSENT,
@@ -156,7 +156,7 @@ def evaluation(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    for name in ("env", "inference_server_env_vars", "trainer_env_vars"):
+    for name in VARIABLES:
         option = f"launcher.{name}"
         try:
             found = environment_of(option, getattr(config.launcher, name))
@@ -164,7 +164,7 @@ def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield str(error)
             continue
         for variable, value in found.items():
-            if value == REDACTED and is_secret(variable):
+            if value == REDACTED and is_secret_variable(variable):
                 yield f"{option}: {variable} is {REDACTED}, a redacted secret; set the value itself."
 
 

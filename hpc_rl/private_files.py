@@ -1,0 +1,51 @@
+"""Which files other accounts could read or replace."""
+
+import contextlib
+import grp
+import os
+import pwd
+import stat
+from pathlib import Path
+
+from hpc_rl.errors import TrialStateError
+
+
+def writable_by_others(path: Path, only_by_all: bool = False) -> str:
+    """Return what lets other accounts rename or replace what is in a directory, or "".
+
+    Root is trusted, and the group that has the name of this account.
+    """
+    if not path.exists():
+        return ""
+    found = path.stat()
+    strangers = {found.st_uid, path.lstat().st_uid} - {0, os.geteuid()}
+    if strangers and not only_by_all:
+        return f"belongs to account {min(strangers)}"
+    writers = stat.S_IWOTH if only_by_all or _is_own_group(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+    if found.st_mode & writers and not found.st_mode & stat.S_ISVTX:
+        return f"can be written by other accounts (mode {stat.S_IMODE(found.st_mode):04o})"
+    return ""
+
+
+def _is_own_group(number: int) -> bool:
+    with contextlib.suppress(KeyError):
+        group = grp.getgrgid(number)
+        name = pwd.getpwuid(os.geteuid()).pw_name
+        return group.gr_name == name and not {*group.gr_mem} - {name}
+    return False
+
+
+def read_secret(path: Path) -> str:
+    """Return the text of a file that this account alone can read.
+
+    Raises TrialStateError where others can, OSError.
+    """
+    with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            whose = f"account {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):03o}"
+            raise TrialStateError(
+                f"{path} belongs to {whose}: its content is not used, as others may know it. "
+                "Remove the file and submit the trial again."
+            )
+        return file.read()
