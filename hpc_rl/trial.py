@@ -314,7 +314,7 @@ class Trial:
         """Raise TrialStateError where another account could put its files in the place of the trial's.
 
         That is the owner of the directory, or of the experiment's and the user's above it, and who may write
-        there; of the fileroot above these, which a group may share, only everybody.
+        there. The fileroot above these may be shared by a group, and not be open to all.
         """
         fileroot = self.dir.parents[2:3]
         for path in (*fileroot, *self.dir.parents[1::-1], self.dir):

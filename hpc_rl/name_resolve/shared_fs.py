@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import random
 import re
@@ -35,6 +36,7 @@ from hpc_rl.trial import create_exclusive, overwrite, write_atomic
 
 LEASE_TTL_S = 60.0  # file servers may be away, and names be remembered as absent, for this long
 HEARTBEATS_PER_TTL = 6
+TRIES_PER_TTL = 20  # while writing fails
 KEPT_EPOCHS = 2
 
 COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,127}")
@@ -94,7 +96,9 @@ class NameResolve:
         path.parent.mkdir(parents=True, exist_ok=True)
         epoch = max(_epochs(path), default=0) + 1
         while True:
-            lease = Lease(path, key, epoch, value, ttl_s, clock=self._clock)
+            lease = Lease(
+                path, key, epoch, value, ttl_s, clock=self._clock, make_folder=self._make_folder_again
+            )
             won = create_exclusive(lease.path, lease.content())
             epochs = _epochs(path)  # fresh: the attempt to create a name revalidated the directory
             highest = max(epochs, default=0)
@@ -141,6 +145,11 @@ class NameResolve:
             )
         return seen
 
+    def _make_folder_again(self, path: Path) -> None:
+        """Make the folder of a key that was removed, unless the whole trial was."""
+        if self.root.parent.is_dir():
+            path.parent.mkdir(parents=True, exist_ok=True)
+
     def _path(self, key: str, suffix: str = "") -> Path:
         """Return the file of a key whose parts are safe as file names. Raises ConfigError."""
         *folders, name = parts = key.split("/")
@@ -165,9 +174,11 @@ class Lease:
     counter: int = 0
     released: bool = False
     clock: Callable[[], float] = time.monotonic
+    make_folder: Callable[[Path], None] = lambda path: None
 
     def __post_init__(self) -> None:
         self._written_at = self.clock()
+        self._failed_at = -math.inf
 
     @property
     def path(self) -> Path:
@@ -179,8 +190,10 @@ class Lease:
 
     def is_due(self, value: dict[str, Any] | None = None) -> bool:
         """Return whether to renew now: the value is another, or a heartbeat is due. Asks no file system."""
-        changed = value is not None and value != self.value
-        return changed or self.clock() - self._written_at >= self.ttl_s / HEARTBEATS_PER_TTL
+        changed, now = value is not None and value != self.value, self.clock()
+        if now - self._failed_at < self.ttl_s / TRIES_PER_TTL:
+            return False
+        return changed or now - self._written_at >= self.ttl_s / HEARTBEATS_PER_TTL
 
     def check(self) -> None:
         """Raise Stale once a higher epoch exists."""
@@ -203,15 +216,19 @@ class Lease:
 
     def _write(self) -> None:
         self.counter += 1
+        self._failed_at = self.clock()
         # On a full disk the old content is overwritten: a process that waits for room keeps its lease.
         text = self.content()
         try:
+            _replace(self.path, text, durable=False)
+        except FileNotFoundError:  # the directory was removed
+            self.make_folder(self.path)
             _replace(self.path, text, durable=False)
         except OSError as error:
             if not is_full(error):
                 raise
             overwrite(self.path, text)
-        self._written_at = self.clock()
+        self._written_at, self._failed_at = self.clock(), -math.inf
 
 
 def _epochs(base: Path) -> list[int]:

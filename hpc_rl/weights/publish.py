@@ -31,7 +31,7 @@ from hpc_rl.weights import disk
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.1  # between two searches for a server while there is none
+RETRY_S, LONGEST_RETRY_S = 0.1, 2.0  # between two searches for a server while there is none
 RESUME_TIMEOUT_S = 5.0
 # states in which a server takes no updates; one that starts loads the newest weights
 BUSY = ("starting", "loading", "stale", "stopping")
@@ -73,7 +73,7 @@ class Publisher:
     ) -> Published:
         """Bring the weights at `path` into the servers; return once one has them, or `stopping` is set.
 
-        Raises RoleFailed if no server took them within setup_timeout_s.
+        Raises RoleFailed if no server took them within setup_timeout_s, or they are gone.
         """
         publishing = self._publish(str(version), path, stopping)
         work: Future[Published] = asyncio.run_coroutine_threadsafe(publishing, self._loop)
@@ -89,8 +89,10 @@ class Publisher:
     async def _publish(self, label: str, path: Path, stopping: threading.Event | None) -> Published:
         limit_s = self.update_timeout_s + disk.size_bytes(path) / SLOWEST_LOAD_BYTES_PER_S
         give_up_at = time.monotonic() + self.setup_timeout_s
-        waiting = False
+        waiting, pause_s = False, RETRY_S
         while True:
+            if not path.is_dir():
+                raise RoleFailed(f"weights {label} were removed from {path} before a server had them")
             targets = self._targets()
             update = partial(self._update, label=label, path=path, limit_s=limit_s)
             answers = await asyncio.gather(*(update(key, seen) for key, seen in targets.items()))
@@ -111,7 +113,8 @@ class Publisher:
             if not waiting:
                 logger.info("weights %s: waiting for a generation server (%s)", label, _problems(result))
             waiting = True
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
     def _targets(self) -> dict[str, LeaseView]:
         """Return live servers that take updates; those that failed before only if there is no other."""

@@ -21,6 +21,7 @@ SMALL = {
     "algorithms/kl.py": "an algorithm is one page",
     "app/server.py": "a process of its own",
     "app/submit_again.py": "a process of its own",
+    "private_files.py": "what trusts no other account stands alone",
     "checkpoint/lineage.py": "writes what records.py reads",
     "cli/env.py": "a command of its own",
     "cli/quickstart.py": "a command of its own",

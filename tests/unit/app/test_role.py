@@ -37,7 +37,7 @@ def test_a_full_disk_is_recorded_and_costs_no_retry(tmp_path: Path):
     trial.make_dirs()
     attempt = trial.attempt("7.0")
     attempt.make_dirs()
-    write_json(trial.secret, {"control": "one-token", "data": "another-token"})
+    write_json(trial.secret, {"control": "one-token", "data": "another-token"}, 0o600)
     write_json(trial.plan_json, toy_plan([UNIT], sys.executable).to_json())
     config = {
         "experiment_name": "e",

@@ -107,14 +107,14 @@ def test_gpus_are_asked_for_only_where_they_are_planned():
 
 
 def test_what_must_hold_within_is_in_the_environment_not_in_argv():
-    made = unit(*IMAGES, "launcher.trainer_env_vars={KEY: 'a b,$(id)=\"'}", role="trainer")
+    made = unit(*IMAGES, "launcher.trainer_env_vars={WORDS: 'a b,$(id)=\"'}", role="trainer")
     env = environ(made, ENV | common_env(made, "srun"))
     assert {name: value for name, value in env.items() if name.startswith("APPTAINER")} == {
         "APPTAINER_NO_EVAL": "1",
         "APPTAINERENV_HPC_RL_STEPS": "srun",
         "APPTAINERENV_HPC_RL_NUM_RANKS": "4",
         "APPTAINERENV_OMP_NUM_THREADS": "4",
-        "APPTAINERENV_KEY": 'a b,$(id)="',
+        "APPTAINERENV_WORDS": 'a b,$(id)="',
         "APPTAINERENV_PYTHONPATH": "/shared/runs/u/e/t/scripts/w.zip:/home/me/code",
         "APPTAINERENV_PYTHONNOUSERSITE": "1",
         "APPTAINERENV_PYTHONSAFEPATH": "1",

@@ -17,6 +17,8 @@ SUPERVISOR = """#!/bin/bash
 echo start >>"$HERE/starts"
 if [[ -e $HERE/waits ]]; then sleep 60 & touch "$HERE/waiting"; wait; fi
 code=$(head -n 1 "$HERE/code")
+number=$(wc -l <"$HERE/starts")
+if grep -qx "$number" "$HERE/progress" 2>/dev/null; then mkdir "$HERE/exp/one/recover/gen-0000000$number"; fi
 if [[ $code == KILL ]]; then kill -s KILL $$; fi
 exit "$code"
 """
@@ -81,9 +83,18 @@ def test_each_exit_code_is_followed_as_the_table_says(job, tmp_path, code):
     assert again or (last(tmp_path)["reason"], last(tmp_path)["cancelled"]) == (rule.reason, False)
 
 
-def test_a_killed_supervisor_is_started_again_a_few_times(job, tmp_path):
+@pytest.mark.parametrize(
+    ("progress", "num_starts"),
+    [([], 4), ([1], 4), ([2], 5), ([3, 6, 9], 12)],  # recover.retries is 3
+    ids=str,
+)
+def test_kills_of_the_supervisor_count_until_there_is_a_new_checkpoint(job, tmp_path, progress, num_starts):
     assert AFTER_SIGNAL.action is ScriptAction.RESTART_SUPERVISOR
-    assert job(code="KILL").wait(60) == 137 and starts(tmp_path) == 6
+    (tmp_path / "progress").write_text("".join(f"{start}\n" for start in progress))
+    (tmp_path / "exp" / "one" / "recover" / "gen-00000100").mkdir(
+        parents=True
+    )  # one of before counts as none
+    assert job(code="KILL").wait(60) == 137 and starts(tmp_path) == num_starts
     assert last(tmp_path)["reason"] == AFTER_SIGNAL.reason
 
 

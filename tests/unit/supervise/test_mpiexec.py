@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 from launch_lines import write_steps
 
+from hpc_rl.net import LOOPBACK
 from hpc_rl.plan.schema import MpiStart, Unit
 from hpc_rl.proc import is_alive
 from hpc_rl.records import ProcessRecord
 from hpc_rl.supervise import mpiexec, processes
-from hpc_rl.supervise.mpiexec import LOOPBACK, MpiexecHandle, MpiexecSteps
+from hpc_rl.supervise.mpiexec import MpiexecHandle, MpiexecSteps
 from hpc_rl.supervise.processes import ProcessSteps
 from hpc_rl.trial import Attempt, Trial, write_json
 
@@ -56,7 +57,7 @@ os._exit(75)
 def attempt(tmp_path) -> Attempt:
     attempt = Trial(tmp_path / "u" / "e" / "t").attempt("7.0")
     attempt.make_dirs()
-    write_json(attempt.trial.secret, {"control": "the token", "data": "another"})
+    write_json(attempt.trial.secret, {"control": "the token", "data": "another"}, 0o600)
     return attempt
 
 
