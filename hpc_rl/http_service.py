@@ -20,6 +20,7 @@ MAX_STRANGERS = 128  # open connections that have shown no token
 STRANGER_S = 20.0  # for which one of them stays open
 ACCEPTED_AT_ONCE = 32  # between two looks at the limits
 KERNEL_QUEUE = 4096  # connections that wait to be accepted
+MALFORMED = (web.RequestPayloadError, HttpProcessingError)
 TOKENS = web.AppKey("tokens", Tokens)
 
 
@@ -105,7 +106,7 @@ def access_of(request: web.Request) -> Access:
 async def _refuse_malformed(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         return await handler(request)
-    except (web.RequestPayloadError, HttpProcessingError) as error:
+    except MALFORMED as error:
         return web.Response(status=400, text=f"the request can't be read: {error}"[:200])
     except ConnectionResetError:
         if request.transport is not None and not request.transport.is_closing():
@@ -115,4 +116,4 @@ async def _refuse_malformed(request: web.Request, handler: Handler) -> web.Strea
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
     """Return whether to log it: any client can send what is not HTTP, and as often as it likes."""
-    return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
+    return not (record.exc_info and isinstance(record.exc_info[1], MALFORMED))

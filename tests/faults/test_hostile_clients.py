@@ -4,7 +4,9 @@ whatever they send, nothing ends, nothing is let in, and the trainer makes its s
 
 import asyncio
 import contextlib
+import os
 import resource
+import shutil
 import socket
 import urllib.request
 from collections import Counter
@@ -126,4 +128,21 @@ def test_a_flood_of_connections_takes_no_files_from_a_role(target):
         assert target.health() == {"rollout": 200, "server": 200}
         target.check_unharmed()
         for pid in target.pids.values():
-            assert len(list(__import__("pathlib").Path(f"/proc/{pid}/fd").iterdir())) < FILES / 2
+            assert len(os.listdir(f"/proc/{pid}/fd")) < FILES / 2
+
+
+def test_removed_names_and_weights_are_made_again(target):
+    one, trial = target.one, target.trial
+    shutil.rmtree(trial.names)
+    enough = one.num_rows() + 2
+    one.until(
+        lambda: (one.num_rows() >= enough and len(list(trial.names.rglob("*.epoch-*"))) >= 3) or one.over, 90
+    )
+    shutil.rmtree(trial.weights)
+    enough = one.num_rows() + 2
+    one.until(lambda: (one.num_rows() >= enough and trial.current_weights.exists()) or one.over, 90)
+    assert not one.over
+    for path in trial.attempts.glob("*/logs/*.log"):
+        lines = path.read_text(errors="replace").splitlines()
+        repeated = Counter(line[20:] for line in lines if "WARNING" in line or "ERROR" in line)
+        assert not [line for line, count in repeated.most_common(3) if count > 40], repeated.most_common(3)
