@@ -1,12 +1,38 @@
-"""Logging with role, rank and host in every line, and without the tokens of the trial."""
+"""Logging with role, rank and host in every line, and without the tokens of the trial.
+
+And text of user code and of others, made safe to show.
+"""
 
 import logging
 import socket
 import sys
+import unicodedata
+
+# control characters, halves of surrogate pairs, ends of lines and paragraphs; what reverses the order of text
+_UNSAFE = ("Cc", "Cs", "Zl", "Zp")
+_REVERSING = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
+
+
+def printable(text: str) -> str:
+    """Return `text` with what drives a terminal escaped; line feeds and tabs are kept.
+
+    Reasons, names and logs come from user code and from files.
+    """
+    if text.isascii() and text.replace("\n", "").replace("\t", "").isprintable():
+        return text
+    return "".join(
+        char.encode("unicode_escape").decode()
+        if char not in "\n\t" and (unicodedata.category(char) in _UNSAFE or char in _REVERSING)
+        else char
+        for char in text
+    )
 
 
 class _Redacting(logging.Formatter):
-    """Formatter that replaces secrets in the whole text of a record, tracebacks included."""
+    """Formatter that replaces secrets in the whole text of a record, tracebacks included.
+
+    A line feed in a message begins no line that looks like another record.
+    """
 
     def __init__(self, layout: str, secrets: list[str]) -> None:
         super().__init__(layout)
@@ -16,7 +42,7 @@ class _Redacting(logging.Formatter):
         text = super().format(record)
         for secret in self._secrets:
             text = text.replace(secret, "***")
-        return text
+        return printable(text).replace("\n", "\n    ")
 
 
 def setup(role: str, rank: int | str = 0, secrets: list[str] | None = None) -> None:

@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Collection
 from types import ModuleType
+from typing import Any, TextIO, cast
 
 from jsonargparse import ArgumentError
 
@@ -15,6 +16,7 @@ from hpc_rl import __version__
 from hpc_rl.cli import options
 from hpc_rl.cli.options import CommandParser
 from hpc_rl.errors import ExitCode, HpcRlError
+from hpc_rl.log import printable
 
 COMMANDS = {  # name -> (module, one line of help)
     "quickstart": ("quickstart", "make a toy model and task, train it here, show what it learnt"),
@@ -55,8 +57,30 @@ EPILOG = """`hpc-rl <command> --help` shows its options; `hpc-rl --version` the 
 <trial> is a path, experiment/trial, or a trial name that only one trial has."""
 
 
+class PrintableStream:
+    """A stream of text that escapes control characters: names, values and reasons come from anywhere."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self.stream.write(printable(text))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line and return its exit code."""
+    """Run one command line and return its exit code; what it prints has no control characters."""
+    outputs = sys.stdout, sys.stderr
+    try:
+        sys.stdout, sys.stderr = (one and cast(TextIO, PrintableStream(one)) for one in outputs)
+        return _main(argv)
+    finally:
+        sys.stdout, sys.stderr = outputs
+
+
+def _main(argv: list[str] | None) -> int:
     try:
         try:
             return _command(sys.argv[1:] if argv is None else argv)

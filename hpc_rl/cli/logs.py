@@ -14,7 +14,7 @@ from hpc_rl.errors import ConfigError, TrialStateError
 from hpc_rl.files import Tail, last_lines
 from hpc_rl.records import successors
 from hpc_rl.status.attempts import log_files
-from hpc_rl.status.formatting import format_time, printable
+from hpc_rl.status.formatting import format_time
 from hpc_rl.status.scheduler_view import TrialWatch, current_status
 from hpc_rl.status.trial_status import TrialStatus, read_status
 from hpc_rl.submit import trial_index
@@ -87,13 +87,13 @@ def run(args: Namespace) -> int:
         print_result(args.json, rows, [f"in {trial.dir}", *lines])
         return 0
     if not found:
-        print(printable(_nothing_yet(trial)))
+        print(_nothing_yet(trial))
         return 0
     chosen = choose(trial, found, args)
     for number, log in enumerate(chosen):
         if len(chosen) > 1:
             print(f"{chr(10) if number else ''}==> {log.title(trial)} <==")
-        print(printable("\n".join(last_lines(log.path, args.lines) or ["(empty)"])))
+        print("\n".join(last_lines(log.path, args.lines) or ["(empty)"]))
     return 0
 
 
@@ -202,7 +202,7 @@ def _follow(trial: Trial, args: Namespace) -> int:
             chosen = []
             waiting = str(nothing) if not tails else ""
             if waiting and waiting != reported:
-                print(printable(f"hpc-rl: waiting: {waiting}"), file=sys.stderr)
+                print(f"hpc-rl: waiting: {waiting}", file=sys.stderr)
                 reported = waiting
         newer = bool(tails)  # what appears later is shown from its beginning
         for log in chosen:
@@ -212,7 +212,7 @@ def _follow(trial: Trial, args: Namespace) -> int:
                 print(f"==> {log.title(trial)} <==")
                 shown = log.path
             for line in lines:
-                print(printable(line))
+                print(line)
         sys.stdout.flush()
         if status.over:
             return 0

@@ -14,7 +14,6 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
 from hpc_rl.records import read_lineages
 from hpc_rl.schedulers import pick, slurm
-from hpc_rl.status.formatting import printable
 from hpc_rl.submit import submission, trial_index
 from hpc_rl.submit.first_start import FirstStart, Recovery
 from hpc_rl.submit.lock import check_unlocked
@@ -109,7 +108,7 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -
     lines += [unread_line(trial, start)] if unread else []
     lines += submit.new_batches_lines(batches) if new_batches else []
     lines += submit.changed_lines(start.changes)
-    print_result(args.json, asdict(decision) | facts, map(printable, lines))
+    print_result(args.json, asdict(decision) | facts, lines)
     return ExitCode(decision.exit_code)
 
 

@@ -16,7 +16,7 @@ from hpc_rl.records import LineageRecord, TrialState
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.status import formatting
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
-from hpc_rl.status.formatting import format_duration, format_number, format_time, one_line, printable
+from hpc_rl.status.formatting import format_duration, format_number, format_time, one_line
 from hpc_rl.status.rollout_report import environment_lines, problems, summary
 from hpc_rl.status.scheduler_view import query
 from hpc_rl.status.trial_status import TrialStatus, read_status
@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
         asked = {"scheduler_error": answer.complaint, "scheduler_asked_at": answer.asked_at or None}
         print_json(status.to_json() | asked | {"fruitless_starts": [asdict(one) for one in past]})
         return 0
-    print(printable("\n".join(text(status, None if args.all else SHOWN_ATTEMPTS, past))))
+    print("\n".join(text(status, None if args.all else SHOWN_ATTEMPTS, past)))
     if answer.complaint:
         source = f"its answer of {format_duration(answer.age_s)} ago" if answer.asked_at else "files only"
         _warn(f"could not query the scheduler; showing data from {source}: {answer.complaint}")
@@ -84,7 +84,7 @@ def run(args: Namespace) -> int:
 
 
 def _warn(line: str) -> None:
-    print(printable(f"hpc-rl: {line}"), file=sys.stderr)
+    print(f"hpc-rl: {line}", file=sys.stderr)
 
 
 def follow(trial: Trial) -> int:

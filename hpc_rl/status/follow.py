@@ -17,9 +17,10 @@ from rich.text import Text
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.files import last_lines
+from hpc_rl.log import printable
 from hpc_rl.records import TrialState
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
-from hpc_rl.status.formatting import exit_text, format_duration, format_number, format_rate, printable
+from hpc_rl.status.formatting import exit_text, format_duration, format_number, format_rate
 from hpc_rl.status.rollout_report import problems
 from hpc_rl.status.scheduler_view import TrialWatch
 from hpc_rl.status.trial_status import TrialStatus
@@ -33,7 +34,8 @@ EXPECTED_CODES = {0, ExitCode.STOPPED, ExitCode.KILLED_BY_SYSTEM, -15, None}  # 
 
 def follow(trial: Trial, tick_s: float = TICK_S) -> int:
     """Show the trial until it is over; return its exit code."""
-    console = Console(highlight=False, soft_wrap=True)
+    # what it is given is printable, and it moves the cursor by control characters
+    console = Console(file=getattr(sys.stdout, "stream", None), highlight=False, soft_wrap=True)
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     watch, reporter = TrialWatch(trial), ChangeReporter()
     shown_step, shown_at = -1, float("-inf")  # the last progress line
@@ -52,7 +54,7 @@ def follow(trial: Trial, tick_s: float = TICK_S) -> int:
                 break
             time.sleep(tick_s)
     for line in final_lines(status):
-        print(printable(line))
+        print(line)
     sys.stdout.flush()
     return exit_code(status)
 

@@ -6,8 +6,9 @@ import shlex
 import shutil
 import sys
 import time
-import unicodedata
 from pathlib import Path
+
+from hpc_rl.log import printable
 
 
 def format_duration(seconds: float) -> str:
@@ -60,17 +61,6 @@ def exit_text(code: int | None, reason: str) -> str:
     if code < 0 or 128 < code < 160:
         return f"killed by signal {-code if code < 0 else code - 128}"
     return f"exit code {code}"
-
-
-def printable(text: str) -> str:
-    """Return `text` with control characters escaped, line feeds and tabs excepted.
-
-    Reasons and logs come from user code, which must not be able to drive the terminal.
-    """
-    return "".join(
-        char if char in "\n\t" or unicodedata.category(char) != "Cc" else f"\\x{ord(char):02x}"
-        for char in text
-    )
 
 
 def one_line(text: str) -> str:

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import unicodedata
 from pathlib import Path
 
 import pytest
@@ -396,3 +397,25 @@ def test_quickstart_does_not_replace_what_is_not_its_own(shell):
         (73, shell.here / "grpo.yaml" / "below", "--dir"),
     ):
         assert words in shell.refused(code, "quickstart", "--dir", folder, process=True)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["experiment_name=\x1b[31mred"],
+        ["actor.path=/no/\x1b[2Jmodel"],
+        ["launcher.slurm.partition=\x1b]0;title\x07"],
+        ["launcher.modules=['\x9b31m']"],
+        ["launcher.env={A: \x1b[31m}", "total_train_steps=\x07"],
+        ["\x1b[31m=5"],
+        ["--\x1b[31m", "5"],
+        ["rollout.reward_fn=\x1b[31m:x"],
+        ["stats_logger.wandb.mode=\x1b[31m"],
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("command", [("submit", "--dry_run"), ("render",), ("config", "show")], ids=" ".join)
+def test_no_control_character_of_a_value_reaches_the_terminal(shell, command, words):
+    done = shell.call(*command, "--config", "grpo.yaml", *words)
+    shown = (done.stdout + done.stderr).replace("\n", "").replace("\t", "")
+    assert not [char for char in shown if unicodedata.category(char) == "Cc"], repr(shown)

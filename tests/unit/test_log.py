@@ -27,3 +27,15 @@ def test_tokens_are_in_no_message_argument_or_traceback(capsys):
     assert "s3cret" not in said
     assert said.count("***") == 4  # message, argument, the line of code, the exception
     assert " server 0/1 " in said.splitlines()[0] and "Traceback" in said
+
+
+def test_a_message_can_neither_forge_a_record_nor_drive_a_terminal(capsys):
+    log.setup("rollout", 0, ["one-secret"])
+    forged = "2026-01-01 00:00:00,000 trainer 0 host ERROR all is lost"
+    logging.getLogger("x").warning("reward: %s", f"\x1b[31mred\x07\r\n{forged}\n\x9b2J one-secret\u202e")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if not line.startswith("    ")] == lines[:1]
+    assert forged in lines[1] and "***" in lines[2]
+    assert not [char for line in lines for char in line if not char.isprintable()]
+    logging.getLogger("x").warning("half a pair: %s", "\ud800")
+    assert capsys.readouterr().err.endswith("\\ud800\n")
