@@ -4,26 +4,27 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, Seconds, columns, print_result
-from hpc_rl.cli.submit import plan_of
-from hpc_rl.config.loading.load import Loaded, load
-from hpc_rl.config.rules.check import check
+from hpc_rl.cli.submit import Planned, plan_of
+from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.slurm_rules import DERIVED
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.doctor import job_probe
 from hpc_rl.doctor.filesystem import check_directory
-from hpc_rl.doctor.finding import Finding, Requirements, Status, run_checks
+from hpc_rl.doctor.finding import Finding, Requirements, Status, Verdict, fail, judge, run_checks
 from hpc_rl.doctor.machine import MACHINE_CHECKS
 from hpc_rl.doctor.node import NodeReport
-from hpc_rl.doctor.slurm_checks import check_slurm
+from hpc_rl.doctor.slurm_checks import check_capacity, check_slurm
 from hpc_rl.errors import ConfigError, HpcRlError
 from hpc_rl.plan.schema import Group
 from hpc_rl.render.slurm_options import directives
 from hpc_rl.schedulers import pick
+from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.submit.preflight import quick_check
 
 FAILED = 1  # exit code where a check failed
 WHERE_WIDTH = 24  # of a column, in characters
@@ -35,9 +36,9 @@ where something did."""
 
 
 def run(args: Namespace) -> int:
-    needs, options, findings = requirements_of(args)
+    needs, options, findings, planned = requirements_of(args)
     is_inside = "SLURM_JOB_ID" in os.environ
-    findings += check_here(needs, is_inside)
+    findings += check_here(needs, is_inside, planned)
     if args.allocation or is_inside:
         findings += check_allocation(needs, options, args.wait_s)
     failed = any(finding.status is Status.FAIL for finding in findings)
@@ -62,12 +63,18 @@ def parser() -> CommandParser:
     return made
 
 
-def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig, list[Finding]]:
-    """Return what a machine must have, and which files the configuration lacks. Raises ConfigError."""
+def requirements_of(
+    args: Namespace,
+) -> tuple[Requirements, SlurmLauncherConfig, list[Finding], Planned | None]:
+    """Return what a machine must have, options of the job, what `submit` refuses, and the plan of a trial.
+
+    Raises ConfigError for a configuration that can't be planned at all.
+    """
     if args.overrides and not args.config:
         first = args.overrides[0]
         raise ConfigError(f"{first!r}: configuration overrides require --config FILE (see --help).")
-    typed = args.overrides if args.config else ANY_TRIAL
+    typed = list(args.overrides if args.config else ANY_TRIAL)
+    typed += [f"launcher.slurm.partition={args.partition}"] if args.partition else []
     loaded = load(args.config, typed, presets=args.preset, cluster=args.cluster, environ=os.environ)
     config, options = loaded.config, loaded.config.launcher.slurm
     on_slurm = pick(config.launcher.type) == "slurm"
@@ -80,26 +87,27 @@ def requirements_of(args: Namespace) -> tuple[Requirements, SlurmLauncherConfig,
         interface=config.cluster.interface,
     )
     findings: list[Finding] = []
+    planned = None
     if args.config:
-        needs = _with_plan(needs, loaded)
         try:
-            check(loaded)
+            planned = plan_of(loaded)
         except ConfigError as error:
+            planned = plan_of(loaded, files=False)
             fix = "correct the option, or stage the file."
             findings = [Finding("configuration", Status.FAIL, str(error), fix)]
+        needs = _with_plan(needs, planned)
     if args.nodes == 0:
         raise ConfigError("--nodes must be at least 1.")
     needs = replace(
         needs,
         num_nodes=args.nodes or needs.num_nodes,
         fileroot=os.path.abspath(os.path.expanduser(args.fileroot or needs.fileroot)),
-        partition=args.partition or needs.partition,
     )
-    return needs, replace(options, partition=needs.partition or None), findings
+    return needs, replace(options, partition=needs.partition or None), findings, planned
 
 
-def _with_plan(needs: Requirements, loaded: Loaded) -> Requirements:
-    plan = plan_of(loaded, files=False).plan
+def _with_plan(needs: Requirements, planned: Planned) -> Requirements:
+    plan, launcher = planned.plan, planned.loaded.config.launcher
     mpi = next((unit.mpi for unit in plan.units if unit.mpi), None)
     return replace(
         needs,
@@ -108,7 +116,8 @@ def _with_plan(needs: Requirements, loaded: Loaded) -> Requirements:
         gpus=plan.n_gpus_per_node if any(unit.gpus_per_task for unit in plan.units) else 0,
         mem_mb=plan.mem_mb_per_node,
         python=plan.python,
-        server_python=loaded.config.launcher.inference_server_python or plan.python,
+        server_python=launcher.inference_server_python or plan.python,
+        modules=tuple(launcher.modules),
         servers=tuple(pool.backend for pool in plan.pools),
         megatron="megatron" in plan.allocation,
         mpi=mpi is not None,
@@ -116,17 +125,32 @@ def _with_plan(needs: Requirements, loaded: Loaded) -> Requirements:
     )
 
 
-def check_here(needs: Requirements, is_inside: bool) -> list[Finding]:
-    """Check this machine, the directory of the trials and Slurm."""
+def check_here(needs: Requirements, is_inside: bool, planned: Planned | None = None) -> list[Finding]:
+    """Check this machine, the directory of the trials and Slurm; a request as `submit` does."""
     # A login node need not have what the trial asks of a node, nor an address that nodes reach.
     is_login = needs.on_slurm and not is_inside
-    own = replace(needs, cpus=0, gpus=0, mem_mb=0, num_nodes=1, interface="") if is_login else needs
+    own = replace(needs, cpus=0, gpus=0, mem_mb=0, num_nodes=1, is_login=True) if is_login else needs
     findings = run_checks(MACHINE_CHECKS, own)
     findings += check_directory(Path(needs.fileroot), needs.on_slurm)
     if needs.on_slurm or pick("auto") == "slurm":
-        findings += check_slurm(needs)
+        findings += check_slurm(needs, capacity_of(planned) if planned and needs.on_slurm else check_capacity)
     host = socket.gethostname()
     return [replace(finding, where=host) for finding in findings]
+
+
+def capacity_of(planned: Planned) -> Callable[[Requirements], Verdict]:
+    """Return the check that a planned request passes as it does in `submit`."""
+
+    def check_capacity(_needs: Requirements) -> Verdict:
+        try:
+            said = quick_check(planned.loaded.config, planned.plan, SlurmScheduler())
+        except ConfigError as error:
+            return fail(str(error), "change the request; what would fit is named.")
+        found = f"{said.plan.cpus_per_node} CPUs per node; the request fits"
+        fix = "see whether it starts; `hpc-rl render --check` asks Slurm."
+        return judge("; ".join(said.notes) or found, fix, warn=bool(said.notes))
+
+    return check_capacity
 
 
 def check_allocation(needs: Requirements, options: SlurmLauncherConfig, wait_s: float) -> list[Finding]:

@@ -138,6 +138,7 @@ def plan_of(loaded: Loaded, files: bool = True, count_rows: bool = False) -> Pla
     if files:
         preflight.refuse_missing_engine(plan)
         checked = preflight.with_mpi(preflight.with_attention(checked, plan), plan, scheduler)
+        checked = preflight.with_machine(checked, plan, scheduler)
         config = checked.config
     known = needs.known_models(config)
     estimated = needs.needs_of(config, plan, known, scheduler, count_rows)

@@ -56,6 +56,7 @@ class Requirements:
     """What a trial asks of a machine. Zeros and empty texts ask for nothing."""
 
     on_slurm: bool = False
+    is_login: bool = False  # the trial runs on other machines than this one
     num_nodes: int = 1
     cpus: int = 1  # of the fullest node
     gpus: int = 0  # of a node
@@ -69,6 +70,7 @@ class Requirements:
     mpiexec: str = ""  # program that starts them; empty for srun
     partition: str = ""
     interface: str = ""
+    modules: tuple[str, ...] = ()
 
 
 def finding_of(check: Callable[[Subject], Verdict], subject: Subject) -> Finding:

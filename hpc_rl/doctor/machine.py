@@ -14,6 +14,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import NamedTuple
 
 from hpc_rl import net
 from hpc_rl.config.tables import sglang_versions, vllm_versions
@@ -35,6 +36,58 @@ found = list(importlib.metadata.distributions())[::-1]  # of two of one name, Py
 print(json.dumps({f"{one.name}".lower(): one.version for one in found}))
 """
 
+# As templates/site.sh.j2 finds the command.
+MODULES_PROGRAM = """
+if ! type module >/dev/null 2>&1; then
+  for file in /etc/profile.d/{modules,lmod,z00_lmod}.sh; do
+    if [[ -r $file ]]; then source "$file" && break; fi
+  done
+fi
+type module >/dev/null 2>&1 || exit 3
+for one; do module load "$one" >/dev/null 2>&1 || printf '%s\\n' "$one"; done
+"""
+
+
+class Problem(NamedTuple):
+    """What is wrong with a setting here, empty for nothing, and whether it is wrong on the nodes as well."""
+
+    text: str = ""
+    is_certain: bool = True
+
+
+def program_problem(option: str, program: str) -> Problem:
+    """Return why a program can't be run here; nodes may have another disk, or get it by a module."""
+    if shutil.which(program):
+        return Problem()
+    found_nowhere = os.path.isabs(program) and os.path.isdir(os.path.dirname(program))
+    return Problem(f"{option} {program} is not a program that can be run here", found_nowhere)
+
+
+@cache
+def modules_problem(modules: tuple[str, ...]) -> Problem:
+    """Return which modules can't be loaded here."""
+    if not modules:
+        return Problem()
+    argv = ["bash", "-c", MODULES_PROGRAM, "modules", *modules]
+    try:
+        done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return Problem(f"launcher.modules can't be tried: {error}", False)
+    if done.returncode == 3:
+        return Problem("launcher.modules: there is no command `module` here", False)
+    missing = done.stdout.split()
+    return Problem(f"launcher.modules: `module load {missing[0]}` fails here" if missing else "")
+
+
+def interface_problem(interface: str, is_login: bool) -> Problem:
+    """Return why a configured interface can't be used here."""
+    try:
+        if interface:
+            net.published_address(1, interface)
+    except ConfigError as error:
+        return Problem(str(error), not is_login)
+    return Problem()
+
 
 def check_python(needs: Requirements) -> Verdict:
     fix = f"use Python {_dots(MIN_PYTHON)} or newer; launcher.python is that of jobs."
@@ -42,9 +95,13 @@ def check_python(needs: Requirements) -> Verdict:
 
 
 def check_torch(needs: Requirements) -> Verdict:
+    fix = "set launcher.python to the interpreter that has torch."
+    problem = program_problem("launcher.python", needs.python or sys.executable)
+    if problem.text:
+        return _verdict_on(problem, fix)
     found = versions(needs.python or sys.executable)
     if isinstance(found, str):
-        return fail(found, "set launcher.python to the interpreter that has torch.")
+        return fail(found, fix)
     fix = f"`pip install 'torch>={_dots(MIN_TORCH)}' transformers safetensors` into launcher.python."
     if missing := [name for name in ("torch", "transformers", "safetensors") if not found.get(name)]:
         return fail(f"missing in the trainer's Python: {', '.join(missing)}", fix)
@@ -77,6 +134,10 @@ def check_vllm(needs: Requirements) -> Verdict:
 
 def _check_servers(library: str, known: Collection[str], needs: Requirements) -> Verdict:
     python = needs.server_python or needs.python
+    if python and library in needs.servers:
+        problem = program_problem("launcher.inference_server_python", python)
+        if problem.text:
+            return _verdict_on(problem, "install it there, or correct the path.")
     version = version_of(library, python)
     if not version and library in needs.servers:
         found = versions(python or sys.executable)
@@ -226,8 +287,27 @@ def check_ports(needs: Requirements) -> Verdict:
     return judge(f"bound {port}; {low} to {high} are assigned", fix, warn=high - low < 5000)
 
 
+def check_modules(needs: Requirements) -> Verdict:
+    problem = modules_problem(needs.modules)
+    if problem.text:
+        return _verdict_on(
+            problem, "correct launcher.modules; what only the nodes have goes into launcher.setup."
+        )
+    return ok(", ".join(needs.modules) or "none asked for")
+
+
+def _verdict_on(problem: Problem, fix: str) -> Verdict:
+    """Return the verdict on a problem: what nodes may have, though this machine has it not, is a warning."""
+    if problem.is_certain:
+        return fail(problem.text, fix)
+    return warn(problem.text, f"the nodes must have it; else {fix}")
+
+
 def check_address(needs: Requirements) -> Verdict:
     fix = "set cluster.interface (or HPC_RL_INTERFACE in the job) to the one that leads to the other nodes."
+    if needs.is_login:  # which need not have an address that nodes reach
+        problem = interface_problem(needs.interface, needs.is_login)
+        return _verdict_on(problem, fix) if problem.text else ok("the nodes choose their own")
     try:
         return ok(f"peers reach {address_for(needs)}")
     except ConfigError as error:
@@ -304,7 +384,7 @@ MACHINE_CHECKS = (
     check_python, check_torch, check_sglang, check_vllm, check_megatron, check_mpi, check_cpus, check_gpus,
     check_memory,
     check_shared_memory, check_temporary, check_open_files, check_processes, check_locked_memory,
-    check_ports, check_address, check_host_name, check_proxy, check_leftovers,
+    check_ports, check_modules, check_address, check_host_name, check_proxy, check_leftovers,
 )  # fmt: skip
 
 

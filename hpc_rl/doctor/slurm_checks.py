@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from collections.abc import Callable
 
 from hpc_rl.doctor.finding import SLURM_FIX, Finding, Requirements, Verdict, fail, judge, ok, run_checks, warn
 from hpc_rl.schedulers import sinfo, slurm
@@ -71,10 +72,16 @@ def check_capacity(needs: Requirements) -> Verdict:
     return judge(found, fix, fail=any(limit.certain for limit in limits), warn=True)
 
 
-SLURM_CHECKS = (check_slurm_version, check_slurm_controller, check_slurm_accounting, check_capacity)
+SLURM_CHECKS = (check_slurm_version, check_slurm_controller, check_slurm_accounting)
 
 
-def check_slurm(needs: Requirements) -> list[Finding]:
-    """Return the findings about Slurm; only the first one where there is none."""
+def check_slurm(
+    needs: Requirements, capacity: Callable[[Requirements], Verdict] = check_capacity
+) -> list[Finding]:
+    """Return the findings about Slurm; only the first one where there is none.
+
+    `capacity` judges the request of a trial.
+    """
     can_ask = shutil.which("sinfo") is not None and shutil.which("scontrol") is not None
-    return run_checks((check_slurm_programs, *(SLURM_CHECKS if can_ask else ())), needs)
+    checks = (check_slurm_programs, *((*SLURM_CHECKS, capacity) if can_ask else ()))
+    return run_checks(checks, needs)

@@ -107,6 +107,28 @@ def with_mpi(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
     return replace(loaded, notes=[*loaded.notes, f"{seen.problem}; the nodes must have it (site.sh)."])
 
 
+def with_machine(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
+    """Return the configuration with notes on what this machine lacks and the nodes may have.
+
+    Raises ConfigError for what they lack as well: an interpreter, a module, a network interface.
+    """
+    config = loaded.config
+    launcher = config.launcher
+    problems = [machine.modules_problem(tuple(launcher.modules))]
+    problems.append(machine.interface_problem(config.cluster.interface, scheduler == "slurm"))
+    pythons = {}
+    if not all(unit.container for unit in plan.units):
+        pythons["launcher.python"] = launcher.python
+    if any(unit.role == "server" and not unit.container for unit in plan.units):
+        pythons["launcher.inference_server_python"] = launcher.inference_server_python
+    problems += [machine.program_problem(name, python) for name, python in pythons.items() if python]
+    refusals = [one.text for one in problems if one.text and one.is_certain]
+    if refusals:
+        raise ConfigError("\n".join(refusals))
+    notes = [f"{one.text}; the nodes must have it." for one in problems if one.text]
+    return replace(loaded, notes=[*loaded.notes, *notes])
+
+
 def _start(trainer: Unit) -> str:
     return "mpiexec" if trainer.by_mpiexec else "srun with launcher.slurm.srun_mpi"
 

@@ -74,7 +74,7 @@ def test_the_profile_of_a_cluster_is_examined(tmp_path, monkeypatch):
     (tmp_path / "cluster" / "big.yaml").write_text(
         "cluster: {fileroot: /shared/big}\nlauncher: {type: slurm, slurm: {partition: gpu, account: lab}}\n"
     )
-    wanted, options, findings = requirements_of(parsed("--cluster", "big"))
+    wanted, options, findings, _ = requirements_of(parsed("--cluster", "big"))
     assert (wanted.fileroot, wanted.partition, wanted.on_slurm) == ("/shared/big", "gpu", True)
     assert options.account == "lab" and not findings
     (tmp_path / "a.yaml").write_text(

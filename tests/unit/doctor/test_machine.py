@@ -15,7 +15,7 @@ import pytest
 from hpc_rl import net
 from hpc_rl.doctor import machine
 from hpc_rl.doctor.finding import Requirements, Status, run_checks
-from hpc_rl.doctor.machine import MACHINE_CHECKS, LeftoverProcess, cgroup_memory, leftovers, versions
+from hpc_rl.doctor.machine import MACHINE_CHECKS, LeftoverProcess, Problem, cgroup_memory, leftovers, versions
 from hpc_rl.doctor.mpi_check import MpiLook
 from hpc_rl.errors import ConfigError
 
@@ -39,6 +39,7 @@ def good(monkeypatch):
             "python": (3, 12, 1), "libraries": LIBRARIES, "cpus": 64, "gpus": 8, "cgroup": None, "shm": 64 * GB,
             "tmp": 100 * GB, "nofile": (1024, 65536), "nproc": (FREE, FREE), "memlock": (65536, FREE), "bind_error": None,
             "mpi": MpiLook(found="mpiexec of MPICH"), "ports": "32768 60999", "address": "10.0.0.1", "resolves": True, "proxy": "", "leftovers": [],
+            "modules": Problem(),
         } | wrong  # fmt: skip
         limits = {
             resource.RLIMIT_NOFILE: facts["nofile"],
@@ -79,6 +80,7 @@ def good(monkeypatch):
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("http_proxy", facts["proxy"])
+        monkeypatch.setattr(machine, "modules_problem", lambda modules: facts["modules"])
         monkeypatch.setattr(machine, "leftovers", lambda: facts["leftovers"])
 
     return make
@@ -105,6 +107,8 @@ WRONG = [  # check, what is wrong, how severe, tokens of the finding and of the 
     ("ports", {"bind_error": PermissionError(1, "Operation not permitted")}, "fail", "not permitted", "sockets"),
     ("ports", {"ports": "60000 60999"}, "warn", "60000", "ip_local_port_range"),
     ("address", {"address": ConfigError("no route; this host has lo (127.0.0.1)")}, "fail", "127.0.0.1", "interface"),
+    ("modules", {"modules": Problem("`module load nope` fails here")}, "fail", "nope", "launcher.modules"),
+    ("modules", {"modules": Problem("there is no command `module` here", False)}, "warn", "module", "the nodes must have it"),
     ("host name", {"resolves": False}, "warn", socket.gethostname(), "DNS"),
     ("proxy", {"proxy": "http://proxy:3128"}, "warn", "http_proxy", "no_proxy"),
     ("leftovers", {"leftovers": [LeftoverProcess(4711, "python -m hpc_rl.app.server", "12")]}, "warn",

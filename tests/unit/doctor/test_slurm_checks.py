@@ -55,7 +55,7 @@ def test_all_is_well_with_a_good_cluster(programs):
     findings = check_slurm(NEEDS)
     assert {finding.status for finding in findings} == {Status.OK}, findings
     assert {name for name, *_ in WRONG} | {"slurm programs"} == {finding.check for finding in findings}
-    assert len(findings) == len(SLURM_CHECKS) + 1
+    assert len(findings) == len(SLURM_CHECKS) + 2
 
 
 @pytest.mark.parametrize(("name", "texts", "asked", "status", "found", "fix"), WRONG)
