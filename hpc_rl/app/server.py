@@ -1,6 +1,7 @@
 """The server role: one replica of a pool, on the backend that the plan names for it."""
 
 import asyncio
+import socket
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
@@ -11,6 +12,7 @@ from hpc_rl.allocation import SERVER_BACKENDS
 from hpc_rl.app import role
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.errors import ConfigError
 from hpc_rl.name_resolve import open_names
 from hpc_rl.node_copies import NodeCopies
 from hpc_rl.servers.base import Answer, Backend, ReplicaPlace
@@ -66,6 +68,10 @@ def body(context: role.Context) -> int:
     backend: Any = getattr(import_module(module), cls).create(own, place)
     wait = own.actor.init_from_scratch and not backend.makes_initial_weights
     base_path = "" if wait else str(Path(own.actor.path).expanduser().absolute())
+    if base_path and not Path(base_path).is_dir():
+        raise ConfigError(
+            f"{base_path} is not on node {socket.gethostname()}, where server {unit.index} runs"
+        )
     if context.copies.folder:
         beside = [one for one in context.plan.units if one.role == "server" and one.nodes == unit.nodes]
         backend = LocalBackend(backend, context.copies, base_path, len(beside) > 1 and not frozen)

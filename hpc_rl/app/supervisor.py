@@ -3,6 +3,7 @@
 import argparse
 import logging
 import os
+import socket
 import sys
 import time
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from hpc_rl import log
 from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.rules.file_rules import check_on_node
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.files import Room
@@ -51,6 +53,7 @@ def main() -> int:
             )
         plan = Plan.from_json(plan_data)
         config = from_dict(config_data)
+        check_on_node(config, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
         _wait_for_room(attempt)
         if attempt.is_server_task:
             return _run_servers(attempt, plan, config, args.steps)

@@ -1,10 +1,11 @@
 """A trial with `cluster.local_dir`: its replicas read each checkpoint once from the shared disk."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from toy_trials import hpc_rl, logs_of, make_quickstart, trial_of
+from toy_trials import hpc_rl, logs_of, make_quickstart, status, trial_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
 
@@ -50,3 +51,15 @@ def test_ranks_of_a_node_encode_a_dataset_once(tmp_path):
         losses.append(re.findall(r'"loss": ([^,]+)', (attempt / "metrics.0.jsonl").read_text()))
     assert losses[0] == losses[1] and len(losses[0]) == 2
     assert list(disk.iterdir()) == []
+
+
+def test_data_that_a_node_lacks_ends_the_job_at_once(tmp_path):
+    make_quickstart(tmp_path)
+    options = ["experiment_name=sums", "trial_name=lacks", "launcher.type=local"]
+    hpc_rl("render", "--config", CONFIGS / "grpo.yaml", *options, cwd=tmp_path)
+    (tmp_path / "quickstart" / "task" / "train.jsonl").unlink()
+    script = trial_of(tmp_path, "lacks").scripts / "local.sh"
+    done = subprocess.run(["bash", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 78, done.stdout + done.stderr
+    found = status(tmp_path, str(trial_of(tmp_path, "lacks").dir))
+    assert found["state"] == "failed" and "train_dataset.path" in found["reason"]

@@ -4,6 +4,7 @@ The image of a role is decided here, for the rules and the plan; plan/containers
 """
 
 import re
+import shutil
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
@@ -152,7 +153,7 @@ def image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
     kind = "a .sqsh file" if pyxis else "a .sif file or the directory of an unpacked image"
     for name in OPTION.values():
         image = getattr(slurm, name)
-        if not image or image == "none" or not _is_visible(image):
+        if not image or image == "none" or is_trusted(config, image):
             continue
         if not Path(image).exists():
             yield f"launcher.slurm.{name} {image} does not exist; it must be {kind} that all nodes see."
@@ -160,15 +161,22 @@ def image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"launcher.slurm.{name} {image} is not a file; pyxis needs {kind}."
     for bind in binds_of(slurm.mount):
         source = bind.partition(":")[0]
-        if _is_visible(source) and not Path(source).exists():
+        if not is_trusted(config, source) and not Path(source).exists():
             yield f"launcher.slurm.mount: {source} does not exist, so it can't be bound."
 
 
-def _is_visible(path: str) -> bool:
-    """Return whether this node would see the path: one of its parents below the root exists."""
-    return any(
-        str(parent) != parent.anchor and parent.exists() for parent in (Path(path), *Path(path).parents)
-    )
+def is_trusted(config: Config, path: str) -> bool:
+    """Return whether only the nodes of a job can tell if a path exists.
+
+    It does not exist here, and it is in cluster.node_dirs, or this machine has none of its parents below the
+    root. Always false for a trial on this machine.
+    """
+    kind, here = config.launcher.type, Path(path)
+    if kind == "local" or (kind == "auto" and not shutil.which("sbatch")) or here.exists():
+        return False
+    if any(here.is_relative_to(folder) for folder in config.cluster.node_dirs):
+        return True
+    return not any(str(parent) != parent.anchor and parent.exists() for parent in here.parents)
 
 
 FILE_RULES = [image_files]

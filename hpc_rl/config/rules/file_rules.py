@@ -6,9 +6,11 @@ from typing import Any
 
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.rules.consistency import context_option
+from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import models
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, has_own_prompts, value_of
 from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.errors import ConfigError
 from hpc_rl.files import mount_of
 from hpc_rl.trial import read_json
 
@@ -19,7 +21,8 @@ _DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay")
 
 def model_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for section, engine in models(config):
-        yield from _model(config, section, engine)
+        if not is_trusted(config, engine.path):
+            yield from _model(config, section, engine)
 
 
 def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
@@ -28,7 +31,8 @@ def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[
     yield from checkpoint(name, engine.path, "" if engine.init_from_scratch else scratch)
     if section == "ref" or (found := _settings_of(engine.path)) is None:
         return
-    yield from tokenizer(name, engine.path, "tokenizer_path", config.tokenizer_path)
+    if not is_trusted(config, config.tokenizer_path or engine.path):
+        yield from tokenizer(name, engine.path, "tokenizer_path", config.tokenizer_path)
     if isinstance(config, GRPOConfig):
         g = config.gconfig
         yield from context("gconfig.max_new_tokens", g.max_new_tokens, found, config.train_dataset.max_length)
@@ -79,7 +83,7 @@ def context(option: str, new: int, model: dict[str, Any], prompt: int | None = N
 
 def pool_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for name, pool in config.pools.items() if isinstance(config, GRPOConfig) else ():
-        if not pool.path:
+        if not pool.path or is_trusted(config, pool.path):
             continue
         option = f"pools.{name}"
         yield from checkpoint(f"{option}.path", pool.path)
@@ -108,6 +112,8 @@ def dataset_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
         if not dataset.path:
             if section == "valid_dataset" or has_own_prompts(config):
                 yield f"{name} is empty; only a trial on environments alone needs no training data."
+        elif is_trusted(config, dataset.path):
+            continue
         elif not path.exists():
             yield f"{name} {path} does not exist{_relative_hint(name, explicit)}."
         elif path.is_dir():
@@ -156,7 +162,31 @@ def shared_places(config: Config, explicit: Collection[str]) -> Iterator[str]:
 RULES = [dataset_files, templates_dir, shared_places, model_files, pool_files]
 
 
+def inputs(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield option and path of each model and dataset that is read."""
+    for section, engine in models(config):
+        yield f"{section}.path", engine.path
+    for name, pool in config.pools.items() if isinstance(config, GRPOConfig) else ():
+        yield f"pools.{name}.path", pool.path
+    yield "tokenizer_path", config.tokenizer_path
+    for section in ("train_dataset", "valid_dataset"):
+        if dataset := getattr(config, section):
+            yield f"{section}.path", dataset.path
+
+
+def check_on_node(config: Config, node: str) -> None:
+    """Raise ConfigError for models and datasets that a node of the job does not see; OSError."""
+    gone = [f"{name} {path}" for name, path in inputs(config) if path and not Path(path).exists()]
+    if gone:
+        raise ConfigError(
+            f"{'; '.join(gone)}: not on node {node}, where the job runs. Correct the path, or put it there."
+        )
+
+
 def notes(config: Config) -> Iterator[str]:
+    for name, path in inputs(config):
+        if path and is_trusted(config, path):
+            yield f"{name} {path}: nothing of it is on this machine; only the job checks it, on its nodes."
     # A local disk may be exported to all nodes; only they can tell.
     for name, place, kind in _places(config):
         if kind in _DISK_FILE_SYSTEMS:

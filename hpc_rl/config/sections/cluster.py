@@ -66,6 +66,9 @@ class ClusterSpecConfig:
     """Directory on each node's own disk, such as `/scratch` or `$TMPDIR`. Models, published weights and
     encoded datasets are copied there once per node, and removed at the end of the job; empty means no copies.
     hpc-rl extension."""
+    node_dirs: list[PathText] = field(default_factory=list)
+    """Directories that only compute nodes see: models, datasets and images below them are not checked at
+    submission, but by the job. Not needed for a path of which nothing is there. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

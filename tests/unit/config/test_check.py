@@ -10,6 +10,7 @@ import pytest
 
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
+from hpc_rl.config.rules.file_rules import check_on_node
 from hpc_rl.config.sections.experiment import last_step, total_steps, value_of
 from hpc_rl.errors import ConfigError
 
@@ -564,6 +565,28 @@ def test_a_directory_must_be_a_saved_dataset(model):
     (model.parent / "t.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"train_dataset.path .*t\.jsonl is empty"):
         on_disk(model)
+
+
+def test_what_only_compute_nodes_see_is_trusted_and_noted(model, tmp_path):
+    slurm = "launcher.type=slurm"
+    given = ["actor.path=/nvme-of-nodes/model", "train_dataset.path=/nvme-of-nodes/t.jsonl", slurm]
+    notes = [note for note in on_disk(model, *given).notes if "only the job checks it" in note]
+    assert [note.split(":")[0] for note in notes] == [
+        "actor.path /nvme-of-nodes/model",
+        "train_dataset.path /nvme-of-nodes/t.jsonl",
+    ]
+    hidden = f"train_dataset.path={tmp_path}/hidden/t.jsonl"
+    with pytest.raises(ConfigError, match=r"train_dataset\.path .* does not exist"):
+        on_disk(model, hidden, slurm)
+    assert on_disk(model, hidden, slurm, f"cluster.node_dirs=[{tmp_path}/hidden]")
+    with pytest.raises(ConfigError, match=r"actor\.path /nvme-of-nodes/model is not a directory"):
+        on_disk(model, *given, "launcher.type=local")
+
+
+def test_a_node_that_lacks_a_model_ends_the_job_by_its_name(model):
+    config = on_disk(model, "actor.path=/nvme-of-nodes/model", "launcher.type=slurm").config
+    with pytest.raises(ConfigError, match=r"^actor\.path /nvme-of-nodes/model: not on node n7"):
+        check_on_node(config, "n7")
 
 
 def test_a_fileroot_in_the_memory_of_one_node(model, monkeypatch):

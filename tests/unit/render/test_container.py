@@ -280,7 +280,7 @@ def test_an_image_that_is_missing_where_this_node_looks_is_refused(tmp_path):
     (tmp_path / "s.sif").touch()
 
     def refused(*overrides: str) -> list[str]:
-        return list(image_files(load([], [*BASE, *overrides], profiles=[]).config, ()))
+        return list(image_files(load([], [*BASE, "launcher.type=slurm", *overrides], profiles=[]).config, ()))
 
     there, missing = (
         f"launcher.slurm.trainer_image={tmp_path}/s.sif",
