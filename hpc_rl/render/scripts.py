@@ -40,6 +40,7 @@ class Stamp:
     workdir: Path  # directory of the submission; the processes start there
     start_mode: str  # recover mode of the first start: the stored one, or `resume` for `hpc-rl recover`
     from_step: int | None = None  # the checkpoint of the first start, where the user named it
+    snapshot: str = ""  # directory in scripts/ of the user's code; empty for none
     new_batches: bool = False  # the first start sets later batches aside
     avoid: tuple[str, ...] = ()  # nodes that failed the trial lately
 

@@ -73,6 +73,7 @@ class TrialLock:
         """Replace a file of the trial. Raises CannotWrite."""
         self._remember(path)
         try:
+            path.parent.mkdir(parents=True, exist_ok=True)
             write_atomic(path, data, mode)
         except OSError as error:
             raise CannotWrite(f"{path} can't be written: {error.strerror or error}") from error

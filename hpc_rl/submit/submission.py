@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from hpc_rl.config.loading.stored import (
     without_secrets,
 )
 from hpc_rl.config.sections.experiment import Config, value_of
+from hpc_rl.config.snapshot import snapshot_files
 from hpc_rl.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import JobRecord
@@ -221,8 +222,9 @@ def _prepare(
     allocation_was = str(read_object(trial.plan_json).get("allocation") or "")
     zip_name, zip_bytes = code_zip.build()
     bad = tuple(bad_nodes.current(trial, time.time()) if avoid is None else avoid)
+    code = _snapshot(config)
     stamp = replace(
-        _stamp(trial, config, zip_name),
+        _stamp(trial, config, zip_name, code),
         avoid=bad,
         start_mode=start.mode,
         from_step=start.situation.wanted,
@@ -233,6 +235,7 @@ def _prepare(
         trial.plan_json: _json(plan.to_json()),
         trial.scripts / zip_name: zip_bytes,
     }
+    files |= {trial.scripts / stamp.snapshot / name: data for name, data in code.items()}
     scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
     texts = {trial.scripts / name: text for name, text in scripts.items()}
     hashes = {str(path.relative_to(trial.dir)): sha256(data) for path, data in (files | texts).items()}
@@ -275,13 +278,23 @@ def _shown(command: Sequence[str], config: Config) -> list[str]:
     return shown
 
 
-def _stamp(trial: Trial, config: Config, zip_name: str) -> Stamp:
+def _snapshot(config: Config) -> dict[str, bytes]:
+    """Return the user's code that travels with the trial, by name. Raises ConfigError."""
+    found = snapshot_files(config, Path.cwd())
+    try:
+        return {name: path.read_bytes() for name, path in found.items()}
+    except OSError as error:
+        raise ConfigError(f"launcher.snapshot: {error.filename} can't be read: {error.strerror}.") from error
+
+
+def _stamp(trial: Trial, config: Config, zip_name: str, code: Mapping[str, bytes]) -> Stamp:
     return Stamp(
         version=hpc_rl.__version__,
         config_sha256=sha256(_json(to_dict(config))),
         command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
         tag=f"hpc-rl:{trial}:{secrets.token_hex(4)}",
         wheel=zip_name,
+        snapshot=f"code-{sha256(repr(sorted(code.items())))[:12]}" if code else "",
         workdir=Path.cwd(),
         start_mode=config.recover.mode,
     )
@@ -289,7 +302,7 @@ def _stamp(trial: Trial, config: Config, zip_name: str) -> Stamp:
 
 def render_scripts(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict[str, str]:
     """Return the scripts of a submission by their names below scripts/. Raises ConfigError."""
-    stamp = _stamp(trial, loaded.config, code_zip.build()[0])
+    stamp = _stamp(trial, loaded.config, code_zip.build()[0], _snapshot(loaded.config))
     return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
 
 

@@ -7,20 +7,35 @@ from pathlib import Path
 import pytest
 from toy_trials import hpc_rl, logs_of, make_quickstart, status, trial_of
 
+from hpc_rl.stats.read import read
+from hpc_rl.trial import Trial
+
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
 
 
+def run_script(trial: Trial) -> subprocess.CompletedProcess[str]:
+    script = ["bash", str(trial.scripts / "local.sh")]
+    return subprocess.run(script, capture_output=True, text=True, timeout=280)
+
+
 @pytest.mark.timeout(300)
-def test_replicas_of_a_node_share_copies_that_are_gone_in_the_end(tmp_path):
+def test_replicas_of_a_node_share_copies_that_are_gone_in_the_end_with_the_code_of_the_submission(tmp_path):
     make_quickstart(tmp_path)
+    rewards = tmp_path / "my_rewards.py"
+    rewards.write_text("def half(prompt, completion, **columns):\n    return 0.5\n")
     disk = tmp_path / "disk"
     options = ["experiment_name=sums", "trial_name=local", "total_train_steps=3", "valid_dataset=null"]
     options += ["allocation_mode=embedded:d3+fsdp:d1", "evaluator.freq_steps=null", "launcher.type=local"]
     options += ["train_dataset.batch_size=8", "gconfig.n_samples=2", "actor.ppo_n_minibatches=1"]
-    given = ["submit", "--follow", "--config", CONFIGS / "grpo.yaml", *options, f"cluster.local_dir={disk}"]
-    done = hpc_rl(*given, cwd=tmp_path, timeout_s=280, check=False)
+    options += ["rollout.reward_fn=my_rewards:half", "launcher.snapshot=[my_rewards.py]"]
+    given = ["render", "--config", CONFIGS / "grpo.yaml", *options, f"cluster.local_dir={disk}"]
+    rendered = hpc_rl(*given, cwd=tmp_path)
+    assert "launcher.snapshot: 1 files are copied" in rendered.stdout + rendered.stderr
+    rewards.write_text("def half(prompt, completion, **columns):\n    return 1.0\n")
     trial = trial_of(tmp_path, "local")
+    done = run_script(trial)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{logs_of(trial)}"
+    assert [row["reward"] for row in read(trial).steps] == [0.5] * 3, "the code of the submission"
     [attempt] = trial.attempts.iterdir()
     servers = [path.read_text() for path in sorted((attempt / "logs").glob("server-*.log"))]
     copied = [source for text in servers for source in re.findall(r"copied (\S+) to", text)]
@@ -58,8 +73,7 @@ def test_data_that_a_node_lacks_ends_the_job_at_once(tmp_path):
     options = ["experiment_name=sums", "trial_name=lacks", "launcher.type=local"]
     hpc_rl("render", "--config", CONFIGS / "grpo.yaml", *options, cwd=tmp_path)
     (tmp_path / "quickstart" / "task" / "train.jsonl").unlink()
-    script = trial_of(tmp_path, "lacks").scripts / "local.sh"
-    done = subprocess.run(["bash", script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = run_script(trial_of(tmp_path, "lacks"))
     assert done.returncode == 78, done.stdout + done.stderr
     found = status(tmp_path, str(trial_of(tmp_path, "lacks").dir))
     assert found["state"] == "failed" and "train_dataset.path" in found["reason"]

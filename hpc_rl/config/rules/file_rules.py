@@ -10,6 +10,7 @@ from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import models
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, has_own_prompts, value_of
 from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.config.snapshot import snapshot_files
 from hpc_rl.errors import ConfigError
 from hpc_rl.files import mount_of
 from hpc_rl.trial import read_json
@@ -149,6 +150,13 @@ def templates_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"{name} {folder} is not a directory{_relative_hint(name, explicit)}."
 
 
+def snapshot(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    try:
+        snapshot_files(config, Path.cwd())
+    except ConfigError as error:
+        yield str(error)
+
+
 def shared_places(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if ":" in config.cluster.fileroot:
         folder = config.cluster.fileroot
@@ -159,7 +167,7 @@ def shared_places(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name} {place} is on {kind}, which only this node sees, but the trial has {nodes} nodes."
 
 
-RULES = [dataset_files, templates_dir, shared_places, model_files, pool_files]
+RULES = [dataset_files, templates_dir, shared_places, snapshot, model_files, pool_files]
 
 
 def inputs(config: Config) -> Iterator[tuple[str, str]]:
@@ -184,6 +192,8 @@ def check_on_node(config: Config, node: str) -> None:
 
 
 def notes(config: Config) -> Iterator[str]:
+    if copied := snapshot_files(config, Path.cwd()):
+        yield f"launcher.snapshot: {len(copied)} files are copied as they are now, and imported from there."
     for name, path in inputs(config):
         if path and is_trusted(config, path):
             yield f"{name} {path}: nothing of it is on this machine; only the job checks it, on its nodes."

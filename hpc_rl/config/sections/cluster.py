@@ -265,6 +265,10 @@ class LauncherConfig:
     env: dict[str, str] | str = ""
     """Environment variables of all roles: a mapping, or `A=b,C=d`; they win over the site's, the modules' and
     the setup's. hpc-rl extension."""
+    snapshot: list[PathText] = field(default_factory=list)
+    """Files and directories of your own code, such as `rewards.py`, that a submission copies into the trial:
+    its roles import the copies. Empty means that they import from the working directory what is there when
+    they start. hpc-rl extension."""
     umask: Umask = "077"
     """Permissions that new files of a trial do not get. With `027` the group may read logs, checkpoints and
     exports; scripts, config.json and tokens stay the user's. hpc-rl extension."""
