@@ -24,7 +24,7 @@ def test_replicas_of_a_node_share_copies_that_are_gone_in_the_end_with_the_code_
     rewards = tmp_path / "my_rewards.py"
     rewards.write_text("def half(prompt, completion, **columns):\n    return 0.5\n")
     disk = tmp_path / "disk"
-    options = ["experiment_name=sums", "trial_name=local", "total_train_steps=3", "valid_dataset=null"]
+    options = ["experiment_name=sums", "trial_name=local", "total_train_steps=2", "valid_dataset=null"]
     options += ["allocation_mode=embedded:d3+fsdp:d1", "evaluator.freq_steps=null", "launcher.type=local"]
     options += ["train_dataset.batch_size=8", "gconfig.n_samples=2", "actor.ppo_n_minibatches=1"]
     options += ["rollout.reward_fn=my_rewards:half", "launcher.snapshot=[my_rewards.py]"]
@@ -35,7 +35,7 @@ def test_replicas_of_a_node_share_copies_that_are_gone_in_the_end_with_the_code_
     trial = trial_of(tmp_path, "local")
     done = run_script(trial)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{logs_of(trial)}"
-    assert [row["reward"] for row in read(trial).steps] == [0.5] * 3, "the code of the submission"
+    assert [row["reward"] for row in read(trial).steps] == [0.5] * 2, "the code of the submission"
     [attempt] = trial.attempts.iterdir()
     servers = [path.read_text() for path in sorted((attempt / "logs").glob("server-*.log"))]
     copied = [source for text in servers for source in re.findall(r"copied (\S+) to", text)]
@@ -50,6 +50,7 @@ def test_replicas_of_a_node_share_copies_that_are_gone_in_the_end_with_the_code_
     assert list(disk.iterdir()) == []
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(300)
 def test_ranks_of_a_node_encode_a_dataset_once(tmp_path):
     make_quickstart(tmp_path)

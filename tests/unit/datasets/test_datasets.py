@@ -18,9 +18,11 @@ from hpc_rl.datasets.encode import (
     encode_sequence,
     load_pairs,
     load_sequences,
+    read_encoded,
+    save_encoded,
 )
 from hpc_rl.datasets.order import locate, permutation, sample_seed
-from hpc_rl.datasets.rows import load_rows
+from hpc_rl.datasets.rows import Rows, load_rows
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError
 
@@ -300,3 +302,15 @@ def test_threads_that_tokenize_change_nothing_but_the_time(model, tmp_path, num_
         [[ids.tolist() for ids in pair] for pair in load_pairs(one, tokenizer)] for one in (plain, threaded)
     ]
     assert pairs[0] == pairs[1] and len(pairs[0]) < 200
+
+
+def test_encoded_rows_are_the_same_after_a_file(tmp_path):
+    rows = Rows(
+        [(np.array([1, 2, 3]), np.array([False, True, True])), (np.array([4]), np.array([True]))], {"rows": 2}
+    )
+    save_encoded(tmp_path / "rows.npz", rows)
+    again = read_encoded(tmp_path / "rows.npz")
+    assert again.fingerprint == {"rows": 2}
+    for before, after in zip(rows, again, strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert one.dtype == other.dtype and one.tolist() == other.tolist()
