@@ -14,7 +14,7 @@ import pytest
 
 STARTED_ONCE = ("slurm", "sglang", "vllm")
 # The tests with a Slurm mostly wait. These take half of the time, and run beside the others on a cluster of their own.
-SECOND_SLURM = ("test_trial.py", "test_layouts.py", "test_endings.py", "test_options.py")
+SECOND_SLURM = ("test_trial.py", "test_layouts.py", "test_endings.py", "test_options.py", "test_versions.py")
 # What takes minutes, the longest first: started last it would run alone, at the end.
 LONG = ("slurm", "slurm-2", "test_kill_anything.py", "vllm", "sglang", "test_elastic.py")
 LONG += ("test_rollout_faults.py",)

@@ -1,6 +1,6 @@
 """Slurm's names for what a job does: base states, flags that hide one, reasons of waiting.
 
-The names are those of Slurm 22.05 to 25.11 (job_state_string, job_state_string_compact and the flags of
+The names are those of Slurm 22.05 to 26.05 (job_state_string, job_state_string_compact and the flags of
 slurm.h), which the tests compare with Slurm's own library. Jobs that Slurm lists in parts (tasks of an array
 `12_0` or `12_[1-3%2]`, components of a heterogeneous job `12+0`) are summed up here too.
 """

@@ -259,7 +259,8 @@ class Cluster:
             (self.dir / "dev" / f"nvidia{gpu}").symlink_to("/dev/null")
         gres = f"Name=gpu File={self.dir}/dev/nvidia[0-{self.num_gpus - 1}]\n" if self.num_gpus else ""
         (self.dir / "etc" / "gres.conf").write_text(gres)
-        (self.dir / "etc" / "cgroup.conf").write_text("CgroupAutomount=no\n")
+        cgroup = "CgroupPlugin=disabled" if self.slurm.version >= (23, 11) else "CgroupAutomount=no"
+        (self.dir / "etc" / "cgroup.conf").write_text(f"{cgroup}\n")
         lines = self._slurm_conf(port0).splitlines()
         kept = [
             line
@@ -312,7 +313,7 @@ SlurmdParameters=config_overrides
 SlurmdTimeout=5
 MessageTimeout=5
 TCPTimeout=2
-UnkillableStepTimeout=10
+UnkillableStepTimeout=25
 SlurmctldTimeout=20
 InactiveLimit=0
 KillWait=5

@@ -15,26 +15,47 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # cluster.py is a program of its own, too
 
 from cluster import Cluster, speak_to
-from packages import NoSlurm, find_or_fetch
+from hosts import HostsCluster, speak_from_login_node
+from packages import NoSlurm, Slurm, find_or_fetch
 
 NUM_NODES = 4
+# The nodes are hosts of their own, for root. They share /var/tmp, and each has its own /tmp.
+ON_HOSTS = bool(os.environ.get("HPC_RL_TEST_SLURM_HOSTS"))
+if ON_HOSTS:
+    os.environ["PYTEST_DEBUG_TEMPROOT"] = "/var/tmp"
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.slurm)
+            marker = item.get_closest_marker("one_host")
+            if ON_HOSTS and marker:
+                item.add_marker(pytest.mark.skip(reason=f"about one host: {marker.args[0]}"))
 
 
 @pytest.fixture(scope="session")
-def running_cluster() -> Iterator[Cluster]:
-    """Skipped where no Slurm can be had, unless HPC_RL_TEST_REQUIRE names slurm."""
-    try:
-        slurm = find_or_fetch()
-    except NoSlurm as error:
-        if "slurm" in os.environ.get("HPC_RL_TEST_REQUIRE", ""):
-            pytest.fail(f"no Slurm: {error}")
-        pytest.skip(f"no Slurm: {error}")
+def slurm_of() -> Callable[[str], Slurm]:
+    """`slurm_of("24.11")`; skipped where no Slurm can be had, unless HPC_RL_TEST_REQUIRE names slurm."""
+
+    def find(version: str) -> Slurm:
+        try:
+            return find_or_fetch(version=version)
+        except NoSlurm as error:
+            if "slurm" in os.environ.get("HPC_RL_TEST_REQUIRE", ""):
+                pytest.fail(f"no Slurm: {error}")
+            pytest.skip(f"no Slurm: {error}")
+
+    return find
+
+
+@pytest.fixture(scope="session")
+def running_cluster(slurm_of: Callable[[str], Slurm]) -> Iterator[Cluster]:
+    slurm = slurm_of("")
+    if ON_HOSTS:
+        with HostsCluster.started(slurm, NUM_NODES) as cluster:
+            yield cluster
+        return
     here = Path(tempfile.mkdtemp(prefix="hpcrl-", dir="/tmp"))  # short: unix sockets lie below it
     cluster = Cluster(here, slurm, NUM_NODES)
     with guarded(here):
@@ -77,7 +98,10 @@ def guarded(here: Path) -> Iterator[None]:
 def cluster(running_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     """The cluster with an empty queue and all its nodes; this process is its client."""
     running_cluster.up()
-    speak_to(running_cluster, monkeypatch)
+    if isinstance(running_cluster, HostsCluster):
+        speak_from_login_node(running_cluster, monkeypatch)
+    else:
+        speak_to(running_cluster, monkeypatch)
     yield running_cluster
     running_cluster.cancel_all()
 

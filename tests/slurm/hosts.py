@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import socket
 import subprocess
@@ -22,13 +23,15 @@ import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from cluster import Cluster, Slurm
+from cluster import Cluster, Slurm, speak_to
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PRIVATE = ("/tmp", "/dev/shm", "/run")
+CLIENTS = ("sbatch", "srun", "salloc", "squeue", "sinfo", "scancel", "scontrol", "sacct")
 MUNGE_SOCKET = Path("/run/munge/munge.sock")
 NETWORKS = {"eth0": "10.77.1", "ib0": "10.77.2"}
 
@@ -58,7 +61,18 @@ class HostsCluster(Cluster):
     def env(self) -> dict[str, str]:
         env = super().env
         env.pop("HPC_RL_INTERFACE")
+        env["PATH"] = ":".join(part for part in env["PATH"].split(":") if part != str(self._clients))
         return env
+
+    @property
+    def client_env(self) -> dict[str, str]:
+        """Of a process of this machine, whose Slurm commands are run on the login node."""
+        env = super().client_env
+        return env | {"PATH": f"{self._clients}:{env['PATH']}"}
+
+    @property
+    def _clients(self) -> Path:
+        return self.dir / "clients"
 
     def up(self, timeout_s: float = 60) -> None:
         """Start hosts and daemons that do not run, and wait until every node is usable."""
@@ -107,7 +121,7 @@ class HostsCluster(Cluster):
     def on(self, name: str, argv: list[str], cwd: Path) -> list[str]:
         """Return the command that runs another on a host, in a shared directory."""
         namespaces = ["-m", "-u", "-i", "-n", "-p"]
-        command = ["env", f"--chdir={cwd}", *argv]
+        command = ["env", f"--chdir={cwd}", f"PATH={self.env['PATH']}", *argv]
         return ["nsenter", "-t", str(self._first_pid(name)), *namespaces, "--", *command]
 
     def run(self, *argv: str, timeout_s: float = 20) -> str:
@@ -154,6 +168,17 @@ class HostsCluster(Cluster):
         elif name in self.nodes:
             stepd = ["-d", self._program("slurmstepd")] if self.slurm.root else []
             self._daemon(name, [self._program("slurmd"), *stepd])
+        else:
+            self._write_clients()
+
+    def _write_clients(self) -> None:
+        """Write commands of Slurm for processes of this machine."""
+        self._clients.mkdir(exist_ok=True)
+        for name in CLIENTS:
+            words = self.on("login", [name], Path("PLACE"))
+            line = shlex.join(words).replace("PLACE", '"$PWD"')
+            (self._clients / name).write_text(f'#!/bin/bash\nexec {line} "$@"\n')
+            (self._clients / name).chmod(0o755)
 
     def _start_host(self, name: str) -> None:
         ready = self.dir / "run" / f"{name}.ready"
@@ -223,6 +248,14 @@ class HostsCluster(Cluster):
         address = f"{NETWORKS['eth0']}.[11-{10 + self.num_nodes}]"
         nodes = f"NodeName=n[1-{self.num_nodes}] NodeAddr={address} Sockets={sockets}"
         return "\n".join([*kept, "SlurmctldHost=ctl", f"AuthInfo=socket={MUNGE_SOCKET}", nodes]) + "\n"
+
+
+def speak_from_login_node(cluster: HostsCluster, monkeypatch: Any) -> None:
+    """Make this process a client of the cluster, and `hpc_rl` run on its login node, until the test ends."""
+    import toy_trials
+
+    speak_to(cluster, monkeypatch)
+    monkeypatch.setattr(toy_trials, "on_host", lambda command, cwd: cluster.on("login", command, cwd))
 
 
 def first_process(name: str, folder: Path) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import pytest
 import toy_trials
-from cluster import speak_to
-from hosts import HostsCluster
+from hosts import HostsCluster, speak_from_login_node
 from packages import NoSlurm, find_or_fetch
 from toy_trials import ROOT, hpc_rl, logs_of, trial_of
 
@@ -53,11 +52,6 @@ def cluster(trapped, monkeypatch) -> Iterator[HostsCluster]:
     speak_from_login_node(trapped, monkeypatch)
     yield trapped
     trapped.cancel_all()
-
-
-def speak_from_login_node(cluster: HostsCluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    speak_to(cluster, monkeypatch)
-    monkeypatch.setattr(toy_trials, "on_host", lambda command, cwd: cluster.on("login", command, cwd))
 
 
 def shared_folder(cluster: HostsCluster, name: str) -> Path:

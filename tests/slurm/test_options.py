@@ -86,11 +86,12 @@ def test_slurm_read_every_option(shell, cluster):
         "MailUser=somebody@example.org",
         '"mine" # ü',
         "Nice=7",
-        "gres:gpu:2",
-        "OverSubscribe=USER",
         "NumNodes=2",
     ):
         assert words in shown, f"{words}\n{shown}"
+    # 22.05 and 24.11, then 26.05
+    assert re.search(r"TresPerNode=gres(:gpu:|/gpu:)2\b", shown), shown
+    assert re.search(r"\b(OverSubscribe|Exclusive)=USER\b", shown), shown
     cluster.run("scancel", job_id)
 
 

@@ -160,12 +160,12 @@ def test_slurm_reads_the_directives_as_they_were_meant(cluster, start, until):
         "TimeLimit=00:30:00",
         "Nice=7",
         "Requeue=1",
-        "OverSubscribe=OK",
         f"WorkDir={os.getcwd()}",
         f"StdOut={job.trial.jobs}/{job.id}.out",
         "JobName=hpc-rl.exp.one",
     ):
         assert words in shown
+    assert re.search(r"\b(OverSubscribe=OK|Exclusive=NO)\b", shown), "not of its own: 22.05, then 26.05"
     assert 'it\'s "mine" # \\ü' in cluster.run("squeue", "-h", "-j", job.id, "-o", "%k")
     seen = job.scheduler.states([job.id, "1"])
     assert seen[job.id].state is State.RUNNING and seen[job.id].nodes and seen["1"].state is State.UNKNOWN
