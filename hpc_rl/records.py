@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from hpc_rl.errors import FailureClass, StopCause
+from hpc_rl.errors import FailureClass, Stale, StopCause
 from hpc_rl.files import JsonLines
 from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Attempt, Trial, entries, read_json
@@ -76,6 +76,8 @@ class EventKind(enum.StrEnum):
     RESTARTING = "restarting"
     GAVE_UP = "gave_up"
     PROGRESS = "progress"  # a new generation
+    NODE_SILENT = "node_silent"  # a node of the job does not answer any more
+    NODE_ANSWERS = "node_answers"  # and answers again
     HUNG = "hung"
     UNPLACED = "unplaced"  # the scheduler starts no process of a unit
     BAD_NODES = "bad_nodes"
@@ -202,9 +204,15 @@ class JobStateLine(JsonRecord):
 
 
 def read_job_state(trial: Trial, job_id: str) -> list[JobStateLine]:
-    """Return what the script of a job reported, oldest first."""
-    rows = JsonLines(trial.job_state(job_id)).poll()
-    return [line for line in map(JobStateLine.parse, rows) if line is not None]
+    """Return what the script of a job reported, oldest first.
+
+    What an earlier start says after a later one has reported does not count: its node was cut off.
+    """
+    lines: list[JobStateLine] = []
+    for line in map(JobStateLine.parse, JsonLines(trial.job_state(job_id)).poll()):
+        if line is not None and (not lines or line.restart >= lines[-1].restart):
+            lines.append(line)
+    return lines
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,6 +285,13 @@ def lineage_files(trial: Trial) -> dict[int, Path]:
     return {int(match[1]): path for match, path in found if match}
 
 
+def check_newest_lineage(trial: Trial, lineage: int) -> None:
+    """Raise Stale once a later start of the trainer has begun: this one must commit nothing more."""
+    newest = max(lineage_files(trial), default=lineage)
+    if newest > lineage:
+        raise Stale(f"lineage {newest} continues the trial, so lineage {lineage} commits nothing more")
+
+
 def read_lineages(trial: Trial) -> list[LineageRecord]:
     """Return the lineages of a trial, oldest first. Unreadable records are skipped.
 
@@ -303,6 +318,8 @@ class Event(JsonRecord):
     step: int | None = None  # of PROGRESS
     ends_at: float | None = None  # of END_TIME, Unix seconds
     pause_s: float | None = None  # of RESTARTING and GAVE_UP
+    node: str = ""  # of NODE_SILENT and NODE_ANSWERS
+    silent_s: float | None = None  # for how long that node has not answered
 
     @property
     def unit(self) -> tuple[str, int]:

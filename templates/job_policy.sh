@@ -273,6 +273,10 @@ ask_again() { # MORE_FOR_THE_RECORD: Slurm starts this script from its first lin
     record requeued "$1"
     return
   fi
+  if ! is_newest_start; then
+    say "Slurm has started this job again on other nodes: this start ends"
+    exit "$rc"
+  fi
   # A TERM is noted and not forwarded: the requeue itself causes one.
   trap 'told_to_end=1 interrupted=1' TERM
   # This may take long, and so comes before the last check for a cancel.
@@ -297,6 +301,18 @@ ask_again() { # MORE_FOR_THE_RECORD: Slurm starts this script from its first lin
   fi
   trap told TERM
   return 1
+}
+
+is_newest_start() { # waits for up to an hour while Slurm does not answer: this node may be cut off
+  local answer tries
+  for ((tries = 0; tries < 360 && !told_to_end; tries++)); do
+    if answer=$(timeout 20 scontrol show job -o "$slurm_job"); then
+      [[ $answer != *' Restarts='* || $answer == *" Restarts=${SLURM_RESTART_COUNT:-0} "* ]]
+      return
+    fi
+    say "Slurm does not answer; it is asked again in 10 s"
+    sleep 10
+  done
 }
 
 is_wanted() { # not once it was cancelled, or was sent a TERM that is not the time limit's

@@ -27,6 +27,7 @@ from hpc_rl.rollout.executor import Executor
 from hpc_rl.rollout.report import keep_reporting, progress
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import RolloutService
+from hpc_rl.supervise.ownership import end_when_fenced
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ LISTENER_VARIABLE = "HPC_RL_LISTENER_FD"
 
 def body(context: role.Context) -> int:
     assert isinstance(context.config, GRPOConfig), "only its plan has a rollout role"
+    end_when_fenced(open_names(context.trial, context.config), context.attempt)
     return asyncio.run(serve(context, context.config))
 
 

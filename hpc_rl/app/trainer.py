@@ -3,6 +3,7 @@
 import logging
 import os
 import socket
+from collections.abc import MutableMapping
 from contextlib import ExitStack
 
 from hpc_rl import net
@@ -10,6 +11,7 @@ from hpc_rl.allocation import parse
 from hpc_rl.app import role
 from hpc_rl.app.role import Context
 from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.supervise.ownership import end_when_fenced
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 600.0
@@ -27,6 +29,8 @@ def body(context: Context) -> int:
 
     log_start(context, "libraries are imported")
     names = open_names(context.trial, context.config)
+    if context.rank == 0:  # which commits
+        end_when_fenced(open_names(context.trial, context.config), context.attempt)
     device = device_of(context)
     key = keys.rendezvous(context.attempt.id, context.incarnation)  # of the process group's store
 
@@ -41,8 +45,8 @@ def body(context: Context) -> int:
         record = names.wait(key, JOIN_TIMEOUT_S)
         return record["address"], record["port"]
 
-    if context.interface:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", net.interface_of(context.address) or "")
+    if context.plan.n_nodes > 1:
+        use_interface(os.environ, context.address)
     store = distributed.init_ranks(
         context.rank,
         context.num_ranks,
@@ -83,6 +87,13 @@ def body(context: Context) -> int:
         code = train(run, recipe)
     distributed.shutdown()
     return code
+
+
+def use_interface(environ: MutableMapping[str, str], address: str) -> None:
+    """Have NCCL and gloo use the interface with this address, unless another one was chosen."""
+    if interface := net.interface_of(address):
+        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else every name that begins like it
+        environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def log_start(context: Context, milestone: str) -> None:

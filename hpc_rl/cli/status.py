@@ -204,6 +204,7 @@ def attempt_lines(attempt: AttemptStatus, status: TrialStatus) -> list[str]:
     in_headline = attempt is status.attempts[-1] and status.reason == attempt.cause
     if attempt.cause and not in_headline:
         lines.append(indent + attempt.cause)
+    lines += [indent + one.text(attempt is status.live) for one in attempt.silences]
     fresh = bool(attempt.lineages) and origin(attempt.lineages[0]) == FROM_START
     for lineage in attempt.lineages[1:] if fresh else attempt.lineages:
         why = f": {lineage.reason}" if lineage.reason else ""

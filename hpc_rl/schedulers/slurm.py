@@ -206,6 +206,14 @@ def call(
         raise _TimedOut(f"{argv[0]} gave no answer within {timeout_s:g} s") from error
 
 
+def scheduler_answers() -> bool:
+    """Return whether the controller answers this node."""
+    try:
+        return call(["sinfo", "--noheader", "--format=%P"]).returncode == 0
+    except SchedulerError:
+        return False
+
+
 def output(argv: list[str], *accepted: str) -> str:
     """Return what a command of Slurm prints. Raises SchedulerError for an error without `accepted` words."""
     done = call(argv)

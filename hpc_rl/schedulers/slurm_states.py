@@ -84,6 +84,10 @@ REASONS: dict[str, tuple[FailureClass | None, str]] = {
     "BadConstraints": (_F.USER, "no node has what it asks for"),
     "JobHeldUser": (_F.USER, "you hold it: `scontrol release` lets it start"),
     "JobHeldAdmin": (_INFRASTRUCTURE, "an administrator holds it"),
+    "launch": (
+        _INFRASTRUCTURE,
+        "a node failed to start it (sinfo -R) and Slurm holds it: `scontrol release`",
+    ),
     "JobLaunchFailure": (_INFRASTRUCTURE, "it could not be launched"),
     "JobHoldMaxRequeue": (_INFRASTRUCTURE, "it failed to launch too often, and is held"),
     "PartitionDown": (_INFRASTRUCTURE, "its partition is down"),

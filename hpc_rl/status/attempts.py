@@ -1,10 +1,12 @@
 """One attempt from its events: its roles, how often each was started, and why each incarnation exited."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hpc_rl.records import Event, EventKind, LineageRecord, ProcessFile, TrialState
+from hpc_rl.status.formatting import format_duration, format_time
 from hpc_rl.trial import Attempt
 
 ROLE_ORDER = {"supervisor": 0, "trainer": 1, "rollout": 2, "server": 3, "environment": 4}
@@ -39,6 +41,23 @@ class RoleStatus:
 
 
 @dataclass
+class NodeSilence:
+    """When a node did not answer the supervisor, in Unix seconds; `until` is None while it lasts."""
+
+    node: str
+    since: float
+    until: float | None = None
+
+    def text(self, live: bool) -> str:
+        """Return a sentence for people; `live`: the attempt still runs."""
+        if self.until is not None:
+            lasted = format_duration(self.until - self.since)
+            return f"{self.node} did not answer for {lasted}, from {format_time(self.since)}"
+        lasts = f", for {format_duration(max(0.0, time.time() - self.since))} so far" if live else ""
+        return f"{self.node} has not answered since {format_time(self.since)}{lasts}"
+
+
+@dataclass
 class AttemptStatus:
     """One start by the scheduler: running, pending, or how it ended."""
 
@@ -53,6 +72,7 @@ class AttemptStatus:
     last_step: int | None  # newest logged step, whether or not a later lineage replaced it
     roles: list[RoleStatus]
     stopping: str = ""  # why it is about to stop
+    silences: list[NodeSilence] = field(default_factory=list)  # of its nodes, oldest first
 
 
 def roles_of(attempt: Attempt, events: Sequence[Event]) -> list[RoleStatus]:
@@ -70,6 +90,21 @@ def roles_of(attempt: Attempt, events: Sequence[Event]) -> list[RoleStatus]:
     for role in found.values():
         role.running = all(end.incarnation != role.incarnation for end in role.ends)
     return sorted(found.values(), key=lambda role: (ROLE_ORDER.get(role.role, 9), role.role, role.index))
+
+
+def silences_of(events: Sequence[Event]) -> list[NodeSilence]:
+    """Return when nodes of an attempt did not answer, oldest first."""
+    found: list[NodeSilence] = []
+    for event in events:
+        if event.time is None:
+            continue
+        if event.kind is EventKind.NODE_SILENT:
+            found.append(NodeSilence(event.node, event.time - (event.silent_s or 0.0)))
+        elif event.kind is EventKind.NODE_ANSWERS:
+            for one in found:
+                if one.node == event.node and one.until is None:
+                    one.until = event.time
+    return found
 
 
 def _role(found: dict[tuple[str, int], RoleStatus], unit: tuple[str, int], incarnation: int) -> RoleStatus:

@@ -13,7 +13,8 @@ from hpc_rl.files import Row
 from hpc_rl.records import EndedRecord, Event, EventKind, EventLog, LineageRecord, TrialState
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.stats.read import History, MetricsReader, lineages
-from hpc_rl.status.attempts import STOPPING_EVENTS, AttemptStatus, roles_of
+from hpc_rl.status.attempts import STOPPING_EVENTS, AttemptStatus, roles_of, silences_of
+from hpc_rl.status.formatting import format_time
 from hpc_rl.status.rollout_report import RolloutReport, read_rollout
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.status.trial_state import describe_exit, describe_job_exit, determine_state
@@ -125,7 +126,7 @@ class StatusReader:
             state, reason = TrialState.DONE, _not_saved(self.trial)
         else:
             state, reason = determine_state(job, own, job_state, asked_at, last_sign, newest)
-        _close_attempt(attempts, state, reason)
+        _close_attempt(attempts, state, reason, job)
         from_step = lines[-1].from_step if lines else 0
         step = max(history.last_step, from_step)
         reached = step if state is TrialState.DONE else None
@@ -193,9 +194,10 @@ class StatusReader:
                 found.append(((number, attempt.started or 0.0, known.restart), attempt, job))
         found.sort(key=lambda one: one[0])
         for (_, earlier, job), (_, later, _) in pairwise(found):
-            if _runs(earlier):  # a later start means that it is over
-                earlier.state, earlier.cause = TrialState.KILLED, KILLED_WITH_NODE
-                if job.ended and later.job_id != job.job_id:
+            lost = killed_with_node(earlier, job, "")
+            if lost or _runs(earlier):  # a later start means that it is over
+                earlier.state, earlier.cause = TrialState.KILLED, lost or KILLED_WITH_NODE
+                if not lost and job.ended and later.job_id != job.job_id:
                     earlier.state, earlier.cause = describe_job_exit(job, earlier.last_step, newest)
         return [attempt for _, attempt, _ in found]
 
@@ -218,6 +220,7 @@ class StatusReader:
             last_step=last_step,
             roles=roles_of(attempt, events),
             stopping=stopping[-1] if stopping else "",
+            silences=silences_of(events),
         )
 
 
@@ -232,12 +235,22 @@ def _runs(attempt: AttemptStatus) -> bool:
     return attempt.state is TrialState.RUNNING
 
 
-def _close_attempt(attempts: list[AttemptStatus], state: TrialState, reason: str) -> None:
+def killed_with_node(attempt: AttemptStatus, job: TrialJob, otherwise: str) -> str:
+    """Return that the first node of an attempt was lost, or `otherwise` where that is not known."""
+    known = AttemptId.parse(attempt.id)
+    lost_at = job.lost_starts.get(known.restart) if known and known.job_id == job.job_id else None
+    if lost_at is None:
+        return otherwise
+    return f"its first node was lost: a watch on another node gave the job back at {format_time(lost_at)}"
+
+
+def _close_attempt(attempts: list[AttemptStatus], state: TrialState, reason: str, job: TrialJob) -> None:
     """Mark the newest attempt as over where the trial is known not to run, although it recorded no end."""
     if not attempts or not _runs(attempts[-1]):
         return
     if state is TrialState.PENDING:  # what the trial waits for now does not explain that end
-        attempts[-1].state, attempts[-1].cause = TrialState.KILLED, TAKEN_BACK
+        attempts[-1].state = TrialState.KILLED
+        attempts[-1].cause = killed_with_node(attempts[-1], job, TAKEN_BACK)
     elif state.is_over:
         closed = state if state in (TrialState.DONE, TrialState.CANCELLED) else TrialState.KILLED
         attempts[-1].state, attempts[-1].cause = closed, reason

@@ -3,20 +3,22 @@
 It takes the owner's lease with a higher epoch, which fences an earlier start of the same job that still runs
 elsewhere, and refuses where another job runs the trial. Then it waits for the processes of earlier attempts
 and incarnations: those of this host are known by their records, those of other hosts exit when the pipe from
-their supervisor closes.
+their supervisor closes, or when they see the new lease (those that write what a trial continues from).
 """
 
 import logging
 import os
 import socket
+import threading
 import time
+from contextlib import suppress
 
-from hpc_rl.errors import TrialBusy
+from hpc_rl.errors import ExitCode, TrialBusy
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import LEASE_TTL_S, Lease, LeaseView, NameResolve
 from hpc_rl.proc import end_processes, is_alive, start_ticks
-from hpc_rl.records import EventKind, ProcessFile, ProcessRecord, read_events
-from hpc_rl.trial import Attempt, Trial, submission_of
+from hpc_rl.records import EventKind, JobRecord, ProcessFile, ProcessRecord, read_events
+from hpc_rl.trial import Attempt, AttemptId, Trial, submission_of
 
 logger = logging.getLogger(__name__)
 CHECK_EVERY_S = 2.0  # whether another supervisor has taken over
@@ -47,6 +49,41 @@ def take_ownership(names: NameResolve, attempt: Attempt) -> Lease:
         )
         time.sleep(FENCE_S)
     return lease
+
+
+def end_when_fenced(names: NameResolve, attempt: Attempt) -> None:
+    """End this process once the supervisor of a later attempt owns the trial, by a thread, within FENCE_S.
+
+    On a node that was cut off nothing else ends a role: the pipe from its supervisor stays open, and the
+    shared disk may still be there.
+    """
+
+    def watch() -> None:
+        while True:
+            with suppress(OSError):  # of a file system that is away, which nothing can be written to
+                if later := later_owner(names, attempt):
+                    logger.error("attempt %s owns the trial: exiting at once", later)
+                    os._exit(ExitCode.KILLED_BY_SYSTEM)
+            time.sleep(CHECK_EVERY_S)
+
+    threading.Thread(target=watch, daemon=True, name="fence").start()
+
+
+def later_owner(names: NameResolve, attempt: Attempt) -> str:
+    """Return the attempt that owns the trial, where that began after this one; else an empty text."""
+    owner = names.leases(keys.OWNER).get(keys.OWNER)
+    other = str(owner.value.get("attempt")) if owner is not None else ""
+    return other if _is_later(other, attempt) else ""
+
+
+def _is_later(other: str, attempt: Attempt) -> bool:
+    found, own = AttemptId.parse(other), AttemptId.parse(attempt.id)
+    if found is None or own is None:
+        return False
+    if found.job_id == own.job_id:
+        return found.restart > own.restart
+    theirs, mine = (JobRecord.read(attempt.trial.job(one.job_id)) for one in (found, own))
+    return theirs is not None and mine is not None and theirs.time > mine.time > 0
 
 
 def _refuse_while_alive(names: NameResolve, before: LeaseView, attempt: Attempt) -> None:

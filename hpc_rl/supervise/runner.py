@@ -13,8 +13,10 @@ from hpc_rl.name_resolve.shared_fs import Lease
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, ProcessRecord, read_events
 from hpc_rl.requeue import RESUME, STOPS
+from hpc_rl.schedulers.slurm import scheduler_answers
 from hpc_rl.supervise import exit_policy, ownership
 from hpc_rl.supervise.exit_policy import UnitExit
+from hpc_rl.supervise.host_watch import ISOLATED_S, HostWatch
 from hpc_rl.supervise.network_check import Preflight
 from hpc_rl.supervise.processes import Steps, unplaced_reason
 from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Avoid, Finish, Key, Phase
@@ -45,6 +47,8 @@ class TrialRunner(UnitLoop):
         machine = AttemptMachine(plan.units, plan.recover_mode, plan.recover_retries)
         super().__init__(attempt, plan, config, steps, machine, end_time)
         self._preflight = preflight
+        self._hosts: HostWatch | None = None
+        self._silent: dict[str, float] = {}  # nodes that don't answer, with the seconds
         self._lease: Lease | None = None
         self._generations: set[tuple[str, int]] = set()
         # The job script may be dead already.
@@ -106,7 +110,13 @@ class TrialRunner(UnitLoop):
         """End an attempt in which a node does not reach another one, before models are loaded."""
         log = self.attempt.dir / "logs" / "preflight.log"
         found = preflight.run(log, lambda: bool(self.requests))
-        if found is None or not found.problem:
+        if found is None:
+            return
+        if not found.problem:
+            own = os.environ.get("SLURMD_NODENAME", "")
+            peers = {node: address for node, address in found.addresses.items() if node != own}
+            self._hosts = HostWatch(peers, scheduler_answers)
+            self._hosts.start()
             return
         why = f"the nodes can't reach each other: {found.problem}"
         if found.hopeless:
@@ -126,9 +136,25 @@ class TrialRunner(UnitLoop):
             self._check_parent()
             self._look_for_progress()
         self._watch_deadline(now)
+        if self._hosts is not None:
+            self._watch_hosts(self._hosts)
         if self._checking.due(now):
             self._keep_lease(now)
             self.look_for_hangs(now)
+
+    def _watch_hosts(self, hosts: HostWatch) -> None:
+        """Report nodes that fall silent and answer again; end where this one is cut off from all others."""
+        silent = hosts.silent_s()
+        for kind, seconds, others in (
+            (EventKind.NODE_SILENT, silent, self._silent),
+            (EventKind.NODE_ANSWERS, self._silent, silent),
+        ):
+            for node in seconds.keys() - others.keys():
+                self.write_event(kind, {"node": node, "silent_s": round(seconds[node], 1)})
+        self._silent = silent
+        if hosts.isolated_s >= ISOLATED_S:
+            why = f"no other node of the job and no scheduler answered for {hosts.isolated_s:.0f} s"
+            self.do(self.machine.abandon(self.clock(), ExitCode.STOPPED, f"{why}: this node is cut off"))
 
     def start_unit(self, unit: Unit, incarnation: int) -> None:
         super().start_unit(unit, incarnation)

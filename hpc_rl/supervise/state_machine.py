@@ -18,7 +18,7 @@ from hpc_rl.supervise.exit_policy import Consequence, UnitExit
 
 DRAIN_GRACE_S = 120.0
 END_GRACE_S = 15.0
-KILL_GRACE_S = 10.0  # after the kill, for what can't be killed
+KILL_GRACE_S = 25.0  # after the kill, for what can't be killed; an agent's srun is killed after 20 s
 STACKS_S = 3.0  # for the processes of a unit that hangs to dump their stacks
 
 Key = tuple[str, int]
@@ -208,7 +208,7 @@ class AttemptMachine:
 
     def abandon(self, now: float, code: int, why: str) -> list[Action]:
         """Kill all units without saving."""
-        if self.phase is Phase.OVER:
+        if self.phase is Phase.OVER or (self.phase is Phase.ENDING and self._killed):
             return []
         return [
             LogEvent(EventKind.ABANDONING, {"reason": why}),

@@ -23,6 +23,7 @@ from hpc_rl.config.sections.experiment import Config
 from hpc_rl.config.sections.operations import FrequencyConfig
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import CannotWrite, ExitCode
+from hpc_rl.records import check_newest_lineage
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.activity import Activity
@@ -111,9 +112,7 @@ class Run(TrainerContext):
             tokenizer_folder(self.config),
             lambda: self.does("wait for room", self.step),
         )
-        self.exports = Exports(
-            self.trial, self.config, self.writer, self.export_version, lambda step: self.does("export", step)
-        )
+        self.exports = Exports(self.trial, self.config, self.writer, self.export_version, self._exports)
         self.timers = {
             "save": Timer(self.config.recover),
             "evaluate": Timer(self.config.evaluator),
@@ -177,7 +176,8 @@ class Run(TrainerContext):
         self.owes_evaluation = self.ranks.any(numbers is None or not kept)
 
     def log(self, step: int) -> None:
-        """Log one line of metrics for the step: what was tracked since the previous line."""
+        """Log one line of metrics for the step: what was tracked since the previous line. Raises Stale."""
+        self._check_newest()
         self.stats.add("save_s", 0.0)
         now = time.monotonic()
         row: dict[str, float | int | str] = {
@@ -275,6 +275,14 @@ class Run(TrainerContext):
         outcome = "nothing is saved (recover.mode disabled)" if disabled else "its state is saved"
         self._log_info("asked to stop: after step %d, %s", step, outcome)
         return ExitCode.STOPPED
+
+    def _exports(self, step: int) -> None:
+        self._check_newest()
+        self.does("export", step)
+
+    def _check_newest(self) -> None:
+        if self.ranks.rank == 0:
+            check_newest_lineage(self.trial, self.lineage)
 
     def _log_info(self, text: str, *values: object) -> None:
         if self.ranks.rank == 0:

@@ -18,6 +18,7 @@ from hpc_rl.checkpoint.generation import Commit, Manifest, room_problem
 from hpc_rl.checkpoint.retention import Holds, RetentionPolicy, retain
 from hpc_rl.engines.base import Engine, Snapshot, sum_over_ranks
 from hpc_rl.errors import CannotWrite
+from hpc_rl.records import check_newest_lineage
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trial import Trial
 
@@ -148,6 +149,7 @@ class Saving:
             if job.cancel.wait(pause_s):
                 raise Abandoned
             pause_s = min(longest_s, 2 * pause_s)
+        check_newest_lineage(self.trial, manifest.lineage)
         job.commit.commit(manifest)
         try:
             job.oldest = retain(self.trial, self.policy, self._holds, self._known)

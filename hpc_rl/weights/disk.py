@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hpc_rl.errors import Stale
+from hpc_rl.records import check_newest_lineage
 from hpc_rl.trial import Trial, read_json
 from hpc_rl.types import WeightVersion
 
@@ -23,8 +24,9 @@ KEEP = 2  # newest versions
 def finish(trial: Trial, version: WeightVersion) -> Path:
     """Give weights that were written to `.<version>.tmp` their name, and point to it.
 
-    Raises OSError, and Stale if newer weights are current.
+    Raises OSError, and Stale if newer weights are current or a later trainer has begun.
     """
+    check_newest_lineage(trial, version.lineage)
     pointer = read_json(trial.current_weights)
     if pointer and (pointer["lineage"], pointer["step"]) > (version.lineage, version.step):
         newer = pointer["label"]

@@ -42,6 +42,7 @@ class HostsCluster(Cluster):
 
     route: str = ""  # interface of a default route, to a gateway that drops everything
     loop_name: bool = False  # /etc/hosts gives a host's own name as 127.0.1.1, as Debian's installer does
+    ipv6: bool = False  # ib0 has IPv6 alone
     same_everywhere: str = ""  # an interface with one address on every node, as "docker0=172.17.0.1/16"
     hosts: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
 
@@ -114,7 +115,7 @@ class HostsCluster(Cluster):
 
     def part(self, name: str, peer: str, interface: str, cut: bool) -> None:
         """Have what one host sends to another one get lost, silently, or arrive again."""
-        address = f"{NETWORKS[interface]}.{self._number(peer)}"
+        address = self.address(peer, interface)
         nowhere = ["lladdr", "02:00:00:00:00:01", "nud", "permanent"] if cut else []
         self._in(name, ["ip", "neigh", "replace" if cut else "del", address, *nowhere, "dev", interface])
 
@@ -154,7 +155,9 @@ class HostsCluster(Cluster):
             peer = ["peer", "name", interface, "netns", pid]
             self._in("switch", ["ip", "link", "add", end, "type", "veth", *peer])
             self._in("switch", ["ip", "link", "set", end, "master", f"br-{interface}", "up"])
-            self._in(name, ["ip", "addr", "add", f"{network}.{self._number(name)}/24", "dev", interface])
+            address, length = self.address(name, interface), "64" if self._has_ipv6(interface) else "24"
+            nodad = ["nodad"] if self._has_ipv6(interface) else []
+            self._in(name, ["ip", "addr", "add", f"{address}/{length}", "dev", interface, *nodad])
             self._in(name, ["ip", "link", "set", interface, "up"])
             if self.route == interface:
                 self._in(name, ["ip", "route", "add", "default", "via", f"{network}.254"])
@@ -218,14 +221,20 @@ class HostsCluster(Cluster):
         pid = self.hosts[name].pid
         return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
 
+    def address(self, name: str, interface: str) -> str:
+        prefix = "fd77::" if self._has_ipv6(interface) else f"{NETWORKS[interface]}."
+        return f"{prefix}{self._number(name)}"
+
+    def _has_ipv6(self, interface: str) -> bool:
+        return self.ipv6 and interface == "ib0"
+
     def _number(self, name: str) -> int:
         return {"ctl": 2, "login": 3}.get(name) or 10 + int(name[1:])
 
     def _write_hosts(self) -> None:
         lines = ["127.0.0.1 localhost", "::1 localhost ip6-localhost"]
         for name in ("ctl", "login", *self.nodes):
-            lines.append(f"{NETWORKS['eth0']}.{self._number(name)} {name}")
-            lines.append(f"{NETWORKS['ib0']}.{self._number(name)} {name}-ib")
+            lines += [f"{self.address(name, 'eth0')} {name}", f"{self.address(name, 'ib0')} {name}-ib"]
         for name in ("switch", "ctl", "login", *self.nodes):
             folder = self.dir / "hosts" / name
             folder.mkdir(parents=True)

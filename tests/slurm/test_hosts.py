@@ -6,10 +6,13 @@ Needs root, for the namespaces that play the hosts.
 import itertools
 import json
 import os
+import re
 import shutil
+import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import toy_trials
@@ -17,9 +20,13 @@ from hosts import HostsCluster, speak_from_login_node
 from packages import NoSlurm, find_or_fetch
 from toy_trials import ROOT, hpc_rl, logs_of, trial_of
 
-from hpc_rl.records import Event, EventKind, read_events
+from hpc_rl.checkpoint.generation import scan, verify
+from hpc_rl.errors import ExitCode
+from hpc_rl.records import Event, EventKind, read_events, read_lineages
+from hpc_rl.rollout.batch_log.seals import read_seals
 from hpc_rl.stats.read import read
-from hpc_rl.trial import Trial
+from hpc_rl.supervise.host_watch import ISOLATED_S
+from hpc_rl.trial import Attempt, Trial
 
 pytestmark = pytest.mark.timeout(900)
 # Traps of real clusters: a name that means loopback, an address that all nodes have, two threads per core. There is
@@ -60,22 +67,24 @@ def shared_folder(cluster: HostsCluster, name: str) -> Path:
     return here
 
 
-def wait_for(condition: Callable[[], object], trial: Trial, timeout_s: float = 200) -> None:
+def wait_for(condition: Callable[[], Any], trial: Trial, timeout_s: float = 200) -> Any:
+    """Return what the condition gives once that is true."""
     deadline = time.monotonic() + timeout_s
-    while not condition():
+    while not (found := condition()):
         assert time.monotonic() < deadline, logs_of(trial)
         time.sleep(0.2)
+    return found
 
 
 def wait_for_end(trial: Trial) -> None:
     wait_for(trial.done.exists, trial, 400)
 
 
-def train(cluster: HostsCluster, name: str, num_nodes: int) -> None:
+def train(cluster: HostsCluster, name: str, num_nodes: int, *more: str) -> Trial:
     """Train the warm toy model on hosts of the cluster, and see that it learned."""
     here = shared_folder(cluster, name)
     hpc_rl("quickstart", "--only_prepare", cwd=here, timeout_s=300)
-    options = [f"--n_nodes={num_nodes}", f"trial_name={name}", f"total_train_steps={NUM_STEPS}"]
+    options = [f"--n_nodes={num_nodes}", f"trial_name={name}", f"total_train_steps={NUM_STEPS}", *more]
     hpc_rl("submit", "--config", "configs/grpo.yaml", *options, cwd=here)
     trial = trial_of(here, name)
     wait_for_end(trial)
@@ -83,6 +92,7 @@ def train(cluster: HostsCluster, name: str, num_nodes: int) -> None:
     assert [row["step"] for row in history.steps] == list(range(1, NUM_STEPS + 1))
     first, last = history.evaluations[0]["eval_reward"], history.evaluations[-1]["eval_reward"]
     assert last > first + 0.05, f"held-out reward {first} -> {last}"
+    return trial
 
 
 def test_four_hosts_learn_without_a_default_route(cluster):
@@ -106,6 +116,16 @@ def test_hosts_with_each_trap_learn(monkeypatch, num_nodes, more):
     with started(**more) as cluster:
         speak_from_login_node(cluster, monkeypatch)
         train(cluster, "soak", num_nodes)
+
+
+@pytest.mark.soak
+def test_four_hosts_learn_by_ipv6_alone(monkeypatch):
+    with started(ipv6=True) as cluster:
+        speak_from_login_node(cluster, monkeypatch)
+        trial = train(cluster, "ipv6", 4, "cluster.interface=ib0")
+        leases = "".join(path.read_text() for path in trial.names.rglob("*.epoch-*"))
+        urls = re.findall(r'"url": "(http://[^"]*)"', leases)
+        assert urls and all(url.startswith("http://[fd77::1") for url in urls), urls
 
 
 def test_two_ranks_on_two_hosts_fine_tune(cluster):
@@ -133,12 +153,14 @@ def wait_for_step(trial: Trial, step: int) -> None:
     wait_for(lambda: step_of(trial) >= step, trial)
 
 
-def long_trial(cluster: HostsCluster, name: str, num_steps: int, **options: object) -> Trial:
+def long_trial(
+    cluster: HostsCluster, name: str, num_steps: int, num_nodes: int = 4, **options: object
+) -> Trial:
     here = shared_folder(cluster, name)
     toy_trials.make_quickstart(here)
     given = {"trial_name": name, "total_train_steps": num_steps, "recover.freq_steps": 10} | options
     arguments = [f"{key}={value}" for key, value in given.items()]
-    hpc_rl("submit", "--config", "configs/grpo.yaml", "--n_nodes=4", *arguments, cwd=here)
+    hpc_rl("submit", "--config", "configs/grpo.yaml", f"--n_nodes={num_nodes}", *arguments, cwd=here)
     return trial_of(here, name)
 
 
@@ -191,8 +213,79 @@ def node_with(cluster: HostsCluster, role: str) -> str:
 
 
 def check_history(trial: Trial) -> None:
-    """See that a trial has each step once, and nothing from a side that was fenced."""
-    assert [row["step"] for row in read(trial).steps] == list(range(1, NUM_STEPS + 1))
+    """See that a trial has each step, batch and prompt once, by one start after the other, and whole files."""
+    rows = read(trial).steps
+    assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
+    assert [row["lineage"] for row in rows] == sorted(row["lineage"] for row in rows)
+    for found in map(verify, scan(trial)):
+        assert not found.problem, f"{found.path}: {found.problem}"
+    seals = read_seals(trial.rollout).values()
+    used = [index for seal in seals for index in seal.places]
+    assert len(used) == len(set(used)), "a prompt is in two batches"
+    starts = read_lineages(trial)
+    assert [start.from_step for start in starts] == sorted(start.from_step for start in starts)
+
+
+@pytest.mark.soak
+def test_a_first_node_that_is_cut_off_writes_nothing_once_another_start_owns_the_trial(cluster, monkeypatch):
+    monkeypatch.setenv("HPC_RL_WATCH_S", "5")
+    trial = long_trial(cluster, "fence", NUM_STEPS, num_nodes=3)
+    wait_for_step(trial, 12)
+    first = trial.attempt(next(trial.attempts.iterdir()).name)
+    cluster.partition("n1", cut=True)
+    segments = list(trial.rollout.glob("segment-*.ledger"))
+    try:
+        wait_for(lambda: cluster.hurry() or len(list(trial.attempts.iterdir())) == 2, trial)
+        [second] = [trial.attempt(one.name) for one in trial.attempts.iterdir() if one != first.dir]
+        wait_for(lambda: EventKind.SUPERVISOR_STARTED in {event.kind for event in read_events(second)}, trial)
+        assert running_on(cluster, "n1"), "nothing lives there that could write"
+        wait_for(lambda: not running_on(cluster, "n1"), trial, FENCED_S)
+        files = written_by(first, segments)
+        hurried_to_its_end(cluster, trial)
+    finally:
+        cluster.partition("n1", cut=False)
+    time.sleep(20)  # Slurm ends what is left there
+    assert written_by(first, segments).items() <= files.items(), (
+        "later starts trim, the fenced one does nothing"
+    )
+    check_history(trial)
+    assert "its first node was lost" in hpc_rl("status", str(trial.dir), cwd=cluster.dir).stdout
+    told = json.loads(hpc_rl("status", "--json", str(trial.dir), cwd=cluster.dir).stdout)
+    assert {one["node"] for one in told["attempts"][0]["silences"]} == {"n2", "n3"}
+
+
+@pytest.mark.soak
+def test_a_first_node_that_is_cut_off_ends_by_itself(cluster):
+    trial = long_trial(cluster, "alone", NUM_STEPS)
+    wait_for_step(trial, 12)
+    cluster.partition("n1", cut=True)
+    try:
+        wait_for(lambda: not running_on(cluster, "n1"), trial, ISOLATED_S + FENCED_S)
+        [ended] = wait_for(lambda: events_of(trial, EventKind.ENDED), trial, FENCED_S)
+        assert ended.code == ExitCode.STOPPED and "cut off" in ended.reason
+        said = hpc_rl("status", str(trial.dir), cwd=cluster.dir).stdout
+        assert all(f"{node} has not answered since " in said for node in ("n2", "n3", "n4"))
+    finally:
+        cluster.partition("n1", cut=False)
+
+
+FENCED_S = 60  # a kill may take 25 s, and this machine is slow
+
+
+def running_on(cluster: HostsCluster, node: str) -> list[str]:
+    """Return the commands of hpc_rl's roles and supervisors on a node."""
+    command = cluster.on(node, ["ps", "-eo", "args="], cluster.dir)
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line for line in found if " -m hpc_rl.app." in line and not line.startswith(("srun", "bash"))]
+
+
+def written_by(attempt: Attempt, segments: list[Path]) -> dict[Path, tuple[int, bytes]]:
+    """Return what an attempt's processes wrote: its own files, leases, and these segments of the batch log."""
+    paths = [path for path in attempt.dir.rglob("*") if path.is_file()]
+    leases = attempt.trial.names.rglob("*.epoch-*")
+    paths += [path for path in leases if json.loads(path.read_text())["value"].get("attempt") == attempt.id]
+    paths += [path for path in segments if path.exists()]
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in paths}
 
 
 @pytest.mark.soak

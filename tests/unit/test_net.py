@@ -10,6 +10,7 @@ import pytest
 from network_hosts import NetworkHost, two_hosts
 
 from hpc_rl import net
+from hpc_rl.app.trainer import use_interface
 from hpc_rl.errors import ConfigError
 
 TWO_NETWORKS = {"eth0": ("10.77.1.11/24", "10.77.1.12/24"), "ib0": ("10.77.2.11/24", "10.77.2.12/24")}
@@ -111,6 +112,15 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypat
 def test_this_host_has_its_loopback():
     assert net.interface_of("127.0.0.1") == "lo"
     assert net.interface_of("203.0.113.9") is None
+
+
+def test_nccl_and_gloo_use_the_interface_that_is_published():
+    environ: dict[str, str] = {}
+    use_interface(environ, "127.0.0.1")
+    assert environ == {"NCCL_SOCKET_IFNAME": "=lo", "GLOO_SOCKET_IFNAME": "lo"}
+    chosen = {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth1"}
+    use_interface(chosen, "127.0.0.1")
+    assert chosen == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth1"}
 
 
 def test_a_socket_listens_on_ipv4_and_ipv6():

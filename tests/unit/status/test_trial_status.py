@@ -432,3 +432,28 @@ def test_the_reason_of_a_cancel_is_given_once(fake_trial, cause):
     fake_trial.script_said("7", "ended", code=75)
     told = read_status(fake_trial.trial).attempts[0].cause
     assert told == "cancelled by the user, state saved" + ("" if cause else ": cancelled by the user")
+
+
+def test_nodes_that_did_not_answer_are_told_with_their_times(fake_trial):
+    fake_trial.run_to(5)
+    fake_trial.event("7.0", "node_silent", at=30, node="n3", silent_s=12.0)
+    fake_trial.event("7.0", "node_silent", at=40, node="n2", silent_s=10.0)
+    fake_trial.event("7.0", "node_answers", at=60, node="n3", silent_s=42.0)
+    [attempt] = read_status(fake_trial.trial).attempts
+    first, second = attempt.silences
+    assert (first.node, first.until - first.since) == ("n3", 42.0)
+    assert (second.node, second.until) == ("n2", None)
+    assert "n3 did not answer for 42 s, from " in first.text(live=True)
+    assert "so far" in second.text(live=True) and "so far" not in second.text(live=False)
+
+
+def test_what_a_start_says_after_a_later_one_has_begun_does_not_count(fake_trial):
+    fake_trial.run_to(5)
+    fake_trial.script_said("7", "started", restart=0)
+    fake_trial.script_said("7", "first_node_lost", restart=0)
+    fake_trial.started("7.1", "trainer", at=900)
+    fake_trial.script_said("7", "started", restart=1)
+    fake_trial.script_said("7", "ended", restart=0, code=70, reason="another supervisor owns the trial")
+    story = read_status(fake_trial.trial)
+    assert (story.state, story.reason) == ("running", "")
+    assert "its first node was lost" in story.attempts[0].cause

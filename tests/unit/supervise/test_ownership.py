@@ -11,7 +11,7 @@ from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.proc import start_ticks
 from hpc_rl.supervise import ownership
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, write_json
 
 
 @pytest.fixture
@@ -67,3 +67,13 @@ def test_an_owner_on_another_host_is_judged_by_its_counter(trial, monkeypatch, l
     finally:
         over.set()
         thread.join()
+
+
+@pytest.mark.parametrize(("other", "is_later"), [("7.1", 1), ("8.0", 1), ("7.0", 0), ("6.0", 0), ("x", 0)])
+def test_a_role_is_fenced_by_a_later_attempt_alone(trial, other, is_later):
+    for number, job in enumerate(("6", "7", "8"), start=1):
+        write_json(trial.job(job), {"job_id": job, "scheduler": "slurm", "time": float(number)})
+    names, own = NameResolve(trial.names), trial.attempt("7.0")
+    assert ownership.later_owner(names, own) == ""
+    owner(trial, other, 1234, 5, host="elsewhere")
+    assert ownership.later_owner(names, own) == (other if is_later else "")

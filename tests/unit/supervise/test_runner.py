@@ -8,11 +8,13 @@ from toy_plans import toy_plan
 
 from hpc_rl.app import supervisor as app
 from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.errors import FailureClass, StopCause
+from hpc_rl.errors import ExitCode, FailureClass, StopCause
 from hpc_rl.plan.schema import Unit
 from hpc_rl.records import DrainIntent, EventKind, read_events
 from hpc_rl.supervise import runner as driving
 from hpc_rl.supervise.hangs import PLACED_S
+from hpc_rl.supervise.host_watch import ISOLATED_S
+from hpc_rl.supervise.network_check import NetworkVerdict
 from hpc_rl.supervise.runner import TrialRunner
 from hpc_rl.supervise.state_machine import Phase
 from hpc_rl.supervise.unit_loop import StopRequests
@@ -175,3 +177,49 @@ def test_each_request_is_taken_once_and_a_cancel_first():
     assert requests and requests.take() == [StopCause.CANCELLED, StopCause.PREEMPTION]
     requests.add(StopCause.CANCELLED)
     assert requests.take() == []
+
+
+class FakeHosts:
+    """What a HostWatch says."""
+
+    def __init__(self) -> None:
+        self.silent, self.isolated_s = {}, 0.0
+
+    def silent_s(self) -> dict[str, float]:
+        return self.silent
+
+
+def test_silent_nodes_are_reported_once_and_a_supervisor_that_is_cut_off_ends(make):
+    runner, hosts = make(), FakeHosts()
+    runner._hosts = hosts
+    for hosts.silent in ({}, {"n3": 12.0}, {"n3": 14.0}, {}, {"n2": 11.0, "n3": 11.0}):
+        runner.observe(0.0)
+    told = [
+        (event.kind, event.node, event.silent_s)
+        for event in read_events(runner.attempt)
+        if event.kind in (EventKind.NODE_SILENT, EventKind.NODE_ANSWERS)
+    ]
+    assert told[:2] == [(EventKind.NODE_SILENT, "n3", 12.0), (EventKind.NODE_ANSWERS, "n3", 14.0)]
+    assert sorted(told[2:]) == [(EventKind.NODE_SILENT, name, 11.0) for name in ("n2", "n3")]
+    assert runner.machine.phase is Phase.RUNNING
+    hosts.isolated_s = ISOLATED_S
+    for _ in range(3):
+        runner.observe(0.0)
+    assert runner.handles[TRAINER][0].killed
+    abandoned = [event for event in read_events(runner.attempt) if event.kind is EventKind.ABANDONING]
+    assert len(abandoned) == 1 and "cut off" in abandoned[0].reason
+    runner.round()
+    assert runner.finish is not None and runner.finish.code == ExitCode.STOPPED
+
+
+@pytest.mark.parametrize("mode", ["auto", "disabled"])
+def test_an_attempt_whose_nodes_do_not_reach_each_other_starts_nothing(make, mode):
+    runner = make()
+    runner.plan = dataclasses.replace(runner.plan, recover_mode=mode)
+    found = NetworkVerdict(problem="n2 and n3 do not reach each other", bad_nodes=("n3",))
+    runner._check_network(SimpleNamespace(run=lambda log, interrupted: found))
+    [bad] = [event for event in read_events(runner.attempt) if event.kind is EventKind.BAD_NODES]
+    assert "n2 and n3" in bad.reason
+    runner.round()
+    assert runner.finish is not None and "n2 and n3" in runner.finish.reason
+    assert runner.finish.code == (ExitCode.STOPPED if mode == "auto" else ExitCode.FAILED)
