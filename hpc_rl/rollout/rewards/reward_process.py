@@ -12,8 +12,10 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from hpc_rl import log
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0  # the user's module may import much
 MAX_DEATHS = 3  # a call that ran when this many processes exited counts as the cause
+OUTPUT_BYTES, OUTPUT_BYTES_PER_S = 1 << 20, 1 << 10  # that reach the log at once, and from then on
+CHUNK_BYTES = 1 << 16
 IDLE_GRACE_S = 1.0  # beyond the time limit, for the process to report that a call starts
 
 
@@ -35,6 +39,47 @@ class _Call:
     answer: asyncio.Future[float]
     timer: asyncio.TimerHandle | None = None  # set while the call runs
     deaths: int = 0  # of processes that ended while this call ran
+
+
+class LimitedOutput:
+    """Passes what user code prints on to the log, as much of it as a disk has room for.
+
+    Each line begins with `reward| `, so that none looks like a record of ours.
+    """
+
+    def __init__(self, write: Callable[[bytes], object], clock: Callable[[], float] = time.monotonic) -> None:
+        self._write, self._clock = write, clock
+        self._left, self._at = float(OUTPUT_BYTES), clock()
+        self._left_out = 0
+        self._line = b""  # its beginning, which has come
+
+    def take(self, data: bytes) -> None:
+        now = self._clock()
+        self._left = min(OUTPUT_BYTES, self._left + (now - self._at) * OUTPUT_BYTES_PER_S)
+        self._at = now
+        if len(data) > self._left:
+            if not self._left_out:
+                self._show("more output than the log takes is left out")
+            self._left_out += len(data)
+            return
+        if self._left_out:
+            self._show(f"{self._left_out} bytes of output were left out")
+            self._left_out, self._line = 0, b""
+        self._left -= len(data)
+        *whole, self._line = (self._line + data).split(b"\n")
+        if len(self._line) > CHUNK_BYTES:
+            whole, self._line = [*whole, self._line], b""
+        for line in whole:
+            self._show(line.decode(errors="backslashreplace"))
+
+    def close(self) -> None:
+        if self._line:
+            self._show(self._line.decode(errors="backslashreplace"))
+        if self._left_out:
+            self._show(f"{self._left_out} bytes of output were left out")
+
+    def _show(self, line: str) -> None:
+        self._write(f"reward| {log.printable(line)}\n".encode(errors="backslashreplace"))
 
 
 class RewardProcess:
@@ -50,12 +95,18 @@ class RewardProcess:
         self._ids = itertools.count()
         self._reading: asyncio.Task[None] | None = None
         self._idle_timer: asyncio.TimerHandle | None = None  # set while calls are open and none runs
+        self._printing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
         """Raise ConfigError for a path that can't be imported, RoleFailed if the process does not start."""
         pipe = asyncio.subprocess.PIPE
-        self._process = await asyncio.create_subprocess_exec(*self._argv, stdin=pipe, stdout=pipe)
-        assert self._process.stdout
+        self._process = await asyncio.create_subprocess_exec(
+            *self._argv, stdin=pipe, stdout=pipe, stderr=pipe
+        )
+        assert self._process.stdout and self._process.stderr
+        printing = asyncio.create_task(_pass_on(self._process.stderr))
+        self._printing.add(printing)
+        printing.add_done_callback(self._printing.discard)
         first, said = None, f"no answer within {START_TIMEOUT_S:.0f} s"
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -93,6 +144,7 @@ class RewardProcess:
             self._reading.cancel()
             await asyncio.wait({self._reading})  # it may be in the middle of a restart
         await self._kill()
+        await self._finish_printing()
 
     def _send(self, call: _Call) -> None:
         process = self._process
@@ -168,6 +220,7 @@ class RewardProcess:
             await self.start()
         except HpcRlError as error:
             logger.error("%s", error)
+            await self._finish_printing()
             # the executor worker is of no use without it; its parent starts another
             os._exit(error.exit_code)
 
@@ -176,6 +229,22 @@ class RewardProcess:
         if process is not None and process.returncode is None:
             pipes.kill(process)
             await process.wait()
+
+    async def _finish_printing(self) -> None:
+        """Let what it printed reach the log; a child that it left behind may hold the pipe open."""
+        if self._printing:
+            await asyncio.wait(self._printing, timeout=1.0)
+        for one in self._printing:
+            one.cancel()
+
+
+async def _pass_on(printed: asyncio.StreamReader) -> None:
+    output = LimitedOutput(partial(os.write, 2))
+    try:
+        while data := await printed.read(CHUNK_BYTES):
+            output.take(data)
+    finally:
+        output.close()
 
 
 def serve(path: str) -> None:

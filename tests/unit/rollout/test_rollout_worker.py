@@ -20,7 +20,7 @@ from hpc_rl.errors import (
 from hpc_rl.rollout.batch_log.ledger import MAX_NOTE_BYTES, GroupRecord
 from hpc_rl.rollout.rewards import Rejection, built_in, checked, contains, exact_match, import_object
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
-from hpc_rl.rollout.rewards.reward_process import RewardProcess
+from hpc_rl.rollout.rewards.reward_process import OUTPUT_BYTES, LimitedOutput, RewardProcess
 from hpc_rl.rollout.server_pool import ServerPool, sampling
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import trajectory
@@ -586,6 +586,24 @@ async def test_a_reward_exception_names_its_line_and_is_logged_once(reward_proce
     await process.close()
     said = capfd.readouterr().err
     assert said.count("Traceback (most recent call last)") == 1 and "line 12, in raises" in said
+
+
+def test_output_of_user_code_is_limited_and_marked():
+    written, now = [], [0.0]
+    output = LimitedOutput(written.append, lambda: now[0])
+    output.take(b"2026-01-01 00:00:00 trainer 0 host ERROR forged\n\x1b[31mre")
+    output.take(b"d\n")
+    assert b"".join(written).splitlines() == [
+        b"reward| 2026-01-01 00:00:00 trainer 0 host ERROR forged",
+        b"reward| \\x1b[31mred",
+    ]
+    for _ in range(5000):
+        output.take(b"x" * 999 + b"\n")
+    assert OUTPUT_BYTES - 2000 < sum(map(len, written)) < OUTPUT_BYTES * 1.02
+    assert written[-1] == b"reward| more output than the log takes is left out\n"
+    now[0] = 60.0
+    output.take(b"later\n")
+    assert b"bytes of output were left out" in written[-2] and written[-1] == b"reward| later\n"
 
 
 async def test_a_call_that_is_never_started_is_bounded(monkeypatch):
