@@ -32,7 +32,6 @@ VICTIMS = ("trainer", "server", "worker", "sequencer", "supervisor")
 ROLES = {"sequencer": "rollout", "worker": "rollout"}
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 400.0
-MOST_SUPERVISOR_KILLS = 4  # of one attempt: the batch script starts it again five times
 REWARD = """import os, time
 
 HELD = os.path.join(os.path.dirname(__file__), "held")
@@ -212,14 +211,9 @@ class Killed:
             self.until(lambda rows=rows: self.num_rows() > rows or self.over)
             pause_ends = time.monotonic() + luck.uniform(0.0, longest_pause_s)
             self.until(lambda pause_ends=pause_ends: time.monotonic() >= pause_ends or self.over)
-            self.until(lambda: self.over or self._kill(luck.choice(self.bearable()), luck))
+            self.until(lambda: self.over or self._kill(luck.choice(VICTIMS), luck))
             if self.over:
                 return
-
-    def bearable(self) -> list[str]:
-        """VICTIMS, without the supervisor where the batch script would not start it again."""
-        starts = len(list(self.trial.attempts.glob("*/processes/supervisor-*.json")))
-        return [victim for victim in VICTIMS if victim != "supervisor" or starts <= MOST_SUPERVISOR_KILLS]
 
     def _kill(self, what: str, luck: random.Random) -> bool:
         """One process of each kind in `a+b`, at one instant; false while there is none of a kind."""

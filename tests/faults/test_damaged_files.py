@@ -22,7 +22,7 @@ from hpc_rl.trial import Trial
 
 __all__ = ["folder"]
 LIMIT_S = 20
-SAMPLE = 60  # damages in every run of the tests; all of them in make soak
+SAMPLE = 30  # damages in every run of the tests; all of them in make soak
 COMMANDS = (
     ("status", "TRIAL"),
     ("status", "TRIAL", "--json", "--all"),

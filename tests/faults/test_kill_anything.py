@@ -67,6 +67,18 @@ def test_ten_kills_at_any_instant_of_three_epochs(trials, folder):
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_thirty_three_kills_and_few_retries(trials):
+    """More kills of the supervisor than `recover.retries`, with checkpoints between them."""
+    luck = new_luck()
+    options = {**IN_ORDER, **KEPT, "recover.retries": 3, "recover.freq_steps": 1}
+    one = trials.start(options, total_steps=150, held=True)
+    one.kill_each(shuffled(luck, 7)[:33], luck)
+    assert len(one.kills) == 33 and sum(what == "supervisor" for what, _ in one.kills) > 5
+    one.finish().promises.check()
+
+
+@pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("options", [READY, IN_ORDER], ids=["ready", "in_order"])
 def test_two_hundred_kills_at_any_instant_of_three_epochs(trials, folder, options):
@@ -134,7 +146,7 @@ def long_whole(folder: Path) -> Iterator[Killed]:
 @pytest.mark.parametrize("victim", [*VICTIMS, "server+trainer", "any"])
 def test_the_same_weights_whatever_is_killed_ten_times(trials, long_whole, victim):
     luck = new_luck()
-    count = 5 if victim == "supervisor" else 10  # the batch script starts it again five times
+    count = 10
     often = (
         {"recover.freq_steps": 1} if "+" in victim else {}
     )  # five deaths of the server without progress are the end

@@ -204,6 +204,7 @@ def test_refused_in_a_file(shell, tmp_path, old, new, words):
         (b"hello\n", "must hold a mapping"),
         (b"trial_name: \xff\xfe\n", "not UTF-8"),
         ("trial_name: a".encode("utf-16"), "not UTF-8"),
+        (b"a: [" + b"1, " * 7_000_000 + b"1]", "more than 512 KiB"),
     ],
 )
 def test_a_file_that_is_no_configuration(shell, content, words):
@@ -214,6 +215,7 @@ def test_a_file_that_is_no_configuration(shell, content, words):
 def test_no_file(shell):
     assert "Is a directory" in shell.refused(64, "submit", "--config", ".")
     assert "No such file" in shell.refused(64, "submit", "--config", "nothing.yaml")
+    assert "more than 512 KiB" in shell.refused(64, "submit", "--config", "/dev/zero")
     assert "neither actor nor model is given in /dev/null" in shell.refused(
         64, "submit", "--config", "/dev/null"
     )

@@ -104,13 +104,23 @@ for _tag, _regex, _first in (
     Yaml12.add_implicit_resolver("tag:yaml.org,2002:" + _tag, re.compile(f"^(?:{_regex})$"), list(_first))
 
 
+MAX_FILE_BYTES = 1 << 19
+
+
 def read_yaml(path: Path) -> Settings:
     """Return the settings in a file. Raises ConfigError: missing, not YAML, a key twice, not a mapping.
 
     A .json file, as a trial's own, holds no references: `${` is text there.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)  # a device may never end
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"config file {path} has more than {MAX_FILE_BYTES >> 10} KiB, which no configuration needs: "
+                "is it another file?"
+            )
+        text = data.decode("utf-8")
     except OSError as error:
         raise ConfigError(f"config file {path} can't be read: {error.strerror}.") from error
     except UnicodeDecodeError as error:

@@ -199,13 +199,20 @@ def group_at(fd: int, place: RecordPlace) -> bytes:
     try:
         length, checksum = FRAME.unpack(os.pread(fd, FRAME.size, place.offset))
         payload = os.pread(fd, length, place.offset + FRAME.size)
-    except (OSError, struct.error) as error:
+    except struct.error as error:  # a later incarnation has begun it anew
+        raise LedgerDamaged(_gone(place.segment)) from error
+    except OSError as error:
         raise LedgerDamaged(f"{where}: {error}") from error
     if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != checksum:
         raise LedgerDamaged(f"{where}: the record is damaged")
     if payload[0] not in (GROUP, OUTSIDE):
         raise LedgerDamaged(f"{where}: no group")
     return payload[_head_size(payload) :]
+
+
+def _gone(segment: int) -> str:
+    name = segment_path(Path("rollout"), segment)
+    return f"{name}, which batches are made of, is gone or was cut off; put it back from a copy"
 
 
 def _head_size(payload: bytes) -> int:
@@ -334,6 +341,8 @@ class Ledger:
         try:
             if place.segment not in self._fds:
                 self._fds[place.segment] = os.open(segment_path(self.folder, place.segment), os.O_RDONLY)
+        except FileNotFoundError as error:
+            raise LedgerDamaged(_gone(place.segment)) from error
         except OSError as error:
             raise LedgerDamaged(f"ledger segment {place.segment}: {error}") from error
         return group_at(self._fds[place.segment], place)

@@ -158,6 +158,20 @@ def test_a_damaged_group_is_never_given_out(tmp_path):
     ledger.close()
 
 
+def test_a_segment_that_was_removed_is_named(tmp_path):
+    ledger = Ledger(tmp_path)
+    place = ledger.append_group(record(1), b"tokens")
+    ledger.close()
+    segment_path(tmp_path, 0).unlink()
+    for content in (None, b""):  # gone, and begun anew by the next role
+        if content is not None:
+            segment_path(tmp_path, 0).write_bytes(content)
+        again = Ledger(tmp_path)
+        with pytest.raises(LedgerDamaged, match=r"^rollout/segment-0000.ledger, .* is gone or was cut off"):
+            again.read_group(place)
+        again.close()
+
+
 def test_batch_bytes_are_what_encode_gives():
     groups = [group(4), group(9)]
     body = batch_bytes(3, [encode(g) for g in groups])
