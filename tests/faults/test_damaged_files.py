@@ -147,7 +147,9 @@ def damage_all(shell: Shell, trial: Trial, wanted: list[tuple[Path, str]]) -> No
     for path, name in wanted:
         with kept(path):
             DAMAGES[name](path)
-            found += problems(shell, trial, f"{path.relative_to(trial.dir)} is {name}")
+            new = problems(shell, trial, f"{path.relative_to(trial.dir)} is {name}")
+            print(*new, sep="\n", end="", flush=True)
+            found += new
     assert not found, f"{len(found)} of {len(wanted) * len(COMMANDS)}:\n" + "\n".join(found[:60])
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from cluster import Cluster
-from kill_anything import MOST_SUPERVISOR_KILLS, PATIENCE_S, VICTIMS, Killed
+from kill_anything import PATIENCE_S, VICTIMS, Killed
 
 from hpc_rl.files import JsonLines
 from hpc_rl.schedulers.base import JobState
@@ -64,13 +64,6 @@ class Chaos(Killed):
             if self.trial.attempts.is_dir()
             else []
         )
-
-    def choose(self, luck: random.Random) -> str:
-        """Any event that the rules of restarting bear at this time."""
-        attempt = (self.trial_attempts() or [""])[-1]
-        supervisors = len(list(self.trial.attempt(attempt).processes.glob("supervisor-*.json")))
-        most = supervisors > MOST_SUPERVISOR_KILLS
-        return luck.choice([one for one in EVENTS if not (most and one == "supervisor")])
 
     @property
     def over(self) -> bool:
