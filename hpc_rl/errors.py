@@ -75,6 +75,12 @@ class TrialStateError(HpcRlError):
     """The state of the trial directory forbids the request."""
 
 
+class NotPrivate(TrialStateError):
+    """Another account could change what a trial runs, or read its secrets."""
+
+    exit_code = ExitCode.REFUSED
+
+
 class TrialNameError(TrialStateError):
     """No trial, or several, by that name."""
 

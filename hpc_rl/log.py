@@ -8,6 +8,7 @@ import socket
 import sys
 import unicodedata
 
+MIN_SECRET_CHARS = 6  # a shorter one would hide parts of words
 # control characters, halves of surrogate pairs, ends of lines and paragraphs; what reverses the order of text
 _UNSAFE = ("Cc", "Cs", "Zl", "Zp")
 _REVERSING = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
@@ -50,7 +51,9 @@ def setup(role: str, rank: int | str = 0, secrets: list[str] | None = None) -> N
     handler = logging.StreamHandler(sys.stderr)
     host = socket.gethostname().split(".")[0]
     layout = f"%(asctime)s {role} {rank} {host} %(levelname)s %(message)s"
-    handler.setFormatter(_Redacting(layout, [secret for secret in secrets or [] if secret]))
+    handler.setFormatter(
+        _Redacting(layout, [secret for secret in secrets or [] if len(secret) >= MIN_SECRET_CHARS])
+    )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

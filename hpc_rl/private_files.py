@@ -7,7 +7,7 @@ import pwd
 import stat
 from pathlib import Path
 
-from hpc_rl.errors import TrialStateError
+from hpc_rl.errors import NotPrivate
 
 
 def writable_by_others(path: Path, only_by_all: bool = False) -> str:
@@ -38,13 +38,13 @@ def _is_own_group(number: int) -> bool:
 def read_secret(path: Path) -> str:
     """Return the text of a file that this account alone can read.
 
-    Raises TrialStateError where others can, OSError.
+    Raises NotPrivate where others can, OSError.
     """
     with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
         found = os.fstat(file.fileno())
         if found.st_uid != os.geteuid() or found.st_mode & 0o077:
             whose = f"account {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):03o}"
-            raise TrialStateError(
+            raise NotPrivate(
                 f"{path} belongs to {whose}: its content is not used, as others may know it. "
                 "Remove the file and submit the trial again."
             )

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.errors import ConfigError, TrialStateError
+from hpc_rl.errors import ConfigError, NotPrivate, TrialStateError
 from hpc_rl.private_files import read_secret, writable_by_others
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,63}")
@@ -311,7 +311,7 @@ class Trial:
         self.refuse_others()
 
     def refuse_others(self) -> None:
-        """Raise TrialStateError where another account could put its files in the place of the trial's.
+        """Raise NotPrivate where another account could put its files in the place of the trial's.
 
         That is the owner of the directory, or of the experiment's and the user's above it, and who may write
         there. The fileroot above these may be shared by a group, and not be open to all.
@@ -320,7 +320,7 @@ class Trial:
         for path in (*fileroot, *self.dir.parents[1::-1], self.dir):
             problem = writable_by_others(path, only_by_all=path in fileroot)
             if problem:
-                raise TrialStateError(
+                raise NotPrivate(
                     f"{path} {problem}, so another account could change what trial {self} runs. "
                     f"If it is yours, run chmod go-w {shlex.quote(str(path))}; "
                     "else set cluster.fileroot to a directory of your own."

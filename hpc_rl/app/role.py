@@ -99,7 +99,8 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
     trial = Trial(args.trial_dir)
     attempt, tokens = trial.attempt(args.attempt), trial.tokens()
-    os.environ |= trial.variables(VARIABLES_OF[role]) if role in VARIABLES_OF else {}
+    variables = trial.variables(VARIABLES_OF[role]) if role in VARIABLES_OF else {}
+    os.environ |= variables
     stopping, deadline, stacks = threading.Event(), Deadline(), Stacks()
     if steps == "mpiexec":
         control.connect(os.environ["HPC_RL_SUPERVISOR"], tokens["control"])
@@ -111,7 +112,7 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     process = (role, args.index, args.incarnation, rank)  # names its files
     if steps == "mpiexec" and num_ranks > 1:
         own_log(attempt.log(*process))
-    log.setup(role, f"{args.index}/{rank}", list(tokens.values()))
+    log.setup(role, f"{args.index}/{rank}", [*tokens.values(), *variables.values()])
     stacks.open(attempt.stacks(*process))
     control.obey_signals(stopping)
     identity = (role, attempt, args.index, args.incarnation, rank, num_ranks, tokens)
