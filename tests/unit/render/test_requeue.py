@@ -10,7 +10,14 @@ from hpc_rl.render.jinja_environment import template_root
 
 POLICY = template_root() / "templates" / "job_policy.sh"
 SCONTROL = """#!/bin/bash
-if [[ $1 == show ]]; then tr , '\\n' <<<"$3"; else echo "${0##*/} $*" >>"$CALLS"; fi
+if [[ "$1 $2" == "show job" ]]; then
+  [[ ! -e $CALLS.away ]] || { rm "$CALLS.away"; exit 1; }
+  echo "JobId=7 Restarts=$RESTARTS BatchFlag=1"
+elif [[ $1 == show ]]; then
+  tr , '\\n' <<<"$3"
+else
+  echo "${0##*/} $*" >>"$CALLS"
+fi
 """
 
 
@@ -60,8 +67,29 @@ def test_submitit_requeues_what_is_recorded(tmp_path):
     assert '"event": "requeued"' in (tmp_path / "trial" / "jobs" / "7.state").read_text()
 
 
-def asked(tmp_path: Path, told: str | None, **given: str | None) -> list[str]:
-    """What is called when a job that stopped asks to continue, with this list of bad nodes."""
+def test_a_start_that_was_cut_off_does_not_requeue_the_start_after_it(tmp_path):
+    assert asked(tmp_path, None, restarts="1", code=75) == []
+
+
+def test_a_scheduler_that_does_not_answer_is_waited_for(tmp_path):
+    (tmp_path / "calls.away").touch()
+    (tmp_path / "sleep").write_text('#!/bin/bash\necho "sleep $*" >>"$CALLS"\n')
+    (tmp_path / "sleep").chmod(0o755)
+    assert asked(tmp_path, None) == ["sleep 10", "scontrol requeue 7"]
+
+
+def asked(
+    tmp_path: Path, told: str | None, restarts: str = "0", code: int = 0, **given: str | None
+) -> list[str]:
+    """What is called when a job that stopped with code 75 asks to continue, with this list of bad nodes.
+
+    Args:
+        tmp_path: Where the programs are.
+        told: The nodes that are bad.
+        restarts: How often Slurm has started the job again.
+        code: With which the script exits.
+        given: Settings of the script.
+    """
     here = tmp_path / "trial"
     for folder in ("jobs", "scripts"):
         (here / folder).mkdir(parents=True)
@@ -93,6 +121,7 @@ def asked(tmp_path: Path, told: str | None, **given: str | None) -> list[str]:
     env = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "CALLS": str(tmp_path / "calls"),
+        "RESTARTS": restarts,
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_PARTITION": "main",
         "SLURM_JOB_NUM_NODES": "2",
@@ -104,7 +133,7 @@ def asked(tmp_path: Path, told: str | None, **given: str | None) -> list[str]:
             f"SLURM_JOB_PARTITION_HET_GROUP_{number}": "main",
             f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}": "1",
         }
-    calls = f"set -euo pipefail; {settings}; source '{POLICY}'; name_job '' 0 100; ask_again '\"code\": 75'"
-    subprocess.run(["bash", "-c", calls], env=env, check=True)
+    calls = f"set -euo pipefail; {settings}; source '{POLICY}'; name_job '' 0 100; rc=75; ask_again '\"code\": 75'"
+    assert subprocess.run(["bash", "-c", calls], env=env, check=False).returncode == code
     noted = tmp_path / "calls"
     return noted.read_text().splitlines() if noted.exists() else []
