@@ -67,6 +67,9 @@ _FLAGS = [
 SLURM_STATES = [*_BASE, *(replace(flag, is_flag=True) for flag in _FLAGS)]
 _BY_NAME = {name: known for known in SLURM_STATES for name in (known.name, known.short) if name}
 
+LAUNCH_FAILED = (
+    "a node could not start it (see sinfo -R), so Slurm holds it: `scontrol release` lets it start"
+)
 # Reasons of a waiting job, by Slurm's name: class (None: it only waits), and the meaning for users.
 REASONS: dict[str, tuple[FailureClass | None, str]] = {
     "Priority": (None, "jobs of higher priority come first"),
@@ -84,10 +87,8 @@ REASONS: dict[str, tuple[FailureClass | None, str]] = {
     "BadConstraints": (_F.USER, "no node has what it asks for"),
     "JobHeldUser": (_F.USER, "you hold it: `scontrol release` lets it start"),
     "JobHeldAdmin": (_INFRASTRUCTURE, "an administrator holds it"),
-    "launch": (
-        _INFRASTRUCTURE,
-        "a node failed to start it (sinfo -R) and Slurm holds it: `scontrol release`",
-    ),
+    "launch": (_INFRASTRUCTURE, LAUNCH_FAILED),  # failed requeued held
+    "launch_failed_requeued_held": (_INFRASTRUCTURE, LAUNCH_FAILED),
     "JobLaunchFailure": (_INFRASTRUCTURE, "it could not be launched"),
     "JobHoldMaxRequeue": (_INFRASTRUCTURE, "it failed to launch too often, and is held"),
     "PartitionDown": (_INFRASTRUCTURE, "its partition is down"),

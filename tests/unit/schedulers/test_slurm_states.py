@@ -124,3 +124,8 @@ def test_a_job_lives_while_any_part_may(states, expected):
     assert found["12"].state is expected
     assert found["9"].state is State.RUNNING
     assert found["12_1"].state is states[1]
+
+
+@pytest.mark.parametrize("reason", ["launch failed requeued held", "(launch_failed_requeued_held)"])
+def test_a_job_that_slurm_holds_after_a_failed_launch_says_what_to_do(reason):
+    assert "scontrol release" in why_pending(reason)[1]
