@@ -126,7 +126,8 @@ def test_setup_timeout_is_how_long_servers_may_be_away(tmp_path, monkeypatch):
     trial = Trial(tmp_path / "e" / "t")
     trial.make_dirs()
     trial.make_secret()
-    data = CONFIG | {"rollout": {"setup_timeout": 7200.0}}
+    here = {"path": str(tmp_path)}  # it must exist
+    data = CONFIG | {"rollout": {"setup_timeout": 7200.0}, "actor": here, "train_dataset": here}
     from_dict(data)
     write_json(trial.config_json, data)
     write_json(trial.plan_json, PLAN.to_json())
