@@ -253,8 +253,12 @@ def serve(path: str) -> None:
     loop = asyncio.new_event_loop()
     writing = threading.Lock()
     errors = ErrorLog()
+    own = os.getpid()
+    os.register_at_fork(after_in_child=pipes.die_with_parent)
 
     def answer(frame: dict[str, Any]) -> None:
+        if os.getpid() != own:  # user code forked, and returned in the child too
+            os._exit(0)
         with writing:
             data = memoryview(pipes.pack(frame))
             while data:

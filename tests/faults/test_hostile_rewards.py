@@ -1,0 +1,77 @@
+"""Rewards of user code that fork, print without end, exit or hang: their prompts are rejected and named, and
+the others make batches.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
+
+from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial, wait_until
+
+from hpc_rl.proc import start_ticks
+from hpc_rl.rollout.batch_log.ledger import RejectReason, RejectRecord, read_segment, segments
+
+pytestmark = pytest.mark.timeout(180)
+REWARD = """import os, sys, time
+
+def note(pid):
+    with open(os.path.join(os.path.dirname(__file__), "forked"), "a") as file:
+        file.write(f"{pid}\\n")
+
+def score(prompt, completion, **columns):
+    number = int(prompt.split("+")[0])
+    if number == 3 and (child := os.fork()):
+        note(child)
+    if number == 5:
+        while True:
+            print("x" * 1000)
+    if number == 7:
+        sys.exit(3)
+    if number == 9:
+        time.sleep(1000)
+    return float(number)
+"""
+REASONS = [RejectReason.REWARD_EXCEPTION, RejectReason.REWARD_TIMEOUT, RejectReason.REWARD_TIMEOUT]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_their_prompts_are_rejected_and_the_others_make_batches(tmp_path):
+    (tmp_path / "hostile.py").write_text(REWARD)
+    trial = make_trial(
+        tmp_path, batch_size=3, num_rows=12, n_samples=2, reward_fn="hostile:score", reward_timeout_s=1.5,
+        num_workers=1, batch_order="in_order", max_concurrent_rollouts=4,
+    )  # fmt: skip
+    begin_lineage(trial, 0)
+    server = FakeServer(trial)
+    role = RolloutRole(trial, {"PYTHONPATH": f"{tmp_path}:{os.pathsep.join(filter(None, sys.path))}"}).start()
+    client = role.client()
+    try:
+        indices = []
+        for step in range(1, 5):  # an epoch, in an order of its own, and the beginning of the next
+            batch = client.batch(step, 0)
+            indices += [group.index for group in batch.groups]
+            server.publish(f"0.{step}")
+        found = {index: reason for index, reason in rejected(trial).items() if index < 12}
+        assert sorted(found.values()) == REASONS
+        assert indices[:9] == [index for index in range(12) if index not in found]
+        log = role.log.read_text(errors="replace")
+        for number, reason in found.items():
+            assert f"prompt {number} is rejected, {reason}" in log
+        assert role.log.stat().st_size < 6 << 20 and "more output than the log takes is left out" in log
+    finally:
+        assert role.stop() in (0, 75)
+        client.close()
+        server.close()
+    forked = [int(line) for line in (tmp_path / "forked").read_text().split()]
+    wait_until(lambda: not any(start_ticks(pid) for pid in forked))
+
+
+def rejected(trial) -> dict[int, str]:
+    records = [
+        record for number in segments(trial.rollout) for _, record in read_segment(trial.rollout, number)
+    ]
+    return {record.index: record.reason for record in records if isinstance(record, RejectRecord)}
