@@ -278,12 +278,15 @@ def _read_manifest(path: Path) -> Manifest:
     raw = path.read_bytes()
     try:
         data = json.loads(raw)
-    except ValueError as error:
+        if not isinstance(data, dict):
+            raise ValueError("damaged: not a JSON object")
+        data.pop("xxh3", None)
+        is_whole = raw == sealed(data).encode()
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError("damaged: not JSON") from error
-    if not isinstance(data, dict):
-        raise ValueError("damaged: not a JSON object")
-    data.pop("xxh3", None)
-    if raw != sealed(data).encode():
+    except RecursionError as error:
+        raise ValueError("damaged: its content is nested too deeply") from error
+    if not is_whole:
         raise ValueError("damaged: its content is not what was written (checksum)")
     return Manifest.from_json(data)
 
@@ -291,7 +294,7 @@ def _read_manifest(path: Path) -> Manifest:
 def check_sizes(folder: Path, files: list[FileRecord]) -> str:
     """Return what is wrong with the files as far as a listing shows, or ''."""
     try:
-        found = checked_file.retry_once(lambda: {entry.name: entry.stat() for entry in os.scandir(folder)})
+        found = checked_file.retry_once(lambda: {path.name: path.stat() for path in folder.iterdir()})
     except OSError as error:
         return f"can't be listed: {error}"
     for file in files:
