@@ -73,6 +73,11 @@ class NodeDirectory:
         for name, folder in CACHES.items():
             environ.setdefault(name, str(self.path / folder))
 
+    def keep_open(self) -> None:
+        """Have the program that this process gives way to hold the directory."""
+        if self._fd is not None:
+            os.set_inheritable(self._fd, True)
+
     @property
     def copies(self) -> Path:
         return self.path / "copies"

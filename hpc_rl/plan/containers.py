@@ -20,6 +20,7 @@ from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Container, Plan, Unit
 
+LOCAL_IMAGE = "hpc_rl.app.local_image"  # copies an image to the node, then gives way to apptainer
 _HUB_CACHE = ("models--", "datasets--")
 # Packages of the home directory belong to the node's Python, not to the image's of the same version.
 _PYTHON = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
@@ -42,6 +43,10 @@ def container_of(config: Config, role: Role | Literal["environment"]) -> Contain
         program=slurm.container_program,
         mounts=with_paths(given, needed),
         args=list(slurm.container_args),
+        gpu_option="--rocm" if config.cluster.gpu_kind == "amd" else "--nv",
+        local_dir=config.cluster.local_dir
+        if slurm.container_type == "apptainer" and image.endswith(".sif")
+        else "",
     )
 
 
@@ -115,10 +120,11 @@ def command_of(unit: Unit, python: str, trial_dir: Path, workdir: Path) -> Comma
             *container.args,
         ]
         return Command([[container.python]], [[option] for option in options])
-    exec_ = [container.program, "exec", *(["--nv"] if unit.gpus_per_task else [])]
+    exec_ = [container.program, "exec", *([container.gpu_option] if unit.gpus_per_task else [])]
     binds = [["--bind", mount] for mount in mounts]
     last = [[*container.args, container.image], [container.python]]
-    return Command([exec_, *binds, ["--pwd", str(workdir)], *last])
+    local = [[python, "-m", LOCAL_IMAGE, container.local_dir, container.image]] if container.local_dir else []
+    return Command([*local, exec_, *binds, ["--pwd", str(workdir)], *last])
 
 
 def container_env(

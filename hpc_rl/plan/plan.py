@@ -24,7 +24,7 @@ from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers, train_mesh
 from hpc_rl.plan.mpi_start import mpi_start, refuse_shared_gpus
 from hpc_rl.plan.placement import Demand, Placement, PoolDemand, nearest, place
-from hpc_rl.plan.schema import Group, Plan, Pool, Unit
+from hpc_rl.plan.schema import GPU_VARIABLES, Group, Plan, Pool, Unit
 
 MAX_UNITS = 100_000  # beyond every cluster, and still quick to count through
 SUPERVISOR_CPUS = 1
@@ -75,7 +75,7 @@ def make_plan(
     if scheduler == "slurm" and knows_gpus:
         refuse_shared_gpus(units)
     if not knows_gpus:
-        units = [_with_visible_gpus(unit) for unit in units]
+        units = [_with_visible_gpus(unit, GPU_VARIABLES[config.cluster.gpu_kind]) for unit in units]
     if n_gpus and "cluster.n_gpus_per_node" not in explicit:
         notes.append(f"cluster.n_gpus_per_node is {n_gpus} by default; 0 means no GPUs.")
     notes += _slow_groups(allocation, train, placement) if n_gpus else []
@@ -95,6 +95,7 @@ def make_plan(
         python=config.launcher.python or interpreter,
         layout=layout,
         groups=_groups(config, layout, units),
+        gpu_kind=config.cluster.gpu_kind,
         slurm_knows_gpus=knows_gpus,
         notes=notes,
     )
@@ -147,10 +148,10 @@ def slurm_knows_gpus(config: Config) -> bool:
     return slurm.gpus_by is not None or asks_for_gpus(slurm.gres)
 
 
-def _with_visible_gpus(unit: Unit) -> Unit:
+def _with_visible_gpus(unit: Unit, variable: str) -> Unit:
     count = unit.gpus_per_task * unit.tasks_per_node
     visible = ",".join(str(unit.gpu_offset + number) for number in range(count))
-    return replace(unit, env={"CUDA_VISIBLE_DEVICES": visible} | unit.env)
+    return replace(unit, env={variable: visible} | unit.env)
 
 
 # -- which allocation

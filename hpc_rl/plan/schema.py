@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from hpc_rl.allocation import DEFAULT_POOL
 
+GPU_VARIABLES = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "ROCR_VISIBLE_DEVICES"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Container:
@@ -19,6 +21,8 @@ class Container:
     program: str  # of apptainer; unused with pyxis
     mounts: list[str]  # `source:target`; the directories of trial and submission are added when it starts
     args: list[str]
+    gpu_option: Literal["--nv", "--rocm"] = "--nv"  # of apptainer
+    local_dir: str = ""  # where a node copies its image; empty to use the image itself
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,8 +117,14 @@ class Plan:
     # In the layouts hetjob and jobs: the nodes of the trial, then the servers'.
     groups: list[Group] = field(default_factory=list)
     threads_per_core: int = 1  # each step is given whole cores, and its CPUs are counted so
+    gpu_kind: Literal["nvidia", "amd"] = "nvidia"
     slurm_knows_gpus: bool = True  # false: the units' environment deals them out
     notes: list[str] = field(default_factory=list)  # what was derived or adapted, in words; printed by submit
+
+    @property
+    def gpu_variable(self) -> str:
+        """Name of the environment variable that shows a process its GPUs."""
+        return GPU_VARIABLES[self.gpu_kind]
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

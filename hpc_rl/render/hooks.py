@@ -1,7 +1,7 @@
 """The hooks of a submission: which scripts run at which moment. The job runs copies of them."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 from hpc_rl.config.sections.cluster import HooksConfig
@@ -11,6 +11,14 @@ from hpc_rl.errors import ConfigError
 EVENTS = ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
 FOLDER = "hooks.d"
 ENVIRONMENT = "environment"  # in the same folders, but sourced by every script
+UNPACKED = "hpc-rl-"  # begins the names of containers that pyxis keeps
+_UNPACKED_REMOVAL = """#!/bin/bash
+# Removes what pyxis unpacked for this job. Where its container_scope is `job`, it does so itself.
+if ! type enroot >/dev/null 2>&1; then exit 0; fi
+for role in {names}; do
+  enroot remove --force "pyxis_hpc-rl-$SLURM_JOB_ID-$role" </dev/null >/dev/null 2>&1 || true
+done
+"""
 _REMOVAL = """#!/bin/bash
 # Removes what this job left in cluster.local_dir: its processes lock it, so those that still end are awaited.
 folder={place}/hpc-rl-"$UID-${{SLURM_JOB_ID:-${{HPC_RL_ATTEMPT%.*}}}}"
@@ -43,6 +51,11 @@ def removal(local_dir: str) -> dict[str, str]:
     place = f'"${{{first.strip("${}")}}}"{slash}{shlex.quote(rest) if rest else ""}'
     text = _REMOVAL.format(place=place if first else shlex.quote(local_dir))
     return {"hook.post_node.local_dir": text}
+
+
+def unpacked_removal(names: Collection[str]) -> dict[str, str]:
+    """Return the script of post_node that removes the containers of these roles that pyxis keeps by name."""
+    return {"hook.post_node.containers": _UNPACKED_REMOVAL.format(names=shlex.join(names))} if names else {}
 
 
 def environment_files(hooks: HooksConfig, site: Sequence[Path]) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.plan import containers
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import layouts, steps
-from hpc_rl.render.hooks import environment_files, gather, removal
+from hpc_rl.render.hooks import environment_files, gather, removal, unpacked_removal
 from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment, template_root
 from hpc_rl.render.overrides import refuse_overrides
 from hpc_rl.requeue import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP
@@ -61,8 +61,10 @@ def render(
     refuse_overrides(folders)
     hooks = gather(config.launcher.hooks, site)
     layouts.refuse_hooks(plan, {event for event, files in hooks.items() if files})
-    if config.cluster.local_dir and plan.layout != "hetjob":
-        hooks["post_node"] |= removal(config.cluster.local_dir)
+    if plan.layout != "hetjob":
+        hooks["post_node"] |= removal(config.cluster.local_dir) if config.cluster.local_dir else {}
+        named = {unit.launch_line for unit in plan.units if steps.is_unpacked(unit)}
+        hooks["post_node"] |= unpacked_removal(sorted(named))
     jinja = LayeredEnvironment(folders)
     common = _common(plan, trial, stamp, scheduler) | {
         "owner_lease": str(names_dir(trial, config) / keys.OWNER),

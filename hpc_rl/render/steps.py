@@ -11,6 +11,7 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.plan.containers import command_of
 from hpc_rl.plan.plan import SUPERVISOR_CPUS, SUPERVISOR_MEM_MB
 from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.render.hooks import UNPACKED
 
 ROLES = ("environment", "server", "rollout", "trainer")
 
@@ -36,6 +37,7 @@ def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> list[dict[str, A
             "mpiexec": unit.mpi.mpiexec if unit.mpi else "",
             "mpi_args": [[arg] for arg in unit.mpi.args] if unit.mpi else [],
             "srun_mpi": unit.mpi.srun_mpi if unit.mpi else "none",
+            "container_name": _container_name(unit),
             "srun_options": [*([option] for option in unit.srun_args), *command.srun_options],
             "program": command.program,
         }
@@ -53,6 +55,19 @@ def _gpus(plan: Plan, unit: Unit) -> str:
         return ""
     count = unit.gpus_per_task * unit.tasks_per_node
     return f"--gpus-per-node={f'$((replicas * {count}))' if unit.by_agent and count else count} "
+
+
+def _container_name(unit: Unit) -> str:
+    """Return the option by which pyxis unpacks an image once per node and role; each restart finds it."""
+    return f'--container-name={UNPACKED}"$SLURM_JOB_ID"-{unit.launch_line} ' if is_unpacked(unit) else ""
+
+
+def is_unpacked(unit: Unit) -> bool:
+    """Return whether a unit's container has a name of ours on each node."""
+    container = unit.container
+    if container is None or container.type != "pyxis":
+        return False
+    return not any(arg.startswith("--container-name") for arg in container.args)
 
 
 def knows_gpus(plan: Plan) -> bool:

@@ -169,7 +169,7 @@ class AgentSteps(SrunSteps):
 def open_steps(kind: str, plan: Plan) -> ProcessSteps | SrunSteps:
     """Return how processes are started: `srun` within a Slurm job, `process` on this machine."""
     if kind == "process":
-        return ProcessSteps()
+        return ProcessSteps(gpu_variable=plan.gpu_variable)
     if plan.layout != "hetjob":
         return AgentSteps(expand(os.environ["SLURM_JOB_NODELIST"]), plan=plan)
     parts = [

@@ -204,7 +204,8 @@ class MpiexecSteps:
             env["OMP_NUM_THREADS"] = unit.env.get(
                 "OMP_NUM_THREADS", str(min(unit.cpus_per_task, os.cpu_count() or 1))
             )
-            env["CUDA_VISIBLE_DEVICES"] = unit.env.get("CUDA_VISIBLE_DEVICES", self.others.gpus(unit))
+            name = self.others.gpu_variable
+            env[name] = unit.env.get(name, self.others.gpus(unit))
         log = attempt.log(unit.role, unit.index, incarnation)
         token = attempt.trial.tokens()["control"]
         handle = MpiexecHandle(unit, log, attempt.processes, self.address, token)

@@ -22,7 +22,7 @@ from typing import Protocol
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.files import last_lines
 from hpc_rl.plan.containers import command_of, common_env, container_env
-from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.plan.schema import GPU_VARIABLES, Plan, Unit
 from hpc_rl.proc import TiedProcess
 from hpc_rl.records import ProcessRecord
 from hpc_rl.trial import Attempt
@@ -136,11 +136,12 @@ class ProcessSteps:
     """Children of this process, each in a session and process group of its own."""
 
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
+    gpu_variable: str = GPU_VARIABLES["nvidia"]
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
         """Start an incarnation of a unit. Raises OSError."""
         own = {
-            "CUDA_VISIBLE_DEVICES": self.gpus(unit),
+            self.gpu_variable: self.gpus(unit),
             "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1)),
         }
         env = self.environ | common_env(unit, "process") | own | unit.env | search_path(self.environ, unit)
@@ -160,13 +161,13 @@ class ProcessSteps:
         return handle
 
     def gpus(self, unit: Unit) -> str:
-        """Return the GPUs of a unit, as CUDA_VISIBLE_DEVICES names them. Raises ConfigError for too few."""
+        """Return the GPUs of a unit, as the variable names them. Raises ConfigError for too few."""
         count = unit.gpus_per_task * unit.tasks_per_node
-        visible = [gpu for gpu in self.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+        visible = [gpu for gpu in self.environ.get(self.gpu_variable, "").split(",") if gpu]
         if visible and unit.gpu_offset + count > len(visible):
             wanted = f"GPUs {unit.gpu_offset} to {unit.gpu_offset + count - 1} of this machine"
             raise ConfigError(
-                f"the plan gives {unit.role} {unit.index} the {wanted}, but CUDA_VISIBLE_DEVICES has "
+                f"the plan gives {unit.role} {unit.index} the {wanted}, but {self.gpu_variable} has "
                 f"{len(visible)}: lower cluster.n_gpus_per_node, or make more GPUs visible."
             )
         ids = visible or [str(number) for number in range(unit.gpu_offset + count)]

@@ -26,9 +26,15 @@ def test_every_role_in_a_container_of_its_own(tmp_path):
         images[role].write_text(
             json.dumps({"holds": [sys.prefix, sys.base_prefix], "env": {"PYTHONPATH": "/wrong"}})
         )
+    disk = tmp_path / "disk"
+    disk.mkdir()
     slurm = [f"launcher.slurm.{name}_image={images[role]}" for role, name in ROLES.items()]
     slurm += [f"launcher.slurm.{name}_image_python={sys.executable}" for name in ROLES.values()]
-    slurm += [f"launcher.slurm.container_program={STAND_IN}", "launcher.type=local"]
+    slurm += [
+        f"launcher.slurm.container_program={STAND_IN}",
+        "launcher.type=local",
+        f"cluster.local_dir={disk}",
+    ]
     options = [
         "experiment_name=sums",
         "trial_name=boxed",
@@ -53,10 +59,12 @@ def test_every_role_in_a_container_of_its_own(tmp_path):
     for role, image in images.items():
         [log] = (attempt / "logs").glob(f"{role}-0.0.log")
         assert re.search(
-            rf"^INFO:    {re.escape(str(image))} without flags, (not )?isolated",
+            rf"^INFO:    {re.escape(str(disk))}/.*/{re.escape(image.name)} without flags, (not )?isolated",
             log.read_text(),
             re.MULTILINE,
         )
+        assert f"copied {image} to {disk}/" in log.read_text()
+    assert list(disk.iterdir()) == [], "the copies are gone"
 
 
 def test_a_missing_image_is_refused_before_anything_is_submitted(tmp_path):

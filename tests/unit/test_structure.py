@@ -19,6 +19,7 @@ SMALL = {
     "algorithms/areal.py": "an algorithm is one page",
     "algorithms/base.py": "imported by every algorithm",
     "algorithms/kl.py": "an algorithm is one page",
+    "app/local_image.py": "a process of its own",
     "app/server.py": "a process of its own",
     "app/submit_again.py": "a process of its own",
     "private_files.py": "what trusts no other account stands alone",

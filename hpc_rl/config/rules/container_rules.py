@@ -31,7 +31,7 @@ _APPTAINER = {  # option of `apptainer exec` -> why it can't be given
     **dict.fromkeys(("-e", "--cleanenv"), "ranks read their number from the environment"),
     **dict.fromkeys(("--env", "--env-file"), _ENV),
     **dict.fromkeys(("-B", "--bind", "--mount"), "use launcher.slurm.mount"),
-    **dict.fromkeys(("--nv", "--rocm", "--nvccli"), "it is derived from the plan: roles with GPUs get --nv"),
+    **dict.fromkeys(("--nv", "--rocm", "--nvccli"), "roles with GPUs get it by cluster.gpu_kind"),
     **dict.fromkeys(("--pwd", "--cwd"), _CWD),
     **dict.fromkeys(("--hostname", "--uts"), "processes are identified by the name of their node"),
     **dict.fromkeys(("--net", "--network", "--network-args"), "the roles use the node's network"),

@@ -63,9 +63,12 @@ class ClusterSpecConfig:
     """Network interface that the roles publish, by name (`ib0`) or network (`10.1.0.0/16`); empty means the
     variable HPC_RL_INTERFACE of the job, else the route to the other nodes."""
     local_dir: NodePath = ""
-    """Directory on each node's own disk, such as `/scratch` or `$TMPDIR`. Models, published weights and
-    encoded datasets are copied there once per node, and removed at the end of the job; empty means no copies.
-    hpc-rl extension."""
+    """Directory on each node's own disk, such as `/scratch` or `$TMPDIR`. Models, published weights,
+    encoded datasets and .sif images of apptainer are copied there once per node, and removed at the end of
+    the job; empty means no copies. hpc-rl extension."""
+    gpu_kind: Literal["nvidia", "amd"] = "nvidia"
+    """Kind of the GPUs. With `amd`, apptainer gets `--rocm` instead of `--nv`, and where Slurm does not
+    assign GPUs, ROCR_VISIBLE_DEVICES names them instead of CUDA_VISIBLE_DEVICES. hpc-rl extension."""
     node_dirs: list[PathText] = field(default_factory=list)
     """Directories that only compute nodes see: models, datasets and images below them are not checked at
     submission, but by the job. Not needed for a path of which nothing is there. hpc-rl extension."""

@@ -13,6 +13,7 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.plan.containers import check_places, command_of, common_env, container_env, with_paths
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Container, Plan, Unit
+from hpc_rl.render.steps import launch_lines
 
 BASE = [
     "experiment_name=e",
@@ -104,6 +105,56 @@ def test_gpus_are_asked_for_only_where_they_are_planned():
     for role, wanted in (("trainer", True), ("rollout", False)):
         assert ("--nv" in argv(unit(*IMAGES, role=role))) is wanted
     assert "--nv" not in argv(unit(*IMAGES, "cluster.n_gpus_per_node=0"))
+
+
+def test_amd_gpus_are_passed_by_rocm_and_named_by_their_own_variable():
+    amd = [*IMAGES, "cluster.gpu_kind=amd"]
+    assert "--rocm" in argv(unit(*amd)) and "--nv" not in argv(unit(*amd))
+    assert "--rocm" not in argv(unit(*amd, role="rollout"))
+    dealt = ["launcher.slurm.gpus_by=null", "launcher.slurm.exclusive=true"]
+    for kind, name in (("amd", "ROCR_VISIBLE_DEVICES"), ("nvidia", "CUDA_VISIBLE_DEVICES")):
+        env = unit(f"cluster.gpu_kind={kind}", *dealt, role="trainer").env
+        assert {key: value for key, value in env.items() if key.endswith("_VISIBLE_DEVICES")} == {
+            name: "0,1,2,3"
+        }
+    assert "launcher.slurm.container_args: --rocm can't be given" in refusal(
+        *IMAGES, "launcher.slurm.container_args=[--rocm]"
+    )
+
+
+def test_a_sif_image_is_started_by_what_copies_it_to_the_node():
+    local = "cluster.local_dir=/scratch"
+    words = argv(unit(*IMAGES, local))
+    assert words[:6] == [
+        "/host/python",
+        "-m",
+        "hpc_rl.app.local_image",
+        "/scratch",
+        "/images/s.sif",
+        "apptainer",
+    ]
+    assert "/scratch:/scratch" in words and words.count("/images/s.sif") == 2
+    folder = "launcher.slurm.inference_server_image=/images/unpacked"
+    assert argv(unit(*IMAGES, folder, local))[0] == "apptainer"
+
+
+def names_of(*overrides: str) -> list[str]:
+    return [line["container_name"] for line in launch_lines(plan(*overrides), TRIAL, WORKDIR)]
+
+
+def test_pyxis_unpacks_an_image_once_per_node_and_role():
+    pools = [
+        "pools.judge.path=/models/judge",
+        "rollout.workflow=my.workflows:ask",
+        "allocation_mode=sglang:d2+sglang[judge]:d2+fsdp:d4",
+    ]
+    for given in ([], pools):
+        named = names_of(PYXIS, *IMAGES, *given)
+        assert len(set(named)) == len(named) and all(
+            name.startswith('--container-name=hpc-rl-"$SLURM_JOB_ID"-') for name in named
+        )
+    assert set(names_of(PYXIS, *IMAGES, "launcher.slurm.container_args=[--container-name=mine]")) == {""}
+    assert set(names_of(*IMAGES)) == {""}
 
 
 def test_what_must_hold_within_is_in_the_environment_not_in_argv():
