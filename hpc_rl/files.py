@@ -15,6 +15,11 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# Types of mounts that all nodes share.
+SHARED = (
+    "nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "fuse.cephfs", "panfs", "pvfs2",
+    "orangefs", "cifs", "afs",
+)  # fmt: skip
 PAUSE_S = (0.5, 10.0)  # between two tries: first, longest
 
 

@@ -15,12 +15,15 @@ import os
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from hpc_rl.errors import ConfigError
+from hpc_rl.files import SHARED, mount_of
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -79,6 +82,22 @@ class NodeCopies:
                 make(partial)
                 partial.rename(final)
         return final
+
+
+def local_place(local_dir: str, environ: Mapping[str, str]) -> Path:
+    """Return the directory that `cluster.local_dir` names on this node. Raises ConfigError."""
+    first, _, rest = local_dir.partition("/")
+    if first.startswith("$"):
+        first = environ.get(first.strip("${}"), "")
+        if not first:
+            raise ConfigError(f"cluster.local_dir {local_dir}: that variable is not set on this node.")
+    place = Path(first, rest) if first else Path(local_dir)
+    kind, _ = mount_of(place)
+    if kind in SHARED:
+        raise ConfigError(
+            f"cluster.local_dir {place} is on {kind}, which nodes share; name a disk of the node's own."
+        )
+    return place
 
 
 def identity(source: Path) -> str:

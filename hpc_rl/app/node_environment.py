@@ -17,9 +17,8 @@ import time
 from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
-from hpc_rl.doctor.filesystem import SHARED
 from hpc_rl.errors import ConfigError
-from hpc_rl.files import mount_of
+from hpc_rl.node_copies import local_place
 
 logger = logging.getLogger(__name__)
 
@@ -89,22 +88,6 @@ class NodeDirectory:
                 _remove_unused([self.path], self._fd)
             os.close(self._fd)
             self._fd = None
-
-
-def local_place(local_dir: str, environ: MutableMapping[str, str]) -> Path:
-    """Return the directory that `cluster.local_dir` names on this node. Raises ConfigError."""
-    first, _, rest = local_dir.partition("/")
-    if first.startswith("$"):
-        first = environ.get(first.strip("${}"), "")
-        if not first:
-            raise ConfigError(f"cluster.local_dir {local_dir}: that variable is not set on this node.")
-    place = Path(first, rest) if first else Path(local_dir)
-    kind, _ = mount_of(place)
-    if kind in SHARED:
-        raise ConfigError(
-            f"cluster.local_dir {place} is on {kind}, which nodes share; name a disk of the node's own."
-        )
-    return place
 
 
 def _make_own(path: Path) -> int:

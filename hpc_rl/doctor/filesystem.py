@@ -17,18 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_rl.doctor.finding import Finding, Verdict, fail, finding_from_json, finding_of, judge, ok, warn
-from hpc_rl.files import mount_of
+from hpc_rl.files import SHARED, mount_of
 
 TIMEOUT_S = 60.0
 GB = 10**9
 MIN_INODES = 10_000
 SLOW_SYNC_S = 1.0
 MAX_CLOCK_SKEW_S = 5.0
-# Types of mounts that all nodes share, and that each node has of its own.
-SHARED = (
-    "nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "fuse.cephfs", "panfs", "pvfs2",
-    "orangefs", "cifs", "afs",
-)  # fmt: skip
+# Types of mounts that each node has of its own.
 VOLATILE = ("tmpfs", "ramfs", "overlay", "squashfs", "devtmpfs")
 BAD_OPTIONS = ("nolock", "localflock", "local_lock=all", "local_lock=flock", "nocto")
 LOCAL_CACHES = (

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.app import node_environment
+from hpc_rl import node_copies
 from hpc_rl.app.node_environment import CACHES, NodeDirectory, correct
 from hpc_rl.errors import ConfigError
 
@@ -96,6 +96,6 @@ def test_a_local_dir_that_cannot_be_used_names_the_option(tmp_path, monkeypatch)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cluster\.local_dir.*can't be used on this node"):
         NodeDirectory({}, "7", str(tmp_path / "file"))
-    monkeypatch.setattr(node_environment, "mount_of", lambda path: ("nfs4", []))
+    monkeypatch.setattr(node_copies, "mount_of", lambda path: ("nfs4", []))
     with pytest.raises(ConfigError, match=r"cluster\.local_dir.*nfs4"):
         NodeDirectory({}, "7", str(tmp_path))
