@@ -11,10 +11,10 @@ import pytest
 from training import FakeEngine, FakeSnapshot, Starter, make_config
 
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.generation import scan
+from hpc_rl.checkpoint.generation import Commit, scan
 from hpc_rl.config.sections.experiment import total_steps
 from hpc_rl.config.sections.operations import EvaluatorConfig, RecoverConfig, SaverConfig
-from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume
+from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, Stale
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.trainers.exports import Exports
 from hpc_rl.trial import read_json, write_json
@@ -92,6 +92,34 @@ def test_told_to_stop_right_after_a_save_it_does_not_save_again(starter):
     _, recipe = starter(10, {4: stop(lambda: starter.last, waits=True)})
     assert starter.generations() == [3]
     assert [call for call in recipe.calls if call.startswith("retain")] == ["retain 3"]
+
+
+def overtake(starter: Starter) -> None:
+    """Let another start of the trainer begin, while this one lives on a node that was cut off."""
+    write_json(starter.trial.lineage(1), {"lineage": 1, "from_step": 3})
+
+
+def test_a_trainer_that_was_overtaken_in_a_step_writes_no_more(tmp_path):
+    starter = Starter(tmp_path, saver=SaverConfig(freq_steps=2))
+    with pytest.raises(Stale, match="lineage 1 continues the trial"):
+        starter(10, {"during 6": lambda: overtake(starter)})
+    assert [row["step"] for row in starter.rows()] == [1, 2, 3, 4, 5]
+    assert starter.generations() == [3]
+    assert sorted(path.name for path in starter.trial.exports.iterdir()) == ["step-00000002", "step-00000004"]
+
+
+def test_a_trainer_that_was_overtaken_while_it_saves_commits_nothing(starter, monkeypatch):
+    begin = Commit.begin
+
+    def begin_late(commit: Commit) -> None:
+        begin(commit)
+        if commit.step == 6:
+            overtake(starter)
+
+    monkeypatch.setattr(Commit, "begin", begin_late)
+    with pytest.raises(Stale, match="lineage 1 continues the trial"):
+        starter(10)
+    assert starter.generations() == [3]
 
 
 class Killed(BaseException):

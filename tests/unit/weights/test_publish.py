@@ -13,7 +13,7 @@ from aiohttp import web
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, write_json
 from hpc_rl.types import WeightVersion
 from hpc_rl.weights import disk
 from hpc_rl.weights.publish import Publisher
@@ -108,6 +108,14 @@ def half_written(trial: Trial, version: WeightVersion) -> None:
 async def publish(publisher: Publisher, trial: Trial, step: int, stopping: threading.Event | None = None):
     version, path = write(trial, 0, step)
     return await asyncio.to_thread(publisher.publish, version, path, stopping)
+
+
+def test_a_trainer_that_was_overtaken_publishes_nothing(trial):
+    write(trial, 0, 1)
+    write_json(trial.lineage(1), {"lineage": 1, "from_step": 0})
+    with pytest.raises(Stale, match="lineage 1 continues the trial"):
+        write(trial, 0, 2)
+    assert json.loads(trial.current_weights.read_text())["label"] == "0.1"
 
 
 async def test_every_live_server_gets_the_weights_in_the_right_order(publisher, trial, servers):
