@@ -109,7 +109,10 @@ class TrialRunner(UnitLoop):
     def _check_network(self, preflight: Preflight) -> None:
         """End an attempt in which a node does not reach another one, before models are loaded."""
         log = self.attempt.dir / "logs" / "preflight.log"
-        found = preflight.run(log, lambda: bool(self.requests))
+        found = None
+        with tolerant("checking the network"):
+            found = preflight.run(log, self._is_interrupted)
+        self.grant_requests()
         if found is None:
             return
         if not found.problem:
@@ -128,6 +131,14 @@ class TrialRunner(UnitLoop):
         rules = (self.plan.recover_mode, self.machine.failures, self.rules.retries)
         follows = exit_policy.after_failure("preflight", failure, *rules)
         self.do(self.machine.abandon(self.clock(), follows.exit_code, follows.reason))
+
+    def _is_interrupted(self) -> bool:
+        """Keep the lease; return whether the attempt is to stop before it has started anything."""
+        now = self.clock()
+        if self._checking.due(now):
+            with tolerant("keeping the lease"):
+                self._keep_lease(now)
+        return bool(self.requests) or self.finish is not None
 
     def observe(self, now: float) -> None:
         """Look at intents, generations, the lease, the clock and signs of life. Raises OSError."""

@@ -16,7 +16,7 @@ from hpc_rl.supervise.hangs import PLACED_S
 from hpc_rl.supervise.host_watch import ISOLATED_S
 from hpc_rl.supervise.network_check import NetworkVerdict
 from hpc_rl.supervise.runner import TrialRunner
-from hpc_rl.supervise.state_machine import Phase
+from hpc_rl.supervise.state_machine import AttemptMachine, Phase
 from hpc_rl.supervise.unit_loop import StopRequests
 from hpc_rl.trial import Trial, write_json
 
@@ -224,3 +224,27 @@ def test_an_attempt_whose_nodes_do_not_reach_each_other_starts_nothing(make, mod
     runner.round()
     assert runner.finish is not None and "n2 and n3" in runner.finish.reason
     assert runner.finish.code == (ExitCode.STOPPED if mode == "auto" else ExitCode.FAILED)
+
+
+def test_a_stop_during_the_check_of_the_network_is_granted_before_anything_starts(make):
+    runner = make()
+    runner.handles.clear()
+    runner.machine = AttemptMachine(PLAN.units, "auto", 1)
+    looks = iter([False, True])
+
+    def run(log, interrupted) -> None:
+        assert interrupted() is next(looks)
+        runner.requests.add(StopCause.CANCELLED)
+        assert interrupted() is next(looks)
+
+    runner._check_network(SimpleNamespace(run=run))
+    assert runner.machine.stop_cause is StopCause.CANCELLED and runner.finish is not None
+
+
+def test_a_check_of_the_network_that_can_not_run_stops_nothing(make):
+    def run(log, interrupted) -> None:
+        raise FileNotFoundError("srun")
+
+    runner = make()
+    runner._check_network(SimpleNamespace(run=run))
+    assert runner.finish is None and runner.machine.phase is Phase.RUNNING
