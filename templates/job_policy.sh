@@ -147,7 +147,8 @@ guard_supervisor() { # PID: one that does nothing at all for `hang_s` (stopped, 
     sleep_pid=$!
     wait "$sleep_pid" || return
     read -ra ticks <<<"${stat##*) }"
-    if [[ ${ticks[11]}.${ticks[12]} == "$last" ]]; then idle_s=$((idle_s + period_s)); else idle_s=0; fi
+    # In state D it waits for a file system or a device; a fail-over of those may take minutes.
+    if [[ ${ticks[11]}.${ticks[12]} == "$last" && ${ticks[0]} != D ]]; then idle_s=$((idle_s + period_s)); else idle_s=0; fi
     last=${ticks[11]}.${ticks[12]}
     if ((idle_s >= hang_s)); then
       say "the supervisor did nothing for $idle_s s: it is killed"

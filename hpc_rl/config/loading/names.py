@@ -43,12 +43,17 @@ ALIASES = {  # short names on the command line; {model} is actor or model
     "max_steps": "total_train_steps",
 }
 _GPUS = "GPUs are counted by node: cluster.n_gpus_per_node, and --n_nodes for the nodes."
+FIXED_NODES = (
+    "The nodes of a trial are fixed when it is planned, as its ranks are: servers that come and go are "
+    "launcher.slurm.layout jobs, and `hpc-rl recover --n_nodes N` continues on another number."
+)
 _LORA = "LoRA is not built; leave it out."
 ANSWERS = {  # names that other toolkits have -> what to do here
     "gpus": _GPUS,
     "n_gpus": _GPUS,
     "num_gpus": _GPUS,
     "gpus_per_node": _GPUS,
+    **dict.fromkeys(("spare_nodes", "min_nodes", "max_nodes"), FIXED_NODES),
     "use_lora": _LORA,
     "lora_r": _LORA,
     "lora_rank": _LORA,

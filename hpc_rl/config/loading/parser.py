@@ -7,6 +7,7 @@ limits, nearest choices, and refusals of all values at once, each with its origi
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
 from collections.abc import Collection, Iterator
@@ -28,6 +29,7 @@ from hpc_rl.config.loading.fields import (
     options,
     section_of,
 )
+from hpc_rl.config.loading.names import FIXED_NODES
 from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.loading.stored import construct
 from hpc_rl.config.sections.limits import AsWritten, Grammar, Limits
@@ -152,7 +154,8 @@ def parse(cls: type, settings: Settings, refusals: list[str]) -> Any:
                 value = typed(known[name], item)
             except ValueError as error:
                 line = f"{name} ({item.origin}): {item} can't be used; allowed: {allowed(known[name])}."
-                refusals.append(f"{line} {error}".strip())
+                is_range = name == "cluster.n_nodes" and re.fullmatch(r"\d+-\d+", str(item.value))
+                refusals.append(f"{line} {FIXED_NODES if is_range else error}".strip())
         put(tree, name.split("."), value)
     if refusals:
         raise ConfigError("\n".join(refusals))

@@ -124,6 +124,8 @@ def test_short_names_of_the_model_follow_the_trainer():
     [
         ("gpus=8", "cluster.n_gpus_per_node"),
         ("actor.use_lora=true", "LoRA is not built"),
+        ("launcher.slurm.spare_nodes=1", "layout jobs"),
+        ("cluster.n_nodes=2-4", "layout jobs"),
         ("lora_rank=8", "LoRA is not built"),
         ("actor.zebra=1", "known here: "),
         ("actor.entropy_bonus=1", "known here: "),

@@ -39,6 +39,15 @@ signal.signal(signal.SIGUSR1, stop)
 print("start", options["--attempt"], os.getpid(), file=log)
 if act in ("hang", "deaf"):
     time.sleep(100)
+elif act == "waits":  # in state D, as a process whose file server has failed over: until the fifo is open
+    fifo = options["--trial_dir"] + "/fifo"
+    os.mkfifo(fifo)
+    if os.fork() == 0:
+        time.sleep(4)
+        os.close(os.open(fifo, os.O_WRONLY))
+        os._exit(0)
+    os.posix_spawn("/bin/true", ["true"], dict(), file_actions=[(os.POSIX_SPAWN_OPEN, 0, fifo, os.O_RDONLY, 0)])
+    sys.exit(0)
 elif act == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 sys.exit(int(act))
@@ -238,6 +247,13 @@ def test_a_job_of_another_host_is_not_judged(fake_trial):
     assert scheduler.states(["local-1", "local-2"])["local-1"].state is State.UNKNOWN
     with pytest.raises(SchedulerError, match="elsewhere"):
         scheduler.cancel("local-1")
+
+
+def test_a_supervisor_that_waits_for_a_device_is_left_alone(start, monkeypatch):
+    monkeypatch.setenv("HPC_RL_SUPERVISOR_HANG_S", "1")
+    job = start("waits")
+    job.until(lambda: not job.state.alive, 60)
+    assert job.state is State.DONE and job.events == ["started", "ended"]
 
 
 def test_a_supervisor_that_is_idle_too_long_is_started_again(start, monkeypatch):
