@@ -139,6 +139,8 @@ def servers_of(slurm: SlurmLauncherConfig) -> SlurmLauncherConfig:
     given = {name: value for name, value in own if value is not None and name not in ELASTIC}
     if "gres" not in given and "gpu_type" in given:
         given["gres"] = None
+    if "mem" in given:
+        given |= {"mem_per_cpu": None, "mem_per_gpu": None}
     return replace(slurm, **given)
 
 

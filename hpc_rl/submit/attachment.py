@@ -3,6 +3,7 @@
 import os
 import socket
 from dataclasses import dataclass
+from typing import Any
 
 from hpc_rl.errors import TrialStateError
 from hpc_rl.records import ProcessFile, ProcessRecord, read_events
@@ -86,7 +87,7 @@ def attach_command(status: TrialStatus, process: RoleProcess, argv: list[str]) -
             "srun",
             f"--jobid={process.job_id or process.attempt.rpartition('.')[0]}",
             *_het_group(status, process),
-            *("--overlap", "--mem=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=1"),
+            *("--overlap", "--mem=0", "--nodes=1", "--ntasks=1", f"--cpus-per-task={_cpus(status, process)}"),
             f"--nodelist={process.node or process.host}",
             f"--chdir={status.trial.dir}",
             "--export=ALL",
@@ -97,13 +98,24 @@ def attach_command(status: TrialStatus, process: RoleProcess, argv: list[str]) -
     return argv or [os.environ.get("SHELL") or "bash"]
 
 
+def _units(status: TrialStatus, process: RoleProcess) -> list[dict[str, Any]]:
+    """Return the unit of a process in the plan; none for the supervisor."""
+    own = (process.role, process.index)
+    return [unit for unit in status.plan.get("units", []) if (unit["role"], unit["index"]) == own]
+
+
+def _cpus(status: TrialStatus, process: RoleProcess) -> int:
+    """Return the CPUs that the role has on a node, which the shell shares."""
+    units = _units(status, process)
+    return max((unit.get("tasks_per_node", 1) * unit.get("cpus_per_task", 1) for unit in units), default=1)
+
+
 def _het_group(status: TrialStatus, process: RoleProcess) -> list[str]:
     """Return the option for the component of a heterogeneous job that has the process."""
     plan = status.plan
     if plan.get("layout") != "hetjob":
         return []
-    own = (process.role, process.index)
-    units = [unit for unit in plan.get("units", []) if (unit["role"], unit["index"]) == own]
+    units = _units(status, process)
     nodes = {node for unit in units for node in unit["nodes"]}
     with_them = (n for n, group in enumerate(plan.get("groups", [])) if nodes & set(group["nodes"]))
     return [f"--het-group={next(with_them, 0)}"]

@@ -104,6 +104,16 @@ class SlurmNodesConfig:
 class ServerJobsConfig(SlurmNodesConfig):
     """Slurm options of the server nodes (layouts `hetjob` and `jobs`); null means as in `launcher.slurm`."""
 
+    cpus_per_task: SlurmCountOrDerived | None = None
+    """CPUs per node; `derived` takes the number from the plan."""
+    mem: SlurmMemoryOrDerived | None = None
+    """Memory per node, also where `launcher.slurm` has it per CPU or GPU."""
+    exclusive: bool | Literal["user", "mcs", "topo"] | None = None
+    """Whole nodes (true), or nodes not shared with some others."""
+    tmp: SlurmMemory | None = None
+    """Local disk space per node."""
+    switches: str | None = None
+    """Largest number of leaf switches, and how long to wait for them."""
     max_running: PositiveInt | None = None
     """Largest number of server nodes at once, in layout `jobs`; null means all of them."""
     idle_s: PositiveInt = 900

@@ -76,6 +76,17 @@ def test_the_servers_array_takes_its_own_options_over_the_sections():
 
 
 @pytest.mark.parametrize("layout", ["jobs", "hetjob"])
+def test_nodes_of_the_servers_may_have_other_memory_and_cpus(layout):
+    own = ("servers.mem=9000", "servers.cpus_per_task=24", "servers.exclusive=true", "servers.tmp=5G")
+    texts = scripts(f"layout={layout}", "mem_per_cpu=100", *own)
+    first, second = directives(texts["trial.sbatch"])
+    servers = second if layout == "hetjob" else directives(texts["servers.sbatch"])[0]
+    assert {"--mem=9000", "--cpus-per-task=24", "--exclusive", "--tmp=5G"} <= set(servers)
+    assert not any(line.startswith("--mem-per-cpu") for line in servers)
+    assert "--mem-per-cpu=100" in first and "--exclusive" not in first
+
+
+@pytest.mark.parametrize("layout", ["jobs", "hetjob"])
 def test_bad_nodes_are_avoided_by_every_part_and_only_by_this_submission(layout):
     texts = scripts(f"layout={layout}", "exclude=n1", "servers.exclude=n2", avoid=("n7", "n8"))
     first, second = directives(texts["trial.sbatch"])

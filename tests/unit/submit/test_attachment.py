@@ -57,6 +57,14 @@ def test_on_slurm_an_overlapping_step_on_the_node(on_slurm):
     assert choose_process(on_slurm, "server", 0, None).node == "n3"
 
 
+def test_the_shell_shares_the_cpus_of_the_role(on_slurm, fake_trial):
+    trainer = {"role": "trainer", "index": 0, "nodes": [0, 1], "tasks_per_node": 2, "cpus_per_task": 7}
+    write_json(fake_trial.trial.plan_json, {"units": [trainer]})
+    story = read_status(fake_trial.trial)
+    assert "--cpus-per-task=14" in attach_command(story, choose_process(story, "trainer", 0, 0), [])
+    assert "--cpus-per-task=1" in attach_command(story, choose_process(story, "server", 0, 0), [])
+
+
 def leave(fake_trial, attempt, name, **more):
     fake_trial.trial.attempt(attempt).make_dirs()
     path = fake_trial.trial.attempt(attempt).processes / f"{name}-rank0.json"
