@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from hpc_rl.config.loading import stored
 from hpc_rl.config.loading.fields import hints, options, section_of
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.rules.container_rules import OPTION
@@ -75,6 +76,7 @@ ONLY_RULES = {
 BY_NAME = {
     r"teacher\.templates\.(\w+)": VARIABLES,
     r"launcher\.hooks\.(\w+)": EVENTS,
+    r"launcher\.(\w+)": stored.VARIABLES,
     r"launcher\.slurm\.(\w+)": {name.replace("-", "_") for names in SLURM_OPTIONS.values() for name in names},
     r"launcher\.slurm\.srun_args\.(\w+)": get_args(get_type_hints(Unit)["role"]),
     r"launcher\.slurm\.(\w+_image)": OPTION.values(),
