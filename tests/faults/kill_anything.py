@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from promises import Promises, every_row, story
-from toy_trials import make_toy
+from toy_trials import make_toy, pid_of
 
 from hpc_rl.files import JsonLines
 from hpc_rl.proc import is_alive, start_ticks
@@ -233,7 +233,10 @@ class Killed:
         """The living processes of a kind."""
         role = ROLES.get(what, what)
         records = [read_json(path) for path in self.trial.attempts.glob(f"*/processes/{role}-*.json")]
-        found = [Victim(row["pid"], row["start_ticks"]) for row in records if row]
+        found = []
+        for row in filter(None, records):
+            with contextlib.suppress(ProcessLookupError):
+                found.append(Victim(pid_of(row), row["start_ticks"]))
         alive = [one for one in found if is_alive(one.pid, one.start_ticks)]
         return [child for one in alive for child in children(one.pid)] if what == "worker" else alive
 

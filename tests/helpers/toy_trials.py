@@ -8,8 +8,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.examples import toy
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, read_segment, segments
@@ -18,6 +19,8 @@ from hpc_rl.types import TrajectoryGroup, decode
 
 # how a command is run in a directory; a test on other hosts has another way
 on_host: Callable[[list[str], Path], list[str]] = lambda command, _cwd: command  # noqa: E731
+# the id that this machine gives a process of a host, which counts by itself where nodes are hosts of their own
+outer_pid: Callable[[str, int], int] = lambda _host, pid: pid  # noqa: E731
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -52,6 +55,11 @@ def hpc_rl(
         f"hpc-rl {' '.join(map(str, argv))}: exit {done.returncode}\n{done.stdout}{done.stderr}"
     )
     return done
+
+
+def pid_of(record: Mapping[str, Any]) -> int:
+    """Return the id, as this machine counts, of the process of a record. Raises ProcessLookupError."""
+    return outer_pid(record["host"], record["pid"])
 
 
 def trial_of(cwd: Path, name: str, experiment: str = "sums") -> Trial:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
 import socket
@@ -228,6 +229,17 @@ class HostsCluster(Cluster):
     def _has_ipv6(self, interface: str) -> bool:
         return self.ipv6 and interface == "ib0"
 
+    def outer_pid(self, host: str, pid: int) -> int:
+        """Return the id that this machine gives a process of a host. Raises ProcessLookupError."""
+        if host in self.hosts:
+            space = os.readlink(f"/proc/{self._first_pid(host)}/ns/pid")
+            for path in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):
+                    ids = re.search(r"^NSpid:.*\s(\d+)$", (path / "status").read_text(), re.MULTILINE)
+                    if ids and int(ids[1]) == pid and os.readlink(path / "ns/pid") == space:
+                        return int(path.name)
+        raise ProcessLookupError(f"no process {pid} on {host}")
+
     def _number(self, name: str) -> int:
         return {"ctl": 2, "login": 3}.get(name) or 10 + int(name[1:])
 
@@ -265,6 +277,7 @@ def speak_from_login_node(cluster: HostsCluster, monkeypatch: Any) -> None:
 
     speak_to(cluster, monkeypatch)
     monkeypatch.setattr(toy_trials, "on_host", lambda command, cwd: cluster.on("login", command, cwd))
+    monkeypatch.setattr(toy_trials, "outer_pid", cluster.outer_pid)
 
 
 def first_process(name: str, folder: Path) -> None:

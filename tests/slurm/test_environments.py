@@ -6,7 +6,7 @@ import signal
 import sys
 
 import pytest
-from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, trial_of
+from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, pid_of, trial_of
 
 pytestmark = pytest.mark.timeout(600)
 OPTIONS = {
@@ -50,7 +50,7 @@ def test_an_environment_on_its_own_node_is_started_again(cluster, until, tmp_pat
     assert len({nodes["trainer"], nodes["server"], nodes["environment"]}) == 3, nodes
     script = (trial.dir / "scripts" / "trial.sbatch").read_text()
     assert "node 2" in script and "environment" in script
-    os.kill(records(trial, "environment")[0]["pid"], signal.SIGKILL)
+    os.kill(pid_of(records(trial, "environment")[0]), signal.SIGKILL)
     until(lambda: trial.done.exists(), 300)
     shown = json.loads(hpc_rl("status", "fed", "--json", cwd=tmp_path).stdout)
     assert shown["state"] == "done", logs_of(trial)
