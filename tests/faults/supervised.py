@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 
 from toy_plans import toy_plan
+from toy_trials import is_running
 
 from hpc_rl.files import JsonLines
 from hpc_rl.plan.schema import Unit
-from hpc_rl.proc import is_alive
 from hpc_rl.records import ProcessRecord
 from hpc_rl.render.scripts import render_steps
 from hpc_rl.trial import Trial, write_json
@@ -54,7 +54,9 @@ class Fake:
         rules: dict | None = None,
     ) -> None:
         units = units or [unit("server"), unit("rollout"), unit("trainer")]
-        plan = toy_plan(units, sys.executable, recover_mode=mode, recover_retries=retries)
+        n_nodes = 1 + max(node for one in units for node in one.nodes)
+        more = {"recover_mode": mode, "recover_retries": retries}
+        plan = toy_plan(units, sys.executable, n_nodes=n_nodes, **more)
         write_json(self.trial.plan_json, plan.to_json())
         (self.trial.scripts / "steps.sh").write_text(render_steps(plan, self.trial, Path.cwd()))
         config = {
@@ -87,9 +89,7 @@ class Fake:
     def alive(self) -> list[ProcessRecord]:
         records = map(ProcessRecord.read, self.attempt.processes.glob("*.json"))
         return [
-            one
-            for one in records
-            if one is not None and one.role != "supervisor" and is_alive(one.pid, one.start_ticks)
+            one for one in records if one is not None and one.role != "supervisor" and is_running(vars(one))
         ]
 
     def until(self, what, timeout_s: float = 15.0) -> None:

@@ -8,9 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from other_pythons import install
-from toy_trials import ROOT, hpc_rl, logs_of, status, trial_of
+from toy_trials import ROOT, hpc_rl, is_running, logs_of, pid_of, status, trial_of
 
-from hpc_rl.proc import is_alive
 from hpc_rl.records import ProcessRecord
 from hpc_rl.stats.read import read
 from hpc_rl.trial import Trial, read_json
@@ -63,9 +62,9 @@ def kill(trial: Trial, incarnation: int, process: str) -> None:
     wait_for("a checkpoint", lambda: len(events(trial, "progress")) > seen, trial)
     ranks = [rank_of(trial, incarnation, rank) for rank in (0, 1)]
     (record,) = trial.attempts.glob(f"*/processes/{process}.json")
-    os.kill(read_json(record)["pid"], signal.SIGKILL)
+    os.kill(pid_of(read_json(record)), signal.SIGKILL)
     wait_for("the restart", lambda: len(events(trial, "started")) == incarnation + 2, trial)
-    assert not any(is_alive(one.pid, one.start_ticks) for one in ranks), "a rank lives beside its successor"
+    assert not any(is_running(vars(one)) for one in ranks), "a rank lives beside its successor"
 
 
 def rank_of(trial: Trial, incarnation: int, rank: int) -> ProcessRecord:

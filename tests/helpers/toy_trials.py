@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.examples import toy
+from hpc_rl.proc import is_alive
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, read_segment, segments
 from hpc_rl.trial import Trial
 from hpc_rl.types import TrajectoryGroup, decode
@@ -60,6 +61,14 @@ def hpc_rl(
 def pid_of(record: Mapping[str, Any]) -> int:
     """Return the id, as this machine counts, of the process of a record. Raises ProcessLookupError."""
     return outer_pid(record["host"], record["pid"])
+
+
+def is_running(record: Mapping[str, Any]) -> bool:
+    """Return whether the process of a record lives."""
+    try:
+        return is_alive(pid_of(record), record["start_ticks"])
+    except ProcessLookupError:
+        return False
 
 
 def trial_of(cwd: Path, name: str, experiment: str = "sums") -> Trial:

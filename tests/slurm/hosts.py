@@ -181,7 +181,9 @@ class HostsCluster(Cluster):
         for name in CLIENTS:
             words = self.on("login", [name], Path("PLACE"))
             line = shlex.join(words).replace("PLACE", '"$PWD"')
-            (self._clients / name).write_text(f'#!/bin/bash\nexec {line} "$@"\n')
+            here = shlex.join(["env", f"PATH={self.env['PATH']}", name])
+            lines = ["#!/bin/bash", f'[[ $HOSTNAME != login ]] || exec {here} "$@"', f'exec {line} "$@"']
+            (self._clients / name).write_text("\n".join(lines) + "\n")
             (self._clients / name).chmod(0o755)
 
     def _start_host(self, name: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.one_host("hosts of their own end with the process that started them")
 TEST = """
 import time
 

@@ -2,8 +2,8 @@
 nodes.
 """
 
-import json
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from supervised import HERE, ROOT, Fake, unit
+from toy_trials import pid_of
 
 from hpc_rl.trial import read_json
 
@@ -92,7 +93,7 @@ def test_units_start_at_once_and_end_with_a_killed_supervisor(fake):
     fake.write({"trainer": ["deaf", "train"], "total": 4}, units=UNITS)
     fake.submit(gpus=4)
     fake.until(everybody_up(fake, 7), 30)
-    first = {one.pid for one in fake.alive()}
+    first = {(one.host, one.pid) for one in fake.alive()}
     assert "up server-0.0-rank0 n1" in fake.log("server-0.0") and "up server-1.0-rank0 n4" in fake.log(
         "server-1.0"
     )
@@ -102,10 +103,11 @@ def test_units_start_at_once_and_end_with_a_killed_supervisor(fake):
     gpus = {name: fake.log(name).split()[3:4] for name in ("server-0.0", "rollout-0.0", "trainer-0.0-rank3")}
     assert len(gpus["server-0.0"][0].split(",")) == 2 and len(gpus["trainer-0.0-rank3"][0].split(",")) == 2
     assert gpus["rollout-0.0"] == []
-    os.kill(json.loads((fake.attempt.processes / "supervisor-0.0-rank0.json").read_text())["pid"], 9)
+    record = read_json(fake.attempt.processes / "supervisor-0.0-rank0.json")
+    os.kill(pid_of(record), signal.SIGKILL)
     fake.until(fake.ended, 40)
     assert fake.ended()["exit_code"] == 0, fake.story()
-    assert not first & {one.pid for one in fake.alive()}
+    assert not first & {(one.host, one.pid) for one in fake.alive()}
     assert [row["incarnation"] for row in fake.events("started", "trainer")] == [0, 1]
     assert [row["code"] for row in fake.events("exited", "trainer")] == [0]
 
@@ -127,7 +129,8 @@ def test_scancel_ends_it_and_a_dead_rank_takes_its_peers(fake, until):
     fake.write({"trainer": ["deaf", "serve"]}, units=UNITS[2:])
     job_id = fake.submit(gpus=4)
     fake.until(everybody_up(fake, 5), 30)
-    os.kill(next(one.pid for one in fake.alive() if one.role == "trainer" and one.rank == 3), 9)
+    doomed = next(one for one in fake.alive() if one.role == "trainer" and one.rank == 3)
+    os.kill(pid_of(vars(doomed)), signal.SIGKILL)
     fake.until(lambda: len(fake.events("started", "trainer")) == 2, 45)
     assert fake.events("exited", "trainer")[0]["code"] == 137
     fake.until(everybody_up(fake, 9), 15)
