@@ -62,8 +62,8 @@ class Fake:
         config = {
             "experiment_name": "e",
             "trial_name": "t",
-            "train_dataset": {"path": "/x"},
-            "actor": {"path": "/m"},
+            "train_dataset": {"path": str(HERE)},
+            "actor": {"path": str(HERE)},
         }
         write_json(self.trial.config_json, config | {"recover": {"mode": mode, **(rules or {})}})
         write_json(

@@ -111,8 +111,8 @@ def submit_to(
         "experiment_name": "exp",
         "trial_name": "one",
         "cluster": {"fileroot": str(folder)},
-        "train_dataset": {"path": "/data"},
-        "model": {"path": "/model"},
+        "train_dataset": {"path": str(HERE)},
+        "model": {"path": str(HERE)},
         "recover": {"mode": "auto"},
         "launcher": {"type": "slurm", "slurm": slurm or {}, "hooks": hooks or {}},
     }
