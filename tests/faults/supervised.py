@@ -3,6 +3,7 @@ job.
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,6 +14,7 @@ from toy_trials import is_running
 
 from hpc_rl.files import JsonLines
 from hpc_rl.plan.schema import Unit
+from hpc_rl.proc import is_alive
 from hpc_rl.records import ProcessRecord
 from hpc_rl.render.scripts import render_steps
 from hpc_rl.trial import Trial, write_json
@@ -91,6 +93,24 @@ class Fake:
         return [
             one for one in records if one is not None and one.role != "supervisor" and is_running(vars(one))
         ]
+
+    def newest(self, role: str, index: int) -> ProcessRecord | None:
+        """The process of a unit that lives."""
+        records = map(ProcessRecord.read, self.attempt.processes.glob(f"{role}-{index}.*-rank0.json"))
+        return next((one for one in records if one and is_alive(one.pid, one.start_ticks)), None)
+
+    def replicas(self) -> dict[int, ProcessRecord]:
+        """The servers that live, by their index."""
+        indexes = {
+            int(path.name.split("-")[1].split(".")[0]) for path in self.attempt.processes.glob("server-*")
+        }
+        found = {index: self.newest("server", index) for index in indexes}
+        return {index: record for index, record in found.items() if record}
+
+    def kill(self, role: str, index: int) -> None:
+        record = self.newest(role, index)
+        assert record is not None, f"{role} {index} does not run"
+        os.kill(record.pid, signal.SIGKILL)
 
     def until(self, what, timeout_s: float = 15.0) -> None:
         deadline = time.monotonic() + timeout_s

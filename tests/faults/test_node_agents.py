@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.proc import is_alive
-from hpc_rl.records import ProcessRecord
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -55,19 +54,6 @@ class OnOneNode(Fake):
     def sruns(self) -> Counter[str]:
         names = [line.split()[0] for line in self.sruns_file.read_text().splitlines()]
         return Counter(name.partition("-")[0] for name in names)
-
-    def newest(self, role: str, index: int) -> ProcessRecord | None:
-        """The newest process of a unit that lives."""
-        paths = sorted(self.attempt.processes.glob(f"{role}-{index}.*-rank0.json"))
-        record = ProcessRecord.read(paths[-1]) if paths else None
-        return record if record and is_alive(record.pid, record.start_ticks) else None
-
-    def replicas(self) -> dict[int, ProcessRecord]:
-        found = {index: self.newest("server", index) for index in range(4)}
-        return {index: record for index, record in found.items() if record}
-
-    def kill(self, role: str, index: int) -> None:
-        os.kill(self.newest(role, index).pid, signal.SIGKILL)
 
 
 @pytest.fixture

@@ -1,11 +1,14 @@
-"""The supervisor with one srun per unit on a real Slurm: roles of the supervisor's fault tests, spread over
+"""The supervisor with one srun per node and role on a real Slurm: roles of the supervisor's fault tests, spread over
 nodes.
 """
 
 import os
 import signal
 import sys
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +18,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from supervised import HERE, ROOT, Fake, unit
 from toy_trials import pid_of
 
-from hpc_rl.trial import read_json
+from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.proc import is_alive
+from hpc_rl.records import ProcessRecord
+from hpc_rl.trial import read_json, write_json
 
 SCRIPT = f"""#!/bin/bash
 export PYTHONPATH={HERE}:{ROOT} SLURM_EXPORT_ENV=ALL
@@ -138,3 +144,63 @@ def test_scancel_ends_it_and_a_dead_rank_takes_its_peers(fake, until):
     until(lambda: not fake.cluster.run("squeue", "-h"), 20)
     assert not fake.alive()
     assert fake.ended() is None or fake.ended()["exit_code"] == 75
+
+
+IDLE = [
+    *(replace(unit("server", i, nodes=(1 + i // 2,)), module="idle_server") for i in range(5)),
+    replace(unit("rollout"), module="idle_rollout"),
+    unit("trainer"),
+]
+
+
+def steps(fake: SlurmFake) -> Counter[tuple[str, str]]:
+    """How many steps each role has on each node, as Slurm knows them."""
+    rows = fake.cluster.run("squeue", "-h", "--steps", "-o", "%j %N").splitlines()
+    found = [(name.partition("-")[0], node) for name, node in map(str.split, rows)]
+    return Counter(step for step in found if step[0] in ("serveragent", "rollout", "trainer"))
+
+
+def counters(fake: SlurmFake) -> dict[str, int]:
+    """How often each server has written its lease."""
+    leases = open_names(fake.trial).leases(keys.servers("rollout"))
+    return {key: lease.counter for key, lease in leases.items() if lease.value["state"] in keys.ROUTABLE}
+
+
+@pytest.mark.timeout(400)
+def test_the_servers_of_a_node_are_one_step_that_lives_and_dies_alone(fake):
+    fake.write({"trainer": ["serve"]}, units=IDLE)
+    write_json(fake.trial.current_weights, {"label": "1.1", "path": "/published"})
+    fake.submit()
+    fake.until(lambda: len(counters(fake)) == 5 and fake.newest("trainer", 0), 90)
+    one_each = {("serveragent", f"n{node}"): 1 for node in (2, 3, 4)} | {
+        ("rollout", "n1"): 1,
+        ("trainer", "n1"): 1,
+    }
+    assert steps(fake) == one_each
+    began, before, written = time.monotonic(), fake.replicas(), counters(fake)
+
+    fake.kill("server", 0)
+    fake.until(lambda: len(fake.replicas()) == 5 and fake.replicas()[0] != before[0], 60)
+    new = fake.replicas()
+    assert [index for index in new if new[index] != before[index]] == [0]
+    assert new[0].step == before[1].step and steps(fake) == one_each
+
+    client = ProcessRecord.read(fake.attempt.process_record("server", 0, 0, 0, by_client=True))
+    for role, index, pid in (("srun", 0, client.pid), ("agent", 2, fake.newest("serveragent", 2).pid)):
+        known, pair = fake.replicas(), (index, index + 1)
+        os.kill(pid, signal.SIGKILL)
+        fake.until(
+            lambda known=known, pair=pair: all(fake.replicas().get(i, known[i]) != known[i] for i in pair), 60
+        )
+        new = fake.replicas()
+        assert [i for i in sorted(new) if new[i] != known[i]] == [*pair], role
+        assert not any(is_alive(known[i].pid, known[i].start_ticks) for i in pair), role
+    fake.until(lambda: steps(fake) == one_each, 30)
+
+    # server 4 was left alone all the time: what it wrote was a heartbeat, six times a minute at most
+    [key] = [key for key in written if key.endswith("/4")]
+    most = (time.monotonic() - began) / 10 + 1
+    assert counters(fake)[key] - written[key] <= most
+    os.kill(fake.newest("supervisor", 0).pid, signal.SIGKILL)
+    fake.until(lambda: len(fake.events("supervisor_started")) == 2 and len(fake.replicas()) == 5, 60)
+    assert not {one.pid for one in new.values()} & {one.pid for one in fake.replicas().values()}

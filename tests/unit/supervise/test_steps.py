@@ -253,6 +253,18 @@ def test_a_client_that_does_not_end_is_killed(attempt, fake_srun, monkeypatch):
     assert wait(handle) == -signal.SIGKILL
 
 
+def test_starts_of_srun_keep_their_distance(attempt, fake_srun, monkeypatch):
+    monkeypatch.setattr(processes, "START_EVERY_S", 0.4)
+    write_steps(attempt.trial, unit())
+    steps = SrunSteps(["a1"], {**os.environ, "OUT": str(fake_srun)})
+    began = time.monotonic()
+    handles = [steps.start(unit(), ["python", "-m", "m"], attempt, number) for number in range(3)]
+    assert time.monotonic() - began >= 0.8
+    for handle in handles:
+        handle._kill_groups()
+        wait(handle)
+
+
 # --- leftovers
 # -----------------------------------------------------------------------------------------------------------
 
