@@ -85,6 +85,7 @@ def requirements_of(
         python=sys.executable,
         partition=options.partition or "",
         interface=config.cluster.interface,
+        local_dir=config.cluster.local_dir,
     )
     findings: list[Finding] = []
     planned = None

@@ -70,6 +70,7 @@ class Requirements:
     mpiexec: str = ""  # program that starts them; empty for srun
     partition: str = ""
     interface: str = ""
+    local_dir: str = ""
     modules: tuple[str, ...] = ()
 
 

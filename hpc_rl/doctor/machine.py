@@ -21,6 +21,7 @@ from hpc_rl.config.tables import sglang_versions, vllm_versions
 from hpc_rl.doctor import mpi_check
 from hpc_rl.doctor.finding import Requirements, Verdict, fail, judge, ok, warn
 from hpc_rl.errors import ConfigError
+from hpc_rl.node_copies import local_place
 from hpc_rl.schedulers.hostlist import peer_hosts
 
 GB = 10**9
@@ -253,6 +254,21 @@ def check_temporary(needs: Requirements) -> Verdict:
     return judge(f"{folder} has {_gb(free)} free", "set TMPDIR to a local disk with space.", warn=free < GB)
 
 
+def check_local_dir(needs: Requirements) -> Verdict:
+    """Judge cluster.local_dir by the code of the roles; a login node may have another one."""
+    if not needs.local_dir or needs.is_login:
+        return ok("not required here")
+    try:
+        place = local_place(needs.local_dir, os.environ)
+    except ConfigError as error:
+        return fail(str(error), "correct cluster.local_dir.")
+    here = next(parent for parent in (place, *place.parents) if parent.exists())
+    found = f"{place} has {_gb(shutil.disk_usage(here).free)} free"
+    if not os.access(here, os.W_OK):
+        return fail(f"{here} is not writable", "correct cluster.local_dir.")
+    return ok(f"{found}; what does not fit is read from the shared disk")
+
+
 # The roles raise the soft limits of files and locked memory, so the hard ones count.
 def check_open_files(needs: Requirements) -> Verdict:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -382,8 +398,8 @@ def leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:
 
 MACHINE_CHECKS = (
     check_python, check_torch, check_sglang, check_vllm, check_megatron, check_mpi, check_cpus, check_gpus,
-    check_memory,
-    check_shared_memory, check_temporary, check_open_files, check_processes, check_locked_memory,
+    check_memory, check_shared_memory, check_temporary, check_local_dir,
+    check_open_files, check_processes, check_locked_memory,
     check_ports, check_modules, check_address, check_host_name, check_proxy, check_leftovers,
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl import net
+from hpc_rl import net, node_copies
 from hpc_rl.doctor import machine
 from hpc_rl.doctor.finding import Requirements, Status, run_checks
 from hpc_rl.doctor.machine import MACHINE_CHECKS, LeftoverProcess, Problem, cgroup_memory, leftovers, versions
@@ -25,7 +25,7 @@ LIBRARIES = {"torch": "2.9.1+cu128", "transformers": "4.57.0", "safetensors": "0
              "vllm": "0.32.0+cpu", "megatron-core": "0.14.0"}  # fmt: skip
 NEEDS = Requirements(
     on_slurm=True, num_nodes=2, cpus=32, gpus=8, mem_mb=128_000, fileroot="/shared/runs", python="python", servers=("sglang",),
-    megatron=True, mpi=True, mpiexec="mpiexec",
+    megatron=True, mpi=True, mpiexec="mpiexec", local_dir="/tmp",
 )  # fmt: skip
 FREE = resource.RLIM_INFINITY
 
@@ -39,7 +39,7 @@ def good(monkeypatch):
             "python": (3, 12, 1), "libraries": LIBRARIES, "cpus": 64, "gpus": 8, "cgroup": None, "shm": 64 * GB,
             "tmp": 100 * GB, "nofile": (1024, 65536), "nproc": (FREE, FREE), "memlock": (65536, FREE), "bind_error": None,
             "mpi": MpiLook(found="mpiexec of MPICH"), "ports": "32768 60999", "address": "10.0.0.1", "resolves": True, "proxy": "", "leftovers": [],
-            "modules": Problem(),
+            "modules": Problem(), "disk": "xfs",
         } | wrong  # fmt: skip
         limits = {
             resource.RLIMIT_NOFILE: facts["nofile"],
@@ -81,6 +81,7 @@ def good(monkeypatch):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("http_proxy", facts["proxy"])
         monkeypatch.setattr(machine, "modules_problem", lambda modules: facts["modules"])
+        monkeypatch.setattr(node_copies, "mount_of", lambda path: (facts["disk"], []))
         monkeypatch.setattr(machine, "leftovers", lambda: facts["leftovers"])
 
     return make
@@ -100,6 +101,7 @@ WRONG = [  # check, what is wrong, how severe, tokens of the finding and of the 
     ("memory", {"cgroup": 8 * GB}, "fail", "8.0 GB usable (control group)", "launcher.slurm.mem"),
     ("shared memory", {"shm": 60 << 20}, "fail", "0.1 GB", "container"),
     ("temporary", {"tmp": 1000}, "warn", "0.0 GB", "TMPDIR"),
+    ("local dir", {"disk": "nfs4"}, "fail", "on nfs4, which nodes share", "cluster.local_dir"),
     ("open files", {"nofile": (256, 512)}, "fail", "at most 512", "hard limit"),
     ("open files", {"nofile": (1024, 2048)}, "warn", "2048", "65536"),
     ("processes", {"nproc": (100, 100)}, "fail", "100", "ulimit -u"),
@@ -222,3 +224,14 @@ def test_a_process_whose_supervisor_has_ended_is_found_and_no_other(tmp_path):
     process(15, 7, "python -m hpc_rl.app.trainer")
     (tmp_path / "self").mkdir()
     assert [(left.pid, left.job_id) for left in leftovers(tmp_path)] == [(13, "7"), (15, "7")]
+
+
+def test_a_local_dir_is_judged_as_the_roles_judge_it(tmp_path):
+    def verdict(local_dir: str, **more) -> tuple[Status, str]:
+        finding = run_checks([machine.check_local_dir], Requirements(local_dir=local_dir, **more))[0]
+        return finding.status, finding.found
+
+    assert verdict(str(tmp_path / "below"))[0] == Status.OK
+    assert verdict("$NO_SUCH_DISK")[0] != Status.OK and "not set on this node" in verdict("$NO_SUCH_DISK")[1]
+    assert verdict("$NO_SUCH_DISK", is_login=True)[0] == Status.OK
+    assert "GB free" in verdict(str(tmp_path))[1]
