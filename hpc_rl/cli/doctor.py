@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, Seconds, columns, print_result
 from hpc_rl.cli.submit import Planned, plan_of
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.slurm_rules import DERIVED
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.doctor import job_probe
@@ -19,11 +19,12 @@ from hpc_rl.doctor.finding import Finding, Requirements, Status, Verdict, fail, 
 from hpc_rl.doctor.machine import MACHINE_CHECKS
 from hpc_rl.doctor.node import NodeReport
 from hpc_rl.doctor.slurm_checks import check_capacity, check_slurm
-from hpc_rl.errors import ConfigError, HpcRlError
+from hpc_rl.errors import ConfigError, HpcRlError, NotPrivate
 from hpc_rl.plan.schema import Group
 from hpc_rl.render.slurm_options import directives
 from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.submit import submission
 from hpc_rl.submit.preflight import quick_check
 
 FAILED = 1  # exit code where a check failed
@@ -90,12 +91,7 @@ def requirements_of(
     findings: list[Finding] = []
     planned = None
     if args.config:
-        try:
-            planned = plan_of(loaded)
-        except ConfigError as error:
-            planned = plan_of(loaded, files=False)
-            fix = "correct the option, or stage the file."
-            findings = [Finding("configuration", Status.FAIL, str(error), fix)]
+        planned, findings = _as_submit_plans(loaded)
         needs = _with_plan(needs, planned)
     if args.nodes == 0:
         raise ConfigError("--nodes must be at least 1.")
@@ -105,6 +101,21 @@ def requirements_of(
         fileroot=os.path.abspath(os.path.expanduser(args.fileroot or needs.fileroot)),
     )
     return needs, replace(options, partition=needs.partition or None), findings, planned
+
+
+def _as_submit_plans(loaded: Loaded) -> tuple[Planned, list[Finding]]:
+    """Return the plan, and what `submit` refuses before it asks the cluster. Raises ConfigError."""
+    try:
+        planned = plan_of(loaded)
+    except ConfigError as error:
+        fix = "correct the option, or stage the file."
+        return plan_of(loaded, files=False), [Finding("configuration", Status.FAIL, str(error), fix)]
+    try:
+        submission.trial_of(planned.loaded.config).refuse_others()
+    except NotPrivate as error:
+        fix = "run chmod as shown, or set cluster.fileroot to a directory of your own."
+        return planned, [Finding("accounts", Status.FAIL, str(error), fix)]
+    return planned, []
 
 
 def _with_plan(needs: Requirements, planned: Planned) -> Requirements:

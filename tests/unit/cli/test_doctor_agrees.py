@@ -78,6 +78,11 @@ def file_as_fileroot(site: Site) -> None:
     site.options = [f"cluster.fileroot={site.folder}/file/runs"]
 
 
+def open_to_all(site: Site) -> None:
+    (site.folder / "runs").mkdir()
+    (site.folder / "runs").chmod(0o777)
+
+
 NOTHING = lambda site: None  # noqa: E731
 NO_PYTHON = "/usr/bin/no-such-python"
 SETUPS = {  # what is wrong: set-up, options, check of the doctor and its status, words of both, code of submit
@@ -96,6 +101,9 @@ SETUPS = {  # what is wrong: set-up, options, check of the doctor and its status
         NOTHING, ["train_dataset.path=/usr/nope.jsonl"], "configuration", "fail", "/usr/nope.jsonl does not exist", 64,
     ),
     "a fileroot that can't be written": (file_as_fileroot, [], "fileroot", "fail", "can't be written", 73),
+    "a fileroot where all may write": (
+        open_to_all, [], "accounts", "fail", "another account could change what trial sums/small runs", 64,
+    ),
     "a partition that is not there": (
         NOTHING, ["--partition", "nope"], "capacity", "fail", "there is no partition 'nope'", 64,
     ),

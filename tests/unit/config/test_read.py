@@ -62,6 +62,8 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
 ONLY_RULES = {
     r"(.+\.)?(experiment_name|trial_name|fileroot)": "must equal the trial's own, which is read",
     r"cluster\.cluster_name": "names a profile, which load reads",
+    r"cluster\.node_dirs": "where files may be that this machine lacks (container_rules)",
+    r"launcher\.snapshot": "files that a submission copies (config/snapshot.py)",
     r"(train|valid)_dataset\.type": "must be the trainer's (consistency.datasets)",
     r"valid_dataset\.(batch_size|shuffle|drop_last|pin_memory)": "noted: held-out rows are used once, in order",
     r"rollout\.consumer_batch_size": "must equal train_dataset.batch_size (generation_rules.rollout)",
