@@ -109,6 +109,9 @@ class ReplicaHandle(Handle):
     def send(self, line: str) -> None:
         self._ask("send", line)
 
+    def hang_up(self) -> None:
+        self._agent.hang_up()
+
     def dump_stacks(self) -> None:
         self._ask("stacks")
 

@@ -90,12 +90,16 @@ class Handle:
                 patience_s = AFTER_CLEAN_S if code in (ExitCode.DONE, ExitCode.STOPPED) else AFTER_FAILURE_S
                 self._kill_at = min(self._kill_at, time.monotonic() + patience_s)
         if len(self._codes) == len(self._tasks):
-            while self._pipes:
-                os.close(self._pipes.pop())
+            self.hang_up()
             return next((code for code in self._codes.values() if code), 0)
         if time.monotonic() >= self._kill_at:
             self._kill_groups()
         return None
+
+    def hang_up(self) -> None:
+        """Close the pipes: every process within reach of its srun exits, whether Slurm answers or not."""
+        while self._pipes:
+            os.close(self._pipes.pop())
 
     def dump_stacks(self) -> None:
         """Have every process dump its stacks, although it may neither listen nor run."""

@@ -4,6 +4,7 @@ import json
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from hpc_rl.checkpoint.start_facts import failures_without_progress
 from hpc_rl.config.sections.experiment import Config
@@ -27,6 +28,7 @@ OBSERVE_EVERY_S = 1.0
 DEADLINE_EVERY_S = 10.0
 # Before the stop: a trainer that stops by itself earlier does it for another reason.
 ANNOUNCE_S = 3600.0
+HANG_UP_S = 1.0  # for srun to pass on that a pipe was closed, before it is told to end its step
 
 
 class TrialRunner(UnitLoop):
@@ -163,7 +165,10 @@ class TrialRunner(UnitLoop):
             for node in seconds.keys() - others.keys():
                 self.write_event(kind, {"node": node, "silent_s": round(seconds[node], 1)})
         self._silent = silent
-        if hosts.isolated_s >= ISOLATED_S:
+        if hosts.isolated_s >= ISOLATED_S and self.machine.phase is not Phase.ENDING:
+            for handle, _ in self.handles.values():
+                handle.hang_up()
+            time.sleep(HANG_UP_S)
             why = f"no other node of the job and no scheduler answered for {hosts.isolated_s:.0f} s"
             self.do(self.machine.abandon(self.clock(), ExitCode.STOPPED, f"{why}: this node is cut off"))
 
@@ -273,10 +278,11 @@ class TrialRunner(UnitLoop):
     def leave(self, finish: Finish) -> int:
         """Record the end, and release the trial."""
         self.write_ended(finish.code, finish.reason)
-        with tolerant("writing that the trial is done"):
+        with tolerant("writing that the trial is done"), suppress(Stale):
             if finish.code == ExitCode.DONE:
                 done = DoneRecord(attempt=self.attempt.id, job_id=self.attempt.job_id, time=time.time())
                 write_json(self.trial.done, done.to_json())
             if self._lease is not None:
+                self._lease.check()
                 self._lease.release()
         return finish.code

@@ -252,9 +252,10 @@ def test_a_first_node_that_is_cut_off_writes_nothing_once_another_start_owns_the
     finally:
         cluster.partition("n1", cut=False)
     time.sleep(20)  # Slurm ends what is left there
-    assert written_by(first, segments).items() <= files.items(), (
-        "later starts trim, the fenced one does nothing"
-    )
+    after = written_by(first, segments)
+    if supervisor == "stopped":  # Slurm lets it run again, to end it: it reports that in its own files
+        after = {path: what for path, what in after.items() if path.name.startswith(("metrics", "segment"))}
+    assert after.items() <= files.items(), "later starts trim, the fenced one does nothing"
     check_history(trial)
     assert "its first node was lost" in hpc_rl("status", str(trial.dir), cwd=cluster.dir).stdout
     told = json.loads(hpc_rl("status", "--json", str(trial.dir), cwd=cluster.dir).stdout)

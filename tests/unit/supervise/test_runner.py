@@ -62,6 +62,9 @@ class FakeHandle:
     def kill(self) -> None:
         self.killed = True
 
+    def hang_up(self) -> None:
+        self.lines.append("end of the pipe")
+
     def send(self, line: str) -> None:
         self.lines.append(line)
 
@@ -190,9 +193,10 @@ class FakeHosts:
         return self.silent
 
 
-def test_silent_nodes_are_reported_once_and_a_supervisor_that_is_cut_off_ends(make):
+def test_silent_nodes_are_reported_once_and_a_supervisor_that_is_cut_off_ends(make, monkeypatch):
     runner, hosts = make(), FakeHosts()
     runner._hosts = hosts
+    monkeypatch.setattr(driving, "HANG_UP_S", 0.0)
     for hosts.silent in ({}, {"n3": 12.0}, {"n3": 14.0}, {}, {"n2": 11.0, "n3": 11.0}):
         runner.observe(0.0)
     told = [
@@ -206,7 +210,7 @@ def test_silent_nodes_are_reported_once_and_a_supervisor_that_is_cut_off_ends(ma
     hosts.isolated_s = ISOLATED_S
     for _ in range(3):
         runner.observe(0.0)
-    assert runner.handles[TRAINER][0].killed
+    assert runner.handles[TRAINER][0].killed and runner.handles[TRAINER][0].lines == ["end of the pipe"]
     abandoned = [event for event in read_events(runner.attempt) if event.kind is EventKind.ABANDONING]
     assert len(abandoned) == 1 and "cut off" in abandoned[0].reason
     runner.round()
