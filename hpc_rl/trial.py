@@ -290,7 +290,7 @@ class Trial:
     def attempts_of(self, job_id: str) -> list[Attempt]:
         """Return the attempts of a submission, or of one task of a server array, oldest first."""
         folder = self.attempt(f"{job_id}.0").dir.parent
-        found = [AttemptId.parse(entry.name) for entry in entries(folder) if entry.is_dir()]
+        found = [AttemptId.parse(entry.name) for entry in entries(folder) if Path(entry).is_dir()]
         own = sorted(one for one in found if one is not None and one.job_id == job_id)
         return [self.attempt(str(one)) for one in own]
 

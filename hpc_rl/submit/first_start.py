@@ -170,7 +170,8 @@ class FirstStart:
         trial = self.trial
         if not _has_batches(trial):
             return
-        size = sum(entry.stat().st_size for entry in entries(trial.rollout) if entry.is_file())
+        files = [entry for entry in entries(trial.rollout) if entry.is_file(follow_symlinks=False)]
+        size = sum(entry.stat().st_size for entry in files)
         try:
             if size <= MAX_LOG_BYTES:
                 check_replay(trial.rollout, self.step or 0)

@@ -4,8 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from toy_plans import toy_plan
 
+from hpc_rl import net
+from hpc_rl.app.role import Context
 from hpc_rl.plan.schema import Unit
 from hpc_rl.supervise.exit_policy import unit_exit
 from hpc_rl.trial import Trial, write_json
@@ -53,3 +56,35 @@ def test_a_full_disk_is_recorded_and_costs_no_retry(tmp_path: Path):
     end = unit_exit(attempt, UNIT, 0, code)
     assert code == end.code == 73 and "No space left" in end.reason
     assert end.failure == "disk full" and not end.policy.uses_retry and end.policy.action == "restart"
+
+
+@pytest.mark.parametrize(
+    ("n_nodes", "more", "is_loopback"),
+    [
+        (1, {}, True),
+        (2, {}, False),
+        (1, {"environments": {}}, False),
+        (1, {"cluster": {"interface": "lo"}}, True),
+    ],
+    ids=["one node", "two nodes", "environments from elsewhere", "interface"],
+)
+def test_services_listen_on_loopback_where_no_other_host_needs_them(
+    tmp_path, n_nodes, more, is_loopback, monkeypatch
+):
+    monkeypatch.setattr(
+        net, "published_address", lambda _hosts, interface, _peers: "127.0.0.9" if interface else "10.0.0.1"
+    )
+    trial = Trial(tmp_path / "u" / "e" / "t")
+    trial.make_dirs()
+    config = {
+        "experiment_name": "e",
+        "trial_name": "t",
+        "train_dataset": {"path": "/x"},
+        "actor": {"path": "/m"},
+    }
+    write_json(trial.config_json, config | more)
+    write_json(trial.plan_json, toy_plan([UNIT], sys.executable, n_nodes=n_nodes).to_json())
+    address = Context("rollout", trial.attempt("7.0"), 0, 0, 0, 1, {}).address
+    assert address.startswith("127.") == is_loopback
+    with net.bind_published(address) as sock:
+        assert (sock.getsockname()[0] == "127.0.0.1") == (address == net.LOOPBACK)

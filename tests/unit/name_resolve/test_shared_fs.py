@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -340,3 +341,31 @@ def test_on_a_full_disk_a_lease_is_still_renewed(tmp_path, monkeypatch):
     assert seen.alive and seen.value == {"url": "http://somewhere:1"}
     lease.release()
     assert names.leases("rollout") == {}
+
+
+def test_a_removed_directory_is_made_again_by_its_leases_unless_the_trial_was_removed(tmp_path):
+    root = tmp_path / "trial" / "names"
+    names = NameResolve(root)
+    held = names.lease("servers/rollout/0", {"url": "u"})
+    shutil.rmtree(root)
+    held.renew()
+    assert NameResolve(root).leases("servers/rollout")["servers/rollout/0"].value == {"url": "u"}
+    shutil.rmtree(tmp_path / "trial")
+    with pytest.raises(FileNotFoundError):
+        held.renew()
+    assert not (tmp_path / "trial").exists()
+
+
+def test_a_lease_that_can_not_be_written_is_not_tried_at_every_look(tmp_path):
+    now = [0.0]
+    names = NameResolve(tmp_path / "trial" / "names", clock=lambda: now[0])
+    held = names.lease("a/b", {"url": "u"})
+    shutil.rmtree(tmp_path / "trial")
+    tries = 0
+    for _ in range(600):
+        now[0] += 0.1
+        if held.is_due({"url": "other"}):
+            tries += 1
+            with pytest.raises(FileNotFoundError):
+                held.renew({"url": "other"})
+    assert 5 < tries <= 21
