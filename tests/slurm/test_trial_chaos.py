@@ -81,6 +81,7 @@ def all_events(luck: random.Random) -> list[str]:
     return events
 
 
+@pytest.mark.soak
 def test_chaos_for_two_minutes_changes_no_bit(start):
     luck = new_luck()
     options = {**EXACT, **OFTEN}
