@@ -32,7 +32,7 @@ MAX_SHOWN = 4  # pairs of nodes in a reason
 
 
 @dataclass(frozen=True)
-class NetworkVerdict:
+class NetworkFindings:
     """What the nodes of a job found out about the network between them."""
 
     addresses: dict[str, str] = field(default_factory=dict)  # that the roles of each node would publish
@@ -67,7 +67,7 @@ class Preflight:
         self._program += ["--interface", interface] if interface else []
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
 
-    def run(self, log: Path, interrupted: Callable[[], bool]) -> NetworkVerdict | None:
+    def run(self, log: Path, interrupted: Callable[[], bool]) -> NetworkFindings | None:
         """Return what was found; None where no node answers, or `interrupted` turned true. Raises OSError."""
         deadline = time.monotonic() + self.limit_s
         with log.open("ab") as errors:
@@ -140,8 +140,8 @@ def judge(
     hellos: dict[str, dict[str, Any]],
     results: dict[str, dict[str, Any]],
     limit_s: float,
-) -> NetworkVerdict:
-    """Return the verdict on what the nodes said: where each is reached, and whom each did not reach."""
+) -> NetworkFindings:
+    """Return what the nodes said together: where each is reached, and whom each did not reach."""
     alone = {node: said["problem"] for node, said in hellos.items() if "problem" in said}
     alone |= {
         node: f"it did not answer within {limit_s:g} s" for node in hosts if node not in results
@@ -166,7 +166,7 @@ def judge(
         elif hosts.index(node) < hosts.index(peer):
             texts.append(f"{names[node]} and {names[peer]} do not reach each other: {reason}")
     more = f"; and {len(texts) - MAX_SHOWN} more" if len(texts) > MAX_SHOWN else ""
-    return NetworkVerdict(
+    return NetworkFindings(
         addresses={node: said["address"] for node, said in hellos.items() if "address" in said},
         problem="; ".join(texts[:MAX_SHOWN]) + more,
         bad_nodes=tuple(bad),

@@ -8,8 +8,9 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple
+from types import MappingProxyType
 
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
@@ -58,6 +59,7 @@ class Instant:
     """
 
     restarts = 0
+    endpoints: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, fate=None) -> None:
         self.fate = fate or (lambda frame: "group")

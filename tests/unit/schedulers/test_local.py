@@ -150,10 +150,10 @@ def test_stopped_starts_again_and_counts(start):
     assert job.events == ["started", "requeued", "started", "requeued", "started", "ended"]
 
 
-def test_a_killed_supervisor_starts_again_in_place_but_not_for_ever(start):
+def test_a_killed_supervisor_starts_again_in_place_recover_retries_times(start):
     job = start("die")
     job.until(lambda: not job.state.alive)
-    assert job.state is State.FAILED and job.starts == [".0"] * 6 and job.end["code"] == 137
+    assert job.state is State.FAILED and job.starts == [".0"] * 4 and job.end["code"] == 137
 
 
 @pytest.mark.parametrize(("mode", "act"), [("disabled", "75"), ("auto", "78"), ("auto", "70")])

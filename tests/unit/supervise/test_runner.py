@@ -14,7 +14,7 @@ from hpc_rl.records import DrainIntent, EventKind, read_events
 from hpc_rl.supervise import runner as driving
 from hpc_rl.supervise.hangs import PLACED_S
 from hpc_rl.supervise.host_watch import ISOLATED_S
-from hpc_rl.supervise.network_check import NetworkVerdict
+from hpc_rl.supervise.network_check import NetworkFindings
 from hpc_rl.supervise.runner import TrialRunner
 from hpc_rl.supervise.state_machine import AttemptMachine, Phase
 from hpc_rl.supervise.unit_loop import StopRequests
@@ -221,7 +221,7 @@ def test_silent_nodes_are_reported_once_and_a_supervisor_that_is_cut_off_ends(ma
 def test_an_attempt_whose_nodes_do_not_reach_each_other_starts_nothing(make, mode):
     runner = make()
     runner.plan = dataclasses.replace(runner.plan, recover_mode=mode)
-    found = NetworkVerdict(problem="n2 and n3 do not reach each other", bad_nodes=("n3",))
+    found = NetworkFindings(problem="n2 and n3 do not reach each other", bad_nodes=("n3",))
     runner._check_network(SimpleNamespace(run=lambda log, interrupted: found))
     [bad] = [event for event in read_events(runner.attempt) if event.kind is EventKind.BAD_NODES]
     assert "n2 and n3" in bad.reason

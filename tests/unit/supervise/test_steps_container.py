@@ -176,6 +176,7 @@ def test_pyxis_is_handed_to_srun_behind_the_users_own_options(attempt, monkeypat
     (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\n" "$@"; env\n')
     (tmp_path / "srun").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     container = Container(
         type="pyxis", image=f"/{STRANGE}.sqsh", python="python3", program="", mounts=["/a:/b"], args=[]
     )
