@@ -34,22 +34,24 @@ GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DE
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def own_gpus(step: Sequence[Unit], unit: Unit, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that show a replica its GPUs, of those that its step has.
+def own_gpus(step: Sequence[Unit], unit: Unit, environ: Mapping[str, str], variable: str) -> dict[str, str]:
+    """Return the environment of a replica: in `variable` its GPUs, of those that its step has.
 
-    Raises ConfigError where the step has fewer than all its replicas need.
+    Other variables of that kind are left out: of AMD's, one counts within what another shows. Raises
+    ConfigError where the step has fewer than all its replicas need.
     """
-    given = {name: unit.env[name] for name in GPU_VARIABLES if name in unit.env}
-    if given or not unit.gpus_per_task:
-        return given
+    others = {name: value for name, value in environ.items() if name not in GPU_VARIABLES}
+    if variable in unit.env:
+        return {**others, variable: unit.env[variable]}
+    if not unit.gpus_per_task:
+        return dict(environ)
     before, total = step.index(unit), sum(one.gpus_per_task for one in step)
     first = sum(one.gpus_per_task for one in step[:before])
-    visible = {name: environ[name].split(",") for name in GPU_VARIABLES if environ.get(name)}
-    visible = visible or {GPU_VARIABLES[0]: [str(number) for number in range(total)]}
-    for name, gpus in visible.items():
-        if len(gpus) < total:
-            raise ConfigError(f"the replicas of this node need {total} GPUs, but {name} is {','.join(gpus)}")
-    return {name: ",".join(gpus[first : first + unit.gpus_per_task]) for name, gpus in visible.items()}
+    name = next((name for name in (variable, *GPU_VARIABLES) if environ.get(name)), "")
+    gpus = environ[name].split(",") if name else [str(number) for number in range(total)]
+    if len(gpus) < total:
+        raise ConfigError(f"the replicas of this node need {total} GPUs, but {name} is {','.join(gpus)}")
+    return {**others, variable: ",".join(gpus[first : first + unit.gpus_per_task])}
 
 
 def own_cpus(step: Sequence[Unit], unit: Unit, cpus: Sequence[int]) -> set[int]:
@@ -86,6 +88,7 @@ class Replicas:
         self._attempt = context.attempt
         own = next(one for one in context.plan.units if (one.role, one.index) == (name, context.index))
         self._step = context.plan.sharing_step(own)
+        self._gpu_variable = context.plan.gpu_variable
         self._all_cpus = os.sched_getaffinity(0)
         self._running: dict[tuple[int, int], Handle] = {}  # by index and incarnation
         self._oom_kills = oom_kills()
@@ -126,7 +129,7 @@ class Replicas:
         argv += ["--attempt", self._attempt.id, "--index", str(index), "--incarnation", str(incarnation)]
         handle = Handle(unit.role)
         try:
-            env = {**os.environ, **own_gpus(self._step, unit, os.environ)}
+            env = own_gpus(self._step, unit, os.environ, self._gpu_variable)
             # A child inherits the binding of the thread that starts it.
             cpus = own_cpus(self._step, unit, core_by_core(self._all_cpus))
             os.sched_setaffinity(0, cpus or self._all_cpus)

@@ -22,6 +22,7 @@ from hpc_rl.doctor import mpi_check
 from hpc_rl.doctor.finding import Requirements, Verdict, fail, judge, ok, warn
 from hpc_rl.errors import ConfigError
 from hpc_rl.node_copies import local_place
+from hpc_rl.plan.schema import GPU_VARIABLES
 from hpc_rl.schedulers.hostlist import peer_hosts
 
 GB = 10**9
@@ -195,13 +196,15 @@ def check_gpus(needs: Requirements) -> Verdict:
 
 def visible_gpus() -> tuple[int, str]:
     """Return how many GPUs a process here would see, and by which source."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is not None:
-        return len([one for one in named.split(",") if one.strip() not in ("", "-1")]), "CUDA_VISIBLE_DEVICES"
+    for variable in GPU_VARIABLES.values():
+        if (named := os.environ.get(variable)) is not None:
+            return len([one for one in named.split(",") if one.strip() not in ("", "-1")]), variable
     if shutil.which("nvidia-smi"):
         with contextlib.suppress(OSError, subprocess.TimeoutExpired):
             done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
             return sum(line.startswith("GPU ") for line in done.stdout.splitlines()), "nvidia-smi"
+    if Path("/dev/kfd").exists():  # AMD's driver
+        return len(list(Path("/dev/dri").glob("renderD*"))), "/dev/dri/renderD*"
     devices = [path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit()]
     return len(devices), "/dev/nvidia*"
 

@@ -25,29 +25,32 @@ STEP = [
 ]
 
 
+CUDA, ROCR = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
+
+
 @pytest.mark.parametrize(
-    ("environ", "wanted"),
+    ("variable", "environ", "wanted"),
     [
-        ({"CUDA_VISIBLE_DEVICES": "4,5"}, {"CUDA_VISIBLE_DEVICES": "5"}),
-        ({"CUDA_VISIBLE_DEVICES": "MIG-a,MIG-b"}, {"CUDA_VISIBLE_DEVICES": "MIG-b"}),
-        (
-            {"ROCR_VISIBLE_DEVICES": "0,1", "GPU_DEVICE_ORDINAL": "0,1"},
-            {"ROCR_VISIBLE_DEVICES": "1", "GPU_DEVICE_ORDINAL": "1"},
-        ),
-        ({}, {"CUDA_VISIBLE_DEVICES": "1"}),
+        (CUDA, {CUDA: "4,5"}, {CUDA: "5"}),
+        (CUDA, {CUDA: "MIG-a,MIG-b"}, {CUDA: "MIG-b"}),
+        (CUDA, {}, {CUDA: "1"}),
+        (ROCR, {ROCR: "4,5"}, {ROCR: "5"}),
+        # HIP counts within what ROCR shows: a second variable would hide the GPU
+        (ROCR, {ROCR: "4,5", CUDA: "4,5", "GPU_DEVICE_ORDINAL": "4,5"}, {ROCR: "5"}),
+        (ROCR, {"GPU_DEVICE_ORDINAL": "2,3"}, {ROCR: "3"}),
     ],
 )
-def test_the_gpus_of_a_step_are_dealt_out_in_order(environ, wanted):
-    assert own_gpus(STEP, STEP[1], environ) == wanted
+def test_the_gpus_of_a_step_are_dealt_out_in_order(variable, environ, wanted):
+    assert own_gpus(STEP, STEP[1], {"HOME": "/h", **environ}, variable) == {"HOME": "/h", **wanted}
 
 
 def test_gpus_that_the_plan_names_win_and_too_few_are_refused():
-    named = replace(STEP[1], env={"CUDA_VISIBLE_DEVICES": "7"})
-    assert own_gpus(STEP, named, {"CUDA_VISIBLE_DEVICES": "4,5"}) == {"CUDA_VISIBLE_DEVICES": "7"}
+    named = replace(STEP[1], env={CUDA: "7"})
+    assert own_gpus(STEP, named, {CUDA: "4,5"}, CUDA) == {CUDA: "7"}
     without = [replace(unit, gpus_per_task=0) for unit in STEP]
-    assert own_gpus(without, without[0], {"CUDA_VISIBLE_DEVICES": "4,5"}) == {}
+    assert own_gpus(without, without[0], {CUDA: "4,5"}, CUDA) == {CUDA: "4,5"}
     with pytest.raises(ConfigError, match="need 2 GPUs, but CUDA_VISIBLE_DEVICES is 4"):
-        own_gpus(STEP, STEP[0], {"CUDA_VISIBLE_DEVICES": "4"})
+        own_gpus(STEP, STEP[0], {CUDA: "4"}, CUDA)
 
 
 def test_a_bound_step_is_dealt_out_core_by_core(tmp_path: Path, monkeypatch):

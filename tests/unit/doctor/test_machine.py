@@ -235,3 +235,10 @@ def test_a_local_dir_is_judged_as_the_roles_judge_it(tmp_path):
     assert verdict("$NO_SUCH_DISK")[0] != Status.OK and "not set on this node" in verdict("$NO_SUCH_DISK")[1]
     assert verdict("$NO_SUCH_DISK", is_login=True)[0] == Status.OK
     assert "GB free" in verdict(str(tmp_path))[1]
+
+
+@pytest.mark.parametrize("variable", ["CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_gpus_are_counted_by_what_a_process_would_see(monkeypatch, variable):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(variable, "0,3")
+    assert machine.visible_gpus() == (2, variable)
