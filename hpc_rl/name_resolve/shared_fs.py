@@ -38,6 +38,7 @@ LEASE_TTL_S = 60.0  # file servers may be away, and names be remembered as absen
 HEARTBEATS_PER_TTL = 6
 TRIES_PER_TTL = 20  # while writing fails
 KEPT_EPOCHS = 2
+READS_PER_S = 32.0  # of leases, at most, by one process: many servers are read more rarely
 
 COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,127}")
 FIRST_POLL_S, LAST_POLL_S = 0.05, 1.0

@@ -19,12 +19,11 @@ from typing import Literal
 from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
+from hpc_rl.name_resolve.shared_fs import READS_PER_S, LeaseView, NameResolve
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
 from hpc_rl.types import Turn, WeightVersion
 
 logger = logging.getLogger(__name__)
-READS_PER_S = 32.0  # of leases, at most: a pool of many servers is read more rarely
 
 
 def is_older(version: str, minimum: str) -> bool:

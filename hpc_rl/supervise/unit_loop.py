@@ -18,7 +18,7 @@ from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.errors import ExitCode, StopCause
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.name_resolve.shared_fs import LeaseView
+from hpc_rl.name_resolve.shared_fs import READS_PER_S, LeaseView
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import EndedRecord, EventKind
 from hpc_rl.supervise import bad_nodes, exit_policy, state_machine
@@ -123,6 +123,9 @@ class UnitLoop(ABC):
         self.handles: dict[Key, tuple[Handle, int]] = {}
         self.finish: Finish | None = None
         self.clock = time.monotonic
+        servers = sum(unit.role == "server" for unit in plan.units)
+        self._reading_leases = RateLimit(servers / READS_PER_S)
+        self._leases: dict[str, dict[str, LeaseView]] = {}  # as they were read last, by pool
         self._failed_starts: list[tuple[Key, int, UnitExit]] = []
 
     def run(self) -> int:
@@ -195,9 +198,13 @@ class UnitLoop(ABC):
     def observe_servers(self, now: float) -> dict[str, dict[str, LeaseView]]:
         """Note which servers of this attempt live, and which serve; return the leases of each pool.
 
-        Raises OSError.
+        Leases of many servers are read more rarely. Raises OSError.
         """
-        pools = {pool.name: self.names.leases(keys.servers(pool.name)) for pool in self.plan.pools}
+        if not self._reading_leases.due(now):
+            return self._leases
+        pools = self._leases = {
+            pool.name: self.names.leases(keys.servers(pool.name)) for pool in self.plan.pools
+        }
         for leases in pools.values():
             for key, incarnation in self.hangs.observe_leases(leases, self.attempt.id, now):
                 self.machine.served(now, key, incarnation)

@@ -9,7 +9,7 @@ from toy_plans import toy_plan
 from hpc_rl.app import supervisor as app
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.errors import ExitCode, FailureClass, StopCause
-from hpc_rl.plan.schema import Unit
+from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.records import DrainIntent, EventKind, read_events
 from hpc_rl.supervise import runner as driving
 from hpc_rl.supervise.hangs import PLACED_S
@@ -78,13 +78,13 @@ def make(tmp_path):
     trial = Trial(tmp_path / "e" / "t")
     trial.make_dirs()
 
-    def make(servers_away_s: float = 0.5) -> TrialRunner:
+    def make(servers_away_s: float = 0.5, plan: Plan = PLAN) -> TrialRunner:
         attempt = trial.attempt("7.0")
         attempt.make_dirs()
         steps = SimpleNamespace(start=lambda *_: FakeHandle())
         recover = {"hang_max_s": 300.0, "hang_min_s": 300.0}
         config = from_dict(CONFIG | {"recover": recover, "rollout": {"setup_timeout": servers_away_s}})
-        runner = TrialRunner(attempt, PLAN, config, steps, lambda: None)
+        runner = TrialRunner(attempt, plan, config, steps, lambda: None)
         runner.clock = lambda: 0.0
         runner.do(runner.machine.start(0.0))
         return runner
@@ -252,3 +252,23 @@ def test_a_check_of_the_network_that_can_not_run_stops_nothing(make):
     runner = make()
     runner._check_network(SimpleNamespace(run=run))
     assert runner.finish is None and runner.machine.phase is Phase.RUNNING
+
+
+def test_leases_of_many_servers_are_read_at_most_32_times_a_second(make, monkeypatch):
+    servers = [dataclasses.replace(UNIT, role="server", index=index) for index in range(128)]
+    runner = make(plan=dataclasses.replace(PLAN, units=[*servers, *PLAN.units[1:]]))
+    for server in servers:
+        record = {"attempt": "7.0", "incarnation": 0, "state": "serving"}
+        runner.names.lease(f"server/rollout/{server.index}", record, 1e9)
+    leases, read = runner.names.leases, []
+
+    def counted(prefix):
+        found = leases(prefix)
+        read.extend(key for key in found if key.startswith("server/"))
+        return found
+
+    monkeypatch.setattr(runner.names, "leases", counted)
+    for now in range(40):
+        runner.look_for_hangs(float(now))
+    assert len(read) == 40 * 32
+    assert all(runner.machine.slots["server", index].served_at is not None for index in range(128))
