@@ -70,10 +70,12 @@ class Preflight:
     def run(self, log: Path, interrupted: Callable[[], bool]) -> NetworkFindings | None:
         """Return what was found; None where no node answers, or `interrupted` turned true. Raises OSError."""
         deadline = time.monotonic() + self.limit_s
+        # The others find out about each other in the time that is left when one says nothing.
+        first_deadline = deadline - self.limit_s / 2
         with log.open("ab") as errors:
             steps = [self._start(argv, errors) for argv in self._commands()]
         try:
-            hellos = self._gather("problem", "address", deadline, steps, self.hosts, interrupted)
+            hellos = self._gather("problem", "address", first_deadline, steps, self.hosts, interrupted)
             if not hellos or interrupted():
                 return None
             peers = {
@@ -105,11 +107,12 @@ class Preflight:
 
     def _read(self, step: subprocess.Popen[bytes]) -> None:
         assert step.stdout is not None
-        for line in step.stdout:
-            _, mark, text = line.decode(errors="replace").partition(MARK)
-            with suppress(ValueError):  # of another program's line
-                if mark:
-                    self._lines.put(json.loads(text))
+        with step.stdout:
+            for line in step.stdout:
+                _, mark, text = line.decode(errors="replace").partition(MARK)
+                with suppress(ValueError):  # of another program's line
+                    if mark:
+                        self._lines.put(json.loads(text))
 
     def _gather(
         self,

@@ -168,7 +168,7 @@ def test_power_loss_of_a_server_node_costs_seconds(cluster):
     trial = long_trial(cluster, "power", NUM_STEPS)
     wait_for_step(trial, 10)
     nodes = nodes_of(cluster)
-    cluster.kill_node(next(node for name, node in nodes.items() if name.startswith("server-1")))
+    cluster.kill_node(next(node for name, node in nodes.items() if name.startswith("serveragent-1")))
     wait_for_end(trial)
     times = [row["time"] for row in read(trial).steps]
     assert len(times) == NUM_STEPS

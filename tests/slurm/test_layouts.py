@@ -125,9 +125,9 @@ def test_one_heterogeneous_job(trials, cluster, until):
     components = {line.split()[0]: line.split()[3] for line in queue(cluster)}
     assert set(components) == {f"{one.job_id}+0", f"{one.job_id}+1"}
     assert steps["trainer-0.0"] == components[f"{one.job_id}+0"]
-    assert len({steps["server-0.0"], steps["server-1.0"], steps["trainer-0.0"]}) == 3
+    assert len({steps["serveragent-0.0"], steps["serveragent-1.0"], steps["trainer-0.0"]}) == 3
     assert (
-        node_by_attach(one, "server", 1) == steps["server-1.0"]
+        node_by_attach(one, "server", 1) == steps["serveragent-1.0"]
         and node_by_attach(one, "trainer", 0) == steps["trainer-0.0"]
     )
     one.finish().promises.check()

@@ -70,7 +70,7 @@ def test_the_readme_command_trains_and_goes_on_after_a_cancel(cluster, clone):
     nodes = dict(
         line.split() for line in cluster.run("squeue", "--steps", "--noheader", "--format=%j %N").splitlines()
     )
-    servers = {node for name, node in nodes.items() if name.startswith("server-")}
+    servers = {node for name, node in nodes.items() if name.startswith("serveragent-")}
     trainers = {node for name, node in nodes.items() if name.startswith("trainer-")}
     assert servers == {"n3", "n4"}
     assert trainers == {"n[1-2]"}

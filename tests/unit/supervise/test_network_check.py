@@ -1,11 +1,12 @@
 """What follows from what the nodes of a job say about the network between them."""
 
+import os
 import socket
 import threading
 
 import pytest
 
-from hpc_rl.supervise.network_check import judge
+from hpc_rl.supervise.network_check import Preflight, judge
 from hpc_rl.supervise.network_node import unreached
 
 HOSTS = ["n1", "n2", "n3", "n4"]
@@ -81,3 +82,24 @@ def test_an_address_that_another_node_has_too_is_not_reached(answering):
     assert found["n3"] == "n2 answers there"
     assert "refused" in found["n4"].lower()
     assert "n2" not in found
+
+
+SRUN = """#!/bin/bash
+# A step in which n4 says nothing and the others reach each other.
+for node in n1 n2 n3; do
+  echo "HPC_RL_PREFLIGHT {\\"node\\": \\"$node\\", \\"interface\\": \\"ib0\\", \\"address\\": \\"10.0.0.1\\", \\"port\\": 1}"
+done
+read -r _
+for node in n1 n2 n3; do echo "HPC_RL_PREFLIGHT {\\"node\\": \\"$node\\", \\"unreached\\": {}}"; done
+cat >/dev/null
+"""
+
+
+def test_a_node_that_says_nothing_leaves_the_others_time(tmp_path, monkeypatch):
+    srun = tmp_path / "srun"
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    check = Preflight(HOSTS, None, len(HOSTS), "", limit_s=4)
+    found = check.run(tmp_path / "log", lambda: False)
+    assert (found.bad_nodes, found.hopeless) == (("n4",), False)
