@@ -197,4 +197,5 @@ def body(context: role.Context) -> int:
 
 if __name__ == "__main__":
     ROLE = sys.argv.pop(1)
-    role.run(agent_name(ROLE), body)
+    # Its end is no end of the job: a single server that crashes finds its caches and copies again.
+    role.run(agent_name(ROLE), body, uses_node=False)

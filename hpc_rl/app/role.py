@@ -90,8 +90,11 @@ class Context:
         return net.published_address(self.plan.n_nodes, self.interface, peer_hosts(os.environ))
 
 
-def run(role: str, body: Callable[[Context], int | None]) -> None:
-    """Run `body` as this process's role and exit with its code. Never returns."""
+def run(role: str, body: Callable[[Context], int | None], *, uses_node: bool = True) -> None:
+    """Run `body` as this process's role and exit with its code. Never returns.
+
+    One that `uses_node` has the job's directory on this node for caches and copies.
+    """
     args = arguments(role)
     raise_limits()
     correct(os.environ, job_hosts(os.environ))
@@ -123,7 +126,7 @@ def run(role: str, body: Callable[[Context], int | None]) -> None:
     def start() -> int | None:
         nonlocal node
         local_dir, job_id = context.config.cluster.local_dir, os.environ.get("SLURM_JOB_ID", "")
-        if local_dir or (steps != "process" and job_id):
+        if uses_node and (local_dir or (steps != "process" and job_id)):
             node = NodeDirectory(os.environ, job_id or attempt.job_id, local_dir)
         if node and local_dir:
             context.copies = NodeCopies(node.copies)

@@ -18,9 +18,22 @@ from hpc_rl.status.formatting import format_time
 from hpc_rl.status.scheduler_view import TrialWatch, current_status
 from hpc_rl.status.trial_status import TrialStatus, read_status
 from hpc_rl.submit import trial_index
+from hpc_rl.supervise.agents import agent_name
 from hpc_rl.trial import Trial
 
-ROLES = ("trainer", "rollout", "server", "sglang", "vllm", "environment", "supervisor", "job")
+ROLES = (
+    "trainer",
+    "rollout",
+    "server",
+    "serveragent",
+    "sglang",
+    "vllm",
+    "environment",
+    "environmentagent",
+    "supervisor",
+    "job",
+)
+ROLE_HELP = "role; `job` is the output of the job script, `serveragent` of what starts the servers of a node"
 FILTERS = ("role", "index", "incarnation", "attempt", "rank")
 EVERY_RANK = "all"
 WHOLE = 1 << 40  # lines
@@ -47,7 +60,7 @@ def parser() -> CommandParser:
         "Show logs: by default of the newest attempt, its newest trainer and its supervisor."
     )
     made.add_trial("the one that runs, else the newest")
-    made.add_argument("--role", choices=ROLES, help="role; `job` is the output of the job script itself")
+    made.add_argument("--role", choices=ROLES, help=ROLE_HELP)
     made.add_argument("--index", type=Count, help="replica of the role")
     incarnation = "start of the role within the attempt (default: the newest)"
     made.add_argument("--incarnation", type=Count, help=incarnation)
@@ -141,6 +154,9 @@ def choose(trial: Trial, found: list[Log], args: Namespace) -> list[Log]:
         found = [replace(log, role="supervisor") if log in outputs else log for log in found]
     wanted = {key: getattr(args, key) for key in FILTERS if getattr(args, key) is not None}
     matching = [log for log in found if _matches(log, wanted)]
+    if not matching and args.role in ("server", "environment"):  # none was started: its agent says why
+        agents = {"role": agent_name(args.role)} | {key: wanted[key] for key in ("attempt",) if key in wanted}
+        matching = [log for log in found if _matches(log, agents)]
     if not found:
         raise TrialStateError(_nothing_yet(trial))
     if not matching:

@@ -55,15 +55,15 @@ class Planned:
 def run(args: Namespace) -> int:
     if args.print_config is not None:
         return print_config(args)
-    if args.dry_run:
-        return _dry_run(loaded(args), args.json)
-    planned = plan_of(loaded(args))
-    config = planned.loaded.config
-    trial = submission.trial_of(config)
+    given = loaded(args)
     options: tuple[str, ...] = ()
     if after := args.after_ok or args.after:
-        where = pick(config.launcher.type)
-        options = dependency.sbatch_options(after, bool(args.after_ok), config, where)
+        where = pick(given.config.launcher.type)
+        options = dependency.sbatch_options(after, bool(args.after_ok), given.config, where)
+    if args.dry_run:
+        return _dry_run(given, args.json)
+    planned = plan_of(given)
+    trial = submission.trial_of(planned.loaded.config)
     return submitted(compared(planned, trial, args.no_check), args, trial, options=options)
 
 

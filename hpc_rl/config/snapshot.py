@@ -21,8 +21,10 @@ def snapshot_files(config: Config, workdir: Path) -> dict[str, Path]:
     """Return name in the copy -> file. Raises ConfigError for what is missing, too large or named twice."""
     found: dict[str, Path] = {}
     num_bytes = 0
-    left_out = Path(config.cluster.fileroot)
-    for given in dict.fromkeys(_whole(Path(path)) for path in config.launcher.snapshot):
+    workdir = Path(os.path.abspath(workdir))
+    left_out = Path(os.path.abspath(workdir / config.cluster.fileroot))
+    paths = [os.path.abspath(workdir / Path(path).expanduser()) for path in config.launcher.snapshot]
+    for given in dict.fromkeys(_whole(Path(path)) for path in paths):
         for path in _files_of(given, left_out):
             base = workdir if path.is_relative_to(workdir) else given.parent
             name = str(path.relative_to(base))
@@ -40,7 +42,7 @@ def snapshot_files(config: Config, workdir: Path) -> dict[str, Path]:
 
 def _whole(path: Path) -> Path:
     """Return the outermost package that a path is part of, or the path."""
-    while (path.parent / "__init__.py").is_file():
+    while path.parent != path and (path.parent / "__init__.py").is_file():
         path = path.parent
     return path
 

@@ -13,10 +13,10 @@ FOLDER = "hooks.d"
 ENVIRONMENT = "environment"  # in the same folders, but sourced by every script
 UNPACKED = "hpc-rl-"  # begins the names of containers that pyxis keeps
 _UNPACKED_REMOVAL = """#!/bin/bash
-# Removes what pyxis unpacked for this job. Where its container_scope is `job`, it does so itself.
+# Removes what pyxis unpacked for this trial. Where its container_scope is `job`, it does so itself.
 if ! type enroot >/dev/null 2>&1; then exit 0; fi
-for role in {names}; do
-  enroot remove --force "pyxis_hpc-rl-$SLURM_JOB_ID-$role" </dev/null >/dev/null 2>&1 || true
+for name in {names}; do
+  enroot remove --force "pyxis_hpc-rl-$SLURM_JOB_ID-$name" </dev/null >/dev/null 2>&1 || true
 done
 """
 _REMOVAL = """#!/bin/bash
@@ -54,7 +54,7 @@ def removal(local_dir: str) -> dict[str, str]:
 
 
 def unpacked_removal(names: Collection[str]) -> dict[str, str]:
-    """Return the script of post_node that removes the containers of these roles that pyxis keeps by name."""
+    """Return the script of post_node that removes the containers with these names that pyxis keeps."""
     return {"hook.post_node.containers": _UNPACKED_REMOVAL.format(names=shlex.join(names))} if names else {}
 
 

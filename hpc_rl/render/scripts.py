@@ -63,8 +63,8 @@ def render(
     layouts.refuse_hooks(plan, {event for event, files in hooks.items() if files})
     if plan.layout != "hetjob":
         hooks["post_node"] |= removal(config.cluster.local_dir) if config.cluster.local_dir else {}
-        named = {unit.launch_line for unit in plan.units if steps.is_unpacked(unit)}
-        hooks["post_node"] |= unpacked_removal(sorted(named))
+        names = {steps.container_name(unit, trial.dir) for unit in plan.units} - {""}
+        hooks["post_node"] |= unpacked_removal(sorted(names))
     jinja = LayeredEnvironment(folders)
     common = _common(plan, trial, stamp, scheduler) | {
         "owner_lease": str(names_dir(trial, config) / keys.OWNER),

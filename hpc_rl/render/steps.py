@@ -1,5 +1,6 @@
 """The values of each role's launch line in steps.sh, and the plan as comments of a job script. Pure."""
 
+import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
@@ -37,7 +38,7 @@ def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> list[dict[str, A
             "mpiexec": unit.mpi.mpiexec if unit.mpi else "",
             "mpi_args": [[arg] for arg in unit.mpi.args] if unit.mpi else [],
             "srun_mpi": unit.mpi.srun_mpi if unit.mpi else "none",
-            "container_name": _container_name(unit),
+            "container_name": _container_option(unit, trial_dir),
             "srun_options": [*([option] for option in unit.srun_args), *command.srun_options],
             "program": command.program,
         }
@@ -57,17 +58,24 @@ def _gpus(plan: Plan, unit: Unit) -> str:
     return f"--gpus-per-node={f'$((replicas * {count}))' if unit.by_agent and count else count} "
 
 
-def _container_name(unit: Unit) -> str:
+def _container_option(unit: Unit, trial_dir: Path) -> str:
     """Return the option by which pyxis unpacks an image once per node and role; each restart finds it."""
-    return f'--container-name={UNPACKED}"$SLURM_JOB_ID"-{unit.launch_line} ' if is_unpacked(unit) else ""
+    name = container_name(unit, trial_dir)
+    return f'--container-name={UNPACKED}"$SLURM_JOB_ID"-{name} ' if name else ""
 
 
-def is_unpacked(unit: Unit) -> bool:
-    """Return whether a unit's container has a name of ours on each node."""
+def container_name(unit: Unit, trial_dir: Path) -> str:
+    """Return the end of the name of a unit's container on each node; empty where it has none of ours.
+
+    Other trials in one allocation, and other images of one trial, have containers of their own.
+    """
     container = unit.container
     if container is None or container.type != "pyxis":
-        return False
-    return not any(arg.startswith("--container-name") for arg in container.args)
+        return ""
+    if any(arg.startswith("--container-name") for arg in container.args):
+        return ""
+    digest = hashlib.sha256(f"{trial_dir}\0{container.image}".encode()).hexdigest()[:8]
+    return f"{digest}-{unit.launch_line}"
 
 
 def knows_gpus(plan: Plan) -> bool:

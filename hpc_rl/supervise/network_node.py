@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 from hpc_rl import net
@@ -64,7 +65,8 @@ def _call(name: str, address: str, port: int) -> str:
 def _answer(listener: socket.socket, node: str) -> None:
     while True:
         connection, _ = listener.accept()
-        with connection:
+        with connection, suppress(OSError):  # of a caller that hangs up
+            connection.settimeout(CONNECT_S)
             connection.sendall(f"{node}\n".encode())
 
 

@@ -44,7 +44,10 @@ class OnOneNode(Fake):
         (root / "srun").write_text(SRUN)
         (root / "srun").chmod(0o755)
         self.sruns_file = root / "sruns"
+        self.disk = root / "disk"  # of the node
+        self.disk.mkdir()
         self.env = {"PATH": f"{root}:{os.environ['PATH']}", "SRUNS": str(self.sruns_file)}
+        self.env |= {"TMPDIR": str(self.disk), "SLURM_JOB_ID": "7"}
 
     def begin(self, script: dict, num_replicas: int = 4) -> None:
         self.write({"trainer": ["serve"], **script}, units=UNITS)
@@ -73,6 +76,8 @@ def test_the_replicas_of_a_node_and_pool_are_one_step_with_parts_of_its_gpus(fak
     assert "--cpus-per-task=3" in asked[0] and "--gpus-per-node=6" in asked[0]
     logs = [fake.attempt.log("server", index, 0).read_text().split() for index in range(4)]
     assert [log[2] for log in logs[:3]] == ["4,5", "6,7", "8,9"], "each has a log and GPUs of its own"
+    # the agent would remove it when it leaves, with the caches of a server that is started again
+    assert not list(fake.disk.glob("hpc-rl-*")), "the directory of caches is the servers' own"
     fake.supervisors[0].terminate()
     assert fake.supervisors[0].wait(30) == 75, fake.story()
     assert {row["code"] for row in fake.events("exited", "server")} == {75}

@@ -136,7 +136,7 @@ def test_refused_on_the_command_line(shell, arguments, words):
 def test_usage(shell):
     assert "did you mean" in shell.refused(2, "sumbit", process=True).lower()
     assert shell.run("submit", "--config").returncode == 2
-    assert shell.run("status").returncode == 2
+    assert shell.run("cancel").returncode == 2
     assert "hpc-rl submit FILE" in shell.refused(64, "submit", process=True)
 
 

@@ -122,7 +122,7 @@ def test_a_cancel_from_elsewhere_ends_the_command_and_submit_tells_of_run(cluste
 
 
 def test_a_job_after_another_waits_for_it_and_status_without_a_name_shows_what_runs(cluster, clone, until):
-    first = cluster.run("sbatch", "--parsable", "--wrap", "sleep 300").strip()
+    first = cluster.run("sbatch", "--parsable", "-o", "/dev/null", "--wrap", "sleep 300").strip()
     unknown = hpc_rl("submit", CONFIG, "trial_name=x", "--after", "77", cwd=clone, check=False)
     assert unknown.returncode == 64
     assert "knows no job 77" in unknown.stderr

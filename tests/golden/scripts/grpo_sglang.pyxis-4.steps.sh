@@ -24,7 +24,7 @@ server() { # 16 units, 1 process, 4 CPUs, 1 GPU, 65536 MB
   exec srun --job-name="$name" --nodelist="$nodes" \
     --nodes=1 --ntasks=1 \
     --ntasks-per-node=1 --cpus-per-task=$((replicas * 4)) \
-    --gpus-per-node=$((replicas * 1)) --container-name=hpc-rl-"$SLURM_JOB_ID"-server --mem=0 --exact --distribution=block:block \
+    --gpus-per-node=$((replicas * 1)) --container-name=hpc-rl-"$SLURM_JOB_ID"-f617a5cf-server --mem=0 --exact --distribution=block:block \
     --kill-on-bad-exit=0 --wait=30 --no-kill=off --export=ALL --mpi=none --input=all \
     '--container-image=/storage/images/sglang 0.5.sqsh' \
     --container-mounts=/storage:/storage,/shared/hpc-rl:/shared/hpc-rl,/shared/models/Qwen2.5-1.5B-Instruct:/shared/models/Qwen2.5-1.5B-Instruct,/shared/data/maths:/shared/data/maths,/WORKDIR:/WORKDIR \
@@ -40,7 +40,7 @@ rollout() { # 1 unit, 1 process, 4 CPUs, 0 GPUs, 16384 MB
   exec srun --job-name="$name" --nodelist="$nodes" \
     --nodes=1 --ntasks=1 \
     --ntasks-per-node=1 --cpus-per-task=4 \
-    --gpus-per-node=0 --container-name=hpc-rl-"$SLURM_JOB_ID"-rollout --mem=0 --exact --distribution=block:block \
+    --gpus-per-node=0 --container-name=hpc-rl-"$SLURM_JOB_ID"-60d05f1a-rollout --mem=0 --exact --distribution=block:block \
     --kill-on-bad-exit=0 --wait=30 --no-kill=off --export=ALL --mpi=none --input=all \
     --container-image=/storage/images/trainer.sqsh \
     --container-mounts=/storage:/storage,/shared/hpc-rl:/shared/hpc-rl,/shared/models/Qwen2.5-1.5B-Instruct:/shared/models/Qwen2.5-1.5B-Instruct,/shared/data/maths:/shared/data/maths,/WORKDIR:/WORKDIR \
@@ -56,7 +56,7 @@ trainer() { # 1 unit, 8 processes on each node, each 4 CPUs, 1 GPU, 65536 MB
   exec srun --job-name="$name" --nodelist="$nodes" \
     --nodes=2 --ntasks=16 \
     --ntasks-per-node=8 --cpus-per-task=4 \
-    --gpus-per-node=8 --container-name=hpc-rl-"$SLURM_JOB_ID"-trainer --mem=0 --exact --distribution=block:block --output="$output" \
+    --gpus-per-node=8 --container-name=hpc-rl-"$SLURM_JOB_ID"-60d05f1a-trainer --mem=0 --exact --distribution=block:block --output="$output" \
     --kill-on-bad-exit=0 --wait=30 --no-kill=off --export=ALL --mpi=none --input=all \
     --container-image=/storage/images/trainer.sqsh \
     --container-mounts=/storage:/storage,/shared/hpc-rl:/shared/hpc-rl,/shared/models/Qwen2.5-1.5B-Instruct:/shared/models/Qwen2.5-1.5B-Instruct,/shared/data/maths:/shared/data/maths,/WORKDIR:/WORKDIR \

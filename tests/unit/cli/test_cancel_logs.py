@@ -218,6 +218,13 @@ def test_ranks_with_files_of_their_own(trial, capsys):
     assert capsys.readouterr().out == "rank 1\n"
 
 
+def test_servers_that_never_started_have_the_log_of_their_agent(trial, capsys):
+    trial.attempt("7.0").log("serveragent", 0, 0).write_text("srun: error: no such GPU\n")
+    assert main(["logs", "t1", "--role", "server", "--index", "1"]) == 0
+    assert capsys.readouterr().out == "srun: error: no such GPU\n"
+    assert main(["logs", "t1", "--role", "serveragent"]) == 0
+
+
 def test_what_is_not_there_is_said(trial, capsys):
     assert main(["logs", "t1", "--role", "server", "--index", "9"]) == 70
     assert "no log for --role server --index 9" in capsys.readouterr().err

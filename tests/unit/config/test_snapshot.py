@@ -61,3 +61,17 @@ def test_refusals_name_the_path(tmp_path, monkeypatch):
     monkeypatch.setattr(snapshot, "MAX_BYTES", 3)
     with pytest.raises(ConfigError, match=r"/work/a\.py makes it more than"):
         files_of(tmp_path / "work", "a.py")
+
+
+@pytest.mark.parametrize(
+    ("paths", "wanted"),
+    [(".", ["__init__.py", "lib/my.py"]), ("lib/my.py", ["lib/my.py"]), ("./lib", ["lib/my.py"])],
+)
+def test_relative_paths_start_at_the_working_directory(tmp_path, monkeypatch, paths, wanted):
+    make(tmp_path, "__init__.py", "lib/my.py", "runs/me/secret")
+    monkeypatch.chdir(tmp_path)
+    overrides = [*BASE, "cluster.fileroot=runs", f"launcher.snapshot=[{paths}]"]
+    if paths != ".":
+        (tmp_path / "__init__.py").unlink()
+    config = load([], overrides, profiles=[]).config
+    assert sorted(snapshot_files(config, Path.cwd())) == wanted

@@ -154,6 +154,8 @@ def test_pyxis_unpacks_an_image_once_per_node_and_role():
             name.startswith('--container-name=hpc-rl-"$SLURM_JOB_ID"-') for name in named
         )
     assert set(names_of(PYXIS, *IMAGES, "launcher.slurm.container_args=[--container-name=mine]")) == {""}
+    of_trial = launch_lines(plan(PYXIS, *IMAGES), TRIAL, WORKDIR)[0]["container_name"]
+    assert of_trial != launch_lines(plan(PYXIS, *IMAGES), TRIAL / "other", WORKDIR)[0]["container_name"]
     assert set(names_of(*IMAGES)) == {""}
 
 

@@ -2,10 +2,12 @@
 
 import os
 import socket
+import struct
 import threading
 
 import pytest
 
+from hpc_rl.supervise import network_node
 from hpc_rl.supervise.network_check import Preflight, judge
 from hpc_rl.supervise.network_node import unreached
 
@@ -103,3 +105,13 @@ def test_a_node_that_says_nothing_leaves_the_others_time(tmp_path, monkeypatch):
     check = Preflight(HOSTS, None, len(HOSTS), "", limit_s=4)
     found = check.run(tmp_path / "log", lambda: False)
     assert (found.bad_nodes, found.hopeless) == (("n4",), False)
+
+
+def test_a_caller_that_hangs_up_leaves_a_node_reachable():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=network_node._answer, args=(server, "n2"), daemon=True).start()
+        for _ in range(20):
+            caller = socket.create_connection(server.getsockname())
+            caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+            caller.close()
+        assert unreached({"n2": server.getsockname()}) == {}
