@@ -1,4 +1,4 @@
-"""Logging with role, rank and host in every line, and without the tokens of the trial.
+"""Logging with role, rank and host in every line, and without the secrets of the trial.
 
 And text of user code and of others, made safe to show.
 """
@@ -7,11 +7,14 @@ import logging
 import socket
 import sys
 import unicodedata
+from collections.abc import Iterable
+from urllib.parse import quote
 
 MIN_SECRET_CHARS = 6  # a shorter one would hide parts of words
 # control characters, halves of surrogate pairs, ends of lines and paragraphs; what reverses the order of text
 _UNSAFE = ("Cc", "Cs", "Zl", "Zp")
 _REVERSING = {*"\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}
+_secrets: list[str] = []  # of this process, in every form that a message may have them in; the longest first
 
 
 def printable(text: str) -> str:
@@ -29,31 +32,32 @@ def printable(text: str) -> str:
     )
 
 
+def redact(text: str) -> str:
+    """Return `text` with `***` for the secrets that `setup` was given."""
+    for secret in _secrets:
+        text = text.replace(secret, "***")
+    return text
+
+
 class _Redacting(logging.Formatter):
     """Formatter that replaces secrets in the whole text of a record, tracebacks included.
 
     A line feed in a message begins no line that looks like another record.
     """
 
-    def __init__(self, layout: str, secrets: list[str]) -> None:
-        super().__init__(layout)
-        self._secrets = secrets
-
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
-        for secret in self._secrets:
-            text = text.replace(secret, "***")
-        return printable(text).replace("\n", "\n    ")
+        return printable(redact(super().format(record))).replace("\n", "\n    ")
 
 
-def setup(role: str, rank: int | str = 0, secrets: list[str] | None = None) -> None:
-    """Send all logging to stderr with a `time role rank host` prefix."""
+def setup(role: str, rank: int | str = 0, secrets: Iterable[str] = ()) -> None:
+    """Send all logging to stderr with a `time role rank host` prefix; have `redact` hide `secrets`."""
+    lines = {line for secret in secrets for line in (secret, *secret.splitlines())}
+    forms = {form for line in lines for form in (line, repr(line)[1:-1], quote(line, safe=""))}
+    _secrets[:] = sorted((form for form in forms if len(form) >= MIN_SECRET_CHARS), key=len, reverse=True)
     handler = logging.StreamHandler(sys.stderr)
     host = socket.gethostname().split(".")[0]
     layout = f"%(asctime)s {role} {rank} {host} %(levelname)s %(message)s"
-    handler.setFormatter(
-        _Redacting(layout, [secret for secret in secrets or [] if len(secret) >= MIN_SECRET_CHARS])
-    )
+    handler.setFormatter(_Redacting(layout))
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)

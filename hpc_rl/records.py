@@ -32,6 +32,7 @@ from typing import Any, Self
 
 from hpc_rl.errors import FailureClass, Stale, StopCause
 from hpc_rl.files import JsonLines
+from hpc_rl.log import redact
 from hpc_rl.proc import start_ticks
 from hpc_rl.trial import Attempt, Trial, entries, read_json
 
@@ -147,9 +148,10 @@ class JsonRecord:
         return cls.parse(read_json(path))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object, without fields that are None."""
+        """Return the JSON object, without fields that are None and without secrets in `reason`."""
         pairs = [(key, _plain(getattr(self, name))) for name, key, _ in self._fields()]
-        return {key: value for key, value in pairs if value is not None}
+        found = {key: value for key, value in pairs if value is not None}
+        return found | {"reason": redact(found["reason"])} if "reason" in found else found
 
 
 def _plain(value: Any) -> Any:

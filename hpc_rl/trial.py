@@ -362,6 +362,12 @@ class Trial:
         pairs = read_secret(path).split("\0") if path.exists() else []
         return {name: value for name, equals, value in (pair.partition("=") for pair in pairs) if equals}
 
+    def every_secret(self) -> list[str]:
+        """Return the values of its tokens and of all its secret variables. Raises as `tokens`."""
+        options = [path.name.partition(".")[2] for path in self.dir.glob("secret.*")]
+        variables = (self.variables(option) for option in options)
+        return [value for known in (self.tokens(), *variables) for value in known.values()]
+
 
 @dataclass(frozen=True)
 class Attempt:

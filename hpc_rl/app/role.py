@@ -115,7 +115,7 @@ def run(role: str, body: Callable[[Context], int | None], *, uses_node: bool = T
     process = (role, args.index, args.incarnation, rank)  # names its files
     if steps == "mpiexec" and num_ranks > 1:
         own_log(attempt.log(*process))
-    log.setup(role, f"{args.index}/{rank}", [*tokens.values(), *variables.values()])
+    log.setup(role, f"{args.index}/{rank}", trial.every_secret())
     stacks.open(attempt.stacks(*process))
     control.obey_signals(stopping)
     identity = (role, attempt, args.index, args.incarnation, rank, num_ranks, tokens)

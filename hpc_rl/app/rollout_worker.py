@@ -40,11 +40,11 @@ def main() -> int:
         config = from_dict(json.loads(trial.config_json.read_bytes()))
         assert isinstance(config, GRPOConfig)
         keys = {name: os.environ.get(pool.api_key_env, "") for name, pool in config.pools.items()}
-        log.setup("rollout-worker", args.index, [*tokens.values(), *keys.values()])
+        log.setup("rollout-worker", args.index, [*trial.every_secret(), *keys.values()])
         asyncio.run(work(trial, config, tokens["data"], keys, out))
     except HpcRlError as error:
         print(error, file=sys.stderr)
-        os.write(out, pipes.pack({"op": "ends", "error": str(error)}))
+        os.write(out, pipes.pack({"op": "ends", "error": log.redact(str(error))}))
         return ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else ExitCode.FAILED
     return ExitCode.DONE
 

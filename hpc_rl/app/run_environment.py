@@ -167,7 +167,7 @@ async def until(stopping: asyncio.Event, serving: Coroutine[Any, Any, None]) -> 
 
 def main(argv: list[str]) -> int:
     """Run the command; return its exit code."""
-    log.setup("environment", "", [])
+    log.setup("environment", "")
     try:
         given = parser()
         args = given.instantiate(given.parse_args(argv))

@@ -45,7 +45,7 @@ def main() -> int:
     attempt = trial.attempt(args.attempt)
     log.setup("supervisor")
     try:
-        log.setup("supervisor", secrets=list(trial.tokens().values()))
+        log.setup("supervisor", secrets=trial.every_secret())
         plan_data, config_data = read_json(trial.plan_json), read_json(trial.config_json)
         if plan_data is None or config_data is None:
             raise ConfigError(

@@ -9,6 +9,7 @@ from typing import Any
 
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import EndpointUnavailable, InputRefused
+from hpc_rl.log import redact
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
 from hpc_rl.rollout.pipes import GroupMade, NoGroup, NoteKept, NoteMade, Outcome, PromptScored, RunPrompt
@@ -76,7 +77,7 @@ class Worker:
 
         def rejected(reason: str, message: str) -> NoGroup:
             logger.warning("prompt %d is rejected, %s: %s", index, reason, message)
-            return NoGroup(op="rejected", ticket=ticket, reason=reason, error=message)
+            return NoGroup(op="rejected", ticket=ticket, reason=reason, error=redact(message))
 
         try:
             group = await self._run(prompt)
@@ -87,7 +88,7 @@ class Worker:
             return rejected(RejectReason.REFUSED, f"refused by a server: {error}")
         except EndpointUnavailable as error:
             logger.warning("prompt %d is given back: %s", index, error)
-            return NoGroup(op="unavailable", ticket=ticket, reason="", error=str(error))
+            return NoGroup(op="unavailable", ticket=ticket, reason="", error=redact(str(error)))
         except (Exception, SystemExit) as error:
             # of the user's workflow or of a request: the prompt is issued again, a few times
             message = self._errors.note(error)

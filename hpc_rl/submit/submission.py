@@ -38,6 +38,7 @@ from hpc_rl.config.loading.stored import (
 from hpc_rl.config.sections.experiment import Config, value_of
 from hpc_rl.config.snapshot import snapshot_files
 from hpc_rl.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
+from hpc_rl.log import MIN_SECRET_CHARS
 from hpc_rl.plan.schema import Plan
 from hpc_rl.records import JobRecord
 from hpc_rl.render import code_zip
@@ -56,7 +57,6 @@ from hpc_rl.supervise.server_array import submit_servers
 from hpc_rl.trial import Trial, account, read_object, write_json
 
 GIT_TIMEOUT_S = 2.0
-MIN_SECRET_CHARS = 6  # of a secret that is looked for anywhere in a command
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from typing import Any
 from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.errors import ExitCode, StopCause
+from hpc_rl.log import redact
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import READS_PER_S, LeaseView
 from hpc_rl.plan.schema import Plan, Unit
@@ -222,6 +223,8 @@ class UnitLoop(ABC):
 
     def write_event(self, kind: EventKind, details: dict[str, Any]) -> None:
         """Append a line to the events, for people and for the next supervisor."""
+        if reason := details.get("reason"):
+            details = {**details, "reason": redact(str(reason))}
         line = json.dumps({"time": time.time(), "event": kind.value, **details}).encode() + b"\n"
         logger.info("%s %s", kind, details)
         # Opened and closed each time so that readers on other nodes see it.

@@ -1,6 +1,7 @@
 """What a log line says of its origin, and what it never says."""
 
 import logging
+from urllib.parse import quote
 
 import pytest
 
@@ -12,6 +13,7 @@ def root_as_it_was():
     root = logging.getLogger()
     before = (root.handlers[:], root.level)
     yield
+    log.setup("none")  # which has no secrets
     root.handlers[:], root.level = before[0], before[1]
 
 
@@ -27,6 +29,19 @@ def test_tokens_are_in_no_message_argument_or_traceback(capsys):
     assert "s3cret" not in said
     assert said.count("***") == 4  # message, argument, the line of code, the exception
     assert " server 0/1 " in said.splitlines()[0] and "Traceback" in said
+
+
+@pytest.mark.parametrize("shown", ["it is {}", "it is {!r}", "https://host/?key={:quoted}"])
+def test_a_secret_is_hidden_in_each_form_that_messages_have_it_in(shown):
+    class Value(str):
+        def __format__(self, form: str) -> str:
+            return quote(self, safe="") if form else str(self)
+
+    value = Value('it\'s\na "key" = 100%')
+    log.setup("server", secrets=[value, "short"])
+    said = log.redact(shown.format(value))
+    assert "***" in said and not any(part in said for part in ('key"', "%22", "100%"))
+    assert log.redact("a short one") == "a short one"
 
 
 def test_a_message_can_neither_forge_a_record_nor_drive_a_terminal(capsys):

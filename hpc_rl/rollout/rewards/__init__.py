@@ -15,6 +15,7 @@ from typing import Any
 
 from hpc_rl.config.text_templates import filled
 from hpc_rl.errors import ConfigError
+from hpc_rl.log import redact
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards.answers import final_answer
 
@@ -62,7 +63,7 @@ class ErrorLog:
         if (kind, where) not in self._logged:
             self._logged.add((kind, where))
             logger.warning("first %s%s:\n%s", kind, where, "".join(traceback.format_exception(error)))
-        shown = str(error)[:MAX_ERROR_CHARS]
+        shown = redact(str(error))[:MAX_ERROR_CHARS]
         text = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in shown)
         return f"{kind}: {text}{where}"
 

@@ -19,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from hpc_rl import log
+from hpc_rl.config.loading.stored import is_secret_variable
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import RejectReason
@@ -79,7 +80,7 @@ class LimitedOutput:
             self._show(f"{self._left_out} bytes of output were left out")
 
     def _show(self, line: str) -> None:
-        self._write(f"reward| {log.printable(line)}\n".encode(errors="backslashreplace"))
+        self._write(f"reward| {log.printable(log.redact(line))}\n".encode(errors="backslashreplace"))
 
 
 class RewardProcess:
@@ -300,7 +301,7 @@ async def _call(
 
 def main() -> int:
     pipes.die_with_parent()
-    log.setup("reward")
+    log.setup("reward", secrets=[os.environ[name] for name in os.environ if is_secret_variable(name)])
     try:
         serve(sys.argv[1])
     except ConfigError as error:

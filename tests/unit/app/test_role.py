@@ -1,17 +1,21 @@
 """What every role leaves when it ends: its code, and a record that says why."""
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from toy_plans import toy_plan
 
-from hpc_rl import net
+from hpc_rl import log, net
 from hpc_rl.app.role import Context
 from hpc_rl.plan.schema import Unit
+from hpc_rl.records import EventKind, EventLog
 from hpc_rl.supervise.exit_policy import unit_exit
-from hpc_rl.trial import Trial, write_json
+from hpc_rl.supervise.unit_loop import UnitLoop
+from hpc_rl.trial import Attempt, Trial, write_json
 
 ROLE = """
 import sys
@@ -22,6 +26,16 @@ def body(context):
         file.write("something\\n")
 
 role.run("trainer", body)
+"""
+TELLING = """
+import logging, os
+from hpc_rl.app import role
+
+def body(context):
+    logging.error("the hub refused %s", os.environ["SITE_KEY"])
+    raise RuntimeError(f"401 for {os.environ['SITE_KEY']} of {context.trial.variables('env')}")
+
+role.run("server", body)
 """
 UNIT = Unit(
     role="trainer",
@@ -35,7 +49,8 @@ UNIT = Unit(
 )
 
 
-def test_a_full_disk_is_recorded_and_costs_no_retry(tmp_path: Path):
+@pytest.fixture
+def attempt(tmp_path: Path) -> Attempt:
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
     attempt = trial.attempt("7.0")
@@ -49,13 +64,43 @@ def test_a_full_disk_is_recorded_and_costs_no_retry(tmp_path: Path):
         "actor": {"path": "/m"},
     }
     write_json(trial.config_json, config)
-    command = [sys.executable, "-c", ROLE, "--trial_dir", str(trial.dir), "--attempt", attempt.id]
+    return attempt
+
+
+def run(attempt: Attempt, role: str) -> tuple[int, str]:
+    """Return exit code and log of a role."""
+    command = [sys.executable, "-c", role, "--trial_dir", str(attempt.trial.dir), "--attempt", attempt.id]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        code = process.wait(60)
-        assert process.stderr is not None and "No space left" in process.stderr.read()
+        assert process.stderr is not None
+        return process.wait(60), process.stderr.read()
+
+
+def test_a_full_disk_is_recorded_and_costs_no_retry(attempt: Attempt):
+    code, said = run(attempt, ROLE)
+    assert "No space left" in said
     end = unit_exit(attempt, UNIT, 0, code)
     assert code == end.code == 73 and "No space left" in end.reason
     assert end.failure == "disk full" and not end.policy.uses_retry and end.policy.action == "restart"
+
+
+def test_no_log_record_or_event_shows_a_secret_variable_whichever_option_set_it(attempt: Attempt):
+    secrets = {"env": "hf_value-of-all", "inference_server_env_vars": "value-of-servers"}
+    for option, value in secrets.items():
+        path = attempt.trial.secret_variables(option)
+        path.write_text(f"SITE_KEY={value}\0")
+        path.chmod(0o600)
+    code, said = run(attempt, TELLING)
+    unit = dataclasses.replace(UNIT, role="server")
+    reason = unit_exit(attempt, unit, 0, code).reason
+    assert reason == "RuntimeError: 401 for *** of {'SITE_KEY': '***'}"
+    assert "the hub refused ***" in said and not any(value in said for value in secrets.values())
+    log.setup("supervisor", secrets=attempt.trial.every_secret())
+    try:
+        loop = SimpleNamespace(attempt=attempt)
+        UnitLoop.write_event(loop, EventKind.EXITED, {"reason": "srun: hf_value-of-all"})
+    finally:
+        log.setup("none")
+    assert [event.reason for event in EventLog(attempt).poll()] == ["srun: ***"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import asyncio
 import sys
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -604,6 +605,33 @@ def test_output_of_user_code_is_limited_and_marked():
     now[0] = 60.0
     output.take(b"later\n")
     assert b"bytes of output were left out" in written[-2] and written[-1] == b"reward| later\n"
+
+
+async def test_a_reward_that_raises_or_prints_a_secret_variable(tmp_path, monkeypatch, capfd):
+    raises = "raise ValueError(os.environ['HF_TOKEN'] + 'x' * 999)"
+    source = f"import os\ndef score(*_):\n    print(os.environ['HF_TOKEN'], flush=True)\n    {raises}\n"
+    (tmp_path / "telling.py").write_text(source)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(path for path in sys.path if path)}")
+    monkeypatch.setenv("HF_TOKEN", "hf_secretvalue1")
+    monkeypatch.setattr("hpc_rl.log._secrets", ["hf_secretvalue1"])
+    process = RewardProcess("telling:score", 20.0)
+    await process.start()
+    with pytest.raises(Rejection, match=r"ValueError: \*\*\*x") as refused:
+        await process.reward("p", "", {})
+    await process.close()
+    said = capfd.readouterr().err
+    assert "reward| ***" in said and "hf_secret" not in said + str(refused.value)
+
+
+async def test_a_workflow_that_rejects_with_a_secret_variable_in_its_message(monkeypatch):
+    monkeypatch.setattr("hpc_rl.log._secrets", ["hf_secretvalue1"])
+    for kind in (partial(Rejection, "exception"), ValueError):
+
+        async def telling(prompt, generate, kind=kind):
+            raise kind("401 for hf_secretvalue1")
+
+        outcome = await answer(*make(Client(), telling))
+        assert "401 for ***" in outcome["error"] and "hf_secret" not in outcome["error"]
 
 
 async def test_a_call_that_is_never_started_is_bounded(monkeypatch):
