@@ -77,6 +77,7 @@ class EventKind(enum.StrEnum):
     RESTARTING = "restarting"
     GAVE_UP = "gave_up"
     PROGRESS = "progress"  # a new generation
+    NETWORK_UNCHECKED = "network_unchecked"  # whether the nodes reach each other could not be found out
     NODE_SILENT = "node_silent"  # a node of the job does not answer any more
     NODE_ANSWERS = "node_answers"  # and answers again
     HUNG = "hung"

@@ -6,6 +6,7 @@ judged.
 """
 
 import errno
+import logging
 import selectors
 import socket
 import threading
@@ -15,14 +16,19 @@ from contextlib import ExitStack
 
 from hpc_rl.net import DISCARD_PORT
 
+logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0
 ANSWER_S = 3.0
 SILENT_S = 10.0  # from which on a host counts as silent: a single look may fail
 ISOLATED_S = 60.0  # after which a supervisor that is cut off ends
+ASK_EVERY_S = ISOLATED_S / 2  # the scheduler, while all hosts are silent
 
 
 class HostWatch:
-    """The other nodes of a job, by name and address; `scheduler_answers` is asked where all are silent."""
+    """The other nodes of a job, by name and address.
+
+    Where all are silent `scheduler_answers` is asked, at most every ASK_EVERY_S.
+    """
 
     def __init__(
         self,
@@ -34,13 +40,19 @@ class HostWatch:
         self._answered: set[str] = set()  # ever
         self._silent_since: dict[str, float] = {}
         self._isolated_since: float | None = None
+        self._looked_at = self._asked_at = float("-inf")
 
     def start(self) -> None:
         """Look every LOOK_EVERY_S, in a thread."""
 
         def watch() -> None:
             while True:
-                self.look()
+                try:
+                    self.look()
+                except (
+                    Exception
+                ):  # without an answer nothing counts as silent any longer than at the last look
+                    logger.warning("can't look for the other nodes", exc_info=True)
                 time.sleep(LOOK_EVERY_S)
 
         threading.Thread(target=watch, daemon=True, name="host-watch").start()
@@ -51,22 +63,26 @@ class HostWatch:
         self._answered |= found
         silent = self._answered - found
         self._silent_since = {node: self._silent_since.get(node, begun) for node in sorted(silent)}
-        if not silent or found or self._scheduler_answers():
+        if not silent or found:
             self._isolated_since = None
-        elif self._isolated_since is None:
-            self._isolated_since = begun
+        elif begun - self._asked_at >= ASK_EVERY_S:
+            self._asked_at = begun
+            if self._scheduler_answers():
+                self._isolated_since = None
+            elif self._isolated_since is None:
+                self._isolated_since = begun
+        self._looked_at = self._clock()
 
     def silent_s(self) -> dict[str, float]:
-        """Return for how long each host that does not answer any more has not."""
-        now = self._clock()
-        silence = {node: now - since for node, since in self._silent_since.items()}
+        """Return for how long, until the last look, each host that does not answer any more has not."""
+        silence = {node: self._looked_at - since for node, since in self._silent_since.items()}
         return {node: seconds for node, seconds in silence.items() if seconds >= SILENT_S}
 
     @property
     def isolated_s(self) -> float:
-        """For how long neither a host nor the scheduler has answered; 0 where one does."""
+        """For how long, until the last look, neither hosts nor scheduler answered; 0 where one does."""
         since = self._isolated_since
-        return 0.0 if since is None else self._clock() - since
+        return 0.0 if since is None else self._looked_at - since
 
 
 def answering(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set[str]:

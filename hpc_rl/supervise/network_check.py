@@ -13,12 +13,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
+from hpc_rl.errors import ExitCode
+from hpc_rl.schedulers.hostlist import expand
+from hpc_rl.supervise.exit_policy import UnitExit, classify
 from hpc_rl.supervise.network_node import MARK
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,7 @@ class NetworkFindings:
     problem: str = ""  # which nodes do not reach each other; empty where all do
     bad_nodes: tuple[str, ...] = ()  # without these all others reach each other
     hopeless: bool = False  # those would be most nodes of the job
+    unchecked: str = ""  # why the check could not be made; the other fields are empty then
 
 
 class Preflight:
@@ -68,28 +73,49 @@ class Preflight:
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def run(self, log: Path, interrupted: Callable[[], bool]) -> NetworkFindings | None:
-        """Return what was found; None where no node answers, or `interrupted` turned true. Raises OSError."""
+        """Return what was found; None where `interrupted` turned true. Raises OSError."""
         deadline = time.monotonic() + self.limit_s
         # The others find out about each other in the time that is left when one says nothing.
         first_deadline = deadline - self.limit_s / 2
-        with log.open("ab") as errors:
-            steps = [self._start(argv, errors) for argv in self._commands()]
+        steps: list[subprocess.Popen[bytes]] = []
+        results: dict[str, dict[str, Any]] = {}
         try:
+            with log.open("ab") as errors:
+                log_begin = errors.tell()
+                for argv in self._commands():
+                    steps.append(self._start(argv, errors))
             hellos = self._gather("problem", "address", first_deadline, steps, self.hosts, interrupted)
-            if not hellos or interrupted():
+            if hellos and not interrupted():
+                peers = {
+                    node: (said["address"], said["port"])
+                    for node, said in hellos.items()
+                    if "address" in said
+                }
+                for step in steps:
+                    with suppress(OSError):  # of a step that has ended
+                        _input(step).write(json.dumps(peers).encode() + b"\n")
+                        _input(step).flush()
+                results = self._gather("unreached", "", deadline, steps, list(hellos), interrupted)
+            if interrupted():
                 return None
-            peers = {
-                node: (said["address"], said["port"]) for node, said in hellos.items() if "address" in said
-            }
-            for step in steps:
-                with suppress(OSError):  # of a step that has ended
-                    _input(step).write(json.dumps(peers).encode() + b"\n")
-                    _input(step).flush()
-            results = self._gather("unreached", "", deadline, steps, list(hellos), interrupted)
-            return None if interrupted() else judge(self.hosts, hellos, results, self.limit_s)
+            said_by_srun = log.read_bytes()[log_begin:].decode(errors="replace").splitlines()
+            lost = self._lost(said_by_srun)
+            has_ended = any(step.poll() is not None for step in steps)
+            if not lost and (not hellos or (has_ended and len(results) < len(hellos))):
+                why = "srun ended early" if has_ended else f"no node answered within {self.limit_s / 2:g} s"
+                return NetworkFindings(
+                    unchecked=f"{why}: {(said_by_srun or ['it said nothing'])[-1].strip()}"
+                )
+            return judge(self.hosts, hellos, results, self.limit_s, lost)
         finally:
             for step in steps:
                 _end(step)
+
+    def _lost(self, said_by_srun: Sequence[str]) -> dict[str, str]:
+        """Return the nodes on which srun says that it can't launch its task, with that line."""
+        found = classify(UnitExit(ExitCode.FAILED, ""), said_by_srun, ())
+        names = {name for nodes in found.nodes for name in expand(nodes)}
+        return {node: found.reason for node in self.hosts if node in names}
 
     def _commands(self) -> Iterable[list[str]]:
         components = self._components or [0] * len(self.hosts)
@@ -143,16 +169,21 @@ def judge(
     hellos: dict[str, dict[str, Any]],
     results: dict[str, dict[str, Any]],
     limit_s: float,
+    lost: Mapping[str, str] = MappingProxyType({}),
 ) -> NetworkFindings:
-    """Return what the nodes said together: where each is reached, and whom each did not reach."""
-    alone = {node: said["problem"] for node, said in hellos.items() if "problem" in said}
-    alone |= {
-        node: f"it did not answer within {limit_s:g} s" for node in hosts if node not in results
-    } | alone
+    """Return what the nodes said together: where each is reached, and whom each did not reach.
+
+    `lost` are nodes that srun could not start a task on, with the reason. The other tasks may then have been
+    ended before they could say anything; also a node without a hello explains that others have no results.
+    """
+    silent = {node: f"it did not answer within {limit_s / 2:g} s" for node in hosts if node not in hellos}
+    late = {node: f"it did not answer within {limit_s:g} s" for node in hosts if node not in results}
+    alone = dict(lost) or silent or late
+    alone |= {node: said["problem"] for node, said in hellos.items() if "problem" in said}
     failed = {
         (node, peer): reason
         for node in hosts
-        if node not in alone
+        if node in results and node not in alone
         for peer, reason in results[node]["unreached"].items()
         if peer not in alone
     }

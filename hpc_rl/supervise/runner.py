@@ -18,7 +18,7 @@ from hpc_rl.schedulers.slurm import scheduler_answers
 from hpc_rl.supervise import exit_policy, ownership
 from hpc_rl.supervise.exit_policy import UnitExit
 from hpc_rl.supervise.host_watch import ISOLATED_S, HostWatch
-from hpc_rl.supervise.network_check import Preflight
+from hpc_rl.supervise.network_check import NetworkFindings, Preflight
 from hpc_rl.supervise.processes import Steps, unplaced_reason
 from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Avoid, Finish, Key, Phase
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop, tolerant
@@ -111,11 +111,15 @@ class TrialRunner(UnitLoop):
     def _check_network(self, preflight: Preflight) -> None:
         """End an attempt in which a node does not reach another one, before models are loaded."""
         log = self.attempt.dir / "logs" / "preflight.log"
-        found = None
-        with tolerant("checking the network"):
+        try:
             found = preflight.run(log, self._is_interrupted)
+        except OSError as error:
+            found = NetworkFindings(unchecked=str(error))
         self.grant_requests()
         if found is None:
+            return
+        if found.unchecked:
+            self.write_event(EventKind.NETWORK_UNCHECKED, {"reason": found.unchecked})
             return
         if not found.problem:
             own = os.environ.get("SLURMD_NODENAME", "")

@@ -1,18 +1,23 @@
 """Which hosts count as silent, and when a supervisor counts as cut off."""
 
 import socket
+import threading
 
 import pytest
 
 from hpc_rl.supervise import host_watch
-from hpc_rl.supervise.host_watch import SILENT_S, HostWatch, answering
+from hpc_rl.supervise.host_watch import ASK_EVERY_S, SILENT_S, HostWatch, answering
 
 
 class Network:
     """Hosts that answer or not, and a clock."""
 
     def __init__(self) -> None:
-        self.up, self.scheduler, self.now = {"n2", "n3"}, True, 100.0
+        self.up, self.scheduler, self.now, self.asked = {"n2", "n3"}, True, 100.0, 0
+
+    def scheduler_answers(self) -> bool:
+        self.asked += 1
+        return self.scheduler
 
 
 @pytest.fixture
@@ -23,9 +28,8 @@ def network(monkeypatch) -> Network:
 
 
 def watch_of(network: Network) -> HostWatch:
-    return HostWatch(
-        {"n2": "", "n3": "", "behind-a-firewall": ""}, lambda: network.scheduler, lambda: network.now
-    )
+    addresses = {"n2": "", "n3": "", "behind-a-firewall": ""}
+    return HostWatch(addresses, network.scheduler_answers, lambda: network.now)
 
 
 def test_a_host_that_answered_once_counts_as_silent_after_a_while(network):
@@ -48,14 +52,53 @@ def test_it_is_cut_off_only_without_hosts_and_scheduler(network):
     network.up = set()
     watch.look()
     network.now += 300
+    watch.look()
     assert watch.isolated_s == 0 and set(watch.silent_s()) == {"n2", "n3"}
     network.scheduler = False
+    network.now += ASK_EVERY_S
     watch.look()
     network.now += 40
+    watch.look()
     assert watch.isolated_s == 40
     network.scheduler = True
+    network.now += ASK_EVERY_S
     watch.look()
     assert watch.isolated_s == 0
+
+
+def test_the_scheduler_is_asked_twice_a_minute_while_all_others_are_silent(network):
+    watch = watch_of(network)
+    watch.look()
+    network.up = set()
+    for _ in range(12):
+        watch.look()
+        network.now += 5
+    assert network.asked == 2
+
+
+def test_a_watch_that_can_not_look_judges_nothing(network, monkeypatch):
+    """Without a descriptor for a socket, or a process for sinfo."""
+    watch = watch_of(network)
+    watch.look()
+    network.up, network.scheduler = set(), False
+    watch.look()
+
+    looked_twice, looks = threading.Event(), []
+
+    def fails(addresses) -> set[str]:
+        if looked_twice.is_set():
+            threading.Event().wait()  # the thread does no more
+        network.now += 300
+        looks.append(network.now)
+        if len(looks) == 2:
+            looked_twice.set()
+        raise OSError("too many open files")
+
+    monkeypatch.setattr(host_watch, "answering", fails)
+    monkeypatch.setattr(host_watch, "LOOK_EVERY_S", 0.0)
+    watch.start()
+    assert looked_twice.wait(20)
+    assert watch.isolated_s == 0 and watch.silent_s() == {}
 
 
 def test_without_hosts_that_ever_answered_it_is_never_cut_off(network):

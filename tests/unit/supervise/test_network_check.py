@@ -86,25 +86,52 @@ def test_an_address_that_another_node_has_too_is_not_reached(answering):
     assert "n2" not in found
 
 
-SRUN = """#!/bin/bash
-# A step in which n4 says nothing and the others reach each other.
+HELLOS = """#!/bin/bash
 for node in n1 n2 n3; do
   echo "HPC_RL_PREFLIGHT {\\"node\\": \\"$node\\", \\"interface\\": \\"ib0\\", \\"address\\": \\"10.0.0.1\\", \\"port\\": 1}"
 done
 read -r _
+"""
+RESULTS = """
 for node in n1 n2 n3; do echo "HPC_RL_PREFLIGHT {\\"node\\": \\"$node\\", \\"unreached\\": {}}"; done
 cat >/dev/null
 """
+NOT_LAUNCHED = "echo 'srun: error: Task launch for StepId=7.0 failed on node n4: Unspecified error' >&2"
 
 
-def test_a_node_that_says_nothing_leaves_the_others_time(tmp_path, monkeypatch):
-    srun = tmp_path / "srun"
-    srun.write_text(SRUN)
-    srun.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    check = Preflight(HOSTS, None, len(HOSTS), "", limit_s=4)
-    found = check.run(tmp_path / "log", lambda: False)
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the check with an srun that is this script."""
+
+    def run(script: str, limit_s: float = 4):
+        srun = tmp_path / "srun"
+        srun.write_text(script)
+        srun.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return Preflight(HOSTS, None, len(HOSTS), "", limit_s).run(tmp_path / "log", lambda: False)
+
+    return run
+
+
+def test_a_node_that_says_nothing_leaves_the_others_time(run):
+    found = run(HELLOS + RESULTS)
     assert (found.bad_nodes, found.hopeless) == (("n4",), False)
+    found = run(HELLOS + "cat >/dev/null\n")  # the others say nothing more
+    assert (found.bad_nodes, found.hopeless) == (("n4",), False)
+
+
+@pytest.mark.parametrize("before", [HELLOS, "#!/bin/bash\n"])
+def test_a_node_that_gets_no_task_is_to_blame_though_srun_ends_the_others(run, before):
+    found = run(f"{before}{NOT_LAUNCHED}\nexit 1\n")
+    assert (found.bad_nodes, found.hopeless) == (("n4",), False)
+    assert "Unspecified error" in found.problem and "n1" not in found.problem
+
+
+@pytest.mark.parametrize("before", [HELLOS, "#!/bin/bash\n"])
+def test_an_srun_that_fails_by_itself_blames_no_node_and_is_told(run, before):
+    found = run(f"{before}echo 'srun: error: Invalid job credential' >&2\nexit 1\n")
+    assert not found.problem and not found.bad_nodes
+    assert "Invalid job credential" in found.unchecked
 
 
 def test_a_caller_that_hangs_up_leaves_a_node_reachable():

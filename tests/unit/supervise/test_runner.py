@@ -143,6 +143,15 @@ def test_setup_timeout_is_how_long_servers_may_be_away(tmp_path, monkeypatch):
     assert seen == [7200.0]
 
 
+@pytest.mark.parametrize(("n_nodes", "checked"), [(1, None), (2, ["n1", "n2"])])
+def test_only_nodes_that_the_plan_uses_are_checked(monkeypatch, n_nodes, checked):
+    """The job of `hpc-rl run` may have more."""
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
+    plan = dataclasses.replace(PLAN, n_nodes=n_nodes)
+    check = app._preflight(app.open_steps("srun", plan), plan, from_dict(CONFIG))
+    assert (check and check.hosts) == checked
+
+
 def test_a_signal_is_obeyed_while_the_file_system_fails(make, monkeypatch):
     runner = make()
 
@@ -252,6 +261,8 @@ def test_a_check_of_the_network_that_can_not_run_stops_nothing(make):
     runner = make()
     runner._check_network(SimpleNamespace(run=run))
     assert runner.finish is None and runner.machine.phase is Phase.RUNNING
+    [told] = [event for event in read_events(runner.attempt) if event.kind is EventKind.NETWORK_UNCHECKED]
+    assert "srun" in told.reason
 
 
 def test_leases_of_many_servers_are_read_at_most_32_times_a_second(make, monkeypatch):
