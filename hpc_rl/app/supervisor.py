@@ -78,10 +78,14 @@ def main() -> int:
 
 def _preflight(steps: ProcessSteps | SrunSteps, plan: Plan, config: Config) -> Preflight | None:
     limit_s = config.launcher.preflight_timeout_s
-    if not limit_s or not isinstance(steps, SrunSteps) or len(steps.hosts) < 2:
+    if not limit_s or not isinstance(steps, SrunSteps):
         return None
+    hosts = steps.hosts[: plan.n_nodes]  # the job of `hpc-rl run` may have more
+    if len(hosts) < 2:
+        return None
+    components = steps.components and steps.components[: plan.n_nodes]
     interface = config.cluster.interface or os.environ.get("HPC_RL_INTERFACE", "")
-    return Preflight(steps.hosts, steps.components, plan.n_nodes, interface, limit_s)
+    return Preflight(hosts, components, plan.n_nodes, interface, limit_s)
 
 
 def _wait_for_room(attempt: Attempt) -> None:
