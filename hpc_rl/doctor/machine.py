@@ -307,7 +307,7 @@ def check_ports(needs: Requirements) -> Verdict:
 
 
 def check_modules(needs: Requirements) -> Verdict:
-    problem = modules_problem(needs.modules)
+    problem = modules_problem(tuple(needs.modules))
     if problem.text:
         return _verdict_on(
             problem, "correct launcher.modules; what only the nodes have goes into launcher.setup."
