@@ -15,10 +15,9 @@ from typing import Any, TypeVar
 logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 FULL = (errno.ENOSPC, errno.EDQUOT)
-# Types of mounts that all nodes share.
-SHARED = (
-    "nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "fuse.cephfs", "panfs", "pvfs2",
-    "orangefs", "cifs", "afs",
+_SHARED = (
+    "nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "panfs", "pvfs2", "orangefs", "cifs",
+    "smb3", "afs", "9p", "virtiofs", "daos",
 )  # fmt: skip
 PAUSE_S = (0.5, 10.0)  # between two tries: first, longest
 
@@ -162,6 +161,11 @@ def _json_object(line: bytes) -> Row | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
+
+
+def is_shared(kind: str) -> bool:
+    """Return whether mounts of this type come from elsewhere, and so may be the same on all nodes."""
+    return kind in _SHARED or (kind.startswith("fuse") and kind not in ("fuseblk", "fuse.fuse-overlayfs"))
 
 
 def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str, list[str]]:

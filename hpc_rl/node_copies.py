@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.files import SHARED, mount_of
+from hpc_rl.files import is_shared, mount_of
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -93,7 +93,7 @@ def local_place(local_dir: str, environ: Mapping[str, str]) -> Path:
             raise ConfigError(f"cluster.local_dir {local_dir}: that variable is not set on this node.")
     place = Path(first, rest) if first else Path(local_dir)
     kind, _ = mount_of(place)
-    if kind in SHARED:
+    if is_shared(kind):
         raise ConfigError(
             f"cluster.local_dir {place} is on {kind}, which nodes share; name a disk of the node's own."
         )

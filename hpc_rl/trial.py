@@ -155,6 +155,11 @@ def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode)
 
 
+def _set_mode(path: Path, mode: int) -> None:
+    """Set the mode of a directory, whose files still get the group that a setgid bit gives them."""
+    path.chmod(path.stat().st_mode & stat.S_ISGID | mode)
+
+
 class _Path:
     """A path below the directory of a trial or an attempt."""
 
@@ -307,23 +312,25 @@ class Trial:
             if not path.exists():
                 path.mkdir(mode=0o700, exist_ok=True)
                 if path != self.dir:
-                    path.chmod(0o755)  # whatever the umask
+                    _set_mode(path, 0o755)  # whatever the umask
         self.refuse_others()
 
     def refuse_others(self) -> None:
         """Raise NotPrivate where another account could put its files in the place of the trial's.
 
         That is the owner of the directory, or of the experiment's and the user's above it, and who may write
-        there. The fileroot above these may be shared by a group, and not be open to all.
+        there. The fileroot above these may be shared by a group, and not be open to all. Of a directory that
+        `hpc-rl render --output` names, only the one above it counts as the user's.
         """
-        fileroot = self.dir.parents[2:3]
-        for path in (*fileroot, *self.dir.parents[1::-1], self.dir):
+        num_own = 2 if self.dir.parent.parent.name == account() else 1
+        fileroot = self.dir.parents[num_own : num_own + 1]
+        for path in (*fileroot, *self.dir.parents[num_own - 1 :: -1], self.dir):
             problem = writable_by_others(path, only_by_all=path in fileroot)
             if problem:
                 raise NotPrivate(
                     f"{path} {problem}, so another account could change what trial {self} runs. "
-                    f"If it is yours, run chmod go-w {shlex.quote(str(path))}; "
-                    "else set cluster.fileroot to a directory of your own."
+                    f"If it is yours, run chmod go-w {shlex.quote(str(path))}; else choose a directory "
+                    "of your own as cluster.fileroot, or as --output of hpc-rl render."
                 )
 
     def make_dirs(self, umask: int = 0o077) -> None:
@@ -332,8 +339,8 @@ class Trial:
         folders = (self.scripts, self.jobs, self.intent, self.names, self.attempts, self.lineages)
         for folder in (*folders, self.recover, self.rollout, self.weights, self.exports):
             folder.mkdir(exist_ok=True)
-            folder.chmod(0o700 if folder == self.scripts else 0o777 & ~umask)
-        self.dir.chmod(0o755 & ~umask)
+            _set_mode(folder, 0o700 if folder == self.scripts else 0o777 & ~umask)
+        _set_mode(self.dir, 0o755 & ~umask)
 
     def make_secret(self) -> None:
         """Create the tokens `control` (pause, update, …) and `data` (generate, rollout API). Idempotent.

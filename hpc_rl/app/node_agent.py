@@ -13,6 +13,7 @@ import errno
 import logging
 import os
 import queue
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -73,10 +74,12 @@ def core_by_core(cpus: set[int], topology: Path = TOPOLOGY) -> list[int]:
     def place(cpu: int) -> tuple[int, int, int]:
         folder = topology / f"cpu{cpu}" / "topology"
         try:
-            socket, core = (int((folder / name).read_text()) for name in ("physical_package_id", "core_id"))
+            socket = int((folder / "physical_package_id").read_text())
+            # the first of its core: the number of a core may be that of one on another die as well
+            first = int(re.split("[,-]", (folder / "thread_siblings_list").read_text())[0])
         except (OSError, ValueError):
             return 0, cpu, cpu
-        return socket, core, cpu
+        return socket, first, cpu
 
     return sorted(cpus, key=place)
 

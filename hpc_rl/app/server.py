@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,6 +16,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.name_resolve import open_names
 from hpc_rl.node_copies import NodeCopies
+from hpc_rl.plan.schema import Unit
 from hpc_rl.servers.base import Answer, Backend, ReplicaPlace
 from hpc_rl.servers.replica import Identity, Replica
 
@@ -51,6 +53,11 @@ class LocalBackend:
         await self.backend.stop()
 
 
+def has_neighbours(units: Sequence[Unit], unit: Unit) -> bool:
+    """Return whether other replicas on the node of one load the same weights."""
+    return sum((one.role, one.pool, one.nodes) == (unit.role, unit.pool, unit.nodes) for one in units) > 1
+
+
 def body(context: role.Context) -> int:
     config = context.config
     assert isinstance(config, GRPOConfig), "only its plan has servers"
@@ -73,8 +80,8 @@ def body(context: role.Context) -> int:
             f"{base_path} is not on node {socket.gethostname()}, where server {unit.index} runs"
         )
     if context.copies.folder:
-        beside = [one for one in context.plan.units if one.role == "server" and one.nodes == unit.nodes]
-        backend = LocalBackend(backend, context.copies, base_path, len(beside) > 1 and not frozen)
+        shares = not frozen and has_neighbours(context.plan.units, unit)
+        backend = LocalBackend(backend, context.copies, base_path, shares)
     replica = Replica(backend, context.trial, names, context.tokens, who, base_path, context.address, frozen)
     return asyncio.run(replica.run(context.stopping))
 

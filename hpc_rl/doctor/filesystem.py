@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_rl.doctor.finding import Finding, Verdict, fail, finding_from_json, finding_of, judge, ok, warn
-from hpc_rl.files import SHARED, mount_of
+from hpc_rl.files import is_shared, mount_of
 
 TIMEOUT_S = 60.0
 GB = 10**9
@@ -89,9 +89,8 @@ def check_shared(path: Path, kind: str, on_slurm: bool) -> Verdict:
     if kind in VOLATILE and on_slurm:
         fix = "name a directory on the cluster's shared file system as cluster.fileroot."
         return fail(f"{found}: each node has its own", fix)
-    local = kind not in SHARED and not kind.startswith("fuse")
     fix = "`hpc-rl doctor --allocation` shows whether every node sees it."
-    return judge(found, fix, warn=on_slurm and local)
+    return judge(found, fix, warn=on_slurm and not is_shared(kind))
 
 
 def check_mount_options(options: list[str]) -> Verdict:

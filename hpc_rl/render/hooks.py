@@ -21,9 +21,10 @@ done
 """
 _REMOVAL = """#!/bin/bash
 # Removes what this job left in cluster.local_dir: its processes lock it, so those that still end are awaited.
+# Where another trial of this job lives, it stays.
 folder={place}/hpc-rl-"$UID-${{SLURM_JOB_ID:-${{HPC_RL_ATTEMPT%.*}}}}"
 if [[ ! -O $folder || -L $folder ]]; then exit 0; fi
-exec flock --timeout 10 "$folder" rm -rf -- "$folder"
+exec flock --timeout 10 --conflict-exit-code 0 "$folder" rm -rf -- "$folder"
 """
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from hpc_rl.errors import TrialStateError
 from hpc_rl.submit.lock import TrialLock
-from hpc_rl.trial import Trial
+from hpc_rl.trial import Trial, account
 
 OTHER = 12345
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
@@ -17,7 +17,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 @pytest.fixture
 def trial(tmp_path: Path) -> Trial:
-    return Trial.of(tmp_path / "runs", "me", "exp", "one")
+    return Trial.of(tmp_path / "runs", account(), "exp", "one")
 
 
 def mode(path: Path) -> int:
@@ -42,6 +42,26 @@ def test_a_trial_that_a_group_may_read_is_written_by_its_owner_alone(trial):
     trial.make_dirs(0o002)
     assert (mode(trial.dir), mode(trial.rollout)) == (0o755, 0o775)
     trial.make_dirs(0o002)
+
+
+def test_below_a_directory_of_a_group_everything_keeps_its_group(trial):
+    fileroot = trial.dir.parents[2]
+    fileroot.mkdir()
+    fileroot.chmod(0o2775)
+    trial.make_dirs()
+    assert all(path.stat().st_mode & stat.S_ISGID for path in (*trial.dir.parents[:2], *trial.dir.rglob("*")))
+
+
+@needs_root
+def test_a_directory_of_render_may_be_below_one_of_another_account(tmp_path):
+    lab = tmp_path / "lab"
+    ours = Trial(lab / "alice" / "scripts")
+    ours.make_dirs()
+    os.chown(lab, OTHER, OTHER)
+    ours.make_dirs()
+    os.chown(ours.dir.parent, OTHER, OTHER)
+    with pytest.raises(TrialStateError, match=r"alice belongs to account .* --output of hpc-rl render"):
+        ours.make_dirs()
 
 
 @pytest.mark.parametrize("level", [-1, 0, 1], ids=["trial", "experiment", "user"])
@@ -102,7 +122,7 @@ def test_a_link_of_another_account_is_refused_whatever_it_leads_to(trial, tmp_pa
 def test_an_account_that_is_not_root_trusts_root_and_itself(trial):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
-        ours = Trial.of(folder, "me", "exp", "one")
+        ours = Trial.of(folder, account(), "exp", "one")
         os.seteuid(OTHER)
         try:
             with pytest.raises(TrialStateError, match="can be written by other accounts"):

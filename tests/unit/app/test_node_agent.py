@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.app.node_agent import core_by_core, own_cpus, own_gpus
+from hpc_rl.app.server import has_neighbours
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import oom_kills
@@ -54,11 +55,12 @@ def test_gpus_that_the_plan_names_win_and_too_few_are_refused():
 
 
 def test_a_bound_step_is_dealt_out_core_by_core(tmp_path: Path, monkeypatch):
-    for cpu, core in {0: 0, 1: 1, 4: 0, 5: 1}.items():  # two threads per core
+    for cpu, core in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}.items():  # of two dies
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
         (folder / "physical_package_id").write_text("0\n")
-        (folder / "core_id").write_text(f"{core}\n")
+        (folder / "core_id").write_text("0\n")
+        (folder / "thread_siblings_list").write_text(f"{core}\n")
     cpus = core_by_core({0, 1, 4, 5}, tmp_path)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
     assert [own_cpus(STEP, unit, cpus) for unit in STEP] == [{0, 4}, {1, 5}]
@@ -81,3 +83,10 @@ def test_kills_for_memory_are_counted_by_either_version_of_cgroups(tmp_path, cgr
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("oom_kill_disable 0\noom 5\noom_kill 3\n")
     assert oom_kills(tmp_path) == 3
+
+
+def test_a_judge_beside_one_replica_is_no_reader_of_its_weights():
+    first, second = (replace(unit, pool="rollout") for unit in STEP)
+    judge, elsewhere = replace(second, pool="judge"), replace(second, nodes=[1])
+    assert has_neighbours([first, second], first)
+    assert not has_neighbours([first, judge, elsewhere], first)

@@ -96,6 +96,7 @@ def test_a_local_dir_that_cannot_be_used_names_the_option(tmp_path, monkeypatch)
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"cluster\.local_dir.*can't be used on this node"):
         NodeDirectory({}, "7", str(tmp_path / "file"))
-    monkeypatch.setattr(node_copies, "mount_of", lambda path: ("nfs4", []))
-    with pytest.raises(ConfigError, match=r"cluster\.local_dir.*nfs4"):
-        NodeDirectory({}, "7", str(tmp_path))
+    for kind in ("nfs4", "fuse.sshfs", "virtiofs"):
+        monkeypatch.setattr(node_copies, "mount_of", lambda path, kind=kind: (kind, []))
+        with pytest.raises(ConfigError, match=rf"cluster\.local_dir.* is on {kind}, which nodes share"):
+            NodeDirectory({}, "7", str(tmp_path))

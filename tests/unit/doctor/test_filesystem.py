@@ -96,7 +96,8 @@ def test_every_check_of_a_directory_is_shown_to_fail():
 
 def test_mounts_that_are_not_shared():
     root = Path("/shared/runs")
-    assert check_shared(root, "nfs4", on_slurm=True).status is Status.OK
+    for kind in ("nfs4", "virtiofs", "fuse.sshfs"):
+        assert check_shared(root, kind, on_slurm=True).status is Status.OK
     assert check_shared(root, "ext4", on_slurm=False).status is Status.OK
     volatile, local = check_shared(root, "tmpfs", on_slurm=True), check_shared(root, "ext4", on_slurm=True)
     assert volatile.status is Status.FAIL and "shared file system" in volatile.fix

@@ -1,5 +1,6 @@
 """Hooks under a real bash: the local runner with a supervisor that only notes that it was started."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -211,6 +212,11 @@ def test_what_a_job_leaves_in_local_dir_is_removed_and_what_another_uses_is_not(
         (folder / "copies").mkdir(parents=True)
     [text] = removal(local_dir.format(disk)).values()
     env = {"PATH": os.environ["PATH"], "HPC_RL_ATTEMPT": "7.0", "DISK": str(tmp_path)}
+    held = os.open(own, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_SH)  # by a role of another trial in this job
+    soon = text.replace("--timeout 10", "--timeout 0.1")
+    assert subprocess.run(["bash", "-c", soon], env=env).returncode == 0 and own.exists()
+    os.close(held)
     done = subprocess.run(["bash", "-c", text], env=env, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert list(disk.iterdir()) == [other]
