@@ -19,6 +19,7 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.retention import best, hold
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
+from hpc_rl.cli import listing
 from hpc_rl.cli.options import (
     Action,
     CommandParser,
@@ -68,9 +69,9 @@ def _cleanup_at_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _parser(about: str, epilog: str) -> CommandParser:
+def _parser(about: str, epilog: str, default: str = "") -> CommandParser:
     made = CommandParser(about, epilog)
-    made.add_trial()
+    made.add_trial(default)
     return made
 
 
@@ -169,6 +170,7 @@ def _now_parser() -> CommandParser:
     made = _parser(
         "ask a running trial to save after its current step, and wait until the checkpoint is whole",
         "Training continues meanwhile. Exit code 75 where it was not saved in time.",
+        default="the one that runs",
     )
     wait = "for the checkpoint (default: 600)"
     made.add_argument("--wait_s", type=Seconds, default=600.0, metavar="SECONDS", help=wait)
@@ -178,7 +180,7 @@ def _now_parser() -> CommandParser:
 
 @_cleanup_at_sigterm()
 def _now(args: Namespace) -> int:
-    trial = trial_index.resolve(args.trial)
+    trial = trial_index.resolve(args.trial) if args.trial else listing.only_trial(listing.live_rows())
     watch = TrialWatch(trial)
     status = watch.poll()
     if status.state is not TrialState.RUNNING:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl import net
 from hpc_rl.cli.__main__ import main
 from hpc_rl.doctor import machine
 from hpc_rl.doctor.slurm_checks import PROGRAMS
@@ -51,10 +50,6 @@ def site(tmp_path, config, monkeypatch, state_home) -> Site:
     return Site(tmp_path, config, monkeypatch)
 
 
-def no_route(site: Site) -> None:
-    site.monkeypatch.setattr(net, "_address_toward", lambda hosts: None)
-
-
 def soft_limits(site: Site) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     site.monkeypatch.setattr(machine.resource, "getrlimit", lambda number: (256, hard))
@@ -86,7 +81,6 @@ def open_to_all(site: Site) -> None:
 NOTHING = lambda site: None  # noqa: E731
 NO_PYTHON = "/usr/bin/no-such-python"
 SETUPS = {  # what is wrong: set-up, options, check of the doctor and its status, words of both, code of submit
-    "no route": (no_route, [], "address", "ok", "", 0),
     "cores of two threads": (NOTHING, ["launcher.rollout_cpus=3"], "capacity", "ok", "13 CPUs per node", 0),
     "more cores than a node has": (NOTHING, ["launcher.rollout_cpus=13"], "capacity", "fail", "at most 16 CPUs", 64),
     "soft limits": (soft_limits, [], "open files", "ok", "now 256; roles raise it", 0),
