@@ -241,9 +241,15 @@ may_start_again() { # else `reason` says why not
 }
 
 start_again() { # exits where Slurm starts the script later; fails, with `reason`, where nothing does
-  if [[ $scheduler == allocation && -e $drain_intent ]]; then
+  local bad
+  if [[ $scheduler == allocation ]]; then
     # Somebody asked for the stop, or the time of the surrounding job is over.
-    return 1
+    if [[ -e $drain_intent ]]; then return 1; fi
+    bad=$(blamed_nodes) || bad=''
+    if [[ -n $bad ]]; then
+      reason="the attempt blames $bad, and a start in the same job has the same nodes: salloc --exclude=$bad"
+      return 1
+    fi
   fi
   if [[ $scheduler != slurm ]]; then
     if ((restart >= max_restarts)); then
@@ -264,6 +270,11 @@ start_again() { # exits where Slurm starts the script later; fails, with `reason
   fi
   say "stopped with its state saved (code $rc): requeued"
   exit "$rc"
+}
+
+blamed_nodes() { # by this attempt, as `n2,n3`
+  sed -n 's/.*"event": "bad_nodes", "nodes": \[\([^]]*\)\].*/\1/p' \
+    "$trial_dir/$attempts/$job_id.$restart/events.jsonl" | tail -n 1 | tr -d '" '
 }
 
 ask_again() { # MORE_FOR_THE_RECORD: Slurm starts this script from its first line, or a successor continues

@@ -1,5 +1,6 @@
 """Which nodes a requeued job avoids: job_policy.sh under bash, with programs that only note their calls."""
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -76,6 +77,30 @@ def test_a_scheduler_that_does_not_answer_is_waited_for(tmp_path):
     (tmp_path / "sleep").write_text('#!/bin/bash\necho "sleep $*" >>"$CALLS"\n')
     (tmp_path / "sleep").chmod(0o755)
     assert asked(tmp_path, None) == ["sleep 10", "scontrol requeue 7"]
+
+
+@pytest.mark.parametrize("blamed", [False, True])
+def test_in_an_allocation_an_attempt_that_blames_a_node_is_the_last(tmp_path, blamed):
+    """A start in place would get the same node; `hpc-rl run` shows the reason."""
+    own = tmp_path / "attempts" / "7-abc.0"
+    own.mkdir(parents=True)
+    events = [{"time": 1.0, "event": "bad_nodes", "nodes": ["n2", "n3"], "hours": 24}] if blamed else []
+    (own / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    for folder in ("jobs", "scripts"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "scripts" / "exit_policy.sh").touch()
+    settings = f"trial_dir='{tmp_path}' scheduler=allocation attempts=attempts rc=75"
+    call = 'name_job 7-abc; if start_again; then echo "start $restart"; else echo "end: $reason"; fi'
+    done = subprocess.run(
+        ["bash", "-c", f"set -euo pipefail; {settings}; source '{POLICY}'; {call}"],
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    if blamed:
+        assert done.stdout.startswith("end: ") and "n2,n3" in done.stdout
+    else:
+        assert done.stdout == "start 1\n"
 
 
 def asked(
