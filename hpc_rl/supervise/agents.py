@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -63,7 +64,9 @@ class AgentHandle(SrunHandle):
 
     def _note(self, line: str) -> None:
         match line.split():
-            case ["exited", index, incarnation, code] if f"{index} {incarnation}" in self.running:
+            case ["exited", index, incarnation, code] if (
+                f"{index} {incarnation}" in self.running and re.fullmatch(r"-?\d{1,3}", code)
+            ):
                 self.codes[f"{index} {incarnation}"] = int(code)
             case _:  # of a container's runtime, or of the site's wrapper
                 with suppress(OSError), self.log.open("a") as file:

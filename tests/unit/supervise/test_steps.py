@@ -16,6 +16,7 @@ from hpc_rl.plan.schema import Unit
 from hpc_rl.proc import end_processes, is_alive, start_ticks
 from hpc_rl.records import ProcessRecord
 from hpc_rl.supervise import processes
+from hpc_rl.supervise.agents import AgentHandle
 from hpc_rl.supervise.ownership import kill_leftovers, next_incarnations
 from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, unplaced_reason
 from hpc_rl.trial import Attempt, Trial, read_json, write_json
@@ -311,3 +312,15 @@ def test_incarnations_go_on_from_every_trace(attempt):
     attempt.exit_record("rollout", 0, 0, 0).touch()
     write_json(attempt.processes / "client-server-1.5-rank0.json", {})
     assert next_incarnations(attempt) == {("trainer", 0): 3, ("server", 1): 6, ("rollout", 0): 1}
+
+
+def test_a_line_that_only_looks_like_an_agents_goes_to_its_log(tmp_path):
+    agent = AgentHandle("serveragent", tmp_path / "log", tmp_path)
+    agent.running |= {"0 0", "1 0"}
+    read_end, write_end = os.pipe()
+    agent.listen_to(read_end)
+    os.write(write_end, b"exited 0 0 exited\nexited 0 0 1x\nexited 1 0 75\n")
+    os.close(write_end)
+    agent.poll()
+    assert agent.codes == {"1 0": 75}
+    assert (tmp_path / "log").read_text() == "exited 0 0 exited\nexited 0 0 1x\n"
