@@ -17,10 +17,12 @@ from hpc_rl.errors import ExitCode, SchedulerError
 from hpc_rl.proc import start_ticks
 from hpc_rl.records import JobEvent, JobStateLine, ProcessRecord, read_job_state
 from hpc_rl.schedulers.base import JobSpec, JobState, State
-from hpc_rl.schedulers.slurm import clean_environment
+from hpc_rl.schedulers.shared_query import NOT_LISTED, Poller
+from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment
 from hpc_rl.trial import Trial
 
 START_TIMEOUT_S = 10.0
+ANSWER_S = 5.0  # for the query of another process, where nothing is known of the job
 KILLED = "the runner was killed"
 PR_SET_PDEATHSIG = 1
 
@@ -99,13 +101,17 @@ class LocalScheduler:
             code = "" if last.code is None else str(last.code)
             return replace(state, state=_end(last), native=code, reason=last.reason), None
         if start.host != socket.gethostname():
-            reason = f"it was started on {start.host}; run this command there"
-            return replace(state, state=State.UNKNOWN, native="", reason=reason), None
+            return self._elsewhere(state, start), None
         if _is_running(start):
             return state, (start.pid, start.start_ticks)
         if orphan := self._orphan(job_id):
             return replace(state, native="orphaned", reason=f"{KILLED}; its supervisor is stopping"), orphan
         return replace(state, state=State.FAILED, native="FAILED", reason=KILLED), None
+
+    def _elsewhere(self, state: JobState, start: JobStateLine) -> JobState:
+        """Return the state of a job whose runner was started on another host."""
+        reason = f"it was started on {start.host}; run this command there"
+        return replace(state, state=State.UNKNOWN, native="", reason=reason)
 
     def _process(self, job_id: str) -> tuple[int, int] | None:
         """Return what to signal, None where nothing runs. Raises SchedulerError on another host."""
@@ -146,6 +152,30 @@ class AllocationScheduler(LocalScheduler):
             start_new_session=True,
             preexec_fn=lambda: libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM),
         )
+
+    def cancel(self, job_id: str) -> None:
+        state, process = self._look(job_id)
+        if process is None and state.state.alive:
+            raise SchedulerError(
+                f"job {job_id} runs on {state.nodes}: its processes can be ended only there. Its supervisor "
+                "sees the request to cancel, saves the state and ends it."
+            )
+        super().cancel(job_id)
+
+    def _elsewhere(self, state: JobState, start: JobStateLine) -> JobState:
+        """Return whether the Slurm job still lives that the runner is in, by the shared query.
+
+        Raises SchedulerError where Slurm does not tell.
+        """
+        job_id = state.job_id.partition("-")[0]
+        account = self.trial.job_state(state.job_id).stat().st_uid
+        answer = Poller(SlurmScheduler()).look({job_id: start.time}, account, patience_s=ANSWER_S)
+        found = answer.states[job_id]
+        if found.state.alive:
+            return replace(state, end_time=found.end_time)
+        if found.state is State.UNKNOWN and found.native != NOT_LISTED:
+            raise SchedulerError(answer.complaint or f"Slurm was not asked for job {job_id} yet; try again")
+        return replace(state, state=State.FAILED, native="FAILED", reason=f"the Slurm job {job_id} has ended")
 
 
 def _is_running(start: JobStateLine | ProcessRecord) -> bool:

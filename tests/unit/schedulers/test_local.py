@@ -249,6 +249,38 @@ def test_a_job_of_another_host_is_not_judged(fake_trial):
         scheduler.cancel("local-1")
 
 
+@pytest.mark.parametrize(("listed", "state"), [("7", State.RUNNING), ("8", State.FAILED)])
+def test_a_trial_that_run_holds_elsewhere_is_busy_as_long_as_its_slurm_job_lives(
+    fake_trial, tmp_path, monkeypatch, listed, state
+):
+    for name, says in (
+        ("squeue", f"echo '{listed}|RUNNING|None|N/A|n1|N/A'"),
+        ("scontrol", ""),
+        ("sacct", ""),
+    ):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{says}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    fake_trial.script_said("7-abc", "started", host="elsewhere", pid=1, start_ticks=1)
+    scheduler = make_scheduler("allocation", fake_trial.trial)
+    assert scheduler.states(["7-abc"])["7-abc"].state is state
+    scheduler.nudge("7-abc")  # its supervisor reads the request
+    if state is State.RUNNING:
+        with pytest.raises(SchedulerError, match="elsewhere"):
+            scheduler.cancel("7-abc")
+
+
+def test_a_trial_that_run_holds_elsewhere_is_not_judged_without_slurm(fake_trial, tmp_path, monkeypatch):
+    (tmp_path / "squeue").write_text("#!/bin/bash\necho 'Unable to contact slurm controller' >&2; exit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    fake_trial.script_said("7-abc", "started", host="elsewhere", pid=1, start_ticks=1)
+    with pytest.raises(SchedulerError, match="controller"):
+        make_scheduler("allocation", fake_trial.trial).states(["7-abc"])
+
+
 def test_a_supervisor_that_waits_for_a_device_is_left_alone(start, monkeypatch):
     monkeypatch.setenv("HPC_RL_SUPERVISOR_HANG_S", "1")
     job = start("waits")
