@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,7 @@ _SHARED = (
     "nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "panfs", "pvfs2", "orangefs", "cifs",
     "smb3", "afs", "9p", "virtiofs", "daos",
 )  # fmt: skip
+AWAY_S = 60.0  # that a mount may be away when something starts again: its inputs were there before
 PAUSE_S = (0.5, 10.0)  # between two tries: first, longest
 
 
@@ -33,6 +35,19 @@ def pauses() -> Iterator[float]:
     while True:
         yield pause_s
         pause_s = min(longest_s, 2 * pause_s)
+
+
+def appears(path: Path, until: float) -> bool:
+    """Return whether a path is there, or comes until that time of the monotonic clock."""
+    for pause_s in pauses():
+        try:
+            found = path.exists()
+        except OSError:  # of a file server that is away
+            found = False
+        if found or time.monotonic() >= until:
+            return found
+        time.sleep(pause_s)
+    raise AssertionError("pauses don't end")
 
 
 def tell_full(what: str, error: object, where: Path) -> None:

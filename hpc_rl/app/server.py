@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from hpc_rl.app import role
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError
+from hpc_rl.files import AWAY_S, appears
 from hpc_rl.name_resolve import open_names
 from hpc_rl.node_copies import NodeCopies
 from hpc_rl.plan.schema import Unit
@@ -75,7 +77,8 @@ def body(context: role.Context) -> int:
     backend: Any = getattr(import_module(module), cls).create(own, place)
     wait = own.actor.init_from_scratch and not backend.makes_initial_weights
     base_path = "" if wait else str(Path(own.actor.path).expanduser().absolute())
-    if base_path and not Path(base_path).is_dir():
+    wait_s = AWAY_S if context.incarnation or context.attempt.restart > 0 else 0.0
+    if base_path and not appears(Path(base_path), time.monotonic() + wait_s):
         raise ConfigError(
             f"{base_path} is not on node {socket.gethostname()}, where server {unit.index} runs"
         )

@@ -15,7 +15,7 @@ from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.rules.file_rules import check_on_node
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
-from hpc_rl.files import Room
+from hpc_rl.files import AWAY_S, Room
 from hpc_rl.plan.schema import Plan
 from hpc_rl.proc import raise_limits
 from hpc_rl.records import EndedRecord
@@ -53,7 +53,7 @@ def main() -> int:
             )
         plan = Plan.from_json(plan_data)
         config = from_dict(config_data)
-        check_on_node(config, os.environ.get("SLURMD_NODENAME") or socket.gethostname())
+        check_inputs(attempt, config)
         _wait_for_room(attempt)
         if attempt.is_server_task:
             return _run_servers(attempt, plan, config, args.steps)
@@ -74,6 +74,16 @@ def main() -> int:
     except OSError as error:
         logger.error("the trial directory can't be used: %s", error)
         return ExitCode.CANNOT_WRITE
+
+
+def check_inputs(attempt: Attempt, config: Config) -> None:
+    """Raise ConfigError for models and datasets that this node does not see.
+
+    A server of layout `jobs` needs its own model only, for which its role looks.
+    """
+    if not attempt.is_server_task:
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        check_on_node(config, node, AWAY_S if attempt.restart > 0 else 0.0)
 
 
 def _preflight(steps: ProcessSteps | SrunSteps, plan: Plan, config: Config) -> Preflight | None:

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import secrets
 import shutil
 import socket
@@ -272,9 +273,13 @@ def _shown(command: Sequence[str], config: Config) -> list[str]:
     shown = list(command)
     for name, value in secrets:
         for i, word in enumerate(shown):
-            # a short value may be part of other words
-            if len(value) >= MIN_SECRET_CHARS or name in word or name in "".join(shown[max(0, i - 1) : i]):
+            if len(value) >= MIN_SECRET_CHARS:
                 shown[i] = word.replace(value, REDACTED)
+            elif i and name in shown[i - 1] and word == value:
+                shown[i] = REDACTED
+            else:  # a short value may be part of other words
+                pair = rf"({re.escape(name)}\W*){re.escape(value)}(?!\w)"
+                shown[i] = re.sub(pair, rf"\1{REDACTED}", word)
     return shown
 
 

@@ -75,6 +75,15 @@ def test_the_processes_get_them(rendered):
     assert {name: trial.variables(name) for name in SECRETS} == SECRETS
 
 
+def test_a_short_value_is_hidden_in_the_command_and_other_words_stay(rendered):
+    shell, trial = rendered
+    words = ['launcher.env={"A_KEY": "e", "PLAIN": "here"}', "recover.mode=disabled"]
+    done = shell.call("render", "--config", "grpo.yaml", *words)
+    assert done.returncode == 0, done.stderr
+    command = json.loads(trial.provenance_json.read_bytes())["command"]
+    assert command[-2:] == ['launcher.env={"A_KEY": "***", "PLAIN": "here"}', words[1]]
+
+
 def test_recover_has_them_again(rendered):
     _, trial = rendered
     launcher = stored(trial, []).config.launcher

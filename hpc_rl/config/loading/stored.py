@@ -20,8 +20,11 @@ from hpc_rl.errors import ConfigError
 REDACTED = "***"
 RENAMED = {"actor.compat": "actor.algorithm"}  # of earlier versions; null was the default
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)(?!env$)", re.IGNORECASE)
-# of a variable of the environment; not TOKENIZERS_PARALLELISM
-_SECRET_VARIABLE = re.compile(r"token(?!iz)|key|password|passwd|secret|credential", re.IGNORECASE)
+# of a variable of the environment; not TOKENIZERS_PARALLELISM, nor counts such as MAX_NUM_BATCHED_TOKENS
+_SECRET_VARIABLE = re.compile(
+    r"key|passw|passphrase|_pwd$|secret|credential|(^|_)(auth|pat)$|^(?!.*(max|min|num)_\w*tokens).*token(?!iz)",
+    re.IGNORECASE,
+)
 VARIABLES = ("env", "trainer_env_vars", "inference_server_env_vars")  # options of the section launcher
 
 

@@ -1,5 +1,6 @@
 """Rules about what must exist on disk: models, datasets, templates, and directories that all nodes share."""
 
+import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from hpc_rl.config.sections.experiment import Config, GRPOConfig, has_own_prompt
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.snapshot import snapshot_files
 from hpc_rl.errors import ConfigError
-from hpc_rl.files import mount_of
+from hpc_rl.files import appears, mount_of
 from hpc_rl.trial import read_json
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -182,9 +183,10 @@ def inputs(config: Config) -> Iterator[tuple[str, str]]:
             yield f"{section}.path", dataset.path
 
 
-def check_on_node(config: Config, node: str) -> None:
-    """Raise ConfigError for models and datasets that a node of the job does not see; OSError."""
-    gone = [f"{name} {path}" for name, path in inputs(config) if path and not Path(path).exists()]
+def check_on_node(config: Config, node: str, wait_s: float = 0.0) -> None:
+    """Raise ConfigError for models and datasets that a node of the job does not see within `wait_s`."""
+    until = time.monotonic() + wait_s
+    gone = [f"{name} {path}" for name, path in inputs(config) if path and not appears(Path(path), until)]
     if gone:
         raise ConfigError(
             f"{'; '.join(gone)}: not on node {node}, where the job runs. Correct the path, or put it there."

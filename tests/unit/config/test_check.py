@@ -4,15 +4,18 @@ never change.
 
 import json
 import re
+import threading
 from pathlib import Path
 
 import pytest
 
+from hpc_rl.app.supervisor import check_inputs
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.file_rules import check_on_node
 from hpc_rl.config.sections.experiment import last_step, total_steps, value_of
 from hpc_rl.errors import ConfigError
+from hpc_rl.trial import Trial
 
 GRPO = [
     "experiment_name=toy",
@@ -587,6 +590,24 @@ def test_a_node_that_lacks_a_model_ends_the_job_by_its_name(model):
     config = on_disk(model, "actor.path=/nvme-of-nodes/model", "launcher.type=slurm").config
     with pytest.raises(ConfigError, match=r"^actor\.path /nvme-of-nodes/model: not on node n7"):
         check_on_node(config, "n7")
+
+
+def test_a_job_that_starts_again_waits_for_a_mount_that_is_away(model):
+    away = model.with_name("away")
+    config = on_disk(model, "launcher.type=slurm").config
+    model.rename(away)
+    back = threading.Timer(0.2, away.rename, [model])
+    back.start()
+    check_inputs(Trial(model.parent / "trial").attempt("7.1"), config)
+    back.join()
+
+
+def test_a_server_of_layout_jobs_needs_no_dataset(model):
+    trial = Trial(model.parent / "trial")
+    config = on_disk(model, "train_dataset.path=/nvme-of-nodes/t.jsonl", "launcher.type=slurm").config
+    check_inputs(trial.attempt("7_0.0"), config)
+    with pytest.raises(ConfigError, match=r"^train_dataset\.path /nvme-of-nodes/t\.jsonl: not on node"):
+        check_inputs(trial.attempt("7.0"), config)
 
 
 def test_a_fileroot_in_the_memory_of_one_node(model, monkeypatch):

@@ -195,6 +195,23 @@ def test_secrets_in_environment_variables_are_not_shown_and_not_sent():
             )
 
 
+@pytest.mark.parametrize(
+    ("name", "secret"),
+    [
+        *(
+            (name, True)
+            for name in ("HF_TOKEN", "API_TOKENS", "GPG_PASSPHRASE", "BASIC_AUTH", "GH_PAT", "DB_PWD")
+        ),
+        *(
+            (name, False)
+            for name in ("VLLM_MAX_NUM_BATCHED_TOKENS", "TOKENIZERS_PARALLELISM", "PATH", "AUTHOR")
+        ),
+    ],
+)
+def test_names_of_variables_tell_secrets_from_counts(name, secret):
+    assert (redact({name: "12"}, "launcher.env") == {name: REDACTED}) is secret
+
+
 def test_secrets_are_not_shown():
     loaded = load([], [*BASE, MODEL["grpo"], "stats_logger.wandb.wandb_api_key=abc"])
     assert show(loaded)["stats_logger.wandb.wandb_api_key"].value == REDACTED
