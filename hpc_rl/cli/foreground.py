@@ -26,6 +26,22 @@ EPILOG = """examples:
   salloc -N 2 -c 16 --gpus-per-node=4 hpc-rl run grpo.yaml
   hpc-rl run grpo.yaml actor.optimizer.lr=1e-6"""
 LEAVE_S = 30.0  # for the runner, once the trial is over
+# Options of launcher.slurm that only sbatch would use.
+OF_SBATCH = {
+    *(
+        "time",
+        "constraint",
+        "nodelist",
+        "exclude",
+        "tmp",
+        "switches",
+        "exclusive",
+        "partition",
+        "account",
+        "qos",
+    ),
+    *("reservation", "licenses", "wckey", "comment", "mail_type", "mail_user", "dependency", "continue_by"),
+}
 
 
 def parser() -> CommandParser:
@@ -46,6 +62,8 @@ def plan_in(given: Loaded, args: Namespace, job: SurroundingJob) -> submit.Plann
         raise ConfigError(
             "launcher.type local starts no steps in a Slurm job: omit it, or use `hpc-rl submit`."
         )
+    if "cluster.n_nodes" in given.explicit:  # the plan uses the first ones
+        job = replace(job, nodes=job.nodes[: given.config.cluster.n_nodes])
     of_job = {"cluster.n_nodes": len(job.nodes), "cluster.n_gpus_per_node": job.gpus_per_node}
     defaults = {name: value for name, value in of_job.items() if value and name not in given.explicit}
     args.overrides = [
@@ -55,6 +73,8 @@ def plan_in(given: Loaded, args: Namespace, job: SurroundingJob) -> submit.Plann
     ]
     again = submit.loaded(args)
     notes = [f"{name} is {value}, as job {job.job_id} has it." for name, value in defaults.items()]
+    if idle := sorted({f"launcher.slurm.{name}" for name in OF_SBATCH} & given.explicit):
+        notes.append(f"no effect in a job that is there already: {', '.join(idle)}.")
     planned = submit.plan_of(replace(again, notes=[*again.notes, *notes]))
     plan = with_threads_per_core(planned.plan, _threads_per_core(planned, job))
     refuse_misfit(job, plan)

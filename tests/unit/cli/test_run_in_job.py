@@ -1,0 +1,35 @@
+"""What `hpc-rl run` makes of a configuration and of the job that it is typed in."""
+
+import pytest
+
+from hpc_rl.cli import foreground, submit
+from hpc_rl.cli.options import Namespace
+from hpc_rl.errors import DoesNotFit
+from hpc_rl.submit.surrounding_job import JobNode, SurroundingJob
+
+LARGE = {"cpus": 64, "mem_mb": 256000, "gpus": 0}
+JOB = SurroundingJob("7", (JobNode("n1", **LARGE), JobNode("n2", cpus=1, mem_mb=1, gpus=0)))
+
+
+def planned(config, *argv: str) -> submit.Planned:
+    args = Namespace(
+        config=[str(config)], overrides=["launcher.type=slurm", *argv], preset=[], cluster=None, argv=["run"]
+    )
+    return foreground.plan_in(submit.loaded(args), args, JOB)
+
+
+def test_a_plan_for_fewer_nodes_need_only_fit_the_first_ones(config):
+    assert planned(config, "cluster.n_nodes=1").plan.n_nodes == 1
+    with pytest.raises(DoesNotFit, match="CPUs"):
+        planned(config, "allocation_mode=embedded:d1+fsdp:d2", "actor.ppo_n_minibatches=1")
+
+
+def test_options_that_only_sbatch_would_use_are_named(config):
+    given = (
+        "launcher.slurm.time=1:00:00",
+        "launcher.slurm.partition=p",
+        "launcher.slurm.container_type=none",
+    )
+    notes = planned(config, "cluster.n_nodes=1", *given).loaded.notes
+    assert any(note.endswith(": launcher.slurm.partition, launcher.slurm.time.") for note in notes)
+    assert "launcher.slurm." not in "".join(planned(config, "cluster.n_nodes=1").loaded.notes)
