@@ -4,6 +4,7 @@ of its own.
 
 import contextlib
 import io
+import json
 import os
 import re
 import subprocess
@@ -121,3 +122,26 @@ class Shell:
             )
             time.sleep(0.3)
         return line
+
+
+def small_trial(root: Path, launcher: str = "{}") -> Shell:
+    """Return a shell beside the good configuration `grpo.yaml`; its model is there but never loaded."""
+    model = root / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_bytes(b"")
+    (root / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    shell = Shell(root)
+    (shell.here / "grpo.yaml").write_text(
+        f"""experiment_name: sums
+trial_name: small
+total_train_steps: 10
+cluster: {{fileroot: {root / "runs"}, n_gpus_per_node: 0}}
+train_dataset: {{path: {root / "train.jsonl"}}}
+actor: {{path: {root / "model"}}}
+gconfig: {{n_samples: 4, max_new_tokens: 4}}
+launcher: {launcher}
+"""
+    )
+    return shell

@@ -3,7 +3,6 @@
 Most cases call the program's main function; those about words in bytes, signals, outputs and what runs start it.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -11,7 +10,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from command_line import PROGRAM, Shell
+from command_line import PROGRAM, Shell, small_trial
 
 from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial, account
@@ -22,27 +21,7 @@ def shell(tmp_path: Path) -> Shell:
     """A good configuration `grpo.yaml` in an otherwise empty directory; its model is there but never
     loaded.
     """
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
-    (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    shell = Shell(tmp_path)
-    (shell.here / "grpo.yaml").write_text(text(tmp_path))
-    return shell
-
-
-def text(root: Path) -> str:
-    return f"""experiment_name: sums
-trial_name: small
-total_train_steps: 10
-cluster: {{fileroot: {root / "runs"}, n_gpus_per_node: 0}}
-train_dataset: {{path: {root / "train.jsonl"}}}
-actor: {{path: {root / "model"}}}
-gconfig: {{n_samples: 4, max_new_tokens: 4}}
-launcher: {{type: local}}
-"""
+    return small_trial(tmp_path, "{type: local}")
 
 
 SUBMIT = ("submit", "--config", "grpo.yaml")
@@ -188,9 +167,10 @@ def test_usage(shell):
     ],
     ids=lambda value: value[:30] if isinstance(value, str) else None,
 )
-def test_refused_in_a_file(shell, tmp_path, old, new, words):
-    assert text(tmp_path).count(old) == 1
-    (shell.here / "grpo.yaml").write_text(text(tmp_path).replace(old, new))
+def test_refused_in_a_file(shell, old, new, words):
+    file = shell.here / "grpo.yaml"
+    assert file.read_text().count(old) == 1
+    file.write_text(file.read_text().replace(old, new))
     message = shell.refused(64, *SUBMIT)
     assert all(part in message for part in words), message
 

@@ -6,8 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from command_line import Shell
-from test_bad_input import text
+from command_line import Shell, small_trial
 
 from hpc_rl.cli.recover import stored
 from hpc_rl.config.loading.stored import from_dict
@@ -23,14 +22,7 @@ OPEN = {"TOKENIZERS_PARALLELISM": "true", "PLAIN": "shown"}
 
 @pytest.fixture
 def rendered(tmp_path: Path) -> tuple[Shell, Trial]:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
-    (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    shell = Shell(tmp_path)
-    (shell.here / "grpo.yaml").write_text(text(tmp_path))
+    shell = small_trial(tmp_path, "{type: local}")
     words = [f"launcher.{name}={json.dumps(values | OPEN)}" for name, values in SECRETS.items()]
     done = shell.call("render", "--config", "grpo.yaml", *words)
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
-from command_line import Shell
+from command_line import Shell, small_trial
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -16,29 +16,12 @@ echo "supervisor on $SLURMD_NODENAME" >>"$PWD/notes"
 
 @pytest.fixture
 def shell(cluster, tmp_path: Path) -> Shell:
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
-    (model / "tokenizer.json").write_text("{}")
-    (model / "model.safetensors").write_bytes(b"")
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
-    shell = Shell(tmp_path)
+    python = tmp_path / "python"
+    shell = small_trial(tmp_path, f"{{python: {python}}}")
     shell.env |= {name: value for name, value in cluster.client_env.items() if name != "PATH"}
     shell.env["HPC_RL_SITE_DIR"] = str(tmp_path / "site")
-    python = tmp_path / "python"
     python.write_text(SUPERVISOR)
     python.chmod(0o755)
-    (shell.here / "grpo.yaml").write_text(
-        f"""experiment_name: sums
-trial_name: small
-total_train_steps: 10
-cluster: {{fileroot: {tmp_path / "runs"}, n_gpus_per_node: 0}}
-train_dataset: {{path: {tmp_path / "train.jsonl"}}}
-actor: {{path: {tmp_path / "model"}}}
-gconfig: {{n_samples: 4, max_new_tokens: 4}}
-launcher: {{python: {python}}}
-"""
-    )
     return shell
 
 
