@@ -119,7 +119,8 @@ def test_the_last_replica_of_an_agent_takes_it_along_and_brings_a_new_one(fake):
     fake.begin({"server-3": ["exit 70", "serve"]})
     fake.until(lambda: fake.sruns()["serveragent"] == 3)
     codes = {row["index"]: row["code"] for row in fake.events("exited", "server")}
-    assert codes == {3: 70} and len(fake.replicas()) == 4
+    assert codes == {3: 70}
+    fake.until(lambda: len(fake.replicas()) == 4)
 
 
 def test_a_step_with_too_few_gpus_is_named(fake):

@@ -96,7 +96,7 @@ def check_kills(tmp_path: Path, num_kills: int, num_bytes: int) -> int:
         go(waits)
         answer = waits.communicate(timeout=300)[0].split()
         copy = Path(answer[0])
-        assert copy.is_relative_to(disk) and int(answer[1]) == sum(
+        assert copy.is_relative_to(disk) and int(answer[2]) == sum(
             path.stat().st_size for path in model.glob("*.safetensors")
         )
         for path in model.iterdir():

@@ -55,6 +55,7 @@ def test_each_pool_has_its_nodes_and_kills_lose_no_probe_and_repeat_no_baseline(
     assert len(set(nodes.values())) == 3, nodes
     script = (trial.scripts / "trial.sbatch").read_text()
     assert "server 0 of pool teacher" in script and "server 1 of pool student" in script
+    assert "server-1 (student)" in hpc_rl("status", "taught", cwd=tmp_path).stdout
     for role, index in (("server", 0), ("server", 1), ("rollout", 0)):
         before = num_batches(trial)
         os.kill(pid_of(records(trial, role, index)[0]), signal.SIGKILL)
@@ -62,7 +63,6 @@ def test_each_pool_has_its_nodes_and_kills_lose_no_probe_and_repeat_no_baseline(
         assert len(records(trial, role, index)) == 2, logs_of(trial)
     shown = json.loads(hpc_rl("status", "taught", "--json", cwd=tmp_path).stdout)
     assert shown["rollout"]["pools"] == {"student": 1, "teacher": 1}
-    assert "server-1 (student)" in hpc_rl("status", "taught", cwd=tmp_path).stdout
     until(lambda: trial.done.exists(), 300)
     assert json.loads(hpc_rl("status", "taught", "--json", cwd=tmp_path).stdout)["state"] == "done"
 
