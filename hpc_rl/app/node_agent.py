@@ -20,7 +20,7 @@ from pathlib import Path
 
 from hpc_rl.app import control, role
 from hpc_rl.errors import ConfigError, ExitCode, FailureClass
-from hpc_rl.plan.schema import Unit
+from hpc_rl.plan.schema import GPU_VARIABLES, Unit
 from hpc_rl.proc import oom_kills
 from hpc_rl.records import ExitRecord
 from hpc_rl.supervise.agents import agent_name
@@ -31,7 +31,7 @@ from hpc_rl.trial import write_json
 logger = logging.getLogger(__name__)
 POLL_S = 0.1
 # Slurm sets some of them, each with all GPUs of the step.
-GPU_VARIABLES = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+OF_STEP = (*GPU_VARIABLES.values(), "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
@@ -41,14 +41,14 @@ def own_gpus(step: Sequence[Unit], unit: Unit, environ: Mapping[str, str], varia
     Other variables of that kind are left out: of AMD's, one counts within what another shows. Raises
     ConfigError where the step has fewer than all its replicas need.
     """
-    others = {name: value for name, value in environ.items() if name not in GPU_VARIABLES}
+    others = {name: value for name, value in environ.items() if name not in OF_STEP}
     if variable in unit.env:
         return {**others, variable: unit.env[variable]}
     if not unit.gpus_per_task:
         return dict(environ)
     before, total = step.index(unit), sum(one.gpus_per_task for one in step)
     first = sum(one.gpus_per_task for one in step[:before])
-    name = next((name for name in (variable, *GPU_VARIABLES) if environ.get(name)), "")
+    name = next((name for name in (variable, *OF_STEP) if environ.get(name)), "")
     gpus = environ[name].split(",") if name else [str(number) for number in range(total)]
     if len(gpus) < total:
         raise ConfigError(f"the replicas of this node need {total} GPUs, but {name} is {','.join(gpus)}")
@@ -93,6 +93,7 @@ class Replicas:
         self._step = context.plan.sharing_step(own)
         self._gpu_variable = context.plan.gpu_variable
         self._all_cpus = os.sched_getaffinity(0)
+        self._cores = core_by_core(self._all_cpus)
         self._running: dict[tuple[int, int], Handle] = {}  # by index and incarnation
         self._oom_kills = oom_kills()
 
@@ -134,7 +135,7 @@ class Replicas:
         try:
             env = own_gpus(self._step, unit, os.environ, self._gpu_variable)
             # A child inherits the binding of the thread that starts it.
-            cpus = own_cpus(self._step, unit, core_by_core(self._all_cpus))
+            cpus = own_cpus(self._step, unit, self._cores)
             os.sched_setaffinity(0, cpus or self._all_cpus)
             handle.add(argv, env, self._attempt.log(unit.role, index, incarnation), is_tied=True)
         except (ConfigError, OSError) as error:

@@ -49,9 +49,8 @@ class HostWatch:
             while True:
                 try:
                     self.look()
-                except (
-                    Exception
-                ):  # without an answer nothing counts as silent any longer than at the last look
+                # without an answer nothing counts as silent for longer than until the last look
+                except Exception:
                     logger.warning("can't look for the other nodes", exc_info=True)
                 time.sleep(LOOK_EVERY_S)
 
