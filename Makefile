@@ -2,6 +2,7 @@
 # make check        format, lint, types, unit and golden tests (under 2 minutes once set up)
 # make test         check, and integration, faults, a real Slurm, SGLang, vLLM, atroposlib and MPI: what CI runs
 # make gpu          tests/gpu and the benchmark of the engines on a GPU of this machine: unattended, some minutes
+# make rows         the test of every `works` row of the parameters with that option disconnected: it must fail
 # make soak         what is too long for every landing
 PYTHON ?= python3
 VENV := .venv
@@ -18,7 +19,7 @@ export HF_HUB_OFFLINE ?= 1
 # a missing Slurm, SGLang, vLLM, atroposlib, MPI or shellcheck fails instead of skipping
 export HPC_RL_TEST_REQUIRE ?= slurm,sglang,vllm,atropos,mpi,shellcheck
 
-.PHONY: quickstart setup format check test gpu soak clean
+.PHONY: quickstart setup format check test gpu rows soak clean
 
 quickstart: $(VENV)/train
 	$(BIN)/hpc-rl quickstart
@@ -55,13 +56,16 @@ test: check
 	tests/atropos/install.sh
 	tests/mpi/install.sh
 	$(BIN)/python -m pytest -n $(WAITING_WORKERS) --dist loadscope --no-loadscope-reorder \
-		tests/slurm tests/sglang tests/vllm tests/atropos tests/mpi tests/integration tests/faults tests/gpu \
+		tests/slurm tests/sglang tests/vllm tests/atropos tests/mpi tests/integration tests/faults tests/rows tests/gpu \
 		-m "not soak" --durations 15
 
 gpu: $(VENV)/dev
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no GPU that PyTorch can use here'"
 	$(BIN)/python -m pytest -q tests/gpu
 	$(BIN)/python benchmarks/engines.py --device cuda --out benchmarks/results/engines_gpu.json
+
+rows: $(VENV)/dev
+	$(BIN)/python tests/rows/bite.py
 
 soak: $(VENV)/dev
 	$(BIN)/python tests/slurm/packages.py
