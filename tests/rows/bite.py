@@ -2,7 +2,8 @@
 
     python tests/rows/bite.py                       all rows: what `make rows` runs
     python tests/rows/bite.py --sample 12 --seed 3  some rows
-    python tests/rows/bite.py --only eps_clip       rows with these letters in their names
+    python tests/rows/bite.py --only eps_clip       rows with that in their names (a regular expression)
+    python tests/rows/bite.py --reasons             all rows; of each the words that its test fails with
 
 Every test must pass as it is. Rows whose tests do not notice are listed in not_noticed.txt, which can only
 shrink: a row that is noticed must not stand there. Exits with 1 where any of this is not so.
@@ -10,17 +11,16 @@ shrink: a row that is noticed must not stand there. Exits with 1 where any of th
 
 import argparse
 import importlib
-import itertools
 import os
 import pkgutil
 import random
+import re
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "config"))
 
@@ -31,6 +31,7 @@ from test_parameters import CONFIGS, ENVIRONMENT, SECTIONS, Row, of
 
 import hpc_rl
 from hpc_rl.config.loading.fields import hints, section_of
+from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.tables import atlas
 
 FOLDER = Path(__file__).resolve().parent
@@ -51,7 +52,8 @@ def disconnect_row(row: Row) -> None:
         *sections, leaf = row.option.split(".")
         for section in sections:
             cls = section_of(hints(cls)[section]) or cls
-        disconnect(cls, leaf)
+        # engines do not tell the actor from other models
+        disconnect(cls, leaf, whole_family=issubclass(cls, TrainEngineConfig))
 
 
 def start(test: str, prepare: Callable[[], None], output: Path) -> int:
@@ -70,21 +72,22 @@ def start(test: str, prepare: Callable[[], None], output: Path) -> int:
         os._exit(code)
 
 
-def run_all(work: Iterable[tuple[Any, str, Callable[[], None]]], jobs: int, folder: Path) -> dict[Any, int]:
-    """Return the exit code of pytest for each key of (key, test, what to do before)."""
-    codes: dict[Any, int] = {}
-    running: dict[int, Any] = {}
-    waiting = iter(work)
-    for number in itertools.count():
-        step = next(waiting, None)
-        while running and (step is None or len(running) >= jobs):
-            pid, status = os.wait()
-            codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
-        if step is None:
-            return codes
-        key, test, prepare = step
-        running[start(test, prepare, folder / f"{number}.txt")] = key
-    raise AssertionError
+def run_all(
+    work: Iterable[tuple[str, str, Callable[[], None]]], jobs: int, folder: Path
+) -> Iterator[tuple[str, int, str]]:
+    """Yield (name, exit code of pytest, words of the failure) for each (name, test, what to do before)."""
+    running: dict[int, tuple[str, Path]] = {}
+    waiting = list(work)[::-1]
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            name, test, prepare = waiting.pop()
+            output = folder / f"{len(waiting)}.txt"
+            running[start(test, prepare, output)] = name, output
+        pid, status = os.wait()
+        name, output = running.pop(pid)
+        lines = output.read_text(errors="replace").splitlines()
+        words = next((line[1:].strip() for line in lines if line.startswith("E  ")), "")
+        yield name, os.waitstatus_to_exitcode(status), words
 
 
 def import_all() -> None:
@@ -98,7 +101,7 @@ def import_all() -> None:
 
 
 def chosen_rows(args: argparse.Namespace) -> list[Row]:
-    rows = [row for row in of("works") if args.only in str(row)]
+    rows = [row for row in of("works") if re.search(args.only, str(row))]
     return random.Random(args.seed).sample(rows, min(args.sample, len(rows))) if args.sample else rows
 
 
@@ -106,32 +109,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--sample", type=int, default=0, help="run so many rows, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", default="", help="run rows with these letters in their names")
+    parser.add_argument("--only", default="", help="run rows whose names match")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--reasons", action="store_true", help="print what each test fails with")
     args = parser.parse_args()
     os.chdir(ROOT)
     torch.set_num_threads(1)  # a process of several threads can not be forked safely
     import_all()
     began, rows = time.monotonic(), chosen_rows(args)
-    known = set(LIST.read_text().splitlines())
-    tests = dict.fromkeys(row.shown_by for row in rows)
+    known, wrong, silent = set(LIST.read_text().splitlines()), 0, set()
+
+    def say(name: str, words: str) -> None:
+        nonlocal wrong
+        wrong += 1
+        print(f"{name}: {words}", flush=True)
+
     with tempfile.TemporaryDirectory() as folder:
-        whole = run_all(((test, test, lambda: None) for test in tests), args.jobs, Path(folder))
+        tests = dict.fromkeys(row.shown_by for row in rows)
+        whole = ((test, test, lambda: None) for test in tests)
+        for test, code, words in run_all(whole, args.jobs, Path(folder)):
+            if code:
+                say(test, f"fails as it is (pytest exited with {code}) {words}")
         work = ((str(row), row.shown_by, lambda row=row: disconnect_row(row)) for row in rows)
-        cut = run_all(work, args.jobs, Path(folder))
-    broken = [test for test, code in whole.items() if code]
-    silent = [str(row) for row in rows if cut[str(row)] == 0]
-    odd = {name: code for name, code in cut.items() if code not in (0, 1)}
-    new, noticed = sorted(set(silent) - known), sorted({str(row) for row in rows} & known - set(silent))
-    for title, lines in (
-        ("fails as it is", broken),
-        ("is not noticed when it is disconnected", new),
-        ("is noticed: take it out of not_noticed.txt", noticed),
-        ("did not run", [f"{name} (pytest exited with {code})" for name, code in odd.items()]),
-    ):
-        print(*(f"{line}: {title}" for line in lines), sep="\n", end="\n" if lines else "")
+        for name, code, words in run_all(work, args.jobs, Path(folder)):
+            if code == 0:
+                silent.add(name)
+            if code not in (0, 1):
+                say(name, f"did not run (pytest exited with {code})")
+            elif code == 0 and name not in known:
+                say(name, "is not noticed when it is disconnected")
+            elif code and name in known:
+                say(name, "is noticed: take it out of not_noticed.txt")
+            elif code and args.reasons:
+                print(f"{name}: {words}", flush=True)
     print(f"{len(rows) - len(silent)} of {len(rows)} rows are noticed, in {time.monotonic() - began:.0f} s")
-    return int(bool(broken or new or noticed or odd))
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":

@@ -1,25 +1,31 @@
 """Disconnect one option from the code that it steers: what reads it gets the default, whatever was configured.
 
-Only the loader, which builds, checks and stores configurations, still sees the configured value, and so do
-tests: one that compares loaded values shows nothing of an effect. A test that shows what an option does must fail
-where the option is disconnected.
+What builds, checks, stores, shows and compares configurations still sees the configured value, and so do tests and
+their helpers: a test that compares loaded values, or hands them to the code itself, shows nothing of an effect.
+A test that shows what an option does must fail where the option is disconnected.
 """
 
 import dataclasses
 import sys
+from pathlib import Path
 from typing import Any
 
-SEES_VALUES = ("hpc_rl.config.loading", "hpc_rl.config.rules", "test_")
-TRANSPARENT = ("dataclasses", "copy", __name__)  # their callers count
+TESTS = str(Path(__file__).resolve().parents[1]) + "/"
+SEES_VALUES = tuple(
+    f"hpc_rl.config.{module}" for module in ("loading", "rules", "show", "tables.changes", "snapshot")
+)
+# The callers of these count.
+TRANSPARENT = ("dataclasses", "copy", __name__)
+TRANSPARENT_FUNCTIONS = ("value_of", "replaced", "__eq__", "__repr__", "__hash__")
 UNSET = object()
 
 
 class Disconnected:
-    """A data descriptor in place of a field of a dataclass without slots."""
+    """A data descriptor in place of a field of a dataclass without slots; `only` in instances of a class."""
 
-    def __init__(self, cls: type, field: dataclasses.Field) -> None:
-        self.name, self.field = field.name, field
-        self.default = vars(cls).get(field.name, UNSET)
+    def __init__(self, owner: type, field: dataclasses.Field, only: type) -> None:
+        self.name, self.field, self.only = field.name, field, only
+        self.default = vars(owner).get(field.name, UNSET)
 
     def __set__(self, instance: Any, value: Any) -> None:
         vars(instance)[self.name] = value
@@ -30,18 +36,21 @@ class Disconnected:
                 raise AttributeError(self.name)
             return self.default
         value = vars(instance)[self.name]
-        return value if _reader().startswith(SEES_VALUES) else without(self.field, value)
+        return value if not isinstance(instance, self.only) or _sees_values() else without(self.field, value)
 
 
-def _reader() -> str:
-    """Return the name of the module that reads."""
+def _sees_values() -> bool:
+    """Return whether who reads is the loader, or a test."""
     frame = sys._getframe(2)
-    while frame.f_globals.get("__name__", "") in TRANSPARENT and frame.f_back is not None:
+    while frame.f_back is not None:
+        module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
         # dataclasses.replace copies values; asdict is a read by its caller
-        if frame.f_code.co_name in ("replace", "__deepcopy__", "_replace"):
-            return SEES_VALUES[0]
+        if module == "dataclasses" and function in ("replace", "_replace"):
+            return True
+        if module not in TRANSPARENT and function not in TRANSPARENT_FUNCTIONS:
+            break
         frame = frame.f_back
-    return frame.f_globals.get("__name__", "")
+    return module.startswith(SEES_VALUES) or frame.f_code.co_filename.startswith(TESTS)
 
 
 def without(field: dataclasses.Field, value: Any) -> Any:
@@ -65,13 +74,11 @@ def _bare(cls: type) -> Any:
     return cls(**required)
 
 
-def owner_of(cls: type, name: str) -> type:
-    """Return the class that declares a field, which all that inherit it share."""
-    return next(base for base in reversed(cls.__mro__) if name in vars(base).get("__annotations__", ()))
+def disconnect(cls: type, name: str, whole_family: bool = False) -> None:
+    """Disconnect a field in the instances of a class for the rest of this process.
 
-
-def disconnect(cls: type, name: str) -> None:
-    """Disconnect a field for the rest of this process. The class must be a dataclass without slots."""
+    `whole_family`: and in those of the class that it is inherited from. The class must be a dataclass without slots.
+    """
     field = next(field for field in dataclasses.fields(cls) if field.name == name)
-    owner = owner_of(cls, name)
-    setattr(owner, name, Disconnected(owner, field))
+    owner = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", ()))
+    setattr(owner, name, Disconnected(owner, field, owner if whole_family else cls))
