@@ -409,6 +409,7 @@ class Attempt:
     # `{"doing", "step", "time"}` by role, index, incarnation: what it does, rewritten while that changes
     activity = _PathOf("activity/{}-{}.{}.json")
     metrics = _PathOf("metrics.{}.jsonl")  # of an incarnation of the trainer
+    samples = _PathOf("samples.{}.jsonl")  # completions that it keeps readable
     # what an incarnation of the rollout role reports every few seconds, for `hpc-rl status`
     rollout_report = _PathOf("rollout.{}.json")
 

@@ -120,6 +120,8 @@ class EvalResult:
     num_prompts: int
     reward: float
     stats: dict[str, float] = field(default_factory=dict)
+    # of the first prompts, as `evaluator.keep_samples` says
+    groups: list[TrajectoryGroup] = field(default_factory=list)
 
 
 _WIRE = {cls.__name__: cls for cls in (Turn, Reply, Trajectory, TrajectoryGroup, Batch, EvalResult)}

@@ -25,6 +25,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "render": ("render", "write the job scripts of a configuration, submit nothing"),
     "status": ("status", "what a trial does, and what happened to it"),
     "logs": ("logs", "show the logs of a trial's roles"),
+    "samples": ("samples", "what the model wrote: prompts, completions, rewards"),
     "attach": ("attach", "the command that opens a shell where a role runs"),
     "cancel": ("cancel", "stop a trial for good, with its state saved"),
     "recover": ("recover", "continue a trial from its newest checkpoint"),
@@ -48,6 +49,7 @@ SYNONYMS = {
         "remove": "delete rm",
         "status": "show info",
         "logs": "log tail",
+        "samples": "sample completions rollouts",
         "submit": "train start",
         "render --check": "validate check",
     }.items()

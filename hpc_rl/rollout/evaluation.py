@@ -12,7 +12,7 @@ from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.rollout.executor import Executor, run_prompt
 from hpc_rl.rollout.pipes import Outcome, PromptScored
 from hpc_rl.stats.tracker import means
-from hpc_rl.types import EvalResult, WeightVersion
+from hpc_rl.types import EvalResult, WeightVersion, decode
 
 logger = logging.getLogger(__name__)
 EVALUATIONS_KEPT = 4
@@ -85,9 +85,10 @@ class Evaluations:
         counts["num_tokens"] = sum(one["num_tokens"] for one in scored)
         stats = means(one["stats"] for one in scored)
         stats |= {name: float(count) for name, count in counts.items()}
-        return EvalResult(
-            str(version), len(scored), sum(one["reward"] for one in scored) / len(scored), stats
-        )
+        reward = sum(one["reward"] for one in scored) / len(scored)
+        groups = [decode(one["group"]) for one in scored if one["group"]]
+        groups.sort(key=lambda group: group.index)
+        return EvalResult(str(version), len(scored), reward, stats, groups)
 
     async def _score(
         self,

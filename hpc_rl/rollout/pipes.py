@@ -82,6 +82,7 @@ class PromptScored(TypedDict):
     num_tokens: int
     versions: list[str]  # of the weights that made its tokens
     stats: dict[str, float]  # means over its trajectories
+    group: bytes  # encoded, where its completions are kept; else empty
 
 
 class EndpointState(TypedDict):

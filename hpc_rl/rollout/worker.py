@@ -96,7 +96,9 @@ class Worker:
             return NoGroup(op="failed", ticket=ticket, reason=RejectReason.EXCEPTION, error=message)
         if group is None:
             return NoGroup(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
-        return _scored(group, ticket) if prompt["evaluate"] else _finished(group, prompt)
+        if not prompt["evaluate"]:
+            return _finished(group, prompt)
+        return _scored(group, prompt, kept=index < self.config.evaluator.keep_samples)
 
     def kept(self, frame: NoteKept) -> None:
         """Let the workflow that made a note continue."""
@@ -144,15 +146,17 @@ def _finished(group: TrajectoryGroup, prompt: RunPrompt) -> GroupMade:
     )
 
 
-def _scored(group: TrajectoryGroup, ticket: int) -> PromptScored:
+def _scored(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> PromptScored:
+    group.index = prompt["index"]
     trained = [(t.lineages[t.loss_mask], t.steps[t.loss_mask]) for t in group.trajectories]
     versions = {WeightVersion(int(a), int(b)) for pair in trained for a, b in zip(*pair, strict=True)}
     rewards = [t.reward for t in group.trajectories]
     return PromptScored(
         op="scored",
-        ticket=ticket,
+        ticket=prompt["ticket"],
         reward=sum(rewards) / len(rewards),
         num_tokens=sum(int(t.loss_mask.sum()) for t in group.trajectories),
         versions=[str(version) for version in sorted(versions)],
         stats=means(t.stats for t in group.trajectories),
+        group=encode(group) if kept else b"",
     )

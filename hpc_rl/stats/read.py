@@ -69,16 +69,16 @@ def merge(parts: list[tuple[int, list[Row]]]) -> History:
 
 
 class MetricsReader:
-    """The merged metrics of a trial, read incrementally."""
+    """The merged metrics of a trial, read incrementally, from the files `<kind>.<incarnation>.jsonl`."""
 
-    def __init__(self, trial: Trial) -> None:
-        self.trial = trial
+    def __init__(self, trial: Trial, kind: str = "metrics") -> None:
+        self.trial, self.kind = trial, kind
         self._files: dict[Path, JsonLines] = {}
 
     def poll(self) -> History:
         known = {(line.attempt, line.incarnation): line for line in lineages(self.trial)}
         parts: list[tuple[tuple[int, float], int, list[Row]]] = []
-        for path in self.trial.attempts.glob("*/metrics.*.jsonl"):
+        for path in self.trial.attempts.glob(f"*/{self.kind}.*.jsonl"):
             incarnation = path.name.split(".")[1]
             file = self._files.setdefault(path, JsonLines(path))
             file.poll()

@@ -70,7 +70,7 @@ class JsonlSink:
         self._waiting = b""
         self._full = FullDisk()
 
-    def log(self, step: int, scalars: Scalars) -> None:
+    def log(self, step: int, scalars: Mapping[str, Any]) -> None:
         row = {"step": step, **{name: _finite(value) for name, value in scalars.items()}}
         self._waiting += json.dumps(row).encode() + b"\n"
         self._write()
@@ -93,7 +93,7 @@ class JsonlSink:
         return {"file": self.path.name, "bytes": self._file.tell()}
 
 
-def _finite(value: float | int | str) -> float | int | str | None:
+def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

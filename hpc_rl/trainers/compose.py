@@ -23,7 +23,8 @@ from hpc_rl.engines.base import Engine
 from hpc_rl.engines.mesh import Mesh
 from hpc_rl.node_copies import identity
 from hpc_rl.rollout.batch_client import RolloutClient
-from hpc_rl.stats.sinks import RunIdentity, Sinks, open_sinks
+from hpc_rl.stats.kept_samples import SampleWriter
+from hpc_rl.stats.sinks import JsonlSink, RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.grpo_recipe import GRPO, num_updates, place_schedule
 from hpc_rl.trainers.loop import Recipe
@@ -54,7 +55,16 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
         publisher = Publisher(start.trial, start.names, start.tokens, trained_pool(config), wait_s)
         stack.callback(publisher.close)
     transport = TRANSPORTS["disk"](start.trial, publisher)  # the only one so far, so it is not an option
-    return run, GRPO(run, rollout, transport, num_prompts, reference)
+    samples = _samples(start, config, stack) if start.ranks.rank == 0 else None
+    return run, GRPO(run, rollout, transport, num_prompts, reference, samples)
+
+
+def _samples(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -> SampleWriter:
+    """Return what keeps completions readable. Rank 0 only."""
+    sink = JsonlSink(start.attempt.samples(start.incarnation))
+    stack.callback(sink.close)
+    decode = partial(Tokenizer(tokenizer_folder(config)).decode, skip_special_tokens=False)
+    return SampleWriter(sink, decode, config.rollout.keep_samples)
 
 
 def compose_supervised(task: SupervisedTask, start: TrainerContext, stack: ExitStack) -> Composed:

@@ -23,6 +23,7 @@ from hpc_rl.engines.packing import balance
 from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
+from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.trainers.minibatches import Known, Minibatch, ScoredRows, rectangle, shares
 from hpc_rl.trainers.run import Run
 from hpc_rl.types import Batch, Trajectory, decode
@@ -45,7 +46,8 @@ MEANS_OVER_TOKENS = (
 class GRPO:
     """The recipe of a GRPO trial, and of the other algorithms.
 
-    `num_prompts` are those of one epoch; `reference` is the frozen model of the KL terms, if there are any.
+    `num_prompts` are those of one epoch; `reference` is the frozen model of the KL terms, if any; `samples`
+    keeps completions, on rank 0.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class GRPO:
         transport: DiskTransport,
         num_prompts: int,
         reference: Engine | None = None,
+        samples: SampleWriter | None = None,
     ) -> None:
         assert isinstance(run.config, GRPOConfig)
         self.run = run
@@ -62,6 +65,7 @@ class GRPO:
         self.transport = transport
         self.num_prompts = num_prompts
         self.reference = reference
+        self.samples = samples
         self.config = run.config
         self.actor = run.config.actor
         self.algorithm = ALGORITHMS[self.actor.algorithm]
@@ -114,6 +118,8 @@ class GRPO:
             known = self._logprobs_of_all(rows) if self.has_kl_rewards else None
             advantages = self._advantages(scored, known)
             minibatches = self._minibatches(scored, advantages)
+        if self.samples is not None:
+            self.samples.write_step(step, batch.groups, rows if advantages else [], advantages)
         mine = [minibatch.rows[self.run.engine.mesh.data_rank] for minibatch in minibatches]
         known = known or self._logprobs(rows, [row for part in mine for row in part])
         num_successful = 0
@@ -154,6 +160,8 @@ class GRPO:
             "eval_s": time.monotonic() - start,
         }
         run.sinks.log(step, {"time": time.time(), "lineage": run.lineage, **numbers})
+        if self.samples is not None:
+            self.samples.write_evaluation(step, result.reward, result.groups)
         logger.info("step %d: held-out reward %.4f over %d prompts", step, result.reward, result.num_prompts)
         return numbers
 

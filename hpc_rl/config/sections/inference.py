@@ -126,6 +126,8 @@ class InferenceEngineConfig:
     """Time limit of one generation request in seconds, weight updates included."""
     request_retries: NonNegativeInt = 3
     """Times that a failed request is sent again, to another server."""
+    keep_samples: NonNegativeInt = 1
+    """Groups of each step whose completions are kept, for `hpc-rl samples`. hpc-rl extension."""
     prompt_retries: NonNegativeInt = 2
     """Times that a prompt is issued again after an exception before it is rejected. hpc-rl extension."""
 

@@ -66,6 +66,10 @@ class EvaluatorConfig(FrequencyConfig, IdentityConfig):
     With such a dataset one always runs after the last step, and in a GRPO trial also before the first.
     """
 
+    keep_samples: NonNegativeInt = 32
+    """Prompts of each evaluation whose completions are kept, the first of `valid_dataset`, for `hpc-rl
+    samples`. hpc-rl extension."""
+
 
 @dataclass(kw_only=True)
 class RecoverConfig(FrequencyConfig, IdentityConfig):

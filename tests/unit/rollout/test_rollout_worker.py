@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
+from hpc_rl.config.sections.operations import EvaluatorConfig
 from hpc_rl.errors import (
     ConfigError,
     EndpointUnavailable,
@@ -63,7 +64,9 @@ def make(
 ):
     rollout = InferenceEngineConfig(workflow=name, check_trajectory_format=checking)
     sampled = GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig})
-    config = SimpleNamespace(seed=1, gconfig=sampled, rollout=rollout)
+    config = SimpleNamespace(
+        seed=1, gconfig=sampled, rollout=rollout, evaluator=EvaluatorConfig(keep_samples=1)
+    )
     pool = ServerPool("rollout", client, Tokenizer(), sampled, context, trace=tracing)
     sent = []
 

@@ -1,0 +1,108 @@
+"""`hpc-rl samples <trial>`: completions of steps and evaluations, with their rewards."""
+
+import json
+import math
+import shutil
+import sys
+import textwrap
+from dataclasses import asdict
+
+from hpc_rl.cli import listing
+from hpc_rl.cli.options import CommandParser, Namespace
+from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.stats.kept_samples import Sample, read_samples
+from hpc_rl.status.formatting import format_number
+from hpc_rl.submit import trial_index
+from hpc_rl.trial import Trial
+
+DEFAULT_N = 5
+MAX_WIDTH = 120
+INDENT = 16  # of the text, in columns
+DESCRIPTION = """Show what the model of a trial wrote: prompt, completion, reward and its parts, advantage,
+finish reason, versions of the weights. Without --step, --all, --best or --worst: of the newest step."""
+EPILOG = """How many are kept: rollout.keep_samples groups of each step, evaluator.keep_samples prompts of
+each evaluation. --jsonl prints one object per completion: step, evaluation, prompt_index, sample, prompt,
+completion, reward, stats, advantage, finish_reason, versions, num_tokens."""
+
+
+def parser() -> CommandParser:
+    made = CommandParser(DESCRIPTION, EPILOG)
+    made.add_trial("the one that runs, else the newest")
+    made.add_argument(
+        "--step", type=int, metavar="N", help="after which they were made (default: the newest)"
+    )
+    made.add_flag("--all", help="those of all steps")
+    made.add_flag("--eval", help="those of evaluations, not of steps")
+    made.add_flag("--best", help="highest rewards first")
+    made.add_flag("--worst", help="lowest rewards first")
+    made.add_argument("--reward", metavar="A..B", help="with a reward from A to B; either may be missing")
+    made.add_argument("-n", type=int, metavar="N", help=f"how many (default: {DEFAULT_N}; with --jsonl all)")
+    made.add_flag("--jsonl", help="one JSON object per line instead")
+    return made
+
+
+def run(args: Namespace) -> int:
+    least, most = _bounds(args.reward)
+    trial = trial_index.resolve(args.trial) if args.trial else listing.only_trial(listing.live_rows())
+    kept = [one for one in read_samples(trial) if one.evaluation == args.eval]
+    every = args.step is None and (args.all or args.best or args.worst)
+    found = kept if every else _of_step(kept, args.step)
+    found = [one for one in found if least <= one.reward <= most]
+    if args.best or args.worst:
+        found.sort(key=lambda one: one.reward, reverse=bool(args.best))
+    if args.jsonl:
+        for one in found[: args.n]:
+            print(json.dumps(asdict(one)))
+        return ExitCode.DONE
+    if not found:
+        print(_nothing(trial, kept, args))
+        return ExitCode.DONE
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    shown = found[: DEFAULT_N if args.n is None else args.n]
+    print("\n\n".join("\n".join(_text(one, width)) for one in shown))
+    if len(found) > len(shown):
+        print(f"\n{len(shown)} of {len(found)} completions: -n shows more", file=sys.stderr)
+    return ExitCode.DONE
+
+
+def _bounds(text: str | None) -> tuple[float, float]:
+    """Return the least and the largest reward of `A..B`. Raises ConfigError."""
+    low, dots, high = ("..", "..", "") if text is None else text.partition("..")
+    try:
+        bounds = (-math.inf, math.inf) if text is None else (float(low or "-inf"), float(high or "inf"))
+    except ValueError:
+        bounds = (1.0, 0.0)
+    if bounds[0] > bounds[1] or (text is not None and not dots):
+        raise ConfigError(f"--reward is {text!r}; it must be A..B, such as 0.5..1, ..0 or 1..")
+    return bounds
+
+
+def _of_step(kept: list[Sample], step: int | None) -> list[Sample]:
+    """Return the samples of a step, or of the newest one."""
+    newest = max((one.step for one in kept), default=0)
+    return [one for one in kept if one.step == (newest if step is None else step)]
+
+
+def _nothing(trial: Trial, kept: list[Sample], args: Namespace) -> str:
+    what = "evaluation" if args.eval else "step"
+    if kept:
+        steps = sorted({one.step for one in kept})
+        return f"no completion of {trial} matches; steps with completions: {steps[0]} to {steps[-1]}"
+    option = "evaluator.keep_samples" if args.eval else "rollout.keep_samples"
+    return f"{trial} has no completions of {what}s yet ({option} 0 keeps none)"
+
+
+def _text(one: Sample, width: int) -> list[str]:
+    what = f"evaluation after step {one.step}, row" if one.evaluation else f"step {one.step}, prompt"
+    parts = ", ".join(f"{name} {format_number(value)}" for name, value in one.stats.items())
+    facts = [f"reward {format_number(one.reward)}{f' ({parts})' if parts else ''}"]
+    facts += [] if one.advantage is None else [f"advantage {one.advantage:+.4g}"]
+    facts += [f"{one.num_tokens} tokens", one.finish_reason, f"weights {', '.join(one.versions)}"]
+    head = f"{what} {one.prompt_index}, sample {one.sample}: {'; '.join(facts)}"
+    return [head, *_block("prompt", one.prompt, width), *_block("completion", one.completion, width)]
+
+
+def _block(name: str, text: str, width: int) -> list[str]:
+    """Return lines of text, wrapped, behind a name."""
+    wrapped = [part for line in text.split("\n") for part in textwrap.wrap(line, width - INDENT) or [""]]
+    return [f"  {name if number == 0 else '':<{INDENT - 4}}| {line}" for number, line in enumerate(wrapped)]

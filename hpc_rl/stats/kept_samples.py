@@ -1,0 +1,127 @@
+"""Completions that a trial keeps readable: some groups of each step, some prompts of each evaluation.
+
+Each trainer incarnation writes `samples.<incarnation>.jsonl` beside its metrics: one line per step or
+evaluation, with `samples`, a list of the fields of Sample. They are merged as metrics are. No torch here.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import numpy as np
+
+from hpc_rl.files import Row
+from hpc_rl.stats.read import MetricsReader
+from hpc_rl.stats.sinks import JsonlSink
+from hpc_rl.trial import Trial
+from hpc_rl.types import Trajectory, TrajectoryGroup, WeightVersion
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One completion. The text has special tokens; that of several turns has what came between them, too."""
+
+    step: int
+    evaluation: bool
+    prompt_index: int  # counts the prompts that were issued; of an evaluation the row of the file, from 0
+    sample: int  # number in its group
+    prompt: str
+    completion: str
+    reward: float
+    stats: Mapping[str, float]  # what the workflow or the reward measured
+    advantage: float | None  # mean over its tokens; None if it was not trained on
+    finish_reason: str
+    versions: Sequence[str]  # of the weights that made its tokens, oldest first
+    num_tokens: int  # that the model made
+
+
+class SampleWriter:
+    """Writes samples of a trainer incarnation to a sink; `decode` makes text of token ids."""
+
+    def __init__(self, sink: JsonlSink, decode: Callable[[list[int]], str], num_groups: int) -> None:
+        self._sink, self._decode, self._num_groups = sink, decode, num_groups
+
+    def write_step(
+        self,
+        step: int,
+        groups: Sequence[TrajectoryGroup],
+        rows: Sequence[Trajectory],
+        advantages: Sequence[np.ndarray],
+    ) -> None:
+        """Write the first groups of a batch; `advantages` are those of `rows`, float32 [L]."""
+        kept = groups[: self._num_groups]
+        by_row = {id(row): one for row, one in zip(rows, advantages, strict=True)}
+        if kept:
+            self._sink.log(step, {"samples": self._rows(step, kept, by_row, evaluation=False)})
+
+    def write_evaluation(self, step: int, reward: float, groups: Sequence[TrajectoryGroup]) -> None:
+        """Write the groups of an evaluation, whose mean reward tells it from a step."""
+        if groups:
+            rows = self._rows(step, groups, {}, evaluation=True)
+            self._sink.log(step, {"eval_reward": reward, "samples": rows})
+
+    def _rows(
+        self,
+        step: int,
+        groups: Iterable[TrajectoryGroup],
+        advantages: Mapping[int, np.ndarray],
+        evaluation: bool,
+    ) -> list[dict[str, Any]]:
+        return [
+            asdict(self._sample(one, advantages.get(id(one)), step, evaluation, group.index, number))
+            for group in groups
+            for number, one in enumerate(group.trajectories)
+        ]
+
+    def _sample(
+        self,
+        one: Trajectory,
+        advantages: np.ndarray | None,
+        step: int,
+        evaluation: bool,
+        prompt_index: int,
+        number: int,
+    ) -> Sample:
+        made = one.loss_mask
+        first = int(made.argmax()) if made.any() else len(one.ids)
+        pairs = {(int(a), int(b)) for a, b in zip(one.lineages[made], one.steps[made], strict=True)}
+        is_trained = advantages is not None and made.any()
+        mean = float(advantages[made].mean()) if advantages is not None and is_trained else None
+        return Sample(
+            step=step,
+            evaluation=evaluation,
+            prompt_index=prompt_index,
+            sample=number,
+            prompt=self._decode(one.ids[:first].tolist()),
+            completion=self._decode(one.ids[first:].tolist()),
+            reward=float(one.reward),
+            stats={name: float(value) for name, value in one.stats.items() if math.isfinite(value)},
+            advantage=mean,
+            finish_reason=one.finish_reason,
+            versions=[str(WeightVersion(*pair)) for pair in sorted(pairs)],
+            num_tokens=int(made.sum()),
+        )
+
+
+def read_samples(trial: Trial) -> Iterator[Sample]:
+    """Yield the samples of the steps and evaluations that entered the final weights, by step."""
+    history = MetricsReader(trial, "samples").poll()
+    rows = [*history.steps, *history.evaluations]
+    for row in sorted(rows, key=lambda row: int(row["step"])):
+        found = row.get("samples")
+        yield from filter(None, map(_sample, found if isinstance(found, list) else []))
+
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "step": int, "evaluation": bool, "prompt_index": int, "sample": int, "prompt": str, "completion": str,
+    "reward": (int, float), "stats": dict, "advantage": (int, float, type(None)), "finish_reason": str,
+    "versions": list, "num_tokens": int,
+}  # fmt: skip
+
+
+def _sample(row: Row) -> Sample | None:
+    """Return a sample of a file; None where the line is damaged."""
+    if not isinstance(row, dict) or not all(isinstance(row.get(name), _KINDS[name]) for name in _KINDS):
+        return None
+    return Sample(**{field.name: row[field.name] for field in fields(Sample)})

@@ -1,0 +1,93 @@
+"""samples: completions of a trial, from files that a trainer wrote, those of a given-up lineage excluded."""
+
+import json
+
+import numpy as np
+import pytest
+
+from hpc_rl.cli.__main__ import main
+from hpc_rl.stats.kept_samples import SampleWriter
+from hpc_rl.stats.sinks import JsonlSink
+from hpc_rl.submit import trial_index
+from hpc_rl.types import Trajectory, TrajectoryGroup
+
+pytestmark = pytest.mark.usefixtures("state_home")
+
+
+def letters(ids: list[int]) -> str:
+    return "".join(chr(ord("a") + one - 1) for one in ids)
+
+
+def trajectory(ids: list[int], prompt: int, reward: float, steps: list[int]) -> Trajectory:
+    mask = np.arange(len(ids)) >= prompt
+    return Trajectory(
+        ids=np.array(ids, np.int32),
+        loss_mask=mask,
+        logprobs=np.zeros(len(ids), np.float32),
+        lineages=np.where(mask, 0, -1).astype(np.int32),
+        steps=np.array([-1] * prompt + steps, np.int32),
+        reward=reward,
+        finish_reason="stop",
+        stats={"format": 1.0, "odd": float("nan")},
+    )
+
+
+def group(index: int, *rewards: float) -> TrajectoryGroup:
+    return TrajectoryGroup(index, [trajectory([1, 2, 3, 4], 2, reward, [5, 6]) for reward in rewards])
+
+
+@pytest.fixture
+def trial(fake_trial):
+    """Lineage 0 made steps 1 to 3; lineage 1 continued from 2."""
+    fake_trial.run_to(3)
+    trial = fake_trial.trial
+    for number, (from_step, steps) in enumerate([(0, (1, 2, 3)), (2, (3,))]):
+        attempt = trial.attempt(f"{7 + number}.0")
+        attempt.make_dirs()
+        sink = JsonlSink(attempt.samples(0))
+        writer = SampleWriter(sink, letters, num_groups=1)
+        for step in steps:
+            first = group(10 * number + step, step / 10, 0.9)
+            advantages = [np.array([9.0, 9.0, 0.5, 0.5], np.float32)]
+            writer.write_step(step, [first, group(99, 0.0)], first.trajectories[:1], advantages)
+        writer.write_evaluation(steps[-1], 0.25, [group(0, 0.25)])
+        sink.close()
+        fake_trial.lineage(number, from_step, attempt.id)
+    trial_index.record(trial)
+    return trial
+
+
+def ask(capsys, *argv: str) -> list[dict]:
+    assert main(["samples", "t1", *argv, "--jsonl"]) == 0
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_the_newest_step_of_the_lineage_that_counts(trial, capsys):
+    first, second = ask(capsys)
+    assert (first["step"], first["prompt_index"], first["sample"], second["sample"]) == (3, 13, 0, 1)
+    assert (first["prompt"], first["completion"], first["num_tokens"]) == ("ab", "cd", 2)
+    assert (first["reward"], first["stats"], first["advantage"]) == (0.3, {"format": 1.0}, 0.5)
+    assert (second["advantage"], first["finish_reason"], first["versions"]) == (None, "stop", ["0.5", "0.6"])
+
+
+def test_which_ones_are_shown(trial, capsys):
+    assert [row["reward"] for row in ask(capsys, "--step", "2")] == [0.2, 0.9]
+    assert [row["reward"] for row in ask(capsys, "--worst", "-n", "2")] == [0.1, 0.2]
+    assert [row["step"] for row in ask(capsys, "--best")] == [1, 2, 3, 3, 2, 1]
+    assert [row["reward"] for row in ask(capsys, "--all", "--reward", "0.15..0.5")] == [0.2, 0.3]
+    assert [(row["evaluation"], row["step"]) for row in ask(capsys, "--eval")] == [(True, 3)]
+
+
+def test_text_for_people_and_what_to_do_where_nothing_matches(trial, capsys):
+    assert main(["samples", "t1", "-n", "1"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [
+        "step 3, prompt 13, sample 0: reward 0.3 (format 1); advantage +0.5; 2 tokens; stop; weights 0.5, 0.6",
+        "  prompt      | ab",
+        "  completion  | cd",
+    ]
+    assert "1 of 2 completions" in err
+    assert main(["samples", "t1", "--step", "9"]) == 0
+    assert "steps with completions: 1 to 3" in capsys.readouterr().out
+    assert main(["samples", "t1", "--reward", "3"]) == 64
+    assert "'3'; it must be A..B" in capsys.readouterr().err
