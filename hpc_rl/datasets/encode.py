@@ -90,7 +90,7 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of a dataset in their order over epochs; those above `max_length` tokens are left out.
+    """The prompts of a dataset in their order over epochs; those above `max_length` are left out or cut.
 
     Without a dataset there are none: a trial on environments alone.
     """
@@ -102,12 +102,15 @@ class Prompts:
         self.seed = seed
         self.shuffle = dataset is not None and dataset.shuffle
         self._kept = list(range(len(self.rows)))
+        self._last_tokens = 0  # of a prompt, 0 for all
         if dataset is None:
             return
         # rows of the wrong kind are refused at the start, not when their turn comes
         encode_all(check_prompt, self.rows, 0, dataset.path)
         self.in_file_order(0)
-        if dataset.max_length is not None:
+        if dataset.max_length is not None and dataset.too_long == "truncate_left":
+            self._last_tokens = dataset.max_length
+        elif dataset.max_length is not None:
             lengths = encode_all(
                 lambda row: len(encode_prompt(tokenizer, row)), self.rows, dataset.num_workers, dataset.path
             )
@@ -134,7 +137,8 @@ class Prompts:
         row = self._kept[position]
         columns = self.rows[row]
         with _named(self.path, row):
-            return Prompt(epoch, row, columns, encode_prompt(self.tokenizer, columns))
+            input_ids = encode_prompt(self.tokenizer, columns)[-self._last_tokens :]
+            return Prompt(epoch, row, columns, input_ids)
 
 
 @contextmanager

@@ -10,15 +10,13 @@ from typing import Literal
 from hpc_rl.allocation import (
     SERVER_BACKENDS,
     Allocation,
-    Servers,
     Train,
-    parse,
     usual_server_backend,
 )
 from hpc_rl.config import pool_view
+from hpc_rl.config.devices import allocation_of, fill_stars, without_environment_nodes
 from hpc_rl.config.loading.stored import open_variables, trainer_of
 from hpc_rl.config.rules.slurm_rules import asks_for_gpus, job_threads_limit, threads_limit
-from hpc_rl.config.rules.training_rules import trained
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers, train_mesh
@@ -46,10 +44,10 @@ def make_plan(
     """
     n_gpus = config.cluster.n_gpus_per_node
     refuse_scheduler(config, scheduler)
-    shared = _without_environment_nodes(config)
-    allocation, notes = _allocation(shared)
+    shared = without_environment_nodes(config)
+    allocation, notes = allocation_of(shared)
     _refuse_unbuilt(shared, allocation)
-    allocation = _fill_stars(shared, allocation)
+    allocation = fill_stars(shared, allocation)
     train_mesh.check(config, allocation)
     train = allocation.train or Train("fsdp")
     pools = tuple(PoolDemand(one.d or 0, one.units_per_replica) for one in allocation.pools)
@@ -157,44 +155,6 @@ def _with_visible_gpus(unit: Unit, variable: str) -> Unit:
 # -- which allocation
 
 
-def _without_environment_nodes(config: Config) -> Config:
-    """Return the configuration with the nodes that servers and trainer share. Raises DoesNotFit for none."""
-    if not isinstance(config, GRPOConfig) or config.environments is None or not config.environments.n_nodes:
-        return config
-    own, n_nodes = config.environments.n_nodes, config.cluster.n_nodes
-    if own >= n_nodes:
-        raise DoesNotFit(
-            f"environments.n_nodes {own} leaves none of {n_nodes} node(s) to servers and trainer; "
-            f"use cluster.n_nodes {own + 1} or more, or fewer nodes for environments."
-        )
-    return replace(config, cluster=replace(config.cluster, n_nodes=n_nodes - own))
-
-
-def _allocation(config: Config) -> tuple[Allocation, list[str]]:
-    """Return the allocation, and a note where it is derived."""
-    if config.allocation_mode.strip():
-        return parse(config.allocation_mode, trained(config)[1].backend), []
-    allocation = _derive(config)
-    cluster = config.cluster
-    kind = f"{cluster.n_gpus_per_node} GPUs each" if cluster.n_gpus_per_node else "without GPUs"
-    return allocation, [f"allocation_mode is derived: {allocation}, from {cluster.n_nodes} node(s) {kind}."]
-
-
-def _derive(config: Config) -> Allocation:
-    """Return half of the units for servers and half for training, or all of them for training."""
-    n_nodes, n_gpus = config.cluster.n_nodes, config.cluster.n_gpus_per_node
-    engine, servers = trained(config)[1].backend or "fsdp", usual_server_backend(n_gpus)
-    if not isinstance(config, GRPOConfig):
-        return Allocation(train=Train(engine, d=n_nodes * max(n_gpus, 1)))
-    if n_nodes * n_gpus == 1:
-        use = "use 2 or more, or 0 for processes without a GPU"
-        raise DoesNotFit(f"cluster.n_gpus_per_node 1: one GPU can't hold both server and trainer; {use}.")
-    per_node = max(n_gpus, 1)
-    trainers = max(n_gpus // 2, 1) if n_nodes == 1 else (n_nodes // 2) * per_node
-    num_servers = max(n_nodes * per_node - trainers, 1)
-    return Allocation(pools=(Servers(servers, d=num_servers),), train=Train(engine, d=trainers))
-
-
 def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
     """Raise NotBuilt for what this version can't plan, ConfigError for what contradicts the trainer."""
     train, name = allocation.train, f"allocation_mode {allocation}"
@@ -238,30 +198,6 @@ def _unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
         if servers.t > max(n_gpus, 1):
             most = f"t can be at most cluster.n_gpus_per_node, {n_gpus}"
             yield f"a server that spans nodes is not implemented; {most}"
-
-
-def _fill_stars(config: Config, allocation: Allocation) -> Allocation:
-    """Replace `d*` by what the other parts leave; without GPUs a node counts as one unit."""
-    parts: list[Servers | Train] = [*allocation.pools, *filter(None, [allocation.train])]
-    starred = [part for part in parts if part.d is None]
-    if not starred:
-        return allocation
-    if len(starred) > 1:
-        raise ConfigError(f"allocation_mode {allocation}: only one part can be d*; give the others a number.")
-    cluster = config.cluster
-    taken = sum(part.num_units or 0 for part in parts)
-    left = cluster.n_nodes * max(cluster.n_gpus_per_node, 1) - taken
-    left = left if cluster.n_gpus_per_node else max(left, 1)
-    count = left // starred[0].units_per_replica
-    if count < 1:
-        used = f"{taken} of {taken + left} units are used; use fewer, or more nodes"
-        raise DoesNotFit(f"allocation_mode {allocation}: nothing is left for d*: {used}.")
-    train = allocation.train
-    return replace(
-        allocation,
-        pools=tuple(replace(one, d=count if one.d is None else one.d) for one in allocation.pools),
-        train=replace(train, d=count) if train and train.d is None else train,
-    )
 
 
 # -- placement

@@ -143,13 +143,14 @@ class TensorBoardSink:
 
 
 class Sinks:
-    """Several sinks as one."""
+    """Several sinks as one; those after the first get every `every`-th step, and all evaluations."""
 
-    def __init__(self, sinks: list[StatsSink]) -> None:
-        self.sinks = sinks
+    def __init__(self, sinks: list[StatsSink], every: int = 1) -> None:
+        self.sinks, self.every = sinks, every
 
     def log(self, step: int, scalars: Scalars) -> None:
-        for sink in self.sinks:
+        is_for_all = step % self.every == 0 or any(name.startswith("eval_") for name in scalars)
+        for sink in self.sinks if is_for_all else self.sinks[:1]:
             sink.log(step, scalars)
 
     def close(self) -> None:
@@ -265,7 +266,7 @@ def open_sinks(
         sinks.append(TensorBoardSink(tensorboard, start_step))
     except ImportError as error:
         logger.warning("no TensorBoard files: %s", error)
-    opened = Sinks(sinks)
+    opened = Sinks(sinks, stats_logger.every_steps if stats_logger else 1)
     try:
         for name, service in SERVICES.items():
             settings = getattr(stats_logger, name, None)

@@ -101,7 +101,9 @@ def _work_lines(work: Work, config: Config, plan: Plan) -> Iterator[str]:
     yield _row("work", f"{steps}, each of {each}, {_count(work.tokens)} tokens")
     limit = config.train_dataset.max_length
     if limit is not None:
-        yield _row("", f"rows above train_dataset.max_length {limit} are dropped when the trial starts")
+        is_cut = config.train_dataset.too_long == "truncate_left"
+        what = "prompts are cut to the last" if is_cut else "rows are dropped that have more than"
+        yield _row("", f"{what} {limit} tokens, by train_dataset.max_length")
     time, num_gpus = config.launcher.slurm.time, plan.n_nodes * plan.n_gpus_per_node
     if time and num_gpus:
         hours = (slurm_time.to_seconds(time) or 0) / 3600 * num_gpus

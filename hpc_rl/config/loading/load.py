@@ -189,6 +189,9 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
         # As in AReaL's reward-model files; the one may refer to the other.
         return "rw" if any(kind and kind.value == "rw" for kind in kinds) else "sft"
     stands_for = [alias.to for name, alias in atlas.ALIASES.items() if name in origins]
+    probes = settings.get("max_probe_tokens")
+    if probes and probes.value == atlas.PROBE_TOKENS and "pools" not in origins:
+        stands_for.remove("teacher.max_probe_tokens")  # ATLAS's default chooses nothing
     if (
         "teacher" in origins
         or "atlas-teacher" in presets

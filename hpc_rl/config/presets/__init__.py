@@ -12,6 +12,7 @@ from hpc_rl.errors import ConfigError
 
 BELOW = ("atlas", "atlas-teacher")
 OVER = ("cpu",)
+_ONLY_OWN_PROMPTS = ("train_dataset.too_long",)  # of a workflow that sends them as they are
 _ONLY_GRPO = ("launcher.rollout_", "launcher.inference_server_")
 _OPTIONAL = ("ref", "valid_dataset")
 
@@ -51,6 +52,8 @@ def _fit(preset: Settings, known: Mapping[str, Any], present: set[str]) -> Setti
             if name.startswith(only_grpo):
                 continue  # it is there in every configuration, but only grpo has servers
             name = f"model.{name.removeprefix('actor.')}" if name.startswith("actor.") else name
+        if name in _ONLY_OWN_PROMPTS and ("actor" not in known or "teacher" in known):
+            continue
         top = name.partition(".")[0]
         is_absent = top in _OPTIONAL and top not in present and f"{top}.path" not in preset
         if name in known and not is_absent:

@@ -96,6 +96,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
             for option, value in backend.without_gpus.items():
                 wanted[f"{backend.section}.{option}"] = (value, reason)
     wanted |= training_rules.adapted(config, explicit) | engine_rules.adapted(config, explicit)
+    wanted |= generation_rules.adapted(config)
     notes = []
     for name, (value, reason) in wanted.items():
         old = value_of(config, name)

@@ -182,7 +182,7 @@ RULES = [names, equal, needs, length, datasets, evaluation, environments, unavai
 
 def idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Yield notes about options that were set and change nothing; AReaL's files often contain them."""
-    names = ("batch_size", "shuffle", "drop_last", "pin_memory")
+    names = ("batch_size", "sequences_per_rank", "shuffle", "drop_last", "pin_memory")
     idle = [f"valid_dataset.{name}" for name in names if f"valid_dataset.{name}" in explicit]
     if idle and config.valid_dataset is not None:
         yield f"{', '.join(idle)}: no effect: an evaluation uses every held-out row once, in order."

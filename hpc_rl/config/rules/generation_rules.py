@@ -1,9 +1,12 @@
 """Rules about generation: groups, sampling, lengths, the rollout role, and what servers can do."""
 
+import math
 import re
 from collections.abc import Collection, Iterator
+from typing import Any
 
 from hpc_rl.allocation import SERVER_BACKENDS
+from hpc_rl.config.devices import data_ranks
 from hpc_rl.config.loading.fields import did_you_mean
 from hpc_rl.config.rules.consistency import context_option, given, is_default, server_backend
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
@@ -13,6 +16,52 @@ BUILT_IN = {
     "reward_fn": ["exact_match", "contains", "final_answer", "judge"],
 }
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
+
+
+def adapted(config: Config) -> dict[str, tuple[Any, str]]:
+    """Return option -> (value that its default becomes, the reason): the batch of `sequences_per_rank`."""
+    each, ranks, n_samples = _sequences(config)
+    if not each or not ranks or each * ranks % n_samples:
+        return {}
+    name = "train_dataset.sequences_per_rank"
+    per_prompt = f" / gconfig.n_samples {n_samples}" if isinstance(config, GRPOConfig) else ""
+    reason = f"{name} {each} * {ranks} data ranks{per_prompt}"
+    return {"train_dataset.batch_size": (each * ranks // n_samples, reason)}
+
+
+def _sequences(config: Config) -> tuple[int, int, int]:
+    """Return sequences per data rank (0: not set), data ranks (0: not known), and sequences per prompt."""
+    each = config.train_dataset.sequences_per_rank or 0
+    n_samples = config.gconfig.n_samples if isinstance(config, GRPOConfig) else 1
+    return each, (data_ranks(config) or 0) if each else 0, n_samples
+
+
+def batch_of_ranks(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    (each, ranks, n_samples), name = _sequences(config), "train_dataset.sequences_per_rank"
+    if not each or not ranks:
+        return
+    sequences, batch_size = each * ranks, config.train_dataset.batch_size
+    if sequences % n_samples:
+        least = n_samples // math.gcd(n_samples, ranks)
+        whole = f"{each} * {ranks} data ranks are no whole number of groups of gconfig.n_samples {n_samples}"
+        yield f"{name} {each}: {whole}; use a multiple of {least}."
+    elif batch_size * n_samples != sequences:
+        gives = f"{name} {each} and {ranks} data ranks give {sequences // n_samples}"
+        yield f"train_dataset.batch_size {batch_size}: {gives}; use one of the two options."
+
+
+def too_long(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for section in ("train_dataset", "valid_dataset"):
+        dataset = getattr(config, section)
+        if dataset is None or dataset.too_long == "drop":
+            continue
+        name = f"{section}.too_long {dataset.too_long}"
+        if not isinstance(config, GRPOConfig):
+            yield f"{name}: only prompts are truncated, and trainer {config.trainer} has none; use drop."
+        elif config.rollout.workflow in ("multi_turn", "teacher"):
+            yield f"{name}: workflow {config.rollout.workflow} makes its input of whole messages; use drop."
+        elif dataset.max_length is None:
+            yield f"{name} has no effect without {section}.max_length: set both, or omit it."
 
 
 def no_servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -82,5 +131,5 @@ def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             yield f"gconfig.{name} {value} can't be used with {used} servers; {instead}."
 
 
-RULES = [no_servers]
+RULES = [batch_of_ranks, too_long, no_servers]
 GRPO_RULES = [groups, sampling, lengths, rollout, servers]

@@ -24,6 +24,9 @@ class DatasetConfig:
     prompt is optional). The default follows the trainer."""
     batch_size: PositiveInt = 1
     """Prompts (rl), sequences (sft) or pairs (rw) per train batch."""
+    sequences_per_rank: PositiveInt | None = None
+    """Sequences (rw: pairs) per data rank of the trainer and train batch, which give batch_size its default:
+    sequences_per_rank * data ranks / gconfig.n_samples. null means no such default. hpc-rl extension."""
     shuffle: bool = True
     """Shuffle the rows in every epoch, by `seed`."""
     pin_memory: bool = False
@@ -34,5 +37,8 @@ class DatasetConfig:
     """Drop the last batch of the trial if the rows don't fill it; false fills it with rows of another pass.
     """
     max_length: PositiveInt | None = None
-    """Largest number of tokens of a prompt (rl) or sequence (sft, rw); longer rows are dropped. null means no
-    limit."""
+    """Largest number of tokens of a prompt (rl) or sequence (sft, rw); `too_long` says what becomes of longer
+    rows. null means no limit."""
+    too_long: Literal["drop", "truncate_left"] = "drop"
+    """`drop` leaves out rows above max_length; `truncate_left` keeps the last max_length tokens of a prompt
+    (rl). hpc-rl extension."""

@@ -172,6 +172,9 @@ class StatsLoggerConfig(IdentityConfig):
     """SwanLab."""
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     """TensorBoard files."""
+    every_steps: PositiveInt = 1
+    """TensorBoard and the services get the metrics of every N-th step, and all evaluations; metrics.jsonl has
+    every step. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

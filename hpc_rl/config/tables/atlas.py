@@ -5,21 +5,18 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from hpc_rl.config.loading.source import Settings, SourceValue
 
 _SERVERS = "allocation_mode says what generates, and where: use vllm:dN+fsdp:dM for N servers of vLLM"
-_QUESTIONS = (
-    "train_dataset.batch_size counts questions: set it to per_device_train_batch_size * "
-    "gradient_accumulation_steps * trainer ranks / num_generations, and limit memory with "
-    "{model}.mb_spec.max_tokens_per_mb"
-)
-
-
 _VLLM_DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
-ANY = object()  # among the values that have no effect: every value
+ANY = object()  # every value
+PROBE_TOKENS = 500  # the default of max_probe_tokens, which chooses no trainer
+_OPTIONAL = ("ref", "valid_dataset")  # sections that may be missing
+_NO_ROWS = "there is no valid_dataset"
+_NO_BEST = "the best model is kept where a valid_dataset and a metric are given"
 
 
 @dataclass(frozen=True)
@@ -32,19 +29,34 @@ class Alias:
     why: str = ""  # why there is no effect, and what to use
     note: str = ""  # with `to`: what differs
     needs: str = ""  # with `to`: the section without which there is no effect
+    default: Any = ANY  # with `needs`: the value that is accepted without that section
+    times: tuple[
+        str, ...
+    ] = ()  # with `to`: names whose values, where they are given, are factors of this one
+    also: Mapping[str, Any] = field(default_factory=dict)  # what else the name sets, where nothing else does
+    also_for: tuple[str, ...] = ("grpo", "teacher")  # the trainers of which it sets that
 
     def describe(self) -> str:
         if self.to:
+            product = "".join(f" * {name}" for name in self.times)
+            is_product = f"{self.to} is the name{product}" if product else self.to
+            also = ", ".join(f"{name} becomes {value}" for name, value in self.also.items())
             alone = f"no effect without a section {self.needs}" if self.needs else ""
-            return "; ".join(filter(None, (self.to, self.note, alone)))
-        if ANY in self.idle:
-            return f"no effect: {self.why}"
+            return "; ".join(filter(None, (is_product, self.note, also, alone)))
         accepted = ", ".join(str(value).lower().replace("none", "null") for value in self.idle)
         return f"refused: only {accepted}: {self.why}" if accepted else f"refused: {self.why}"
 
 
 def _neutral_if(neutral: float, *idle: float | None) -> Callable[[Any], Any]:
     return lambda value: neutral if value in idle else value
+
+
+def _whole(value: Any) -> Any:
+    if value is None:
+        return 1
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError("it must be a whole number, 1 or larger")
+    return value
 
 
 def _report_to(value: Any) -> Any:
@@ -74,16 +86,29 @@ ALIASES: dict[str, Alias] = {
     "model_name_or_path": Alias("{model}.path"),
     "learning_rate": Alias("{model}.optimizer.lr"),
     "num_train_epochs": Alias("total_train_epochs"),
-    "per_device_train_batch_size": Alias(why=_QUESTIONS),
-    "gradient_accumulation_steps": Alias(idle=(1,), why=_QUESTIONS),
+    "per_device_train_batch_size": Alias(
+        "train_dataset.sequences_per_rank", _whole, times=("gradient_accumulation_steps",)
+    ),
+    "gradient_accumulation_steps": Alias(
+        "{model}.mb_spec.n_mbs",
+        _whole,
+        times=("backprop_accumulation_steps",),
+        note="a factor of per_device_train_batch_size, too",
+    ),
     "warmup_ratio": Alias("{model}.optimizer.warmup_steps_proportion"),
     "weight_decay": Alias("{model}.optimizer.weight_decay"),
     "max_grad_norm": Alias("{model}.optimizer.gradient_clipping"),
-    "beta": Alias("actor.beta", note="the KL coefficient in the loss; actor.kl_ctl is the one in the reward"),
+    "beta": Alias(
+        "actor.beta",
+        note="the KL coefficient in the loss; actor.kl_ctl is the one in the reward",
+        also={"ref.path": "${actor.path}"},
+    ),
     "temperature": Alias("gconfig.temperature"),
     "num_generations": Alias("gconfig.n_samples"),
     "max_completion_length": Alias("gconfig.max_new_tokens"),
-    "max_prompt_length": Alias("train_dataset.max_length", note="longer prompts are dropped, not truncated"),
+    "max_prompt_length": Alias(
+        "train_dataset.max_length", also={"train_dataset.too_long": "truncate_left"}, also_for=("grpo",)
+    ),
     "reward_weights": Alias(
         idle=(None,),
         why="a trial has one reward function: weigh inside it, with rollout.reward_fn package.module:name",
@@ -92,8 +117,14 @@ ALIASES: dict[str, Alias] = {
     "top_p": Alias("gconfig.top_p"),
     "min_p": Alias("gconfig.min_p", _neutral_if(0.0, None)),
     "repetition_penalty": Alias("gconfig.repetition_penalty", _neutral_if(1.0, None)),
-    "generation_aggregation_steps": Alias(idle=(ANY,), why="servers batch whatever is in flight"),
-    "shuffle_generation_inputs": Alias(idle=(ANY,), why="each prompt goes to whichever server is free"),
+    "generation_aggregation_steps": Alias(
+        idle=(None,),
+        why="servers batch whatever is in flight, which rollout.max_concurrent_rollouts limits; omit it",
+    ),
+    "shuffle_generation_inputs": Alias(
+        idle=(False,),
+        why="rollout.schedule_policy chooses servers, and train_dataset.shuffle shuffles the rows; omit it",
+    ),
     **dict.fromkeys(("use_vllm", "use_vllm_server"), Alias(idle=(False,), why=_SERVERS)),
     "vllm_device": Alias(idle=("auto",), why=_SERVERS),
     "vllm_gpu_memory_utilization": Alias("vllm.gpu_memory_utilization"),
@@ -111,12 +142,19 @@ ALIASES: dict[str, Alias] = {
         idle=(True,),
         why="weights are always published whole; servers generate, not the trainer; omit it",
     ),
-    "backprop_accumulation_steps": Alias("{model}.mb_spec.n_mbs", _neutral_if(1, None)),
+    "backprop_accumulation_steps": Alias(
+        "{model}.mb_spec.n_mbs", _whole, times=("gradient_accumulation_steps",)
+    ),
     "backprop_accumulation_micro_batch_size": Alias("{model}.mb_spec.max_seqs_per_mb"),
     "remove_unused_columns": Alias(
         idle=(False,), why="the reward function gets every column of a row; omit it"
     ),
-    "max_probe_tokens": Alias("teacher.max_probe_tokens"),
+    "max_probe_tokens": Alias(
+        "teacher.max_probe_tokens",
+        why="only trainer teacher has a student to probe",
+        needs="teacher",
+        default=PROBE_TOKENS,
+    ),
     **{
         name: Alias(f"teacher.templates.{to}", idle=(None,), why="the default of teacher.templates is used")
         for name, to in (
@@ -126,25 +164,34 @@ ALIASES: dict[str, Alias] = {
             ("student_baseline_template", "baseline"),
         )
     },
-    "logging_steps": Alias(idle=(ANY,), why="every step is logged"),
+    "logging_steps": Alias("stats_logger.every_steps", note="metrics.jsonl has every step"),
     "save_steps": Alias("saver.freq_steps"),
-    "eval_steps": Alias("evaluator.freq_steps"),
+    "eval_steps": Alias("evaluator.freq_steps", why=_NO_ROWS, needs="valid_dataset", default=500),
     "save_total_limit": Alias("saver.keep_last"),
     "load_best_model_at_end": Alias(
         "saver.keep_best.as_final",
         idle=(False,),
-        why="the final export is the last step's",
+        why=f"exports/final is the last step's: {_NO_BEST}",
         note="exports/final is the best model",
+        needs="valid_dataset",
+        default=True,
     ),
     "metric_for_best_model": Alias(
         "saver.keep_best.metric",
         _metric,
         idle=(None,),
-        why="the trainer's own is used",
+        why=f"null is the trainer's own metric: {_NO_BEST}",
         note="exports/best is the best model",
+        needs="valid_dataset",
+        default="eval_reward",
     ),
     "greater_is_better": Alias(
-        "saver.keep_best.mode", _mode, idle=(None,), why="smaller is better for a loss only"
+        "saver.keep_best.mode",
+        _mode,
+        idle=(None,),
+        why=f"null is `false` for a loss only: {_NO_BEST}",
+        needs="valid_dataset",
+        default=True,
     ),
     "report_to": Alias(
         "stats_logger.wandb.mode", _report_to, note="JSON lines and TensorBoard files are always written"
@@ -168,64 +215,88 @@ def translate(
 
     An option that has different values by its two names is refused; arguments take precedence over files.
     """
-    done = Translated([], [], [])
-    by_alias: dict[tuple[bool, str], tuple[str, SourceValue]] = {}
-    for source in sources:
-        settings: Settings = {}
-        for name, item in source.items():
-            if name not in ALIASES:
-                settings[name] = item
-            elif found := _one(name, ALIASES[name], item, known, present, done):
-                option, value = found
-                by_alias[item.is_argument, option] = (name, value)
-                if option not in source:  # else it has the same value, or is refused below
-                    settings[option] = value
-        done.sources.append(settings)
-    for source in sources:
-        for (is_argument, option), (name, value) in by_alias.items():
-            native = source.get(option)
-            if native is None or native.is_argument != is_argument:
-                continue  # an argument counts more than a file, by either name
-            if native.plain() != value.plain() and "${" not in str(native.plain()):
-                both = (
-                    f"{name} ({value.origin}) {value.plain()} and {option} ({native.origin}) {native.plain()}"
-                )
-                done.refusals.append(f"{both} are the same option with different values; use one of them.")
-    done.notes = list(dict.fromkeys(done.notes))
-    return done
+    return _Translator(sources, known, present).translate()
 
 
-def _one(
-    name: str,
-    alias: Alias,
-    item: SourceValue,
-    known: Mapping[str, Any],
-    present: Collection[str],
-    done: Translated,
-) -> tuple[str, SourceValue] | None:
-    """Return the option that a name stands for, with its value; None where it has no effect or is refused."""
-    model = "actor" if "actor" in known else "model"
-    value, why = item.plain(), alias.why.replace("{model}", model)
-    is_idle = ANY in alias.idle or any(value == one and type(value) is type(one) for one in alias.idle)
-    if is_idle or (alias.needs in known and alias.needs not in present):
-        done.notes.append(f"{name} ({item.origin}) has no effect here: {why}.")
-        return None
-    if not alias.to:
-        shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-        done.refusals.append(f"{name} ({item.origin}): {shown} can't be used: {why}.")
-        return None
-    option = alias.to.replace("{model}", model)
-    if option not in known:
-        done.refusals.append(
-            f"{name} ({item.origin}) stands for {option}, which this trainer does not have; omit it."
-        )
-        return None
-    done.notes.append(f"{name} ({item.origin}) is {option}{'; ' + alias.note if alias.note else ''}.")
-    try:
-        made = value if "${" in str(value) else alias.translate(value)
-    except ValueError as error:
-        done.refusals.append(f"{name} ({item.origin}): {value} can't be used: {error}.")
-        return None
-    if made != value:
-        item = dataclasses.replace(item, value=made, text=str(made))
-    return option, dataclasses.replace(item, origin=f"{item.origin} ({name})")
+class _Translator:
+    def __init__(
+        self, sources: Sequence[Settings], known: Mapping[str, Any], present: Collection[str]
+    ) -> None:
+        self.sources, self.known = sources, known
+        self.model = "actor" if "actor" in known else "model"
+        self.trainer = "teacher" if "teacher" in known else "grpo" if "actor" in known else "model"
+        self.given = {name: item for source in sources for name, item in source.items()}  # the last counts
+        self.present = set(present)
+        for name, item in self.given.items():
+            self.present |= {option.partition(".")[0] for option in self.also(name, item)}
+        self.done = Translated([], [], [])
+
+    def translate(self) -> Translated:
+        by_alias: dict[tuple[bool, str], tuple[str, SourceValue]] = {}
+        for source in self.sources:
+            settings: Settings = {}
+            for name, item in source.items():
+                if name not in ALIASES:
+                    settings[name] = item
+                elif found := self.one(name, item):
+                    option, value = found
+                    by_alias[item.is_argument, option] = (name, value)
+                    if option not in source:  # else it has the same value, or is refused below
+                        settings[option] = value
+                    settings |= self.also(name, item)
+            self.done.sources.append(settings)
+        for source in self.sources:
+            for (is_argument, option), (name, value) in by_alias.items():
+                native = source.get(option)
+                if native is None or native.is_argument != is_argument:
+                    continue  # an argument counts more than a file, by either name
+                if native.plain() != value.plain() and "${" not in str(native.plain()):
+                    ours = f"{option} ({native.origin}) {native.plain()}"
+                    both = f"{name} ({value.origin}) {value.plain()} and {ours}"
+                    line = f"{both} are the same option with different values; use one of them."
+                    self.done.refusals.append(line)
+        self.done.notes = list(dict.fromkeys(self.done.notes))
+        return self.done
+
+    def also(self, name: str, item: SourceValue) -> Settings:
+        """Return what a name sets in addition to its own option."""
+        alias = ALIASES.get(name)
+        if alias is None or not item.plain() or self.trainer not in alias.also_for:
+            return {}
+        origin = f"{item.origin} ({name})"
+        return {
+            option: SourceValue(value, origin)
+            for option, value in alias.also.items()
+            if not {option, option.rpartition(".")[0]} & self.given.keys()
+        }
+
+    def one(self, name: str, item: SourceValue) -> tuple[str, SourceValue] | None:
+        """Return the option that a name stands for, and its value; None where there is no effect."""
+        alias, value, place = ALIASES[name], item.plain(), f"{name} ({item.origin})"
+        option, why = (text.replace("{model}", self.model) for text in (alias.to, alias.why))
+        is_idle = any(value == one and type(value) is type(one) for one in alias.idle)
+        there = self.present if alias.needs in _OPTIONAL else self.known
+        is_default = value == alias.default or alias.default is ANY
+        if is_idle or (alias.needs and alias.needs not in there and is_default):
+            self.done.notes.append(f"{place} has no effect here: {why}.")
+            return None
+        if not alias.to:
+            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
+            self.done.refusals.append(f"{place}: {shown} can't be used: {why}.")
+            return None
+        if option not in self.known:
+            line = f"{place} stands for {option}, which this trainer does not have; omit it."
+            self.done.refusals.append(line)
+            return None
+        also = (f"{other} is {set_to.value}" for other, set_to in self.also(name, item).items())
+        self.done.notes.append("; ".join(filter(None, (f"{place} is {option}", alias.note, *also))) + ".")
+        try:
+            made = value if "${" in str(value) else alias.translate(value)
+            for other in alias.times:
+                made = made * _whole(self.given[other].plain()) if other in self.given else made
+        except ValueError as error:
+            self.done.refusals.append(f"{place}: {value} can't be used: {error}.")
+            return None
+        if made != value:
+            item = dataclasses.replace(item, value=made, text=str(made))
+        return option, dataclasses.replace(item, origin=f"{item.origin} ({name})")

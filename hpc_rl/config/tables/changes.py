@@ -36,6 +36,7 @@ UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `mode
     "train_dataset.batch_size": _DATA,
     "train_dataset.shuffle": _DATA,
     "train_dataset.max_length": _DATA,
+    "train_dataset.too_long": _DATA,
     "train_dataset.drop_last": _DATA,
     "rollout.batch_order": "the sealed batches follow the old order",
     "model.path": _MODEL,
@@ -48,8 +49,9 @@ UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `mode
 SAFE = (  # options and whole sections, except what is in UNSAFE
     "allocation_mode", "total_train_epochs", "total_train_steps", "total_train_n_seqs", "async_training",
     "cluster", "launcher", "scheduler", "sglang", "vllm", "embedded", "saver", "evaluator", "recover",
-    "stats_logger", "train_dataset.pin_memory", "train_dataset.num_workers", "valid_dataset", "gconfig",
-    "rollout", "model", "ref", "environments", "pools", "teacher",
+    "stats_logger", "train_dataset.sequences_per_rank", "train_dataset.pin_memory",
+    "train_dataset.num_workers", "valid_dataset", "gconfig", "rollout", "model", "ref", "environments",
+    "pools", "teacher",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except those in REPLAYS: earlier batches and
 # groups are set aside. With --replay the changes in NOT_WITH_REPLAY are refused.
@@ -78,6 +80,7 @@ NOT_WITH_REPLAY = (
 MEASURES = (
     "valid_dataset.path",
     "valid_dataset.max_length",
+    "valid_dataset.too_long",
     "rollout.reward_fn",
     "rollout.judge",
     "rollout.workflow",

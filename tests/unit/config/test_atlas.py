@@ -8,6 +8,7 @@ from hpc_rl.config.sections.experiment import value_of
 from hpc_rl.errors import ConfigError
 
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "actor.path=/m"]
+HELD_OUT = "valid_dataset.path=/v.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +24,10 @@ BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "act
         ("num_generations=8", "gconfig.n_samples", 8),
         ("max_completion_length=256", "gconfig.max_new_tokens", 256),
         ("max_prompt_length=512", "train_dataset.max_length", 512),
+        ("max_prompt_length=512", "train_dataset.too_long", "truncate_left"),
+        ("per_device_train_batch_size=8", "train_dataset.sequences_per_rank", 8),
+        ("gradient_accumulation_steps=4", "actor.mb_spec.n_mbs", 4),
+        ("logging_steps=10", "stats_logger.every_steps", 10),
         ("reward_weights=null", "rollout.reward_fn", "exact_match"),
         ("top_k=50", "gconfig.top_k", 50),
         ("top_k=null", "gconfig.top_k", 100_000_000),
@@ -58,10 +63,11 @@ BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "act
     ],
 )
 def test_names_mean_what_they_say(given, option, value, tmp_path):
-    assert value_of(load([], [*BASE, given]).config, option) == value
-    assert value_of(load([], [*BASE, f"--{given}"]).config, option) == value
+    base = [*BASE, HELD_OUT]
+    assert value_of(load([], [*base, given]).config, option) == value
+    assert value_of(load([], [*base, f"--{given}"]).config, option) == value
     (tmp_path / "a.yaml").write_text(given.replace("=", ": ") + "\n")
-    loaded = load([tmp_path / "a.yaml"], BASE)
+    loaded = load([tmp_path / "a.yaml"], base)
     assert value_of(loaded.config, option) == value
     if option in loaded.origins:
         assert loaded.origins[option] == f"{tmp_path}/a.yaml:1 ({given.partition('=')[0]})"
@@ -95,9 +101,12 @@ def test_the_model_of_each_trainer():
 @pytest.mark.parametrize(
     "given",
     [
-        "generation_aggregation_steps=16",
-        "shuffle_generation_inputs=true",
-        "logging_steps=10",
+        "generation_aggregation_steps=null",
+        "shuffle_generation_inputs=false",
+        "eval_steps=500",
+        "load_best_model_at_end=true",
+        "metric_for_best_model=eval_reward",
+        "greater_is_better=true",
         "load_best_model_at_end=false",
         "metric_for_best_model=null",
         "greater_is_better=null",
@@ -185,13 +194,15 @@ def test_the_reference_model_is_what_is_offloaded():
 
 
 def test_names_of_the_teacher_make_a_teacher_trial():
-    loaded = load([], [*BASE, "max_probe_tokens=500"])
-    assert loaded.config.trainer == "teacher"
+    assert load([], [*BASE, "max_probe_tokens=300"]).config.trainer == "teacher"
+    # its default chooses nothing, but where there are other models to ask
+    assert load([], [*BASE, "max_probe_tokens=500"]).config.trainer == "grpo"
+    assert load([], [*BASE, "max_probe_tokens=500", "pools.student.path=/s"]).config.trainer == "teacher"
     assert load([], [*BASE, "student_baseline_template=null"]).config.trainer == "grpo"
     with pytest.raises(
         ConfigError, match=r"stands for teacher.max_probe_tokens, which this trainer does not"
     ):
-        load([], [*BASE, "trainer=grpo", "max_probe_tokens=500"])
+        load([], [*BASE, "trainer=grpo", "max_probe_tokens=300"])
 
 
 def test_beta_is_the_only_kl_term_unless_both_are_said(tmp_path):
@@ -212,6 +223,54 @@ def test_beta_is_the_only_kl_term_unless_both_are_said(tmp_path):
     assert loaded.config.actor.kl_ctl == 0.1 and any(
         "the KL term counts in the reward and in the loss" in note for note in loaded.notes
     )
+
+
+def test_beta_alone_makes_its_reference_model():
+    assert load([], [*BASE, "beta=0.04"]).config.ref.path == "/m"
+    assert load([], [*BASE, "beta=0.04", "ref.path=/other"]).config.ref.path == "/other"
+    assert load([], [*BASE, "beta=0"]).config.ref is None
+    with pytest.raises(ConfigError, match=r"actor.beta 0.04 needs a reference model"):
+        check(load([], [*BASE, "beta=0.04", "ref=null"]), files=False)
+
+
+@pytest.mark.parametrize(
+    ("given", "batch_size", "n_mbs"),
+    [
+        (["cluster.n_gpus_per_node=0"], 1, 1),
+        (["allocation_mode=sglang:d4+fsdp:d4"], 4, 1),
+        (["allocation_mode=sglang:d4+fsdp:d2t2"], 2, 1),
+        (["allocation_mode=sglang:d4+fsdp:d*", "gradient_accumulation_steps=2"], 8, 2),
+        (["cluster.n_nodes=2", "gradient_accumulation_steps=3", "backprop_accumulation_steps=2"], 24, 6),
+        (["num_generations=16", "gradient_accumulation_steps=1"], 2, 1),
+    ],
+)
+def test_the_batch_is_what_the_ranks_have_together(given, batch_size, n_mbs):
+    loaded = check(
+        load([], [*BASE, "num_generations=8", "per_device_train_batch_size=8", *given]), files=False
+    )
+    assert loaded.config.train_dataset.batch_size == batch_size
+    assert loaded.config.actor.mb_spec.n_mbs == n_mbs
+
+
+def test_sequences_of_ranks_make_whole_groups_and_no_second_batch_size():
+    given = [*BASE, "num_generations=6", "per_device_train_batch_size=8", "actor.ppo_n_minibatches=1"]
+    with pytest.raises(ConfigError, match=r"8 \* 4 data ranks are no whole number of groups .* multiple of 3"):
+        check(load([], given), files=False)
+    batch = [*given, "per_device_train_batch_size=3"]
+    assert check(load([], [*batch, "train_dataset.batch_size=2"]), files=False)
+    with pytest.raises(ConfigError, match=r"batch_size 4: .* 3 and 4 data ranks give 2; use one of the two"):
+        check(load([], [*batch, "train_dataset.batch_size=4"]), files=False)
+    with pytest.raises(ConfigError, match=r"per_device_train_batch_size .*: 0 can't be used: .* 1 or larger"):
+        load([], [*BASE, "per_device_train_batch_size=0"])
+
+
+@pytest.mark.parametrize("trainer", [["trainer=sft"], ["trainer=grpo", "rollout.workflow=multi_turn"]], ids=str)
+def test_only_prompts_that_are_sent_as_they_are_can_be_truncated(trainer):
+    model = "model.path=/m" if "trainer=sft" in trainer else "actor.path=/m"
+    given = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", model, *trainer]
+    given += ["train_dataset.too_long=truncate_left", "train_dataset.max_length=5"]
+    with pytest.raises(ConfigError, match=r"train_dataset.too_long truncate_left: .*; use drop"):
+        check(load([], given), files=False)
 
 
 def test_wrong_values_name_the_alias():

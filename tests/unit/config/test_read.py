@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import get_args, get_type_hints
 
+from hpc_rl.config.devices import allocation_of
 from hpc_rl.config.loading import stored
 from hpc_rl.config.loading.fields import hints, options, section_of
 from hpc_rl.config.pool_view import as_pool
@@ -65,7 +66,8 @@ ONLY_RULES = {
     r"cluster\.node_dirs": "where files may be that this machine lacks (container_rules)",
     r"launcher\.snapshot": "files that a submission copies (config/snapshot.py)",
     r"(train|valid)_dataset\.type": "must be the trainer's (consistency.datasets)",
-    r"valid_dataset\.(batch_size|shuffle|drop_last|pin_memory)": "noted: held-out rows are used once, in order",
+    r"train_dataset\.sequences_per_rank": "gives batch_size its default (generation_rules.adapted)",
+    r"valid_dataset\.(batch_size|sequences_per_rank|shuffle|drop_last|pin_memory)": "noted: held-out rows are used once, in order",
     r"rollout\.consumer_batch_size": "must equal train_dataset.batch_size (generation_rules.rollout)",
     r"actor\.(group_size|temperature|max_new_tokens)": "must equal gconfig's",
     r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (training_rules)",
@@ -74,6 +76,7 @@ ONLY_RULES = {
     r"(actor|model|ref)\.backend": "names the engine, as allocation_mode does (engine_rules, train_mesh)",
     r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }
+READERS = (last_step, has_own_prompts, as_pool, allocation_of)  # what roles and the plan read through
 # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
 BY_NAME = {
     r"teacher\.templates\.(\w+)": VARIABLES,
@@ -118,8 +121,7 @@ def own_names() -> set[str]:
 @cache
 def _trees() -> list[ast.AST]:
     files = [path for path in (ROOT / "hpc_rl").rglob("*.py") if path.relative_to(ROOT).parts[1] != "config"]
-    # what roles read of the configuration through these
-    readers = [ast.parse(inspect.getsource(function)) for function in (last_step, has_own_prompts, as_pool)]
+    readers = [ast.parse(inspect.getsource(function)) for function in READERS]
     return [*(ast.parse(path.read_text()) for path in files), *readers]
 
 

@@ -272,6 +272,18 @@ def test_long_rows_are_left_out_and_keep_their_place_in_the_file(model, tmp_path
         Prompts(DatasetConfig(path=dataset.path, max_length=1), Tokenizer(model), seed=1)
 
 
+def test_long_prompts_can_keep_their_last_tokens(model, tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": "abcdefgh"}, {"prompt": "ij"}])
+    whole, cut = (
+        Prompts(DatasetConfig(path=str(path), **limit), Tokenizer(model), seed=1)
+        for limit in ({}, {"max_length": 5, "too_long": "truncate_left"})
+    )
+    assert len(whole) == len(cut) == 2
+    assert len(cut.in_file_order(0).input_ids) == 5 < len(whole.in_file_order(0).input_ids)
+    for row in (0, 1):
+        assert cut.in_file_order(row).input_ids == whole.in_file_order(row).input_ids[-5:]
+
+
 def test_no_torch_in_datasets_and_rollout():
     code = "import sys, hpc_rl.datasets.encode, hpc_rl.app.rollout, hpc_rl.app.rollout_worker; print('torch' in sys.modules)"
     assert (

@@ -109,8 +109,13 @@ def test_tensorboard_goes_on_in_a_new_file_once_there_is_room(tmp_path, caplog):
 
 
 def test_tensorboard_reads_back_what_was_logged(tmp_path):
-    sinks = open_sinks(tmp_path / "metrics.0.jsonl", tmp_path / "tensorboard", start_step=4)
+    every = StatsLoggerConfig(every_steps=5)
+    metrics = tmp_path / "metrics.0.jsonl"
+    sinks = open_sinks(metrics, tmp_path / "tensorboard", start_step=4, stats_logger=every)
     sinks.log(5, {"time": 1000.0, "loss": 0.25, "version": "0.5"})
+    sinks.log(6, {"loss": 0.5})
+    sinks.log(6, {"eval_loss": 0.75})
+    assert len(metrics.read_text().splitlines()) == 3  # has every step
     assert set(sinks.state()) == {"JsonlSink", "TensorBoardSink"}
     sinks.close()
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
@@ -122,7 +127,7 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
         for event in events
         for value in event.summary.value
     ]
-    assert scalars == [(5, "loss", 0.25)]
+    assert scalars == [(5, "loss", 0.25), (6, "eval_loss", 0.75)]
     assert [event.step for event in events if event.HasField("session_log")] == [5]
 
 

@@ -1,0 +1,80 @@
+"""How devices are divided between servers and trainer: as `allocation_mode` says, or derived. Pure."""
+
+from dataclasses import replace
+
+from hpc_rl.allocation import Allocation, Servers, Train, parse, usual_server_backend
+from hpc_rl.config.rules.training_rules import trained
+from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.errors import ConfigError, DoesNotFit
+
+
+def data_ranks(config: Config) -> int | None:
+    """Return the number of data ranks of the trainer; None where the plan will refuse the allocation."""
+    try:
+        shared = without_environment_nodes(config)
+        train = fill_stars(shared, allocation_of(shared)[0]).train
+    except (ConfigError, DoesNotFit):
+        return None
+    return train.d if train else None
+
+
+def without_environment_nodes(config: Config) -> Config:
+    """Return the configuration with the nodes that servers and trainer share. Raises DoesNotFit for none."""
+    if not isinstance(config, GRPOConfig) or config.environments is None or not config.environments.n_nodes:
+        return config
+    own, n_nodes = config.environments.n_nodes, config.cluster.n_nodes
+    if own >= n_nodes:
+        raise DoesNotFit(
+            f"environments.n_nodes {own} leaves none of {n_nodes} node(s) to servers and trainer; "
+            f"use cluster.n_nodes {own + 1} or more, or fewer nodes for environments."
+        )
+    return replace(config, cluster=replace(config.cluster, n_nodes=n_nodes - own))
+
+
+def allocation_of(config: Config) -> tuple[Allocation, list[str]]:
+    """Return the allocation, and a note where it is derived."""
+    if config.allocation_mode.strip():
+        return parse(config.allocation_mode, trained(config)[1].backend), []
+    allocation = _derive(config)
+    cluster = config.cluster
+    kind = f"{cluster.n_gpus_per_node} GPUs each" if cluster.n_gpus_per_node else "without GPUs"
+    return allocation, [f"allocation_mode is derived: {allocation}, from {cluster.n_nodes} node(s) {kind}."]
+
+
+def _derive(config: Config) -> Allocation:
+    """Return half of the units for servers and half for training, or all of them for training."""
+    n_nodes, n_gpus = config.cluster.n_nodes, config.cluster.n_gpus_per_node
+    engine, servers = trained(config)[1].backend or "fsdp", usual_server_backend(n_gpus)
+    if not isinstance(config, GRPOConfig):
+        return Allocation(train=Train(engine, d=n_nodes * max(n_gpus, 1)))
+    if n_nodes * n_gpus == 1:
+        use = "use 2 or more, or 0 for processes without a GPU"
+        raise DoesNotFit(f"cluster.n_gpus_per_node 1: one GPU can't hold both server and trainer; {use}.")
+    per_node = max(n_gpus, 1)
+    trainers = max(n_gpus // 2, 1) if n_nodes == 1 else (n_nodes // 2) * per_node
+    num_servers = max(n_nodes * per_node - trainers, 1)
+    return Allocation(pools=(Servers(servers, d=num_servers),), train=Train(engine, d=trainers))
+
+
+def fill_stars(config: Config, allocation: Allocation) -> Allocation:
+    """Replace `d*` by what the other parts leave; without GPUs a node counts as one unit."""
+    parts: list[Servers | Train] = [*allocation.pools, *filter(None, [allocation.train])]
+    starred = [part for part in parts if part.d is None]
+    if not starred:
+        return allocation
+    if len(starred) > 1:
+        raise ConfigError(f"allocation_mode {allocation}: only one part can be d*; give the others a number.")
+    cluster = config.cluster
+    taken = sum(part.num_units or 0 for part in parts)
+    left = cluster.n_nodes * max(cluster.n_gpus_per_node, 1) - taken
+    left = left if cluster.n_gpus_per_node else max(left, 1)
+    count = left // starred[0].units_per_replica
+    if count < 1:
+        used = f"{taken} of {taken + left} units are used; use fewer, or more nodes"
+        raise DoesNotFit(f"allocation_mode {allocation}: nothing is left for d*: {used}.")
+    train = allocation.train
+    return replace(
+        allocation,
+        pools=tuple(replace(one, d=count if one.d is None else one.d) for one in allocation.pools),
+        train=replace(train, d=count) if train and train.d is None else train,
+    )
