@@ -254,7 +254,9 @@ def test_the_batch_is_what_the_ranks_have_together(given, batch_size, n_mbs):
 
 def test_sequences_of_ranks_make_whole_groups_and_no_second_batch_size():
     given = [*BASE, "num_generations=6", "per_device_train_batch_size=8", "actor.ppo_n_minibatches=1"]
-    with pytest.raises(ConfigError, match=r"8 \* 4 data ranks are no whole number of groups .* multiple of 3"):
+    with pytest.raises(
+        ConfigError, match=r"8 \* 4 data ranks are no whole number of groups .* multiple of 3"
+    ):
         check(load([], given), files=False)
     batch = [*given, "per_device_train_batch_size=3"]
     assert check(load([], [*batch, "train_dataset.batch_size=2"]), files=False)
@@ -264,7 +266,9 @@ def test_sequences_of_ranks_make_whole_groups_and_no_second_batch_size():
         load([], [*BASE, "per_device_train_batch_size=0"])
 
 
-@pytest.mark.parametrize("trainer", [["trainer=sft"], ["trainer=grpo", "rollout.workflow=multi_turn"]], ids=str)
+@pytest.mark.parametrize(
+    "trainer", [["trainer=sft"], ["trainer=grpo", "rollout.workflow=multi_turn"]], ids=str
+)
 def test_only_prompts_that_are_sent_as_they_are_can_be_truncated(trainer):
     model = "model.path=/m" if "trainer=sft" in trainer else "actor.path=/m"
     given = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", model, *trainer]
