@@ -46,19 +46,18 @@ class Inputs:
 def cut(rows: Sequences, layout: Layout, spec: MicroBatchSpec) -> Groups:
     """Return the groups of rows that go through the model together; `granularity` neighbours stay together.
 
-    Raises ValueError if a row is longer than `max_tokens_per_mb`, or their number is not a multiple of
-    `granularity`.
+    Raises ValueError if a row, or neighbours together, have more than `max_tokens_per_mb` tokens.
     """
     granularity, max_tokens, n_mbs = spec.granularity, spec.max_tokens_per_mb, spec.n_mbs or 1
     max_blocks = spec.max_seqs_per_mb and spec.max_seqs_per_mb // granularity
-    if len(rows) % granularity:
-        raise ValueError(f"{len(rows)} rows are not a multiple of mb_spec.granularity {granularity}")
-    lengths_BG = np.array([len(ids) for ids in rows.ids], dtype=np.int64).reshape(-1, granularity)
+    together = [range(len(rows))[first : first + granularity] for first in range(0, len(rows), granularity)]
+    lengths = [[len(rows.ids[row]) for row in block] for block in together]
     if layout == "packed":
-        blocks = pack(lengths_BG.sum(1), max_tokens, n_mbs, max_blocks)
+        blocks = pack([sum(block) for block in lengths], max_tokens, n_mbs, max_blocks)
     else:
-        blocks = length_buckets(lengths_BG.max(1, initial=0) * granularity, max_tokens, n_mbs, max_blocks)
-    return [[block * granularity + i for block in group for i in range(granularity)] for group in blocks]
+        padded = [max(block) * granularity for block in lengths]
+        blocks = length_buckets(padded, max_tokens, n_mbs, max_blocks)
+    return [[row for block in group for row in together[block]] for group in blocks]
 
 
 def shared_rounds(

@@ -70,10 +70,9 @@ class GRPO:
         self.actor = run.config.actor
         self.algorithm = ALGORITHMS[self.actor.algorithm]
         self.total_steps = total_steps(run.config, num_prompts)
-        own, sampling = self.actor.temperature, self.config.gconfig.temperature
         # greedy sampling has temperature 0: log-probabilities are those of the plain distribution
-        self.temperature = (sampling if own is None else own) or 1.0
-        self.group_size = self.actor.group_size or self.config.gconfig.n_samples
+        self.temperature = self.config.gconfig.temperature or 1.0
+        self.agent_stats = self.actor.log_agent_stats_keys if self.actor.log_agent_stats else []
         self.recomputes = self.actor.recompute_logprob or self.actor.use_decoupled_loss
         self.has_kl_rewards = self.actor.kl_ctl > 0 and (
             reference is not None or self.algorithm.zero_reference
@@ -201,7 +200,7 @@ class GRPO:
         """Return the rows that dynamic sampling keeps; all without it."""
         if not self.actor.dynamic_sampling:
             return list(range(len(scored.rows)))
-        kept = self.algorithm.informative_rows(scored.rewards_B, scored.group_B, self.group_size)
+        kept = self.algorithm.informative_rows(scored.rewards_B, scored.group_B, self.config.gconfig.n_samples)
         num_dropped = len(scored.group_B.unique()) - len(scored.group_B[kept].unique())
         self.run.stats.add("groups_dropped", num_dropped)
         return kept
@@ -214,7 +213,7 @@ class GRPO:
             mask_BT=mask_BT,
             group_B=scored.group_B,
             lengths_B=torch.tensor([len(row.ids) for row in scored.rows]),
-            group_size=self.group_size,
+            group_size=self.config.gconfig.n_samples,
             token_rewards_BT=self._kl_rewards(scored.rows, mask_BT, known),
         )
         truncated = {"zero_truncated": self.actor.mask_no_eos_with_zero}
@@ -384,7 +383,7 @@ class GRPO:
             stats.mean("seq_len", len(row.ids), 1)
             stats.mean("truncated", float(row.finish_reason == "length"), 1)
             stats.mean("staleness_mean", age, 1)
-            for name in self.actor.log_agent_stats_keys:
+            for name in self.agent_stats:
                 if name in row.stats:
                     stats.mean(f"agent/{name}", row.stats[name], 1)
             # what the workflow `teacher` measures; rows without a right answer have no accuracies
@@ -398,7 +397,7 @@ class GRPO:
         stats.value("num_tokens", sum(len(row.ids) for row in rows))
 
     def _warn_of_missing_agent_stats(self, rows: list[Trajectory]) -> None:
-        wanted = set(self.actor.log_agent_stats_keys) - self._reported_missing
+        wanted = set(self.agent_stats) - self._reported_missing
         missing = sorted(name for name in wanted if not any(name in row.stats for row in rows))
         if missing:
             self._reported_missing |= set(missing)

@@ -9,6 +9,7 @@ from hpc_rl.allocation import SERVER_BACKENDS
 from hpc_rl.config.devices import data_ranks
 from hpc_rl.config.loading.fields import did_you_mean
 from hpc_rl.config.rules.consistency import context_option, given, is_default, server_backend
+from hpc_rl.config.rules.training_rules import models
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 
 BUILT_IN = {
@@ -99,11 +100,16 @@ def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 def lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     new = config.gconfig.max_new_tokens
-    micro_batches = [f"{section}.mb_spec.max_tokens_per_mb" for section in ("actor", "ref")]
-    for name in ("gconfig.max_tokens", *micro_batches, context_option(config)):
+    for name in ("gconfig.max_tokens", context_option(config)):
         limit = value_of(config, name)
         if limit and limit <= new:
             yield f"{name} {limit} can't hold gconfig.max_new_tokens {new} and a prompt."
+    for section, engine in models(config):
+        limit, together = engine.mb_spec.max_tokens_per_mb, engine.mb_spec.granularity
+        if limit and limit // together <= new:
+            times = f" for each of mb_spec.granularity {together}" if together > 1 else ""
+            name = f"{section}.mb_spec.max_tokens_per_mb {limit}"
+            yield f"{name} can't hold gconfig.max_new_tokens {new} and a prompt{times}."
 
 
 def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:

@@ -38,8 +38,15 @@ def models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
 
 def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
     """Return option -> (value that its default becomes, reason; empty where no note is needed)."""
-    wanted = _token_budgets(config, explicit)
-    for name, (budget, _) in wanted.items():
+    wanted: dict[str, tuple[Any, str]] = {}
+    together = "model.mb_spec.granularity"
+    if isinstance(config, RWConfig):
+        wanted = {"model.is_critic": (True, ""), together: (2, "")}
+        if together not in explicit:
+            config = replaced(config, together.split("."), 2)
+    budgets = _token_budgets(config, explicit)
+    wanted |= budgets
+    for name, (budget, _) in budgets.items():
         config = replaced(config, name.split("."), budget)
     if not config.cluster.n_gpus_per_node:
         for section, _ in models(config):
@@ -48,8 +55,6 @@ def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, s
     for section, engine in models(config):
         if engine.dtype == "float32" and config.cluster.n_gpus_per_node:
             wanted[f"{section}.attn_impl"] = ("sdpa", f"{section}.dtype is float32")
-    if isinstance(config, RWConfig):
-        wanted |= {"model.is_critic": (True, ""), "model.mb_spec.granularity": (2, "")}
     for name, bound, limit in sorted(too_long(config), key=lambda one: -one[1]):
         wanted[name] = (bound, f"{limit} does not allow more")
     if config.total_train_steps is not None or config.total_train_n_seqs is not None:
@@ -70,16 +75,17 @@ def _token_budgets(config: Config, explicit: Collection[str]) -> dict[str, tuple
     """Return a limit of tokens for micro-batches on GPUs that have none: it holds the longest sequence."""
     if not config.cluster.n_gpus_per_node:
         return {}
-    budget = max(TOKENS_PER_MB, _longest(config, explicit))
-    names = (f"{section}.mb_spec.max_tokens_per_mb" for section, _ in models(config))
-    reason = "the plan has GPUs, whose memory limits a micro-batch"
+    longest, reason = _longest(config, explicit), "the plan has GPUs, whose memory limits a micro-batch"
     return {
-        name: (budget, reason) for name in names if name not in explicit and value_of(config, name) is None
+        name: (max(TOKENS_PER_MB, longest * engine.mb_spec.granularity), reason)
+        for section, engine in models(config)
+        if (name := f"{section}.mb_spec.max_tokens_per_mb") not in explicit
+        and engine.mb_spec.max_tokens_per_mb is None
     }
 
 
 def _longest(config: Config, explicit: Collection[str]) -> int:
-    """Return the most tokens that must fit into one micro-batch, as far as the configuration says; or 0."""
+    """Return the tokens of the longest sequence, as far as the configuration says; or 0."""
     if isinstance(config, GRPOConfig):
         g, prompt = config.gconfig, config.train_dataset.max_length
         if prompt is not None:
@@ -87,8 +93,7 @@ def _longest(config: Config, explicit: Collection[str]) -> int:
         given = "gconfig.max_tokens" in explicit or g.max_new_tokens >= TOKENS_PER_MB
         return g.max_tokens if given else 0
     datasets = (config.train_dataset, config.valid_dataset)
-    longest = max((rows.max_length or 0 for rows in datasets if rows is not None), default=0)
-    return 2 * longest if isinstance(config, RWConfig) else longest
+    return max((rows.max_length or 0 for rows in datasets if rows is not None), default=0)
 
 
 def too_long(config: Config) -> Iterator[tuple[str, int, str]]:
@@ -97,14 +102,14 @@ def too_long(config: Config) -> Iterator[tuple[str, int, str]]:
         name, limit = f"{section}.mb_spec.max_tokens_per_mb", engine.mb_spec.max_tokens_per_mb
         if limit is None:
             continue
+        bound = limit // engine.mb_spec.granularity  # neighbours stay together
         if isinstance(config, GRPOConfig):
             g, prompt = config.gconfig, config.train_dataset.max_length
             longest = g.max_tokens if prompt is None else min(g.max_tokens, prompt + g.max_new_tokens)
             # Where not even a completion fits, generation_rules.lengths refuses.
-            if longest > limit > g.max_new_tokens:
-                yield "gconfig.max_tokens", limit, name
+            if longest > bound > g.max_new_tokens:
+                yield "gconfig.max_tokens", bound, name
             continue
-        bound = limit // 2 if isinstance(config, RWConfig) else limit  # a pair stays together
         for dataset in ("train_dataset", "valid_dataset"):
             rows = getattr(config, dataset)
             if rows is not None and (rows.max_length is None or rows.max_length > bound) and bound:
@@ -234,12 +239,12 @@ def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def _critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
-    granularity = engine.mb_spec.granularity
-    name = f"{section}.mb_spec.granularity {granularity}"
     if isinstance(config, RWConfig):
+        granularity = engine.mb_spec.granularity
         if not engine.is_critic:
             yield f"{section}.is_critic false: a reward model has a scalar head; omit it: it is true here."
         if granularity % 2:
+            name = f"{section}.mb_spec.granularity {granularity}"
             yield f"{name} would separate chosen from rejected; omit it, or use 2."
         return
     if engine.is_critic:
@@ -247,8 +252,6 @@ def _critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator
         if section == "actor":
             reason = "a policy has a head over the vocabulary, only a reward model a scalar one; omit it"
         yield f"{section}.is_critic true: {reason}."
-    if granularity != 1:
-        yield f"{name}: only a reward model has sequences that belong together; use 1."
 
 
 RULES = [engines, micro_batches, optimizers, attention]

@@ -51,7 +51,8 @@ class OptimizerConfig:
     loss_scale_window: PositiveFloat = 5.0
     """Updates in a row without overflow before the loss scale is doubled (float16)."""
     hysteresis: PositiveInt = 2
-    """Overflows tolerated before the loss scale is halved (float16)."""
+    """Overflows before the loss scale is halved; each one after that halves it again, until it is doubled
+    (float16)."""
 
 
 @dataclass(kw_only=True)
@@ -61,8 +62,8 @@ class MicroBatchSpec:
     n_mbs: PositiveInt | None = 1
     """Smallest number of micro-batches; null means 1."""
     granularity: PositiveInt = 1
-    """Number of neighbouring sequences that stay in one micro-batch; a reward model needs 2 (chosen and
-    rejected)."""
+    """Number of neighbouring sequences of a rank that stay in one micro-batch; 2 for a reward model (chosen
+    and rejected)."""
     max_tokens_per_mb: PositiveInt | None = None
     """Largest number of tokens in a micro-batch; null means no limit. Defaults to 32768 with GPUs, or
     more for the longest sequence."""
@@ -128,7 +129,8 @@ class TrainEngineConfig:
     flash-attn-3) and flex_attention. Defaults to the flash attention that the trainer's Python has, else to
     sdpa, which on GPUs is PyTorch's flash attention; to sdpa without GPUs and with `dtype` float32."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Data type of parameters and compute. Defaults to float32 without GPUs."""
+    """Data type in which the model computes, and of published and exported weights; the trainer keeps
+    parameters, gradients and moments in float32. Defaults to float32 without GPUs."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are summed over ranks."""
     backend: Literal["", "fsdp", "megatron"] = ""
