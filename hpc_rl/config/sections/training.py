@@ -129,8 +129,8 @@ class TrainEngineConfig:
     flash-attn-3) and flex_attention. Defaults to the flash attention that the trainer's Python has, else to
     sdpa, which on GPUs is PyTorch's flash attention; to sdpa without GPUs and with `dtype` float32."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Data type in which the model computes, and of published and exported weights; the trainer keeps
-    parameters, gradients and moments in float32. Defaults to float32 without GPUs."""
+    """Data type in which the model computes, and of published and exported weights; the parameters that the
+    optimizer updates, and its moments, are float32. Defaults to float32 without GPUs."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are summed over ranks."""
     backend: Literal["", "fsdp", "megatron"] = ""

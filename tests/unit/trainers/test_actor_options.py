@@ -58,6 +58,7 @@ def advantages(recipe: GRPO) -> list[list[float]]:
 
 EACH_TOKEN = [3.0, -1.0, 2.0, 6.0]
 RMS = [3 / 5**0.5, -1 / 5**0.5, 2 / 20**0.5, 6 / 20**0.5]  # of the groups, where no mean is subtracted
+GROUP = "actor.reward_norm.mean_level=group actor.reward_norm.std_level"
 OVERLONG = "actor.overlong_reward_penalty=true actor.overlong_tokens=2 actor.overlong_penalty_factor=4"
 
 
@@ -74,6 +75,9 @@ OVERLONG = "actor.overlong_reward_penalty=true actor.overlong_tokens=2 actor.ove
         ("actor.reward_norm.mean_level=group", [1, -1, -1, 1]),  # the deviation is of the batch
         ("actor.adv_norm.mean_level=group actor.adv_norm.std_level=null", [2, -2, -2, 2]),
         ("actor.adv_norm.mean_level=null actor.adv_norm.std_level=group", RMS),
+        (f"{GROUP}=null actor.reward_norm.mean_leave1out=true", [4, -4, -4, 4]),
+        (f"{GROUP}=group actor.reward_norm.eps=3", [0.4, -0.4, -0.4, 0.4]),
+        (f"{GROUP}=group actor.reward_norm.std_unbiased=true", [0.5**0.5 * sign for sign in (1, -1, -1, 1)]),
         (OVERLONG, [1, -3, 0.0, 4]),  # 3 of 4 tokens: half of the factor
         ("ref.path=/r actor.kl_ctl=0.5", None),
     ],
@@ -103,6 +107,7 @@ def test_later_rewards_count_less(tmp_path, option):
         ("actor.eps_clip_higher=0.7", (-3 * 1.7 + math.e) / 2),
         ("actor.c_clip=1.5", (-3 * 1.2 + 1.5) / 2),
         ("actor.recompute_logprob=true", (-3 + 1) / 2),  # ratio 1
+        ("actor.loss_aggregation=constant_length", (-3 * 1.2 + math.e) / 2 * COMPLETION / 4),
         ("actor.use_decoupled_loss=true", math.e * (-3 + 1) / 2),  # and weight e
         ("actor.use_decoupled_loss=true actor.behav_imp_weight_cap=3", math.e * (-3 + 1) / 2),
         ("actor.use_decoupled_loss=true actor.behav_imp_weight_cap=2.5", 0.0),
