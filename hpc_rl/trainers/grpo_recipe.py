@@ -200,7 +200,9 @@ class GRPO:
         """Return the rows that dynamic sampling keeps; all without it."""
         if not self.actor.dynamic_sampling:
             return list(range(len(scored.rows)))
-        kept = self.algorithm.informative_rows(scored.rewards_B, scored.group_B, self.config.gconfig.n_samples)
+        kept = self.algorithm.informative_rows(
+            scored.rewards_B, scored.group_B, self.config.gconfig.n_samples
+        )
         num_dropped = len(scored.group_B.unique()) - len(scored.group_B[kept].unique())
         self.run.stats.add("groups_dropped", num_dropped)
         return kept

@@ -27,7 +27,10 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     "actor.reward_norm.group_size": ("1", _GCONFIG),
     "actor.adv_norm.group_size": ("1", _GCONFIG),
     **{
-        f"{section}.dtype": ("bfloat16", "the same, of compute and exports; parameters and moments are float32")
+        f"{section}.dtype": (
+            "bfloat16",
+            "the same, of compute and exports; parameters and moments are float32",
+        )
         for section in ("actor", "model")
     },
     "actor.kl_ctl": ("0.1", "the same, but 0 without a section ref, where it can have no effect"),
