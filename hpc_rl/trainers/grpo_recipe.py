@@ -24,7 +24,15 @@ from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 from hpc_rl.stats.kept_samples import SampleWriter
-from hpc_rl.trainers.minibatches import Known, Minibatch, ScoredRows, rectangle, shares
+from hpc_rl.trainers.minibatches import (
+    Known,
+    Minibatch,
+    ScoredRows,
+    rectangle,
+    sent_advantages,
+    sent_or,
+    shares,
+)
 from hpc_rl.trainers.run import Run
 from hpc_rl.types import Batch, Trajectory, decode
 from hpc_rl.weights.publish import DiskTransport
@@ -408,17 +416,6 @@ class GRPO:
                 ", ".join(missing),
                 ", ".join(sorted({name for row in rows for name in row.stats})) or "none",
             )
-
-
-def sent_advantages(row: Trajectory, computed: np.ndarray) -> np.ndarray:
-    """Return the advantages that an environment sent with a row, float32 [L], or the computed ones."""
-    if row.zero_advantage:
-        return np.zeros_like(computed)
-    return sent_or(row.advantages, computed) * row.loss_mask
-
-
-def sent_or(sent: np.ndarray | None, computed: np.ndarray) -> np.ndarray:
-    return computed if sent is None else sent
 
 
 def num_updates(config: GRPOConfig, num_prompts: int) -> int:

@@ -76,6 +76,17 @@ def shares(
     return result
 
 
+def sent_advantages(row: Trajectory, computed: np.ndarray) -> np.ndarray:
+    """Return the advantages that an environment sent with a row, float32 [L], or the computed ones."""
+    if row.zero_advantage:
+        return np.zeros_like(computed)
+    return sent_or(row.advantages, computed) * row.loss_mask
+
+
+def sent_or(sent: np.ndarray | None, computed: np.ndarray) -> np.ndarray:
+    return computed if sent is None else sent
+
+
 def rectangle(rows: list[np.ndarray]) -> torch.Tensor:
     """Return ragged rows as one tensor [B, T], filled with 0 (false) on the right."""
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)
