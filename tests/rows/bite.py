@@ -19,14 +19,14 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "config"))
 
 import pytest
 import torch
-from disconnect import disconnect
+from disconnect import disconnect, disconnect_in_loader
 from test_parameters import CONFIGS, ENVIRONMENT, SECTIONS, Row, of
 
 import hpc_rl
@@ -37,6 +37,7 @@ from hpc_rl.config.tables import atlas
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 LIST = FOLDER / "not_noticed.txt"
+READ_BY_THE_LOADER = ("cluster.cluster_name", "train_dataset.type")
 TIMEOUT_S = 300
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:anyio", "-W", "ignore:Module already imported"]
 
@@ -47,6 +48,8 @@ def disconnect_row(row: Row) -> None:
         atlas.ALIASES[row.parameter] = atlas.Alias(idle=(atlas.ANY,), why="it is disconnected")
     elif row.system == "atropos":
         disconnect(ENVIRONMENT[row.section.rpartition(".")[2]], row.parameter)
+    elif row.option in READ_BY_THE_LOADER:
+        disconnect_in_loader(row.option)
     else:
         cls = CONFIGS[SECTIONS[row.section][0]]
         *sections, leaf = row.option.split(".")
@@ -56,8 +59,8 @@ def disconnect_row(row: Row) -> None:
         disconnect(cls, leaf, whole_family=issubclass(cls, TrainEngineConfig))
 
 
-def start(test: str, prepare: Callable[[], None], output: Path) -> int:
-    """Run one test in a child of this process, after `prepare`; return its pid. It exits as pytest does."""
+def start(tests: Sequence[str], prepare: Callable[[], None], output: Path) -> int:
+    """Run tests in a child of this process, after `prepare`; return its pid. It exits as pytest does."""
     pid = os.fork()
     if pid:
         return pid
@@ -67,22 +70,22 @@ def start(test: str, prepare: Callable[[], None], output: Path) -> int:
         os.dup2(file, 1)
         os.dup2(file, 2)
         prepare()
-        code = int(pytest.main([test, *PYTEST, f"--timeout={TIMEOUT_S}"]))
+        code = int(pytest.main([*tests, *PYTEST, f"--timeout={TIMEOUT_S}"]))
     finally:
         os._exit(code)
 
 
 def run_all(
-    work: Iterable[tuple[str, str, Callable[[], None]]], jobs: int, folder: Path
+    work: Iterable[tuple[str, Sequence[str], Callable[[], None]]], jobs: int, folder: Path
 ) -> Iterator[tuple[str, int, str]]:
-    """Yield (name, exit code of pytest, words of the failure) for each (name, test, what to do before)."""
+    """Yield (name, exit code of pytest, words of the failure) for each (name, tests, what to do before)."""
     running: dict[int, tuple[str, Path]] = {}
     waiting = list(work)[::-1]
     while waiting or running:
         while waiting and len(running) < jobs:
-            name, test, prepare = waiting.pop()
+            name, tests, prepare = waiting.pop()
             output = folder / f"{len(waiting)}.txt"
-            running[start(test, prepare, output)] = name, output
+            running[start(tests, prepare, output)] = name, output
         pid, status = os.wait()
         name, output = running.pop(pid)
         lines = output.read_text(errors="replace").splitlines()
@@ -125,12 +128,14 @@ def main() -> int:
         print(f"{name}: {words}", flush=True)
 
     with tempfile.TemporaryDirectory() as folder:
-        tests = dict.fromkeys(row.shown_by for row in rows)
-        whole = ((test, test, lambda: None) for test in tests)
-        for test, code, words in run_all(whole, args.jobs, Path(folder)):
+        files: dict[str, dict[str, None]] = {}
+        for row in rows:
+            files.setdefault(row.shown_by.partition("::")[0], {})[row.shown_by] = None
+        whole = ((file, list(tests), lambda: None) for file, tests in files.items())
+        for file, code, words in run_all(whole, args.jobs, Path(folder)):
             if code:
-                say(test, f"fails as it is (pytest exited with {code}) {words}")
-        work = ((str(row), row.shown_by, lambda row=row: disconnect_row(row)) for row in rows)
+                say(file, f"has a test that fails as it is (pytest exited with {code}) {words}")
+        work = ((str(row), [row.shown_by], lambda row=row: disconnect_row(row)) for row in rows)
         for name, code, words in run_all(work, args.jobs, Path(folder)):
             if code == 0:
                 silent.add(name)

@@ -10,13 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.loading import load
+
 TESTS = str(Path(__file__).resolve().parents[1]) + "/"
 SEES_VALUES = tuple(
     f"hpc_rl.config.{module}" for module in ("loading", "rules", "show", "tables.changes", "snapshot")
 )
 # The callers of these count.
 TRANSPARENT = ("dataclasses", "copy", __name__)
-TRANSPARENT_FUNCTIONS = ("value_of", "replaced", "__eq__", "__repr__", "__hash__")
+TRANSPARENT_FUNCTIONS = (
+    *("value_of", "replaced", "open_variables", "secret_variables"),
+    *("__eq__", "__repr__", "__hash__"),
+)
 UNSET = object()
 
 
@@ -26,17 +31,23 @@ class Disconnected:
     def __init__(self, owner: type, field: dataclasses.Field, only: type) -> None:
         self.name, self.field, self.only = field.name, field, only
         self.default = vars(owner).get(field.name, UNSET)
+        self.values: dict[
+            int, tuple[Any, Any]
+        ] = {}  # by id, with the instance, so that it stays the only one
 
     def __set__(self, instance: Any, value: Any) -> None:
-        vars(instance)[self.name] = value
+        self.values[id(instance)] = instance, value
+        # what reads vars()
+        vars(instance)[self.name] = without(self.field, value) if isinstance(instance, self.only) else value
 
     def __get__(self, instance: Any, owner: type) -> Any:
         if instance is None:
             if self.default is UNSET:
                 raise AttributeError(self.name)
             return self.default
-        value = vars(instance)[self.name]
-        return value if not isinstance(instance, self.only) or _sees_values() else without(self.field, value)
+        if id(instance) not in self.values:  # it is older than this, or a copy
+            self.__set__(instance, vars(instance)[self.name])
+        return self.values[id(instance)][1] if _sees_values() else vars(instance)[self.name]
 
 
 def _sees_values() -> bool:
@@ -82,3 +93,9 @@ def disconnect(cls: type, name: str, whole_family: bool = False) -> None:
     field = next(field for field in dataclasses.fields(cls) if field.name == name)
     owner = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", ()))
     setattr(owner, name, Disconnected(owner, field, owner if whole_family else cls))
+
+
+def disconnect_in_loader(option: str) -> None:
+    """Disconnect an option that only the loader reads, which then never sees it."""
+    merge = load.merge
+    load.merge = lambda sources: {name: item for name, item in merge(sources).items() if name != option}

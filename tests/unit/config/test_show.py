@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.config.json_schema import schema
 from hpc_rl.config.loading.fields import alternatives, hints, is_mapping, options, section_of
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.source import literal
-from hpc_rl.config.loading.stored import REDACTED, redact, to_dict
+from hpc_rl.config.loading.stored import REDACTED, is_secret, redact, to_dict
 from hpc_rl.config.reference import reference
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.consistency import members_in
@@ -107,32 +107,29 @@ TEXT = ANY | st.sampled_from(ODD)
 
 @pytest.mark.parametrize("trainer", CONFIGS)
 @settings(
-    max_examples=10,  # of 8 to 24 options each
+    max_examples=3,  # of every option each
+    phases=[Phase.generate],  # shrinking takes minutes
     deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    suppress_health_check=[
+        HealthCheck.function_scoped_fixture,
+        HealthCheck.too_slow,
+        HealthCheck.data_too_large,
+    ],
 )
 @given(data=st.data())
-def test_what_loads_survives_show(trainer, data, tmp_path):
-    known = {
-        name: hint
-        for name, hint in options(CONFIGS[trainer]).items()
-        if section_of(hint) is None and name != "trainer"
-    }
-    chosen = data.draw(st.lists(st.sampled_from(sorted(known)), min_size=8, max_size=24, unique=True))
-    tree = {name: data.draw(values(known[name]), label=name) for name in chosen}
-    if any(name.startswith("valid_dataset.") for name in tree):
-        tree.setdefault("valid_dataset.path", "/v")
-    if any(name.startswith("ref.") for name in tree) and "ref.path" in known:
-        tree.setdefault("ref.path", "/r")
+def test_every_option_at_a_random_value_survives_show(trainer, data, tmp_path):
+    tree = {"trainer": trainer}
+    for name, hint in options(CONFIGS[trainer]).items():
+        if section_of(hint) is None and name != "trainer":
+            tree[name] = (
+                "" if is_secret(name) and str in alternatives(hint) else data.draw(values(hint), label=name)
+            )
     (tmp_path / "a.yaml").write_text(
         "".join(f"{name}: {scalar(literal(value))}\n" for name, value in tree.items())
     )
-    required = [
-        word for word in [*BASE, MODEL[trainer], f"trainer={trainer}"] if word.partition("=")[0] not in tree
-    ]
-    loaded = load([tmp_path / "a.yaml"], required, profiles=[])
+    loaded = load([tmp_path / "a.yaml"], profiles=[])
     shown = show(loaded)
-    if any(item.value == REDACTED for item in shown.values()):
+    if any(REDACTED in str(item.value) for item in shown.values()):  # of an environment variable
         return
     (tmp_path / "b.yaml").write_text(as_yaml(shown))
     assert load([tmp_path / "b.yaml"], profiles=[]).config == loaded.config

@@ -1,0 +1,97 @@
+"""Options of every trainer that say where a trial is, and what its processes are given: by the plan of a whole one."""
+
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.plan.plan import make_plan
+from hpc_rl.plan.schema import Plan
+from hpc_rl.render.scripts import Stamp, render
+from hpc_rl.servers.base import ReplicaPlace
+from hpc_rl.servers.sglang import SGLangBackend
+from hpc_rl.submit.submission import trial_of
+
+TRAINERS = ("grpo", "sft", "rw")
+
+
+def checked(trainer: str, *overrides: str, **more):
+    section = "actor" if trainer == "grpo" else "model"
+    words = ["experiment_name=e", "trial_name=t", f"trainer={trainer}", f"{section}.path=/m"]
+    words += ["train_dataset.path=/d", "train_dataset.batch_size=64"]
+    return check(load([], [*words, *overrides], **{"profiles": [], **more}), files=False)
+
+
+def planned(trainer: str, *overrides: str) -> Plan:
+    loaded = checked(trainer, *overrides)
+    return make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+@pytest.mark.parametrize(
+    ("option", "place"),
+    [
+        ("experiment_name", "/r/USER/other/t"),
+        ("trial_name", "/r/USER/e/other"),
+        ("cluster.fileroot", "other/USER/e/t"),
+    ],
+    ids=lambda value: value if "/" not in value else "",
+)
+def test_a_trial_lies_where_its_names_say(trainer, option, place, monkeypatch):
+    monkeypatch.setattr("hpc_rl.submit.submission.account", lambda: "USER")
+    value = "/other" if "fileroot" in option else "other"
+    overrides = ["cluster.fileroot=/r", f"{option}={value}"]
+    assert str(trial_of(checked(trainer, *overrides).config).dir).endswith(place)
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_the_plan_has_the_machines_and_the_division_that_are_asked_for(trainer):
+    machines = ["cluster.n_nodes=2", "cluster.n_gpus_per_node=4"]
+    made = planned(trainer, *machines)
+    assert (made.n_nodes, made.n_gpus_per_node) == (2, 4)
+    assert made.allocation == ("sglang:d4+fsdp:d4" if trainer == "grpo" else "fsdp:d8")
+    other = "sglang:d2+fsdp:d6" if trainer == "grpo" else "fsdp:d4t2"
+    assert planned(trainer, *machines, f"allocation_mode={other}").allocation == other
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_process_is_given_what_the_launcher_says(trainer):
+    """And the job's script asks for it."""
+    asked = {"trainer_cpus_per_gpu": 3, "trainer_mem_per_gpu": 700, "trainer_env_vars": "A=1"}
+    if trainer == "grpo":
+        asked |= {"inference_server_cpus_per_gpu": 5, "inference_server_mem_per_gpu": 900}
+    overrides = [f"launcher.{name}={value}" for name, value in asked.items()]
+    loaded = checked(trainer, *overrides, "launcher.slurm.partition=night", "cluster.n_gpus_per_node=2")
+    plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
+    given = {unit.role: (unit.cpus_per_task, unit.mem_mb_per_task) for unit in plan.units}
+    assert given["trainer"] == (3, 700)
+    assert next(unit.env["A"] for unit in plan.units if unit.role == "trainer") == "1"
+    assert trainer != "grpo" or given["server"] == (5, 900)
+    stamp = Stamp(
+        version="1",
+        config_sha256="0",
+        command=["x"],
+        tag="t",
+        wheel="w",
+        workdir=Path("/w"),
+        start_mode="auto",
+    )
+    script = render(loaded.config, plan, trial_of(loaded.config), stamp, "slurm", [])["trial.sbatch"]
+    assert "\n#SBATCH --partition=night\n" in script
+
+
+def test_a_server_is_started_as_the_configuration_says():
+    loaded = checked("grpo", "sglang.mem_fraction_static=0.5", "launcher.inference_server_env_vars=X=1")
+    backend = SGLangBackend.create(loaded.config, ReplicaPlace(0, "cuda", 1, Path("log"), Path("key")))
+    assert backend.settings["mem_fraction_static"] == 0.5
+    assert backend.process.env["X"] == "1"
+    units = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm").units
+    assert next(unit.env["X"] for unit in units if unit.role == "server") == "1"
+
+
+@pytest.mark.parametrize("trainer", TRAINERS)
+def test_a_profile_is_found_by_the_name_of_the_cluster(trainer, tmp_path):
+    (tmp_path / "big.yaml").write_text("cluster: {n_gpus_per_node: 2, n_nodes: 3}\n")
+    config = checked(trainer, "cluster.cluster_name=big", profiles=[tmp_path]).config
+    assert (config.cluster.n_nodes, config.cluster.n_gpus_per_node) == (3, 2)
