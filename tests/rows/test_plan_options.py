@@ -86,8 +86,8 @@ def test_a_server_is_started_as_the_configuration_says():
     backend = SGLangBackend.create(loaded.config, ReplicaPlace(0, "cuda", 1, Path("log"), Path("key")))
     assert backend.settings["mem_fraction_static"] == 0.5
     assert backend.process.env["X"] == "1"
-    units = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm").units
-    assert next(unit.env["X"] for unit in units if unit.role == "server") == "1"
+    embedded = planned("grpo", "cluster.n_gpus_per_node=0", "launcher.inference_server_env_vars=X=1").units
+    assert next(unit.env["X"] for unit in embedded if unit.role == "server") == "1"
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
