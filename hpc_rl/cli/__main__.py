@@ -29,6 +29,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "attach": ("attach", "the command that opens a shell where a role runs"),
     "cancel": ("cancel", "stop a trial for good, with its state saved"),
     "recover": ("recover", "continue a trial from its newest checkpoint"),
+    "fork": ("fork", "begin a new trial with a checkpoint of another one"),
     "checkpoint": (
         "checkpoint",
         "the checkpoints of a trial: list, verify, now; to and from Hugging Face format",

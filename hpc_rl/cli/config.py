@@ -3,6 +3,8 @@
 import json
 import os
 import sys
+from pathlib import Path
+from typing import Any
 
 from hpc_rl.cli.options import Action, CommandParser, Namespace, print_result
 from hpc_rl.config.json_schema import schema
@@ -13,6 +15,9 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.show import ResolvedValue, as_yaml, derived_values, diff, show
 from hpc_rl.plan.plan import make_plan
+from hpc_rl.submit import trial_index
+from hpc_rl.submit.user_code import code_differences
+from hpc_rl.trial import read_object
 
 # Commands whose options of a configuration are completed; the others take them too, but seldom.
 COMPLETED = (("submit",), ("render",), ("recover",), ("config", "show"))
@@ -58,17 +63,47 @@ def resolved(loaded: Loaded) -> dict[str, ResolvedValue]:
 
 def _diff_parser() -> CommandParser:
     made = CommandParser("the options in which two configurations differ", "Exit code 1 if there are any.")
-    made.add_argument("a", help="YAML file, or the config.json of a trial")
+    made.add_argument("a", help="YAML file, the config.json of a trial, or a trial, with its user code")
     made.add_argument("b", help="the same")
-    made.add_flag("--json", help="one object: dotted option -> {a, b}")
+    made.add_flag(
+        "--json", help="one object: dotted option -> {a, b}; `code` of an option: files that differ"
+    )
     return made
 
 
 def _diff(args: Namespace) -> int:
-    found = diff(*(resolved(check(load([path]), files=False)) for path in (args.a, args.b)))
+    sides = [_named(name) for name in (args.a, args.b)]
+    found = diff(*(resolved(check(load([path]), files=False)) for path, _ in sides))
     rows = {name: {"a": a and vars(a), "b": b and vars(b)} for name, (a, b) in found.items()}
-    print_result(args.json, rows, (f"{name}: {_side(a)} -> {_side(b)}" for name, (a, b) in found.items()))
-    return 1 if found else 0
+    lines = [f"{name}: {_side(a)} -> {_side(b)}" for name, (a, b) in found.items()]
+    known = [code for _, code in sides if code is not None]
+    if len(known) == 2:
+        code = code_differences(known[0], known[1])
+        rows |= {f"{name} code": {"a": a, "b": b} for name, (a, b) in code.items()}
+        lines += [f"{name} code: {_code(a)} -> {_code(b)}" for name, (a, b) in code.items()]
+    print_result(args.json, rows, lines)
+    return 1 if rows else 0
+
+
+def _named(name: str) -> tuple[Path, dict[str, Any] | None]:
+    """Return the file of a configuration; of a trial also its user code. Raises TrialNameError."""
+    path = Path(name).expanduser()
+    if path.is_file() or name.endswith((".yaml", ".yml", ".json")):
+        return path, None
+    trial = trial_index.resolve(name)
+    return trial.config_yaml, dict(read_object(trial.provenance_json).get("code") or {})
+
+
+def _code(side: dict[str, Any] | None) -> str:
+    if side is None:
+        return "none"
+    git = side.get("git") or {}
+    commit = (
+        f", commit {git['commit'][:12]}{' with changes' if git.get('dirty') else ''}"
+        if git.get("commit")
+        else ""
+    )
+    return f"{side.get('file')} (sha256 {str(side.get('sha256'))[:12]}{commit})"
 
 
 def _side(shown: ResolvedValue | None) -> str:

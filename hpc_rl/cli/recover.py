@@ -31,7 +31,7 @@ def parser() -> CommandParser:
     made = CommandParser("Resume a trial from a checkpoint, as a new job.", EPILOG)
     made.add_trial()
     checkpoint = "checkpoint (default: the newest)"
-    made.add_argument("--from", dest="from_step", type=_step, metavar="STEP", help=checkpoint)
+    made.add_argument("--from", dest="from_step", type=checkpoint_step, metavar="STEP", help=checkpoint)
     replay = "train on the batches after that checkpoint as they are, although another policy made them"
     made.add_flag("--replay", help=replay)
     made.add_flag("--explain", help="show what a start would do now, and why; do nothing")
@@ -60,7 +60,7 @@ def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> submit.Planned:
     return planned
 
 
-def _step(text: str | int) -> int:
+def checkpoint_step(text: str | int) -> int:
     """Return the step of `40` or `gen-00000040`; 0 is an imported checkpoint."""
     match = re.fullmatch(r"(?:gen-)?([0-9]+)", str(text))  # jsonargparse may convert what was converted
     if match is None:

@@ -113,6 +113,10 @@ def fruitless(status: TrialStatus) -> tuple[PastStart, ...]:
 
 def text(status: TrialStatus, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:
     lines = [headline(status), *time_lines(status), row("directory", str(status.trial.dir))]
+    if origin_of := read_object(status.trial.forked_from):
+        lines.append(
+            row("forked from", one_line(f"{origin_of.get('trial')}, checkpoint {origin_of.get('step')}"))
+        )
     if status.plan:
         lines.append(row("plan", plan_line(status.plan)))
     if status.jobs:

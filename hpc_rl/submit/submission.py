@@ -53,6 +53,7 @@ from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.first_start import FirstStart, Recovery, stale_leftovers
 from hpc_rl.submit.lock import TrialLock
+from hpc_rl.submit.user_code import user_code
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.supervise.server_array import submit_servers
 from hpc_rl.trial import Trial, account, read_object, write_json
@@ -254,6 +255,7 @@ def _prepare(
     config_yaml = yaml.safe_dump(explicit, sort_keys=False, allow_unicode=True)
     lock.write(trial.config_yaml, config_yaml, mode=0o600)
     about = provenance(_shown(command, loaded.config), stamp.workdir, hashes)
+    about["code"] = user_code(config, stamp.workdir, git_state)
     lock.write(trial.provenance_json, _json(about), mode=0o600)
     for path, data in files.items():
         lock.write(path, data, mode=0o600)
@@ -346,7 +348,7 @@ def provenance(command: list[str], workdir: Path, hashes: dict[str, str]) -> dic
 
 
 def git_state(checkout: Path) -> dict[str, Any] | None:
-    """Return the commit of the running checkout, and whether it has changes; None without a checkout."""
+    """Return the commit of a checkout, and whether it has changes; None for a folder that is none."""
     if not (checkout / ".git").exists():
         return None
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

@@ -28,6 +28,8 @@ SMALL = {
     "cli/quickstart.py": "a command of its own",
     "cli/remove.py": "a command of its own",
     "cli/render.py": "a command of its own",
+    "cli/fork.py": "a command of its own",
+    "submit/user_code.py": "imported by submit and by config diff",
     "config/environment_file.py": "imported by the role and by hpc-rl env",
     "config/loading/profiles.py": "imported by config, render and doctor",
     "config/loading/stored.py": "what roles read: no parser, no YAML",

@@ -24,6 +24,10 @@ _DATA = "the position in the data and the sealed batches depend on it"
 _GROUPS = "finished groups that are not in a batch yet were made with it"
 _NAME = "it identifies the trial"
 
+# What a checkpoint can only be loaded with, in a fork, too.
+OF_THE_STATE = (
+    "model.path", "model.init_from_scratch", "model.is_critic", "model.dtype", "model.optimizer.type",
+)  # fmt: skip
 UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `model` includes actor
     "experiment_name": _NAME,
     "trial_name": _NAME,
@@ -39,11 +43,7 @@ UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `mode
     "train_dataset.too_long": _DATA,
     "train_dataset.drop_last": _DATA,
     "rollout.batch_order": "the sealed batches follow the old order",
-    "model.path": _MODEL,
-    "model.init_from_scratch": _MODEL,
-    "model.is_critic": _MODEL,
-    "model.dtype": _MODEL,
-    "model.optimizer.type": _MODEL,
+    **dict.fromkeys(OF_THE_STATE, _MODEL),
     "ref.path": "the KL divergence would refer to another model",
 }
 SAFE = (  # options and whole sections, except what is in UNSAFE
@@ -154,17 +154,36 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
         lines.append(f"{change.name} can't change from {old} to {new} in trial {trial}: {change.reason}.")
         keep += f" {change.name}={old}" if change.old is not ABSENT else ""
     back = f"To resume {trial}, use{keep}" if keep else f"To resume {trial}, omit it"
-    raise ConfigError("\n".join([*lines, f"{back}; for the new values submit another trial_name."]))
+    raise ConfigError(
+        "\n".join([*lines, f"{back}; for the new values submit another trial_name, or `hpc-rl fork` it."])
+    )
+
+
+def refuse_other_model(found: Sequence[Change], trial: str) -> None:
+    """Raise ConfigError with a line for each change that a fork of a trial can't have: it loads its state."""
+    wrong = [one for one in found if _of_model(one.name) in ("trainer", *OF_THE_STATE)]
+    lines = [
+        f"{one.name} can't change from {_shown(one.name, one.old)} to {_shown(one.name, one.new)} "
+        f"in a fork of {trial}: {_MODEL}."
+        for one in wrong
+    ]
+    if lines:
+        raise ConfigError("\n".join(lines))
 
 
 def classify(name: str) -> tuple[bool, str]:
     """Return whether a change of an option is safe, and the reason or remark. Raises KeyError if unknown."""
-    for known in _ways(name.replace("actor", "model", 1) if name.partition(".")[0] == "actor" else name):
+    for known in _ways(_of_model(name)):
         if known in UNSAFE:
             return False, UNSAFE[known]
         if known in SAFE:
             return True, next((REMARKS[one] for one in _ways(name) if one in REMARKS), "")
     raise KeyError(name)
+
+
+def _of_model(name: str) -> str:
+    """Return the name in the table, where `model` includes actor."""
+    return name.replace("actor", "model", 1) if name.partition(".")[0] == "actor" else name
 
 
 def _generic(name: str) -> str:

@@ -83,7 +83,7 @@ def test_unsafe_changes_are_refused_with_the_reason_and_what_to_do():
         "the position in the data and the sealed batches depend on it.",
         "actor.path can't change from /m to /other in trial e/t: the checkpoints hold this model.",
         "To resume e/t, use train_dataset.batch_size=8 actor.path=/m; "
-        "for the new values submit another trial_name.",
+        "for the new values submit another trial_name, or `hpc-rl fork` it.",
     ]
 
 
