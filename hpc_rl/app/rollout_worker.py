@@ -51,22 +51,31 @@ def main() -> int:
 
 async def work(trial: Trial, config: GRPOConfig, data_token: str, keys: dict[str, str], out: int) -> None:
     """Serve the rollout role; `keys` are those of pools elsewhere."""
-    workflow = load_workflow(config)
     write = await pipes.pipe_writer(out)
     async with contextlib.AsyncExitStack() as stack:
-        own = await open_servers(stack, trial, config, trained_pool(config), data_token)
-        others: dict[str, ChatPool] = {}
-        for name, pool in config.pools.items():
-            if pool.url:
-                others[name] = await stack.enter_async_context(
-                    endpoint(config, name, pool, keys[name], write)
-                )
-            else:
-                others[name] = await open_servers(stack, trial, config, name, data_token)
-        reward = await open_reward(config, others)
-        worker = Worker(config, own, others, workflow, reward, write)
+        worker = await open_worker(stack, trial, config, data_token, keys, write)
         await worker.serve(await pipes.stdin_reader())
     os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
+
+
+async def open_worker(
+    stack: contextlib.AsyncExitStack,
+    trial: Trial,
+    config: GRPOConfig,
+    data_token: str,
+    keys: Mapping[str, str],
+    write: Callable[[bytes], None],
+) -> Worker:
+    """Return the worker that a configuration asks for, with its pools, which the stack closes."""
+    workflow = load_workflow(config)
+    own = await open_servers(stack, trial, config, trained_pool(config), data_token)
+    others: dict[str, ChatPool] = {}
+    for name, pool in config.pools.items():
+        if pool.url:
+            others[name] = await stack.enter_async_context(endpoint(config, name, pool, keys[name], write))
+        else:
+            others[name] = await open_servers(stack, trial, config, name, data_token)
+    return Worker(config, own, others, workflow, await open_reward(config, others), write)
 
 
 async def open_servers(

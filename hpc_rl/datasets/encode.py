@@ -103,16 +103,19 @@ class Prompts:
         self.shuffle = dataset is not None and dataset.shuffle
         self._kept = list(range(len(self.rows)))
         self._last_tokens = 0  # of a prompt, 0 for all
+        self._ids: list[np.ndarray] = []  # of all rows, where they are tokenized ahead
         if dataset is None:
             return
         # rows of the wrong kind are refused at the start, not when their turn comes
         encode_all(check_prompt, self.rows, 0, dataset.path)
         self.in_file_order(0)
+        if dataset.num_workers:
+            self._ids = encode_all(self._ids_of, self.rows, dataset.num_workers, dataset.path)
         if dataset.max_length is not None and dataset.too_long == "truncate_left":
             self._last_tokens = dataset.max_length
         elif dataset.max_length is not None:
-            lengths = encode_all(
-                lambda row: len(encode_prompt(tokenizer, row)), self.rows, dataset.num_workers, dataset.path
+            lengths = [len(ids) for ids in self._ids] or encode_all(
+                lambda row: len(self._ids_of(row)), self.rows, 0, dataset.path
             )
             self._kept = [i for i in self._kept if lengths[i] <= dataset.max_length]
             numbers = (len(self._kept), len(self.rows), dataset.max_length)
@@ -137,8 +140,11 @@ class Prompts:
         row = self._kept[position]
         columns = self.rows[row]
         with _named(self.path, row):
-            input_ids = encode_prompt(self.tokenizer, columns)[-self._last_tokens :]
-            return Prompt(epoch, row, columns, input_ids)
+            ids = self._ids[row] if self._ids else self._ids_of(columns)
+        return Prompt(epoch, row, columns, ids[-self._last_tokens :].tolist())
+
+    def _ids_of(self, row: dict[str, Any]) -> np.ndarray:
+        return np.array(encode_prompt(self.tokenizer, row), np.int32)
 
 
 @contextmanager

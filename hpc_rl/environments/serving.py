@@ -56,6 +56,9 @@ class Serving:
                 f"env.group_size is {self.config.group_size}, but a batch of this trainer has "
                 f"{self._registration.batch_size} sequences."
             )
+        if self.config.batch_size not in (-1, self._registration.batch_size):
+            form = "env.batch_size %d is not used: a batch of the trainer has %d sequences"
+            logger.warning(form, self.config.batch_size, self._registration.batch_size)
         logger.info("registered as %s, at step %d", self._registration.name, self._step)
         try:
             while not self._stopping.is_set() and not self.workers.idle:

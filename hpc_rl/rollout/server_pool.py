@@ -2,10 +2,11 @@
 
 import asyncio
 import contextlib
+import copy
 import logging
 import uuid
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -17,8 +18,6 @@ from hpc_rl.servers.router import Router
 from hpc_rl.types import Reply, Turn
 
 logger = logging.getLogger(__name__)
-
-UNAVAILABLE_ROUNDS = 4  # with 2, 4, 8, 16 s between them; then the prompt's own retries count
 
 
 class ChatPool(Protocol):
@@ -52,12 +51,22 @@ class ServerPool:
         trace: bool = False,
     ) -> None:
         self.name, self.tokenizer = name, tokenizer
-        self._router, self._gconfig, self._trace = router, gconfig, trace
-        self._sampling = sampling(gconfig, tokenizer.eos_token_ids)
+        self._router, self._context, self._trace = router, context, trace
         self._slots = asyncio.Semaphore(max_requests) if max_requests else contextlib.nullcontext()
-        self._limit, self._limited_by = gconfig.max_tokens, f"gconfig.max_tokens is {gconfig.max_tokens}"
-        if context is not None and context < self._limit:
-            self._limit, self._limited_by = context, f"the model's context is {context}"
+        self._sample_by(gconfig, "gconfig")
+
+    def _sample_by(self, gconfig: GenerationHyperparameters, section: str) -> None:
+        self._gconfig = gconfig
+        self._sampling = sampling(gconfig, self.tokenizer.eos_token_ids)
+        self._limit, self._limited_by = gconfig.max_tokens, f"{section}.max_tokens is {gconfig.max_tokens}"
+        if self._context is not None and self._context < self._limit:
+            self._limit, self._limited_by = self._context, f"the model's context is {self._context}"
+
+    def sampled_by(self, gconfig: GenerationHyperparameters, section: str) -> Self:
+        """Return the same pool with other sampling settings, those of a section of the configuration."""
+        other = copy.copy(self)
+        other._sample_by(gconfig, section)
+        return other
 
     def request(
         self,
@@ -104,7 +113,7 @@ class ServerPool:
         return [Reply(decode(one.output_ids), len(one.output_ids), one.finish_reason) for one in turns]
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Turn]:
-        """Return the turns of one prompt. Raises ServerUnavailable after a few rounds, RequestRefused."""
+        """Return the turns of one prompt. Raises Rejection where every try failed, RequestRefused."""
         if self._trace:
             for request in requests:
                 sizes = (len(request.input_ids), request.sampling["max_new_tokens"])
@@ -119,17 +128,13 @@ class ServerPool:
         return turns
 
     async def _until_made(self, requests: list[GenerateRequest]) -> list[Turn]:
-        rounds = 0
         while True:
             try:
                 return await self._router.generate_many(requests)
             except ServerUnavailable as error:
-                # each server that lives failed: may be the prompt's fault after all
-                rounds += 1
-                if rounds > UNAVAILABLE_ROUNDS:
-                    raise
-                logger.warning("pool %s: %s; trying again", self.name, error)
-                await asyncio.sleep(2.0**rounds)
+                # rollout.request_retries bounds all tries: the prompt is not issued again
+                problem = f"pool {self.name}: rollout.request_retries are used up: {error}"
+                raise Rejection(RejectReason.EXCEPTION, problem) from error
             except RoleFailed as error:
                 # no server lives or is new enough: not the prompt's fault
                 logger.warning("pool %s: %s; waiting", self.name, error)

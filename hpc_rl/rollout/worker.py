@@ -40,14 +40,12 @@ class Worker:
     ) -> None:
         self.config = config
         self.workflow = workflow
-        self._sampler = partial(
-            Sampler,
-            seed=config.seed,
-            n_samples=config.gconfig.n_samples,
-            pool=pool,
-            others=others,
-            reward=reward,
-        )
+        sampler = partial(Sampler, seed=config.seed, others=others, reward=reward)
+        self._sampler = partial(sampler, n_samples=config.gconfig.n_samples, pool=pool)
+        self._held_out_sampler = partial(sampler, n_samples=1, pool=pool)
+        if (own := config.eval_gconfig) is not None:
+            sampled = pool.sampled_by(own, "eval_gconfig")
+            self._held_out_sampler = partial(sampler, n_samples=own.n_samples, pool=sampled)
         self._write = write
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._noting: dict[tuple[int, str], asyncio.Future[bytes]] = {}  # by ticket and key
@@ -121,7 +119,8 @@ class Worker:
 
     async def _run(self, prompt: RunPrompt) -> TrajectoryGroup | None:
         """Return the group of a prompt, checked and scored, or None where the workflow makes none."""
-        sampler = self._sampler(prompt, note=partial(self._note, prompt))
+        made_for = self._held_out_sampler if prompt["evaluate"] else self._sampler
+        sampler = made_for(prompt, note=partial(self._note, prompt))
         group = await self.workflow({**prompt["columns"], "input_ids": prompt["input_ids"]}, sampler)
         if group is None:
             return None

@@ -48,7 +48,7 @@ class Sampler:
         note: Note,
     ) -> None:
         self.index = prompt["index"]
-        self.n_samples = 1 if prompt["evaluate"] else n_samples
+        self.n_samples = n_samples
         self.tokenizer = pool.tokenizer
         self._pool, self._others, self._reward = pool, others, reward
         self._min_version = prompt["version"]

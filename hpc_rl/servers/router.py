@@ -24,6 +24,7 @@ from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_sessio
 from hpc_rl.types import Turn, WeightVersion
 
 logger = logging.getLogger(__name__)
+MAX_PAUSE_S = 30.0
 
 
 def is_older(version: str, minimum: str) -> bool:
@@ -58,7 +59,7 @@ class Router:
     pool: str = DEFAULT_POOL
     setup_timeout_s: float = 600.0  # to wait for a server when there is none
     request_timeout_s: float = 3600.0  # of one generation
-    request_retries: int = 3
+    request_retries: int = 3  # after failures of servers; one that waits for new weights has not failed
     policy: Literal["least_loaded", "round_robin"] = "least_loaded"  # by the requests of this router
     poll_s: float = 0.5  # between reads of the leases
     _servers: dict[str, Server] = field(default_factory=dict)
@@ -102,6 +103,8 @@ class Router:
                 failures += 1
                 if failures > self.request_retries:
                     raise
+                # the second time another server may do it; then all may be in trouble for a while
+                await asyncio.sleep(min(MAX_PAUSE_S, 4.0 ** (failures - 1)) if failures > 1 else 0)
             finally:
                 server.running -= len(requests)
 

@@ -107,7 +107,8 @@ COMPOSE: dict[str, Callable[[TrainerContext, ExitStack], Composed]] = {
 
 def _prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
     """Return the number of prompts in an epoch and the fingerprint of the rows."""
-    dataset = config.train_dataset if has_own_prompts(config) else None
+    # those of the rollout role are tokenized there
+    dataset = replace(config.train_dataset, num_workers=0) if has_own_prompts(config) else None
     prompts = Prompts(dataset, Tokenizer(tokenizer_folder(config)), config.seed)
     return len(prompts), prompts.rows.fingerprint
 

@@ -5,6 +5,7 @@ A rule yields refusals. An option that the user set is never changed, only refus
 
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import fields, replace
 from typing import Any
 
 from hpc_rl.allocation import SERVER_BACKENDS
@@ -106,6 +107,10 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
         if reason:
             old, new = ("null" if one is None else one for one in (old, value))
             notes.append(f"{name} is {new} instead of the default {old}: {reason}.")
+    if isinstance(config, GRPOConfig) and (held_out := config.eval_gconfig) is not None:
+        of_eval = (field.name for field in fields(held_out) if f"eval_gconfig.{field.name}" in explicit)
+        own = {"n_samples": 1} | {name: getattr(held_out, name) for name in of_eval}
+        config = replace(config, eval_gconfig=replace(config.gconfig, **own))
     recover = config.recover
     if recover.mode != "disabled" and not consistency.has_period(recover):
         config = replaced(config, ["recover", "freq_secs"], DEFAULT_RECOVER_SECS)

@@ -8,9 +8,10 @@ from typing import Any
 from hpc_rl.allocation import SERVER_BACKENDS
 from hpc_rl.config.devices import data_ranks
 from hpc_rl.config.loading.fields import did_you_mean
-from hpc_rl.config.rules.consistency import context_option, given, is_default, server_backend
+from hpc_rl.config.rules.consistency import context_option, given, server_backend
 from hpc_rl.config.rules.training_rules import models
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
+from hpc_rl.config.sections.inference import GenerationHyperparameters
 
 BUILT_IN = {
     "workflow": ["single_turn", "multi_turn", "teacher"],
@@ -87,23 +88,35 @@ def groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield f"actor.ppo_n_minibatches {parts} must divide {product}; the nearest that does is {nearest}."
 
 
+def samplings(config: GRPOConfig) -> dict[str, GenerationHyperparameters]:
+    """Return the sections that sample the model that is trained."""
+    held_out = {"eval_gconfig": config.eval_gconfig} if config.eval_gconfig else {}
+    return {"gconfig": config.gconfig, **held_out}
+
+
 def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    g = config.gconfig
-    if g.greedy or g.temperature == 0:
-        option = "gconfig.greedy true" if g.greedy else "gconfig.temperature 0"
-        equal = f"all {g.n_samples} samples of a prompt would be equal, so nothing is learned"
-        yield f"{option}: {equal}; use a temperature above 0."
-    if g.min_new_tokens > g.max_new_tokens:
-        most = f"gconfig.max_new_tokens {g.max_new_tokens}"
-        yield f"gconfig.min_new_tokens {g.min_new_tokens} must not exceed {most}."
+    for section, g in samplings(config).items():
+        if g.n_samples > 1 and (g.greedy or g.temperature == 0):
+            option = f"{section}.greedy true" if g.greedy else f"{section}.temperature 0"
+            equal = f"all {g.n_samples} samples of a prompt would be equal"
+            instead = f"a temperature above 0, or {section}.n_samples 1"
+            if section == "gconfig":
+                equal += ", so nothing is learned"
+                instead += ", or eval_gconfig for evaluations alone"
+            yield f"{option}: {equal}; use {instead}."
+        if g.min_new_tokens > g.max_new_tokens:
+            most = f"{section}.max_new_tokens {g.max_new_tokens}"
+            yield f"{section}.min_new_tokens {g.min_new_tokens} must not exceed {most}."
 
 
 def lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    for section, g in samplings(config).items():
+        for name in (f"{section}.max_tokens", context_option(config)):
+            limit = value_of(config, name)
+            if limit and limit <= g.max_new_tokens:
+                yield f"{name} {limit} can't hold {section}.max_new_tokens {g.max_new_tokens} and a prompt."
+    # what an evaluation makes comes into no micro-batch
     new = config.gconfig.max_new_tokens
-    for name in ("gconfig.max_tokens", context_option(config)):
-        limit = value_of(config, name)
-        if limit and limit <= new:
-            yield f"{name} {limit} can't hold gconfig.max_new_tokens {new} and a prompt."
     for section, engine in models(config):
         limit, together = engine.mb_spec.max_tokens_per_mb, engine.mb_spec.granularity
         if limit and limit // together <= new:
@@ -131,10 +144,12 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     used = server_backend(config)
+    neutral = GenerationHyperparameters()
     for name, instead in SERVER_BACKENDS[used].lacks.items() if used else ():
-        value = getattr(config.gconfig, name)
-        if value and not is_default(config, f"gconfig.{name}"):
-            yield f"gconfig.{name} {value} can't be used with {used} servers; {instead}."
+        for section, g in samplings(config).items():
+            value = getattr(g, name)
+            if value and value != getattr(neutral, name):
+                yield f"{section}.{name} {value} can't be used with {used} servers; {instead}."
 
 
 RULES = [batch_of_ranks, too_long, no_servers]

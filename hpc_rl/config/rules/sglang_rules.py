@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
+from hpc_rl.config.rules.generation_rules import samplings
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.tables.flags import refusals
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS, RESERVED
@@ -24,9 +25,10 @@ def options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         if value := getattr(sglang, name):
             lacking = f"can't be used: SGLang {sglang.version} has no such option; {why}"
             yield f"sglang.{name} {str(value).lower()} {lacking}."
-    if config.gconfig.stop and sglang.skip_tokenizer_init:
-        use = "set sglang.skip_tokenizer_init to false, or use gconfig.stop_token_ids"
-        yield f"gconfig.stop needs the server's tokenizer: {use}."
+    for section, g in samplings(config).items():
+        if g.stop and sglang.skip_tokenizer_init:
+            use = f"set sglang.skip_tokenizer_init to false, or use {section}.stop_token_ids"
+            yield f"{section}.stop needs the server's tokenizer: {use}."
 
 
 def extra_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:

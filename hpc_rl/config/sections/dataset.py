@@ -32,7 +32,8 @@ class DatasetConfig:
     pin_memory: bool = False
     """Use page-locked memory for transfers to the GPU."""
     num_workers: NonNegativeInt = 0
-    """Threads that tokenize the rows when the dataset is read; 0 means the main thread only."""
+    """Threads that tokenize all rows when the dataset is read; 0 means none: rows of type rl are tokenized as
+    they are needed, others by the main thread."""
     drop_last: bool = True
     """Drop the last batch of the trial if the rows don't fill it; false fills it with rows of another pass.
     """

@@ -85,6 +85,9 @@ class GRPOConfig(BaseExperimentConfig):
     """Generate while training; false alternates the two: each batch is made by the newest weights."""
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     """Sampling of completions."""
+    eval_gconfig: GenerationHyperparameters | None = None
+    """Sampling in evaluations, which make one completion of a held-out prompt, or n_samples and the mean of
+    their rewards. What is not given here is as in `gconfig`. hpc-rl extension."""
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """The rollout role."""
     actor: PPOActorConfig

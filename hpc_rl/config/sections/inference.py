@@ -86,8 +86,8 @@ class InferenceEngineConfig:
     trial_name: str | None = None
     """The root's `trial_name`; null follows it."""
     queue_size: PositiveInt | None = None
-    """Largest number of prompts in flight plus finished groups not yet in a batch; null leaves it to the
-    staleness bound."""
+    """Largest number of prompts in flight plus finished groups not yet in a batch, at least a batch. null
+    leaves it to the staleness bound."""
     consumer_batch_size: PositiveInt | None = None
     """Must equal `train_dataset.batch_size`; null follows it."""
     enable_rollout_tracing: bool = False
@@ -125,11 +125,13 @@ class InferenceEngineConfig:
     request_timeout: PositiveFloat = 3600.0
     """Time limit of one generation request in seconds, weight updates included."""
     request_retries: NonNegativeInt = 3
-    """Times that a failed request is sent again, to another server."""
+    """Times that a request which a server failed is sent again, to another server if there is one; then its
+    prompt is rejected."""
     keep_samples: NonNegativeInt = 1
     """Groups of each step whose completions are kept, for `hpc-rl samples`. hpc-rl extension."""
     prompt_retries: NonNegativeInt = 2
-    """Times that a prompt is issued again after an exception before it is rejected. hpc-rl extension."""
+    """Times that a prompt is issued again after an exception of the workflow before it is rejected. hpc-rl
+    extension."""
 
 
 # The choices of version 0.5.23. For the backend of a plug-in: null here, and its flag in extra_args.

@@ -11,8 +11,21 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     "cluster.fileroot": ("~/.cache/areal", "a directory on a file system that all nodes share"),
     "cluster.n_nodes": ("32", "1: a trial without this option must not request 32 nodes"),
     "rollout.consumer_batch_size": ("1", "null follows train_dataset.batch_size: there is one batch size"),
+    "rollout.max_concurrent_rollouts": (
+        "null: consumer_batch_size",
+        "null means twice the batch size: the next batch is begun while the last prompts of this one run",
+    ),
+    "rollout.queue_size": (
+        "null",
+        "the same, but what runs counts, too, and a full queue holds generation back; in AReaL it fails",
+    ),
     "rollout.schedule_policy": ("round_robin", "least_loaded: long completions don't pile up on one server"),
     "rollout.setup_timeout": ("120.0", "600: servers load weights from a shared disk and compile first"),
+    "train_dataset.num_workers": ("0", "the same, but threads that tokenize: the rows are in memory"),
+    "train_dataset.drop_last": (
+        "true",
+        "the same, but of the trial, not of each pass: a batch may span two passes, so every row is used",
+    ),
     "train_dataset.type": ("???", "follows the trainer: rl for grpo, sft for sft, rw for rw"),
     "launcher.slurm.srun_additional_args": (
         "--mpi=pmi2 -K --chdir $PWD",

@@ -50,8 +50,8 @@ SAFE = (  # options and whole sections, except what is in UNSAFE
     "allocation_mode", "total_train_epochs", "total_train_steps", "total_train_n_seqs", "async_training",
     "cluster", "launcher", "scheduler", "sglang", "vllm", "embedded", "saver", "evaluator", "recover",
     "stats_logger", "train_dataset.sequences_per_rank", "train_dataset.pin_memory",
-    "train_dataset.num_workers", "valid_dataset", "gconfig", "rollout", "model", "ref", "environments",
-    "pools", "teacher",
+    "train_dataset.num_workers", "valid_dataset", "gconfig", "eval_gconfig", "rollout", "model", "ref",
+    "environments", "pools", "teacher",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except those in REPLAYS: earlier batches and
 # groups are set aside. With --replay the changes in NOT_WITH_REPLAY are refused.
@@ -81,6 +81,7 @@ MEASURES = (
     "valid_dataset.path",
     "valid_dataset.max_length",
     "valid_dataset.too_long",
+    "eval_gconfig",
     "rollout.reward_fn",
     "rollout.judge",
     "rollout.workflow",
@@ -89,6 +90,7 @@ MEASURES = (
 )
 REMARKS = {  # what a safe change does not do
     "actor.ppo_n_minibatches": "the learning-rate schedule continues at the same share of the training",
+    "eval_gconfig": "held-out rewards before and after are not comparable",
     "valid_dataset": "held-out rewards before and after are not comparable",
 }
 

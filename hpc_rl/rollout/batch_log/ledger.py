@@ -62,7 +62,7 @@ class RejectReason(enum.StrEnum):
     REFUSED = "refused"  # every server refused the input
     WORKFLOW_NONE = "workflow_none"
     BAD_GROUP = "bad_group"
-    EXCEPTION = "exception"  # of the workflow, again and again
+    EXCEPTION = "exception"  # of the workflow or of a request, as often as the configuration allows
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_EXCEPTION = "reward_exception"
 

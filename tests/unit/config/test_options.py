@@ -1,6 +1,5 @@
 """Options whose effect no other test shows, and the rules of consistency.py."""
 
-import numpy as np
 import pytest
 
 from hpc_rl.config.loading.load import SBATCH_DEFAULTS, load
@@ -107,32 +106,6 @@ def test_srun_options_reach_the_units():
     )
     units = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm").units
     assert {tuple(unit.srun_args) for unit in units} == {("--mpi=pmix", "--comment=a b")}
-
-
-def test_time_limits_of_requests_reach_the_client():
-    """The executor worker hands the numbers of `rollout` to the router, which gives them to its clients."""
-    from hpc_rl.name_resolve.shared_fs import NameResolve
-    from hpc_rl.servers.router import Router
-
-    rollout = load([], [*BASE, "rollout.request_timeout=12", "rollout.request_retries=5"]).config.rollout
-    limits = rollout.setup_timeout, rollout.request_timeout, rollout.request_retries
-    router = Router(NameResolve("unused"), "t", "rollout", *limits)
-    assert (router.request_timeout_s, router.request_retries) == (12.0, 5)
-
-
-def test_pinned_memory_is_where_tensors_come_from(monkeypatch):
-    import torch
-
-    from hpc_rl.engines.base import Sequences
-    from hpc_rl.engines.micro_batches import inputs_of
-
-    pinned = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: pinned.append(self) or self)
-    rows = Sequences([np.array([1, 2, 3], np.int32)], {})
-    inputs_of(rows, [0], "padded", torch.device("cpu"))
-    assert not pinned
-    inputs_of(rows, [0], "padded", torch.device("cpu"), pin_memory=True)
-    assert len(pinned) == 4
 
 
 @pytest.mark.parametrize(

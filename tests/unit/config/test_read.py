@@ -47,6 +47,7 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "reward_norm": {"norm"},
     "adv_norm": {"norm"},
     "gconfig": {"_gconfig"},
+    "eval_gconfig": {"_gconfig", "gconfig", "own"},
     "embedded": {"config"},
     "environments": {"section"},
     "sglang": {"own"},

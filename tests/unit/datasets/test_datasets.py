@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -294,26 +295,32 @@ def test_no_torch_in_datasets_and_rollout():
     )
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
-def test_threads_that_tokenize_change_nothing_but_the_time(model, tmp_path, num_workers):
-    path = tmp_path / "rows.jsonl"
-    path.write_text(
-        "".join(json.dumps({"prompt": "x" * (i % 7), "completion": "y"}) + "\n" for i in range(200))
-    )
-    tokenizer = Tokenizer(model)
-    plain, threaded = (DatasetConfig(path=str(path), max_length=5, num_workers=n) for n in (0, num_workers))
-    assert Prompts(plain, tokenizer, 1)._kept == Prompts(threaded, tokenizer, 1)._kept
-    ids = [[row[0].tolist() for row in load_sequences(one, tokenizer)] for one in (plain, threaded)]
-    assert ids[0] == ids[1]
-    path.write_text(
-        "".join(
-            json.dumps({"prompt": "x", "chosen": "y" * (i % 5), "rejected": "z"}) + "\n" for i in range(200)
-        )
-    )
-    pairs = [
-        [[ids.tolist() for ids in pair] for pair in load_pairs(one, tokenizer)] for one in (plain, threaded)
+@pytest.mark.parametrize("limit", [{}, {"max_length": 5}])
+def test_threads_that_tokenize_change_nothing_but_the_time(model, tmp_path, monkeypatch, limit):
+    rows = [
+        {"prompt": "x" * (i % 7), "completion": "y", "chosen": "y" * (i % 3), "rejected": "z"}
+        for i in range(99)
     ]
-    assert pairs[0] == pairs[1] and len(pairs[0]) < 200
+    path = write(tmp_path / "rows.jsonl", rows)
+    tokenizer, encode, threads = Tokenizer(model), Tokenizer.encode, set()
+
+    def noting(self, *args, **options):
+        threads.add(threading.current_thread().name.partition("_")[0])
+        return encode(self, *args, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", noting)
+
+    def read(num_workers):
+        dataset = DatasetConfig(path=str(path), num_workers=num_workers, **limit)
+        prompts = Prompts(dataset, tokenizer, 1)
+        yield [prompts.at(index) for index in range(len(prompts))]
+        for load in (load_sequences, load_pairs):
+            yield [[array.tolist() for array in row] for row in load(dataset, tokenizer)]
+
+    for plain, threaded in zip(read(0), read(3), strict=True):
+        assert plain == threaded and threads == {"MainThread", "tokenize"}
+        threads.clear()
+        assert (len(plain) < 99) == bool(limit)
 
 
 def test_encoded_rows_are_the_same_after_a_file(tmp_path):

@@ -1,78 +1,204 @@
 """Options of `rollout` and `gconfig`: each does what it says."""
 
+import asyncio
+import contextlib
+import logging
+
 import numpy as np
 import pytest
+import tokenizers
 
 from hpc_rl.app.rollout import rules
+from hpc_rl.app.rollout_worker import open_worker
 from hpc_rl.config.loading.load import load
-from hpc_rl.config.sections.inference import GenerationHyperparameters
+from hpc_rl.config.rules.check import check
+from hpc_rl.name_resolve import open_names
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace
 from hpc_rl.rollout.rewards import Rejection
-from hpc_rl.rollout.sequencer import Rules, Sequencer
-from hpc_rl.rollout.server_pool import sampling
+from hpc_rl.rollout.sequencer import Sequencer
 from hpc_rl.rollout.workflow import check_group
-from hpc_rl.types import Trajectory, TrajectoryGroup
+from hpc_rl.trial import Trial
+from hpc_rl.types import Trajectory, TrajectoryGroup, decode
+from tests.unit.servers.test_router import announce, answer_of, servers
+
+WORDS = [
+    "experiment_name=e", "trial_name=t", "train_dataset.path=/d", "valid_dataset.path=/v",
+    "train_dataset.batch_size=4", "actor.ppo_n_minibatches=1", "allocation_mode=sglang:d2+fsdp:d2",
+    "cluster.n_gpus_per_node=4",
+]  # fmt: skip
 
 
-def test_sampling_says_what_is_not_neutral():
-    assert sampling(GenerationHyperparameters(), [2]) == {
-        "temperature": 1.0,
-        "top_p": 1.0,
-        "top_k": -1,
-        "stop_token_ids": [2],
-    }
-    unusual = GenerationHyperparameters(
-        stop=["\n\n"],
-        frequency_penalty=0.5,
-        min_p=0.1,
-        repetition_penalty=1.2,
-        top_p=0.9,
-        top_k=50,
-        stop_token_ids=[7],
+def configured(*overrides, model="/m"):
+    return check(load([], [*WORDS, f"actor.path={model}", *overrides]), files=False).config
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    words = {"<pad>": 0, "<eos>": 1, **{str(number): number for number in range(2, 20)}}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>")).save(
+        f"{folder}/tokenizer.json"
     )
-    assert sampling(unusual, [2]) == {
-        "temperature": 1.0,
-        "top_p": 0.9,
-        "top_k": 50,
-        "stop_token_ids": [7, 2],
-        "stop": ["\n\n"],
-        "frequency_penalty": 0.5,
-        "min_p": 0.1,
-        "repetition_penalty": 1.2,
-    }
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    return folder
 
 
-def test_rules_come_from_the_configuration():
-    words = [
-        "experiment_name=e",
-        "trial_name=t",
-        "train_dataset.path=/d",
-        "actor.path=/m",
-        "train_dataset.batch_size=4",
-    ]
-    more = ["rollout.queue_size=9", "rollout.max_head_offpolicyness=3", "rollout.max_concurrent_rollouts=5"]
-    made = rules(load([], words + more).config)
-    assert (made.queue_size, made.eta, made.max_concurrent, made.batch_size) == (9, 3, 5, 4)
-    assert rules(load([], words).config).max_concurrent == 8
-    assert rules(load([], [*words, "async_training=false"]).config).eta == 0
+@pytest.fixture
+def opened(tmp_path, model):
+    """`async with opened("rollout.x=1") as (ask, fakes)`: the worker of a configuration, and its servers.
+
+    `await ask()` gives it a prompt of two tokens and returns its outcome.
+    """
+    trial = Trial(tmp_path / "user" / "e" / "t")
+    trial.make_dirs()
+
+    @contextlib.asynccontextmanager
+    async def opening(*overrides, announced=1):
+        config, sent = configured(*overrides, model=model), []
+        async with servers(2) as fakes, contextlib.AsyncExitStack() as stack:
+            for index, fake in enumerate(fakes[:announced]):
+                announce(open_names(trial, config), index, fake)
+            worker = await open_worker(stack, trial, config, "data", {}, sent.append)
+
+            async def ask(evaluate=False):
+                prompt = {"columns": {"prompt": "x", "answer": "12"}, "input_ids": [5, 6], "version": "0.0"}
+                place = {"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, "notes": {}}
+                async with asyncio.timeout(5):
+                    await worker.answer({**prompt, **place, "evaluate": evaluate})
+                return decode(sent[-1][4:])
+
+            yield ask, fakes
+
+    return opening
+
+
+def asked(fakes):
+    return [body for fake in fakes for body in fake.bodies]
+
+
+@pytest.mark.parametrize(
+    ("override", "name", "value"),
+    [
+        ("greedy=true", "temperature", 0.0),
+        ("temperature=0.7", "temperature", 0.7),
+        ("top_p=0.9", "top_p", 0.9),
+        ("top_k=50", "top_k", 50),
+        ("min_p=0.1", "min_p", 0.1),
+        ("repetition_penalty=1.2", "repetition_penalty", 1.2),
+        ("frequency_penalty=0.5", "frequency_penalty", 0.5),
+        ("stop=[x]", "stop", ["x"]),
+        ("stop_token_ids=[7]", "stop_token_ids", [7, 1]),
+        ("max_new_tokens=5", "max_new_tokens", 5),
+        ("max_tokens=12", "max_new_tokens", 10),
+        ("min_new_tokens=3", "min_new_tokens", 3),
+    ],
+)
+async def test_a_request_says_how_to_sample(opened, override, name, value):
+    most = [] if override.startswith("max_new") else ["gconfig.max_new_tokens=11"]
+    async with opened(*most, f"gconfig.{override}") as (ask, fakes):
+        assert (await ask())["op"] == "group"
+    (body,) = asked(fakes)
+    assert body["sampling_params"][name] == value
+    async with opened(*most, f"eval_gconfig.{override}") as (ask, fakes):
+        await ask()
+        await ask(evaluate=True)
+    trained, held_out = (body["sampling_params"] for body in asked(fakes))
+    assert held_out.pop(name) == value != trained.pop(name, None)
+    assert held_out | {"sampling_seed": 0} == trained | {"sampling_seed": 0}
+
+
+async def test_a_prompt_has_as_many_samples_as_are_configured(opened):
+    async with opened("gconfig.n_samples=3", "eval_gconfig.n_samples=2") as (ask, fakes):
+        for fake in fakes:
+            fake.reply = lambda body: [answer_of([1, 2], "0.1") for _ in body["input_ids"]]
+        outcome = await ask()
+        assert len(decode(outcome["group"]).trajectories) == 3
+        assert (await ask(evaluate=True))["num_tokens"] == 4
+    assert [len(body["input_ids"]) for body in asked(fakes)] == [3, 2]
+
+
+@pytest.mark.parametrize("logged", [True, False])
+async def test_tracing_logs_requests(opened, logged, caplog):
+    caplog.set_level(logging.INFO)
+    async with opened(f"rollout.enable_rollout_tracing={logged}".lower()) as (ask, _):
+        await ask()
+    assert ("2 tokens in, at most" in caplog.text) == logged
+
+
+@pytest.mark.parametrize("checked", [True, False])
+async def test_the_format_of_trajectories_is_checked_on_demand(opened, checked):
+    async with opened(f"rollout.check_trajectory_format={checked}".lower()) as (ask, fakes):
+        for fake in fakes:
+            fake.reply = lambda body: answer_of([1, 2], "0.1", logprob=0.5)
+        assert (await ask()).get("reason") == ("bad_group" if checked else None)
+
+
+async def test_servers_take_turns_on_demand(opened):
+    async with opened("rollout.schedule_policy=round_robin", announced=2) as (ask, fakes):
+        for number in range(12):  # by chance once in 4096
+            await ask()
+            await ask()
+            assert [len(fake.bodies) for fake in fakes] == [number + 1] * 2
+
+
+async def test_a_request_is_sent_again_as_often_as_is_configured(opened):
+    async with opened("rollout.request_retries=0") as (ask, fakes):
+        for fake in fakes:
+            fake.reply = lambda body: 500
+        outcome = await ask()
+    # not `failed`, after which the prompt would be issued again
+    assert (outcome["op"], outcome["reason"], len(asked(fakes))) == ("rejected", "exception", 1)
+    assert "request_retries are used up" in outcome["error"]
+
+
+async def test_a_request_ends_at_its_time_limit(opened):
+    async with opened("rollout.request_timeout=0.1", "rollout.request_retries=0") as (ask, fakes):
+        for fake in fakes:
+            fake.gate.clear()
+        assert "no generation within 0 s" in (await ask())["error"]
+        for fake in fakes:
+            fake.gate.set()
+
+
+async def test_a_server_is_awaited_for_the_setup_time(opened, caplog):
+    async with opened("rollout.setup_timeout=0.1", announced=0) as (ask, _):
+        waiting = asyncio.create_task(ask())
+        while "no server within 0 s" not in caplog.text:
+            assert not waiting.done(), "it waits longer than setup_timeout"
+            await asyncio.sleep(0.05)
+        waiting.cancel()
+
+
+def sequencer(*overrides):
+    made = Sequencer(rules(configured(*overrides)))
+    made.observe(0, 0)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("overrides", "num_issued"),
+    [
+        (["async_training=false"], 4),
+        (["rollout.max_head_offpolicyness=0"], 4),
+        (["rollout.max_head_offpolicyness=1"], 8),
+        (["rollout.max_head_offpolicyness=9"], 8),  # twice the batch size
+        (["rollout.max_head_offpolicyness=9", "rollout.max_concurrent_rollouts=13"], 13),
+        (["rollout.max_head_offpolicyness=2", "rollout.max_concurrent_rollouts=99"], 12),
+        (["rollout.max_head_offpolicyness=9", "rollout.queue_size=5"], 5),
+    ],
+)
+def test_rules_come_from_the_configuration(overrides, num_issued):
+    core = sequencer(*overrides)
+    assert len(core.issue()) == num_issued and core.issue() == []
 
 
 def test_the_queue_bounds_what_runs_and_what_waits():
-    core = Sequencer(Rules(batch_size=4, max_concurrent=100, eta=10, queue_size=6))
-    core.observe(0, 0)
+    core = sequencer("rollout.queue_size=6", "rollout.max_head_offpolicyness=9")
     issued = core.issue()
-    assert len(issued) == 6 and core.issue() == []
+    assert len(issued) == 6
     for issue in issued[:2]:
-        record = GroupRecord(
-            index=issue.index,
-            begun=0,
-            oldest_step=0,
-            oldest_lineage=0,
-            num_trajectories=1,
-            num_tokens=1,
-            reward_sum=0.0,
-        )
-        core.finished(issue.ticket, record, RecordPlace(0, issue.index))
+        place = RecordPlace(0, issue.index)
+        core.finished(issue.ticket, GroupRecord(issue.index, 0, 0, 0, 1, 1, 0.0), place)
     assert core.issue() == []  # two are ready, four run
 
 

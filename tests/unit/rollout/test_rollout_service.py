@@ -78,7 +78,7 @@ class Instant:
             return
         version = frame["version"]
         answer = (
-            {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": [version], "stats": {}}
+            {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": [version], "stats": {}, "group": b""}
             if frame["evaluate"]
             else {"op": op}
         )
@@ -424,7 +424,14 @@ async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(
         stats = {"row": frame["row"]} | ({"left_out": 7.0, "odd": 1.0} if frame["row"] % 2 else {})
         return scored | {"stats": stats}
 
-    scored = {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": ["0.3"], "stats": {"row": 99}}
+    scored = {
+        "op": "scored",
+        "reward": 1.0,
+        "num_tokens": 3,
+        "versions": ["0.3"],
+        "stats": {"row": 99},
+        "group": b"",
+    }
     service = make(tmp_path, fate)
     result = await service.evaluate(WeightVersion(0, 3), None)
     assert (result.num_prompts, result.reward, result.version) == (4, 1.0, "0.3")

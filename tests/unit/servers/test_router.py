@@ -9,6 +9,7 @@ from aiohttp import web
 from hpc_rl.errors import RequestRefused, RoleFailed, ServerUnavailable
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
+from hpc_rl.servers import router as router_module
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
 from hpc_rl.servers.router import Router, is_older
 
@@ -18,7 +19,7 @@ class FakeServer:
 
     def __init__(self, version="0.1"):
         self.version, self.bodies, self.headers = version, [], []
-        self.reply = lambda body: _answer([1, 2], self.version)
+        self.reply = lambda body: answer_of([1, 2], self.version)
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -50,9 +51,9 @@ class FakeServer:
         return web.json_response({"state": "serving", "epoch": 1, "weight_version": self.version})
 
 
-def _answer(ids, version, finish="stop"):
+def answer_of(ids, version, finish="stop", logprob=-0.5):
     spans = [{"version": version, "start": 0, "end": len(ids)}]
-    logprobs = [[-0.5, token, None] for token in ids]
+    logprobs = [[logprob, token, None] for token in ids]
     versions = {"weight_version": version, "weight_versions": spans}
     return {
         "output_ids": ids,
@@ -96,7 +97,7 @@ def request(min_version=""):
 
 async def test_abort_is_resubmitted_with_what_was_made():
     async with servers(1) as (fake,), open_session() as session:
-        replies = [_answer([7, 8], "0.1", "abort"), _answer([], "0.2", "abort"), _answer([9], "0.2")]
+        replies = [answer_of([7, 8], "0.1", "abort"), answer_of([], "0.2", "abort"), answer_of([9], "0.2")]
         fake.reply = lambda _body: replies.pop(0)
         (turn,) = await HttpServerClient(session, fake.url, "data").generate_many([request()])
     assert turn.output_ids == [7, 8, 9] and len(turn.output_logprobs) == 3
@@ -109,7 +110,7 @@ async def test_abort_is_resubmitted_with_what_was_made():
 
 async def test_spans_of_one_version_are_joined():
     async with servers(1) as (fake,), open_session() as session:
-        replies = [_answer([7], "0.1", "abort"), _answer([8], "0.1")]
+        replies = [answer_of([7], "0.1", "abort"), answer_of([8], "0.1")]
         fake.reply = lambda _body: replies.pop(0)
         (turn,) = await HttpServerClient(session, fake.url, "data").generate_many([request()])
     assert turn.versions == [("0.1", 0, 2)]
@@ -149,7 +150,7 @@ async def test_dead_server_is_left_out_and_comes_back(names):
         async with Router(names, "data", poll_s=0.02) as router:
             await asyncio.gather(*(router.generate_many([request()]) for _ in range(6)))
             assert len(good.bodies) == 6
-            bad.reply = lambda body: _answer([3], "0.1")
+            bad.reply = lambda body: answer_of([3], "0.1")
             await asyncio.sleep(0.2)  # /health answers: it is taken back
             await asyncio.gather(*(router.generate_many([request()]) for _ in range(6)))
             assert len(bad.bodies) > 1
@@ -171,7 +172,8 @@ async def test_waits_for_a_server_and_gives_up_in_words(names):
             assert (await call)[0].output_ids == [1, 2]
 
 
-async def test_gives_up_after_its_retries(names):
+async def test_gives_up_after_its_retries(names, monkeypatch):
+    monkeypatch.setattr(router_module, "MAX_PAUSE_S", 0.01)
     async with servers(1) as (fake,):
         fake.reply = lambda _body: 500
         announce(names, 0, fake)

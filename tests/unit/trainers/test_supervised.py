@@ -1,6 +1,7 @@
 """What a step of SFT and of a reward model asks of the engine, and their losses."""
 
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from recipes import make_run
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import RWConfig, SFTConfig
 from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.datasets.encode import Prompts
 from hpc_rl.engines.base import MicroBatch
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, pairwise_loss, sequence_loss
 
@@ -34,6 +36,19 @@ def test_sft_batches_follow_from_the_step_and_visit_each_row_once_an_epoch(tmp_p
     assert [int(ids[0]) for ids, _ in again.batch(5)] == seen[12:15]
     assert recipe.total_steps == 4  # 14 rows, 3 a batch
     assert [recipe.position(step) for step in (0, 2, 3)] == [(0, 0), (0, 6), (1, 2)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_rows_come_in_the_order_that_is_configured(tmp_path, shuffle):
+    recipe = sft_recipe(tmp_path)
+    dataset = recipe.config.train_dataset
+    dataset.path, dataset.shuffle = str(tmp_path / "rows.jsonl"), shuffle
+    rows = [int(ids[0]) for step in (1, 2) for ids, _ in recipe.batch(step)]
+    assert (rows == list(range(6))) != shuffle
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "x"}\n' * 7)
+    tokenizer = SimpleNamespace(encode=lambda text: [1])
+    prompts = Prompts(dataset, tokenizer, recipe.config.seed)
+    assert [prompts.at(index).row for index in range(6)] == rows
 
 
 def test_sft_trains_on_completion_tokens(tmp_path):
