@@ -72,7 +72,6 @@ ONLY_RULES = {
     r"rollout\.consumer_batch_size": "must equal train_dataset.batch_size (generation_rules.rollout)",
     r"actor\.(group_size|temperature|max_new_tokens)": "must equal gconfig's",
     r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (training_rules)",
-    r"actor\.log_agent_stats": "must agree with log_agent_stats_keys",
     r"(actor|model|ref)\.ds_auto_tp\.autotp_size": "refused when set",
     r"(actor|model|ref)\.backend": "names the engine, as allocation_mode does (engine_rules, train_mesh)",
     r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
