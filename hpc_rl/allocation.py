@@ -3,7 +3,7 @@
     expression : pools "+" train | servers "|" train | pools "+" ("eval"|"cpu") | pools | train
     pools      : servers ("+" servers)*
     servers    : ("embedded"|"sglang"|"vllm") name? (":"|".") (("d"|"t"|"p") SIZE)+
-    train      : (("fsdp"|"megatron") name? ":")? ((("d"|"p"|"t"|"c"|"e") SIZE)+ | hybrid)
+    train      : (("fsdp"|"megatron") name? (":"|"."))? ((("d"|"p"|"t"|"c"|"e") SIZE)+ | hybrid)
     hybrid     : "("? "attn" ":" dims(c d t p) "|" "ffn" ":" dims(d e t p) ")"?
     name       : "[" NAME "]"        SIZE : a number without leading zero; "d*" is the rest
 
@@ -329,7 +329,7 @@ class _Parser:
             if self.skip("["):
                 self.take("actor")
                 self.take("]")
-            self.take(":")
+            self.take(":", ".")
         elif self.token.isalpha() and self.tokens[self.at + 1][0] == ":" and self.token != "attn":
             self.unknown(self.token, [*SERVER_BACKENDS, *TRAIN_BACKENDS])
         start = self.position

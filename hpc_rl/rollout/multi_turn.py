@@ -1,10 +1,10 @@
 """The workflow `multi_turn`: the model tries again after feedback, and may call tools in between.
 
-Other numbers and tools are a class of your own, `rollout.workflow: my_module:Mine`:
+Other numbers and tools are `rollout.workflow_args`:
 
-    class Mine(MultiTurn):
-        def __init__(self):
-            super().__init__(max_turns=4, turn_discount=0.9, tools=["my_module:search"])
+    rollout:
+      workflow: multi_turn
+      workflow_args: {max_turns: 4, turn_discount: 0.9, tools: ["my_module:search"]}
 """
 
 import asyncio

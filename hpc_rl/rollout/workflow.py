@@ -1,8 +1,8 @@
 """Workflow: from one prompt to a group of scored trajectories: `single_turn`, or the user's by import path.
 
 A workflow is `async run(prompt, generate) -> TrajectoryGroup | None`: an object with that method, a class
-that makes one by `create(config)` or without arguments, or such a function. `prompt` is the row as a dict,
-plus `input_ids`. None rejects the prompt.
+that makes one, by `create(config)` or by itself, with `rollout.workflow_args`; or such a function. `prompt`
+is the row as a dict, plus `input_ids`. None rejects the prompt.
 """
 
 import asyncio

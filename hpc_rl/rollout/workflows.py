@@ -1,6 +1,8 @@
 """The table of built-in workflows, and the user's by import path."""
 
 import asyncio
+import functools
+import inspect
 from typing import Any
 
 from hpc_rl.config.sections.experiment import GRPOConfig
@@ -33,13 +35,24 @@ WORKFLOWS: dict[str, Any] = {
 def load_workflow(config: GRPOConfig) -> Workflow:
     """Return `rollout.workflow`, built-in or the user's. Raises ConfigError.
 
-    A class is made by its `create(config)`, or else without arguments.
+    A class is made by its `create(config)`, or else by itself, in both cases with `rollout.workflow_args`.
     """
-    path = config.rollout.workflow
+    path, args = config.rollout.workflow, config.rollout.workflow_args
     found = WORKFLOWS[path] if path in WORKFLOWS else import_object("rollout.workflow", path)
     if isinstance(found, type):
         create = getattr(found, "create", None)
-        found = create(config) if create else found()
+        make = functools.partial(create, config) if create else found
+        signature = inspect.signature(make)
+        if path in WORKFLOWS:  # the others are those of AReaL's workflows, of which there is a note
+            args = {name: value for name, value in args.items() if name in signature.parameters}
+        try:
+            signature.bind(**args)
+        except TypeError as error:
+            made_by = f"{path}.create" if create else path
+            raise ConfigError(f"rollout.workflow_args: {made_by} does not take them: {error}.") from error
+        found = make(**args)
+    elif args and path not in WORKFLOWS:
+        raise ConfigError(f"rollout.workflow_args: only a class takes arguments; make {path} a class.")
     run = getattr(found, "run", found)
     if not callable(run):
         allowed = "a function, or an object with a method `async run(prompt, generate)`"

@@ -119,9 +119,14 @@ def _members_in(mapping: str, members: tuple[str, ...] | None) -> list[str]:
     return [member for member in members if member.rpartition(".")[0] == mapping]
 
 
+@cache
+def _mappings(cls: type) -> tuple[str, ...]:
+    return tuple(name for name, hint in options(cls).items() if is_mapping(hint))
+
+
 def generic(cls: type, name: str) -> str:
     """Return a dotted name with NAME for the key of a member: `pools.student.path` is `pools.NAME.path`."""
-    for mapping in (one for one, hint in options(cls).items() if is_mapping(hint)):
+    for mapping in _mappings(cls):
         if name.startswith(f"{mapping}."):
             _, dot, inside = name.removeprefix(f"{mapping}.").partition(".")
             return f"{mapping}.{FREE_KEY}{dot}{inside}"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config import presets as presets_of
-from hpc_rl.config.loading import parser
+from hpc_rl.config.loading import areal_files, parser
 from hpc_rl.config.loading.fields import (
     defaults,
     extras_of,
@@ -43,6 +43,7 @@ from hpc_rl.config.loading.stored import Loaded, trainer_of
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.sections.limits import Place
 from hpc_rl.config.tables import atlas
+from hpc_rl.config.tables.areal_names import OF_WORKFLOWS
 from hpc_rl.errors import ConfigError
 
 
@@ -80,11 +81,14 @@ def load(
     settings = merge(
         [defaults_of_site, *below, *translated.sources[:num_files], *over, *translated.sources[num_files:]]
     )
-    refusals = [*translated.refusals, *refused_names(cls, settings, aliases)]
+    of_areal = areal_files.translate(cls, settings)
+    settings = of_areal.settings
+    refusals = [*translated.refusals, *of_areal.refusals, *refused_names(cls, settings, aliases)]
     if not refusals:
         # The environment first: what refers to such an option takes its type.
-        _resolve(cls, settings, "${oc.env:")
-        _resolve(cls, settings, "${")
+        _resolve(cls, settings, "${oc.env:", of_areal.replaced)
+        _resolve(cls, settings, "${", of_areal.replaced)
+        of_areal.notes += areal_files.as_unwritten(cls, settings)
     config = parser.parse(cls, settings, refusals)
     config = dataclasses.replace(config, trainer=trainer_of(config))
     notes += [
@@ -92,7 +96,7 @@ def load(
         for name, item in settings.items()
         if item is defaults_of_site.get(name)
     ]
-    return Loaded(_absolute(config), _origins(cls, settings), [*notes, *translated.notes])
+    return Loaded(_absolute(config), _origins(cls, settings), [*notes, *translated.notes, *of_areal.notes])
 
 
 # What sbatch takes from the environment, and sites set in a login profile -> the option it is the default of.
@@ -214,7 +218,7 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
 
 def _unknown_at_top(settings: Settings) -> list[str]:
     """Return a refusal for each name that no trainer has."""
-    known = {name for cls in CONFIGS.values() for name in hints(cls)} | set(atlas.ALIASES)
+    known = {name for cls in CONFIGS.values() for name in hints(cls)} | {*atlas.ALIASES, *OF_WORKFLOWS}
     lines = []
     for name, item in settings.items():
         if name.partition(".")[0] not in known:
@@ -226,8 +230,11 @@ def _unknown_at_top(settings: Settings) -> list[str]:
 _LITERAL = "; where no reference is meant, write \\${ for ${"
 
 
-def _resolve(cls: type, settings: Settings, mark: str) -> None:
-    """Resolve `${a.b}` against everything that is set, defaults included. Raises ConfigError."""
+def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> None:
+    """Resolve `${a.b}` against everything that is set, defaults and `replaced` names included.
+
+    Raises ConfigError.
+    """
     wanted = {name: item for name, item in settings.items() if mark in repr(item.plain())}
     if not wanted:
         return
@@ -238,6 +245,8 @@ def _resolve(cls: type, settings: Settings, mark: str) -> None:
     known, of = options(cls, members=members), defaults(cls, members=members)
     for name, default in of.items():
         parser.put(tree, name.split("."), default)
+    for name, item in replaced.items():
+        parser.put(tree, name.split("."), item.plain())
     for name, item in settings.items():
         value = item.plain()
         if section_of(known[name]) is None and "${" not in repr(value):

@@ -134,7 +134,14 @@ def _describe(kind: Any) -> str:
         return f"a list ({_describe(typing.get_args(kind)[0])})"
     if origin is dict:
         return f"a mapping ({_describe(typing.get_args(kind)[1])})"
-    names = {bool: "true, false", int: "an integer", float: "a number", str: "text", types.NoneType: "null"}
+    names = {
+        Any: "any value",
+        bool: "true, false",
+        int: "an integer",
+        float: "a number",
+        str: "text",
+        types.NoneType: "null",
+    }
     return names[kind]
 
 
@@ -171,6 +178,10 @@ def typed(hint: Any, item: SourceValue) -> Any:
     if any(isinstance(extra, AsWritten) for extra in extras_of(hint)) and not isinstance(item.value, str):
         return json.dumps(item.plain())
     value = item.value
+    if hint is Any and isinstance(value, list | dict):
+        parts = value.items() if isinstance(value, dict) else enumerate(value)
+        made = {key: typed(Any, part) for key, part in parts}
+        return made if isinstance(value, dict) else list(made.values())
     if isinstance(value, list | dict):
         inner = [typing.get_args(kind)[-1] for kind in kinds if typing.get_origin(kind) is type(value)]
         if inner and isinstance(value, dict):
@@ -180,7 +191,7 @@ def typed(hint: Any, item: SourceValue) -> Any:
         # `a: b` on the command line is text where an option is
         value = item.plain() if item.text is None else item.text
     elif value is None:
-        value = "" if item.is_argument and not item.text and not is_optional(hint) else None
+        value = "" if item.is_argument and not item.text and not (is_optional(hint) or hint is Any) else None
     elif isinstance(value, float) and int in kinds and value.is_integer():
         value = int(value)
     elif str in kinds and item.text is not None and (item.is_argument or not isinstance(value, bool)):
@@ -213,6 +224,8 @@ def _judged(hint: Any, kinds: list[Any], value: Any) -> Any:
     choices = [one for kind in kinds if typing.get_origin(kind) is Literal for one in typing.get_args(kind)]
     try:
         # The library would convert them: the text 'null' to null, '1_0' to an integer, true to 1.
+        if Any in kinds:
+            return value
         if value is None or isinstance(value, bool | str):
             if type(value) in kinds or (isinstance(value, str) and value in choices):
                 return value
@@ -237,5 +250,5 @@ def put(tree: dict[str, Any], path: list[str], value: Any) -> None:
         if not isinstance(tree.get(part), dict):
             tree[part] = {}
         tree = tree[part]
-    if not (isinstance(value, dict) and isinstance(tree.get(path[-1]), dict)):
+    if value != {} or not isinstance(tree.get(path[-1]), dict):
         tree[path[-1]] = value

@@ -122,6 +122,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
 def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if isinstance(config, GRPOConfig):
         yield from training_rules.notes(config)
+        yield from generation_rules.notes(config)
     yield from consistency.idle_notes(config, explicit)
     if config.recover.mode == "disabled" and consistency.has_period(config.recover):
         yield "recover.freq_* has no effect: recover.mode disabled neither saves nor loads checkpoints."

@@ -8,14 +8,29 @@ from typing import Any
 from hpc_rl.allocation import SERVER_BACKENDS
 from hpc_rl.config.devices import data_ranks
 from hpc_rl.config.loading.fields import did_you_mean
+from hpc_rl.config.loading.parser import allowed, typed
+from hpc_rl.config.loading.source import with_origin
 from hpc_rl.config.rules.consistency import context_option, given, server_backend
 from hpc_rl.config.rules.training_rules import models
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.config.sections.inference import GenerationHyperparameters
+from hpc_rl.config.sections.limits import NonNegativeFloat, PositiveFloat, PositiveInt
+from hpc_rl.config.tables.areal_names import OF_WORKFLOWS
 
 BUILT_IN = {
     "workflow": ["single_turn", "multi_turn", "teacher"],
     "reward_fn": ["exact_match", "contains", "final_answer", "judge"],
+}
+WORKFLOW_ARGS: dict[str, dict[str, Any]] = {  # built-in workflow -> its arguments with their types
+    "single_turn": {},
+    "multi_turn": {
+        "max_turns": PositiveInt,
+        "turn_discount": NonNegativeFloat,
+        "feedback": str,
+        "tools": list[str],
+        "tool_timeout_s": PositiveFloat,
+    },
+    "teacher": {},
 }
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
@@ -142,6 +157,32 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             yield line.strip()
 
 
+def workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    workflow, args = config.rollout.workflow, config.rollout.workflow_args
+    known = WORKFLOW_ARGS.get(workflow, {})
+    for name, value in args.items() if workflow in WORKFLOW_ARGS else ():
+        if name in known:
+            try:
+                typed(known[name], with_origin(value, ""))
+            except ValueError:
+                what = f"rollout.workflow_args: {name} {value!r} can't be used"
+                yield f"{what}; allowed: {allowed(known[name])}."
+        elif name not in OF_WORKFLOWS:
+            takes = f"takes {', '.join(known) or 'no arguments'}; a workflow of your own takes any"
+            line = f"rollout.workflow_args: {name} can't be used: rollout.workflow {workflow} {takes}."
+            yield f"{line} {did_you_mean(name, known)}".strip()
+
+
+def notes(config: GRPOConfig) -> Iterator[str]:
+    """Yield a note about arguments in AReaL's files that the workflow does not take."""
+    workflow = config.rollout.workflow
+    idle = [name for name in config.rollout.workflow_args if name not in WORKFLOW_ARGS.get(workflow, [name])]
+    if idle:
+        use = "name the one that does: multi_turn, or package.module:name of your own"
+        names = f"rollout.workflow_args: {', '.join(idle)}"
+        yield f"{names}: no effect: rollout.workflow {workflow} does not take it; {use}."
+
+
 def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     used = server_backend(config)
     neutral = GenerationHyperparameters()
@@ -153,4 +194,4 @@ def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
 
 
 RULES = [batch_of_ranks, too_long, no_servers]
-GRPO_RULES = [groups, sampling, lengths, rollout, servers]
+GRPO_RULES = [groups, sampling, lengths, rollout, workflow_args, servers]

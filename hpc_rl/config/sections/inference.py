@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_rl.config.sections.limits import (
     ChunkTokens,
@@ -109,6 +109,10 @@ class InferenceEngineConfig:
     workflow: str = "single_turn"
     """`single_turn`; `multi_turn`, which lets the model try a second time; `teacher`, the default of that
     trainer; or `package.module:name` of your own. hpc-rl extension."""
+    workflow_args: dict[str, Any] = field(default_factory=dict)
+    """Keyword arguments of the workflow's class, or of its `create` after the configuration, by name:
+    `max_turns`, `turn_discount`, `feedback`, `tools`, `tool_timeout_s` for `multi_turn`, any for your own.
+    hpc-rl extension."""
     reward_fn: str = "exact_match"
     """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value,
     the default of trainer teacher; `judge`, which asks the model of `judge`; or `package.module:name` of your

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_rl.config.sections.limits import AboveOne, NonNegativeInt, PathText, PositiveInt
 
@@ -137,7 +137,7 @@ class WandBConfig:
     """Notes of the run."""
     tags: list[str] | None = None
     """Tags of the run."""
-    config: dict[str, str] | None = None
+    config: dict[str, Any] | None = None
     """Configuration stored with the run; null means the whole configuration, secrets redacted."""
     id_suffix: str = "train"
     """Suffix of the run id, which consists of experiment and trial; a restart resumes the same run."""
@@ -153,7 +153,7 @@ class SwanlabConfig:
     """Project; null means the experiment name."""
     name: str | None = None
     """Name of the run; null means the trial name."""
-    config: dict[str, str] | None = None
+    config: dict[str, Any] | None = None
     """Configuration stored with the run; null means the whole configuration, secrets redacted."""
     logdir: PathText | None = None
     """Directory of its files; null means the attempt's directory."""

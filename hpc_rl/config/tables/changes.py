@@ -61,6 +61,7 @@ NEW_BATCHES = (
     "rollout.reward_fn",
     "rollout.judge",
     "rollout.workflow",
+    "rollout.workflow_args",
     "pools",
     "teacher",
 )
@@ -73,6 +74,7 @@ REPLAYS = (
 )  # fmt: skip
 NOT_WITH_REPLAY = (
     "gconfig.n_samples", "gconfig.temperature", "gconfig.greedy", "rollout.workflow",
+    "rollout.workflow_args",
     "pools.NAME", "pools.NAME.path", "pools.NAME.url", "pools.NAME.model",
 )  # fmt: skip
 # Options and whole sections that the numbers of an evaluation depend on, except those in REPLAYS: with others
@@ -85,6 +87,7 @@ MEASURES = (
     "rollout.reward_fn",
     "rollout.judge",
     "rollout.workflow",
+    "rollout.workflow_args",
     "pools",
     "teacher",
 )

@@ -1,91 +1,403 @@
-"""Files in the shape of AReaL's examples load, check and plan as they are, but for what WAITING names.
+"""AReaL's own files, v0.3.0 to v0.4.1, load, plan and render as they are; what does not work here is named.
 
-WAITING is exact: a key that starts to work must be taken out of it, and nothing may be added without this
-test saying so.
+Four whole files are in areal/; each other example is one of them with what the example has that differs.
 """
 
+import csv
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import omegaconf
 import pytest
 import yaml
 
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.config.sections.experiment import value_of
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.submit.submission import render_scripts
 from hpc_rl.trial import Trial
+from tests.unit.config.test_parameters import SECTIONS, _value
 
 FOLDER = Path(__file__).parent / "areal"
-FILES = sorted(path.stem for path in FOLDER.glob("*.yaml"))
-WAITING: dict[str, set[str]] = {  # refused as not implemented
-    "gsm8k_grpo": set(),
-    "gsm8k_grpo_megatron": set(),
-    "gsm8k_grpo_megatron_tp": set(),
-    "gsm8k_grpo_megatron_moe": set(),
-    "gsm8k_dr_grpo": set(),
-    "gsm8k_dapo": set(),
-    "gsm8k_sft": set(),
-    "hhrlhf_rw": set(),
+GONE = object()  # in place of a value: the example has no such option
+GRPO, SFT = "gsm8k_grpo", "gsm8k_sft"
+BATCH, GROUP = ({"mean_level": level, "std_level": level} for level in ("batch", "group"))
+ROOT = {"experiment_name": "${experiment_name}", "trial_name": "${trial_name}"}
+PERIODS = {"freq_epochs": 1, "freq_steps": None, "freq_secs": 3600}
+V030 = {  # before v0.3.3
+    "actor.adv_norm": GONE,
+    "actor.group_adv_norm": False,
+    "actor.mb_spec": {"max_tokens_per_gpu": 10240},
+    "ref.mb_spec": {"max_tokens_per_gpu": 10240},
+    "actor.fsdp": {"ulysses_sp_size": 1},
 }
-MESHES = {
-    "gsm8k_grpo_megatron": "sglang:d4+megatron:d2p2",
-    "gsm8k_grpo_megatron_tp": "sglang:d4+megatron:d2t2",
-    "gsm8k_grpo_megatron_moe": "sglang:d4+megatron:(attn:d2t2|ffn:d1t1p1e4)",
+AGENT = {"n_trajs": 4, "max_tokens_per_trajectory": 8192, "gconfig.n_samples": 1}
+VLLM = {
+    "allocation_mode": "vllm:d96+fsdp:d32",
+    "cluster.n_nodes": 16,
+    "sglang": GONE,
+    "gconfig": {"n_samples": 16, "max_new_tokens": 27648, "temperature": 1.0},
+    "actor.mb_spec.max_tokens_per_mb": 32768,
+    "ref.mb_spec.max_tokens_per_mb": 32768,
+    "vllm": {
+        "model": "${actor.path}",
+        "seed": "${seed}",
+        "skip_tokenizer_init": False,
+        "dtype": "${actor.dtype}",
+        "max_model_len": 32768,
+        "gpu_memory_utilization": 0.9,
+        "worker_extension_cls": "areal.thirdparty.vllm.vllm_worker_extension.VLLMWorkerExtension",
+    },
+}
+# Example -> (file, what differs, allocation, what options are then)
+EXAMPLES = {
+    "grpo": (GRPO, {}, "sglang:d4+fsdp:d4", {"rollout.consumer_batch_size": 256, "actor.group_size": 4}),
+    "sft": (SFT, {}, "fsdp:d8", {"train_dataset.max_length": 10240}),
+    "reward_model": ("hhrlhf_rw", {}, "fsdp:d8", {"model.mb_spec.granularity": 2}),
+    "v0.3.0_grpo": (
+        GRPO,
+        V030 | {"server_only": False, "checkpointer": ROOT | PERIODS, "recover": {"mode": "auto"} | ROOT},
+        "sglang:d4+fsdp:d4",
+        {
+            "actor.adv_norm.mean_level": "batch",
+            "actor.adv_norm.std_level": "batch",
+            "actor.mb_spec.max_tokens_per_mb": 10240,
+            "recover.freq_epochs": 1,
+            "recover.freq_secs": 3600,
+        },
+    ),
+    "v0.3.0_sft": (
+        SFT,
+        {"recover": GONE, "checkpointer": ROOT | PERIODS},
+        "fsdp:d8",
+        {"recover.freq_secs": 3600},
+    ),
+    "v0.3.1_group_norms": (
+        GRPO,
+        V030 | {"actor.group_adv_norm": True, "actor.group_reward_norm": True},
+        "sglang:d4+fsdp:d4",
+        {"actor.adv_norm.std_level": "group", "actor.reward_norm.mean_level": "group"},
+    ),
+    "v0.3.2_sft_with_etcd_address": (
+        SFT,
+        {"cluster.name_resolve.etcd3_addr": "etcd-client.example.local:2379"},
+        "fsdp:d8",
+        {},
+    ),
+    "dapo": (
+        GRPO,
+        {
+            "allocation_mode": "sglang.d4+fsdp.d4",
+            "gconfig.max_new_tokens": 4096,
+            "actor.eps_clip": 0.2,
+            "actor.eps_clip_higher": 0.28,
+            "actor.dynamic_sampling": True,
+            "actor.overlong_reward_penalty": True,
+            "actor.overlong_tokens": 512,
+            "actor.overlong_penalty_factor": 1.0,
+        },
+        "sglang:d4+fsdp:d4",
+        {"actor.max_new_tokens": 4096, "actor.eps_clip_higher": 0.28},
+    ),
+    "defaults_written_out": (
+        GRPO,
+        {"train_dataset.max_length": None, "gconfig.max_tokens": 65536, "gconfig.max_new_tokens": 2048}
+        | {"actor.max_new_tokens": 1024, "rollout.consumer_batch_size": 1, "actor.group_size": 1},
+        "sglang:d4+fsdp:d4",
+        {"gconfig.max_tokens": 10240, "actor.max_new_tokens": 2048, "actor.group_size": 4},
+    ),
+    "dr_grpo": (
+        GRPO,
+        {"actor.adv_norm.std_level": "none"},
+        "sglang:d4+fsdp:d4",
+        {"actor.adv_norm.std_level": None},
+    ),
+    "rloo": (
+        GRPO,
+        {"actor.adv_norm": {"mean_level": "group", "std_level": None, "mean_leave1out": True}},
+        "sglang:d4+fsdp:d4",
+        {"actor.adv_norm.mean_leave1out": True},
+    ),
+    "reinforce": (GRPO, {"actor.kl_estimator": "k1"}, "sglang:d4+fsdp:d4", {}),
+    "lite_ppo": (
+        GRPO,
+        {"actor.reward_norm": GROUP | {"std_level": "batch", "group_size": 4}},
+        "sglang:d4+fsdp:d4",
+        {"actor.reward_norm.std_level": "batch"},
+    ),
+    "megatron": (
+        "gsm8k_grpo_megatron",
+        {},
+        "sglang:d4+megatron:p2t2",
+        {"actor.megatron.ddp.overlap_grad_reduce": True},
+    ),
+    "megatron_moe": (
+        "gsm8k_grpo_megatron",
+        {"allocation_mode": "sglang:d4p1t1+megatron:(attn:d2p1t2|ffn:d1p1t1e4)"},
+        "sglang:d4+megatron:(attn:d2t2|ffn:d1t1p1e4)",
+        {},
+    ),
+    "boba_vllm": (GRPO, VLLM, "vllm:d96+fsdp:d32", {"vllm.max_model_len": 32768, "vllm.seed": 1}),
+    "tracer": (
+        GRPO,
+        {"perf_tracer": ROOT | {"enabled": True, "session_tracer": {"enabled": True}}},
+        "sglang:d4+fsdp:d4",
+        {},
+    ),
+    "multi_turn": (
+        GRPO,
+        AGENT | {"max_turns": 2, "actor.group_size": "${n_trajs}", "rollout.workflow": "multi_turn"},
+        "sglang:d4+fsdp:d4",
+        {
+            "rollout.workflow_args": {"n_trajs": 4, "max_tokens_per_trajectory": 8192, "max_turns": 2},
+            "gconfig.n_samples": 4,
+        },
+    ),
+    "search": (GRPO, {"max_turns": 128}, "sglang:d4+fsdp:d4", {"rollout.workflow_args": {"max_turns": 128}}),
+    "tool_integrated": (
+        GRPO,
+        {"tir": {"max_turns": 2, "max_length": 3000, "tool_timeout": 30.0, "enable_tools": "python;calc"}},
+        "sglang:d4+fsdp:d4",
+        {
+            "rollout.workflow_args": {
+                "tir": {
+                    "max_turns": 2,
+                    "max_length": 3000,
+                    "tool_timeout": 30.0,
+                    "enable_tools": "python;calc",
+                }
+            }
+        },
+    ),
+    "openai_agents": (
+        GRPO,
+        AGENT | {"max_turns": 8, "agent_type": "math"},
+        "sglang:d4+fsdp:d4",
+        {"gconfig.n_samples": 4},
+    ),
+    "tongyi": (
+        GRPO,
+        {
+            "n_trajs": 1,
+            "max_llm_calls_per_run": 50,
+            "max_tokens_per_trajectory": 27000,
+            "log_agent_stats": True,
+            "judge_engine": ROOT | {"max_concurrent_rollouts": "${rollout.max_concurrent_rollouts}"},
+        },
+        "sglang:d4+fsdp:d4",
+        {
+            "rollout.workflow_args": {
+                "n_trajs": 1,
+                "max_llm_calls_per_run": 50,
+                "max_tokens_per_trajectory": 27000,
+                "log_agent_stats": True,
+                "judge_engine": {
+                    "experiment_name": "gsm8k-grpo",
+                    "trial_name": "trial0",
+                    "max_concurrent_rollouts": 256,
+                },
+            }
+        },
+    ),
+}
+# Example -> (what differs, words of each line of the refusal)
+NOT_BUILT = {
+    "lora": (
+        {
+            "actor.use_lora": True,
+            "actor.peft_type": "lora",
+            "actor.lora_rank": 32,
+            "actor.lora_alpha": 16,
+            "actor.target_modules": ["all-linear"],
+            "actor.weight_update_mode": "disk",
+            "rollout.pause_grace_period": 0.1,
+            "sglang.enable_lora": True,
+            "sglang.max_lora_rank": 32,
+            "sglang.lora_target_modules": ["all"],
+        },
+        ["actor.use_lora (.*): true .* LoRA is not built"],
+    ),
+    "gspo": (
+        {"actor.importance_sampling_level": "sequence"},
+        ["actor.importance_sampling_level .*: sequence .* GSPO.* is not built"],
+    ),
+    "ppo": (
+        {"critic": ROOT | {"path": "${actor.path}", "is_critic": True}},
+        ["critic .*PPO's critic is not"],
+    ),
+    "k3": ({"actor.kl_estimator": "k3"}, ["actor.kl_estimator .*: k3 .* use actor.beta"]),
+    "aent": ({"actor.aent": {"entropy_coeff": 0.0002}}, ["actor.aent .*: AEnt's entropy bonus is not built"]),
+    "m2po": (
+        {"actor.m2_threshold": 0.04, "actor.eps_clip": 0.0},
+        [
+            "actor.m2_threshold .*: 0.04 .* M2PO is not built",
+            r"actor.eps_clip .*: 0.0 \(a number\) can't be used",
+        ],
+    ),
+    "ulysses": ({"actor.fsdp": {"ulysses_sp_size": 4}}, ["allocation_mode has it: c, as in fsdp:d2c4"]),
+    "ray": ({"cluster.name_resolve.type": "ray"}, ["use nfs, or omit it"]),
+    "a_value_for_ref_that_is_none": ({"ref.eps_clip": "much"}, ["ref.eps_clip .*: much"]),
 }
 
 
-def refused(path: Path) -> set[str]:
-    """The options that a refusal begins with."""
-    try:
-        check(load([path], profiles=[]), files=False)
-    except ConfigError as error:
-        return {re.match(r"(?:unknown key )?(\S+)", line)[1] for line in str(error).splitlines()}
-    return set()
+def written(folder: Path, file: str, changes: dict) -> Path:
+    """Write a file of areal/ with other values, or without an option, by dotted names."""
+    tree = yaml.safe_load((FOLDER / f"{file}.yaml").read_text())
+    for name, value in changes.items():
+        *sections, leaf = name.split(".")
+        inside = tree
+        for section in sections:
+            inside = inside.setdefault(section, {})
+        inside.pop(leaf, None)
+        if value is not GONE:
+            inside[leaf] = value
+    path = folder / "a.yaml"
+    path.write_text(yaml.safe_dump(tree, sort_keys=False))
+    return path
 
 
-def without(tree: dict, names: set[str], prefix: str = "") -> dict:
-    kept = {key: value for key, value in tree.items() if prefix + key not in names}
-    return {
-        key: without(value, names, f"{prefix}{key}.") if isinstance(value, dict) else value
-        for key, value in kept.items()
-    }
+def checked(path: Path, **given):
+    return check(load([path], profiles=[], **given), files=False)
 
 
-@pytest.mark.parametrize("name", FILES)
-def test_nothing_is_refused_but_what_is_waited_for(name):
-    assert refused(FOLDER / f"{name}.yaml") == WAITING[name]
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_the_rest_loads_and_plans_unmodified(name, tmp_path):
-    tree = yaml.safe_load((FOLDER / f"{name}.yaml").read_text())
-    path = tmp_path / "a.yaml"
-    path.write_text(yaml.safe_dump(without(tree, WAITING[name])))
-    loaded = check(load([path], profiles=[]), files=False)
+@pytest.mark.parametrize(("file", "changes", "allocation", "effects"), EXAMPLES.values(), ids=list(EXAMPLES))
+def test_an_example_loads_plans_and_renders(file, changes, allocation, effects, tmp_path):
+    path = written(tmp_path, file, changes)
+    loaded = checked(path)
     config = loaded.config
     assert config.tokenizer_path.startswith("/storage/models/Qwen")
     plan = make_plan(config, loaded.explicit, interpreter="python", scheduler="slurm")
-    usual = "sglang:d4+fsdp:d4" if config.trainer == "grpo" else "fsdp:d8"
-    assert plan.allocation == MESHES.get(name, usual)
-    scripts = render_scripts(loaded, plan, Trial(tmp_path / "trial"), "slurm")
-    assert any("srun" in text for text in scripts.values())
-    if config.trainer == "grpo":
-        assert (config.rollout.consumer_batch_size, config.actor.group_size, config.sglang.model_path) == (
-            256,
-            4,
-            config.actor.path,
-        )
+    assert plan.allocation == allocation
+    if not changes or "vllm" in changes:  # scripts differ by what plan and launcher have
+        scripts = render_scripts(loaded, plan, Trial(tmp_path / "trial"), "slurm")
+        assert any("srun" in text for text in scripts.values())
+    follow = {"actor.group_size": "gconfig.n_samples", "actor.max_new_tokens": "gconfig.max_new_tokens"}
+    found = {
+        name: value_of(config, name) if value_of(config, name) is not None or name not in follow
+        else value_of(config, follow[name])
+        for name in effects
+    }  # fmt: skip
+    assert found == effects
 
 
-def test_the_cpu_preset_makes_it_run_here(tmp_path):
-    tree = yaml.safe_load((FOLDER / "gsm8k_grpo.yaml").read_text())
-    path = tmp_path / "a.yaml"
+@pytest.mark.parametrize(("changes", "refusals"), NOT_BUILT.values(), ids=list(NOT_BUILT))
+def test_what_does_not_work_here_is_named(changes, refusals, tmp_path):
+    path = written(tmp_path, GRPO, changes)
+    with pytest.raises(ConfigError) as caught:
+        checked(path)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(refusals), lines
+    for line, words in zip(lines, refusals, strict=True):
+        assert re.search(words, line), line
+        assert f"{path}:" in line
+
+
+def test_notes_say_what_became_of_each_name(tmp_path):
+    changes = EXAMPLES["openai_agents"][1] | {"perf_tracer": {"enabled": True}, "ref.eps_clip": 0.3}
+    changes |= {"ref.reward_norm": None, "actor.adv_norm.group_size": 1}
+    notes = "\n".join(checked(written(tmp_path, GRPO, changes)).notes)
+    for words in (
+        "max_turns (.*) is rollout.workflow_args.max_turns.",
+        "gconfig.n_samples is 4: n_trajs is the number of trajectories",
+        "rollout.workflow_args: .*max_turns.* no effect: rollout.workflow single_turn does not take it; name the",
+        "perf_tracer: no effect: ",
+        "ref.eps_clip, ref.reward_norm: no effect: the reference model is not trained.",
+        "actor.adv_norm.group_size (.*): 1 is AReaL's default; it is gconfig.n_samples here.",
+    ):
+        assert re.search(words, notes), words
+
+
+def test_arguments_of_a_workflow_can_be_typed_in(tmp_path):
+    path = written(
+        tmp_path, GRPO, {"rollout.workflow": "my:Flow", "rollout.workflow_args": {"a": 1, "b": [{}]}}
+    )
+    typed = ["rollout.workflow_args.a=2", "--rollout.workflow_args.deep.c", "[x, null]", "max_turns=7"]
+    loaded = check(load([path], typed, profiles=[]), files=False)
+    args = {"a": 2, "b": [{}], "deep": {"c": ["x", None]}, "max_turns": 7}
+    assert loaded.config.rollout.workflow_args == args
+
+
+@pytest.mark.parametrize(
+    ("workflow", "args", "words"),
+    [
+        ("single_turn", {"speed": 1}, "speed can't be used: rollout.workflow single_turn takes no arguments"),
+        ("multi_turn", {"max_turn": 1}, "Did you mean max_turns?"),
+        ("multi_turn", {"max_turns": 0}, "max_turns 0 can't be used; allowed: an integer, at least 1."),
+    ],
+)
+def test_arguments_that_a_workflow_does_not_take_are_refused(workflow, args, words, tmp_path):
+    changes = {"rollout.workflow": workflow, "rollout.workflow_args": args}
+    with pytest.raises(ConfigError) as caught:
+        checked(written(tmp_path, GRPO, changes))
+    assert words in str(caught.value)
+
+
+SAVED = {  # AReaL's defaults below the sections of the seeds' tables
+    **{f"stats_logger.wandb.{name}": None for name in ("entity", "project", "name", "job_type", "group")},
+    **{f"stats_logger.wandb.{name}": None for name in ("notes", "tags", "config", "id_suffix")},
+    "stats_logger.wandb.mode": "disabled",
+    "stats_logger.wandb.wandb_base_url": "",
+    "stats_logger.wandb.wandb_api_key": "",
+    **{f"stats_logger.swanlab.{name}": None for name in ("project", "name", "config", "logdir", "api_key")},
+    "stats_logger.swanlab.mode": "disabled",
+    "stats_logger.tensorboard.path": None,
+    "launcher.slurm.srun_additional_args": "--mpi=pmi2 -K --chdir $PWD",
+    "launcher.slurm.container_type": "apptainer",
+    "launcher.slurm.mount": "/storage:/storage",
+    "launcher.slurm.trainer_image": None,
+    "launcher.slurm.inference_server_image": None,
+    "cluster.name_resolve.type": "nfs",
+    "cluster.name_resolve.etcd3_addr": "localhost:2379",
+    "cluster.name_resolve.ray_actor_name": "ray_kv_store",
+}
+MODEL = {
+    "fsdp": {"wrap_policy": None, "offload_params": False},
+    "ds_auto_tp": {"autotp_size": None},
+    "mb_spec": {"n_mbs": 1, "granularity": 1, "max_tokens_per_mb": None},
+}
+
+
+def saved_config(file: str) -> dict:
+    """Return the config.yaml that AReaL writes: every option of the seeds' tables at its value."""
+    own = omegaconf.OmegaConf.create((FOLDER / f"{file}.yaml").read_text())
+    own.launcher.pop("slurm")
+    models = ("actor", "ref") if "actor" in own else ("model",)
+    whole = omegaconf.OmegaConf.create(dict.fromkeys(models, MODEL))
+    table = (FOLDER.parent / "parameters.tsv").read_text().splitlines()
+    for row in csv.DictReader(table, delimiter="\t"):
+        prefix = SECTIONS.get(row["section"], ("", "unknown."))[1].partition(".")
+        is_section = row["type"].endswith(("Config", "Spec")) or row["default"].startswith(("**", '"???'))
+        of_models = prefix[0] in ("actor", "model") and not prefix[2].startswith("adv_norm")
+        if row["section"].startswith(("GRPO", "PPO", "Training")) and (prefix[0] or "actor") not in own:
+            continue
+        for section in models if of_models else prefix[:1]:
+            if not is_section and (section in own or section in ("sglang", "scheduler", "")):
+                name = ".".join(filter(None, (section, prefix[2].rstrip("."), row["parameter"])))
+                omegaconf.OmegaConf.update(whole, name, _value(row["default"]), force_add=True)
+    for name, value in SAVED.items():
+        omegaconf.OmegaConf.update(whole, name, value, force_add=True)
+    return omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.merge(whole, own), resolve=True)
+
+
+@pytest.mark.parametrize("file", [GRPO, SFT, "hhrlhf_rw"])
+def test_a_saved_config_of_areal_loads(file, tmp_path):
+    tree = saved_config(file)
+    assert len(tree["sglang"]) > 40
+    path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
-    loaded = check(load([path], presets=["cpu"], profiles=[]), files=False)
+    loaded, usual = checked(path), checked(FOLDER / f"{file}.yaml")
+    make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
+    section = "actor" if file == GRPO else "model"
+    assert getattr(loaded.config, section) == getattr(usual.config, section)
+    assert loaded.config.launcher.slurm.mount == loaded.config.launcher.slurm.srun_additional_args == ""
+
+
+def test_the_cpu_preset_makes_it_run_here():
+    loaded = checked(FOLDER / f"{GRPO}.yaml", presets=["cpu"])
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="local")
     assert (plan.allocation, plan.device) == ("embedded:d1+fsdp:d1", "cpu")
 

@@ -15,6 +15,7 @@ from hpc_rl.config.loading.names import ALIASES
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.sections.limits import Grammar, Limits, Place
 from hpc_rl.config.show import scalar
+from hpc_rl.config.tables.areal_names import AS_UNWRITTEN
 from hpc_rl.config.tables.atlas import ALIASES as ATLAS
 from hpc_rl.errors import ConfigError
 
@@ -47,6 +48,8 @@ def accepts(hint, value) -> bool:
 
 def _accepts(kind, value) -> bool:
     origin = typing.get_origin(kind)
+    if kind is typing.Any:
+        return True
     if origin is typing.Annotated:
         return _accepts(typing.get_args(kind)[0], value)
     if origin is typing.Literal:
@@ -81,7 +84,11 @@ def outside(hint) -> list:
     return found if type(None) not in alternatives(hint) else [one for one in found if one is not None]
 
 
-BAD_TYPE = {t: [(n, v) for n in LEAVES[t] for v in ANYTHING if not accepts(KNOWN[t][n], v)] for t in CONFIGS}
+OF_AREAL = [(name, value) for name, (value, _) in AS_UNWRITTEN.items()]  # null as AReaL's files have it
+BAD_TYPE = {
+    t: [(n, v) for n in LEAVES[t] for v in ANYTHING if not accepts(KNOWN[t][n], v) and (n, v) not in OF_AREAL]
+    for t in CONFIGS
+}
 OUTSIDE = {t: [(n, v) for n in LEAVES[t] for v in outside(KNOWN[t][n])] for t in CONFIGS}
 
 

@@ -1,6 +1,7 @@
 """Workflows, trajectories, the worker's answers, and rewards in a process of their own."""
 
 import asyncio
+import inspect
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpc_rl.config.rules.generation_rules import WORKFLOW_ARGS
 from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.config.sections.operations import EvaluatorConfig
 from hpc_rl.errors import (
@@ -25,7 +27,7 @@ from hpc_rl.rollout.rewards.reward_process import OUTPUT_BYTES, LimitedOutput, R
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import trajectory
-from hpc_rl.rollout.workflows import load_workflow, single_turn
+from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow, single_turn
 from hpc_rl.types import Reply, TrajectoryGroup, Turn, decode, encode
 
 
@@ -455,29 +457,37 @@ def test_several_turns_make_one_record():
 
 def test_workflows_by_import_path(tmp_path, monkeypatch):
     (tmp_path / "own_workflow.py").write_text(
-        "class W:\n    async def run(self, prompt, generate):\n        return None\n"
-        "class C(W):\n    @classmethod\n    def create(cls, config):\n"
-        "        made = cls()\n        made.seed = config.seed\n        return made\n"
+        "class W:\n    def __init__(self, size=1): self.size = size\n"
+        "    async def run(self, prompt, generate):\n        return None\n"
+        "class C(W):\n    @classmethod\n    def create(cls, config, size=2):\n"
+        "        made = cls(size)\n        made.seed = config.seed\n        return made\n"
         "async def f(prompt, generate): return None\nx = 1\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
 
-    def load(path):
-        return load_workflow(SimpleNamespace(rollout=InferenceEngineConfig(workflow=path), seed=5))
+    def load(path, **args):
+        rollout = InferenceEngineConfig(workflow=path, workflow_args=args)
+        return load_workflow(SimpleNamespace(rollout=rollout, seed=5))
 
-    assert load("single_turn") is single_turn
+    assert load("single_turn", n_trajs=4) is single_turn
     assert load("multi_turn").__self__.max_turns == 2
-    assert load("own_workflow:W").__name__ == "run"
-    assert load("own_workflow:C").__self__.seed == 5
+    assert load("multi_turn", max_turns=7, n_trajs=4).__self__.max_turns == 7
+    assert load("own_workflow:W", size=3).__self__.size == 3
+    made = load("own_workflow:C", size=3).__self__
+    assert (made.seed, made.size) == (5, 3)
     assert load("own_workflow:f").__name__ == "f"
-    for path, words in [
-        ("own_workflow:x", "method"),
-        ("own_workflow:y", "no attribute 'y'"),
-        ("nowhere:f", "imported"),
-        ("multi", "neither"),
+    for path, args, words in [
+        ("own_workflow:x", {}, "method"),
+        ("own_workflow:y", {}, "no attribute 'y'"),
+        ("own_workflow:W", {"sise": 3}, "unexpected keyword argument 'sise'"),
+        ("own_workflow:C", {"sise": 3}, "own_workflow:C.create .* 'sise'"),
+        ("own_workflow:f", {"size": 3}, "only a class takes arguments"),
+        ("nowhere:f", {}, "imported"),
+        ("multi", {}, "neither"),
     ]:
         with pytest.raises(ConfigError, match=words):
-            load(path)
+            load(path, **args)
+    assert set(inspect.signature(WORKFLOWS["multi_turn"]).parameters) == set(WORKFLOW_ARGS["multi_turn"])
     assert import_object("k", "own_workflow:x") == 1
 
 

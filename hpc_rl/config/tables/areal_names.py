@@ -1,0 +1,113 @@
+"""Names of AReaL v0.3.0 to v0.4.1 that are no options here, and values of its files that mean nothing here.
+
+`{model}` is each model in the trainer: actor, ref and model.
+"""
+
+from typing import Any
+
+from hpc_rl.config.tables.atlas import ANY, Alias
+
+MODELS = ("actor", "ref", "model")
+WORKFLOW_ARGS = "rollout.workflow_args"
+# What AReaL's multi-turn, search and tool examples have at the top level for their workflows.
+OF_WORKFLOWS = (
+    "agent_type", "judge_engine", "log_agent_stats", "log_agent_stats_keys", "max_llm_calls_per_run",
+    "max_tokens_per_trajectory", "max_turns", "n_trajs", "tir", "turn_discount",
+)  # fmt: skip
+_LORA = "LoRA is not built: all parameters are trained"
+_LORA_OF_SERVERS = Alias(idle=(ANY,), why=_LORA)
+_TOKENS = "requests have token ids, with a tokenizer in the server or without"
+
+NAMES: dict[str, Alias] = {
+    # v0.3.0 to v0.3.2
+    "{model}.mb_spec.max_tokens_per_gpu": Alias("{model}.mb_spec.max_tokens_per_mb"),
+    "{model}.fsdp.ulysses_sp_size": Alias(idle=(1,), why="allocation_mode has it: c, as in fsdp:d2c4"),
+    "checkpointer.experiment_name": Alias("recover.experiment_name"),
+    "checkpointer.trial_name": Alias("recover.trial_name"),
+    "checkpointer.fileroot": Alias("recover.fileroot"),
+    "checkpointer.freq_epochs": Alias("recover.freq_epochs"),
+    "checkpointer.freq_steps": Alias("recover.freq_steps"),
+    "checkpointer.freq_secs": Alias("recover.freq_secs"),
+    "server_only": Alias(idle=(False,), why="a trial of servers alone is not built"),
+    # v0.3.3 to v0.4.1
+    "rollout.pause_grace_period": Alias(
+        idle=(ANY,), why="what is in flight at an update continues with the new weights at once"
+    ),
+    "rollout.dump_to_file": Alias(idle=(ANY,), why="batches are always kept on disk"),
+    "perf_tracer": Alias(idle=(ANY,), why="the times of a step are always among the metrics"),
+    "{model}.weight_update_mode": Alias(idle=(ANY,), why="servers read new weights from files"),
+    "{model}.use_lora": Alias(idle=(False,), why=_LORA),
+    **dict.fromkeys(
+        (f"{{model}}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "peft_type")),
+        Alias(idle=(ANY,), why=_LORA),
+    ),
+    **dict.fromkeys(
+        (
+            f"{section}.{name}"
+            for section in ("sglang", "vllm")
+            for name in (
+                *("enable_lora", "max_lora_rank", "max_loaded_loras", "max_loras", "lora_paths"),
+                *("lora_backend", "lora_modules", "lora_target_modules"),
+            )
+        ),
+        _LORA_OF_SERVERS,
+    ),
+    "gconfig.lora_name": _LORA_OF_SERVERS,
+    "gconfig.use_beam_search": Alias(idle=(False,), why="completions are sampled; beam search is not built"),
+    "gconfig.ignore_eos": Alias(idle=(False,), why="a completion ends at the tokenizer's end of sequence"),
+    "gconfig.skip_special_tokens": Alias(idle=(ANY,), why="token ids are exchanged, not texts"),
+    "actor.importance_sampling_level": Alias(
+        idle=("token",), why="GSPO, the ratio of whole sequences, is not built: ratios are of tokens"
+    ),
+    "actor.kl_estimator": Alias(
+        idle=("k1",),
+        why="actor.kl_ctl is a term of the reward, with k1; for k3, in the loss, use actor.beta instead",
+    ),
+    "actor.m2_threshold": Alias(
+        idle=(None,), why="M2PO is not built; use actor.eps_clip or actor.behav_imp_weight_cap"
+    ),
+    "actor.aent": Alias(idle=(None,), why="AEnt's entropy bonus is not built"),
+    "critic": Alias(idle=(None,), why="PPO's critic is not built: GRPO needs none"),
+    "vllm.model": Alias(idle=("", None, "${actor.path}"), why="servers have the weights of actor.path"),
+    "vllm.skip_tokenizer_init": Alias(idle=(ANY,), why=_TOKENS),
+    "vllm.worker_extension_cls": Alias(idle=(ANY,), why="hpc-rl has its own way to load new weights"),
+    "vllm.distributed_executor_backend": Alias(
+        idle=("mp",), why="set it as --distributed-executor-backend in vllm.extra_args"
+    ),
+    "vllm.enable_sleep_mode": Alias(idle=(False,), why="servers and trainer share no GPU"),
+    "vllm.disable_sliding_window": Alias(
+        idle=(True,), why="vLLM does it by itself where a model needs it; else use vllm.extra_args"
+    ),
+    "vllm.swap_space": Alias(idle=(4,), why="vLLM has no such option any more; see vllm.cpu_offload_gb"),
+    "vllm.max_seq_len_to_capture": Alias(idle=(ANY,), why="vLLM has no such option any more"),
+    "sglang.enable_multithread_load": Alias(idle=(ANY,), why="new weights are loaded tensor by tensor"),
+    "sglang.enable_fast_load": Alias(idle=(ANY,), why="new weights are loaded tensor by tensor"),
+}
+NAMES |= {
+    name.replace("{model}", model): Alias(row.to.replace("{model}", model), idle=row.idle, why=row.why)
+    for name, row in NAMES.items()
+    if "{model}" in name
+    for model in MODELS
+}
+
+# Option -> AReaL's default, which its saved config.yaml spells out, and the option that ours follows. In a
+# file it counts as not written, so that ours follows or adapts.
+AS_UNWRITTEN: dict[str, tuple[Any, str]] = {
+    "actor.group_size": (1, "gconfig.n_samples"),
+    "actor.reward_norm.group_size": (1, "gconfig.n_samples"),
+    "actor.adv_norm.group_size": (1, "gconfig.n_samples"),
+    "actor.max_new_tokens": (1024, "gconfig.max_new_tokens"),
+    "actor.temperature": (1.0, "gconfig.temperature"),
+    "rollout.consumer_batch_size": (1, "train_dataset.batch_size"),
+    "gconfig.max_tokens": (65536, ""),
+    "train_dataset.max_length": (None, ""),
+    "valid_dataset.max_length": (None, ""),
+    "model.is_critic": (False, ""),
+    "model.mb_spec.granularity": (1, ""),
+    "stats_logger.wandb.id_suffix": (None, ""),
+    "stats_logger.swanlab.mode": (None, ""),
+    "stats_logger.swanlab.api_key": (None, ""),
+    **{f"{model}.ds_auto_tp.autotp_size": (None, "") for model in MODELS},
+}
+SRUN_ARGS = {"--unbuffered", "--mpi=pmi2", "-K", "--chdir", "$PWD"}  # all of AReaL's own
+MOUNT = "/storage:/storage"
