@@ -2,9 +2,8 @@
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,10 +11,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hpc_rl.config.row_shapes import check_row, messages_of
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.text_templates import as_text
 from hpc_rl.datasets.order import locate
-from hpc_rl.datasets.rows import Rows, load_rows
+from hpc_rl.datasets.rows import Rows, load_rows, named_in_errors
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError
 
@@ -26,24 +26,10 @@ Encoded = tuple[np.ndarray, np.ndarray]
 
 def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
     """Tokens of `prompt` (text or chat) or `messages` (chat). Raises ConfigError for a row with neither."""
-    check_prompt(row)
+    check_row(row, "rl")
     if (messages := messages_of(row)) is not None:
         return tokenizer.encode(tokenizer.chat(messages), add_special_tokens=False)
     return tokenizer.encode(row["prompt"])
-
-
-def check_prompt(row: dict[str, Any]) -> None:
-    """Raise ConfigError for a row whose columns ask nothing; what a chat template refuses is seen later."""
-    messages = messages_of(row)
-    if messages is None and not isinstance(row.get("prompt"), str):
-        raise _lacks(row, "a row needs a `prompt` (text) or `messages` (a list)")
-    if not all(isinstance(message, dict) for message in messages or []):
-        raise ConfigError("the messages of a row must be objects, such as {role: user, content: a text}.")
-
-
-def messages_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Return the chat of a row, `messages` or a `prompt` that is a list; None where it is a text."""
-    return next((row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
 
 
 def question_of(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
@@ -60,18 +46,11 @@ def question_of(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
     return as_text(messages[asked[-1]].get("content")), messages[: asked[-1]]
 
 
-def _lacks(row: dict[str, Any], needed: str) -> ConfigError:
-    there = (f"{name!r} (null)" if value is None else repr(name) for name, value in row.items())
-    return ConfigError(f"{needed}; this one has {', '.join(there) or 'nothing'}.")
-
-
 def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
     """Return ids [L] of prompt, completion and end of sequence, and loss_mask [L], false for the prompt."""
-    completion = row.get("completion")
-    if not isinstance(completion, str):
-        raise _lacks(row, "an sft row needs a `completion` (text)")
+    check_row(row, "sft")
     prompt = encode_prompt(tokenizer, row)
-    made = tokenizer.encode(completion, add_special_tokens=False)
+    made = tokenizer.encode(row["completion"], add_special_tokens=False)
     if tokenizer.eos_token_id is not None:
         made.append(tokenizer.eos_token_id)
     mask = np.zeros(len(prompt) + len(made), bool)
@@ -81,7 +60,7 @@ def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task input: `row` is its place in the file, `columns` is the row as it stands there."""
+    """One task input: `row` is its place in the file, `columns` is the row by the names that are needed."""
 
     epoch: int
     row: int
@@ -97,7 +76,7 @@ class Prompts:
 
     def __init__(self, dataset: DatasetConfig | None, tokenizer: Tokenizer, seed: int) -> None:
         self.path = dataset.path if dataset else ""
-        self.rows: Rows[dict[str, Any]] = load_rows(dataset.path) if dataset else Rows([], {})
+        self.rows = load_rows(dataset.path, dataset.columns) if dataset else Rows[dict[str, Any]]([], {})
         self.tokenizer = tokenizer
         self.seed = seed
         self.shuffle = dataset is not None and dataset.shuffle
@@ -107,7 +86,7 @@ class Prompts:
         if dataset is None:
             return
         # rows of the wrong kind are refused at the start, not when their turn comes
-        encode_all(check_prompt, self.rows, 0, dataset.path)
+        encode_all(partial(check_row, kind="rl"), self.rows, 0, dataset.path)
         self.in_file_order(0)
         if dataset.num_workers:
             self._ids = encode_all(self._ids_of, self.rows, dataset.num_workers, dataset.path)
@@ -139,21 +118,12 @@ class Prompts:
     def _prompt(self, epoch: int, position: int) -> Prompt:
         row = self._kept[position]
         columns = self.rows[row]
-        with _named(self.path, row):
+        with named_in_errors(self.path, row):
             ids = self._ids[row] if self._ids else self._ids_of(columns)
         return Prompt(epoch, row, columns, ids[-self._last_tokens :].tolist())
 
     def _ids_of(self, row: dict[str, Any]) -> np.ndarray:
         return np.array(encode_prompt(self.tokenizer, row), np.int32)
-
-
-@contextmanager
-def _named(path: str, row: int) -> Iterator[None]:
-    """Name the row, counted from 1, in what refuses it."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"dataset {path} row {row + 1}: {error}") from None
 
 
 def encode_all(
@@ -165,7 +135,7 @@ def encode_all(
     """
 
     def one(number: int) -> T:
-        with _named(path, number):
+        with named_in_errors(path, number):
             return encode(rows[number])
 
     if not num_workers:
@@ -185,7 +155,7 @@ def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[Encoded]:
 
 
 def _load(dataset: DatasetConfig, what: str, encode: Callable[[dict[str, Any]], Encoded]) -> Rows[Encoded]:
-    read = load_rows(dataset.path)
+    read = load_rows(dataset.path, dataset.columns)
     rows = encode_all(encode, read, dataset.num_workers, dataset.path)
     if dataset.max_length is not None:
         rows = [row for row in rows if max(map(len, row)) <= dataset.max_length]
@@ -223,6 +193,7 @@ def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
     `chosen` and `rejected` are completions of `prompt` (or of `messages`), or, without one, whole texts or
     lists of messages.
     """
+    check_row(row, "rw")
     chosen, rejected = (_scored(tokenizer, row, row.get(column)) for column in ("chosen", "rejected"))
     return chosen, rejected
 
@@ -232,12 +203,9 @@ def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
     if isinstance(text, list) and not has_prompt:
         chat = tokenizer.chat(text, add_generation_prompt=False)
         ids = tokenizer.encode(chat, add_special_tokens=False)
-    elif isinstance(text, str):
+    else:
         ids = encode_prompt(tokenizer, row) if has_prompt else []
         ids = ids + tokenizer.encode(text, add_special_tokens=not has_prompt)
-    else:
-        needed = "an rw row needs `chosen` and `rejected` (text, or without a prompt lists of messages)"
-        raise _lacks(row, needed)
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
     if not ids:

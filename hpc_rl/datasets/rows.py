@@ -7,11 +7,13 @@ very same ones.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import xxhash
 
+from hpc_rl.config.row_shapes import jsonl_rows, renamed
 from hpc_rl.errors import ConfigError
 
 T = TypeVar("T")
@@ -50,13 +52,17 @@ def fingerprint_in_passing(path: str | Path) -> dict[str, Any]:
     try:
         if path.suffix not in JSONL or not path.is_file() or path.stat().st_size > IN_PASSING_BYTES:
             return {}
-        return _fingerprint(raw for _, raw in _lines(path))
+        with path.open("rb") as lines:
+            return _fingerprint(line for raw in lines if (line := raw.strip()))
     except OSError:
         return {}
 
 
-def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
-    """All rows, in file order. Raises ConfigError for a path, format or line that can't be read."""
+def load_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> Rows[dict[str, Any]]:
+    """All rows, in file order, with `columns` as `config.row_shapes.renamed` takes them.
+
+    Raises ConfigError for a path, format, line or row that can't be read.
+    """
     path = Path(path).expanduser()
     if not path.exists():
         raise ConfigError(
@@ -67,7 +73,7 @@ def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
         rows = _saved(path)
     elif path.suffix in JSONL:
         rows = Rows[dict[str, Any]]([], {})
-        rows.fingerprint = _fingerprint(_parsed(path, rows))
+        rows.fingerprint = _fingerprint(_kept(path, rows))
     elif path.suffix == ".parquet":
         rows = _parquet(path)
     else:
@@ -75,30 +81,26 @@ def load_rows(path: str | Path) -> Rows[dict[str, Any]]:
         raise ConfigError(f"dataset {path} has an unknown format {path.suffix!r}. Allowed: {allowed}.")
     if not rows:
         raise ConfigError(f"dataset {path} has no rows.")
+    for number, row in enumerate(rows):
+        with named_in_errors(path, number):
+            rows[number] = renamed(row, columns or {})
     return rows
 
 
-def _parsed(path: Path, rows: list[dict[str, Any]]) -> Iterator[bytes]:
+@contextmanager
+def named_in_errors(path: str | Path, row: int) -> Iterator[None]:
+    """Name the row, counted from 1, in what refuses it."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"dataset {path} row {row + 1}: {error}") from None
+
+
+def _kept(path: Path, rows: list[dict[str, Any]]) -> Iterator[bytes]:
     """Yield the lines, each of which is in `rows` by then."""
-    for number, line in _lines(path):
-        try:
-            row = json.loads(line.decode())
-        except ValueError as error:
-            raise ConfigError(f"dataset {path} line {number} is not valid JSON: {error}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(
-                f"dataset {path} line {number} must be a JSON object, got {type(row).__name__}."
-            )
+    for line, row in jsonl_rows(path):
         rows.append(row)
         yield line
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """(Number, content) of the lines that hold something."""
-    with path.open("rb") as lines:
-        for number, raw in enumerate(lines, 1):
-            if line := raw.strip():
-                yield number, line
 
 
 def _of_table(rows: list[dict[str, Any]]) -> Rows[dict[str, Any]]:

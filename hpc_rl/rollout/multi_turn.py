@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hpc_rl.datasets.encode import messages_of
+from hpc_rl.config.row_shapes import messages_of
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.conversation import Conversation
 from hpc_rl.rollout.rewards import Rejection

@@ -17,7 +17,7 @@ from hpc_rl.trial import Trial
 FILES = ROOT / "tests" / "unit" / "config" / "areal"
 STEPS = 2
 ROWS = {  # file -> trainer's section, training rows, held-out rows
-    "gsm8k_grpo": ("actor", "train", "heldout"),
+    "gsm8k_grpo": ("actor", "gsm8k", "gsm8k-heldout"),
     "gsm8k_sft": ("model", "sft", "sft"),
     "hhrlhf_rw": ("model", "preferences", "preferences-heldout"),
     "gsm8k_grpo_megatron_tp": ("actor", "train", "heldout"),
@@ -41,6 +41,16 @@ def place(tmp_path_factory) -> Path:
     """The toy, with a context in which the files' max_new_tokens of 1024 finds room."""
     folder = tmp_path_factory.mktemp("areal")
     make_quickstart(folder)
+    task = folder / "quickstart" / "task"
+    for name, sums in (("gsm8k", "train"), ("gsm8k-heldout", "heldout")):  # the sums, in GSM8K's columns
+        rows = map(json.loads, (task / f"{sums}.jsonl").read_text().splitlines())
+        lines = [
+            json.dumps(
+                {"question": row["prompt"], "answer": f"So it is {row['answer']}.\n#### {row['answer']}"}
+            )
+            for row in rows
+        ]
+        (task / f"{name}.jsonl").write_text("\n".join(lines))
     config = folder / "quickstart" / "base" / "config.json"
     sizes = json.loads(config.read_text()) | {"max_position_embeddings": 2048}
     config.write_text(json.dumps(sizes))
@@ -87,3 +97,6 @@ def test_it_runs_to_its_end(trials, place, name):
     if name.startswith("gsm8k_grpo"):  # the file's numbers are those that ran
         assert (config["actor"]["group_size"], config["rollout"]["consumer_batch_size"]) == (4, 256)
         assert all(row["num_tokens"] >= 256 * 4 for row in history.steps)
+    if name == "gsm8k_grpo":  # of the random model one completion in 250 ends in the right number
+        assert config["rollout"]["reward_fn"] == "math_verify"
+        assert any(row["reward"] > 0 for row in history.steps)

@@ -13,6 +13,7 @@ from hpc_rl.config.loading.stored import Loaded, trainer_of
 from hpc_rl.config.rules import (
     consistency,
     container_rules,
+    dataset_rules,
     engine_rules,
     environment_rules,
     file_rules,
@@ -52,6 +53,7 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[str]]] = [
     *judge_rules.GRPO_RULES,
 ]
 FILE_RULES: list[Rule] = [
+    *dataset_rules.RULES,
     *file_rules.RULES,
     *pool_rules.FILE_RULES,
     *teacher_rules.FILE_RULES,
@@ -73,7 +75,8 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     if refusals:
         lines = [_with_origins(refusal, loaded.origins) for refusal in dict.fromkeys(refusals)]
         raise ConfigError("\n".join(lines))
-    notes += [*_notes(config, loaded.explicit), *(file_rules.notes(config) if files else [])]
+    notes += _notes(config, loaded.explicit)
+    notes += [*file_rules.notes(config), *dataset_rules.notes(config)] if files else []
     return Loaded(config, loaded.origins, [*loaded.notes, *notes])
 
 
@@ -96,7 +99,8 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
             reason = "the plan has no GPUs" if name in used else ""
             for option, value in backend.without_gpus.items():
                 wanted[f"{backend.section}.{option}"] = (value, reason)
-    wanted |= training_rules.adapted(config, explicit) | engine_rules.adapted(config, explicit)
+    for rules in (training_rules, engine_rules, dataset_rules):
+        wanted |= rules.adapted(config, explicit)
     wanted |= generation_rules.adapted(config)
     notes = []
     for name, (value, reason) in wanted.items():

@@ -1,7 +1,9 @@
 """Rules about what must exist on disk: models, datasets, templates, and directories that all nodes share."""
 
+import os
+import re
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.rules.consistency import context_option
 from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import models
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, has_own_prompts, value_of
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.snapshot import snapshot_files
 from hpc_rl.errors import ConfigError
@@ -17,6 +19,9 @@ from hpc_rl.files import appears, mount_of
 from hpc_rl.trial import read_json
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "img_processor")
+_DECODERS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "GenerationDecoder")
+_HUB_WORD = r"[A-Za-z0-9][\w.-]*"
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 _DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay")
 
@@ -31,7 +36,10 @@ def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[
     name = f"{section}.path"
     scratch = f"; {section}.init_from_scratch true starts from random ones"
     yield from checkpoint(name, engine.path, "" if engine.init_from_scratch else scratch)
-    if section == "ref" or (found := _settings_of(engine.path)) is None:
+    if (found := _settings_of(engine.path)) is None:
+        return
+    yield from _other_kinds(name, engine.path, found)
+    if section == "ref":
         return
     if not is_trusted(config, config.tokenizer_path or engine.path):
         yield from tokenizer(name, engine.path, "tokenizer_path", config.tokenizer_path)
@@ -47,7 +55,7 @@ def checkpoint(name: str, folder: str, without_weights: str = ".") -> Iterator[s
     """
     path = Path(folder)
     if not path.is_dir():
-        hint = "download it first (a hub name is not enough); relative paths start at the working directory"
+        hint = f"{hub_hint(path)}relative paths start at the working directory"
         if "quickstart" in path.parts:
             hint = "`hpc-rl quickstart` makes the models of the shipped examples"
         needed = "it must be a Hugging Face checkpoint that all nodes see"
@@ -56,6 +64,54 @@ def checkpoint(name: str, folder: str, without_weights: str = ".") -> Iterator[s
         yield f"{name} {path} has no readable config.json: it must be a Hugging Face checkpoint."
     elif without_weights and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
         yield f"{name} {path} contains no weights (*.safetensors){without_weights.rstrip('.')}."
+
+
+def _other_kinds(name: str, folder: str, model: dict[str, Any]) -> Iterator[str]:
+    """Yield that no trainer can build a model: it sees or hears, or it is no decoder of text."""
+    kinds = [str(one) for one in model.get("architectures") or () if one]
+    other = next((key for key in _OTHER_SENSES if key in model), "")
+    if other:
+        why = f"its config.json has {other}: models of images or sound can't be trained yet"
+    elif model.get("is_encoder_decoder") or (kinds and not any(one.endswith(_DECODERS) for one in kinds)):
+        why = "it is no language model that continues a text (a decoder)"
+    else:
+        return
+    shown = f" ({', '.join(kinds) or model.get('model_type')})"
+    yield f"{name} {folder}{shown} can't be trained: {why}. Use a model of text alone (...ForCausalLM)."
+
+
+def hub_hint(
+    path: Path, kind: str = "models", split: str = "", environ: Mapping[str, str] = os.environ
+) -> str:
+    """Return where this machine has what a path may name on the Hugging Face hub, or how to get it.
+
+    `kind` is models or datasets; of a data set `split` is the part that is wanted. Empty for other paths.
+    """
+    try:
+        name = path.relative_to(Path.cwd())
+    except ValueError:
+        return ""
+    if not 1 <= len(name.parts) <= 2 or not all(re.fullmatch(_HUB_WORD, part) for part in name.parts):
+        return ""
+    home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    cache = Path(environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
+    folders = sorted((cache / f"{kind}--{'--'.join(name.parts)}").glob("snapshots/*"), key=_main_first)
+    wanted = ("config.json",) if kind == "models" else ("**/*.parquet", "**/*.jsonl")
+    found = [one for folder in folders for pattern in wanted for one in sorted(folder.glob(pattern))]
+    if found and kind == "models":
+        return f"the cache of the hub has {name} in {found[0].parent}: use that path; "
+    if found:
+        here = min(found, key=lambda one: (not one.name.startswith(split), "main" not in one.parts))
+        return f"the cache of the hub has {name} in {here}: use that path; "
+    if len(name.parts) < 2:
+        return ""
+    flag = " --repo-type dataset" if kind == "datasets" else ""
+    return f"if {name} is a name on the hub, `hf download {name}{flag} --local-dir DIR`, and use DIR; "
+
+
+def _main_first(snapshot: Path) -> tuple[bool, str]:
+    main = snapshot.parent.parent / "refs" / "main"
+    return not (main.is_file() and main.read_text().strip() == snapshot.name), snapshot.name
 
 
 def _settings_of(folder: str) -> dict[str, Any] | None:
@@ -105,50 +161,11 @@ def context_of(config: GRPOConfig, pool: str = "") -> int | None:
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
-def dataset_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    for section in ("train_dataset", "valid_dataset"):
-        dataset = getattr(config, section)
-        if dataset is None:
-            continue
-        name, path = f"{section}.path", Path(dataset.path)
-        if not dataset.path:
-            if section == "valid_dataset" or has_own_prompts(config):
-                yield f"{name} is empty; only a trial on environments alone needs no training data."
-        elif is_trusted(config, dataset.path):
-            continue
-        elif not path.exists():
-            yield f"{name} {path} does not exist{_relative_hint(name, explicit)}."
-        elif path.is_dir():
-            yield from _saved_dataset(name, path)
-        elif path.suffix not in (".jsonl", ".parquet"):
-            allowed = "a .jsonl or .parquet file, or a directory with a saved dataset"
-            yield f"{name} {path} can't be read; allowed: {allowed}."
-        elif not path.stat().st_size:
-            yield f"{name} {path} is empty."
-
-
-def _saved_dataset(name: str, path: Path) -> Iterator[str]:
-    # Dataset.save_to_disk writes state.json beside the data; DatasetDict writes one directory for each split.
-    if (path / "state.json").is_file():
-        return
-    splits = sorted(one.parent.name for one in path.glob("*/state.json"))
-    if splits:
-        one = f"use the path of one, such as {path / splits[0]}"
-        yield f"{name} {path} has the splits {', '.join(splits)}: {one}."
-        return
-    files = sorted(one for pattern in ("*.jsonl", "*.parquet") for one in path.glob(pattern))
-    hint = f"; did you mean {files[0]}?" if files else "."
-    yield f"{name} {path} is a directory without a saved Hugging Face dataset (it has no state.json){hint}"
-
-
-def _relative_hint(name: str, explicit: Collection[str]) -> str:
-    return "; relative paths start at the working directory" if name in explicit else ""
-
-
 def templates_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
     name, folder = "launcher.templates_dir", config.launcher.templates_dir
     if folder and not Path(folder).is_dir():
-        yield f"{name} {folder} is not a directory{_relative_hint(name, explicit)}."
+        hint = "; relative paths start at the working directory" if name in explicit else ""
+        yield f"{name} {folder} is not a directory{hint}."
 
 
 def snapshot(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -168,7 +185,7 @@ def shared_places(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name} {place} is on {kind}, which only this node sees, but the trial has {nodes} nodes."
 
 
-RULES = [dataset_files, templates_dir, shared_places, snapshot, model_files, pool_files]
+RULES = [templates_dir, shared_places, snapshot, model_files, pool_files]
 
 
 def inputs(config: Config) -> Iterator[tuple[str, str]]:

@@ -19,7 +19,7 @@ from hpc_rl.config.tables.areal_names import OF_WORKFLOWS
 
 BUILT_IN = {
     "workflow": ["single_turn", "multi_turn", "teacher"],
-    "reward_fn": ["exact_match", "contains", "final_answer", "judge"],
+    "reward_fn": ["exact_match", "contains", "final_answer", "math_verify", "judge"],
 }
 WORKFLOW_ARGS: dict[str, dict[str, Any]] = {  # built-in workflow -> its arguments with their types
     "single_turn": {},

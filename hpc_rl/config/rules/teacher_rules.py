@@ -1,18 +1,16 @@
 """Rules about trainer `teacher`: its student, templates and reward, and what it has no use for."""
 
-import json
 import re
 from collections.abc import Collection, Iterator
-from pathlib import Path
 
 from hpc_rl.allocation import Allocation, Servers, Train
 from hpc_rl.config.loading.fields import did_you_mean
+from hpc_rl.config.row_shapes import columns_in, named_rows
 from hpc_rl.config.rules.consistency import given, server_pools
 from hpc_rl.config.rules.generation_rules import BUILT_IN, IMPORT_PATH
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig
 from hpc_rl.config.sections.teacher import STUDENT, TRUTH_COLUMNS
 from hpc_rl.config.text_templates import names_in
-from hpc_rl.trial import read_json
 
 VARIABLES = {  # template -> variables that it must have, and those that it may have
     "diagnostic": (("question",), ()),
@@ -107,31 +105,12 @@ def without_column(
     """Yield a refusal for each name in a template that neither is known nor is a column of the rows."""
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
-        there = columns_of(Path(dataset.path)) if dataset is not None and dataset.path else None
-        if there is None:
-            continue
+        there = columns_in(named_rows(dataset.path, dataset.columns)) if dataset is not None else ()
         for variable in names_in(template):
-            if variable not in {*known, *there, *refused}:
+            if there and variable not in {*known, *there, *refused}:
                 rows = f"nor a column of {section}.path ({', '.join(sorted(there))})"
                 hint = did_you_mean(variable, {*known, *there}) or "Braces of a LaTeX command are text."
                 yield f"{option}: {{{variable}}} is neither a variable {rows}. {hint}"
-
-
-def columns_of(path: Path) -> set[str] | None:
-    """Return the columns of the first row of a dataset; None where they can't be read."""
-    try:
-        if path.is_dir():
-            found = read_json(path / "dataset_info.json")
-            return set(found["features"]) if found else None
-        if path.suffix == ".parquet":
-            import pyarrow.parquet
-
-            return set(pyarrow.parquet.read_schema(path).names)
-        with path.open(encoding="utf-8") as lines:
-            row = json.loads(next((line for line in lines if line.strip()), ""))
-        return set(row) if isinstance(row, dict) else None
-    except (ImportError, OSError, ValueError, KeyError, TypeError):
-        return None  # what reads the rows says why
 
 
 FILE_RULES = [columns]

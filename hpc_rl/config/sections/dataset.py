@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from hpc_rl.config.sections.limits import NonNegativeInt, PathText, PositiveInt
@@ -13,12 +13,16 @@ class DatasetConfig:
     """A dataset.
 
     Its rows have a `prompt` (text, or a list of chat messages under `messages`) and any columns that the
-    reward function uses.
+    reward function uses; `columns` says which are which where they have other names.
     """
 
     path: PathText
     """A .jsonl or .parquet file, or a directory with a saved Hugging Face dataset; empty in a trial on
     environments alone."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns that have other names in the file, by the names that are needed: {prompt: question, answer:
+    solution}. A text that is named `messages` becomes one turn of a user. The default is empty, but for rows
+    of GSM8K (question, answer) and MATH (problem, answer or solution). hpc-rl extension."""
     type: Literal["rl", "sft", "rw"] = "rl"
     """`rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` rows `chosen` and `rejected` (a
     prompt is optional). The default follows the trainer."""

@@ -115,8 +115,9 @@ class InferenceEngineConfig:
     hpc-rl extension."""
     reward_fn: str = "exact_match"
     """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value,
-    the default of trainer teacher; `judge`, which asks the model of `judge`; or `package.module:name` of your
-    own. hpc-rl extension."""
+    the default of trainer teacher; `math_verify`, which compares formulas as well, the default for answers
+    as of GSM8K (`#### 42`) and MATH; `judge`, which asks the model of `judge`; or `package.module:name` of
+    your own. hpc-rl extension."""
     judge: JudgeConfig | None = None
     """The judge of `reward_fn: judge`; null means none."""
     reward_timeout_s: PositiveFloat = 15.0

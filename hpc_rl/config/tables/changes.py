@@ -36,6 +36,7 @@ UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `mode
     "seed": _DATA,
     "tokenizer_path": _GROUPS,
     "train_dataset.path": _DATA,
+    "train_dataset.columns": _DATA,
     "train_dataset.type": _DATA,
     "train_dataset.batch_size": _DATA,
     "train_dataset.shuffle": _DATA,
@@ -81,6 +82,7 @@ NOT_WITH_REPLAY = (
 # they can't be compared.
 MEASURES = (
     "valid_dataset.path",
+    "valid_dataset.columns",
     "valid_dataset.max_length",
     "valid_dataset.too_long",
     "eval_gconfig",

@@ -1,8 +1,8 @@
 """Rewards: `reward(prompt, completion, **columns) -> float`, sync or async; built-in, or by import path.
 
 `prompt` is the row's text (or its messages), `completion` the decoded text, `columns` the row's other
-columns, but for one that is itself named `completion`. Built-ins run in the executor worker; the user's code
-runs in a process of its own with a time limit (reward_process.py).
+columns, but for one that is itself named `completion`. Built-ins run in the executor worker; math_verify and
+the user's code run in a process of their own with a time limit (reward_process.py).
 """
 
 import importlib
@@ -17,7 +17,7 @@ from hpc_rl.config.text_templates import filled
 from hpc_rl.errors import ConfigError
 from hpc_rl.log import redact
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards.answers import final_answer
+from hpc_rl.rollout.rewards.answers import final_answer, math_verify
 
 logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 400
@@ -94,7 +94,10 @@ BUILTINS: dict[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "contains": contains,
     "final_answer": final_answer,
+    "math_verify": math_verify,
 }
+# built-ins that need the time limit, and so run as the user's code does
+LIMITED = {"math_verify": "hpc_rl.rollout.rewards.answers:math_verify"}
 
 
 def import_object(key: str, path: str) -> Any:

@@ -498,7 +498,7 @@ def model(tmp_path: Path) -> Path:
     (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 32}))
     (folder / "model.safetensors").touch()
     (folder / "tokenizer.json").touch()
-    (tmp_path / "t.jsonl").write_text("{}")
+    (tmp_path / "t.jsonl").write_text('{"prompt": "1", "answer": "1"}')
     return folder
 
 

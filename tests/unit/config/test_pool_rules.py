@@ -8,7 +8,7 @@ from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.rules.generation_rules import BUILT_IN
-from hpc_rl.config.rules.teacher_rules import REWARD_PARTS, columns_of
+from hpc_rl.config.rules.teacher_rules import REWARD_PARTS
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 
@@ -331,7 +331,7 @@ def test_the_best_teacher_is_kept_by_what_it_measures():
 
 def test_names_in_templates_are_variables_or_columns_of_the_rows(tmp_path):
     data = tmp_path / "d.jsonl"
-    data.write_text('\n{"prompt": "1", "answer": "2", "level": "easy"}\n{"other": 1}\n')
+    data.write_text('\n{"prompt": "1", "answer": "2", "level": "easy"}\n')
     words = [f"train_dataset.path={data}", f"cluster.fileroot={tmp_path}"]
     lines = refused(
         *words,
@@ -347,21 +347,6 @@ def test_names_in_templates_are_variables_or_columns_of_the_rows(tmp_path):
         "teacher.templates.baseline: {lvel} is neither a variable nor a column of train_dataset.path "
         "(answer, level, prompt). Did you mean level?",
     ]
-
-
-def test_columns_of_every_kind_of_dataset(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow")
-    pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
-    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["1"], "answer": ["2"]}), tmp_path / "d.parquet")
-    saved = tmp_path / "saved"
-    saved.mkdir()
-    (saved / "dataset_info.json").write_text(json.dumps({"features": {"prompt": {}, "level": {}}}))
-    assert columns_of(tmp_path / "d.parquet") == {"prompt", "answer"}
-    assert columns_of(saved) == {"prompt", "level"}
-    for name, text in (("empty.jsonl", ""), ("list.jsonl", "[1]\n"), ("bad.jsonl", "{\n")):
-        (tmp_path / name).write_text(text)
-        assert columns_of(tmp_path / name) is None
-    assert columns_of(tmp_path / "absent.jsonl") is None
 
 
 def test_the_names_that_rules_know_are_those_of_the_tables():

@@ -1,11 +1,11 @@
-"""The reward `final_answer`: what the answer of a completion is, and when two are the same."""
+"""Rewards `final_answer` and `math_verify`: what the answer of a completion is, and when two are the same."""
 
 import time
 
 import pytest
 
 from hpc_rl.rollout.rewards import Rejection, built_in
-from hpc_rl.rollout.rewards.answers import answers_in, final_answer, is_same, truth_of
+from hpc_rl.rollout.rewards.answers import answers_in, final_answer, is_same, math_verify, truth_of
 
 
 @pytest.mark.parametrize(
@@ -133,3 +133,20 @@ def test_no_completion_takes_long(text):
     start = time.process_time()
     final_answer("q", text, answer="26")
     assert time.process_time() - start < 5.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "by_patterns", "by_algebra"),
+    [
+        ("Adding gives 3.", "1+2 is <<1+2=3>>3.\n#### 3", 1, 1),
+        ("Adding gives 4.", "1+2 is <<1+2=3>>3.\n#### 3", 0, 0),
+        (r"so \boxed{1 + x}", r"hence \boxed{x + 1}", 0, 1),
+        (r"so $\frac{\sqrt{2}}{2}$.", r"\frac{1}{\sqrt{2}}", 0, 1),
+        (r"\boxed{x}</think>", "x", 0, 0),
+        ("", "3", 0, 0),
+        ("3", None, 0, 0),
+    ],
+)
+def test_formulas_are_compared_by_algebra(completion, answer, by_patterns, by_algebra):
+    assert final_answer("", completion, answer=answer) == by_patterns
+    assert math_verify("", completion, answer=answer) == by_algebra

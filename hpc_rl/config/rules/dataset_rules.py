@@ -1,0 +1,198 @@
+"""Rules about datasets: they exist, the trainer can read their rows, and the reward can be above 0."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.loading.fields import did_you_mean
+from hpc_rl.config.loading.stored import trainer_of
+from hpc_rl.config.row_shapes import (
+    Row,
+    check_row,
+    columns_in,
+    first_rows,
+    messages_of,
+    named_rows,
+    renamed,
+    shape_of,
+)
+from hpc_rl.config.rules.container_rules import is_trusted
+from hpc_rl.config.rules.file_rules import hub_hint
+from hpc_rl.config.rules.generation_rules import BUILT_IN
+from hpc_rl.config.rules.training_rules import trained
+from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig, has_own_prompts
+from hpc_rl.config.sections.teacher import TRUTH_COLUMNS
+from hpc_rl.errors import ConfigError
+from hpc_rl.trial import read_json
+
+_NEEDED = {"rl": ("prompt",), "sft": ("prompt", "completion"), "rw": ("chosen", "rejected")}
+_TRUTH = {  # built-in reward -> the columns one of which it compares with
+    "exact_match": ("answer",),
+    "contains": ("answer",),
+    "final_answer": TRUTH_COLUMNS,
+    "math_verify": TRUTH_COLUMNS,
+}
+_MEDIA = ("image", "images", "video", "videos", "audio")
+
+
+def _datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
+    for section in ("train_dataset", "valid_dataset"):
+        dataset = getattr(config, section)
+        if dataset is not None and dataset.path:
+            yield section, dataset
+
+
+def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Return the columns and the reward of known data sets, as training_rules.adapted does."""
+    wanted: dict[str, tuple[Any, str]] = {}
+    kind = _kind(config)
+    is_maths = False
+    for section, dataset in _datasets(config):
+        found = named_rows(dataset.path, dataset.columns)
+        shape = shape_of(found[0], kind) if found and not dataset.columns else None
+        if shape is not None:
+            name = "messages" if kind == "rl" and _has_chat_template(config) else "prompt"
+            reason = f"its rows have {' and '.join(shape.known_by)}"
+            wanted[f"{section}.columns"] = ({name: shape.prompt, **shape.columns}, reason)
+            found = [renamed(row, shape.columns) for row in found if row.keys() >= {*shape.known_by}]
+        if section == "train_dataset" and found:
+            is_worked = all(_is_worked(row.get("answer")) for row in found)
+            is_maths = is_worked or (shape is not None and shape.is_maths)
+    if is_maths and isinstance(config, GRPOConfig) and not isinstance(config, TeacherConfig):
+        reason = "the answers of train_dataset are results of maths, compared by value"
+        wanted["rollout.reward_fn"] = ("math_verify", reason)
+    return wanted
+
+
+def _kind(config: Config) -> str:
+    return "rl" if isinstance(config, GRPOConfig) else trainer_of(config)
+
+
+def _is_worked(answer: Any) -> bool:
+    """Return whether an answer is a text that ends in the result: after ####, as of GSM8K, or in a box."""
+    return isinstance(answer, str) and ("####" in answer or "\\boxed" in answer)
+
+
+def _tokenizer_of(config: Config) -> Path:
+    return Path(config.tokenizer_path or trained(config)[1].path)
+
+
+def _has_chat_template(config: Config) -> bool:
+    folder = _tokenizer_of(config)
+    settings = read_json(folder / "tokenizer_config.json")
+    is_set = isinstance(settings, dict) and bool(settings.get("chat_template"))
+    return is_set or (folder / "chat_template.jinja").is_file()
+
+
+def files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for section in ("train_dataset", "valid_dataset"):
+        dataset = getattr(config, section)
+        if dataset is None:
+            continue
+        name, path = f"{section}.path", Path(dataset.path)
+        if not dataset.path:
+            if section == "valid_dataset" or has_own_prompts(config):
+                yield f"{name} is empty; only a trial on environments alone needs no training data."
+        elif is_trusted(config, dataset.path):
+            continue
+        elif not path.exists():
+            relative = "relative paths start at the working directory" if name in explicit else ""
+            split = "train" if section == "train_dataset" else "test"
+            hint = f"; {hub_hint(path, 'datasets', split)}{relative}".rstrip("; ")
+            yield f"{name} {path} does not exist{hint}."
+        elif path.is_dir():
+            yield from _saved_dataset(name, path)
+        elif path.suffix not in (".jsonl", ".parquet"):
+            allowed = "a .jsonl or .parquet file, or a directory with a saved dataset"
+            yield f"{name} {path} can't be read; allowed: {allowed}."
+        elif not path.stat().st_size:
+            yield f"{name} {path} is empty."
+
+
+def _saved_dataset(name: str, path: Path) -> Iterator[str]:
+    # Dataset.save_to_disk writes state.json beside the data; DatasetDict writes one directory for each split.
+    if (path / "state.json").is_file():
+        return
+    splits = sorted(one.parent.name for one in path.glob("*/state.json"))
+    if splits:
+        one = f"use the path of one, such as {path / splits[0]}"
+        yield f"{name} {path} has the splits {', '.join(splits)}: {one}."
+        return
+    files = sorted(one for pattern in ("*.jsonl", "*.parquet") for one in path.glob(pattern))
+    hint = f"; did you mean {files[0]}?" if files else "."
+    yield f"{name} {path} is a directory without a saved Hugging Face dataset (it has no state.json){hint}"
+
+
+def rows(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Yield why the trainer can't read the first rows of a dataset: one refusal for each dataset."""
+    kind = _kind(config)
+    for section, dataset in _datasets(config):
+        number, row = 0, dict[str, Any]()
+        try:
+            for row in first_rows(dataset.path):
+                number += 1
+                made = renamed(row, dataset.columns)
+                check_row(made, kind)
+                if (chat := messages_of(made)) is None:
+                    continue
+                if isinstance(config, TeacherConfig) and not any(one.get("role") == "user" for one in chat):
+                    raise ConfigError("a chat without a turn of role user has no question.")
+                folder = _tokenizer_of(config)
+                if (folder / "tokenizer.json").is_file() and not _has_chat_template(config):
+                    hint = "add chat_template.jinja, or give prompts as texts"
+                    raise ConfigError(f"it is a chat, and {folder} has no chat template: {hint}.")
+        except ConfigError as error:
+            where = f"{section}.path {dataset.path} row {number}: " if number else f"{section}.path: "
+            yield f"{where}{error} {_mapping(section, dataset, kind, row)}".rstrip()
+
+
+def _mapping(section: str, dataset: DatasetConfig, kind: str, row: Row) -> str:
+    """Return how to name the columns of a row that lacks what its kind needs, else ""."""
+    for column in dataset.columns.values():
+        if column not in row:
+            return did_you_mean(column, row)
+    missing = [name for name in _NEEDED[kind] if name not in row]
+    if "messages" in row and "prompt" in missing:
+        missing.remove("prompt")
+    texts = [name for name, value in row.items() if isinstance(value, str) and name not in _NEEDED[kind]]
+    pairs = ", ".join(f"{name}: {column}" for name, column in zip(missing, texts, strict=False))
+    return f"Say which column is which, such as {section}.columns {{{pairs}}}." if pairs else ""
+
+
+def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Yield that a built-in reward is 0 for each of the first rows, whatever is answered."""
+    if not isinstance(config, GRPOConfig) or config.rollout.workflow not in BUILT_IN["workflow"]:
+        return
+    reward = config.rollout.reward_fn
+    for section, dataset in _datasets(config) if reward in _TRUTH else ():
+        found, names = named_rows(dataset.path, dataset.columns), _TRUTH[reward]
+        truths = [row[name] for row in found for name in names if str(row.get(name) or "").strip()]
+        if found and not truths:
+            there = ", ".join(columns_in(found)) or "nothing"
+            needed = f"rollout.reward_fn {reward} compares with the column {' or '.join(names)}"
+            name = f"{section}.columns {{answer: COLUMN}}"
+            yield f"{needed}, which is empty or missing in {dataset.path}; its rows have {there}. Set {name}."
+        elif truths and reward == "exact_match" and all(str(one) != str(one).strip() for one in truths):
+            spaces = "begin or end with blanks, but completions are compared without those"
+            yield f"rollout.reward_fn exact_match is 0 for every row: the answers of {dataset.path} {spaces}."
+
+
+RULES = [files, rows, rewards]
+
+
+def notes(config: Config) -> Iterator[str]:
+    for section, dataset in _datasets(config):
+        found = named_rows(dataset.path, dataset.columns)
+        media = [name for name in _MEDIA if any(row.get(name) for row in found)]
+        if media:
+            no_use = "is not used: neither servers nor trainers get images or sound"
+            yield f"{section}: the column {media[0]} {no_use}."
+        reward = config.rollout.reward_fn if isinstance(config, GRPOConfig) else ""
+        if (
+            found
+            and reward in ("exact_match", "contains")
+            and all(_is_worked(row.get("answer")) for row in found)
+        ):
+            whole = "is above 0 only for a completion with the whole column answer, working included"
+            yield f"rollout.reward_fn {reward} {whole} ({section}); math_verify compares the results."

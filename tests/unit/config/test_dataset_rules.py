@@ -1,0 +1,224 @@
+"""What submission sees in the first rows of the datasets: other columns, rows of the wrong kind, and rewards that
+can never be above 0.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.row_shapes import NUM_FIRST, first_rows
+from hpc_rl.config.rules.check import check
+from hpc_rl.config.rules.file_rules import hub_hint
+from hpc_rl.config.show import as_yaml, show
+from hpc_rl.datasets.encode import Prompts, load_sequences
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.errors import ConfigError
+from hpc_rl.examples.toy import make_tokenizer
+
+GSM8K = {"question": "1+2=", "answer": "1+2 is <<1+2=3>>3.\n#### 3"}
+CHAT = {"messages": [{"role": "user", "content": "1+2="}], "answer": "3"}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A model's directory with a tokenizer; its weights are never read."""
+    model = tmp_path / "model"
+    make_tokenizer().save_pretrained(model)
+    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
+    (model / "model.safetensors").touch()
+    return tmp_path
+
+
+def without_template(place: Path) -> None:
+    (place / "model" / "chat_template.jinja").unlink(missing_ok=True)
+    settings = json.loads((place / "model" / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (place / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def checked(place: Path, rows: list, *overrides: str, section: str = "actor") -> Loaded:
+    (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["experiment_name=e", "trial_name=t", f"{section}.path={place / 'model'}"]
+    words += ["gconfig.max_new_tokens=8", "gconfig.n_samples=4"] if section == "actor" else []
+    words += [f"train_dataset.path={place / 'd.jsonl'}", f"cluster.fileroot={place}"]
+    return check(load([], [*words, "cluster.n_gpus_per_node=0", *overrides]))
+
+
+def refused(place: Path, *given, **more) -> str:
+    with pytest.raises(ConfigError) as caught:
+        checked(place, *given, **more)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "reward"),
+    [
+        (GSM8K, {"messages": "question"}, "math_verify"),
+        ({"problem": "1+2=", "answer": "3"}, {"messages": "problem"}, "math_verify"),
+        (
+            {"problem": "1+2=", "solution": r"\boxed{3}"},
+            {"messages": "problem", "answer": "solution"},
+            "math_verify",
+        ),
+        ({"prompt": "1+2=", "answer": "so\n#### 3"}, {}, "math_verify"),
+        ({"question": "1+2=", "answer": "three"}, {"messages": "question"}, "exact_match"),
+        ({"prompt": "1+2=", "answer": "3"}, {}, "exact_match"),
+    ],
+)
+def test_known_data_sets_are_read_as_they_are(place, row, columns, reward):
+    found = checked(place, [row])
+    assert (found.config.train_dataset.columns, found.config.rollout.reward_fn) == (columns, reward)
+    names = [
+        note.split()[0] for note in found.notes if note.startswith(("train_dataset.columns", "rollout.rew"))
+    ]
+    assert names == ["train_dataset.columns"] * bool(columns) + ["rollout.reward_fn"] * (
+        reward == "math_verify"
+    )
+    (place / "shown.yaml").write_text(as_yaml(show(found, {})))
+    assert check(load([place / "shown.yaml"], [])).config == found.config
+    prompts = Prompts(found.config.train_dataset, tokenizer := Tokenizer(place / "model"), seed=1)
+    assert prompts.at(0).input_ids == tokenizer.encode("1+2=")
+    assert prompts.at(0).columns["answer"] == row.get("answer", row.get("solution"))
+
+
+def test_what_is_given_is_left_as_it_is(place):
+    found = checked(place, [GSM8K], "train_dataset.columns={prompt: question}", "rollout.reward_fn=contains")
+    assert found.config.train_dataset.columns == {"prompt": "question"}
+    assert found.config.rollout.reward_fn == "contains"
+    told = [note for note in found.notes if "working included" in note]
+    assert len(told) == 1 and "math_verify" in told[0]
+    assert not [note for note in checked(place, [GSM8K]).notes if "working included" in note]
+    without_template(place)
+    assert checked(place, [GSM8K]).config.train_dataset.columns == {"prompt": "question"}
+
+
+def test_sft_learns_the_answers_of_gsm8k(place):
+    dataset = checked(place, [GSM8K], section="model").config.train_dataset
+    assert dataset.columns == {"prompt": "question", "completion": "answer"}
+    (ids, mask), tokenizer = (
+        load_sequences(dataset, Tokenizer(place / "model"))[0],
+        Tokenizer(place / "model"),
+    )
+    assert ids.tolist() == [*tokenizer.encode(GSM8K["question"] + GSM8K["answer"]), tokenizer.eos_token_id]
+    assert mask.tolist() == [False] * 4 + [True] * (len(ids) - 4)
+
+
+SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "overrides", "more", "words"),
+    [
+        (
+            [{"text": "1+2=", "answer": "3"}],
+            [],
+            {},
+            "row 1: a row needs a `prompt` (text) or `messages` (a list)",
+        ),
+        ([{"text": "1+2=", "answer": "3"}], [], {}, "train_dataset.columns {prompt: text}."),
+        ([CHAT, CHAT, {"answer": "3"}], [], {}, "row 3: a row needs a `prompt`"),
+        ([GSM8K], ["train_dataset.columns={prompt: quesion}"], {}, "Did you mean question?"),
+        ([{"prompt": "1", "reply": "2"}], [], SFT, "train_dataset.columns {completion: reply}."),
+        ([{"prompt": "1", "completion": "2"}], RW, SFT, "an rw row needs `chosen` and `rejected`"),
+        ([{"prompt": "1", "solution": "2"}], [], {}, "the column answer, which is empty or missing"),
+        ([{"prompt": "1", "answer": None}], ["rollout.reward_fn=final_answer"], {}, "answer or ground_truth"),
+        ([{"prompt": "1", "answer": " 2"}], [], {}, "exact_match is 0 for every row"),
+        ([CHAT, "no object"], [], {}, "line 2 must be a JSON object"),
+        (
+            [{"messages": [{"role": "system", "content": "1"}], "answer": "3"}],
+            ["trainer=teacher", "pools.student.url=http://h/v1", "pools.student.model=m"],
+            {},
+            "a chat without a turn of role user has no question",
+        ),
+    ],
+)
+def test_rows_that_can_teach_nothing_are_refused(place, rows, overrides, more, words):
+    assert words in refused(place, rows, *overrides, **more)
+
+
+def test_held_out_rows_are_looked_at_too(place):
+    (place / "h.jsonl").write_text('{"text": "1"}\n')
+    said = refused(place, [CHAT], f"valid_dataset.path={place / 'h.jsonl'}")
+    assert said.startswith("valid_dataset.path") and "valid_dataset.columns {prompt: text}" in said
+
+
+def test_only_the_first_rows_are_read(place):
+    assert checked(place, [CHAT] * NUM_FIRST + [{}])
+
+
+def test_a_chat_needs_a_template(place):
+    without_template(place)
+    assert "has no chat template: add chat_template.jinja" in refused(place, [CHAT])
+
+
+def test_a_workflow_of_ones_own_may_score_without_an_answer(place):
+    assert checked(place, [{"prompt": "1"}], "rollout.workflow=mine:run")
+
+
+def test_first_rows_of_every_kind_of_dataset(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    pyarrow.parquet = pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.table({"prompt": [str(i) for i in range(100)]})
+    pyarrow.parquet.write_table(table, tmp_path / "d.parquet")
+    with (
+        pyarrow.OSFile(str(tmp_path / "data-0.arrow"), "wb") as file,
+        pyarrow.ipc.new_stream(file, table.schema) as to,
+    ):
+        to.write_table(table)
+    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
+    wanted = [{"prompt": str(i)} for i in range(NUM_FIRST)]
+    assert first_rows(tmp_path / "d.parquet") == first_rows(tmp_path) == wanted
+    assert first_rows(tmp_path / "absent.jsonl") == []
+    (tmp_path / "damaged.parquet").write_text("PAR1")
+    with pytest.raises(ConfigError, match=r"damaged\.parquet is damaged"):
+        first_rows(tmp_path / "damaged.parquet")
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (
+            {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "vision_config": {}},
+            "(Qwen2_5_VLForConditionalGeneration) can't be trained: its config.json has vision_config",
+        ),
+        ({"model_type": "t5", "is_encoder_decoder": True}, "(t5) can't be trained: it is no language model"),
+        ({"architectures": ["BertForMaskedLM"]}, "(BertForMaskedLM) can't be trained"),
+    ],
+)
+def test_models_that_no_engine_builds_are_refused(place, more, words):
+    path = place / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    said = refused(place, [CHAT], f"ref.path={place / 'model'}")
+    assert [line.split()[0] for line in said.splitlines()] == ["actor.path", "ref.path"]
+    assert words in said
+
+
+def test_a_name_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    environ = {"HF_HOME": str(tmp_path / "home")}
+    wanted = "hf download openai/gsm8k --repo-type dataset --local-dir DIR"
+    assert wanted in hub_hint(tmp_path / "openai/gsm8k", "datasets", "train", environ)
+    cached = tmp_path / "home/hub/datasets--openai--gsm8k/snapshots/abc"
+    for name in ("main/test-0.parquet", "main/train-0.parquet", "socratic/train-0.parquet"):
+        (cached / name).parent.mkdir(parents=True, exist_ok=True)
+        (cached / name).touch()
+    assert f"in {cached}/main/train-0.parquet: use" in hub_hint(
+        tmp_path / "openai/gsm8k", "datasets", "train", environ
+    )
+    assert f"in {cached}/main/test-0.parquet: use" in hub_hint(
+        tmp_path / "openai/gsm8k", "datasets", "test", environ
+    )
+    models = tmp_path / "home/hub/models--Qwen--Qwen3"
+    for commit in ("aaa", "bbb"):
+        (models / "snapshots" / commit).mkdir(parents=True)
+        (models / "snapshots" / commit / "config.json").touch()
+    (models / "refs").mkdir()
+    (models / "refs" / "main").write_text("bbb")
+    assert f"in {models}/snapshots/bbb: use that path" in hub_hint(tmp_path / "Qwen/Qwen3", environ=environ)
+    assert (
+        hub_hint(Path("/elsewhere/Qwen"), environ=environ)
+        == hub_hint(tmp_path / "a/b/c", environ=environ)
+        == ""
+    )
