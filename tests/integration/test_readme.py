@@ -54,7 +54,9 @@ def test_the_commands_of_a_run_of_your_own(shell):
         shell.wait_for(
             "first", r"^sums/first +done", timeout_s=240
         )  # "done in about a minute" is something else
+        shell.wait_for("second", r"step [1-9]")
     finally:
+        shell.run("cancel", "second", "--now", "--wait_s", "40")
         shell.run("cancel", "first", "--now", "--wait_s", "40")
     assert "ready: " in said["quickstart"]
     assert (
@@ -68,6 +70,9 @@ def test_the_commands_of_a_run_of_your_own(shell):
     assert "saves its state" in said["cancel"]
     assert "trial      sums/first" in said["recover"]
     assert "sums/first" in said["list"]
+    assert re.search(r"step [1-9]\d*, prompt \d+, sample 0: reward ", said["samples"])
+    assert re.search(r"fork       of sums/first at checkpoint [1-9]", said["fork"])
+    assert "forked from sums/first, checkpoint " in shell.run("status", "second").stdout
     story = shell.run("status", "first").stdout
     assert "cancelled by the user, state saved" in story
     assert re.search(r"from checkpoint [1-9]", story)
@@ -76,7 +81,7 @@ def test_the_commands_of_a_run_of_your_own(shell):
 def wait_until_it_makes_sense(shell: Shell, command: str) -> None:
     """People read what one command printed before they type the next."""
     word = command.split()[1]
-    if word in ("logs", "checkpoint", "cancel"):
+    if word in ("logs", "samples", "checkpoint", "cancel"):
         shell.wait_for("first", "step [1-9]")
     if word == "recover":
         shell.wait_for("first", "cancelled")
