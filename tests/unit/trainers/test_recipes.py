@@ -135,18 +135,6 @@ def test_tokens_of_a_lost_lineage_are_never_younger_than_the_trainer(tmp_path):
     assert recipe.run.stats.take()["older_lineage"] == 4
 
 
-def test_recomputed_and_decoupled_log_probabilities(tmp_path):
-    for actor, prox, behav in (
-        ({}, -2.0, -2.0),
-        ({"recompute_logprob": True}, -1.0, -1.0),
-        ({"use_decoupled_loss": True}, -1.0, -2.0),
-    ):
-        recipe = grpo_recipe(tmp_path, **actor)
-        recipe.update(6, batch_of([1.0, 0.0], [0.0, 1.0]))
-        rows = recipe.run.engine.updates[0][0]
-        assert rows.columns["prox"][0][-1] == prox and rows.columns["behav"][0][-1] == behav
-
-
 def test_the_kl_reward_is_of_the_behaviour_policy_and_every_row_counts(tmp_path):
     recipe = grpo_recipe(tmp_path, RecordingEngine(-3.0), kl_ctl=0.5)
     recipe.update(6, batch_of([1.0, 0.0], [1.0, 1.0]))
