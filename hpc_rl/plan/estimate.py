@@ -106,16 +106,16 @@ def estimate(
 
 def _work(config: Config, content: Mapping[str, Any], num_rows: int | None) -> Work:
     size, limit = config.train_dataset.batch_size, content.get("max_position_embeddings")
-    rows, together, updates = size, 1, 1
+    spec, updates = trained(config)[1].mb_spec, 1
     if isinstance(config, GRPOConfig):
         g, prompt = config.gconfig, config.train_dataset.max_length
         longest = g.max_tokens if prompt is None else min(g.max_tokens, prompt + g.max_new_tokens)
         rows, updates = size * g.n_samples, config.actor.ppo_n_minibatches
     else:
-        budget = config.model.mb_spec.max_tokens_per_mb
-        if isinstance(config, RWConfig):
-            rows, together = 2 * size, 2
-        longest = config.train_dataset.max_length or (budget or limit or 1) // together
+        rows = 2 * size if isinstance(config, RWConfig) else size
+        longest = config.train_dataset.max_length or (
+            (spec.max_tokens_per_mb or limit or 1) // spec.granularity
+        )
     if isinstance(limit, int):
         longest = min(longest, limit)
     return Work(
@@ -123,7 +123,7 @@ def _work(config: Config, content: Mapping[str, Any], num_rows: int | None) -> W
         trajectories=rows,
         longest=longest,
         rows_per_update=-(-rows // updates),
-        together=together,
+        together=spec.granularity,
     )
 
 

@@ -217,6 +217,7 @@ LIMIT = "actor.mb_spec.max_tokens_per_mb=100"
     [
         ([LIMIT], GRPO, "gconfig.max_tokens", 100),
         ([LIMIT, "ref.path=/m", "ref.mb_spec.max_tokens_per_mb=80"], GRPO, "gconfig.max_tokens", 80),
+        ([LIMIT, "actor.mb_spec.granularity=3"], GRPO, "gconfig.max_tokens", 33),  # neighbours fit together
         ([LIMIT, "train_dataset.max_length=84"], GRPO, "gconfig.max_tokens", 65536),  # nothing is longer
         ([LIMIT, "train_dataset.max_length=85"], GRPO, "gconfig.max_tokens", 100),
         (
