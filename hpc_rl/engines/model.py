@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
+from hpc_rl.config.rules.file_rules import untrainable
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.engines import attention, drawing, hf_io, loading
 from hpc_rl.engines.expert_files import Shapes
@@ -25,6 +26,7 @@ from hpc_rl.engines.logprobs import token_logprobs
 from hpc_rl.engines.pieces import Piece
 from hpc_rl.engines.tensor_parallel import local_of
 from hpc_rl.errors import ConfigError, NotBuilt
+from hpc_rl.trial import read_json
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # key of config.json -> value without effect
@@ -106,6 +108,8 @@ def check(config: TrainEngineConfig, device: torch.device) -> None:
         raise ConfigError(
             f"path {config.path!r} is not a directory with a Hugging Face checkpoint: config.json is missing"
         )
+    if why := untrainable(read_json(Path(config.path) / "config.json")):
+        raise ConfigError(f"path {config.path!r} {why}")
 
 
 def build(

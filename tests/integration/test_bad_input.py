@@ -45,6 +45,10 @@ def test_the_configuration_itself_is_good(shell):
         (["total_train_steps=1.5"], ["1.5 (a number)", "allowed: an integer"]),
         (["actor.path=/nowhere/model"], ["actor.path /nowhere/model is not a directory"]),
         (["train_dataset.path=nothing.jsonl"], ["train_dataset.path", "nothing.jsonl does not exist"]),
+        (
+            ["train_dataset.columns={prompt: promt}"],
+            ["row 1", "train_dataset.columns", "Did you mean prompt?"],
+        ),
         (["tokenizer_path=/nowhere"], ["tokenizer_path /nowhere has no tokenizer.json"]),
         (["allocation_mode=embedded:d1+fsdp:"], ["allocation_mode", "character 18"]),
         (

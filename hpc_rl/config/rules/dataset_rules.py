@@ -17,7 +17,7 @@ from hpc_rl.config.row_shapes import (
     shape_of,
 )
 from hpc_rl.config.rules.container_rules import is_trusted
-from hpc_rl.config.rules.file_rules import hub_hint
+from hpc_rl.config.rules.file_rules import DATA_FILES, file_of_split, hub_hint
 from hpc_rl.config.rules.generation_rules import BUILT_IN
 from hpc_rl.config.rules.training_rules import trained
 from hpc_rl.config.sections.dataset import DatasetConfig
@@ -39,30 +39,39 @@ _MEDIA = ("image", "images", "video", "videos", "audio")
 def _datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
-        if dataset is not None and dataset.path:
+        is_read = section == "valid_dataset" or has_own_prompts(config)
+        if dataset is not None and dataset.path and is_read:
             yield section, dataset
 
 
 def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
     """Return the columns and the reward of known data sets, as training_rules.adapted does."""
     wanted: dict[str, tuple[Any, str]] = {}
-    kind = _kind(config)
     is_maths = False
     for section, dataset in _datasets(config):
-        found = named_rows(dataset.path, dataset.columns)
-        shape = shape_of(found[0], kind) if found and not dataset.columns else None
-        if shape is not None:
-            name = "messages" if kind == "rl" and _has_chat_template(config) else "prompt"
-            reason = f"its rows have {' and '.join(shape.known_by)}"
-            wanted[f"{section}.columns"] = ({name: shape.prompt, **shape.columns}, reason)
-            found = [renamed(row, shape.columns) for row in found if row.keys() >= {*shape.known_by}]
-        if section == "train_dataset" and found:
-            is_worked = all(_is_worked(row.get("answer")) for row in found)
-            is_maths = is_worked or (shape is not None and shape.is_maths)
+        columns, reason, is_known_maths = _columns(config, section, dataset)
+        if columns != dataset.columns:
+            wanted[f"{section}.columns"] = (columns, reason)
+        if section == "train_dataset" and (found := named_rows(dataset.path, columns)):
+            is_maths = is_known_maths or all(_is_worked(row.get("answer")) for row in found)
     if is_maths and isinstance(config, GRPOConfig) and not isinstance(config, TeacherConfig):
         reason = "the answers of train_dataset are results of maths, compared by value"
         wanted["rollout.reward_fn"] = ("math_verify", reason)
     return wanted
+
+
+def _columns(config: Config, section: str, dataset: DatasetConfig) -> tuple[dict[str, str], str, bool]:
+    """Return the columns of a dataset, the reason where none are set, and whether its shape is of maths."""
+    found, train, kind = named_rows(dataset.path, {}), config.train_dataset.columns, _kind(config)
+    if dataset.columns or not found:
+        return dataset.columns, "", False
+    if train and section == "valid_dataset" and found[0].keys() >= {*train.values()}:
+        return train, "those of train_dataset", False
+    if (shape := shape_of(found[0], kind)) is None:
+        return {}, "", False
+    name = "messages" if kind == "rl" and _has_chat_template(config) else "prompt"
+    reason = f"its rows have {' and '.join(shape.known_by)}"
+    return {name: shape.prompt, **shape.columns}, reason, shape.is_maths
 
 
 def _kind(config: Config) -> str:
@@ -91,6 +100,7 @@ def files(config: Config, explicit: Collection[str]) -> Iterator[str]:
         if dataset is None:
             continue
         name, path = f"{section}.path", Path(dataset.path)
+        split = "train" if section == "train_dataset" else "test"
         if not dataset.path:
             if section == "valid_dataset" or has_own_prompts(config):
                 yield f"{name} is empty; only a trial on environments alone needs no training data."
@@ -98,19 +108,18 @@ def files(config: Config, explicit: Collection[str]) -> Iterator[str]:
             continue
         elif not path.exists():
             relative = "relative paths start at the working directory" if name in explicit else ""
-            split = "train" if section == "train_dataset" else "test"
             hint = f"; {hub_hint(path, 'datasets', split)}{relative}".rstrip("; ")
             yield f"{name} {path} does not exist{hint}."
         elif path.is_dir():
-            yield from _saved_dataset(name, path)
-        elif path.suffix not in (".jsonl", ".parquet"):
+            yield from _saved_dataset(name, path, split)
+        elif path.suffix not in DATA_FILES:
             allowed = "a .jsonl or .parquet file, or a directory with a saved dataset"
             yield f"{name} {path} can't be read; allowed: {allowed}."
         elif not path.stat().st_size:
             yield f"{name} {path} is empty."
 
 
-def _saved_dataset(name: str, path: Path) -> Iterator[str]:
+def _saved_dataset(name: str, path: Path, split: str) -> Iterator[str]:
     # Dataset.save_to_disk writes state.json beside the data; DatasetDict writes one directory for each split.
     if (path / "state.json").is_file():
         return
@@ -119,8 +128,8 @@ def _saved_dataset(name: str, path: Path) -> Iterator[str]:
         one = f"use the path of one, such as {path / splits[0]}"
         yield f"{name} {path} has the splits {', '.join(splits)}: {one}."
         return
-    files = sorted(one for pattern in ("*.jsonl", "*.parquet") for one in path.glob(pattern))
-    hint = f"; did you mean {files[0]}?" if files else "."
+    file = file_of_split(path, split)
+    hint = f"; did you mean {file}?" if file else "."
     yield f"{name} {path} is a directory without a saved Hugging Face dataset (it has no state.json){hint}"
 
 

@@ -21,6 +21,7 @@ from hpc_rl.trial import read_json
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "img_processor")
 _DECODERS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "GenerationDecoder")
+DATA_FILES = (".jsonl", ".parquet")
 _HUB_WORD = r"[A-Za-z0-9][\w.-]*"
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 _DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay")
@@ -38,7 +39,8 @@ def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[
     yield from checkpoint(name, engine.path, "" if engine.init_from_scratch else scratch)
     if (found := _settings_of(engine.path)) is None:
         return
-    yield from _other_kinds(name, engine.path, found)
+    if why := untrainable(found):
+        yield f"{name} {engine.path} {why}"
     if section == "ref":
         return
     if not is_trusted(config, config.tokenizer_path or engine.path):
@@ -66,8 +68,10 @@ def checkpoint(name: str, folder: str, without_weights: str = ".") -> Iterator[s
         yield f"{name} {path} contains no weights (*.safetensors){without_weights.rstrip('.')}."
 
 
-def _other_kinds(name: str, folder: str, model: dict[str, Any]) -> Iterator[str]:
-    """Yield that no trainer can build a model: it sees or hears, or it is no decoder of text."""
+def untrainable(model: Any) -> str:
+    """Return why no engine trains a model, from its config.json; empty for a decoder of text."""
+    if not isinstance(model, dict):
+        return ""  # it is refused as damaged
     kinds = [str(one) for one in model.get("architectures") or () if one]
     other = next((key for key in _OTHER_SENSES if key in model), "")
     if other:
@@ -75,9 +79,9 @@ def _other_kinds(name: str, folder: str, model: dict[str, Any]) -> Iterator[str]
     elif model.get("is_encoder_decoder") or (kinds and not any(one.endswith(_DECODERS) for one in kinds)):
         why = "it is no language model that continues a text (a decoder)"
     else:
-        return
-    shown = f" ({', '.join(kinds) or model.get('model_type')})"
-    yield f"{name} {folder}{shown} can't be trained: {why}. Use a model of text alone (...ForCausalLM)."
+        return ""
+    shown = ", ".join(kinds) or model.get("model_type")
+    return f"({shown}) can't be trained: {why}. Use a model of text alone (...ForCausalLM)."
 
 
 def hub_hint(
@@ -91,22 +95,29 @@ def hub_hint(
         name = path.relative_to(Path.cwd())
     except ValueError:
         return ""
-    if not 1 <= len(name.parts) <= 2 or not all(re.fullmatch(_HUB_WORD, part) for part in name.parts):
+    is_file = kind == "datasets" and path.suffix in DATA_FILES
+    if is_file or len(name.parts) > 2 or not all(re.fullmatch(_HUB_WORD, part) for part in name.parts):
         return ""
     home = environ.get("HF_HOME") or Path(environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
     cache = Path(environ.get("HF_HUB_CACHE") or Path(home, "hub")).expanduser()
     folders = sorted((cache / f"{kind}--{'--'.join(name.parts)}").glob("snapshots/*"), key=_main_first)
-    wanted = ("config.json",) if kind == "models" else ("**/*.parquet", "**/*.jsonl")
-    found = [one for folder in folders for pattern in wanted for one in sorted(folder.glob(pattern))]
-    if found and kind == "models":
-        return f"the cache of the hub has {name} in {found[0].parent}: use that path; "
-    if found:
-        here = min(found, key=lambda one: (not one.name.startswith(split), "main" not in one.parts))
-        return f"the cache of the hub has {name} in {here}: use that path; "
+    for folder in folders:
+        here = file_of_split(folder, split) if kind == "datasets" else folder
+        if here is not None and (kind == "datasets" or (folder / "config.json").is_file()):
+            return f"the cache of the hub has {name} in {here}: use that path; "
     if len(name.parts) < 2:
         return ""
     flag = " --repo-type dataset" if kind == "datasets" else ""
     return f"if {name} is a name on the hub, `hf download {name}{flag} --local-dir DIR`, and use DIR; "
+
+
+def file_of_split(folder: Path, split: str) -> Path | None:
+    """Return the file of rows below a directory that is most likely the wanted part; None without any."""
+    found = sorted(one for suffix in DATA_FILES for one in folder.rglob(f"*{suffix}"))
+    order = {
+        one: (not one.name.startswith(split), one.parent.name not in (folder.name, "main")) for one in found
+    }
+    return min(found, key=order.__getitem__, default=None)
 
 
 def _main_first(snapshot: Path) -> tuple[bool, str]:

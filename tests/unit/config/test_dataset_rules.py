@@ -90,6 +90,10 @@ def test_what_is_given_is_left_as_it_is(place):
     told = [note for note in found.notes if "working included" in note]
     assert len(told) == 1 and "math_verify" in told[0]
     assert not [note for note in checked(place, [GSM8K]).notes if "working included" in note]
+    held_out = checked(
+        place, [GSM8K], f"valid_dataset.path={place / 'd.jsonl'}", "train_dataset.columns={prompt: question}"
+    )
+    assert held_out.config.valid_dataset.columns == {"prompt": "question"}
     without_template(place)
     assert checked(place, [GSM8K]).config.train_dataset.columns == {"prompt": "question"}
 
@@ -216,6 +220,7 @@ def test_a_name_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
         (models / "snapshots" / commit / "config.json").touch()
     (models / "refs").mkdir()
     (models / "refs" / "main").write_text("bbb")
+    assert hub_hint(tmp_path / "data/rows.jsonl", "datasets", "train", environ) == ""
     assert f"in {models}/snapshots/bbb: use that path" in hub_hint(tmp_path / "Qwen/Qwen3", environ=environ)
     assert (
         hub_hint(Path("/elsewhere/Qwen"), environ=environ)
