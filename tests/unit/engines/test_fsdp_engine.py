@@ -409,6 +409,13 @@ def test_what_can_not_hold_is_refused(model_dir, changes, message) -> None:
         FSDPEngine(config)
 
 
+def test_a_model_of_images_is_refused_with_the_reason_of_submission(model_dir) -> None:
+    path = model_dir / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"vision_config": {}}))
+    with pytest.raises(ConfigError, match="has vision_config"):
+        FSDPEngine(config_of(model_dir))
+
+
 def test_weights_that_lack_a_tensor_are_refused_not_made_up(model_dir, tmp_path) -> None:
     from safetensors.torch import load_file, save_file
 
