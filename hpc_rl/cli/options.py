@@ -61,6 +61,11 @@ class CommandParser(ArgumentParser):
         else:
             self.add_argument("trial", help=text)
 
+    def add_trials(self, default: str) -> None:
+        """Declare the trials that a command is about; `default` says which one it is if none is named."""
+        text = "paths, experiment/trial, or trial names that only one trial has"
+        self.add_argument("trial", nargs="*", help=f"{text} (default: {default})")
+
     def add_config(self) -> None:
         """Declare where a configuration comes from, and its options."""
         files = "YAML file (--config may be omitted); several are merged from left to right"

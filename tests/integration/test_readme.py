@@ -1,5 +1,6 @@
 """The commands of README.md are run here, in its order, and its lists of codes and paths are checked."""
 
+import json
 import re
 import subprocess
 from pathlib import Path
@@ -76,6 +77,23 @@ def test_the_commands_of_a_run_of_your_own(shell):
     story = shell.run("status", "first").stdout
     assert "cancelled by the user, state saved" in story
     assert re.search(r"from checkpoint [1-9]", story)
+    assert "<title>first" in (shell.here / "report.html").read_text()
+    check_goodput(shell)
+
+
+def check_goodput(shell: Shell) -> None:
+    """The buckets of a trial with a recover sum to what its two jobs held: a server and a trainer."""
+    (report,) = json.loads(shell.run("report", "first", "--json").stdout)
+    held_s = 0.0
+    for path in Path(report["dir"]).glob("jobs/*.state"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        held_s += lines[-1]["time"] - lines[0]["time"]
+    assert len(report["attempts"]) == 2
+    assert sum(report["buckets"].values()) == pytest.approx(
+        2 * held_s, rel=0.01, abs=4
+    )  # whole seconds there
+    assert sum(report["buckets"].values()) == pytest.approx(report["allocation_s"], rel=0.001)
+    assert {"generate", "train", "publish", "start"} <= set(report["buckets"])
 
 
 def wait_until_it_makes_sense(shell: Shell, command: str) -> None:

@@ -1,0 +1,293 @@
+"""The HTML page of a report: one file that loads no other. Charts are drawn by the plotly.js in it."""
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from importlib import resources
+from typing import Any
+
+import jinja2
+import yaml
+
+from hpc_rl.errors import ConfigError
+from hpc_rl.log import redact
+from hpc_rl.stats.kept_samples import Sample
+from hpc_rl.status.formatting import format_number
+from hpc_rl.status.goodput import MEANINGS, PARTS, Bucket, Span
+from hpc_rl.status.trial_report import (
+    HELD_OUT,
+    TrialReport,
+    attempt_rows,
+    differences,
+    fact_rows,
+    goodput_rows,
+    staleness,
+    thinned,
+)
+
+CHARTS = {  # metric -> title, in their order; all others are in the chart with the menu
+    HELD_OUT: "Held-out",
+    "reward": "Reward",
+    "loss": "Loss",
+    "grad_norm": "Gradient norm",
+    "entropy": "Entropy",
+    "behave_approx_kl": "KL to the policy that generated",
+    "kl_rewards": "KL to the reference, in the reward",
+    "seq_len": "Tokens of prompt and completion",
+    "truncated": "Share of truncated completions",
+    "staleness_mean": "Staleness (steps)",
+    "lr": "Learning rate",
+    "step_s": "Seconds per step",
+}
+COLORS = {  # by Okabe and Ito: told apart by colour-blind readers too
+    Bucket.GENERATE: "#56b4e9",
+    Bucket.TRAIN: "#009e73",
+    Bucket.PUBLISH: "#0072b2",
+    Bucket.EVALUATE: "#cc79a7",
+    Bucket.SAVE: "#f0e442",
+    Bucket.WAIT: "#e69f00",
+    Bucket.START: "#999999",
+    Bucket.STOP: "#cccccc",
+    Bucket.LOST: "#d55e00",
+    Bucket.UNUSED: "#000000",
+}
+LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # of the trials
+MIN_SPAN = 0.005  # part of an attempt that is seen on the time line
+NUM_COLUMNS = 4  # steps or evaluations beside each other
+NUM_PROMPTS = 3  # that are shown at each of them
+MAX_TEXT = 2000  # characters of a prompt or completion
+
+
+def page(reports: Sequence[TrialReport], now: float) -> str:
+    """Return the page as of `now`, in Unix seconds. Raises ConfigError where plotly is not installed."""
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError as error:
+        raise ConfigError(
+            f"--html needs plotly, which is not installed ({error}): pip install 'hpc-rl[report]'"
+        ) from error
+    source = resources.files("hpc_rl.status").joinpath("report_page.html").read_text()
+    environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    trials = [
+        {
+            "name": report.name,
+            "directory": report.status.trial.dir,
+            "attempts": attempt_rows(report),
+            "samples": sample_tables(report.samples),
+            "config": redact(yaml.safe_dump(report.config, sort_keys=False)),
+            "provenance": redact(yaml.safe_dump(report.provenance, sort_keys=True)),
+        }
+        for report in reports
+    ]
+    return environment.from_string(source).render(
+        title=", ".join(report.name for report in reports),
+        written=time.strftime("%Y-%m-%d %H:%M %Z", time.localtime(now)),
+        trials=trials,
+        facts=fact_rows(reports),
+        buckets=[(str(bucket), MEANINGS[bucket], cells) for bucket, cells in goodput_rows(reports)],
+        differences=differences(reports),
+        figures=as_script({name: figure for name, figure in figures(reports).items() if figure["data"]}),
+        others=as_script(other_curves(reports)),
+        colors=as_script(LINES),
+        plotly=jinja2.utils.markupsafe.Markup(get_plotlyjs()),
+    )
+
+
+def as_script(value: Any) -> Any:
+    """Return a value as JSON that can stand inside of a script element."""
+    text = json.dumps(value).replace("<", "\\u003c").replace("\u2028", "\\u2028")
+    return jinja2.utils.markupsafe.Markup(text)
+
+
+def figures(reports: Sequence[TrialReport]) -> dict[str, dict[str, Any]]:
+    """Return the charts of a page as plotly.js takes them, by the ids of their places."""
+    found = {"goodput": goodput_figure(reports)}
+    for number, report in enumerate(reports):
+        found[f"attempts-{number}"] = attempts_figure(report)
+    shown = [metric for metric in CHARTS if any(report.curve(metric) for report in reports)]
+    found |= {f"curve-{metric}": curve_figure(reports, metric) for metric in shown}
+    for number, report in enumerate(reports):
+        found[f"steps-{number}"] = step_figure(report)
+    by_length = [[one.num_tokens for one in report.samples] for report in reports]
+    by_age = [[age for one in report.samples if (age := staleness(one)) is not None] for report in reports]
+    found["lengths"] = histogram(reports, by_length, "Length of kept completions", "tokens")
+    found["ages"] = histogram(reports, by_age, "Staleness of kept completions", "steps behind the trainer")
+    return found
+
+
+def chart(title: str, data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:
+    margin = {"l": 55, "r": 15, "t": 40, "b": 45}
+    legend = {"orientation": "h", "y": -0.25}
+    return {
+        "data": data,
+        "layout": {"title": {"text": title}, "margin": margin, "height": 300, "legend": legend} | layout,
+    }
+
+
+def curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, Any]:
+    title = CHARTS[metric]
+    if metric == HELD_OUT:
+        title = f"Held-out {reports[0].status.history.held_out[0]}"
+    traces = []
+    for number, report in enumerate(reports):
+        steps, values = columns(thinned(report.curve(metric)))
+        mode = "lines+markers" if len(steps) < 30 else "lines"
+        line = {"color": LINES[number % len(LINES)]}
+        traces.append({"x": steps, "y": values, "name": report.name, "mode": mode, "line": line})
+    return chart(title, traces, xaxis={"title": {"text": "step"}}, showlegend=len(reports) > 1)
+
+
+def other_curves(reports: Sequence[TrialReport]) -> dict[str, list[Any]]:
+    """Return the metrics that have no chart of their own: a pair of steps and values for each trial."""
+    names = {name: None for report in reports for name in report.metrics() if name not in CHARTS}
+    return {
+        name: [(report.name, *columns(thinned(report.curve(name)))) for report in reports] for name in names
+    }
+
+
+def columns(curve: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in curve], [float(f"{value:.5g}") for _, value in curve]
+
+
+def step_figure(report: TrialReport) -> dict[str, Any]:
+    """Return how the seconds of each step are divided."""
+    traces = []
+    for metric, bucket in PARTS:
+        steps, values = columns(thinned(report.curve(metric)))
+        if any(values):
+            line = {"color": COLORS[bucket], "width": 0.5}
+            kind = {"stackgroup": "one", "mode": "lines", "name": bucket, "line": line}
+            traces.append({"x": steps, "y": values, "fillcolor": COLORS[bucket], **kind})
+    axes = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "seconds"}}}
+    return chart(f"{report.name}: a step of the trainer", traces, **axes)
+
+
+def goodput_figure(reports: Sequence[TrialReport]) -> dict[str, Any]:
+    names = [report.name for report in reports]
+    traces = []
+    for bucket in Bucket:
+        parts = [
+            100 * report.goodput.buckets.get(bucket, 0.0) / max(report.goodput.allocation_s, 1e-9)
+            for report in reports
+        ]
+        if any(parts):
+            marker = {"color": COLORS[bucket], "line": {"color": "white", "width": 1}}
+            bar = {"type": "bar", "orientation": "h", "name": bucket, "marker": marker}
+            traces.append({"x": parts, "y": names, **bar})
+    height = 170 + 40 * len(reports)
+    axes = {"xaxis": {"ticksuffix": " %", "range": [0, 100]}, "yaxis": {"automargin": True}}
+    return chart("Where the allocation went", traces, barmode="stack", height=height, **axes)
+
+
+def attempts_figure(report: TrialReport) -> dict[str, Any]:
+    """Return the attempts of a trial on a line of time, by what the trainer did."""
+    bars: dict[str, list[tuple[Any, ...]]] = {}
+    causes = {row[0]: row[-1] for row in attempt_rows(report)}
+    for number, use in enumerate(report.goodput.attempts, 1):
+        label, hover = str(number), f"{use.id}<br>{causes[use.id]}"
+        if use.waited_s:
+            bars.setdefault("queue", []).append((use.start - use.waited_s, use.waited_s, label, hover))
+        for name, start, end in merged(use.spans, MIN_SPAN * (use.end - use.start)):
+            bars.setdefault(name, []).append((start, end - start, label, hover))
+    traces = [
+        {
+            "type": "bar",
+            "orientation": "h",
+            "name": name,
+            "base": [date(start) for start, *_ in found],
+            "x": [1000 * seconds for _, seconds, *_ in found],
+            "y": [label for *_, label, _ in found],
+            "customdata": [[hover, format_number(seconds)] for _, seconds, _, hover in found],
+            "hovertemplate": f"{name}, %{{customdata[1]}} s<br>%{{customdata[0]}}<extra></extra>",
+            "marker": {"color": "#ddddee" if name == "queue" else COLORS[Bucket(name)]},
+        }
+        for name, found in bars.items()
+    ]
+    axes: dict[str, Any] = {"xaxis": {"type": "date"}}
+    axes["yaxis"] = {"title": {"text": "attempt"}, "autorange": "reversed", "type": "category"}
+    height = 190 + 26 * len(report.goodput.attempts)
+    return chart(f"{report.name}: attempts", traces, barmode="overlay", height=height, **axes)
+
+
+def merged(spans: Sequence[Span], least_s: float) -> list[tuple[str, float, float]]:
+    """Return (bucket, start, end) of stretches of at least `least_s`, each by what most of it was."""
+    stretches: list[list[Span]] = [[]]
+    for span in spans:
+        if stretches[-1] and span.start - stretches[-1][0].start >= least_s:
+            stretches.append([])
+        stretches[-1].append(span)
+    found: list[tuple[str, float, float]] = []
+    for stretch in filter(None, stretches):
+        seconds: dict[str, float] = defaultdict(float)
+        for span in stretch:
+            seconds[span.bucket] += span.end - span.start
+        name, start = max(seconds, key=seconds.__getitem__), stretch[0].start
+        if found and found[-1][0] == name:
+            start = found.pop()[1]
+        found.append((name, start, stretch[-1].end))
+    return found
+
+
+def date(when: float) -> str:
+    return datetime.fromtimestamp(when, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")
+
+
+def histogram(
+    reports: Sequence[TrialReport], values: list[list[int]], title: str, unit: str
+) -> dict[str, Any]:
+    traces = [
+        {"type": "histogram", "x": found, "name": report.name, "histnorm": "percent", "opacity": 0.7,
+         "marker": {"color": LINES[number % len(LINES)]}}
+        for number, (report, found) in enumerate(zip(reports, values, strict=True)) if found
+    ]  # fmt: skip
+    axes = {"xaxis": {"title": {"text": unit}}, "yaxis": {"ticksuffix": " %"}}
+    return chart(title, traces, barmode="overlay", bargap=0.1, showlegend=len(reports) > 1, **axes)
+
+
+def sample_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+    """Return completions side by side: the same held-out prompts, then the best and the worst of steps."""
+    held_out = [one for one in samples if one.evaluation]
+    tables = []
+    by_step = spread({one.step: None for one in held_out})
+    prompts = {one.prompt_index: None for one in held_out if one.step == (by_step or [0])[-1]}
+    for prompt in list(prompts)[:NUM_PROMPTS]:
+        row = [
+            one for one in held_out if one.prompt_index == prompt and one.step in by_step and not one.sample
+        ]
+        title = f"Held-out prompt {prompt}"
+        tables.append(
+            {"title": title, "prompt": clipped(row[0].prompt), "cells": [_cell(one) for one in row]}
+        )
+    trained = [one for one in samples if not one.evaluation]
+    steps = spread({one.step: None for one in trained})
+    for title, pick in (("Best completion of a step", max), ("Worst completion of a step", min)):
+        row = [
+            pick((one for one in trained if one.step == step), key=lambda one: one.reward) for step in steps
+        ]
+        if row:
+            cells = [_cell(one, with_prompt=True) for one in row]
+            tables.append({"title": title, "prompt": "", "cells": cells})
+    return tables
+
+
+def _cell(one: Sample, with_prompt: bool = False) -> dict[str, str]:
+    facts = (
+        f"step {one.step}, reward {format_number(one.reward)}, {one.num_tokens} tokens, {one.finish_reason}"
+    )
+    parts = ", ".join(f"{name} {format_number(value)}" for name, value in one.stats.items())
+    prompt = clipped(one.prompt) if with_prompt else ""
+    return {"facts": facts, "parts": parts, "prompt": prompt, "text": clipped(one.completion)}
+
+
+def clipped(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT} more characters)"
+
+
+def spread(steps: dict[int, None]) -> list[int]:
+    """Return at most NUM_COLUMNS of the steps: the first, the last, and some between."""
+    known = sorted(steps)
+    if len(known) <= NUM_COLUMNS:
+        return known
+    return [known[round(part * (len(known) - 1) / (NUM_COLUMNS - 1))] for part in range(NUM_COLUMNS)]

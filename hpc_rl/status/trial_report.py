@@ -1,0 +1,185 @@
+"""What a report says of trials: a table of facts, curves, goodput, attempts, options that differ."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.records import TrialState
+from hpc_rl.stats.kept_samples import Sample, read_samples
+from hpc_rl.status.formatting import format_duration, format_number, format_time
+from hpc_rl.status.goodput import Bucket, Goodput, goodput
+from hpc_rl.status.trial_status import TrialStatus
+from hpc_rl.trial import read_object
+from hpc_rl.types import WeightVersion
+
+HELD_OUT = "held-out"  # name of the curve of evaluations
+MAX_POINTS = 1500  # of a curve; more are thinned evenly
+NOT_CURVES = ("step", "time", "lineage", "total_steps", "save_failed")
+IDENTITY = ("experiment_name", "trial_name", "fileroot")  # last parts of options that differ by nature
+NOT_SET = "not set"
+
+Curve = list[tuple[int, float]]
+
+
+@dataclass
+class TrialReport:
+    """Everything that a report shows of one trial."""
+
+    name: str  # unique among the trials of the report
+    status: TrialStatus
+    goodput: Goodput
+    samples: list[Sample]
+    config: dict[str, Any]  # option -> value
+    provenance: dict[str, Any]
+
+    def curve(self, metric: str) -> Curve:
+        """Return the values of a metric by step, `held-out` for those of evaluations; none where unknown."""
+        history = self.status.history
+        pairs: Sequence[tuple[int, Any]] = history.held_out[1]
+        if metric != HELD_OUT:
+            rows = (
+                history.evaluations if metric.startswith("eval_") and history.evaluations else history.steps
+            )
+            pairs = [(row["step"], row.get(metric)) for row in rows]
+        return [(step, float(value)) for step, value in pairs if is_number(value)]
+
+    def metrics(self) -> list[str]:
+        """Return the names of all curves, `held-out` first."""
+        history = self.status.history
+        rows = [*history.steps, *history.evaluations]
+        names = {name: None for row in rows for name, value in row.items() if is_number(value)}
+        found = [name for name in names if name not in NOT_CURVES]
+        return [HELD_OUT, *found] if history.held_out[1] else found
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def make_report(name: str, status: TrialStatus, now: float) -> TrialReport:
+    """Return the report of a trial at `now`, in Unix seconds."""
+    trial = status.trial
+    return TrialReport(
+        name=name,
+        status=status,
+        goodput=goodput(status, now),
+        samples=list(read_samples(trial)),
+        config=flat(read_object(trial.config_json)),
+        provenance=read_object(trial.provenance_json),
+    )
+
+
+def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """Return nested options by their dotted names."""
+    found: dict[str, Any] = {}
+    for name, value in section.items():
+        inner = isinstance(value, Mapping) and value
+        found |= flat(value, f"{above}{name}.") if inner else {f"{above}{name}": value}
+    return found
+
+
+def differences(reports: Sequence[TrialReport]) -> list[tuple[str, list[str]]]:
+    """Return the options that differ between trials, each with the value of every trial."""
+    options = {name: None for report in reports for name in report.config}
+    values = [(name, [_shown(report.config, name) for report in reports]) for name in options]
+    return [
+        (name, shown)
+        for name, shown in values
+        if len(set(shown)) > 1 and name.rpartition(".")[2] not in IDENTITY
+    ]
+
+
+def _shown(config: Mapping[str, Any], name: str) -> str:
+    return "null" if name in config and config[name] is None else str(config.get(name, NOT_SET))
+
+
+def thinned(curve: Curve) -> Curve:
+    """Return at most MAX_POINTS points of a curve, the newest among them."""
+    every = -(-len(curve) // MAX_POINTS)
+    return curve[::-1][::every][::-1] if every > 1 else curve
+
+
+def staleness(sample: Sample) -> int | None:
+    """Return how many steps the oldest weights of a completion were behind; None where none are known."""
+    steps = [WeightVersion.parse(version).step for version in sample.versions]
+    return max(0, sample.step - 1 - min(steps)) if steps else None
+
+
+def facts(report: TrialReport) -> dict[str, str]:
+    """Return what the table of a report says of a trial, by the names of its rows."""
+    status, use = report.status, report.goodput
+    total = f" of {status.total_steps}" if status.total_steps else ""
+    found = {"state": str(status.state), "step": f"{status.step}{total}"}
+    if status.reason:
+        found["reason"] = status.reason
+    measure, values = status.history.held_out
+    if values:
+        known = [(step, value) for step, value in values if value is not None]
+        pairs = [known[0], known[-1]] if len(known) > 1 else known
+        ends = " -> ".join(f"{format_number(value)} (step {step})" for step, value in pairs)
+        found[f"held-out {measure}"] = ends
+    for metric in ("reward", "loss"):
+        if curve := report.curve(metric):
+            last = [value for _, value in curve[-10:]]
+            found[metric] = f"{format_number(sum(last) / len(last))} (mean of the last {len(last)} steps)"
+    if len(status.history.steps) > 1:
+        times = sorted(value for _, value in report.curve("step_s"))
+        found["seconds per step"] = f"{format_number(times[len(times) // 2])} (median)" if times else ""
+    started = [use.start for use in use.attempts]
+    found["started"] = format_time(min(started)) if started else ""
+    found["attempts"] = str(len(status.attempts))
+    found["in the queue"] = format_duration(use.queued_s)
+    found["allocation"] = device_time(use, use.allocation_s)
+    if use.share is not None:
+        found["goodput"] = f"{use.share:.1%} generated or trained"
+    if status.state is not TrialState.DONE and status.generation is not None:
+        found["checkpoint"] = str(status.generation)
+    return {name: value for name, value in found.items() if value}
+
+
+def device_time(use: Goodput, device_s: float) -> str:
+    """Return device-seconds for people, as `12.5 GPU-hours`."""
+    unit = "GPU" if use.on_gpus else "process"
+    return f"{device_s / 3600:.1f} {unit}-hours" if device_s >= 3600 else f"{device_s:.0f} {unit}-seconds"
+
+
+def fact_rows(reports: Sequence[TrialReport]) -> list[tuple[str, list[str]]]:
+    """Return the table of facts: the name of a row, and the value of each trial."""
+    columns = [facts(report) for report in reports]
+    names = {name: None for column in columns for name in column}
+    return [(name, [column.get(name, "") for column in columns]) for name in names]
+
+
+def goodput_rows(reports: Sequence[TrialReport]) -> list[tuple[Bucket, list[str]]]:
+    """Return the table of buckets: the share of each trial's allocation, and the time."""
+    rows = []
+    for bucket in Bucket:
+        seconds = [report.goodput.buckets.get(bucket, 0.0) for report in reports]
+        if any(seconds):
+            cells = [
+                f"{one / max(report.goodput.allocation_s, 1e-9):.1%}, {device_time(report.goodput, one)}"
+                for one, report in zip(seconds, reports, strict=True)
+            ]
+            rows.append((bucket, cells))
+    return rows
+
+
+def attempt_rows(report: TrialReport) -> list[list[str]]:
+    """Return a row per attempt: id, state, start, how long it held its nodes and waited, steps, cause."""
+    known = {one.id: one for one in report.status.attempts}
+    rows = []
+    for use in report.goodput.attempts:
+        held, one = format_duration(use.end - use.start), known.get(use.id)
+        cells = [use.id, "servers" if one is None else str(one.state), format_time(use.start), held]
+        lines = [] if one is None else [line for line in one.lineages if line.from_step]
+        begun = ", ".join(f"from {line.from_step}" for line in lines) or "fresh"
+        reached = "" if one is None or one.last_step is None else f"{begun}, to {one.last_step}"
+        ends = [] if one is None else [(role, end) for role in one.roles for end in role.ends]
+        again = [
+            f"{role.name} was started again: {end.reason}"
+            for role, end in ends
+            if end.incarnation < role.incarnation
+        ]
+        cause = "; ".join([*again, *filter(None, [one.cause if one else ""])])
+        rows.append([*cells, format_duration(use.waited_s), reached, cause])
+    return rows

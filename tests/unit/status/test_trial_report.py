@@ -1,0 +1,108 @@
+"""report: facts of trials beside each other, and one page that needs no other file."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+
+from hpc_rl.cli.__main__ import main
+from hpc_rl.stats.kept_samples import Sample
+from hpc_rl.status.goodput import Bucket, Span
+from hpc_rl.status.report_page import merged, page, sample_tables, spread
+from hpc_rl.status.trial_report import make_report, staleness, thinned
+from hpc_rl.status.trial_status import read_status
+from hpc_rl.submit import trial_index
+from hpc_rl.trial import write_json
+
+T0 = 1_790_000_000.0
+SAMPLE = Sample(
+    step=3, evaluation=False, prompt_index=7, sample=0, prompt="1+1=", completion="</script><b>2", reward=1.0, stats={},
+    advantage=None, finish_reason="stop", versions=["0.1", "1.2"], num_tokens=3,
+)  # fmt: skip
+
+
+@pytest.fixture
+def trials(make_fake_trial, tmp_path, state_home):
+    """Two trials that ended, of which the second has another learning rate."""
+    made = []
+    for name, lr in (("low", 1e-4), ("high", 1e-3)):
+        fake = make_fake_trial(tmp_path / "runs", name=name)
+        write_json(
+            fake.trial.config_json,
+            {"total_train_steps": 8, "trial_name": name, "actor": {"lr": lr, "eps": 1}},
+        )
+        fake.run_to(8)
+        fake.evaluation("7.0", 8, 0.5)
+        fake.ended("7.0", 75, at=30)
+        fake.cancel_wish("7")
+        fake.script_said("7", "ended", at=30, code=75)
+        trial_index.record(fake.trial)
+        made.append(fake)
+    return made
+
+
+def test_trials_stand_beside_each_other_in_the_terminal(trials, capsys):
+    assert main(["report", "low", "high"]) == 0
+    lines = [re.split(r"  +", line.strip()) for line in capsys.readouterr().out.splitlines()]
+    assert ["low", "high"] in lines
+    assert ["held-out reward", *["0.31 (step 0) -> 0.5 (step 8)"] * 2] in lines
+    assert ["actor.lr", "0.0001", "0.001"] in lines
+    assert not [line for line in lines if line[0] in ("actor.eps", "trial_name")]
+    attempts = lines[lines.index(next(line for line in lines if line[0] == "attempts of low")) + 1]
+    assert attempts[:2] == ["7.0", "cancelled"]
+    assert main(["report", "low", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert sum(found["buckets"].values()) == pytest.approx(found["allocation_s"])
+
+
+def test_the_page_loads_nothing_and_what_a_model_wrote_stays_text(trials):
+    reports = [make_report(fake.trial.name, read_status(fake.trial), T0 + 40) for fake in trials]
+    reports[0].samples = [SAMPLE, replace(SAMPLE, step=5, completion="3", reward=0.0)]
+    html = page(reports, T0)
+    own = html.replace(html[html.index("<script>") : html.index("</script>")], "")
+    assert not re.search(r'(src|href)="(?!data:)', own)
+    assert "<b>2" not in own
+    assert "&lt;/script&gt;&lt;b&gt;2" in own
+    figures = json.loads(re.search(r"const figures = (.*), others = ", own)[1])
+    assert {
+        "goodput",
+        "attempts-0",
+        "attempts-1",
+        "curve-reward",
+        "curve-held-out",
+        "lengths",
+        "ages",
+    } <= set(figures)
+    assert [trace["name"] for trace in figures["curve-reward"]["data"]] == ["low", "high"]
+    assert figures["curve-reward"]["data"][0]["y"][-1] == pytest.approx(0.08)
+    assert figures["lengths"]["data"][0]["x"] == [3, 3]
+    total = sum(trace["x"][0] for trace in figures["goodput"]["data"])
+    assert total == pytest.approx(100)
+
+
+def test_samples_are_chosen_over_the_whole_training():
+    trained = [
+        replace(SAMPLE, step=step, reward=reward) for step in range(1, 21) for reward in (0.0, step / 20)
+    ]
+    held_out = [
+        replace(SAMPLE, step=step, evaluation=True, prompt_index=row) for step in (0, 10) for row in range(5)
+    ]
+    *prompts, best, worst = sample_tables([*trained, *held_out])
+    assert [table["title"] for table in prompts] == [f"Held-out prompt {row}" for row in range(3)]
+    assert [len(table["cells"]) for table in prompts] == [2, 2, 2]
+    assert [cell["facts"].split(", ")[:2] for cell in best["cells"]][-1] == ["step 20", "reward 1"]
+    assert {cell["facts"].split(", ")[1] for cell in worst["cells"]} == {"reward 0"}
+    assert spread(dict.fromkeys(range(1, 21))) == [1, 7, 14, 20]
+
+
+def test_curves_spans_and_ages_of_a_long_trial_stay_small():
+    curve = thinned([(step, 0.0) for step in range(1, 100_001)])
+    assert len(curve) <= 1500
+    assert curve[-1][0] == 100_000
+    spans = [
+        Span(second, second + 1, Bucket.WAIT if second % 10 == 0 else Bucket.TRAIN) for second in range(1000)
+    ]
+    assert merged([*spans, Span(1000, 1100, Bucket.LOST)], 20) == [("train", 0, 1000), ("lost", 1000, 1100)]
+    assert staleness(SAMPLE) == 1  # made by the weights of steps 1 and 2, for step 3
+    assert staleness(replace(SAMPLE, versions=["3.9"])) == 0  # of a lineage that was given up
