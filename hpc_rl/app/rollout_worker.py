@@ -19,7 +19,7 @@ from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.name_resolve import open_names
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.pipes import EndpointState
-from hpc_rl.rollout.rewards import BUILTINS, LIMITED, Reward, built_in
+from hpc_rl.rollout.rewards import BUILTINS, LIMITED, Reward, built_in, weighted
 from hpc_rl.rollout.rewards.judge import Judge
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
@@ -120,15 +120,22 @@ def endpoint(
 
 
 async def open_reward(config: GRPOConfig, pools: Mapping[str, ChatPool]) -> Reward:
-    """Return `rollout.reward_fn`: built-in, a judge in one of the pools, or the user's."""
+    """Return `rollout.reward_fn`, weighted by `rollout.reward_weights`."""
     rollout = config.rollout
-    if rollout.reward_fn in BUILTINS and rollout.reward_fn not in LIMITED:
-        return built_in(rollout.reward_fn)
-    if rollout.judge is not None:  # only with reward_fn judge
+    rewards = [await _open_one(config, name, pools) for name in rollout.reward_functions]
+    return weighted(rewards, rollout.reward_weights or [1.0] * len(rewards))
+
+
+async def _open_one(config: GRPOConfig, name: str, pools: Mapping[str, ChatPool]) -> Reward:
+    """Return one function: built-in, a judge in one of the pools, or the user's."""
+    rollout = config.rollout
+    if name in BUILTINS and name not in LIMITED:
+        return built_in(name)
+    if name == "judge" and rollout.judge is not None:
         return Judge(
             pools[rollout.judge.pool], rollout.judge, config.seed, rollout.enable_rollout_tracing
         ).reward
-    process = RewardProcess(LIMITED.get(rollout.reward_fn, rollout.reward_fn), rollout.reward_timeout_s)
+    process = RewardProcess(LIMITED.get(name, name), rollout.reward_timeout_s)
     await process.start()
     return process.reward
 

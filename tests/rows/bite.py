@@ -39,20 +39,24 @@ ROOT = FOLDER.parents[1]
 LIST = FOLDER / "not_noticed.txt"
 READ_BY_THE_LOADER = ("cluster.cluster_name", "train_dataset.type")
 TIMEOUT_S = 300
+READ_BY_RULES = (
+    "train_dataset.sequences_per_rank"  # gives another option its default: it can't be disconnected
+)
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:anyio", "-W", "ignore:Module already imported"]
 
 
 def disconnect_row(row: Row) -> None:
-    """Disconnect the option of a row in this process, or the name that ATLAS has for one."""
-    if row.system == "atlas":
-        atlas.ALIASES[row.parameter] = atlas.Alias(idle=(atlas.ANY,), why="it is disconnected")
+    """Disconnect the option of a row, or the one that ATLAS's name stands for, in this process."""
+    if row.system == "atlas" and atlas.ALIASES[row.parameter].to == READ_BY_RULES:
+        atlas.ALIASES[row.parameter] = atlas.Alias("seed")
     elif row.system == "atropos":
         disconnect(ENVIRONMENT[row.section.rpartition(".")[2]], row.parameter)
     elif row.option in READ_BY_THE_LOADER:
         disconnect_in_loader(row.option)
     else:
-        cls = CONFIGS[SECTIONS[row.section][0]]
-        *sections, leaf = row.option.split(".")
+        trainer, option = SECTIONS.get(row.section, ("grpo",))[0], row.option
+        *sections, leaf = option.split(".")
+        cls = CONFIGS["teacher" if option.startswith("teacher.") else trainer]
         for section in sections:
             cls = section_of(hints(cls)[section]) or cls
         # engines do not tell the actor from other models

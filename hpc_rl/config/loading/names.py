@@ -64,7 +64,7 @@ ANSWERS = {  # names that other toolkits have -> what to do here
     "output_dir": "a trial writes below cluster.fileroot.",
     "bf16": "use actor.dtype bfloat16.",
     "loss_type": "see actor.loss_aggregation and actor.eps_clip_higher.",
-    "reward_funcs": "a trial has one reward function: rollout.reward_fn.",
+    "reward_funcs": "rollout.reward_fn has the functions, separated by commas.",
 }
 
 

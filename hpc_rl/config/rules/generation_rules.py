@@ -149,8 +149,13 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     if not config.async_training and ahead:
         use = "use 0, or async_training true"
         yield f"rollout.max_head_offpolicyness {ahead} contradicts async_training false; {use}."
-    for name, known in BUILT_IN.items():
-        value = getattr(options, name)
+    weights, functions = options.reward_weights, options.reward_functions
+    if weights is not None and (len(weights) != len(functions) or not any(weights)):
+        each = f"one number for each of {', '.join(functions)}, not all 0"
+        yield f"rollout.reward_weights {weights} can't be used; give {each}."
+    values = [("workflow", options.workflow), *(("reward_fn", function) for function in functions)]
+    for name, value in values:
+        known = BUILT_IN[name]
         if value not in known and not re.fullmatch(IMPORT_PATH, value):
             allowed = f"allowed: {', '.join(known)}, or package.module:name of your own"
             line = f"rollout.{name} {value!r} is not known; {allowed}. {did_you_mean(value, known)}"

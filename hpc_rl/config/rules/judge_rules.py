@@ -11,7 +11,7 @@ VARIABLES = ("question", "completion")
 
 
 def judge(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    found, is_used = config.rollout.judge, config.rollout.reward_fn == "judge"
+    found, is_used = config.rollout.judge, "judge" in config.rollout.reward_functions
     if found is None:
         if is_used:
             yield "rollout.reward_fn judge needs the section rollout.judge; set rollout.judge.pool."

@@ -129,7 +129,9 @@ def _wrong_value(hint: Any, text: str) -> str:
 
 def asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     rollout = config.rollout
-    if any(getattr(rollout, name) not in known for name, known in BUILT_IN.items()):
+    if rollout.workflow not in BUILT_IN["workflow"] or set(rollout.reward_functions) - {
+        *BUILT_IN["reward_fn"]
+    }:
         return
     used = _built_in_uses(config)
     for name in config.pools:

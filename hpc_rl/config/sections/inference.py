@@ -117,7 +117,9 @@ class InferenceEngineConfig:
     """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value,
     the default of trainer teacher; `math_verify`, which compares formulas as well, the default for answers
     as of GSM8K (`#### 42`) and MATH; `judge`, which asks the model of `judge`; or `package.module:name` of
-    your own. hpc-rl extension."""
+    your own. Several, separated by commas, are added up. hpc-rl extension."""
+    reward_weights: list[float] | None = None
+    """Factor of each function of `reward_fn`, in their order; null means 1 each. hpc-rl extension."""
     judge: JudgeConfig | None = None
     """The judge of `reward_fn: judge`; null means none."""
     reward_timeout_s: PositiveFloat = 15.0
@@ -137,6 +139,11 @@ class InferenceEngineConfig:
     prompt_retries: NonNegativeInt = 2
     """Times that a prompt is issued again after an exception of the workflow before it is rejected. hpc-rl
     extension."""
+
+    @property
+    def reward_functions(self) -> list[str]:
+        """The functions of `reward_fn`."""
+        return [name.strip() for name in self.reward_fn.split(",")]
 
 
 # The choices of version 0.5.23. For the backend of a plug-in: null here, and its flag in extra_args.

@@ -110,8 +110,7 @@ ALIASES: dict[str, Alias] = {
         "train_dataset.max_length", also={"train_dataset.too_long": "truncate_left"}, also_for=("grpo",)
     ),
     "reward_weights": Alias(
-        idle=(None,),
-        why="a trial has one reward function: weigh inside it, with rollout.reward_fn package.module:name",
+        "rollout.reward_weights", note="one for each function of rollout.reward_fn, in their order"
     ),
     "top_k": Alias("gconfig.top_k", _neutral_if(100_000_000, None, -1)),
     "top_p": Alias("gconfig.top_p"),

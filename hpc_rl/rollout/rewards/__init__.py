@@ -5,11 +5,12 @@ columns, but for one that is itself named `completion`. Built-ins run in the exe
 the user's code run in a process of their own with a time limit (reward_process.py).
 """
 
+import asyncio
 import importlib
 import logging
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,5 +129,15 @@ def built_in(name: str) -> Reward:
         except TypeError as error:
             message = f"{error}; the row has the columns {sorted(columns)}"
             raise Rejection(RejectReason.REWARD_EXCEPTION, message) from error
+
+    return reward
+
+
+def weighted(rewards: Sequence[Reward], weights: Sequence[float]) -> Reward:
+    """Return the sum of rewards, each multiplied by its weight."""
+
+    async def reward(prompt: Any, completion: str, columns: dict[str, Any]) -> float:
+        values = await asyncio.gather(*(one(prompt, completion, columns) for one in rewards))
+        return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
     return reward

@@ -41,7 +41,7 @@ class TeacherWorkflow:
         self._options, self._templates = config.teacher, config.teacher.templates
         self._parts = load_parts(config.teacher.reward_parts)
         # a reward of the user's own may need no right answer, or another column with it
-        self._needs_answer = config.rollout.reward_fn in BUILTINS
+        self._needs_answer = not BUILTINS.keys().isdisjoint(config.rollout.reward_functions)
         self._trace = config.rollout.enable_rollout_tracing
 
     @classmethod

@@ -80,6 +80,8 @@ class Row:
 
     @property
     def option(self) -> str:
+        if self.system == "atlas":
+            return ALIASES[self.parameter].to.replace("{model}", "actor")
         return SECTIONS[self.section][1] + self.parameter
 
 
