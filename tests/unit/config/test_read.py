@@ -12,6 +12,7 @@ import re
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
+from textwrap import dedent
 from typing import get_args, get_type_hints
 
 from hpc_rl.config.devices import allocation_of
@@ -21,6 +22,7 @@ from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.rules.teacher_rules import VARIABLES
 from hpc_rl.config.sections.experiment import CONFIGS, has_own_prompts, last_step
+from hpc_rl.config.sections.inference import InferenceEngineConfig
 from hpc_rl.config.tables import sglang_versions, vllm_versions
 from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.plan.containers import PYTHONS
@@ -76,7 +78,10 @@ ONLY_RULES = {
     r"(actor|model|ref)\.backend": "names the engine, as allocation_mode does (engine_rules, train_mesh)",
     r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }
-READERS = (last_step, has_own_prompts, as_pool, allocation_of)  # what roles and the plan read through
+READERS = (  # what roles and the plan read through
+    *(last_step, has_own_prompts, as_pool, allocation_of),
+    InferenceEngineConfig.reward_functions.fget,
+)
 # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
 BY_NAME = {
     r"teacher\.templates\.(\w+)": VARIABLES,
@@ -121,7 +126,7 @@ def own_names() -> set[str]:
 @cache
 def _trees() -> list[ast.AST]:
     files = [path for path in (ROOT / "hpc_rl").rglob("*.py") if path.relative_to(ROOT).parts[1] != "config"]
-    readers = [ast.parse(inspect.getsource(function)) for function in READERS]
+    readers = [ast.parse(dedent(inspect.getsource(function))) for function in READERS]
     return [*(ast.parse(path.read_text()) for path in files), *readers]
 
 
