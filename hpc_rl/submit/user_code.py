@@ -12,8 +12,6 @@ from typing import Any
 
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
 
-OPTIONS = ("reward_fn", "workflow")  # of the section rollout
-
 
 def user_code(
     config: Config, workdir: Path, git_state: Callable[[Path], dict[str, Any] | None]
@@ -25,8 +23,10 @@ def user_code(
     if not isinstance(config, GRPOConfig):
         return {}
     found = {}
-    for name in OPTIONS:
-        module, colon, _ = str(getattr(config.rollout, name)).partition(":")
+    rewards = config.rollout.reward_functions
+    named = {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
+    for name, path in (named | {"rollout.workflow": config.rollout.workflow}).items():
+        module, colon, _ = path.partition(":")
         file = source_file(module, [str(workdir), *sys.path]) if colon else None
         try:
             data = file.read_bytes() if file is not None else None
@@ -35,7 +35,7 @@ def user_code(
         if file is not None and data is not None:
             digest = hashlib.sha256(data).hexdigest()
             checkout = next((one for one in file.parents if (one / ".git").exists()), file.parent)
-            found[f"rollout.{name}"] = {"file": str(file), "sha256": digest, "git": git_state(checkout)}
+            found[name] = {"file": str(file), "sha256": digest, "git": git_state(checkout)}
     return found
 
 

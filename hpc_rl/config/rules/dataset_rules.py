@@ -1,6 +1,7 @@
 """Rules about datasets: they exist, the trainer can read their rows, and the reward can be above 0."""
 
 from collections.abc import Collection, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -173,8 +174,8 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Yield that a built-in reward is 0 for each of the first rows, whatever is answered."""
     if not isinstance(config, GRPOConfig) or config.rollout.workflow not in BUILT_IN["workflow"]:
         return
-    reward = config.rollout.reward_fn
-    for section, dataset in _datasets(config) if reward in _TRUTH else ():
+    checked = [reward for reward in config.rollout.reward_functions if reward in _TRUTH]
+    for reward, (section, dataset) in product(checked, _datasets(config)):
         found, names = named_rows(dataset.path, dataset.columns), _TRUTH[reward]
         truths = [row[name] for row in found for name in names if str(row.get(name) or "").strip()]
         if found and not truths:

@@ -12,7 +12,6 @@ from hpc_rl.config.loading.source import with_origin
 from hpc_rl.config.pool_view import as_pool, trained_pool_of, value_in_text
 from hpc_rl.config.rules import consistency, sglang_rules, vllm_rules
 from hpc_rl.config.rules.consistency import is_default, server_backend, server_pools
-from hpc_rl.config.rules.generation_rules import BUILT_IN
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig
 from hpc_rl.config.sections.pools import PoolConfig
 from hpc_rl.errors import ConfigError
@@ -129,9 +128,7 @@ def _wrong_value(hint: Any, text: str) -> str:
 
 def asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     rollout = config.rollout
-    if rollout.workflow not in BUILT_IN["workflow"] or set(rollout.reward_functions) - {
-        *BUILT_IN["reward_fn"]
-    }:
+    if ":" in rollout.workflow or ":" in rollout.reward_fn:  # code of the user's may ask any
         return
     used = _built_in_uses(config)
     for name in config.pools:

@@ -128,8 +128,8 @@ def test_a_request_for_a_completion(given, name, value):
 def test_long_prompts_keep_their_last_tokens(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "abcdefgh"}) + "\n")
     config = configured("max_prompt_length=3", f"train_dataset.path={tmp_path / 'a.jsonl'}")
-    tokenizer = SimpleNamespace(encode=list)
-    assert Prompts(config.train_dataset, tokenizer, 1).at(0).input_ids == ["f", "g", "h"]  # type: ignore[arg-type]
+    tokenizer = SimpleNamespace(encode=lambda text: [*map(ord, text)])
+    assert Prompts(config.train_dataset, tokenizer, 1).at(0).input_ids == [*map(ord, "fgh")]  # type: ignore[arg-type]
 
 
 async def test_several_rewards_are_weighted():
