@@ -22,7 +22,8 @@ _PROMPTS = ("prompt", "messages")
 class Shape:
     """Columns by which a known data set is recognized, and what its rows need in their place.
 
-    `prompt` is the column that is asked; `columns` are further ones, by the names that are needed.
+    `prompt` is the column that is asked, empty for `prompt` itself; `columns` are further ones, by the names
+    that are needed.
     """
 
     kind: str  # rl or sft
@@ -36,6 +37,10 @@ SHAPES = (
     Shape("rl", ("question", "answer"), "question", {}),  # GSM8K
     Shape("rl", ("problem", "answer"), "problem", {}, is_maths=True),  # MATH-500, AIME, DeepScaleR
     Shape("rl", ("problem", "solution"), "problem", {"answer": "solution"}, is_maths=True),  # MATH
+    Shape(
+        "rl", ("prompt", "reward_model"), "", {"answer": "reward_model.ground_truth"}, is_maths=True
+    ),  # verl
+    Shape("rl", ("prompt", "solutions"), "", {"answer": "solutions.0"}, is_maths=True),  # AReaL-boba
     Shape("sft", ("question", "answer"), "question", {"completion": "answer"}),
     Shape("sft", ("problem", "solution"), "problem", {"completion": "solution"}),
 )
@@ -43,15 +48,19 @@ SHAPES = (
 
 def shape_of(row: Row, kind: str) -> Shape | None:
     """Return the known shape of a row that lacks what its kind needs; None where it lacks nothing."""
-    if row.keys() & {*_PROMPTS, "completion"}:
-        return None
-    return next((one for one in SHAPES if one.kind == kind and row.keys() >= {*one.known_by}), None)
+    there = row.keys() & {*_PROMPTS, "completion"}
+    for one in SHAPES:
+        has_needed = there if one.prompt else "answer" in row
+        if one.kind == kind and row.keys() >= {*one.known_by} and not has_needed:
+            return one
+    return None
 
 
 def renamed(row: Row, columns: Mapping[str, str]) -> Row:
     """Return a row with `columns` (the name that is needed: the one in the file) beside its own.
 
-    A text in place of `messages` becomes one turn of a user. Raises ConfigError for a column that is absent.
+    `a.b` is a part of a column, `a.0` one of a list. A text in place of `messages` becomes one turn of a
+    user. Raises ConfigError for a column that is absent.
     """
     if not columns:
         return row
@@ -59,11 +68,18 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
         name: value for name, value in row.items() if name not in _PROMPTS or not columns.keys() & {*_PROMPTS}
     }
     for name, column in columns.items():
-        if column not in row:
-            raise _lacks(row, f"columns: {name} is to be the column {column}, which the row lacks")
-        is_turn = name == "messages" and isinstance(row[column], str)
-        made[name] = [{"role": "user", "content": row[column]}] if is_turn else row[column]
+        try:
+            value = row[column] if column in row else functools.reduce(_part, column.split("."), row)
+        except (LookupError, TypeError, ValueError):
+            lacks = f"columns: {name} is to be the column {column}, which the row lacks"
+            raise _lacks(row, lacks) from None
+        is_turn = name == "messages" and isinstance(value, str)
+        made[name] = [{"role": "user", "content": value}] if is_turn else value
     return made
+
+
+def _part(value: Any, name: str) -> Any:
+    return value[int(name) if isinstance(value, list) else name]
 
 
 def check_row(row: Row, kind: str) -> None:
@@ -82,8 +98,13 @@ def check_row(row: Row, kind: str) -> None:
         raise _lacks(row, "an sft row needs a `completion` (text)")
     if not has_prompt:
         raise _lacks(row, "a row needs a `prompt` (text) or `messages` (a list)")
-    if not all(isinstance(message, dict) for message in messages_of(row) or []):
+    chat = messages_of(row) or []
+    if not all(isinstance(message, dict) for message in chat):
         raise ConfigError("the messages of a row must be objects, such as {role: user, content: a text}.")
+    if chat and chat[-1].get("role") == "assistant":
+        raise ConfigError(
+            "the chat of a row must end with what is asked; its last message is the assistant's."
+        )
 
 
 def messages_of(row: Row) -> list[Row] | None:

@@ -72,7 +72,7 @@ def _columns(config: Config, section: str, dataset: DatasetConfig) -> tuple[dict
         return {}, "", False
     name = "messages" if kind == "rl" and _has_chat_template(config) else "prompt"
     reason = f"its rows have {' and '.join(shape.known_by)}"
-    return {name: shape.prompt, **shape.columns}, reason, shape.is_maths
+    return {**({name: shape.prompt} if shape.prompt else {}), **shape.columns}, reason, shape.is_maths
 
 
 def _kind(config: Config) -> str:
@@ -160,7 +160,7 @@ def rows(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def _mapping(section: str, dataset: DatasetConfig, kind: str, row: Row) -> str:
     """Return how to name the columns of a row that lacks what its kind needs, else ""."""
     for column in dataset.columns.values():
-        if column not in row:
+        if column.partition(".")[0] not in row:
             return did_you_mean(column, row)
     missing = [name for name in _NEEDED[kind] if name not in row]
     if "messages" in row and "prompt" in missing:
@@ -177,7 +177,8 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
     checked = [reward for reward in config.rollout.reward_functions if reward in _TRUTH]
     for reward, (section, dataset) in product(checked, _datasets(config)):
         found, names = named_rows(dataset.path, dataset.columns), _TRUTH[reward]
-        truths = [row[name] for row in found for name in names if str(row.get(name) or "").strip()]
+        values = [row.get(name) for row in found for name in names]
+        truths = [value for value in values if value is not None and str(value).strip()]
         if found and not truths:
             there = ", ".join(columns_in(found)) or "nothing"
             needed = f"rollout.reward_fn {reward} compares with the column {' or '.join(names)}"

@@ -134,7 +134,8 @@ def tokenizer(name: str, folder: str, option: str, own: str) -> Iterator[str]:
     """Yield that a model has no tokenizer: in its directory, or in the one that `option` names."""
     if not (Path(own or folder) / "tokenizer.json").is_file():
         came = f"{option if own else name} {own or folder}"
-        yield f"{came} has no tokenizer.json: set {option} to a directory that has one."
+        hint = hub_hint(Path(own)) if own else ""
+        yield f"{came} has no tokenizer.json: {hint}set {option} to a directory that has one."
 
 
 def context(option: str, new: int, model: dict[str, Any], prompt: int | None = None) -> Iterator[str]:

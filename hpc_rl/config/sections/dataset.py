@@ -21,8 +21,9 @@ class DatasetConfig:
     environments alone."""
     columns: dict[str, str] = field(default_factory=dict)
     """Columns that have other names in the file, by the names that are needed: {prompt: question, answer:
-    solution}. A text that is named `messages` becomes one turn of a user. The default is empty, but for rows
-    of GSM8K (question, answer) and MATH (problem, answer or solution). hpc-rl extension."""
+    solution}; `reward_model.ground_truth` is a part of a column. A text that is named `messages` becomes one
+    turn of a user. The default is empty, but for rows of GSM8K (question, answer), MATH (problem, answer or
+    solution), verl (reward_model) and AReaL-boba (solutions). hpc-rl extension."""
     type: Literal["rl", "sft", "rw"] = "rl"
     """`rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` rows `chosen` and `rejected` (a
     prompt is optional). The default follows the trainer."""

@@ -62,6 +62,15 @@ def refused(place: Path, *given, **more) -> str:
             {"messages": "problem", "answer": "solution"},
             "math_verify",
         ),
+        (
+            {
+                "prompt": [{"role": "user", "content": "1+2="}],
+                "reward_model": {"style": "rule", "ground_truth": "3"},
+            },
+            {"answer": "reward_model.ground_truth"},
+            "math_verify",
+        ),
+        ({"prompt": "1+2=", "solutions": [r"\boxed{3}"]}, {"answer": "solutions.0"}, "math_verify"),
         ({"prompt": "1+2=", "answer": "so\n#### 3"}, {}, "math_verify"),
         ({"question": "1+2=", "answer": "three"}, {"messages": "question"}, "exact_match"),
         ({"prompt": "1+2=", "answer": "3"}, {}, "exact_match"),
@@ -80,7 +89,7 @@ def test_known_data_sets_are_read_as_they_are(place, row, columns, reward):
     assert check(load([place / "shown.yaml"], [])).config == found.config
     prompts = Prompts(found.config.train_dataset, tokenizer := Tokenizer(place / "model"), seed=1)
     assert prompts.at(0).input_ids == tokenizer.encode("1+2=")
-    assert prompts.at(0).columns["answer"] == row.get("answer", row.get("solution"))
+    assert "3" in prompts.at(0).columns["answer"] or "three" in prompts.at(0).columns["answer"]
 
 
 def test_what_is_given_is_left_as_it_is(place):
@@ -128,6 +137,12 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
         ([{"prompt": "1", "completion": "2"}], RW, SFT, "an rw row needs `chosen` and `rejected`"),
         ([{"prompt": "1", "solution": "2"}], [], {}, "the column answer, which is empty or missing"),
         ([{"prompt": "1", "answer": None}], ["rollout.reward_fn=final_answer"], {}, "answer or ground_truth"),
+        (
+            [{"messages": [{"role": "assistant", "content": "3"}]}],
+            [],
+            {},
+            "its last message is the assistant's",
+        ),
         ([{"prompt": "1", "answer": " 2"}], [], {}, "exact_match is 0 for every row"),
         ([CHAT, "no object"], [], {}, "line 2 must be a JSON object"),
         (
@@ -146,6 +161,10 @@ def test_held_out_rows_are_looked_at_too(place):
     (place / "h.jsonl").write_text('{"text": "1"}\n')
     said = refused(place, [CHAT], f"valid_dataset.path={place / 'h.jsonl'}")
     assert said.startswith("valid_dataset.path") and "valid_dataset.columns {prompt: text}" in said
+
+
+def test_an_answer_of_0_is_one(place):
+    assert checked(place, [{"prompt": "1", "answer": 0}])
 
 
 def test_only_the_first_rows_are_read(place):
