@@ -53,7 +53,6 @@ NEEDS = {  # option -> the one without which it has no effect
     "model.fsdp.offload_activations": "cluster.n_gpus_per_node",
     "actor.behav_imp_weight_cap": "actor.use_decoupled_loss",
     "actor.log_agent_stats": "actor.log_agent_stats_keys",
-    "actor.log_agent_stats_keys": "actor.log_agent_stats",
     **{f"{norm}.mean_leave1out": f"{norm}.mean_level" for norm in _NORMS},
     **{f"{model}.pad_to_maximum": f"{model}.mb_spec.max_tokens_per_mb" for model in _MODELS},
     "launcher.slurm.mail_user": "launcher.slurm.mail_type",

@@ -128,6 +128,8 @@ def notes(config: GRPOConfig) -> Iterator[str]:
         for name in ("overlong_tokens", "overlong_penalty_factor"):
             if getattr(actor, name) is not None:
                 yield f"actor.{name} has no effect: actor.overlong_reward_penalty is false."
+    if actor.log_agent_stats_keys and not actor.log_agent_stats:
+        yield "actor.log_agent_stats_keys has no effect: actor.log_agent_stats is false."
     if actor.algorithm == "areal" and actor.kl_ctl and config.ref is None:
         rewards = "rewards improbable tokens, as AReaL did (actor.algorithm areal)"
         yield f"actor.kl_ctl {actor.kl_ctl:g} without a reference model {rewards}."

@@ -163,10 +163,6 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             ["actor.log_agent_stats=true"],
             "actor.log_agent_stats has no effect without actor.log_agent_stats_keys",
         ),
-        (
-            ["actor.log_agent_stats_keys=[a]"],
-            "actor.log_agent_stats_keys has no effect without actor.log_agent_stats",
-        ),
         (["actor.algorithm=areal", "actor.loss_aggregation=sequence_mean"], "is not AReaL's"),
         (
             ["gconfig.n_samples=1", "train_dataset.batch_size=4", "actor.dynamic_sampling=true"],

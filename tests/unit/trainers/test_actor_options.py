@@ -134,7 +134,7 @@ def test_agent_stats_that_are_named_are_logged(tmp_path):
     keys = "actor.log_agent_stats_keys=[num_turns]"
     numbers = trained(tmp_path, f"actor.log_agent_stats=true {keys}").run.stats.take()
     assert numbers["agent/num_turns"] == 2.0
-    assert "agent/num_turns" not in trained(tmp_path).run.stats.take()
+    assert "agent/num_turns" not in trained(tmp_path, keys).run.stats.take()
 
 
 def test_log_probabilities_are_of_the_temperature_of_generation(tmp_path):
