@@ -103,6 +103,8 @@ def test_a_frozen_engine_has_the_log_probabilities_of_the_one_that_trains(model_
 @pytest.mark.parametrize(
     ("layout", "changes"),
     [
+        ("padded", {"mb_spec": MicroBatchSpec(n_mbs=3, granularity=3)}),
+        ("packed", {"mb_spec": MicroBatchSpec(granularity=2, max_tokens_per_mb=45)}),
         ("padded", {"mb_spec": MicroBatchSpec(max_seqs_per_mb=2)}),
         ("packed", {"mb_spec": MicroBatchSpec(max_seqs_per_mb=2, max_tokens_per_mb=40)}),
         ("padded", {"gradient_checkpointing": True}),
