@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.app.rollout import rules
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.plan.plan import make_plan
@@ -88,6 +89,12 @@ def test_a_server_is_started_as_the_configuration_says():
     assert backend.process.env["X"] == "1"
     embedded = planned("grpo", "cluster.n_gpus_per_node=0", "launcher.inference_server_env_vars=X=1").units
     assert next(unit.env["X"] for unit in embedded if unit.role == "server") == "1"
+
+
+def test_the_rollout_role_follows_the_configuration():
+    overrides = ["async_training=false", "gconfig.n_samples=3", "rollout.queue_size=99"]
+    made = rules(checked("grpo", *overrides, "rollout.max_head_offpolicyness=5").config)
+    assert (made.eta, made.n_samples, made.queue_size) == (0, 3, 99)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

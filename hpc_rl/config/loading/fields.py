@@ -6,6 +6,7 @@ members those sections are. Where no configuration is at hand, one with the key 
 
 import dataclasses
 import difflib
+import itertools
 import types
 import typing
 from collections.abc import Collection, Iterable
@@ -66,6 +67,47 @@ def default_of(field: dataclasses.Field) -> Any:
 def nearest(name: str, names: Collection[str], cutoff: float = 0.8) -> str:
     """Return the most similar name; empty where none is as similar as `cutoff`."""
     return next(iter(difflib.get_close_matches(name.lower(), names, n=1, cutoff=cutoff)), "")
+
+
+def meant(name: str, names: Collection[str]) -> str:
+    """Return the name of which this is a misspelling; empty where none consists of the same words."""
+    close = difflib.get_close_matches(name.lower(), names, n=5, cutoff=0.6)
+    return next((one for one in close if _is_misspelt(name.lower(), one)), "")
+
+
+def _is_misspelt(given: str, name: str) -> bool:
+    """Return whether the words are the same but for a few letters, or but for one word more or less.
+
+    So `lr_scheduler` is `lr_scheduler_type`, but `eta` is not `beta`, nor `sp_size` `ep_size`.
+    """
+    if given.replace("_", "") == name.replace("_", "") or is_one_slip(given, name):
+        return True
+    fewer, more = sorted((given.split("_"), name.split("_")), key=len)
+    if len(fewer) == len(more):
+        return all(map(_is_same_word, fewer, more))
+    if len(more) - len(fewer) > 1 or len(fewer) == 1:
+        return name.startswith(f"{given}_")
+    without = (more[:i] + more[i + 1 :] for i in range(len(more)))
+    return any(all(map(_is_same_word, fewer, words)) for words in without)
+
+
+def is_one_slip(given: str, name: str) -> bool:
+    """Return whether one letter but the first is wrong, missing or too many, or two have changed places."""
+    start = _num_common(given, name)
+    given, name = given[start:][::-1], name[start:][::-1]
+    end = _num_common(given, name)
+    given, name = given[end:], name[end:]
+    return start > 0 and (max(len(given), len(name)) < 2 or (len(given) == 2 and given == name[::-1]))
+
+
+def _num_common(a: str, b: str) -> int:
+    """Return the number of letters with which both begin."""
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _is_same_word(given: str, word: str) -> bool:
+    alike = difflib.SequenceMatcher(None, given, word).ratio()
+    return given == word or (given[:1] == word[:1] and min(len(given), len(word)) > 2 and alike >= 0.75)
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:

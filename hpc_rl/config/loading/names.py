@@ -16,9 +16,10 @@ from hpc_rl.config.loading.fields import (
     generic,
     hints,
     is_mapping,
+    is_one_slip,
     is_optional,
+    meant,
     members_of,
-    nearest,
     options,
     section_of,
 )
@@ -65,6 +66,14 @@ ANSWERS = {  # names that other toolkits have -> what to do here
     "bf16": "use actor.dtype bfloat16.",
     "loss_type": "see actor.loss_aggregation and actor.eps_clip_higher.",
     "reward_funcs": "rollout.reward_fn has the functions, separated by commas.",
+    "reward_model": "use a function in rollout.reward_fn; a pool of servers can hold a model that judges.",
+    "num_nodes": "use cluster.n_nodes.",
+    "mini_batch_size": "use actor.ppo_n_minibatches, the number of updates of a step.",
+    "micro_batch_size": "micro-batches are cut by tokens: mb_spec.max_tokens_per_mb.",
+    "max_response_length": "use gconfig.max_new_tokens.",
+    "rollout_n": "use gconfig.n_samples.",
+    "warmup_steps": "use actor.optimizer.warmup_steps_proportion, a share of all updates.",
+    "reward_function": "use rollout.reward_fn.",
 }
 
 
@@ -119,16 +128,17 @@ def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str,
         return "", f"in a file its name is {aliases[name]}; {name} is short for it on the command line."
     if leaf in ANSWERS:
         return "", ANSWERS[leaf]
-    if parent and leaf in atlas.ALIASES:
-        return "", f"{leaf} stands at the top level, without {parent}."
     if typing.get_origin(known.get(parent)) is dict and not is_mapping(known[parent]):
         return "", f"{parent} has no keys of its own; give all of it at once, as {parent}='{{{leaf}: …}}'."
     siblings = {n.rpartition(".")[2]: n for n in known if n.rpartition(".")[0] == parent}
-    near = nearest(leaf, [*siblings, *([] if parent else [*aliases, *atlas.ALIASES])])
-    if near:
+    elsewhere = _same_leaf(known, name, leaf)
+    near = meant(leaf, [*siblings, *([] if parent else [*aliases, *atlas.ALIASES])])
+    if near and (not elsewhere or (parent and is_one_slip(leaf, near))):
         return siblings.get(near, ""), f"did you mean {siblings.get(near, near)}?"
+    if parent and leaf in atlas.ALIASES and not elsewhere:
+        return "", f"{leaf} stands at the top level, without {parent}."
     leaves = [n.rpartition(".")[2] for n, hint in known.items() if section_of(hint) is None]
-    elsewhere = _same_leaf(known, name, leaf) or _same_leaf(known, name, nearest(leaf, leaves))
+    elsewhere = elsewhere or _same_leaf(known, name, meant(leaf, leaves))
     if elsewhere:
         return "", f"did you mean {' or '.join(elsewhere[:3])}?"
     here = [key for key in siblings if parent or section_of(known[key])]

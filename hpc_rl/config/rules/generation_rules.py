@@ -145,10 +145,6 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     if options.queue_size is not None and options.queue_size < batch_size:
         size = options.queue_size
         yield f"rollout.queue_size {size} can't hold a batch: train_dataset.batch_size is {batch_size}."
-    ahead = options.max_head_offpolicyness
-    if not config.async_training and ahead:
-        use = "use 0, or async_training true"
-        yield f"rollout.max_head_offpolicyness {ahead} contradicts async_training false; {use}."
     weights, functions = options.reward_weights, options.reward_functions
     if weights is not None and (len(weights) != len(functions) or not any(weights)):
         each = f"one number for each of {', '.join(functions)}, not all 0"
@@ -179,7 +175,10 @@ def workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str
 
 
 def notes(config: GRPOConfig) -> Iterator[str]:
-    """Yield a note about arguments in AReaL's files that the workflow does not take."""
+    """Yield notes about what has no effect here, and is often in AReaL's files."""
+    if not config.async_training and (ahead := config.rollout.max_head_offpolicyness):
+        why = "async_training false has each batch made by the newest weights"
+        yield f"rollout.max_head_offpolicyness {ahead}: no effect: {why}."
     workflow = config.rollout.workflow
     idle = [name for name in config.rollout.workflow_args if name not in WORKFLOW_ARGS.get(workflow, [name])]
     if idle:

@@ -133,7 +133,6 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["gconfig.max_tokens=16"], "gconfig.max_tokens 16 can't hold gconfig.max_new_tokens 16"),
         (["actor.mb_spec.max_tokens_per_mb=16"], "actor.mb_spec.max_tokens_per_mb 16 can't hold"),
         (["allocation_mode=sglang:d1+d1", "sglang.context_length=16"], "sglang.context_length 16 can't hold"),
-        (["async_training=false", "rollout.max_head_offpolicyness=1"], "contradicts async_training false"),
         (["rollout.reward_fn=exact_mach"], "Did you mean exact_match?"),
         (["rollout.workflow=my.module"], "package.module:name"),
         (["actor.optimizer.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type constant"),

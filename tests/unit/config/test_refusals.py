@@ -2,8 +2,11 @@
 and its line.
 """
 
+import random
 import string
 import typing
+from collections import defaultdict
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -84,6 +87,19 @@ def outside(hint) -> list:
     return found if type(None) not in alternatives(hint) else [one for one in found if one is not None]
 
 
+def bounds(hint) -> list[str]:
+    """Every choice and every bound of a type, as a refusal must name it."""
+    found = []
+    for kind in alternatives(hint):
+        if typing.get_origin(kind) is typing.Literal:
+            found += [str(one) or "empty" for one in typing.get_args(kind)]
+        for extra in typing.get_args(kind)[1:] if typing.get_origin(kind) is typing.Annotated else ():
+            if isinstance(extra, Limits):
+                ends = (extra.at_least, extra.at_most, extra.above, extra.below)
+                found += [f"{end:g}" for end in ends if end is not None]
+    return found
+
+
 OF_AREAL = [(name, value) for name, (value, _) in AS_UNWRITTEN.items()]  # null as AReaL's files have it
 BAD_TYPE = {
     t: [(n, v) for n in LEAVES[t] for v in ANYTHING if not accepts(KNOWN[t][n], v) and (n, v) not in OF_AREAL]
@@ -126,6 +142,66 @@ def test_an_unknown_key(trainer, data, gap, tmp_path):
     assert [line for line in said if line.startswith(f"unknown key {place}: ")], said
 
 
+@cache
+def slips(leaf: str) -> frozenset[str]:
+    """The name with a letter left out, doubled, or in the place of the next one; its first one stays."""
+    found = {leaf[:i] + leaf[i + 1 :] for i in range(1, len(leaf))} | {
+        leaf[:i] + leaf[i - 1 :] for i in range(2, len(leaf))
+    }
+    return frozenset(
+        found | {leaf[:i] + leaf[i + 1] + leaf[i] + leaf[i + 2 :] for i in range(1, len(leaf) - 1)}
+    )
+
+
+@pytest.mark.parametrize("trainer", CONFIGS)
+def test_every_misspelt_option_is_answered_with_the_right_one(trainer, tmp_path):
+    sections, lines = defaultdict(set), {}
+    for name in KNOWN[trainer]:
+        sections[name.rpartition(".")[0]].add(name.rpartition(".")[2])
+    for name in (name for name in LEAVES[trainer] if len(name.rpartition(".")[2]) > 5 and "NAME" not in name):
+        section, dot, leaf = name.rpartition(".")
+        others = sections[section] - {leaf}
+        wrong = random.choice(sorted(slips(leaf) - sections[section].union(*map(slips, others))))
+        lines[f"{section}{dot}{wrong}"] = name
+    (tmp_path / "bad.yaml").write_text("".join(f"{wrong}: 1\n" for wrong in lines))
+    with pytest.raises(ConfigError) as caught:
+        load([tmp_path / "bad.yaml"], [f"trainer={trainer}"], profiles=[])
+    said = str(caught.value).splitlines()
+    for number, (wrong, name) in enumerate(lines.items(), 1):
+        expected = f"unknown key {wrong} ({tmp_path}/bad.yaml:{number}): did you mean {name}?"
+        assert expected in said, [line for line in said if wrong in line]
+
+
+FOREIGN = {  # names that other toolkits have -> part of the answer; empty where there is nothing like it
+    "use_lora": "LoRA",
+    "eta": "",
+    "actor.eta": "",
+    "sp_size": "",
+    "trainer_mode": "",
+    "actor.report": "",
+    "rollout_n": "gconfig.n_samples",
+    "max_new_tokens": "gconfig.max_new_tokens",
+    "actor.max_tokens": "gconfig.max_tokens",
+    "rollout.judge.temperature": "rollout.judge.temperatures",
+    "lr_scheduler": "actor.optimizer.lr_scheduler_type",
+    "notes": "stats_logger.wandb.notes",
+    "max_seq_length": "train_dataset.max_length",
+    "max_response_length": "gconfig.max_new_tokens",
+    "ppo_mini_batch_size": "",
+    "mini_batch_size": "actor.ppo_n_minibatches",
+    "nnodes": "n_nodes",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_hints_do_not_mislead(name):
+    with pytest.raises(ConfigError) as caught:
+        load([], ["trainer=grpo", "actor.path=/m", f"{name}=1"], profiles=[])
+    line = next(line for line in str(caught.value).splitlines() if line.startswith(f"unknown key {name} "))
+    answer = line.partition("): ")[2]
+    assert (FOREIGN[name] in answer) if FOREIGN[name] else answer.startswith("known here: "), line
+
+
 @pytest.mark.parametrize("trainer", CONFIGS)
 @PROPERTY
 @given(data=st.data(), gap=st.integers(0, 5))
@@ -142,6 +218,8 @@ def test_a_value_out_of_range(trainer, data, gap, tmp_path):
     name, value = data.draw(st.sampled_from(OUTSIDE[trainer]))
     said, place = refusals(tmp_path, trainer, name, value, gap)
     assert said[0].startswith(f"{place}: ") and "can't be used; allowed: " in said[0], said
+    answer = said[0].partition("allowed: ")[2]
+    assert all(word in answer for word in bounds(KNOWN[trainer][name])), said
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
