@@ -12,6 +12,7 @@ from hpc_rl.config.loading.parser import config_parser, describe_options, sectio
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables.areal_options import DEPARTURES, MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.config.tables.atlas import ALIASES as ATLAS
+from hpc_rl.config.tables.atlas import PRESET_DEPARTURES
 from hpc_rl.errors import ConfigError
 
 _HEAD = """# Configuration
@@ -83,6 +84,9 @@ def _tables() -> Iterator[str]:
     departures = [[f"`{name}`", theirs, why] for name, (theirs, why) in DEPARTURES.items()]
     title = "Where our default departs from AReaL's"
     yield from _table(title, [], ["option", "AReaL", "why ours differs"], departures)
+    texts = ["Documented defaults of ATLAS that `--preset atlas` does not have."]
+    rows = [[f"`{name}`", *row] for name, row in PRESET_DEPARTURES.items()]
+    yield from _table("Where --preset atlas departs from ATLAS", texts, ["ATLAS", "documented", "here"], rows)
     of_models = {f"actor.{name}": item for name, item in MODEL_UNAVAILABLE.items()}
     refused = [[f"`{name}`", item.accepted(), item.why] for name, item in (UNAVAILABLE | of_models).items()]
     heads = ["option", "accepted", "why, and what to use"]

@@ -6,10 +6,17 @@ from typing import Any
 _IDENTITY = "follows the root: a trial has one identity"
 _GCONFIG = "null follows gconfig, so the two can't disagree"
 _REQUIRED = "required: without it there is nothing to train"
+_AREALS = "actor.algorithm areal does as AReaL"
 
 DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how ours differs and why
     "cluster.fileroot": ("~/.cache/areal", "a directory on a file system that all nodes share"),
     "cluster.n_nodes": ("32", "1: a trial without this option must not request 32 nodes"),
+    "cluster.name_resolve.nfs_record_root": (
+        "/tmp/areal/name_resolve",
+        "empty: names/ in the trial's directory, which all nodes see",
+    ),
+    "total_train_epochs": ("1", "the same, but null where total_train_steps or total_train_n_seqs is set"),
+    "ref": ("required", "null: no reference model; options of the loss are accepted there without effect"),
     "rollout.consumer_batch_size": ("1", "null follows train_dataset.batch_size: there is one batch size"),
     "rollout.max_concurrent_rollouts": (
         "null: consumer_batch_size",
@@ -21,6 +28,16 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     ),
     "rollout.schedule_policy": ("round_robin", "least_loaded: long completions don't pile up on one server"),
     "rollout.setup_timeout": ("120.0", "600: servers load weights from a shared disk and compile first"),
+    **{
+        f"sglang.{name}": (theirs, f"the same, but {ours} without GPUs")
+        for name, theirs, ours in (
+            ("dtype", "bfloat16", "float32"),
+            ("attention_backend", "fa3", "torch_native"),
+            ("mem_fraction_static", "0.9", "null"),
+            ("chunked_prefill_size", "-1", "null"),
+            ("max_prefill_tokens", "32768", "null"),
+        )
+    },
     "train_dataset.num_workers": ("0", "the same, but threads that tokenize: the rows are in memory"),
     "train_dataset.drop_last": (
         "true",
@@ -32,6 +49,53 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
         "empty: -K would kill the roles before they save, and the plan sets the rest",
     ),
     "launcher.slurm.mount": ("/storage:/storage", "empty: the trial's own directories are always bound"),
+    "gconfig.max_tokens": ("65536", "the same, or actor.mb_spec.max_tokens_per_mb where that is less"),
+    **{
+        f"{section}.max_length": (
+            "null",
+            "the same; of sft model.mb_spec.max_tokens_per_mb, of rw half of it, where that is set",
+        )
+        for section in ("train_dataset", "valid_dataset")
+    },
+    **{
+        f"{section}.optimizer": ("null", "a section with its defaults: without one nothing would be trained")
+        for section in ("actor", "model")
+    },
+    **{
+        f"{section}.mb_spec.max_tokens_per_mb": (
+            "null",
+            "on GPUs 32768, or the longest sequence that may come: one micro-batch of all rows fits no GPU",
+        )
+        for section in ("actor", "model")
+    },
+    **{
+        f"{section}.attn_impl": ("flash_attention_2", "the same, but sdpa without GPUs and for dtype float32")
+        for section in ("actor", "model")
+    },
+    "model.is_critic": ("false", "the same, but true for rw, as AReaL's own script sets it"),
+    "model.mb_spec.granularity": ("1", "the same, but 2 for rw, as AReaL's own script sets it"),
+    "actor.ppo_n_minibatches": (
+        "4",
+        "the same; it must divide the rows of a batch: AReaL's defaults alone, with 1 row, are refused",
+    ),
+    "actor.overlong_reward_penalty": (
+        "false",
+        f"the same; the penalty is at most overlong_penalty_factor, in AReaL unbounded; {_AREALS}",
+    ),
+    "actor.mask_no_eos_with_zero": (
+        "false",
+        "the same; truncated completions are those that the servers call so, and leave the loss; in AReaL "
+        f"the longest of a batch get no reward; {_AREALS}",
+    ),
+    "actor.dynamic_sampling": (
+        "false",
+        f"the same, but groups are dropped before normalization, in AReaL after it; {_AREALS}",
+    ),
+    "saver": ("never", "the same, but one export is always written at the end"),
+    "evaluator": ("never", "with a valid_dataset after the last step, and for grpo before the first"),
+    "stats_logger.tensorboard.path": ("null: no files", "null means tensorboard/ in the attempt's directory"),
+    "recover.freq_secs": ("null", "the same, but 600 with a recover.mode that saves and no period"),
+    "recover.retries": ("3 in all", "3 in a row: a new checkpoint starts the count again"),
     "actor.path": ("empty", _REQUIRED),
     "model.path": ("empty", _REQUIRED),
     "actor.group_size": ("1", _GCONFIG),
@@ -42,7 +106,7 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     **{
         f"{section}.dtype": (
             "bfloat16",
-            "the same, of compute and exports; parameters and moments are float32",
+            "the same, of compute and exports; parameters and moments are float32; without GPUs float32",
         )
         for section in ("actor", "model")
     },

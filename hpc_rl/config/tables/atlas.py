@@ -198,6 +198,24 @@ ALIASES: dict[str, Alias] = {
 }
 
 
+_OF_ITS_CODE = "0, the default of ATLAS's code"
+_UNSET = "null, the default of ATLAS's code"
+PRESET_DEPARTURES = {  # name -> ATLAS's documented default, and what --preset atlas has instead
+    "per_device_train_batch_size": ("8", "null: train_dataset.batch_size counts questions, 1 by default"),
+    "warmup_ratio": ("0.1", _OF_ITS_CODE),
+    "weight_decay": ("0.01", _OF_ITS_CODE),
+    "eval_steps": (
+        "500",
+        f"{_UNSET}; with a valid_dataset it evaluates before the first and after the last step",
+    ),
+    "save_total_limit": ("3", _UNSET),
+    "load_best_model_at_end": ("true", _UNSET),
+    "metric_for_best_model": ("eval_reward", _UNSET),
+    "greater_is_better": ("true", f"{_UNSET}: true but for a loss"),
+    "report_to": ("[wandb]", "JSON lines and TensorBoard alone: nothing leaves the cluster unless asked for"),
+}
+
+
 @dataclass
 class Translated:
     """Sources with our names in place of ATLAS's, with notes and refusals."""
