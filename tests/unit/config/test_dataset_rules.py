@@ -85,11 +85,15 @@ def test_known_data_sets_are_read_as_they_are(place, row, columns, reward):
     assert names == ["train_dataset.columns"] * bool(columns) + ["rollout.reward_fn"] * (
         reward == "math_verify"
     )
-    (place / "shown.yaml").write_text(as_yaml(show(found, {})))
-    assert check(load([place / "shown.yaml"], [])).config == found.config
     prompts = Prompts(found.config.train_dataset, tokenizer := Tokenizer(place / "model"), seed=1)
     assert prompts.at(0).input_ids == tokenizer.encode("1+2=")
     assert "3" in prompts.at(0).columns["answer"] or "three" in prompts.at(0).columns["answer"]
+
+
+def test_columns_that_were_found_are_shown_and_load_again(place):
+    found = checked(place, [GSM8K])
+    (place / "shown.yaml").write_text(as_yaml(show(found, {})))
+    assert check(load([place / "shown.yaml"], [])).config == found.config
 
 
 def test_what_is_given_is_left_as_it_is(place):
