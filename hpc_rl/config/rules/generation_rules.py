@@ -95,12 +95,9 @@ def groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         if norm and "group" in (norm.mean_level, norm.std_level) and n_samples < 2:
             yield f"gconfig.n_samples {n_samples}: actor.{name} normalizes by group; use at least 2."
     rows, parts = config.train_dataset.batch_size * n_samples, actor.ppo_n_minibatches
-    if rows % parts:
-        most = min(parts, rows)
-        # The bound keeps the search short for absurd numbers.
-        nearest = next((n for n in range(most, max(0, most - 100_000), -1) if rows % n == 0), 1)
-        product = f"train_dataset.batch_size * gconfig.n_samples = {rows} rows"
-        yield f"actor.ppo_n_minibatches {parts} must divide {product}; the nearest that does is {nearest}."
+    if parts > rows:
+        product = f"train_dataset.batch_size * gconfig.n_samples, which is {rows}"
+        yield f"actor.ppo_n_minibatches {parts} must not exceed {product}: each update needs a row."
 
 
 def samplings(config: GRPOConfig) -> dict[str, GenerationHyperparameters]:

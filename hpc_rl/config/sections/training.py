@@ -176,7 +176,7 @@ class PPOActorConfig(TrainEngineConfig):
     group_size: PositiveInt | None = None
     """Trajectories per prompt; null means `gconfig.n_samples`, which it must equal."""
     ppo_n_minibatches: PositiveInt = 4
-    """Optimizer updates per train batch."""
+    """Optimizer updates per train batch, each on a part of its rows, of about as many tokens."""
     eps_clip: ShareInside = 0.2
     """Clip range of the probability ratio: [1 - eps_clip, 1 + eps_clip]."""
     eps_clip_higher: PositiveFloat | None = None

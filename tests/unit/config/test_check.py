@@ -120,7 +120,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         ),
         (["sglang.attention_backend=fa3"], "allowed: torch_native, intel_amx"),
         (["gconfig.n_samples=1", "actor.adv_norm.mean_level=group"], "use at least 2"),
-        (["actor.ppo_n_minibatches=5"], "32 rows; the nearest that does is 4"),
+        (["actor.ppo_n_minibatches=33"], "gconfig.n_samples, which is 32: each update needs a row"),
         (["actor.eps_clip=1.5"], r"allowed: a number, above 0 and below 1"),
         (
             ["actor.use_decoupled_loss=true", "actor.recompute_logprob=false"],
