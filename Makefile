@@ -3,6 +3,7 @@
 # make test         check, and integration, faults, a real Slurm, SGLang, vLLM, atroposlib and MPI: what CI runs
 # make gpu          tests/gpu and the benchmark of the engines on a GPU of this machine: unattended, some minutes
 # make rows         the test of every `works` row of the parameters with that option disconnected: it must fail
+# make docs         the docs as a site, in ./site
 # make soak         what is too long for every landing
 PYTHON ?= python3
 VENV := .venv
@@ -19,7 +20,7 @@ export HF_HUB_OFFLINE ?= 1
 # a missing Slurm, SGLang, vLLM, atroposlib, MPI or shellcheck fails instead of skipping
 export HPC_RL_TEST_REQUIRE ?= slurm,sglang,vllm,atropos,mpi,shellcheck
 
-.PHONY: quickstart setup format check test gpu rows soak clean
+.PHONY: quickstart setup format check test gpu rows docs soak clean
 
 quickstart: $(VENV)/train
 	$(BIN)/hpc-rl quickstart
@@ -67,6 +68,9 @@ gpu: $(VENV)/dev
 rows: $(VENV)/dev
 	$(BIN)/python tests/rows/bite.py
 
+docs: $(VENV)/dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+
 soak: $(VENV)/dev
 	$(BIN)/python tests/slurm/packages.py
 	tests/sglang/install.sh
@@ -76,4 +80,4 @@ soak: $(VENV)/dev
 	$(BIN)/python -m pytest tests -m soak --timeout 7200
 
 clean:
-	rm -rf $(VENV) .venv-sglang .venv-vllm .venv-atropos .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf $(VENV) .venv-sglang .venv-vllm .venv-atropos .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis dist site

@@ -101,5 +101,12 @@ def _table(title: str, texts: list[str], heads: list[str], rows: list[list[str]]
     if rows:
         yield f"| {' | '.join(heads)} |"
         yield "|---" * len(heads) + "|"
-        yield from (f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in rows)
+        yield from (f"| {' | '.join(map(_cell, row))} |" for row in rows)
         yield ""
+
+
+def _cell(text: str) -> str:
+    """Return a text on one line of a table, with no HTML but its line breaks; code stays as it is."""
+    parts = text.replace("|", "\\|").split("`")
+    parts[::2] = [part.replace("<", "&lt;").replace("\n", "<br>") for part in parts[::2]]
+    return "`".join(parts)

@@ -93,6 +93,19 @@ def test_light_imports():
     assert done.returncode == 0, done.stderr
 
 
+def test_public_names_are_there_and_cost_nothing_before():
+    code = (
+        "import sys, hpc_rl\n"
+        "assert not {'numpy', 'torch'} & sys.modules.keys()\n"
+        "from hpc_rl import *\n"
+        "from hpc_rl.rollout.workflow import trajectory as found\n"
+        "assert trajectory is found and Trajectory and TrajectoryGroup and Conversation and MultiTurn\n"
+        "assert 'torch' not in sys.modules and not hasattr(hpc_rl, 'trajectories')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_server_role_needs_only_packages_of_a_sglang_image():
     aiohttp = {
         "aiohttp",

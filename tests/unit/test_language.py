@@ -55,3 +55,10 @@ def dialect(path: Path) -> Iterator[str]:
                 if match[0] not in ALLOWED.get(str(path.relative_to(ROOT)), ()):
                     around = node.value[max(match.start() - 30, 0) : match.end() + 30]
                     yield f"{where}: {match[0]!r} in {around!r}"
+
+
+def test_plain_english_in_the_docs():
+    pages = sorted((ROOT.parent / "docs").glob("*.md"))
+    assert pages
+    found = [f"{page.name}: {match[0]!r}" for page in pages for match in DIALECT.finditer(page.read_text())]
+    assert not found
