@@ -4,12 +4,14 @@ docs/configuration.md is the page; a test compares.
 """
 
 import argparse
+import json
 from collections.abc import Iterator
 
 from hpc_rl.config.loading.fields import options, section_of
 from hpc_rl.config.loading.names import ALIASES
 from hpc_rl.config.loading.parser import config_parser, describe_options, sections
 from hpc_rl.config.sections.experiment import CONFIGS
+from hpc_rl.config.tables.areal_names import AS_UNWRITTEN, NAMES, OF_WORKFLOWS, WORKFLOW_ARGS
 from hpc_rl.config.tables.areal_options import DEPARTURES, MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.config.tables.atlas import ALIASES as ATLAS
 from hpc_rl.config.tables.atlas import PRESET_DEPARTURES
@@ -81,6 +83,7 @@ def _tables() -> Iterator[str]:
     conflict = "A name and its alias with different values are an error."
     names = [[f"`{name}`", alias.describe()] for name, alias in ATLAS.items()]
     yield from _table("ATLAS names", [accepted, conflict], ["ATLAS", "here"], names)
+    yield from _names_of_areal()
     departures = [[f"`{name}`", theirs, why] for name, (theirs, why) in DEPARTURES.items()]
     title = "Where our default departs from AReaL's"
     yield from _table(title, [], ["option", "AReaL", "why ours differs"], departures)
@@ -92,6 +95,22 @@ def _tables() -> Iterator[str]:
     heads = ["option", "accepted", "why, and what to use"]
     alike = "What is said of `actor` holds for `ref` and `model` too."
     yield from _table("What can be named and is refused", [alike], heads, refused)
+
+
+def _names_of_areal() -> Iterator[str]:
+    rows: dict[str, list[str]] = {}  # what is said -> names
+    for name, row in NAMES.items():
+        if not name.startswith(("{model}.", "ref.", "model.")):
+            rows.setdefault(row.describe(), []).append(f"`{name}`")
+    rows[f"`{WORKFLOW_ARGS}.NAME`"] = [f"`{name}`" for name in OF_WORKFLOWS]
+    unwritten = (f"`{name}` {json.dumps(value)}" for name, (value, _) in AS_UNWRITTEN.items())
+    texts = [
+        "No options here, but in AReaL's files. What is said of `actor` holds for `ref` and `model` too.",
+        "Options of the policy's loss in `ref`, and levels of normalization that are `none`, are accepted.",
+        f"These defaults, which its saved files spell out, count as not written: {', '.join(unwritten)}.",
+    ]
+    names = [[", ".join(names), said] for said, names in rows.items()]
+    yield from _table("Names of AReaL v0.3.0 to v0.4.1", texts, ["AReaL", "here"], names)
 
 
 def _table(title: str, texts: list[str], heads: list[str], rows: list[list[str]]) -> Iterator[str]:

@@ -1,5 +1,5 @@
-"""Files in AReaL's shape run end to end on the toy: only paths, a short length and `--preset cpu` are said
-beside them, and the mesh of the trainer where one is wanted.
+"""AReaL's files run end to end on the toy: only paths, a short length and `--preset cpu` are said beside them,
+and the mesh of the trainer where one is wanted.
 """
 
 import json
@@ -8,24 +8,25 @@ import time
 from pathlib import Path
 
 import pytest
-from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, status
+import yaml
+from toy_trials import hpc_rl, logs_of, make_quickstart, status
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_rl.stats.read import read
 from hpc_rl.trial import Trial
+from tests.unit.config.test_areal import EXAMPLES, saved_config, written
 
-FILES = ROOT / "tests" / "unit" / "config" / "areal"
 STEPS = 2
-ROWS = {  # file -> trainer's section, training rows, held-out rows
-    "gsm8k_grpo": ("actor", "gsm8k", "gsm8k-heldout"),
-    "gsm8k_sft": ("model", "sft", "sft"),
-    "hhrlhf_rw": ("model", "preferences", "preferences-heldout"),
-    "gsm8k_grpo_megatron_tp": ("actor", "train", "heldout"),
-    "gsm8k_grpo_megatron_moe": ("actor", "train", "heldout"),
+ROWS = {  # example -> trainer's section, training rows, held-out rows
+    "multi_turn": ("actor", "gsm8k", "gsm8k-heldout"),
+    "sft": ("model", "sft", "sft"),  # as AReaL saves it, with every option
+    "reward_model": ("model", "preferences", "preferences-heldout"),
+    "megatron": ("actor", "train", "heldout"),
+    "megatron_moe": ("actor", "train", "heldout"),
 }
 MESHES = {
-    "gsm8k_grpo_megatron_tp": "embedded:d1+megatron:d1p1t2",
-    "gsm8k_grpo_megatron_moe": "embedded:d1+megatron:(attn:d1p1t2|ffn:d1p1t1e2)",
+    "megatron": "embedded:d1+megatron:d1p1t2",
+    "megatron_moe": "embedded:d1+megatron:(attn:d1p1t2|ffn:d1p1t1e2)",
 }
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -68,9 +69,15 @@ def trials(place) -> dict[str, Trial]:
     toy = place / "quickstart"
     for name, (model, train, valid) in ROWS.items():
         path = toy / ("experts" if name.endswith("moe") else "base")
+        file, changes, *_ = EXAMPLES[name]
+        folder = place / name
+        folder.mkdir()
+        config = written(folder, file, changes)
+        if name == "sft":
+            config.write_text(yaml.safe_dump(saved_config(file)))
         more = [f"allocation_mode={MESHES[name]}", f"ref.path={path}"] if name in MESHES else []
         said = hpc_rl(
-            "submit", "--json", "--config", FILES / f"{name}.yaml", "--preset", "cpu", f"total_train_steps={STEPS}",
+            "submit", "--json", "--config", config, "--preset", "cpu", f"total_train_steps={STEPS}",
             f"cluster.fileroot={toy / 'runs'}", f"cluster.name_resolve.nfs_record_root={toy / 'names'}",
             f"{model}.path={path}", *more, f"train_dataset.path={toy / 'task' / train}.jsonl",
             f"valid_dataset.path={toy / 'task' / valid}.jsonl", "launcher.type=local", cwd=place,
@@ -94,9 +101,9 @@ def test_it_runs_to_its_end(trials, place, name):
     assert [row["step"] for row in history.steps] == [1, 2]
     assert history.held_out[1][-1][0] == STEPS  # after the last step, whatever evaluator.freq_epochs says
     config = json.loads(trial.config_json.read_text())
-    if name.startswith("gsm8k_grpo"):  # the file's numbers are those that ran
+    if ROWS[name][0] == "actor":  # the file's numbers are those that ran
         assert (config["actor"]["group_size"], config["rollout"]["consumer_batch_size"]) == (4, 256)
         assert all(row["num_tokens"] >= 256 * 4 for row in history.steps)
-    if name == "gsm8k_grpo":  # of the random model one completion in 250 ends in the right number
+    if name == "multi_turn":  # of the random model one completion in 250 ends in the right number
         assert config["rollout"]["reward_fn"] == "math_verify"
         assert any(row["reward"] > 0 for row in history.steps)

@@ -12,6 +12,7 @@ from hpc_rl.config.loading.parser import typed
 from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.sections.training import PPOActorConfig, TrainEngineConfig
 from hpc_rl.config.tables.areal_names import (
+    ANY,
     AS_UNWRITTEN,
     MOUNT,
     NAMES,
@@ -19,7 +20,6 @@ from hpc_rl.config.tables.areal_names import (
     SRUN_ARGS,
     WORKFLOW_ARGS,
 )
-from hpc_rl.config.tables.atlas import ANY
 
 _NOT_TRAINED = "the reference model is not trained"
 _SHOWN = 3  # names in a note

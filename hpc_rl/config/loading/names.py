@@ -26,6 +26,7 @@ from hpc_rl.config.loading.fields import (
 from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables import atlas
+from hpc_rl.config.tables.areal_names import OF_WORKFLOWS, WORKFLOW_ARGS
 
 ALIASES = {  # short names on the command line; {model} is actor or model
     "n_nodes": "cluster.n_nodes",
@@ -48,19 +49,18 @@ FIXED_NODES = (
     "The nodes of a trial are fixed when it is planned, as its ranks are: servers that come and go are "
     "launcher.slurm.layout jobs, and `hpc-rl recover --n_nodes N` continues on another number."
 )
-_LORA = "LoRA is not built; leave it out."
+_MESH = "allocation_mode has it: t, p, c and e, as in sglang:d2t2+megatron:d2p2t2."
 ANSWERS = {  # names that other toolkits have -> what to do here
     "gpus": _GPUS,
     "n_gpus": _GPUS,
     "num_gpus": _GPUS,
     "gpus_per_node": _GPUS,
     **dict.fromkeys(("spare_nodes", "min_nodes", "max_nodes"), FIXED_NODES),
-    "use_lora": _LORA,
-    "lora_r": _LORA,
-    "lora_rank": _LORA,
-    "lora_alpha": _LORA,
-    "peft": _LORA,
+    **dict.fromkeys(("tp_size", "pp_size", "tensor_parallel_size", "pipeline_parallel_size"), _MESH),
+    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), _MESH),
+    **dict.fromkeys(("context_parallel_size", "data_parallel_size"), _MESH),
     "critic": "a critic is not built: GRPO needs none; leave it out.",
+    "lr_scheduler": "see actor.optimizer.lr_scheduler_type.",
     "entropy_coeff": "an entropy bonus is not built; leave it out.",
     "output_dir": "a trial writes below cluster.fileroot.",
     "bf16": "use actor.dtype bfloat16.",
@@ -75,6 +75,9 @@ ANSWERS = {  # names that other toolkits have -> what to do here
     "warmup_steps": "use actor.optimizer.warmup_steps_proportion, a share of all updates.",
     "reward_function": "use rollout.reward_fn.",
 }
+
+MOST_SHOWN = 12  # names of a section in a message
+LONGEST_WORD = 5  # letters
 
 
 def refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> list[str]:
@@ -128,8 +131,17 @@ def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str,
         return "", f"in a file its name is {aliases[name]}; {name} is short for it on the command line."
     if leaf in ANSWERS:
         return "", ANSWERS[leaf]
+    if {"lora", "peft"} & set(leaf.split("_")):
+        return "", "LoRA is not built; leave it out."
+    if leaf in OF_WORKFLOWS and WORKFLOW_ARGS in known:
+        return "", f"did you mean {WORKFLOW_ARGS}.{leaf}?"
     if typing.get_origin(known.get(parent)) is dict and not is_mapping(known[parent]):
         return "", f"{parent} has no keys of its own; give all of it at once, as {parent}='{{{leaf}: …}}'."
+    if parent in known and section_of(known[parent]) is None:
+        return "", f"{parent} is an option, which has no keys of its own."
+    below = [n for n in known if parent and n.startswith(f"{parent}.") and n.rpartition(".")[2] == leaf]
+    if len(below) == 1:
+        return below[0], f"did you mean {below[0]}?"
     siblings = {n.rpartition(".")[2]: n for n in known if n.rpartition(".")[0] == parent}
     elsewhere = _same_leaf(known, name, leaf)
     near = meant(leaf, [*siblings, *([] if parent else [*aliases, *atlas.ALIASES])])
@@ -138,11 +150,15 @@ def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str,
     if parent and leaf in atlas.ALIASES and not elsewhere:
         return "", f"{leaf} stands at the top level, without {parent}."
     leaves = [n.rpartition(".")[2] for n, hint in known.items() if section_of(hint) is None]
-    elsewhere = elsewhere or _same_leaf(known, name, meant(leaf, leaves))
+    if not elsewhere and len(leaf) > LONGEST_WORD:  # a short one is a word of its own: `model` is no `mode`
+        elsewhere = _same_leaf(known, name, meant(leaf, leaves))
     if elsewhere:
         return "", f"did you mean {' or '.join(elsewhere[:3])}?"
-    here = [key for key in siblings if parent or section_of(known[key])]
-    return "", f"known here: {', '.join(sorted(here)) or 'nothing'}."
+    here = sorted(key for key in siblings if parent or section_of(known[key]))
+    if len(here) > MOST_SHOWN and parent:
+        return "", f"`--help {parent}` shows the {len(here)} that are known here."
+    own = f" A value for a workflow of your own goes into {WORKFLOW_ARGS}." if WORKFLOW_ARGS in known else ""
+    return "", f"known here: {', '.join(here) or 'nothing'}.{'' if parent else own}"
 
 
 def _same_leaf(known: Collection[str], name: str, leaf: str) -> list[str]:

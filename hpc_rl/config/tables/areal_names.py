@@ -3,9 +3,27 @@
 `{model}` is each model in the trainer: actor, ref and model.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.tables.atlas import ANY, Alias
+ANY = object()  # among the values that have no effect: every value
+
+
+@dataclass(frozen=True)
+class OtherName:
+    """What a name of AReaL's is here."""
+
+    to: str = ""  # the option; empty where there is none
+    idle: tuple[Any, ...] = ()  # values that have no effect; the others are refused
+    why: str = ""  # why, and what to use
+
+    def describe(self) -> str:
+        if self.to or ANY in self.idle:
+            return f"`{self.to}`" if self.to else f"no effect: {self.why}"
+        words = {None: "null", "": "empty"}
+        texts = [words.get(value, str(value).lower()) for value in self.idle]
+        return f"only {', '.join(texts)}: {self.why}"
+
 
 MODELS = ("actor", "ref", "model")
 WORKFLOW_ARGS = "rollout.workflow_args"
@@ -15,31 +33,31 @@ OF_WORKFLOWS = (
     "max_tokens_per_trajectory", "max_turns", "n_trajs", "tir", "turn_discount",
 )  # fmt: skip
 _LORA = "LoRA is not built: all parameters are trained"
-_LORA_OF_SERVERS = Alias(idle=(ANY,), why=_LORA)
+_LORA_OF_SERVERS = OtherName(idle=(ANY,), why=_LORA)
 _TOKENS = "requests have token ids, with a tokenizer in the server or without"
 
-NAMES: dict[str, Alias] = {
+NAMES: dict[str, OtherName] = {
     # v0.3.0 to v0.3.2
-    "{model}.mb_spec.max_tokens_per_gpu": Alias("{model}.mb_spec.max_tokens_per_mb"),
-    "{model}.fsdp.ulysses_sp_size": Alias(idle=(1,), why="allocation_mode has it: c, as in fsdp:d2c4"),
-    "checkpointer.experiment_name": Alias("recover.experiment_name"),
-    "checkpointer.trial_name": Alias("recover.trial_name"),
-    "checkpointer.fileroot": Alias("recover.fileroot"),
-    "checkpointer.freq_epochs": Alias("recover.freq_epochs"),
-    "checkpointer.freq_steps": Alias("recover.freq_steps"),
-    "checkpointer.freq_secs": Alias("recover.freq_secs"),
-    "server_only": Alias(idle=(False,), why="a trial of servers alone is not built"),
+    "{model}.mb_spec.max_tokens_per_gpu": OtherName("{model}.mb_spec.max_tokens_per_mb"),
+    "{model}.fsdp.ulysses_sp_size": OtherName(idle=(1,), why="allocation_mode has it: c, as in fsdp:d2c4"),
+    "checkpointer.experiment_name": OtherName("recover.experiment_name"),
+    "checkpointer.trial_name": OtherName("recover.trial_name"),
+    "checkpointer.fileroot": OtherName("recover.fileroot"),
+    "checkpointer.freq_epochs": OtherName("recover.freq_epochs"),
+    "checkpointer.freq_steps": OtherName("recover.freq_steps"),
+    "checkpointer.freq_secs": OtherName("recover.freq_secs"),
+    "server_only": OtherName(idle=(False,), why="a trial of servers alone is not built"),
     # v0.3.3 to v0.4.1
-    "rollout.pause_grace_period": Alias(
+    "rollout.pause_grace_period": OtherName(
         idle=(ANY,), why="what is in flight at an update continues with the new weights at once"
     ),
-    "rollout.dump_to_file": Alias(idle=(ANY,), why="batches are always kept on disk"),
-    "perf_tracer": Alias(idle=(ANY,), why="the times of a step are always among the metrics"),
-    "{model}.weight_update_mode": Alias(idle=(ANY,), why="servers read new weights from files"),
-    "{model}.use_lora": Alias(idle=(False,), why=_LORA),
+    "rollout.dump_to_file": OtherName(idle=(ANY,), why="`hpc-rl samples` shows completions"),
+    "perf_tracer": OtherName(idle=(ANY,), why="the times of a step are always among the metrics"),
+    "{model}.weight_update_mode": OtherName(idle=(ANY,), why="servers read new weights from files"),
+    "{model}.use_lora": OtherName(idle=(False,), why=_LORA),
     **dict.fromkeys(
         (f"{{model}}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "peft_type")),
-        Alias(idle=(ANY,), why=_LORA),
+        OtherName(idle=(ANY,), why=_LORA),
     ),
     **dict.fromkeys(
         (
@@ -53,38 +71,42 @@ NAMES: dict[str, Alias] = {
         _LORA_OF_SERVERS,
     ),
     "gconfig.lora_name": _LORA_OF_SERVERS,
-    "gconfig.use_beam_search": Alias(idle=(False,), why="completions are sampled; beam search is not built"),
-    "gconfig.ignore_eos": Alias(idle=(False,), why="a completion ends at the tokenizer's end of sequence"),
-    "gconfig.skip_special_tokens": Alias(idle=(ANY,), why="token ids are exchanged, not texts"),
-    "actor.importance_sampling_level": Alias(
+    "gconfig.use_beam_search": OtherName(
+        idle=(False,), why="completions are sampled; beam search is not built"
+    ),
+    "gconfig.ignore_eos": OtherName(
+        idle=(False,), why="a completion ends at the tokenizer's end of sequence"
+    ),
+    "gconfig.skip_special_tokens": OtherName(idle=(ANY,), why="token ids are exchanged, not texts"),
+    "actor.importance_sampling_level": OtherName(
         idle=("token",), why="GSPO, the ratio of whole sequences, is not built: ratios are of tokens"
     ),
-    "actor.kl_estimator": Alias(
+    "actor.kl_estimator": OtherName(
         idle=("k1",),
         why="actor.kl_ctl is a term of the reward, with k1; for k3, in the loss, use actor.beta instead",
     ),
-    "actor.m2_threshold": Alias(
+    "actor.m2_threshold": OtherName(
         idle=(None,), why="M2PO is not built; use actor.eps_clip or actor.behav_imp_weight_cap"
     ),
-    "actor.aent": Alias(idle=(None,), why="AEnt's entropy bonus is not built"),
-    "critic": Alias(idle=(None,), why="PPO's critic is not built: GRPO needs none"),
-    "vllm.model": Alias(idle=("", None, "${actor.path}"), why="servers have the weights of actor.path"),
-    "vllm.skip_tokenizer_init": Alias(idle=(ANY,), why=_TOKENS),
-    "vllm.worker_extension_cls": Alias(idle=(ANY,), why="hpc-rl has its own way to load new weights"),
-    "vllm.distributed_executor_backend": Alias(
+    "actor.aent": OtherName(idle=(None,), why="AEnt's entropy bonus is not built"),
+    "critic": OtherName(idle=(None,), why="PPO's critic is not built: GRPO needs none"),
+    "vllm.model": OtherName(idle=(None, "", "${actor.path}"), why="servers have the weights of actor.path"),
+    "vllm.skip_tokenizer_init": OtherName(idle=(ANY,), why=_TOKENS),
+    "vllm.worker_extension_cls": OtherName(idle=(ANY,), why="hpc-rl has its own way to load new weights"),
+    "vllm.distributed_executor_backend": OtherName(
         idle=("mp",), why="set it as --distributed-executor-backend in vllm.extra_args"
     ),
-    "vllm.enable_sleep_mode": Alias(idle=(False,), why="servers and trainer share no GPU"),
-    "vllm.disable_sliding_window": Alias(
+    "vllm.enable_sleep_mode": OtherName(idle=(False,), why="servers and trainer share no GPU"),
+    "vllm.disable_sliding_window": OtherName(
         idle=(True,), why="vLLM does it by itself where a model needs it; else use vllm.extra_args"
     ),
-    "vllm.swap_space": Alias(idle=(4,), why="vLLM has no such option any more; see vllm.cpu_offload_gb"),
-    "vllm.max_seq_len_to_capture": Alias(idle=(ANY,), why="vLLM has no such option any more"),
-    "sglang.enable_multithread_load": Alias(idle=(ANY,), why="new weights are loaded tensor by tensor"),
-    "sglang.enable_fast_load": Alias(idle=(ANY,), why="new weights are loaded tensor by tensor"),
+    "vllm.swap_space": OtherName(idle=(4,), why="vLLM has no such option any more; see vllm.cpu_offload_gb"),
+    "vllm.max_seq_len_to_capture": OtherName(idle=(ANY,), why="vLLM has no such option any more"),
+    "sglang.enable_multithread_load": OtherName(idle=(ANY,), why="new weights are loaded tensor by tensor"),
+    "sglang.enable_fast_load": OtherName(idle=(ANY,), why="new weights are loaded tensor by tensor"),
 }
 NAMES |= {
-    name.replace("{model}", model): Alias(row.to.replace("{model}", model), idle=row.idle, why=row.why)
+    name.replace("{model}", model): OtherName(row.to.replace("{model}", model), idle=row.idle, why=row.why)
     for name, row in NAMES.items()
     if "{model}" in name
     for model in MODELS

@@ -16,6 +16,7 @@ import yaml
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import value_of
+from hpc_rl.config.show import as_yaml, show
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.submit.submission import render_scripts
@@ -319,6 +320,8 @@ def test_arguments_of_a_workflow_can_be_typed_in(tmp_path):
     loaded = check(load([path], typed, profiles=[]), files=False)
     args = {"a": 2, "b": [{}], "deep": {"c": ["x", None]}, "max_turns": 7}
     assert loaded.config.rollout.workflow_args == args
+    (tmp_path / "again.yaml").write_text(as_yaml(show(loaded)))
+    assert load([tmp_path / "again.yaml"], profiles=[]).config == loaded.config
 
 
 @pytest.mark.parametrize(
