@@ -20,7 +20,7 @@ from hpc_rl.config.loading.fields import (
 from hpc_rl.config.loading.parser import config_parser, docstring_texts
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.sections.limits import AsWritten, Grammar, Limits
-from hpc_rl.config.tables.areal_names import NAMES, OF_WORKFLOWS
+from hpc_rl.config.tables.areal_names import AT_TOP
 from hpc_rl.config.tables.atlas import ALIASES
 
 REFERENCE = {"$ref": "#/$defs/reference"}
@@ -44,11 +44,7 @@ def schema(trainer: str | None = None) -> dict[str, Any]:
         defs[CONFIGS[name].__name__] = _section(CONFIGS[name], made)
         for alias, what in ALIASES.items():
             made["properties"][alias] = {"description": f"ATLAS: {what.describe()}"}
-        own = {alias.partition(".")[0] for alias in (*NAMES, *OF_WORKFLOWS)} - {
-            "{model}",
-            *made["properties"],
-        }
-        made["properties"] |= {alias: {"description": "A name of AReaL's files."} for alias in own}
+        made["properties"] |= {alias: {"description": "A name of AReaL's files."} for alias in AT_TOP}
         made["patternProperties"] = {r"^[a-z0-9_]+\.[A-Za-z0-9_.-]+$": {}}
     refs = [{"$ref": f"#/$defs/{CONFIGS[name].__name__}"} for name in chosen]
     whole = refs[0] if len(refs) == 1 else {"anyOf": refs}

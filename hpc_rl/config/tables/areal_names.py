@@ -32,6 +32,7 @@ OF_WORKFLOWS = (
     "agent_type", "judge_engine", "log_agent_stats", "log_agent_stats_keys", "max_llm_calls_per_run",
     "max_tokens_per_trajectory", "max_turns", "n_trajs", "tir", "turn_discount",
 )  # fmt: skip
+AT_TOP = (*OF_WORKFLOWS, "checkpointer", "critic", "perf_tracer", "server_only")
 _LORA = "LoRA is not built: all parameters are trained"
 _LORA_OF_SERVERS = OtherName(idle=(ANY,), why=_LORA)
 _TOKENS = "requests have token ids, with a tokenizer in the server or without"

@@ -24,7 +24,7 @@ from hpc_rl.config.rules.consistency import members_in
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.sections.limits import Grammar, Limits, Place
 from hpc_rl.config.show import as_yaml, derived_values, diff, scalar, show
-from hpc_rl.config.tables.areal_names import OF_WORKFLOWS
+from hpc_rl.config.tables.areal_names import AT_TOP
 from hpc_rl.config.tables.atlas import ALIASES
 from hpc_rl.errors import ConfigError
 
@@ -229,9 +229,8 @@ def test_the_schema_describes_every_option():
     made = schema()
     assert made["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     json.dumps(made)
-    of_areal = {*OF_WORKFLOWS, "checkpointer", "critic", "perf_tracer", "server_only"}
     for trainer, cls in CONFIGS.items():
-        _walk(cls, made["$defs"][cls.__name__], {*ALIASES, *of_areal})
+        _walk(cls, made["$defs"][cls.__name__], {*ALIASES, *AT_TOP})
         assert schema(trainer)["$ref"] == f"#/$defs/{cls.__name__}"
     top = made["$defs"]["GRPOConfig"]["properties"]
     n_nodes = top["cluster"]["properties"]["n_nodes"]
