@@ -213,9 +213,6 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
         ("learning_rat=1", ["did you mean learning_rate?"]),
         ("n_node=2", ["did you mean n_nodes?"]),
         ("actor.learning_rate=1", ["learning_rate stands at the top level, without actor."]),
-        ("actor.beta1=1", ["did you mean actor.optimizer.beta1?"]),
-        ("rollout.temperature=1", ["did you mean gconfig.temperature or actor.temperature?"]),
-        ("rollout.max_turns=2", ["did you mean rollout.workflow_args.max_turns?"]),
         ("actor.optimizer.LR=3", ["did you mean actor.optimizer.lr?"]),
         (
             "trainer=[grpo]",

@@ -129,8 +129,6 @@ def test_short_names_of_the_model_follow_the_trainer():
         ("lora_rank=8", "LoRA is not built"),
         ("actor.zebra=1", "`--help actor` shows"),
         ("actor.mb_spec.zebra=1", "known here: granularity, max_seqs_per_mb, max_tokens_per_mb, n_mbs."),
-        ("ref.model=/m", "`--help ref` shows"),
-        ("sglang.tp_size=2", "allocation_mode has it: t"),
         ("trainer.total_epochs=1", "trainer is an option"),
         ("turn_penalty=1", "A value for a workflow of your own goes into rollout.workflow_args."),
     ],
