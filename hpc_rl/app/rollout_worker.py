@@ -129,7 +129,7 @@ async def open_reward(config: GRPOConfig, pools: Mapping[str, ChatPool]) -> Rewa
 async def _open_one(config: GRPOConfig, name: str, pools: Mapping[str, ChatPool]) -> Reward:
     """Return one function: built-in, a judge in one of the pools, or the user's."""
     rollout = config.rollout
-    if name in BUILTINS and name not in LIMITED:
+    if name in BUILTINS:
         return built_in(name)
     if name == "judge" and rollout.judge is not None:
         return Judge(

@@ -18,7 +18,7 @@ from hpc_rl.config.text_templates import filled
 from hpc_rl.errors import ConfigError
 from hpc_rl.log import redact
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards.answers import final_answer, math_verify
+from hpc_rl.rollout.rewards.answers import final_answer
 
 logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 400
@@ -95,10 +95,9 @@ BUILTINS: dict[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "contains": contains,
     "final_answer": final_answer,
-    "math_verify": math_verify,
 }
-# built-ins that need the time limit, and so run as the user's code does
-LIMITED = {"math_verify": "hpc_rl.rollout.rewards.answers:math_verify"}
+# built-ins that run as the user's code does
+LIMITED = {"math_verify": "hpc_rl.rollout.rewards.algebra:math_verify"}
 
 
 def import_object(key: str, path: str) -> Any:

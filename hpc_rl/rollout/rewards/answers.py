@@ -1,7 +1,8 @@
-"""Rewards `final_answer` and `math_verify`: whether the last answer of a completion is the row's, by value.
+"""The reward `final_answer`: whether the last answer in a completion is the row's, compared by value.
 
-Of `final_answer` numbers are exact fractions, read by patterns, and what is not a number is compared as text.
-A computer algebra system, as in `math_verify`, needs a time limit, for a completion may hold 9^9^9.
+Numbers are exact fractions, read by patterns: a computer algebra system (math-verify) needs a time limit,
+for a completion may hold 9^9^9, and built-in rewards run without one. What is not a number is compared as
+text.
 """
 
 import re
@@ -105,22 +106,6 @@ def final_answer(prompt: Any, completion: str, **columns: Any) -> float:
         return 0.0
     whole = completion if len(completion) <= MAX_PLAIN_CHARS else ""
     return float(any(is_same(answer, truth) for answer in [*answers_in(completion), whole]))
-
-
-def math_verify(prompt: Any, completion: str, **columns: Any) -> float:
-    """1 if `final_answer` is 1, or if math-verify finds the last formula equal to the row's answer; else 0.
-
-    Only in the main thread of a process: the library limits its time by signals.
-    """
-    if final_answer(prompt, completion, **columns):
-        return 1.0
-    truth = truth_of(columns)
-    if truth is None:
-        return 0.0
-    from math_verify import parse, verify  # 0.7 s
-
-    text = completion.rpartition("</think>")[2][-MAX_SEARCHED_CHARS:]
-    return float(verify(parse(f"\\boxed{{{truth}}}"), parse(text)))
 
 
 def truth_of(columns: Mapping[str, Any]) -> str | None:

@@ -22,7 +22,7 @@ from hpc_rl.config.sections.teacher import STUDENT, TemplatesConfig
 from hpc_rl.datasets.encode import question_of
 from hpc_rl.errors import ConfigError, InputRefused
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import BUILTINS, Rejection, from_row
+from hpc_rl.rollout.rewards import BUILTINS, LIMITED, Rejection, from_row
 from hpc_rl.rollout.rewards.answers import truth_of
 from hpc_rl.rollout.teacher.leak import leaks, teaching_in
 from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of
@@ -41,7 +41,7 @@ class TeacherWorkflow:
         self._options, self._templates = config.teacher, config.teacher.templates
         self._parts = load_parts(config.teacher.reward_parts)
         # a reward of the user's own may need no right answer, or another column with it
-        self._needs_answer = not BUILTINS.keys().isdisjoint(config.rollout.reward_functions)
+        self._needs_answer = not {*BUILTINS, *LIMITED}.isdisjoint(config.rollout.reward_functions)
         self._trace = config.rollout.enable_rollout_tracing
 
     @classmethod

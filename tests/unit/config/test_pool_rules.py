@@ -350,11 +350,14 @@ def test_names_in_templates_are_variables_or_columns_of_the_rows(tmp_path):
 
 
 def test_the_names_that_rules_know_are_those_of_the_tables():
-    from hpc_rl.rollout.rewards import BUILTINS
+    from hpc_rl.rollout.rewards import BUILTINS, LIMITED
     from hpc_rl.rollout.teacher.reward import PARTS
     from hpc_rl.rollout.workflows import WORKFLOWS
 
-    assert (set(BUILT_IN["workflow"]), set(BUILT_IN["reward_fn"])) == (set(WORKFLOWS), {*BUILTINS, "judge"})
+    assert (set(BUILT_IN["workflow"]), set(BUILT_IN["reward_fn"])) == (
+        set(WORKFLOWS),
+        {*BUILTINS, *LIMITED, "judge"},
+    )
     assert tuple(PARTS) == REWARD_PARTS
 
 

@@ -5,7 +5,8 @@ import time
 import pytest
 
 from hpc_rl.rollout.rewards import Rejection, built_in
-from hpc_rl.rollout.rewards.answers import answers_in, final_answer, is_same, math_verify, truth_of
+from hpc_rl.rollout.rewards.algebra import math_verify
+from hpc_rl.rollout.rewards.answers import answers_in, final_answer, is_same, truth_of
 
 
 @pytest.mark.parametrize(
