@@ -20,7 +20,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit" / "config"))
 
@@ -45,22 +47,23 @@ READ_BY_RULES = (
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:anyio", "-W", "ignore:Module already imported"]
 
 
-def disconnect_row(row: Row) -> None:
-    """Disconnect the option of a row, or the one that ATLAS's name stands for, in this process."""
-    if row.system == "atlas" and atlas.ALIASES[row.parameter].to == READ_BY_RULES:
-        atlas.ALIASES[row.parameter] = atlas.Alias("seed")
-    elif row.system == "atropos":
-        disconnect(ENVIRONMENT[row.section.rpartition(".")[2]], row.parameter)
-    elif row.option in READ_BY_THE_LOADER:
-        disconnect_in_loader(row.option)
-    else:
-        trainer, option = SECTIONS.get(row.section, ("grpo",))[0], row.option
-        *sections, leaf = option.split(".")
-        cls = CONFIGS["teacher" if option.startswith("teacher.") else trainer]
-        for section in sections:
-            cls = section_of(hints(cls)[section]) or cls
-        # engines do not tell the actor from other models
-        disconnect(cls, leaf, whole_family=issubclass(cls, TrainEngineConfig))
+def target_of(row: Row) -> tuple[Callable[..., None], tuple]:
+    """Return what disconnects the option of a row, or the name that ATLAS has for one, in this process."""
+    if row.system == "atlas":
+        return disconnect_name, (row.parameter,)
+    if row.system == "atropos":
+        return disconnect, (ENVIRONMENT[row.section.rpartition(".")[2]], row.parameter)
+    if row.option in READ_BY_THE_LOADER:
+        return disconnect_in_loader, (row.option,)
+    cls = CONFIGS[SECTIONS[row.section][0]]
+    *sections, leaf = row.option.split(".")
+    for section in sections:
+        cls = section_of(hints(cls)[section]) or cls
+    return disconnect, (cls, leaf, issubclass(cls, TrainEngineConfig))  # engines do not tell models apart
+
+
+def disconnect_name(name: str) -> None:
+    atlas.ALIASES[name] = atlas.Alias(idle=(atlas.ANY,), why="it is disconnected")
 
 
 def start(tests: Sequence[str], prepare: Callable[[], None], output: Path) -> int:
@@ -80,21 +83,21 @@ def start(tests: Sequence[str], prepare: Callable[[], None], output: Path) -> in
 
 
 def run_all(
-    work: Iterable[tuple[str, Sequence[str], Callable[[], None]]], jobs: int, folder: Path
-) -> Iterator[tuple[str, int, str]]:
-    """Yield (name, exit code of pytest, words of the failure) for each (name, tests, what to do before)."""
-    running: dict[int, tuple[str, Path]] = {}
+    work: Iterable[tuple[Any, Sequence[str], Callable[[], None]]], jobs: int, folder: Path
+) -> Iterator[tuple[Any, int, str]]:
+    """Yield (key, exit code of pytest, words of the failure) for each (key, tests, what to do before)."""
+    running: dict[int, tuple[Any, Path]] = {}
     waiting = list(work)[::-1]
     while waiting or running:
         while waiting and len(running) < jobs:
-            name, tests, prepare = waiting.pop()
+            key, tests, prepare = waiting.pop()
             output = folder / f"{len(waiting)}.txt"
-            running[start(tests, prepare, output)] = name, output
+            running[start(tests, prepare, output)] = key, output
         pid, status = os.wait()
-        name, output = running.pop(pid)
+        key, output = running.pop(pid)
         lines = output.read_text(errors="replace").splitlines()
         words = next((line[1:].strip() for line in lines if line.startswith("E  ")), "")
-        yield name, os.waitstatus_to_exitcode(status), words
+        yield key, os.waitstatus_to_exitcode(status), words
 
 
 def import_all() -> None:
@@ -139,8 +142,12 @@ def main() -> int:
         for file, code, words in run_all(whole, args.jobs, Path(folder)):
             if code:
                 say(file, f"has a test that fails as it is (pytest exited with {code}) {words}")
-        work = ((str(row), [row.shown_by], lambda row=row: disconnect_row(row)) for row in rows)
-        for name, code, words in run_all(work, args.jobs, Path(folder)):
+        same: dict[tuple, list[str]] = {}  # rows of several tables that have one option and one test
+        for row in rows:
+            same.setdefault((row.shown_by, *target_of(row)), []).append(str(row))
+        work = ((names, [test], partial(cut, *where)) for (test, cut, where), names in same.items())
+        found = run_all(work, args.jobs, Path(folder))
+        for name, code, words in ((name, code, words) for names, code, words in found for name in names):
             if code == 0:
                 silent.add(name)
             if code not in (0, 1):

@@ -1,18 +1,23 @@
 """Options of every trainer that say where a trial is, and what its processes are given: by the plan of a whole one."""
 
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 
 from hpc_rl.app.rollout import rules
+from hpc_rl.app.rollout_worker import open_servers
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.examples.toy import make_tokenizer
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.servers.base import ReplicaPlace
+from hpc_rl.servers.server_process import tokenizer_of
 from hpc_rl.servers.sglang import SGLangBackend
 from hpc_rl.submit.submission import trial_of
+from hpc_rl.trial import Trial
 
 TRAINERS = ("grpo", "sft", "rw")
 
@@ -89,6 +94,16 @@ def test_a_server_is_started_as_the_configuration_says():
     assert backend.process.env["X"] == "1"
     embedded = planned("grpo", "cluster.n_gpus_per_node=0", "launcher.inference_server_env_vars=X=1").units
     assert next(unit.env["X"] for unit in embedded if unit.role == "server") == "1"
+
+
+async def test_workers_and_servers_take_the_tokenizer_of_another_folder(tmp_path):
+    make_tokenizer().save_pretrained(tmp_path / "other")
+    config = checked("grpo", f"tokenizer_path={tmp_path}/other").config
+    trial = Trial(tmp_path / "trial")
+    trial.make_dirs()
+    async with AsyncExitStack() as stack:
+        pool = await open_servers(stack, trial, config, "rollout", "token")
+        assert str(pool.tokenizer.folder) == tokenizer_of(config) == f"{tmp_path}/other"
 
 
 def test_the_rollout_role_follows_the_configuration():

@@ -3,12 +3,36 @@
 `make rows` does it with all of them.
 """
 
+import dataclasses
 import datetime
+import runpy
 import subprocess
 import sys
 from pathlib import Path
 
 BITE = Path(__file__).with_name("bite.py")
+
+
+@dataclasses.dataclass
+class Options:
+    size: int = 1
+    names: list[str] = dataclasses.field(default_factory=list)
+
+
+@dataclasses.dataclass
+class OthersOptions(Options): ...
+
+
+def test_a_disconnected_option_is_the_default_for_the_product_and_a_value_for_tests():
+    tool = runpy.run_path(str(BITE.with_name("disconnect.py")))
+    tool["disconnect"](Options, "size")
+    tool["disconnect"](OthersOptions, "names")
+    product = {"__name__": "hpc_rl.somewhere"}
+    exec("def read(options): return options.size, vars(options)['size'], options.names", product)
+    here, there = Options(7, ["a"]), OthersOptions(7, ["a"])
+    assert product["read"](here) == (1, 1, ["a"]) and product["read"](there) == (1, 1, [])
+    assert (here.size, there.names) == (7, ["a"])
+    assert dataclasses.replace(here, names=[]) == Options(7) != Options(1)
 
 
 def test_a_sample_of_rows_is_noticed_when_it_is_disconnected():
