@@ -123,7 +123,7 @@ def test_refused_rows_are_refused_in_these_words(row):
         make_plan(found.config, found.explicit, interpreter="python", scheduler="slurm")
     assert words in str(caught.value)
     name = override.partition("=")[0]
-    assert name in str(caught.value) and f"(command line: {name})" in str(caught.value)
+    assert name in str(caught.value) and f"command line: {name}" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
