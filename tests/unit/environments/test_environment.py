@@ -41,15 +41,18 @@ class World:
         self.tokenizer, self.api, self.server = tokenizer, api, server
         self.urls = ("", "")
 
-    async def run(self, cls=Echo, stop_after_s=None, openai=None, **settings):
+    async def run(self, cls=Echo, stop_when=None, openai=None, **settings):
         config = EnvConfig(**{"group_size": 2, "use_wandb": False, "max_num_workers": 2, **settings})
         stopping = asyncio.Event()
-        if stop_after_s is not None:
-            asyncio.get_running_loop().call_later(stop_after_s, stopping.set)
         servers = [APIServerConfig(base_url=f"{self.urls[1]}/v1", api_key="key", **(openai or {}))]
         async with InferenceServers(servers) as inference, RolloutApi(self.urls[0]) as api:
             serving = Serving(cls(config, inference, self.tokenizer), api, stopping)
-            await asyncio.wait_for(serving.run(), 30)
+            running = asyncio.create_task(serving.run())
+            while stop_when is not None and not running.done() and not stop_when(serving):
+                await asyncio.sleep(0.02)
+            if stop_when is not None:
+                stopping.set()
+            await asyncio.wait_for(running, 30)
             return serving
 
 
@@ -85,8 +88,8 @@ async def test_groups_with_equal_scores_are_dropped_and_counted(world):
             await conversation.reply()
             return 1.0
 
-    serving = await world.run(Flat, stop_after_s=1.0)
-    assert not world.api.groups and serving.workers.counts["equal_scores"] > 0
+    await world.run(Flat, lambda serving: serving.workers.counts["equal_scores"] > 0)
+    assert not world.api.groups
     assert world.api.disconnected == [7]
     await world.run(Flat, total_steps=-1, ensure_scores_are_not_same=False)
     assert world.api.step == 3
@@ -148,7 +151,7 @@ async def test_training_makes_room_for_an_evaluation(world, handling):
         max_batches_offpolicy=8,
         steps_per_eval=2,
         eval_handling=handling,
-        eval_limit_ratio=0.5,
+        eval_limit_ratio=0.25,
         total_steps=1000,
     )
     stopping = asyncio.Event()
@@ -156,7 +159,7 @@ async def test_training_makes_room_for_an_evaluation(world, handling):
     async with InferenceServers(servers) as inference, RolloutApi(world.urls[0]) as api:
         worlds.append(Serving(Slow(config, inference, world.tokenizer), api, stopping))
         await worlds[0].run()
-    most = {"stop_train": 0, "LIMIT_TRAIN": 2, "none": 4}[handling]
+    most = {"stop_train": 0, "LIMIT_TRAIN": 1, "none": 4}[handling]
     assert seen and max(seen) == most
 
 
@@ -180,8 +183,9 @@ async def test_an_evaluation_has_limits_of_its_own(world):
 
 
 async def test_an_episode_that_needs_too_many_tokens_is_dropped(world):
-    serving = await world.run(stop_after_s=1.0, max_token_length=4)  # "a" + "ok<end>", then no room
-    assert not world.api.groups and serving.workers.counts["too_long"] > 0
+    # "a" + "ok<end>", then no room
+    await world.run(Echo, lambda serving: serving.workers.counts["too_long"] > 0, max_token_length=4)
+    assert not world.api.groups
 
 
 async def test_it_waits_for_the_trainer_and_refuses_a_batch_that_is_too_small(world):

@@ -9,6 +9,7 @@ import types
 import pytest
 from aiohttp import web
 
+from hpc_rl.app import run_environment
 from hpc_rl.environments import APIServerConfig
 from hpc_rl.environments.inference_servers import InferenceServers, MadeUpServers
 from hpc_rl.errors import ConfigError, ServerUnavailable
@@ -66,13 +67,16 @@ class Counting(Echo):
 )
 async def test_workers_per_server_or_in_all(world, given, groups):
     world.api.batch_size = 64
-    counting = type("Counting", (Counting,), {})
-    await world.run(counting, stop_after_s=1.0, total_steps=-1, **given)
+    counting = type("Counting", (Counting,), {"played": 0})
+    await world.run(counting, lambda _: counting.played >= 10 * groups, total_steps=-1, **given)
     assert counting.most == 2 * groups  # episodes of groups of two
 
 
 async def test_it_stops_where_the_queue_is_long(world, monkeypatch):
+    asked = []
+
     async def full(request):
+        asked.append(request)
         answer = {"current_step": 0, "unallocated_fraction": 1.0, "self_queue_size": 4, "max_group_size": 2}
         return web.json_response({**answer, "queue_size": 4, "env_weight": 1.0})
 
@@ -82,9 +86,10 @@ async def test_it_stops_where_the_queue_is_long(world, monkeypatch):
     site = web.TCPSite(runner, "127.0.0.1", 0)
     await site.start()
     world.urls = (f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", world.urls[1])
-    await world.run(stop_after_s=0.6, max_batches_offpolicy=2)  # 4 groups of 2 are two batches of 4
+    # 4 groups of 2 are two batches of 4
+    await world.run(Echo, lambda _: len(asked) > 20 or world.api.groups, max_batches_offpolicy=2)
     assert not world.api.groups
-    await world.run(stop_after_s=0.6, max_batches_offpolicy=3)
+    await world.run(Echo, lambda _: len(asked) > 1000 or world.api.groups, max_batches_offpolicy=4)
     assert world.api.groups
     await runner.cleanup()
 
@@ -150,6 +155,9 @@ async def test_rollouts_and_metrics_go_to_wandb(world, monkeypatch):
     columns, rows = logged[-1][1]["rollouts"]
     assert columns == ["text", "score"] and len(rows) == 4  # two groups of two
     assert "score" in logged[-1][1]
+    begun.clear()
+    await world.run(total_steps=-1, use_wandb=False)
+    assert begun == []
     await runner.cleanup()
 
 
@@ -242,8 +250,8 @@ async def test_serve_takes_both_urls(world):
         f"--openai.base_url={base}", "--env.use_wandb=false", "--env.total_steps=-1", "--env.group_size=2",
         "--env.ensure_scores_are_not_same=false",
     ]  # fmt: skip
-    command = [sys.executable, "-m", "hpc_rl.cli", "env", "serve", "guess_number", *options]
-    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE)
-    _, errors = await asyncio.wait_for(process.communicate(), 60)
-    assert process.returncode == 0, errors.decode()
+    given = run_environment.parser()
+    args = given.instantiate(given.parse_args(["serve", "guess_number", *options]))
+    async with asyncio.timeout(30):
+        assert await run_environment.run(args, run_environment.load_environment("guess_number")) == 0
     assert world.api.step == 3
