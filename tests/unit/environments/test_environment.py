@@ -114,10 +114,6 @@ async def test_servers_that_fail_are_asked_again_and_refusals_are_not(world):
 
 
 async def test_completions_are_asked_for_in_parts(world):
-    async with InferenceServers([APIServerConfig(base_url=f"{world.urls[1]}/v1")], 8) as servers:
-        assert len(await servers.generate([3], n=20)) == 20
-        assert sorted(body["sampling_params"]["n"] for body in world.server.bodies) == [4, 8, 8]
-    world.server.bodies.clear()
     ignoring = APIServerConfig(base_url=f"{world.urls[1]}/v1", n_kwarg_is_ignored=True)
     async with InferenceServers([ignoring]) as servers:
         assert len(await servers.generate([3], n=3)) == 3

@@ -177,8 +177,9 @@ async def test_a_request_takes_no_longer_than_its_timeout(serve, chat_tokenizer)
     app.add_routes([web.post("/generate", slow)])
     config = APIServerConfig(base_url=f"{await serve(app)}/v1", timeout=0.05)
     async with InferenceServers([config]) as servers:
-        with pytest.raises(ServerUnavailable):
-            await servers.generate([1])
+        async with asyncio.timeout(15):
+            with pytest.raises(ServerUnavailable):
+                await servers.generate([1])
 
 
 async def test_training_and_evaluation_have_own_limits(serve):
@@ -250,8 +251,38 @@ async def test_serve_takes_both_urls(world):
         f"--openai.base_url={base}", "--env.use_wandb=false", "--env.total_steps=-1", "--env.group_size=2",
         "--env.ensure_scores_are_not_same=false",
     ]  # fmt: skip
-    given = run_environment.parser()
-    args = given.instantiate(given.parse_args(["serve", "guess_number", *options]))
-    async with asyncio.timeout(30):
-        assert await run_environment.run(args, run_environment.load_environment("guess_number")) == 0
+    await command(run_environment.load_environment("guess_number"), "serve", *options)
     assert world.api.step == 3
+
+
+async def command(cls, *words):
+    """Run `hpc-rl env` in this process, with an environment."""
+    given = run_environment.parser()
+    args = given.instantiate(given.parse_args([words[0], cls.__name__, *words[1:]]))
+    async with asyncio.timeout(30):
+        assert await run_environment.run(args, cls) == 0
+
+
+@pytest.mark.parametrize(("slurm", "host"), [("true", "n1:9000"), ("false", "localhost:9004")])
+async def test_servers_are_those_of_the_job_or_of_this_host(chat_tokenizer, monkeypatch, slurm, host):
+    class Asking(Echo):
+        async def evaluate(self):
+            assert self.servers.servers[0].base_url == f"http://{host}/v1"
+            return {}
+
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-2]")
+    await command(Asking, "evaluate", f"--env.tokenizer_name={chat_tokenizer.folder}", f"--slurm={slurm}")
+
+
+async def test_requests_ask_for_as_many_completions_as_are_configured(world):
+    class Asking(Echo):
+        async def evaluate(self):
+            assert len(await self.servers.generate([3], n=7)) == 7
+            return {}
+
+    options = [f"--env.tokenizer_name={world.tokenizer.folder}", f"--openai.base_url={world.urls[1]}/v1"]
+    await command(Asking, "evaluate", *options, "--max_n_completions=3")
+    assert sorted(body["sampling_params"]["n"] for body in world.server.bodies) == [1, 3, 3]
+    world.server.bodies.clear()
+    await command(Asking, "evaluate", *options, "--testing=true")
+    assert not world.server.bodies
