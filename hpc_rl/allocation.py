@@ -79,6 +79,7 @@ SERVER_BACKENDS: dict[str, ServerBackend] = {
             "mem_fraction_static": None,
             "chunked_prefill_size": None,
             "max_prefill_tokens": None,
+            "disable_overlap_schedule": True,
         },
     ),
     "vllm": ServerBackend(

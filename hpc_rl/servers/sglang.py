@@ -48,7 +48,7 @@ def settings_of(
     }
     if device == "cpu":
         backend = config.sampling_backend or "pytorch"
-        settings |= {"device": "cpu", "sampling_backend": backend, "disable_overlap_schedule": True}
+        settings |= {"device": "cpu", "sampling_backend": backend}
         settings["max_total_tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS
     return given(settings)
 

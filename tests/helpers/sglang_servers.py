@@ -21,7 +21,11 @@ def backend_of(python: str, tokenizer: Path, folder: Path, extra_args: tuple[str
     }
     env |= {"PYTHONPATH": str(SHIM), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     of_cpu = SGLangConfig(
-        dtype="float32", attention_backend="torch_native", context_length=4096, max_running_requests=64
+        dtype="float32",
+        attention_backend="torch_native",
+        context_length=4096,
+        max_running_requests=64,
+        disable_overlap_schedule=True,
     )
     settings = settings_of(of_cpu, "cpu", 1, 0)
     settings["tokenizer_path"] = str(tokenizer)

@@ -186,7 +186,7 @@ class SGLangConfig:
     disable_custom_all_reduce: bool = False
     """Use NCCL instead of the custom all-reduce."""
     disable_overlap_schedule: bool = False
-    """Do not overlap the scheduler with the model."""
+    """Do not overlap the scheduler with the model. Defaults to true without GPUs."""
     enable_mixed_chunk: bool = False
     """Mix prefill and decode in one batch."""
     enable_dp_attention: bool = False
