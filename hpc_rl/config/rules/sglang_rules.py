@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Iterator
 
+from hpc_rl.config.rules.consistency import server_pools
 from hpc_rl.config.rules.generation_rules import samplings
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.tables.flags import refusals
@@ -11,12 +12,16 @@ from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS, RESERVED
 def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     if config.cluster.n_gpus_per_node:
         return
+    uses_sglang = any(pool.backend == "sglang" for pool in server_pools(config))
     backend, allowed = config.sglang.attention_backend, ("torch_native", "intel_amx")
     without = "can't be used without GPUs (cluster.n_gpus_per_node 0)"
     if backend is not None and backend not in allowed:
         yield f"sglang.attention_backend {backend} {without}; allowed: {', '.join(allowed)}."
     if config.sglang.dtype == "float16":
         yield f"sglang.dtype float16 {without}; allowed: bfloat16, float32."
+    # SGLang 0.5.23 ends at the first request otherwise
+    if not config.sglang.disable_overlap_schedule and uses_sglang:
+        yield f"sglang.disable_overlap_schedule false {without}; allowed: true."
 
 
 def options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:

@@ -36,6 +36,7 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
             ("mem_fraction_static", "0.9", "null"),
             ("chunked_prefill_size", "-1", "null"),
             ("max_prefill_tokens", "32768", "null"),
+            ("disable_overlap_schedule", "false", "true"),
         )
     },
     "train_dataset.num_workers": ("0", "the same, but threads that tokenize: the rows are in memory"),

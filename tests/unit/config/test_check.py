@@ -60,6 +60,10 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             "actor.attn_impl flash_attention_2 can't be used without GPUs",
         ),
         (
+            ["allocation_mode=sglang:d1+fsdp:d1", "sglang.disable_overlap_schedule=false"],
+            "sglang.disable_overlap_schedule false can't be used without GPUs",
+        ),
+        (
             ["cluster.n_gpus_per_node=8", "actor.attn_impl=magic"],
             "allowed: sdpa, eager, flex_attention, flash_attention_3, flash_attention_2",
         ),
