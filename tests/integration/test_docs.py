@@ -7,6 +7,8 @@ dataset; `override: NAME` is a block of a template. What names another test is r
 """
 
 import ast
+import asyncio
+import importlib
 import json
 import os
 import re
@@ -33,6 +35,9 @@ from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.plan.plan import make_plan
+from hpc_rl.rollout.tool_call import call_tool
+from hpc_rl.rollout.workflow import check_group
+from hpc_rl.types import Reply, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -208,6 +213,46 @@ def test_python_of_a_page_runs(page, shell, typed):
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
+
+
+class Fake:
+    """What a workflow generates with: says `1+2`, and knows another model."""
+
+    index, n_samples = 3, 2
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer, self.asked = tokenizer, 0
+
+    async def samples(self, input_ids):
+        ids = self.tokenizer.encode("1+2")
+        return [Turn(ids, [-1.0] * len(ids), [("0.0", 0, len(ids))], "stop")] * self.n_samples
+
+    async def reward(self, prompt, text):
+        return float(text == prompt["answer"])
+
+    async def ask(self, messages, pool):
+        self.asked += pool == "adviser"
+        return [Reply("1+2 =", 4, "stop")]
+
+    async def once(self, key, make):
+        return await make()
+
+
+@pytest.mark.parametrize(("module", "reward"), [("two_parts", 1.1), ("critic", 0.5)])
+def test_workflows_of_a_page_make_groups(module, reward, shell, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(shell.here)
+    generate = Fake(Tokenizer(toy_tokenizer(tmp_path / "tokenizer")))
+    row = {"prompt": "1+", "answer": "1+2", "input_ids": [3, 4]}
+    group = asyncio.run(importlib.import_module(module).run(row, generate))
+    check_group(group, 3, generate.n_samples, strict=True)
+    assert [one.reward for one in group.trajectories] == [reward] * 2
+    assert generate.asked == (module == "critic")
+
+
+def test_tools_of_a_page_are_called(shell, monkeypatch):
+    monkeypatch.chdir(shell.here)
+    monkeypatch.syspath_prepend(shell.here)
+    assert asyncio.run(call_tool("calculator:multiply", {"a": 6, "b": 7}, timeout_s=60)) == "42"
 
 
 @pytest.mark.parametrize("one", of("yaml"))
