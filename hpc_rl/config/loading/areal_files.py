@@ -52,7 +52,7 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
             if row.to not in given:
                 done.settings[row.to] = item
             done.notes.append(f"{name} ({item.origin}) is {row.to}.")
-        elif ANY in row.idle or item.plain() in row.idle or _is_model(name, item, given):
+        elif ANY in row.idle or item.plain() in row.idle or _is_idle(name, item, given):
             idle[row.why].append(name)
         else:
             shown = "" if isinstance(item.value, dict) else f" {item} can't be used:"
@@ -119,7 +119,10 @@ def _check_type(name: str, item: SourceValue, done: RenamedSettings) -> None:
         done.refusals.append(f"{name} ({item.origin}): {item} can't be used; omit it. {error}".strip())
 
 
-def _is_model(name: str, item: SourceValue, given: Settings) -> bool:
+def _is_idle(name: str, item: SourceValue, given: Settings) -> bool:
+    """Return whether a name has no effect beside what else is given."""
+    if name == "actor.kl_estimator":
+        return "actor.kl_ctl" in given and given["actor.kl_ctl"].value == 0
     return name == "vllm.model" and "actor.path" in given and item.value == given["actor.path"].value
 
 

@@ -88,7 +88,7 @@ def load(
         # The environment first: what refers to such an option takes its type.
         _resolve(cls, settings, "${oc.env:", of_areal.replaced)
         _resolve(cls, settings, "${", of_areal.replaced)
-        of_areal.notes += areal_files.as_unwritten(cls, settings)
+    of_areal.notes += areal_files.as_unwritten(cls, settings)
     config = parser.parse(cls, settings, refusals)
     config = dataclasses.replace(config, trainer=trainer_of(config))
     notes += [

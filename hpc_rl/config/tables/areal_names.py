@@ -32,7 +32,7 @@ OF_WORKFLOWS = (
     "agent_type", "judge_engine", "log_agent_stats", "log_agent_stats_keys", "max_llm_calls_per_run",
     "max_tokens_per_trajectory", "max_turns", "n_trajs", "tir", "turn_discount",
 )  # fmt: skip
-AT_TOP = (*OF_WORKFLOWS, "checkpointer", "critic", "perf_tracer", "server_only")
+AT_TOP = (*OF_WORKFLOWS, "checkpointer", "critic", "enable_offload", "perf_tracer", "server_only")
 _LORA = "LoRA is not built: all parameters are trained"
 _LORA_OF_SERVERS = OtherName(idle=(ANY,), why=_LORA)
 _TOKENS = "requests have token ids, with a tokenizer in the server or without"
@@ -53,8 +53,27 @@ NAMES: dict[str, OtherName] = {
         idle=(ANY,), why="what is in flight at an update continues with the new weights at once"
     ),
     "rollout.dump_to_file": OtherName(idle=(ANY,), why="`hpc-rl samples` shows completions"),
+    "rollout.fileroot": OtherName(idle=(ANY,), why="a trial writes below cluster.fileroot"),
+    "rollout.tokenizer_path": OtherName(idle=(ANY,), why="tokenizer_path is that of all roles"),
+    "scheduler.type": OtherName(idle=(None, "slurm", "local"), why="launcher.type says where a trial runs"),
+    "enable_offload": OtherName(idle=(False,), why="see fsdp.offload_params of each model"),
+    "{model}.offload": OtherName(idle=(False,), why="see {model}.fsdp.offload_params"),
     "perf_tracer": OtherName(idle=(ANY,), why="the times of a step are always among the metrics"),
     "{model}.weight_update_mode": OtherName(idle=(ANY,), why="servers read new weights from files"),
+    "{model}.megatron.virtual_pipeline_parallel_size": OtherName("{model}.megatron.virtual_pipeline_size"),
+    **{
+        f"{{model}}.megatron.{name}": OtherName(idle=(value,), why="the engine has no other")
+        for name, value in (
+            ("moe_token_dispatcher_type", "alltoall"),
+            ("moe_shared_expert_overlap", False),
+            ("moe_enable_deepep", False),
+            ("moe_permute_fusion", False),
+            ("fp8_config", None),
+        )
+    },
+    "{model}.megatron.moe_router_dtype": OtherName(
+        idle=(ANY,), why="a router of experts computes in the data type of the model"
+    ),
     "{model}.use_lora": OtherName(idle=(False,), why=_LORA),
     **dict.fromkeys(
         (f"{{model}}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "peft_type")),
@@ -107,7 +126,9 @@ NAMES: dict[str, OtherName] = {
     "sglang.enable_fast_load": OtherName(idle=(ANY,), why="new weights are loaded tensor by tensor"),
 }
 NAMES |= {
-    name.replace("{model}", model): OtherName(row.to.replace("{model}", model), idle=row.idle, why=row.why)
+    name.replace("{model}", model): OtherName(
+        row.to.replace("{model}", model), row.idle, row.why.replace("{model}", model)
+    )
     for name, row in NAMES.items()
     if "{model}" in name
     for model in MODELS

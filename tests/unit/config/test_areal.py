@@ -123,7 +123,7 @@ EXAMPLES = {
         "sglang:d4+fsdp:d4",
         {"actor.adv_norm.mean_leave1out": True},
     ),
-    "reinforce": (GRPO, {"actor.kl_estimator": "k1"}, "sglang:d4+fsdp:d4", {}),
+    "reinforce": (GRPO, {"actor.kl_estimator": "k3", "actor.kl_ctl": 0.0}, "sglang:d4+fsdp:d4", {}),
     "lite_ppo": (
         GRPO,
         {"actor.reward_norm": GROUP | {"std_level": "batch", "group_size": 4}},
@@ -230,7 +230,10 @@ NOT_BUILT = {
         {"critic": ROOT | {"path": "${actor.path}", "is_critic": True}},
         ["critic .*PPO's critic is not"],
     ),
-    "k3": ({"actor.kl_estimator": "k3"}, ["actor.kl_estimator .*: k3 .* use actor.beta"]),
+    "k3": (
+        {"actor.kl_estimator": "k3", "actor.kl_ctl": 0.1},
+        ["actor.kl_estimator .*: k3 .* use actor.beta"],
+    ),
     "aent": ({"actor.aent": {"entropy_coeff": 0.0002}}, ["actor.aent .*: AEnt's entropy bonus is not built"]),
     "m2po": (
         {"actor.m2_threshold": 0.04, "actor.eps_clip": 0.0},
@@ -360,6 +363,7 @@ SAVED = {  # AReaL's defaults below the sections of the seeds' tables
 MODEL = {
     "fsdp": {"wrap_policy": None, "offload_params": False},
     "ds_auto_tp": {"autotp_size": None},
+    "megatron": {"virtual_pipeline_parallel_size": 1, "moe_router_dtype": "fp32", "fp8_config": None},
     "mb_spec": {"n_mbs": 1, "granularity": 1, "max_tokens_per_mb": None},
 }
 
