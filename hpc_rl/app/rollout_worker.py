@@ -19,9 +19,10 @@ from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.name_resolve import open_names
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.pipes import EndpointState
-from hpc_rl.rollout.rewards import BUILTINS, LIMITED, Reward, built_in, weighted
+from hpc_rl.rollout.rewards import BUILTINS, LIMITED, BatchReward, built_in, each, weighted
 from hpc_rl.rollout.rewards.judge import Judge
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
+from hpc_rl.rollout.rewards.tasks import length
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflows import load_workflow
@@ -75,7 +76,8 @@ async def open_worker(
             others[name] = await stack.enter_async_context(endpoint(config, name, pool, keys[name], write))
         else:
             others[name] = await open_servers(stack, trial, config, name, data_token)
-    return Worker(config, own, others, workflow, await open_reward(config, others), write)
+    rewards = await open_rewards(config, others, own.tokenizer)
+    return Worker(config, own, others, workflow, rewards, write)
 
 
 async def open_servers(
@@ -119,25 +121,35 @@ def endpoint(
     return Endpoint(name, pool, key, *waits, rollout.enable_rollout_tracing, on_change=tell)
 
 
-async def open_reward(config: GRPOConfig, pools: Mapping[str, ChatPool]) -> Reward:
+async def open_rewards(
+    config: GRPOConfig, pools: Mapping[str, ChatPool], tokenizer: Tokenizer
+) -> BatchReward:
     """Return `rollout.reward_fn`, weighted by `rollout.reward_weights`."""
     rollout = config.rollout
-    rewards = [await _open_one(config, name, pools) for name in rollout.reward_functions]
-    return weighted(rewards, rollout.reward_weights or [1.0] * len(rewards))
+    opened = {name: await _open_reward(name, config, pools, tokenizer) for name in rollout.reward_functions}
+    weights = rollout.reward_weights or [1.0] * len(opened)
+    if list(weights) == [1.0]:
+        return next(iter(opened.values()))
+    short = [name.rpartition(":")[2] for name in opened]
+    names = short if len({*short}) == len(short) else list(opened)
+    return weighted(dict(zip(names, zip(opened.values(), weights, strict=True), strict=True)))
 
 
-async def _open_one(config: GRPOConfig, name: str, pools: Mapping[str, ChatPool]) -> Reward:
+async def _open_reward(
+    name: str, config: GRPOConfig, pools: Mapping[str, ChatPool], tokenizer: Tokenizer
+) -> BatchReward:
     """Return one function: built-in, a judge in one of the pools, or the user's."""
     rollout = config.rollout
+    if name == "length":
+        return each(length(tokenizer.encode, config.gconfig.max_new_tokens))
     if name in BUILTINS:
-        return built_in(name)
+        return each(built_in(name))
     if name == "judge" and rollout.judge is not None:
-        return Judge(
-            pools[rollout.judge.pool], rollout.judge, config.seed, rollout.enable_rollout_tracing
-        ).reward
+        judge = Judge(pools[rollout.judge.pool], rollout.judge, config.seed, rollout.enable_rollout_tracing)
+        return each(judge.reward)
     process = RewardProcess(LIMITED.get(name, name), rollout.reward_timeout_s)
     await process.start()
-    return process.reward
+    return process.rewards
 
 
 if __name__ == "__main__":

@@ -10,13 +10,14 @@ Other numbers and tools are `rollout.workflow_args`:
 import asyncio
 import json
 import re
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from hpc_rl.config.row_shapes import messages_of
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.conversation import Conversation
-from hpc_rl.rollout.rewards import Rejection
+from hpc_rl.rollout.rewards import Rejection, Score
 from hpc_rl.rollout.tool_call import ToolFailed, call_tool
 from hpc_rl.rollout.workflow import Sampler, trajectory
 from hpc_rl.types import Trajectory, TrajectoryGroup, Turn
@@ -70,7 +71,7 @@ class MultiTurn:
         conversation = Conversation(
             generate.tokenizer, turn_of, messages or (), None if messages else prompt["input_ids"]
         )
-        total, answers = 0.0, 0
+        total, answers, parts = 0.0, 0, defaultdict[str, float](float)
         for _ in range(self.max_turns):
             try:
                 reply = await conversation.reply()
@@ -83,13 +84,16 @@ class MultiTurn:
                     conversation.say(result, role="tool")
                 continue
             reward = await generate.reward(prompt, reply)
-            total += self.turn_discount**answers * reward
+            discount = self.turn_discount**answers
+            total += discount * reward
+            for name, value in getattr(reward, "parts", {}).items():
+                parts[name] += discount * value
             answers += 1
             if reward > 0 or conversation.was_cut_off:
                 break
             conversation.say(self.feedback)
-        made = trajectory(conversation.turns, total)
-        made.stats = {"turns": float(len(conversation.turns)), "answers": float(answers)}
+        made = trajectory(conversation.turns, Score.of(total, parts))
+        made.stats |= {"turns": float(len(conversation.turns)), "answers": float(answers)}
         return made
 
     async def _result(self, call: str) -> str:

@@ -13,7 +13,7 @@ from hpc_rl.log import redact
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
 from hpc_rl.rollout.pipes import GroupMade, NoGroup, NoteKept, NoteMade, Outcome, PromptScored, RunPrompt
-from hpc_rl.rollout.rewards import ErrorLog, Rejection, Reward, checked
+from hpc_rl.rollout.rewards import BatchReward, ErrorLog, Rejection, checked
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.rollout.workflow import Sampler, Workflow, check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
@@ -35,12 +35,12 @@ class Worker:
         pool: ServerPool,
         others: Mapping[str, ChatPool],
         workflow: Workflow,
-        reward: Reward,
+        rewards: BatchReward,
         write: Callable[[bytes], Any],
     ) -> None:
         self.config = config
         self.workflow = workflow
-        sampler = partial(Sampler, seed=config.seed, others=others, reward=reward)
+        sampler = partial(Sampler, seed=config.seed, others=others, rewards=rewards)
         self._sampler = partial(sampler, n_samples=config.gconfig.n_samples, pool=pool)
         self._held_out_sampler = partial(sampler, n_samples=1, pool=pool)
         if (own := config.eval_gconfig) is not None:

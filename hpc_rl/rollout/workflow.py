@@ -17,7 +17,7 @@ from hpc_rl.datasets.order import sample_seed
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason, check_note
 from hpc_rl.rollout.pipes import RunPrompt
-from hpc_rl.rollout.rewards import Rejection, Reward
+from hpc_rl.rollout.rewards import BatchReward, Rejection
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import Reply, Trajectory, TrajectoryGroup, Turn, WeightVersion, decode, encode
@@ -44,13 +44,13 @@ class Sampler:
         n_samples: int,
         pool: ServerPool,
         others: Mapping[str, ChatPool],
-        reward: Reward,
+        rewards: BatchReward,
         note: Note,
     ) -> None:
         self.index = prompt["index"]
         self.n_samples = n_samples
         self.tokenizer = pool.tokenizer
-        self._pool, self._others, self._reward = pool, others, reward
+        self._pool, self._others, self._rewards = pool, others, rewards
         self._min_version = prompt["version"]
         # with the sample's number these make the sample's seed
         self._identity = (seed, "evaluation" if prompt["evaluate"] else prompt["epoch"], prompt["row"])
@@ -119,13 +119,18 @@ class Sampler:
             return decode(self._kept[key])
 
     async def reward(self, prompt: dict[str, Any], completion: str) -> float:
-        """Return what the configured reward function returns. Raises Rejection.
+        """Return what the configured reward function returns, as `rewards`."""
+        return (await self.rewards(prompt, [completion]))[0]
 
+    async def rewards(self, prompt: dict[str, Any], completions: list[str]) -> list[float]:
+        """Return what the configured reward function returns for completions of a prompt. Raises Rejection.
+
+        Its parts are in the stats of the trajectory that is made with it.
         A column `completion` of the row is not given: the name is that of what is scored.
         """
         columns = {name: value for name, value in prompt.items() if name not in NOT_FOR_REWARDS}
         question = prompt.get("prompt", prompt.get("messages"))
-        return await self._reward(question, completion, columns)
+        return await self._rewards(question, completions, columns)
 
     def _find(self, pool: str) -> ChatPool:
         if pool == self._pool.name:
@@ -211,6 +216,7 @@ def _bad_group(message: str) -> Rejection:
 def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Trajectory:
     """One token-level record of (context that was added, what the model made of it), turn after turn.
 
+    Its stats are the parts of the reward, if that has any.
     For a single turn `[(input_ids, turn)]`. Versions come from the turns' spans, not from a clock.
     """
     num_tokens = sum(len(context) + len(turn.output_ids) for context, turn in turns)
@@ -222,6 +228,7 @@ def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Tr
         steps=np.full(num_tokens, -1, np.int32),
         reward=float(reward),
         finish_reason=turns[-1][1].finish_reason,
+        stats={f"reward/{name}": value for name, value in getattr(reward, "parts", {}).items()},
     )
     at = 0
     for context, turn in turns:

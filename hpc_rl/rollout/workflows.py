@@ -1,6 +1,5 @@
 """The table of built-in workflows, and the user's by import path."""
 
-import asyncio
 import functools
 import inspect
 from typing import Any
@@ -19,7 +18,7 @@ async def single_turn(prompt: dict[str, Any], generate: Sampler) -> TrajectoryGr
     ids = prompt["input_ids"]
     turns = await generate.samples(ids)
     texts = [generate.tokenizer.decode(turn.output_ids) for turn in turns]
-    rewards = await asyncio.gather(*(generate.reward(prompt, text) for text in texts))
+    rewards = await generate.rewards(prompt, texts)
     scored = zip(turns, rewards, strict=True)
     return TrajectoryGroup(generate.index, [trajectory([(ids, turn)], reward) for turn, reward in scored])
 

@@ -16,7 +16,7 @@ import torch
 from hpc_rl.algorithms import ALGORITHMS, grpo, kl
 from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import Levels
-from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig, total_steps
+from hpc_rl.config.sections.experiment import GRPOConfig, total_steps
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.packing import balance
@@ -24,6 +24,7 @@ from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 from hpc_rl.stats.kept_samples import SampleWriter
+from hpc_rl.trainers.batch_metrics import BatchMetrics
 from hpc_rl.trainers.minibatches import (
     Known,
     Minibatch,
@@ -80,13 +81,12 @@ class GRPO:
         self.total_steps = total_steps(run.config, num_prompts)
         # greedy sampling has temperature 0: log-probabilities are those of the plain distribution
         self.temperature = self.config.gconfig.temperature or 1.0
-        self.agent_stats = self.actor.log_agent_stats_keys if self.actor.log_agent_stats else []
         self.recomputes = self.actor.recompute_logprob or self.actor.use_decoupled_loss
         self.has_kl_rewards = self.actor.kl_ctl > 0 and (
             reference is not None or self.algorithm.zero_reference
         )
         self._frontier: dict[str, int] = {}
-        self._reported_missing: set[str] = set()  # keys of agent stats
+        self._describe = BatchMetrics(run.config)
         self._steps_without_update = 0  # in a row
 
     def batch(self, step: int) -> Batch | None:
@@ -188,10 +188,7 @@ class GRPO:
         rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
         sizes = torch.tensor([len(group.trajectories) for group in batch.groups])
         group_B = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
-        self._describe(step, rows)
-        # nothing is learned from them where a reward is compared with those of its group
-        alike = [len({row.reward for row in group.trajectories}) == 1 for group in batch.groups]
-        self.run.stats.value("groups_alike", sum(alike))
+        self._describe(self.run.stats, step, self.run.lineage, batch.groups)
         rewards_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
         if not self.actor.overlong_reward_penalty:
             return ScoredRows(rows, rewards_B, group_B)
@@ -384,38 +381,6 @@ class GRPO:
         stats.value("lr", sums["lr"])
         stats.add("rows_skipped", minibatch.num_skipped)
         stats.add("behave_dropped", sums.get("behave_dropped", 0.0))
-
-    def _describe(self, step: int, rows: list[Trajectory]) -> None:
-        stats = self.run.stats
-        staleness = [max(0, step - 1 - row.oldest_step()) for row in rows]
-        for row, age in zip(rows, staleness, strict=True):
-            stats.mean("reward", row.reward, 1)
-            stats.mean("seq_len", len(row.ids), 1)
-            stats.mean("truncated", float(row.finish_reason == "length"), 1)
-            stats.mean("staleness_mean", age, 1)
-            for name in self.agent_stats:
-                if name in row.stats:
-                    stats.mean(f"agent/{name}", row.stats[name], 1)
-            # what the workflow `teacher` measures; rows without a right answer have no accuracies
-            for name, value in row.stats.items() if isinstance(self.config, TeacherConfig) else ():
-                stats.mean(name, value, 1)
-        self._warn_of_missing_agent_stats(rows)
-        stats.value("staleness_max", max(staleness, default=0))
-        # rows with tokens of an earlier lineage; their age still counts by their step
-        older = [bool((row.lineages[row.loss_mask] < self.run.lineage).any()) for row in rows]
-        stats.value("older_lineage", sum(older))
-        stats.value("num_tokens", sum(len(row.ids) for row in rows))
-
-    def _warn_of_missing_agent_stats(self, rows: list[Trajectory]) -> None:
-        wanted = set(self.agent_stats) - self._reported_missing
-        missing = sorted(name for name in wanted if not any(name in row.stats for row in rows))
-        if missing:
-            self._reported_missing |= set(missing)
-            logger.warning(
-                "actor.log_agent_stats_keys: no trajectory has %s; the workflow gives: %s",
-                ", ".join(missing),
-                ", ".join(sorted({name for row in rows for name in row.stats})) or "none",
-            )
 
 
 def num_updates(config: GRPOConfig, num_prompts: int) -> int:

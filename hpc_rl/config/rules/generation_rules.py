@@ -19,7 +19,10 @@ from hpc_rl.config.tables.areal_names import OF_WORKFLOWS
 
 BUILT_IN = {
     "workflow": ["single_turn", "multi_turn", "teacher"],
-    "reward_fn": ["exact_match", "contains", "final_answer", "math_verify", "judge"],
+    "reward_fn": [
+        *("exact_match", "contains", "final_answer", "math_verify"),
+        *("format", "length", "countdown", "code_tests", "judge"),
+    ],
 }
 WORKFLOW_ARGS: dict[str, dict[str, Any]] = {  # built-in workflow -> its arguments with their types
     "single_turn": {},
@@ -146,6 +149,8 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     if weights is not None and (len(weights) != len(functions) or not any(weights)):
         each = f"one number for each of {', '.join(functions)}, not all 0"
         yield f"rollout.reward_weights {weights} can't be used; give {each}."
+    if len({*functions}) < len(functions):
+        yield f"rollout.reward_fn {options.reward_fn!r} names a function twice; name it once, with a weight."
     values = [("workflow", options.workflow), *(("reward_fn", function) for function in functions)]
     for name, value in values:
         known = BUILT_IN[name]

@@ -116,8 +116,11 @@ class InferenceEngineConfig:
     reward_fn: str = "exact_match"
     """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value,
     the default of trainer teacher; `math_verify`, which compares formulas as well, the default for answers
-    as of GSM8K (`#### 42`) and MATH; `judge`, which asks the model of `judge`; or `package.module:name` of
-    your own. Several, separated by commas, are added up. hpc-rl extension."""
+    as of GSM8K (`#### 42`) and MATH; `format`, which wants `<think>…</think><answer>…</answer>`; `length`, 1
+    for an empty completion, 0 for gconfig.max_new_tokens; `countdown` (columns nums and target);
+    `code_tests`, the share of the texts in the column tests that the code passes; `judge`, which asks the
+    model of `judge`; or `package.module:name` of your own. Several, separated by commas, are added up, and
+    each is logged as `reward/NAME`. hpc-rl extension."""
     reward_weights: list[float] | None = None
     """Factor of each function of `reward_fn`, in their order; null means 1 each. hpc-rl extension."""
     judge: JudgeConfig | None = None

@@ -1,8 +1,10 @@
-"""Rewards: `reward(prompt, completion, **columns) -> float`, sync or async; built-in, or by import path.
+"""Rewards: `reward(prompt, completion, **columns)`, sync or async; built-in, or by import path.
 
 `prompt` is the row's text (or its messages), `completion` the decoded text, `columns` the row's other
-columns, but for one that is itself named `completion`. Built-ins run in the executor worker; math_verify and
-the user's code run in a process of their own with a time limit (reward_process.py).
+columns, but for one that is itself named `completion`. It returns a number, or a dict with the number as
+`reward` and its parts, which are logged. With an attribute `batched` that is true, it is called once per
+prompt with the list of completions, and returns a list. Built-ins run in the executor worker; math_verify,
+code_tests and the user's code run in a process of their own with a time limit (reward_process.py).
 """
 
 import asyncio
@@ -10,7 +12,7 @@ import importlib
 import logging
 import math
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,28 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.log import redact
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards.answers import final_answer
+from hpc_rl.rollout.rewards.tasks import countdown, thinks_then_answers
 
 logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 400
 
 
+class Score(float):
+    """A reward with the parts that it is made of, which are logged as `reward/<part>`."""
+
+    parts: Mapping[str, float] = {}
+
+    @classmethod
+    def of(cls, value: float, parts: Mapping[str, float]) -> "Score":
+        made = cls(value)
+        made.parts = dict(parts)
+        return made
+
+
 # prompt, completion and columns
 Reward = Callable[[Any, str, dict[str, Any]], Awaitable[float]]
+# prompt, its completions and columns
+BatchReward = Callable[[Any, list[str], dict[str, Any]], Awaitable[list[float]]]
 
 
 class Rejection(Exception):
@@ -81,6 +98,51 @@ def checked(value: Any, what: str = "the reward") -> float:
     raise Rejection(RejectReason.REWARD_EXCEPTION, message)
 
 
+def score_of(value: Any) -> Score:
+    """Return what a reward function returned: a number, or a dict of `reward` and numbers by name.
+
+    Raises Rejection for anything else.
+    """
+    if not isinstance(value, Mapping):
+        return Score(checked(value))
+    if "reward" not in value:
+        there = ", ".join(map(str, value)) or "nothing"
+        message = f"the reward is a dict with {there}; it needs the entry 'reward', a number"
+        raise Rejection(RejectReason.REWARD_EXCEPTION, message)
+    parts = {
+        str(name): checked(one, f"part {name!r} of the reward")
+        for name, one in value.items()
+        if name != "reward"
+    }
+    return Score.of(checked(value["reward"]), parts)
+
+
+def each(reward: Reward) -> BatchReward:
+    """Return what scores the completions of a prompt one by one, together."""
+
+    async def rewards(prompt: Any, completions: list[str], columns: dict[str, Any]) -> list[float]:
+        return list(await asyncio.gather(*(reward(prompt, one, columns) for one in completions)))
+
+    return rewards
+
+
+def weighted(rewards: Mapping[str, tuple[BatchReward, float]]) -> BatchReward:
+    """Return the sum of rewards by name, each times its weight; they are parts of it under their names."""
+
+    async def total(prompt: Any, completions: list[str], columns: dict[str, Any]) -> list[float]:
+        calls = (reward(prompt, completions, columns) for reward, _ in rewards.values())
+        found = dict(zip(rewards, await asyncio.gather(*calls), strict=True))
+        return [_sum({name: values[i] for name, values in found.items()}) for i in range(len(completions))]
+
+    def _sum(values: Mapping[str, float]) -> Score:
+        parts = {name: float(value) for name, value in values.items()}
+        for name, value in values.items():
+            parts |= {f"{name}/{part}": one for part, one in getattr(value, "parts", {}).items()}
+        return Score.of(sum(rewards[name][1] * value for name, value in values.items()), parts)
+
+    return total
+
+
 def exact_match(prompt: Any, completion: str, answer: Any, **_columns: Any) -> float:
     """1 if the completion, stripped, is the row's `answer`."""
     return float(completion.strip() == str(answer))
@@ -95,9 +157,14 @@ BUILTINS: dict[str, Callable[..., float]] = {
     "exact_match": exact_match,
     "contains": contains,
     "final_answer": final_answer,
+    "format": thinks_then_answers,
+    "countdown": countdown,
 }
 # built-ins that run as the user's code does
-LIMITED = {"math_verify": "hpc_rl.rollout.rewards.algebra:math_verify"}
+LIMITED = {
+    "math_verify": "hpc_rl.rollout.rewards.algebra:math_verify",
+    "code_tests": "hpc_rl.rollout.rewards.tasks:code_tests",
+}
 
 
 def import_object(key: str, path: str) -> Any:
@@ -128,15 +195,5 @@ def built_in(name: str) -> Reward:
         except TypeError as error:
             message = f"{error}; the row has the columns {sorted(columns)}"
             raise Rejection(RejectReason.REWARD_EXCEPTION, message) from error
-
-    return reward
-
-
-def weighted(rewards: Sequence[Reward], weights: Sequence[float]) -> Reward:
-    """Return the sum of rewards, each multiplied by its weight."""
-
-    async def reward(prompt: Any, completion: str, columns: dict[str, Any]) -> float:
-        values = await asyncio.gather(*(one(prompt, completion, columns) for one in rewards))
-        return sum(weight * value for weight, value in zip(weights, values, strict=True))
 
     return reward

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ from hpc_rl.config.loading.stored import is_secret_variable
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import ErrorLog, Rejection, checked, import_object
+from hpc_rl.rollout.rewards import ErrorLog, Rejection, Score, import_object, score_of
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ IDLE_GRACE_S = 1.0  # beyond the time limit, for the process to report that a ca
 @dataclass
 class _Call:
     frame: dict[str, Any]
-    answer: asyncio.Future[float]
+    answer: asyncio.Future[list[float]]
     timer: asyncio.TimerHandle | None = None  # set while the call runs
     deaths: int = 0  # of processes that ended while this call ran
 
@@ -90,6 +90,7 @@ class RewardProcess:
         self.path = path
         self.timeout_s = timeout_s
         self.num_restarts = 0
+        self.batched = False  # the function takes all completions of a prompt at once
         self._argv = argv or [sys.executable, "-m", __spec__.name, path]
         self._process: asyncio.subprocess.Process | None = None
         self._calls: dict[int, _Call] = {}
@@ -122,14 +123,25 @@ class RewardProcess:
             if self._process.returncode == ExitCode.BAD_CONFIG:
                 raise ConfigError(said)
             raise RoleFailed(f"the reward process for {self.path!r} does not come up: {said}")
+        self.batched = bool(first.get("batched"))
         self._reading = asyncio.create_task(self._read(self._process), name="reward-process")
         for call in self._calls.values():
             self._send(call)
 
+    async def rewards(self, prompt: Any, completions: list[str], columns: dict[str, Any]) -> list[float]:
+        """Call the function for the completions of a prompt: once where it is batched. Raises Rejection."""
+        if self.batched:
+            return await self._ask(prompt, completions, columns)
+        calls = (self._ask(prompt, [one], columns) for one in completions)
+        return [one for found in await asyncio.gather(*calls) for one in found]
+
     async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
-        """Call the function. Raises Rejection."""
+        """Call the function for one completion. Raises Rejection."""
+        return (await self._ask(prompt, [completion], columns))[0]
+
+    async def _ask(self, prompt: Any, completions: list[str], columns: dict[str, Any]) -> list[float]:
         number = next(self._ids)
-        frame = {"id": number, "prompt": prompt, "completion": completion, "columns": columns}
+        frame = {"id": number, "prompt": prompt, "completions": completions, "columns": columns}
         call = _Call(frame, asyncio.get_running_loop().create_future())
         self._calls[number] = call
         self._send(call)
@@ -167,7 +179,7 @@ class RewardProcess:
             elif "error" in frame:
                 call.answer.set_exception(Rejection(RejectReason.REWARD_EXCEPTION, frame["error"]))
             else:
-                call.answer.set_result(frame["value"])
+                call.answer.set_result([Score.of(value, parts) for value, parts in frame["scores"]])
             self._watch()
         await self._restart(process)
 
@@ -276,7 +288,7 @@ def serve(path: str) -> None:
         said = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         answer({"error": said})
         raise
-    answer({"ready": True})
+    answer({"ready": True, "batched": bool(getattr(function, "batched", False))})
     threading.Thread(target=listen, daemon=True, name="calls").start()
     loop.run_forever()
 
@@ -289,14 +301,30 @@ async def _call(
 ) -> None:
     answer({"id": frame["id"], "started": True})
     try:
-        value = function(frame["prompt"], frame["completion"], **frame["columns"])
+        completions = frame["completions"]
+        batched = bool(getattr(function, "batched", False))
+        value = function(frame["prompt"], completions if batched else completions[0], **frame["columns"])
         if inspect.isawaitable(value):
             value = await value
-        answer({"id": frame["id"], "value": checked(value)})
+        scores = [score_of(one) for one in (_listed(value, len(completions)) if batched else [value])]
+        answer({"id": frame["id"], "scores": [(float(one), dict(one.parts)) for one in scores]})
     except Rejection as error:
         answer({"id": frame["id"], "error": error.message})
     except Exception as error:  # whatever user code raises is the outcome of this call
         answer({"id": frame["id"], "error": errors.note(error)})
+
+
+def _listed(value: Any, num: int) -> list[Any]:
+    """Return what a batched function returned. Raises Rejection unless it has `num` entries."""
+    try:
+        found = list(value)
+    except TypeError:
+        found = []
+    if len(found) != num or isinstance(value, str | bytes | Mapping):
+        what = f"the batched reward is {value!r:.60} ({type(value).__name__}) for {num} completions"
+        message = f"{what}; allowed: a list of {num} rewards"
+        raise Rejection(RejectReason.REWARD_EXCEPTION, message)
+    return found
 
 
 def main() -> int:

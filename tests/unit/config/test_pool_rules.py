@@ -356,7 +356,7 @@ def test_the_names_that_rules_know_are_those_of_the_tables():
 
     assert (set(BUILT_IN["workflow"]), set(BUILT_IN["reward_fn"])) == (
         set(WORKFLOWS),
-        {*BUILTINS, *LIMITED, "judge"},
+        {*BUILTINS, *LIMITED, "judge", "length"},
     )
     assert tuple(PARTS) == REWARD_PARTS
 

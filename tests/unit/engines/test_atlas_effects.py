@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from training import Starter
 
-from hpc_rl.app.rollout_worker import open_reward
+from hpc_rl.app.rollout_worker import open_rewards
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import total_steps
@@ -24,7 +24,7 @@ from hpc_rl.engines import fsdp
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.micro_batches import cut
 from hpc_rl.engines.optimizer import Optimizer, learning_rate, shards_of
-from hpc_rl.rollout.rewards import weighted
+from hpc_rl.rollout.rewards import each, weighted
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.teacher.teaching import TeacherWorkflow
 from hpc_rl.servers.server_process import arguments
@@ -134,16 +134,18 @@ def test_long_prompts_keep_their_last_tokens(tmp_path):
 
 async def test_several_rewards_are_weighted():
     config = configured("rollout.reward_fn=exact_match, contains", "reward_weights=[2, 0.5]")
-    reward = await open_reward(config, {})
-    assert [await reward("?", said, {"answer": "3"}) for said in ("3", "it is 3", "4")] == [2.5, 0.5, 0]
-    plain = await open_reward(configured("rollout.reward_fn=exact_match,contains"), {})
-    assert await plain("?", "3", {"answer": "3"}) == 2
+    tokenizer = SimpleNamespace(encode=None)
+    rewards = await open_rewards(config, {}, tokenizer)  # type: ignore[arg-type]
+    assert await rewards("?", ["3", "it is 3", "4"], {"answer": "3"}) == [2.5, 0.5, 0]
+    both = configured("rollout.reward_fn=exact_match,contains")
+    plain = await open_rewards(both, {}, tokenizer)  # type: ignore[arg-type]
+    assert await plain("?", ["3"], {"answer": "3"}) == [2]
 
     async def slow(*_):
         await asyncio.sleep(0)
         return 1.0
 
-    assert await weighted([slow], [-1])("?", "3", {}) == -1
+    assert await weighted({"slow": (each(slow), -1)})("?", ["3"], {}) == [-1]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from hpc_rl.errors import (
     RoleFailed,
 )
 from hpc_rl.rollout.batch_log.ledger import MAX_NOTE_BYTES, GroupRecord
-from hpc_rl.rollout.rewards import Rejection, built_in, checked, contains, exact_match, import_object
+from hpc_rl.rollout.rewards import Rejection, built_in, checked, contains, each, exact_match, import_object
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
 from hpc_rl.rollout.rewards.reward_process import OUTPUT_BYTES, LimitedOutput, RewardProcess
 from hpc_rl.rollout.server_pool import ServerPool
@@ -77,7 +77,7 @@ def make(
         if frame["op"] == "note":  # is on disk in no time
             asyncio.get_running_loop().call_soon(made.kept, {**frame, "op": "kept"})
 
-    made = Worker(config, pool, others or {}, workflow, built_in("exact_match"), write)
+    made = Worker(config, pool, others or {}, workflow, each(built_in("exact_match")), write)
     return made, sent
 
 

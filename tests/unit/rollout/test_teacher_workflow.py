@@ -12,7 +12,7 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.datasets.encode import encode_prompt
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, InputRefused
-from hpc_rl.rollout.rewards import BUILTINS, built_in
+from hpc_rl.rollout.rewards import BUILTINS, built_in, each
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflows import load_workflow
@@ -105,7 +105,7 @@ class Trial:
         reward = config.rollout.reward_fn
         reward = built_in(reward) if reward in BUILTINS else _always_right
         workflow = load_workflow(config)
-        self.worker = Worker(config, pool, {"student": student}, workflow, reward, self.write)
+        self.worker = Worker(config, pool, {"student": student}, workflow, each(reward), self.write)
         self.tokenizer = tokenizer
 
     def write(self, data):

@@ -1,0 +1,63 @@
+"""Metrics of a training batch: rewards and their parts, lengths, staleness, what workflows measured."""
+
+import logging
+from collections.abc import Sequence
+from statistics import pstdev
+
+from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
+from hpc_rl.stats.tracker import Tracker
+from hpc_rl.types import Trajectory, TrajectoryGroup
+
+logger = logging.getLogger(__name__)
+OF_REWARD = "reward/"  # what the names of a reward's parts begin with
+
+
+class BatchMetrics:
+    """Reports batches to a tracker; warns once of a wanted name that no trajectory has."""
+
+    def __init__(self, config: GRPOConfig) -> None:
+        self.agent_stats = config.actor.log_agent_stats_keys if config.actor.log_agent_stats else []
+        self._all_stats = isinstance(config, TeacherConfig)  # all that the workflow `teacher` measures
+        self._reported_missing: set[str] = set()
+
+    def __call__(self, stats: Tracker, step: int, lineage: int, groups: Sequence[TrajectoryGroup]) -> None:
+        """Report the batch of a step, which `lineage` trains on."""
+        rows = [row for group in groups for row in group.trajectories]
+        staleness = [max(0, step - 1 - row.oldest_step()) for row in rows]
+        for row, age in zip(rows, staleness, strict=True):
+            stats.mean("reward", row.reward, 1)
+            stats.mean("seq_len", len(row.ids), 1)
+            stats.mean("completion_len", int(row.loss_mask.sum()), 1)
+            stats.mean("truncated", float(row.finish_reason == "length"), 1)
+            stats.mean("staleness_mean", age, 1)
+            self._own_stats(stats, row)
+        self._warn_of_missing(rows)
+        stats.value("reward_std", pstdev(row.reward for row in rows) if rows else 0.0)
+        # nothing is learned from these where a reward is compared with those of its group
+        alike = sum(len({row.reward for row in group.trajectories}) == 1 for group in groups)
+        stats.value("groups_alike", alike)
+        stats.value("zero_advantage_groups", alike / len(groups) if groups else 0.0)
+        stats.value("staleness_max", max(staleness, default=0))
+        # rows with tokens of an earlier lineage; their age still counts by their step
+        older = [bool((row.lineages[row.loss_mask] < lineage).any()) for row in rows]
+        stats.value("older_lineage", sum(older))
+        stats.value("num_tokens", sum(len(row.ids) for row in rows))
+
+    def _own_stats(self, stats: Tracker, row: Trajectory) -> None:
+        for name, value in row.stats.items():
+            if name in self.agent_stats:
+                stats.mean(f"agent/{name}", value, 1)
+            # rows without a right answer have no accuracies
+            if self._all_stats or name.startswith(OF_REWARD):
+                stats.mean(name, value, 1)
+
+    def _warn_of_missing(self, rows: list[Trajectory]) -> None:
+        wanted = set(self.agent_stats) - self._reported_missing
+        missing = sorted(name for name in wanted if not any(name in row.stats for row in rows))
+        if missing:
+            self._reported_missing |= set(missing)
+            logger.warning(
+                "actor.log_agent_stats_keys: no trajectory has %s; the workflow gives: %s",
+                ", ".join(missing),
+                ", ".join(sorted({name for row in rows for name in row.stats})) or "none",
+            )

@@ -1,0 +1,129 @@
+"""Rewards of several parts, several rewards with weights, batched ones, and those of tasks."""
+
+import sys
+
+import pytest
+
+from hpc_rl.config.loading.load import load
+from hpc_rl.config.rules.check import check
+from hpc_rl.errors import ConfigError
+from hpc_rl.rollout.rewards import Rejection, built_in, each, score_of, weighted
+from hpc_rl.rollout.rewards.reward_process import RewardProcess
+from hpc_rl.rollout.rewards.tasks import code_tests, countdown, length, thinks_then_answers
+from hpc_rl.rollout.workflow import trajectory
+from hpc_rl.types import Turn
+
+GRPO = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=8"]
+GRPO += ["actor.path=/m", "gconfig.n_samples=4"]
+
+
+def test_a_reward_may_have_parts_and_they_go_into_the_stats_of_its_trajectory():
+    found = score_of({"reward": 0.5, "format": True, "correct": 0})
+    assert (found, found.parts) == (0.5, {"format": 1.0, "correct": 0.0})
+    made = trajectory([([1], Turn([2], [-0.1], [("0.3", 0, 1)], "stop"))], found)
+    assert (made.reward, made.stats) == (0.5, {"reward/format": 1.0, "reward/correct": 0.0})
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ({"format": 1.0}, "a dict with format; it needs the entry 'reward'"),
+        ({"reward": 1.0, "format": "yes"}, "part 'format' of the reward is 'yes' "),
+        ({"reward": None}, "the reward is None "),
+    ],
+)
+def test_a_dict_that_is_no_reward_is_refused_by_name(value, words):
+    with pytest.raises(Rejection) as caught:
+        score_of(value)
+    assert words in caught.value.message
+
+
+async def test_several_rewards_are_weighed_and_each_is_a_part():
+    rewards = weighted(
+        {"exact_match": (each(built_in("exact_match")), 1.0), "format": (each(built_in("format")), 0.5)}
+    )
+    answered = "<think>a</think><answer>b</answer>"
+    found = await rewards("q", [answered, "1299"], {"answer": "1299"})
+    assert found == [0.5, 1.0]
+    assert [one.parts for one in found] == [
+        {"exact_match": 0.0, "format": 1.0},
+        {"exact_match": 1.0, "format": 0.0},
+    ]
+
+
+async def test_a_batched_reward_gets_all_completions_of_a_prompt_at_once(tmp_path, monkeypatch):
+    (tmp_path / "ranks.py").write_text(
+        "def rank(prompt, completions, least, **columns):\n"
+        "    if least is None:\n"
+        "        return [1.0]\n"
+        "    order = sorted(completions)\n"
+        "    return [{'reward': order.index(one), 'length': len(one)} for one in completions]\n"
+        "rank.batched = True\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(filter(None, sys.path))}")
+    process = RewardProcess("ranks:rank", 5.0)
+    await process.start()
+    try:
+        found = await process.rewards("q", ["b", "ccc", "a"], {"least": 1})
+        assert found == [1.0, 2.0, 0.0] and [one.parts["length"] for one in found] == [1.0, 3.0, 1.0]
+        with pytest.raises(Rejection, match=r"the batched reward is \[1.0\] .* for 2 .*a list of 2 rewards"):
+            await process.rewards("q", ["a", "b"], {"least": None})
+    finally:
+        await process.close()
+
+
+def test_the_format_is_one_thought_and_one_answer():
+    good = ["<think>x</think>\n<answer>1</answer>", "x</think><answer>1</answer>\n"]
+    bad = ["<answer>1</answer>", "<think>x</think>1", f"{good[0]} more", good[0] * 2, "", "</think>"]
+    assert [thinks_then_answers("q", one) for one in (*good, *bad)] == [1.0] * 2 + [0.0] * 6
+
+
+async def test_the_length_falls_from_1_to_0():
+    reward = length(lambda text, add_special_tokens: list(text), 4)
+    assert [await reward("q", "a" * n, {}) for n in (0, 1, 4, 9)] == [1.0, 0.75, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("completion", "expected"),
+    [
+        ("<answer>(1 + 2) * 3</answer>", 1.0),
+        ("so\n3 × (2 + 1) = 9", 1.0),
+        ("<answer>9</answer>", 0.0),
+        ("<answer>3 * 3</answer>", 0.0),
+        ("<answer>(1 + 2) * 3 * 1</answer>", 0.0),
+        ("<answer>1 / 0 + 2 + 3</answer>", 0.0),
+        ("<answer>9**9**9</answer>", 0.0),
+        ("<answer>__import__('os')</answer>", 0.0),
+        ("(" * 400, 0.0),
+        ("", 0.0),
+    ],
+)
+def test_countdown_uses_each_number_once(completion, expected):
+    assert countdown("q", completion, nums=[1, 2, 3], target=9) == expected
+
+
+def test_code_is_run_with_limits_and_scored_by_its_tests():
+    code = "I think:\n```python\ndef add(a, b):\n    return a + b\n```"
+    tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]
+    assert code_tests("q", code, tests=tests) == 0.5
+    assert code_tests("q", code, tests=tests[0]) == 1.0
+    hungry = "```python\nx = bytearray(4 << 30)\n```"
+    assert code_tests("q", hungry, tests="pass") == 0.0
+    assert code_tests("q", "not code", tests="pass") == 0.0
+    curious = "```python\nimport os\nassert 'HPC_RL_SECRET' not in os.environ\nassert os.listdir() == []\n```"
+    assert code_tests("q", curious, tests="pass") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        (["rollout.reward_fn=format,exact_macht"], "'exact_macht' is not known; allowed: exact_match, "),
+        (["rollout.reward_fn=format,format"], "names a function twice"),
+        (["rollout.reward_fn=format,length", "rollout.reward_weights=[0,0]"], "not all 0"),
+        (["rollout.reward_fn=format,judge"], "needs the section rollout.judge"),
+    ],
+)
+def test_rewards_that_make_no_sense_are_refused(more, words):
+    with pytest.raises(ConfigError) as caught:
+        check(load([], [*GRPO, *more]), files=False)
+    assert words in str(caught.value)
