@@ -72,7 +72,11 @@ def nearest(name: str, names: Collection[str], cutoff: float = 0.8) -> str:
 def meant(name: str, names: Collection[str]) -> str:
     """Return the name of which this is a misspelling; empty where none consists of the same words."""
     close = difflib.get_close_matches(name.lower(), names, n=5, cutoff=0.6)
-    return next((one for one in close if _is_misspelt(name.lower(), one)), "")
+    found = next((one for one in close if _is_misspelt(name.lower(), one)), "")
+    begin_so = {
+        one for one in names if one.startswith(f"{name}_")
+    }  # as freq_secs and freq_steps do with `freq`
+    return "" if found in begin_so and len(begin_so) > 1 else found
 
 
 def _is_misspelt(given: str, name: str) -> bool:

@@ -178,6 +178,7 @@ FOREIGN = {  # names that other toolkits have -> part of the answer; empty where
     "actor.eta": "",
     "sp_size": "",
     "trainer_mode": "",
+    "saver.freq": "",
     "actor.report": "",
     "rollout_n": "gconfig.n_samples",
     "max_new_tokens": "gconfig.max_new_tokens",
