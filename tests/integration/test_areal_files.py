@@ -1,5 +1,5 @@
-"""AReaL's files run end to end on the toy: only paths, a short length and `--preset cpu` are said beside them,
-and the mesh of the trainer where one is wanted.
+"""AReaL's files, and one in ATLAS's names, run end to end on the toy: only paths, a short length and
+`--preset cpu` are said beside them, and the mesh of the trainer where one is wanted.
 """
 
 import json
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from toy_trials import hpc_rl, logs_of, make_quickstart, status
+from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, status
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_rl.stats.read import read
@@ -86,16 +86,20 @@ def trials(place) -> dict[str, Trial]:
     return made
 
 
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("name", ROWS)
-def test_it_runs_to_its_end(trials, place, name):
-    trial = trials[name]
-    deadline = time.monotonic() + 380
+def wait_for(trial: Trial, place: Path, limit_s: float) -> None:
+    deadline = time.monotonic() + limit_s
     while not trial.done.exists():
         state = status(place, str(trial))["state"]
         assert state not in ("failed", "cancelled"), logs_of(trial)
         assert time.monotonic() < deadline, logs_of(trial)
         time.sleep(1)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ROWS)
+def test_it_runs_to_its_end(trials, place, name):
+    trial = trials[name]
+    wait_for(trial, place, 380)
     assert (trial.exports / "final" / "model.safetensors").is_file()
     history = read(trial)
     assert [row["step"] for row in history.steps] == [1, 2]
@@ -107,3 +111,19 @@ def test_it_runs_to_its_end(trials, place, name):
     if name == "multi_turn":  # of the random model one completion in 250 ends in the right number
         assert config["rollout"]["reward_fn"] == "math_verify"
         assert any(row["reward"] > 0 for row in history.steps)
+
+
+def test_a_file_as_atlas_documents_it_trains(place):
+    toy = place / "quickstart"
+    said = hpc_rl(
+        "submit", "--json", "--config", ROOT / "tests/unit/config/atlas.yaml", "--preset", "atlas", "--preset", "cpu",
+        "experiment_name=atlas", "trial_name=t", f"cluster.fileroot={toy / 'runs'}", "launcher.type=local",
+        f"model_name_or_path={toy / 'base'}", f"train_dataset.path={toy / 'task' / 'train'}.jsonl",
+        "gradient_accumulation_steps=2", "max_completion_length=8", "report_to=none",
+        f"total_train_steps={STEPS}", cwd=place,
+    )  # fmt: skip
+    trial = Trial(Path(json.loads(said.stdout)["dir"]))
+    wait_for(trial, place, 50)
+    # 8 sequences twice on one rank are two questions with 8 answers each
+    assert [round(row["num_tokens"] / row["seq_len"]) for row in read(trial).steps] == [16, 16]
+    assert read(trial).steps[1]["kl_loss"] >= 0

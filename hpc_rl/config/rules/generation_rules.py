@@ -67,7 +67,7 @@ def batch_of_ranks(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"{name} {each}: {whole}; use a multiple of {least}."
     elif batch_size * n_samples != sequences:
         gives = f"{name} {each} and {ranks} data ranks give {sequences // n_samples}"
-        yield f"train_dataset.batch_size {batch_size}: {gives}; use one of the two options."
+        yield f"train_dataset.batch_size {batch_size}: {gives}; use that, or set {name} to null."
 
 
 def too_long(config: Config, explicit: Collection[str]) -> Iterator[str]:

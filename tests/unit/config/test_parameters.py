@@ -10,7 +10,6 @@ the test that is named (of a parametrized one the case, `test_x[id]`) fails with
 import ast
 import csv
 import dataclasses
-import json
 import re
 from functools import cache
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 
 from hpc_rl.config.loading.fields import default_of, hints, options, section_of
 from hpc_rl.config.loading.load import load
+from hpc_rl.config.loading.source import read_yaml
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import ABSENT, CONFIGS, value_of
 from hpc_rl.config.tables.areal_options import DEPARTURES
@@ -182,33 +182,25 @@ def test_a_default_that_adapts_is_a_departure(n_gpus):
             assert not departs or row.option in DEPARTURES, f"{row.option}: say so in DEPARTURES"
 
 
-def documented_by_atlas(tmp_path) -> Path:
-    """A file with every name of ATLAS at its documented default."""
-    values = {row.parameter: row.default for row in ROWS if row.system == "atlas"}
-    values |= {"model_name_or_path": '"/m"', "report_to": '"[wandb]"'}
-    assert len(values) == 47
-    (tmp_path / "atlas.yaml").write_text(
-        "".join(f"{name}: {json.dumps(_value(text))}\n" for name, text in values.items()).replace(
-            '"[wandb]"', "[wandb]"
-        )
-    )
-    return tmp_path / "atlas.yaml"
+ATLAS_FILE = FOLDER / "atlas.yaml"
 
 
 @pytest.mark.parametrize("presets", [["atlas"], []])
-def test_a_file_as_atlas_documents_it(tmp_path, presets):
-    loaded = check(load([documented_by_atlas(tmp_path)], COMMON[:3], presets=presets), files=False)
+def test_a_file_as_atlas_documents_it(presets):
+    rows = {row.parameter: row.default for row in ROWS if row.system == "atlas"}
+    said = {name: item.plain() for name, item in read_yaml(ATLAS_FILE).items()}
+    known = {"model_name_or_path": "/m", "report_to": ["wandb"]}
+    assert said == {name: known.get(name) or _value(text) for name, text in rows.items()}
+    loaded = check(load([ATLAS_FILE], COMMON[:3], presets=presets), files=False)
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
     # 8 sequences on each of 4 ranks, in groups of 8
     assert (plan.allocation, loaded.config.train_dataset.batch_size) == ("sglang:d4+fsdp:d4", 4)
     assert loaded.config.gconfig.n_samples == 8
 
 
-def test_what_the_preset_lacks_of_the_documented_defaults_is_listed(tmp_path):
+def test_what_the_preset_lacks_of_the_documented_defaults_is_listed():
     words = [*COMMON[:3], "actor.path=/m", "valid_dataset.path=/v"]
-    documented, preset = (
-        load(files, words, presets=["atlas"]).config for files in ([documented_by_atlas(tmp_path)], [])
-    )
+    documented, preset = (load(files, words, presets=["atlas"]).config for files in ([ATLAS_FILE], []))
     names = {name: alias.to.replace("{model}", "actor") for name, alias in ALIASES.items() if alias.to}
     departing = {
         name for name, option in names.items() if value_of(documented, option) != value_of(preset, option)
