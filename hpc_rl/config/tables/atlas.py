@@ -5,6 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -309,8 +310,10 @@ class _Translator:
         self.done.notes.append("; ".join(filter(None, (f"{place} is {option}", alias.note, *also))) + ".")
         try:
             made = value if "${" in str(value) else alias.translate(value)
-            for other in alias.times:
-                made = made * _whole(self.given[other].plain()) if other in self.given else made
+            for other in (other for other in alias.times if other in self.given):
+                made = _whole(made)
+                with suppress(ValueError):  # of the other, which is refused by its own name
+                    made *= _whole(self.given[other].plain())
         except ValueError as error:
             self.done.refusals.append(f"{place}: {value} can't be used: {error}.")
             return None

@@ -231,6 +231,8 @@ def test_sequences_of_ranks_make_whole_groups_and_no_second_batch_size():
         check(load([], [*batch, "train_dataset.batch_size=4"]), files=False)
     with pytest.raises(ConfigError, match=r"per_device_train_batch_size .*: 0 can't be used: .* 1 or larger"):
         load([], [*BASE, "per_device_train_batch_size=0"])
+    with pytest.raises(ConfigError, match=r"^gradient_accumulation_steps .*: x can't be used"):
+        load([], [*BASE, "per_device_train_batch_size=8", "gradient_accumulation_steps=x"])
 
 
 @pytest.mark.parametrize(
