@@ -14,6 +14,7 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.trial import read_json
 
 NUM_FIRST = 64
+JSONL = (".jsonl", ".json", ".ndjson")
 Row = dict[str, Any]
 _PROMPTS = ("prompt", "messages")
 
@@ -149,7 +150,7 @@ def first_rows(path: str | Path) -> list[Row]:
 
 @functools.lru_cache(maxsize=8)
 def _first_rows(path: Path, changed_ns: int, size: int) -> list[Row]:
-    if path.suffix == ".jsonl" and path.is_file():
+    if path.suffix in JSONL and path.is_file():
         return [row for _, (_, row) in zip(range(NUM_FIRST), jsonl_rows(path), strict=False)]
     if path.is_dir():
         state = read_json(path / "state.json")

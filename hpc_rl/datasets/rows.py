@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from hpc_rl.config.row_shapes import jsonl_rows, renamed
+from hpc_rl.config.row_shapes import JSONL, jsonl_rows, renamed
 from hpc_rl.errors import ConfigError
 
 T = TypeVar("T")
-JSONL = (".jsonl", ".json", ".ndjson")
 # a command reads a dataset of this size before it submits a trial that continues with it
 IN_PASSING_BYTES = 64 << 20
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.pool_view import as_pool
+from hpc_rl.config.row_shapes import JSONL
 from hpc_rl.config.rules.consistency import context_option
 from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import models
@@ -21,7 +22,7 @@ from hpc_rl.trial import read_json
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "img_processor")
 _DECODERS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "GenerationDecoder")
-DATA_FILES = (".jsonl", ".parquet")
+DATA_FILES = (*JSONL, ".parquet")
 _HUB_WORD = r"[A-Za-z0-9][\w.-]*"
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 _DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay")
@@ -113,7 +114,7 @@ def hub_hint(
 
 def file_of_split(folder: Path, split: str) -> Path | None:
     """Return the file of rows below a directory that is most likely the wanted part; None without any."""
-    found = sorted(one for suffix in DATA_FILES for one in folder.rglob(f"*{suffix}"))
+    found = sorted(one for suffix in (".jsonl", ".parquet") for one in folder.rglob(f"*{suffix}"))
     order = {
         one: (not one.name.startswith(split), one.parent.name not in (folder.name, "main")) for one in found
     }

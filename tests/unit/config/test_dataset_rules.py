@@ -198,6 +198,8 @@ def test_first_rows_of_every_kind_of_dataset(tmp_path):
     wanted = [{"prompt": str(i)} for i in range(NUM_FIRST)]
     assert first_rows(tmp_path / "d.parquet") == first_rows(tmp_path) == wanted
     assert first_rows(tmp_path / "absent.jsonl") == []
+    (tmp_path / "d.json").write_text('{"prompt": "0"}')
+    assert first_rows(tmp_path / "d.json") == wanted[:1]
     (tmp_path / "damaged.parquet").write_text("PAR1")
     with pytest.raises(ConfigError, match=r"damaged\.parquet is damaged"):
         first_rows(tmp_path / "damaged.parquet")
