@@ -273,6 +273,7 @@ class Trial:
     # `{"label", "path", "lineage", "step"}` of the newest published weights
     current_weights = _Path("weights/current.json")
     exports = _Path("exports")
+    tensorboard = _Path("tensorboard")  # event files of all attempts, which readers show as one series
     done = _Path("done.json")
 
     # of a job, by its id
@@ -403,7 +404,6 @@ class Attempt:
     events = _Path("events.jsonl")
     ended = _Path("ended.json")  # missing where the supervisor was killed
     processes = _Path("processes")
-    tensorboard = _Path("tensorboard")
     # by role, index, incarnation and rank
     exit_record = _PathOf("exits/{}-{}.{}-rank{}.json")
     stacks = _PathOf("stacks/{}-{}.{}-rank{}.txt")  # of a process that was asked for them, or got stuck

@@ -18,10 +18,10 @@ from typing import Any
 import yaml
 
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, HpcRlError, RoleFailed
-from hpc_rl.examples.curve import learning_curve
 from hpc_rl.examples.methods import METHODS, Method
 from hpc_rl.render.jinja_environment import template_root
 from hpc_rl.stats import read
+from hpc_rl.status.curve import learning_curve
 from hpc_rl.status.follow import follow
 from hpc_rl.status.formatting import program_name, shell_path
 from hpc_rl.submit import trial_index
@@ -167,7 +167,7 @@ def show(method: Method, here: Path, trial: Trial, seconds: float) -> None:
         print(f"\n{learning_curve(train_points, heldout, words)}\n")
     print(f"trial directory  {trial.dir}")
     print(f"trained model    {trial.exports / 'final'}")
-    print(f"curves           {program_name('tensorboard')} --logdir {shell_path(trial.attempts)}")
+    print(f"curves           {program_name('tensorboard')} --logdir {shell_path(trial.tensorboard)}")
     print("next            ", *trial_index.commands(trial, "status"))
     print(f"                 {submit_line(method, here)}   # on Slurm: --n_nodes 4")
     grpo_s = history.steps[-1]["time"] - history.steps[0]["time"]

@@ -27,6 +27,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "logs": ("logs", "show the logs of a trial's roles"),
     "samples": ("samples", "what the model wrote: prompts, completions, rewards"),
     "report": ("reporting", "what trials reached, and what their time went to; also as one HTML page"),
+    "plot": ("plot", "curves of metrics in the terminal, several trials in one chart"),
     "attach": ("attach", "the command that opens a shell where a role runs"),
     "cancel": ("cancel", "stop a trial for good, with its state saved"),
     "recover": ("recover", "continue a trial from its newest checkpoint"),
@@ -39,6 +40,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "templates": ("templates", "what job scripts are made of; override, compare and check a site's blocks"),
     "remove": ("remove", "remove the directory of a trial, after asking"),
     "list": ("listing", "the trials that this account submitted"),
+    "du": ("du", "what trials hold on disk"),
     "env": ("env", "run an environment: tasks of your own that feed a trainer"),
     "doctor": ("doctor", "check this machine, the cluster and the shared directory, with fixes"),
 }

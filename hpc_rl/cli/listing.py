@@ -3,14 +3,17 @@
 import sys
 import time
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from hpc_rl.cli.options import CommandParser, Namespace, columns, print_result
-from hpc_rl.errors import TrialNameError
+from hpc_rl.errors import ConfigError, TrialNameError
 from hpc_rl.records import TrialState
 from hpc_rl.schedulers.base import SchedulerAnswer
-from hpc_rl.status.formatting import format_duration, one_line
+from hpc_rl.stats.read import HELD_OUT
+from hpc_rl.status.formatting import format_duration, format_number, one_line
 from hpc_rl.status.scheduler_view import query_all
 from hpc_rl.status.submitted_jobs import read_jobs
 from hpc_rl.status.trial_status import read_status
@@ -18,12 +21,24 @@ from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial
 
 GONE = "gone"
+REWARD_STEPS = 10  # newest steps over which the reward is a mean
+EPILOG = f"""reward is the mean of the newest {REWARD_STEPS} steps, held-out what the newest evaluation
+measured (a loss where there is no reward)."""
+SORTED_BY: dict[str, Any] = {
+    "name": lambda row: row["trial"],
+    "state": lambda row: row["state"],
+    **{key: lambda row, key=key: -_known(row[key]) for key in ("time", "step", "reward", "held_out")},
+}
 LIVE = (TrialState.RUNNING, TrialState.PENDING, TrialState.STOPPING)
 NO_TRIALS = "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE`"
 
 
 def parser() -> CommandParser:
-    made = CommandParser("List the trials that this account submitted, newest first.")
+    made = CommandParser("List the trials that this account submitted, newest first.", EPILOG)
+    made.add_argument("name", nargs="*", help="only trials named so, or experiment/name; * and ? match")
+    made.add_argument("--experiment", metavar="NAME", help="only those of an experiment; * and ? match")
+    made.add_argument("--state", metavar="NAMES", help="only those in a state: running, or done,failed")
+    made.add_argument("--sort", choices=list(SORTED_BY), help="the largest first (names: from a to z)")
     made.add_flag("--prune", help="remove trials whose directory is gone from the list")
     made.add_flag("--offline", help="do not query the scheduler")
     made.add_json("the list")
@@ -32,15 +47,40 @@ def parser() -> CommandParser:
 
 def run(args: Namespace) -> int:
     pruned = trial_index.prune() if args.prune else []
-    entries = trial_index.entries()
+    wanted = _states(args.state)
+    entries = [entry for entry in trial_index.entries() if _matches(entry.trial, args)]
     answers = {} if args.offline else query_all(entry.trial for entry in entries if not entry.gone)
     rows = [_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
+    rows = [row for row in rows if row["state"] in wanted]
+    if args.sort:
+        rows.sort(key=SORTED_BY[args.sort])
     lines = [f"removed from the list: {entry.trial}  {entry.trial.dir}" for entry in pruned]
-    lines += table(rows) if rows else [NO_TRIALS]
+    filters = args.name or args.experiment or args.state
+    lines += table(rows) if rows else ["no trial matches" if filters else NO_TRIALS]
     if any(row["state"] == GONE for row in rows):
         lines.append("`hpc-rl list --prune` removes trials whose directory is gone from the list.")
     print_result(args.json, rows, lines)
     return 0
+
+
+def _states(text: str | None) -> list[str]:
+    """Return the states of an option. Raises ConfigError for one that is unknown."""
+    known = [*map(str, TrialState), GONE]
+    wanted = text.split(",") if text else known
+    for state in wanted:
+        if state not in known:
+            raise ConfigError(f"--state {state} is unknown; allowed: {', '.join(known)}")
+    return wanted
+
+
+def _matches(trial: Trial, args: Namespace) -> bool:
+    names = [trial.name, str(trial)]
+    is_named = not args.name or any(fnmatchcase(one, name) for name in args.name for one in names)
+    return is_named and fnmatchcase(trial.experiment, args.experiment or "*")
+
+
+def _known(value: float | None) -> float:
+    return float("-inf") if value is None else value
 
 
 def live_rows(offline: bool = False) -> list[dict[str, Any]]:
@@ -77,10 +117,13 @@ def table(rows: list[dict[str, Any]]) -> list[str]:
 
 def _row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, Any]:
     row: dict[str, Any] = {"trial": str(entry.trial), "dir": str(entry.trial.dir), "time": entry.time}
-    row |= dict.fromkeys(("job_id", "step", "total_steps", "eta_s")) | {"state": GONE, "reason": ""}
+    unknown = ("job_id", "step", "total_steps", "eta_s", "reward", "held_out")
+    row |= dict.fromkeys(unknown) | {"state": GONE, "reason": ""}
     if entry.gone:
         return row
     status = read_status(entry.trial, answer.newest, answer.asked_at or None)
+    newest = [value for _, value in status.history.curve("reward")[-REWARD_STEPS:]]
+    held_out = status.history.curve(HELD_OUT)
     return row | {
         "job_id": status.jobs[-1].job_id if status.jobs else None,
         "eta_s": status.eta_s if status.live else None,
@@ -88,16 +131,20 @@ def _row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, An
         "reason": status.reason,
         "step": status.step,
         "total_steps": status.total_steps,
+        "reward": fmean(newest) if newest else None,
+        "held_out": held_out[-1][1] if held_out else None,
     }
 
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     now = time.time()
-    cells = [["trial", "state", "job", "step", "left", "submitted", "directory"]]
+    cells = [["trial", "state", "job", "step", "reward", "held-out", "left", "submitted", "directory"]]
     for row in rows:
         total = f"/{row['total_steps']}" if row["total_steps"] else ""
         step = "" if row["step"] is None else f"{row['step']}{total}"
         left = "" if row["eta_s"] is None else format_duration(row["eta_s"])
         age = f"{format_duration(now - row['time'])} ago" if row["time"] else ""
-        cells.append([row["trial"], row["state"], row["job_id"] or "", step, left, age, row["dir"]])
+        measured = ["" if row[key] is None else format_number(row[key]) for key in ("reward", "held_out")]
+        job = row["job_id"] or ""
+        cells.append([row["trial"], row["state"], job, step, *measured, left, age, row["dir"]])
     return columns(cells)

@@ -31,7 +31,7 @@ def run(args: Namespace) -> int:
         raise ConfigError("remove --json does not ask: add --yes")
     if not args.json:
         print(f"{trial}  {trial.dir}")
-        rows = [[one.name, f"{one.num_files} files", _size(one.size_bytes)] for one in found]
+        rows = [[one.name, f"{one.num_files} files", size_text(one.size_bytes)] for one in found]
         print("\n".join(f"  {line}" for line in columns(rows)))
     if not (args.yes or _agreed(size)):
         print("nothing is removed")
@@ -41,7 +41,7 @@ def run(args: Namespace) -> int:
         print_json({"trial": str(trial), "dir": str(trial.dir), "freed_bytes": size})
     else:
         kept = f"; exports stay in {trial.dir / 'exports'}" if (trial.dir / "exports").is_dir() else ""
-        print(f"removed, {_size(size)} are free{kept}")
+        print(f"removed, {size_text(size)} are free{kept}")
     return ExitCode.DONE
 
 
@@ -49,8 +49,9 @@ def _agreed(size_bytes: int) -> bool:
     """Ask on the terminal. Raises ConfigError where there is none."""
     if not sys.stdin.isatty():
         raise ConfigError("the input is not a terminal, so remove can't ask: add --yes")
-    return input(f"Remove it, and free {_size(size_bytes)}? [y/N] ").strip().lower() in ("y", "yes")
+    return input(f"Remove it, and free {size_text(size_bytes)}? [y/N] ").strip().lower() in ("y", "yes")
 
 
-def _size(size_bytes: int) -> str:
+def size_text(size_bytes: int) -> str:
+    """Return megabytes or gigabytes for people."""
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

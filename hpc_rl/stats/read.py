@@ -5,13 +5,20 @@ Every trainer incarnation writes a file of its own. A later one took over at a c
 once, as it entered the final weights.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from hpc_rl.errors import TrialStateError
 from hpc_rl.files import JsonLines, Row
 from hpc_rl.records import LineageRecord, read_lineages
 from hpc_rl.trial import Trial
+
+HELD_OUT = "held-out"  # name of the curve of what evaluations measured
+NOT_CURVES = ("step", "time", "lineage", "total_steps", "save_failed")
+
+Curve = list[tuple[int, float]]  # a value by step
 
 
 def lineages(trial: Trial) -> list[LineageRecord]:
@@ -41,6 +48,25 @@ class History:
             if values:
                 return name.replace("_", " "), values
         return "loss", [(row["step"], row["eval_loss"]) for row in self.steps if "eval_loss" in row]
+
+    def curve(self, metric: str) -> Curve:
+        """Return the values of a metric by step; `held-out` is that of evaluations. None where unknown."""
+        pairs: Sequence[tuple[int, Any]] = self.held_out[1]
+        if metric != HELD_OUT:
+            rows = (*self.steps, *self.evaluations)
+            pairs = [(row["step"], row.get(metric)) for row in rows]
+        return [(step, float(value)) for step, value in pairs if _is_number(value)]
+
+    def metrics(self) -> list[str]:
+        """Return the names of all curves, `held-out` first."""
+        rows = (*self.steps, *self.evaluations)
+        names = {name: None for row in rows for name, value in row.items() if _is_number(value)}
+        found = [name for name in names if name not in NOT_CURVES]
+        return [HELD_OUT, *found] if self.held_out[1] else found
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def is_evaluation(row: Row) -> bool:

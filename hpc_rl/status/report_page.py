@@ -14,10 +14,10 @@ import yaml
 from hpc_rl.errors import ConfigError
 from hpc_rl.log import redact
 from hpc_rl.stats.kept_samples import Sample
+from hpc_rl.stats.read import HELD_OUT
 from hpc_rl.status.formatting import format_number
 from hpc_rl.status.goodput import MEANINGS, PARTS, Bucket, Span
 from hpc_rl.status.trial_report import (
-    HELD_OUT,
     TrialReport,
     attempt_rows,
     differences,
@@ -106,7 +106,7 @@ def figures(reports: Sequence[TrialReport]) -> dict[str, dict[str, Any]]:
     found = {"goodput": goodput_figure(reports)}
     for number, report in enumerate(reports):
         found[f"attempts-{number}"] = attempts_figure(report)
-    shown = [metric for metric in CHARTS if any(report.curve(metric) for report in reports)]
+    shown = [metric for metric in CHARTS if any(report.history.curve(metric) for report in reports)]
     found |= {f"curve-{metric}": curve_figure(reports, metric) for metric in shown}
     for number, report in enumerate(reports):
         found[f"steps-{number}"] = step_figure(report)
@@ -132,7 +132,7 @@ def curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, Any]:
         title = f"Held-out {reports[0].status.history.held_out[0]}"
     traces = []
     for number, report in enumerate(reports):
-        steps, values = columns(thinned(report.curve(metric)))
+        steps, values = columns(thinned(report.history.curve(metric)))
         mode = "lines+markers" if len(steps) < 30 else "lines"
         line = {"color": LINES[number % len(LINES)]}
         traces.append({"x": steps, "y": values, "name": report.name, "mode": mode, "line": line})
@@ -141,9 +141,10 @@ def curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, Any]:
 
 def other_curves(reports: Sequence[TrialReport]) -> dict[str, list[Any]]:
     """Return the metrics that have no chart of their own: a pair of steps and values for each trial."""
-    names = {name: None for report in reports for name in report.metrics() if name not in CHARTS}
+    names = {name: None for report in reports for name in report.history.metrics() if name not in CHARTS}
     return {
-        name: [(report.name, *columns(thinned(report.curve(name)))) for report in reports] for name in names
+        name: [(report.name, *columns(thinned(report.history.curve(name)))) for report in reports]
+        for name in names
     }
 
 
@@ -155,7 +156,7 @@ def step_figure(report: TrialReport) -> dict[str, Any]:
     """Return how the seconds of each step are divided."""
     traces = []
     for metric, bucket in PARTS:
-        steps, values = columns(thinned(report.curve(metric)))
+        steps, values = columns(thinned(report.history.curve(metric)))
         if any(values):
             line = {"color": COLORS[bucket], "width": 0.5}
             kind = {"stackgroup": "one", "mode": "lines", "name": bucket, "line": line}

@@ -6,19 +6,16 @@ from typing import Any
 
 from hpc_rl.records import TrialState
 from hpc_rl.stats.kept_samples import Sample, read_samples
+from hpc_rl.stats.read import Curve, History
 from hpc_rl.status.formatting import format_duration, format_number, format_time
 from hpc_rl.status.goodput import Bucket, Goodput, goodput
 from hpc_rl.status.trial_status import TrialStatus
 from hpc_rl.trial import read_object
 from hpc_rl.types import WeightVersion
 
-HELD_OUT = "held-out"  # name of the curve of evaluations
 MAX_POINTS = 1500  # of a curve; more are thinned evenly
-NOT_CURVES = ("step", "time", "lineage", "total_steps", "save_failed")
 IDENTITY = ("experiment_name", "trial_name", "fileroot")  # last parts of options that differ by nature
 NOT_SET = "not set"
-
-Curve = list[tuple[int, float]]
 
 
 @dataclass
@@ -32,28 +29,9 @@ class TrialReport:
     config: dict[str, Any]  # option -> value
     provenance: dict[str, Any]
 
-    def curve(self, metric: str) -> Curve:
-        """Return the values of a metric by step, `held-out` for those of evaluations; none where unknown."""
-        history = self.status.history
-        pairs: Sequence[tuple[int, Any]] = history.held_out[1]
-        if metric != HELD_OUT:
-            rows = (
-                history.evaluations if metric.startswith("eval_") and history.evaluations else history.steps
-            )
-            pairs = [(row["step"], row.get(metric)) for row in rows]
-        return [(step, float(value)) for step, value in pairs if is_number(value)]
-
-    def metrics(self) -> list[str]:
-        """Return the names of all curves, `held-out` first."""
-        history = self.status.history
-        rows = [*history.steps, *history.evaluations]
-        names = {name: None for row in rows for name, value in row.items() if is_number(value)}
-        found = [name for name in names if name not in NOT_CURVES]
-        return [HELD_OUT, *found] if history.held_out[1] else found
-
-
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    @property
+    def history(self) -> History:
+        return self.status.history
 
 
 def make_report(name: str, status: TrialStatus, now: float) -> TrialReport:
@@ -112,18 +90,18 @@ def facts(report: TrialReport) -> dict[str, str]:
     found = {"state": str(status.state), "step": f"{status.step}{total}"}
     if status.reason:
         found["reason"] = status.reason
-    measure, values = status.history.held_out
+    measure, values = report.history.held_out
     if values:
         known = [(step, value) for step, value in values if value is not None]
         pairs = [known[0], known[-1]] if len(known) > 1 else known
         ends = " -> ".join(f"{format_number(value)} (step {step})" for step, value in pairs)
         found[f"held-out {measure}"] = ends
     for metric in ("reward", "loss"):
-        if curve := report.curve(metric):
+        if curve := report.history.curve(metric):
             last = [value for _, value in curve[-10:]]
             found[metric] = f"{format_number(sum(last) / len(last))} (mean of the last {len(last)} steps)"
     if len(status.history.steps) > 1:
-        times = sorted(value for _, value in report.curve("step_s"))
+        times = sorted(value for _, value in report.history.curve("step_s"))
         found["seconds per step"] = f"{format_number(times[len(times) // 2])} (median)" if times else ""
     started = [use.start for use in use.attempts]
     found["started"] = format_time(min(started)) if started else ""

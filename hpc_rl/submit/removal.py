@@ -20,6 +20,7 @@ HOLDS = {
     "rollout": "batch log",
     "exports": "exports",
     "attempts": "logs and metrics",
+    "tensorboard": "logs and metrics",
 }
 REST = "records and scripts"
 

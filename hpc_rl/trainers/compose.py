@@ -154,7 +154,7 @@ def _run(
     run = Run(**vars(start), engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=Sinks([]))
     if start.ranks.rank == 0:
         tensorboard = config.stats_logger.tensorboard.path
-        folder = Path(tensorboard).expanduser() if tensorboard else attempt.tensorboard
+        folder = Path(tensorboard).expanduser() if tensorboard else start.trial.tensorboard
         stored = redact(read_json(start.trial.config_json) or {})
         who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, stored)
         metrics = attempt.metrics(start.incarnation)

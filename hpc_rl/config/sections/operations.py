@@ -109,7 +109,7 @@ class TensorBoardConfig:
     """TensorBoard files."""
 
     path: PathText | None = None
-    """Directory; null means `tensorboard/` in the attempt's directory."""
+    """Directory; null means `tensorboard/` in the trial's, one series for all attempts."""
 
 
 @dataclass(kw_only=True)

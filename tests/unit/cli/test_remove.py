@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 
 import pytest
 
@@ -41,6 +42,18 @@ def test_exports_may_stay(trial, capsys):
     assert 3_000_000 <= answer["freed_bytes"] < 3_200_000
     assert [path.name for path in trial.dir.iterdir()] == ["exports"]
     assert (trial.dir / "exports" / "final" / "model.safetensors").stat().st_size == 2_000_000
+
+
+def test_du_shows_what_trials_hold_largest_first(trial, make_fake_trial, tmp_path, capsys):
+    trial_index.record(make_fake_trial(tmp_path / "runs", name="small").trial)
+    assert main(["du"]) == 0
+    head, *lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
+    assert [line[-1] for line in lines] == ["exp/t1", "exp/small", "all"]
+    assert lines[0][:2] == ["5.0 MB", "3.0 MB"]
+    assert head[:2] == ["total", "checkpoints"]
+    assert main(["du", "t1", "--json"]) == 0
+    (found,) = json.loads(capsys.readouterr().out)
+    assert found["by_kind"]["exports"] == 2_000_000
 
 
 @pytest.mark.parametrize(("answer", "code"), [("", 64), ("n", 64), ("y", 0), ("Yes", 0)])

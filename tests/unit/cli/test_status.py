@@ -191,6 +191,27 @@ def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, c
     assert len(trial_index.entries()) == 1
 
 
+def test_list_is_filtered_and_sorted_by_what_trials_reached(trial, make_fake_trial, tmp_path, capsys):
+    def named(*options: str) -> list[str]:
+        assert main(["list", "--json", *options]) == 0
+        return [row["trial"] for row in json.loads(capsys.readouterr().out)]
+
+    for experiment, name, last in (("exp", "t2", 90), ("other", "t3", 10)):
+        fake = make_fake_trial(tmp_path / "runs", experiment, name)
+        fake.run_to(last)
+        fake.evaluation("7.0", last, last / 1000)
+        trial_index.record(fake.trial)
+    assert named("t2", "other/*") == ["other/t3", "exp/t2"]
+    assert named("--experiment", "exp", "--sort", "reward") == ["exp/t2", "exp/t1"]
+    assert named("--sort", "held_out") == ["exp/t1", "exp/t2", "other/t3"]
+    assert named("--state", "done,failed") == []
+    assert main(["list", "--sort", "step"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:1] + lines[1].split()[3:6] == ["exp/t2", "90/100", "0.855", "0.09"]
+    assert main(["list", "--state", "runing"]) != 0
+    assert "allowed: rendered, pending, running" in capsys.readouterr().err
+
+
 def test_list_asks_once_for_all_and_never_calls_a_new_job_unknown(
     make_fake_trial, tmp_path, scheduler, capsys
 ):

@@ -224,3 +224,17 @@ def test_services_are_not_imported_while_they_are_disabled(tmp_path, monkeypatch
         RunIdentity("e", "t", tmp_path, {}),
         StatsLoggerConfig(wandb=WandBConfig(), swanlab=SwanlabConfig()),
     ).close()
+
+
+def test_tensorboard_shows_the_starts_of_a_trial_as_one_series(tmp_path):
+    for start, last in ((0, 4), (2, 5)):
+        sink = TensorBoardSink(tmp_path, start)
+        for step in range(start + 1, last + 1):
+            sink.log(step, {"loss": float(start)})
+        sink.close()
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    assert [(event.step, event.value) for event in events] == [
+        (1, 0), (2, 0), (3, 2), (4, 2), (5, 2),
+    ]  # fmt: skip

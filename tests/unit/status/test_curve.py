@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_rl.examples.curve import learning_curve
+from hpc_rl.status.curve import learning_curve
 
 
 @pytest.mark.parametrize("value", [0.0, 0.5, 1.0])

@@ -1,0 +1,43 @@
+"""`hpc-rl du [trial]…`: what trials hold on disk, by kind."""
+
+from typing import Any
+
+from hpc_rl.cli.options import CommandParser, Namespace, columns, print_result
+from hpc_rl.cli.remove import size_text
+from hpc_rl.errors import ExitCode
+from hpc_rl.status.formatting import one_line
+from hpc_rl.submit import trial_index
+from hpc_rl.submit.removal import HOLDS, REST, contents
+
+KINDS = [*dict.fromkeys(HOLDS.values()), REST]
+
+
+def parser() -> CommandParser:
+    made = CommandParser(
+        "Show what trials hold on disk, the largest first: checkpoints, weights, logs, exports.",
+        "`hpc-rl remove` removes a trial; `recover.keep` limits its checkpoints.",
+    )
+    made.add_trials("every trial that this account submitted")
+    made.add_json("the sizes, in bytes,")
+    return made
+
+
+def run(args: Namespace) -> int:
+    trials = [trial_index.resolve(name) for name in args.trial]
+    if not args.trial:
+        trials = [entry.trial for entry in trial_index.entries() if not entry.gone]
+    rows: list[dict[str, Any]] = []
+    for trial in trials:
+        sizes = {one.name: one.size_bytes for one in contents(trial)}
+        row: dict[str, Any] = {"trial": str(trial), "dir": str(trial.dir), "bytes": sum(sizes.values())}
+        rows.append(row | {"by_kind": sizes})
+    rows.sort(key=lambda row: -row["bytes"])
+    total = {kind: sum(row["by_kind"][kind] for row in rows) for kind in KINDS}
+    sums: dict[str, Any] = {"trial": "all", "bytes": sum(total.values()), "by_kind": total}
+    cells = [["total", *KINDS, "trial"]]
+    shown = [*rows, sums] if len(rows) > 1 else rows
+    for one in shown:
+        kinds = [size_text(one["by_kind"][kind]) if one["by_kind"][kind] else "" for kind in KINDS]
+        cells.append([size_text(one["bytes"]), *kinds, one["trial"]])
+    print_result(args.json, rows, map(one_line, columns(cells)) if rows else ["no trials yet"])
+    return ExitCode.DONE

@@ -1,0 +1,60 @@
+"""`hpc-rl plot <trial>…`: curves of metrics in the terminal, one line for each trial."""
+
+import difflib
+import shutil
+
+from hpc_rl.cli.options import CommandParser, Count, Namespace
+from hpc_rl.cli.reporting import named_trials, unique_names
+from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.stats.read import HELD_OUT, History, read
+from hpc_rl.status.curve import plotted, smoothed
+
+HEIGHT = 16  # lines of a chart
+MAX_WIDTH = 120
+DEFAULTS = ((HELD_OUT, "reward"), ("loss",))  # the first of which the trials have one
+EPILOG = """Metrics are those of metrics.<incarnation>.jsonl, as reward, loss, entropy, grad_norm, seq_len,
+staleness_mean, step_s; held-out is what evaluations measured. Several are separated by commas."""
+
+
+def parser() -> CommandParser:
+    made = CommandParser("Plot metrics of trials in the terminal, those of several in one chart.", EPILOG)
+    made.add_trials("the one that runs, else the newest")
+    made.add_argument("--metric", metavar="NAMES", help="what to plot (default: held-out,reward; else loss)")
+    made.add_argument("--smooth", type=Count, default=1, metavar="N", help="mean of N steps (default: 1)")
+    return made
+
+
+def run(args: Namespace) -> int:
+    trials = named_trials(args.trial)
+    histories = dict(zip(unique_names(trials), map(read, trials), strict=True))
+    known = {name: None for history in histories.values() for name in history.metrics()}
+    wanted = [name.strip() for name in args.metric.split(",")] if args.metric else []
+    for name in wanted:
+        check_metric(name, list(known))
+    if not wanted:
+        wanted = next(filter(None, ([name for name in names if name in known] for names in DEFAULTS)), [])
+    if not wanted:
+        print(f"no metrics yet of {', '.join(histories)}")
+        return ExitCode.DONE
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    print("\n\n".join(chart(histories, name, args.smooth, width) for name in wanted))
+    return ExitCode.DONE
+
+
+def check_metric(name: str, known: list[str]) -> None:
+    """Raise ConfigError for a metric that no trial has."""
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"these trials have {', '.join(known) or 'none yet'}."
+        raise ConfigError(f"--metric {name} is not a metric of these trials; {hint}")
+
+
+def chart(histories: dict[str, History], metric: str, num_smoothed: int, width: int) -> str:
+    """Return one metric of all trials that have it."""
+    curves = {name: history.curve(metric) for name, history in histories.items()}
+    lines = {
+        name if len(curves) > 1 else metric: smoothed(points, max(1, num_smoothed))
+        for name, points in curves.items()
+        if points
+    }
+    return plotted(lines, {}, metric, width, HEIGHT)

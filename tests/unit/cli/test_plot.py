@@ -1,0 +1,36 @@
+"""plot: metrics of trials in the terminal."""
+
+import pytest
+
+from hpc_rl.cli.__main__ import main
+from hpc_rl.submit import trial_index
+
+
+@pytest.fixture(autouse=True)
+def trials(make_fake_trial, tmp_path, state_home):
+    for name, last in (("short", 5), ("long", 50)):
+        fake = make_fake_trial(tmp_path / "runs", name=name)
+        fake.run_to(last)
+        trial_index.record(fake.trial)
+
+
+def test_a_chart_has_a_line_for_each_trial_and_its_scale(capsys):
+    assert main(["plot", "short", "long", "--metric", "reward"]) == 0
+    chart = capsys.readouterr().out
+    assert "aa short" in chart
+    assert "bb long" in chart
+    assert chart.splitlines()[-1].split() == ["reward", "step"]
+    assert "0.50" in chart  # the reward of step 50 is 0.5
+    assert max(len(line) for line in chart.splitlines()) <= 120
+
+
+def test_one_trial_has_its_evaluations_and_its_reward(capsys):
+    assert main(["plot", "long"]) == 0
+    first, second = capsys.readouterr().out.split("\n\n")
+    assert "held-out" in first
+    assert "reward" in second
+
+
+def test_a_metric_that_no_trial_has_is_refused_with_the_nearest(capsys):
+    assert main(["plot", "short", "--metric", "rewrd"]) != 0
+    assert "did you mean reward?" in capsys.readouterr().err
