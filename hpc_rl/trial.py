@@ -411,6 +411,8 @@ class Attempt:
     activity = _PathOf("activity/{}-{}.{}.json")
     metrics = _PathOf("metrics.{}.jsonl")  # of an incarnation of the trainer
     samples = _PathOf("samples.{}.jsonl")  # completions that it keeps readable
+    # `{"busy_s"}` of an incarnation of a server, by its index: for how long it had a request
+    server_use = _PathOf("use/server-{}.{}.json")
     # what an incarnation of the rollout role reports every few seconds, for `hpc-rl status`
     rollout_report = _PathOf("rollout.{}.json")
 

@@ -26,6 +26,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "status": ("status", "what a trial does, and what happened to it"),
     "logs": ("logs", "show the logs of a trial's roles"),
     "samples": ("samples", "what the model wrote: prompts, completions, rewards"),
+    "top": ("top", "what trials do now, redrawn"),
     "report": ("reporting", "what trials reached, and what their time went to; also as one HTML page"),
     "plot": ("plot", "curves of metrics in the terminal, several trials in one chart"),
     "attach": ("attach", "the command that opens a shell where a role runs"),

@@ -11,7 +11,8 @@ import json
 import logging
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -62,11 +63,29 @@ class Proxy:
         self._tokens = Tokens(tokens)
         self._on_change, self._on_shutdown = on_change, on_shutdown
         self._control_lock = asyncio.Lock()
+        self._num_running, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._service: HttpService | None = None
 
     @property
     def state(self) -> str:
         return "paused" if self.lifecycle == "serving" and self.pause_mode else self.lifecycle
+
+    @property
+    def busy_s(self) -> float:
+        """For how long it has had a request to generate, in seconds."""
+        return self._busy_s + (time.monotonic() - self._busy_since if self._num_running else 0.0)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        if not self._num_running:
+            self._busy_since = time.monotonic()
+        self._num_running += 1
+        try:
+            yield
+        finally:
+            self._num_running -= 1
+            if not self._num_running:
+                self._busy_s += time.monotonic() - self._busy_since
 
     def enter(self, lifecycle: str) -> None:
         """Change the lifecycle; `stale` is final but for `stopping`."""
@@ -124,7 +143,8 @@ class Proxy:
             body = json_object(await request.read())
         except ValueError as error:
             return _json(400, {"error": {"message": f"{error}"}})
-        return _json(*await self.backend.request(path, body))
+        with self._busy():
+            return _json(*await self.backend.request(path, body))
 
     async def _model_info(self, _request: web.Request) -> web.Response:
         if self.lifecycle not in UP:

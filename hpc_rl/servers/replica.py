@@ -9,6 +9,7 @@ by itself after a while.
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import socket
@@ -25,13 +26,14 @@ from hpc_rl.net import bind_published, http_url
 from hpc_rl.servers.base import Backend
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.router import is_older
-from hpc_rl.trial import Trial, read_json
+from hpc_rl.trial import Trial, read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
 CHECK_S = 0.5  # between two looks at the backend, and at the lease's next heartbeat
 FOLLOW_S = 2.0  # between two looks at what is published: the publisher tells, unless its call is lost
 SELF_LOAD_AFTER_S = 3.0  # the publisher's own update comes first
+USE_EVERY_S = 30.0  # between two records of how busy it was, for `hpc-rl report`
 PAUSE_LIMIT_S = 300.0  # without any control call: the publisher that paused is gone
 DRAIN_S = 3.0
 
@@ -83,6 +85,7 @@ class Replica:
         )
         self._url = ""
         self._lease: Lease | None = None
+        self._reported_s = 0.0  # for how long it had requests, as recorded last
         self._newer: tuple[str, float] = ("", 0.0)  # label of newer weights and when they were seen first
 
     async def run(self, stopping: threading.Event) -> int:
@@ -114,6 +117,7 @@ class Replica:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._report_use)
         if not self._backend.alive() and (self.proxy.version or self._frozen):
             # running requests go back to their clients with what they have
             with contextlib.suppress(TimeoutError):
@@ -155,10 +159,26 @@ class Replica:
             except OSError as error:
                 logger.warning("can't renew the lease: %s", error)
 
+    def _report_use(self) -> None:
+        """Record for how long it had requests, where it had more. A failing file system costs a log line."""
+        if (busy_s := round(self.proxy.busy_s, 3)) == self._reported_s:
+            return
+        path = self._trial.attempt(self._who.attempt).server_use(self._who.index, self._who.incarnation)
+        try:
+            path.parent.mkdir(exist_ok=True)
+            write_atomic(path, json.dumps({"busy_s": busy_s}), durable=False)
+            self._reported_s = busy_s
+        except OSError as error:
+            logger.warning("can't record how busy the server is: %s", error)
+
     async def _live(self) -> None:
         await self._start()
         follow_at = 0.0
+        report_at = time.monotonic() + USE_EVERY_S
         while True:
+            if time.monotonic() >= report_at:
+                await asyncio.to_thread(self._report_use)
+                report_at = time.monotonic() + USE_EVERY_S
             reason = self._backend.alive()
             if reason:
                 raise RoleFailed(f"the generation backend is gone: {reason}")

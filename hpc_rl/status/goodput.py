@@ -35,12 +35,12 @@ class Bucket(enum.StrEnum):
 
 
 MEANINGS = {
-    Bucket.GENERATE: "servers while the trainer makes steps, with or without a request",
+    Bucket.GENERATE: "servers with requests, while the trainer makes steps",
     Bucket.TRAIN: "updates of the trainer",
     Bucket.PUBLISH: "new weights on their way to the servers",
     Bucket.EVALUATE: "evaluations on held-out prompts",
     Bucket.SAVE: "checkpoints, exports and records",
-    Bucket.WAIT: "the trainer without a batch; servers after its end",
+    Bucket.WAIT: "a trainer without a batch, servers without a request",
     Bucket.START: "from the start of a job or a process to its first step",
     Bucket.STOP: "from the last checkpoint to the end of the job",
     Bucket.LOST: "steps that a later start made again, and starts that failed",
@@ -143,7 +143,7 @@ def goodput(status: TrialStatus, now: float) -> Goodput:
         _add(use, spans, devices["trainer"])
         if status.plan.get("layout") != "jobs":
             use.num_devices += devices["server"]
-            _add_servers(use, spans, devices["server"])
+            _add_servers(use, spans, attempt, devices["server"])
             if (unused := _num_held(status.plan) - use.num_devices) > 0 and with_gpus:
                 use.num_devices += unused
                 use.buckets[Bucket.UNUSED] = (end - start) * unused
@@ -273,8 +273,8 @@ def _add(use: AttemptUse, spans: Iterable[Span], number: int) -> None:
         use.buckets[span.bucket] = use.buckets.get(span.bucket, 0.0) + seconds
 
 
-def _add_servers(use: AttemptUse, spans: Iterable[Span], number: int) -> None:
-    """Add the time of servers, which follow the trainer."""
+def _add_servers(use: AttemptUse, spans: Iterable[Span], attempt: Attempt, number: int) -> None:
+    """Add the time of servers, which follow the trainer, less what they report to have had no request."""
     if not number:
         return
     cursor = Cursor(use.start, use.end)
@@ -282,7 +282,19 @@ def _add_servers(use: AttemptUse, spans: Iterable[Span], number: int) -> None:
         cursor.to(span.start, Bucket.START)
         cursor.to(span.end, OF_SERVERS.get(span.bucket, span.bucket))
     cursor.to(use.end, Bucket.WAIT)
-    _add(use, cursor.spans, number)
+    own = AttemptUse(use.id, use.start, use.end, number)
+    _add(own, cursor.spans, number)
+    busy = [read_object(path).get("busy_s") for path in attempt.dir.glob("use/server-*.json")]
+    if known := [float(one) for one in busy if isinstance(one, float | int)]:
+        # the mean of the replicas counts for all, less the requests of evaluations and those held meanwhile
+        others = own.buckets.get(Bucket.EVALUATE, 0.0) + own.buckets.get(Bucket.PUBLISH, 0.0)
+        incarnations = len({path.name.split(".")[0] for path in attempt.dir.glob("use/server-*.json")})
+        had = sum(known) / incarnations * number - others
+        idle = max(0.0, own.buckets.get(Bucket.GENERATE, 0.0) - max(0.0, had))
+        own.buckets[Bucket.GENERATE] = own.buckets.get(Bucket.GENERATE, 0.0) - idle
+        own.buckets[Bucket.WAIT] = own.buckets.get(Bucket.WAIT, 0.0) + idle
+    for bucket, seconds in own.buckets.items():
+        use.buckets[bucket] = use.buckets.get(bucket, 0.0) + seconds
 
 
 def _server_tasks(trial: Trial, spans: list[Span], num_servers: int, now: float) -> list[AttemptUse]:
@@ -296,7 +308,7 @@ def _server_tasks(trial: Trial, spans: list[Span], num_servers: int, now: float)
         start, end = held(attempt, None if over else now)
         use = AttemptUse(name, start, end, max(1, num_servers // max(1, len(tasks))))
         own = [Span(max(one.start, start), min(one.end, end), one.bucket) for one in spans]
-        _add_servers(use, [one for one in own if one.end > one.start], use.num_devices)
+        _add_servers(use, [one for one in own if one.end > one.start], attempt, use.num_devices)
         uses.append(use)
     return uses
 

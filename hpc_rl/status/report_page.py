@@ -35,7 +35,9 @@ CHARTS = {  # metric -> title, in their order; all others are in the chart with 
     "entropy": "Entropy",
     "behave_approx_kl": "KL to the policy that generated",
     "kl_rewards": "KL to the reference, in the reward",
-    "seq_len": "Tokens of prompt and completion",
+    "reward_std": "Standard deviation of the rewards",
+    "zero_advantage_groups": "Share of groups without an advantage",
+    "completion_len": "Tokens of a completion",
     "truncated": "Share of truncated completions",
     "staleness_mean": "Staleness (steps)",
     "lr": "Learning rate",
@@ -118,8 +120,8 @@ def figures(reports: Sequence[TrialReport]) -> dict[str, dict[str, Any]]:
 
 
 def chart(title: str, data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:
-    margin = {"l": 55, "r": 15, "t": 40, "b": 45}
-    legend = {"orientation": "h", "y": -0.25}
+    margin = {"l": 55, "r": 15, "t": 40, "b": 60}
+    legend = {"orientation": "h", "y": -0.3, "traceorder": "normal"}
     return {
         "data": data,
         "layout": {"title": {"text": title}, "margin": margin, "height": 300, "legend": legend} | layout,
@@ -136,7 +138,13 @@ def curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, Any]:
         mode = "lines+markers" if len(steps) < 30 else "lines"
         line = {"color": LINES[number % len(LINES)]}
         traces.append({"x": steps, "y": values, "name": report.name, "mode": mode, "line": line})
-    return chart(title, traces, xaxis={"title": {"text": "step"}}, showlegend=len(reports) > 1)
+    return chart(
+        title,
+        traces,
+        xaxis={"title": {"text": "step"}},
+        yaxis={"exponentformat": "e"},
+        showlegend=len(reports) > 1,
+    )
 
 
 def other_curves(reports: Sequence[TrialReport]) -> dict[str, list[Any]]:
@@ -178,7 +186,8 @@ def goodput_figure(reports: Sequence[TrialReport]) -> dict[str, Any]:
             bar = {"type": "bar", "orientation": "h", "name": bucket, "marker": marker}
             traces.append({"x": parts, "y": names, **bar})
     height = 170 + 40 * len(reports)
-    axes = {"xaxis": {"ticksuffix": " %", "range": [0, 100]}, "yaxis": {"automargin": True}}
+    axes: dict[str, Any] = {"xaxis": {"ticksuffix": " %", "range": [0, 100]}}
+    axes["yaxis"] = {"automargin": True, "autorange": "reversed"}
     return chart("Where the allocation went", traces, barmode="stack", height=height, **axes)
 
 

@@ -93,6 +93,7 @@ def check_goodput(shell: Shell) -> None:
         2 * held_s, rel=0.01, abs=4
     )  # whole seconds there
     assert sum(report["buckets"].values()) == pytest.approx(report["allocation_s"], rel=0.001)
+    assert list(Path(report["dir"]).glob("attempts/*/use/server-0.0.json")), "servers told how busy they were"
     assert {"generate", "train", "publish", "start"} <= set(report["buckets"])
 
 

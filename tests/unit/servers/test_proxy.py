@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import threading
+import time
 
 import pytest
 
@@ -68,6 +69,27 @@ async def test_health_tells_who_and_which_weights():
         assert await call("GET", "/health") == (200, told)
         proxy.backend.dead = "killed"
         assert (await call("GET", "/health"))[0] == 503
+
+
+async def test_it_counts_for_how_long_it_had_requests():
+    async with proxy_at() as (proxy, call):
+        answered, answer = asyncio.Event(), proxy.backend.request
+
+        async def slow(path, body):
+            await answered.wait()
+            return await answer(path, body)
+
+        proxy.backend.request = slow
+        begun = time.monotonic()
+        both = [asyncio.create_task(call("POST", "/generate", {"input_ids": [1]})) for _ in range(2)]
+        while proxy.busy_s < 0.2:
+            await asyncio.sleep(0.01)
+        answered.set()
+        await asyncio.gather(*both)
+        total = proxy.busy_s
+        assert 0.2 <= total <= time.monotonic() - begun  # once, although there were two
+        await asyncio.sleep(0.05)
+        assert proxy.busy_s == total
 
 
 @pytest.mark.parametrize("lifecycle", ["starting", "loading", "waiting", "stale", "stopping"])

@@ -62,6 +62,19 @@ def test_the_trainer_s_seconds_are_in_their_buckets_and_servers_follow_it(killed
     assert found.queued_s == pytest.approx(30)
 
 
+def test_servers_wait_for_as_long_as_they_report_no_request(killed_and_cancelled):
+    attempt = killed_and_cancelled.trial.attempt("7.0")
+    before = goodput(read_status(attempt.trial), now=T0 + 999).buckets
+    (attempt.dir / "use").mkdir()
+    for index, incarnation, busy_s in ((0, 0, 12.0), (0, 1, 18.0), (1, 0, 50.0)):  # 40 s for each of the two
+        write_json(attempt.server_use(index, incarnation), {"busy_s": busy_s})
+    after = goodput(read_status(attempt.trial), now=T0 + 999).buckets
+    assert after[Bucket.GENERATE] == pytest.approx(4 * (40 - 10))  # 10 s of them while weights were published
+    moved = before[Bucket.GENERATE] - after[Bucket.GENERATE]
+    assert after[Bucket.WAIT] == pytest.approx(before[Bucket.WAIT] + moved)
+    assert sum(after.values()) == pytest.approx(sum(before.values()))
+
+
 def test_buckets_sum_to_the_allocation(killed_and_cancelled):
     found = goodput(read_status(killed_and_cancelled.trial), now=T0 + 999)
     assert found.allocation_s == pytest.approx(8 * 96)

@@ -1,0 +1,74 @@
+"""`hpc-rl top [trial]…`: what trials do now, redrawn until they are over."""
+
+import contextlib
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from hpc_rl.cli import listing
+from hpc_rl.cli.options import CommandParser, Namespace
+from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.log import printable
+from hpc_rl.submit import trial_index
+from hpc_rl.trial import Trial
+
+DESCRIPTION = """Show what trials do now, redrawn until all are over or Ctrl-C ends the view: progress, wall
+time left, next save, curves, where the seconds of a step go, staleness, queue, roles with their nodes and
+weights. Without a terminal: a line for each trial, at every change."""
+PLAIN_EVERY_S = 5.0  # between lines where there is no terminal
+
+
+def parser() -> CommandParser:
+    made = CommandParser(DESCRIPTION)
+    made.add_trials("all that run or wait, else the newest")
+    made.add_argument("--every_s", type=float, default=2.0, metavar="S", help="seconds between frames (2)")
+    made.add_flag("--once", help="show the trials once, and end")
+    return made
+
+
+def run(args: Namespace) -> int:
+    if args.every_s <= 0:
+        raise ConfigError(f"--every_s must be more than 0, got {args.every_s}")
+    trials = [trial_index.resolve(name) for name in args.trial]
+    if not trials:
+        rows = listing.live_rows()
+        trials = [Trial(Path(row["dir"])) for row in rows] or [listing.only_trial(rows)]
+    with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave it
+        show(trials, args.every_s, args.once)
+    return ExitCode.DONE
+
+
+def show(trials: Sequence[Trial], every_s: float, once: bool) -> None:
+    """Show trials until all are over; with `once`, as they are now."""
+    from rich.console import Console  # importing rich takes time
+    from rich.live import Live
+    from rich.text import Text
+
+    from hpc_rl.status.follow import progress_text, state_line
+    from hpc_rl.status.top_view import TrialEye, lines
+
+    console = Console(file=getattr(sys.stdout, "stream", None), highlight=False, soft_wrap=True)
+    eyes = [TrialEye(trial) for trial in trials]
+    full = once or console.is_terminal
+    live = Live(console=console, auto_refresh=False, vertical_overflow="crop") if full and not once else None
+    said: dict[Trial, str] = {}
+    with live or contextlib.nullcontext():
+        while True:
+            views = [eye.look() for eye in eyes]
+            width = min(shutil.get_terminal_size().columns, 160)
+            text = "\n\n".join("\n".join(lines(view, width, details=len(views) == 1)) for view in views)
+            if live is not None:
+                live.update(Text(printable(text)), refresh=True)
+            elif once:
+                print(text)
+            else:
+                for view in views:
+                    line = f"{state_line(view.status)}  {progress_text(view.status)}"
+                    if said.get(view.status.trial) != line:
+                        said[view.status.trial] = line
+                        print(line, flush=True)
+            if once or all(view.status.over for view in views):
+                return
+            time.sleep(every_s if full else max(every_s, PLAIN_EVERY_S))

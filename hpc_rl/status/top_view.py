@@ -1,0 +1,223 @@
+"""What `hpc-rl top` shows of a trial, as lines of a given width: from files and the scheduler's answer."""
+
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from hpc_rl.name_resolve import keys, names_dir
+from hpc_rl.name_resolve.shared_fs import NameResolve
+from hpc_rl.records import ProcessFile, ProcessRecord, TrialState
+from hpc_rl.stats.read import HELD_OUT
+from hpc_rl.status.formatting import format_duration, format_number, format_rate, one_line
+from hpc_rl.status.goodput import PARTS
+from hpc_rl.status.rollout_report import problems, summary
+from hpc_rl.status.scheduler_view import TrialWatch
+from hpc_rl.status.trial_status import TrialStatus
+from hpc_rl.trial import Trial, read_object
+
+BLOCKS = "▁▂▃▄▅▆▇█"
+LABEL = 10  # columns of the first word of a line
+MAX_UNITS = 12  # replicas that have a line of their own; more are counted
+MAX_CURVE = 120  # columns
+RECENT_STEPS = 20  # newest steps over which the seconds of a step are divided
+CURVES = ("reward", HELD_OUT, "loss")
+
+
+@dataclass
+class TrialView:
+    """A trial as it is now."""
+
+    status: TrialStatus
+    doing: str = ""  # what the trainer does
+    saved_at: float | None = None  # newest checkpoint, Unix seconds
+    config: dict[str, Any] = field(default_factory=dict)
+    nodes: dict[tuple[str, int], list[str]] = field(default_factory=dict)  # of each unit
+    versions: dict[int, tuple[str, str]] = field(default_factory=dict)  # of servers: weights, state
+
+
+class TrialEye:
+    """Reads the view of a trial repeatedly; what does not change is read once."""
+
+    def __init__(self, trial: Trial) -> None:
+        self.trial = trial
+        self._watch = TrialWatch(trial)
+        self._nodes: dict[Path, str] = {}
+        self._config = read_object(trial.config_json)
+        root = (self._config.get("cluster") or {}).get("name_resolve") or {}
+        place = SimpleNamespace(nfs_record_root=root.get("nfs_record_root") or "")
+        config = SimpleNamespace(cluster=SimpleNamespace(name_resolve=place))
+        self._names = NameResolve(names_dir(trial, config))
+
+    def look(self) -> TrialView:
+        """Return the view now; the scheduler is queried as rarely as by `status --follow`."""
+        status = self._watch.poll()
+        view = TrialView(status, config=self._config)
+        if status.generation is not None:
+            manifest = self.trial.generation(status.generation) / "manifest.json"
+            view.saved_at = manifest.stat().st_mtime if manifest.exists() else None
+        if status.live is not None:
+            attempt = self.trial.attempt(status.live.id)
+            trainer = next((role for role in status.live.roles if role.role == "trainer"), None)
+            if trainer is not None:
+                doing = read_object(attempt.activity("trainer", 0, trainer.incarnation))
+                view.doing = f"{doing.get('doing', 'start')}, step {doing.get('step', 0)}"
+            newest = {(role.role, role.index): role.incarnation for role in status.live.roles}
+            for path in attempt.processes.glob("*.json"):
+                file = ProcessFile.parse(path)
+                if file and not file.by_client and newest.get((file.role, file.index)) == file.incarnation:
+                    view.nodes.setdefault((file.role, file.index), []).append(self._node(path))
+            view.versions = self._servers()
+        return view
+
+    def _node(self, path: Path) -> str:
+        if path not in self._nodes:
+            record = ProcessRecord.read(path)
+            if record is None:
+                return "?"
+            self._nodes[path] = record.node or record.host
+        return self._nodes[path]
+
+    def _servers(self) -> dict[int, tuple[str, str]]:
+        units = read_object(self.trial.plan_json).get("units") or []
+        pools = {str(unit.get("pool") or "") for unit in units if unit.get("role") == "server"}
+        leases = [one for pool in pools for one in self._names.leases(keys.servers(pool)).values()]
+        found = {}
+        for one in leases:
+            index = one.key.rpartition("/")[2]
+            if one.alive and index.isdecimal():
+                found[int(index)] = str(one.value.get("version", "")), str(one.value.get("state", ""))
+        return found
+
+
+def lines(view: TrialView, width: int, details: bool = True) -> list[str]:
+    """Return a trial as lines of at most `width` columns; with `details` also its roles."""
+    status = view.status
+    found = [headline(status), *time_lines(view)]
+    for metric in CURVES:
+        found += curve_line(status, metric, width)
+    found += step_lines(view)
+    if status.rollout is not None and status.live is not None:
+        found.append(labelled("rollout", summary(status.rollout, live=True)))
+        found += [labelled("", problem) for problem in problems(status.rollout, live=True)]
+    if details and status.live is not None:
+        found += unit_lines(view)
+    indent = " " * LABEL
+    return [part for line in found for part in textwrap.wrap(one_line(line), width, subsequent_indent=indent)]
+
+
+def labelled(label: str, text: str) -> str:
+    return f"{label:<{LABEL}}{text}"
+
+
+def headline(status: TrialStatus) -> str:
+    parts = [str(status.trial), str(status.state)]
+    if status.step or status.total_steps:
+        parts.append(f"step {status.step}" + (f"/{status.total_steps}" if status.total_steps else ""))
+    if status.state is TrialState.RUNNING and status.rate:
+        parts.append(format_rate(status.rate))
+    if status.eta_s is not None and not status.over:
+        parts.append(f"{format_duration(status.eta_s)} left")
+    return "  ".join(parts)
+
+
+def time_lines(view: TrialView) -> Iterator[str]:
+    """Yield why it is in its state, how long it waits, the time limit of the job, and the next save."""
+    status, now = view.status, time.time()
+    if status.reason:
+        yield labelled("", status.reason)
+    if status.state is TrialState.PENDING and status.since:
+        yield labelled("queue", f"for {format_duration(now - status.since)}")
+    parts = [] if status.ends_at is None else [f"wall time left {format_duration(status.ends_at - now)}"]
+    parts += [] if status.generation is None else [f"checkpoint {status.generation}"]
+    parts += next_save(view, now)
+    if parts and not status.over:
+        yield labelled("time", ", ".join(parts))
+
+
+def next_save(view: TrialView, now: float) -> list[str]:
+    """Return when the next checkpoint is due, by steps and by seconds."""
+    status, recover = view.status, view.config.get("recover") or {}
+    if recover.get("mode") == "disabled":
+        return ["nothing is saved (recover.mode disabled)"]
+    found = []
+    if every := recover.get("freq_steps"):
+        due = (status.step // every + 1) * every
+        if status.total_steps:
+            due = min(due, status.total_steps)
+        left = f" in {format_duration((due - status.step) / status.rate)}" if status.rate else ""
+        found.append(f"next save at step {due}{left}")
+    if (seconds := recover.get("freq_secs")) and view.saved_at is not None:
+        found.append(f"next save in {format_duration(max(0.0, view.saved_at + seconds - now))} at the latest")
+    return found
+
+
+def curve_line(status: TrialStatus, metric: str, width: int) -> list[str]:
+    """Return a metric as its newest value and a curve; nothing where it was not measured."""
+    values = [value for _, value in status.history.curve(metric)]
+    if not values:
+        return []
+    name = f"{metric} {status.history.held_out[0]}" if metric == HELD_OUT else metric
+    if len(name) >= LABEL:
+        name = metric
+    value = f"{format_number(values[-1]):<9}"
+    return [labelled(name, value + sparkline(values, min(MAX_CURVE, width - LABEL - len(value))))]
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Return values as at most `width` blocks of eight heights, each a mean."""
+    per = -(-len(values) // max(1, width))
+    parts = [values[start : start + per] for start in range(0, len(values), per)]
+    means = [sum(part) / len(part) for part in parts]
+    least, most = min(means), max(means)
+    scale = (len(BLOCKS) - 1) / (most - least) if most > least else 0.0
+    return "".join(BLOCKS[round((mean - least) * scale)] for mean in means)
+
+
+def step_lines(view: TrialView) -> Iterator[str]:
+    """Yield how the seconds of the newest steps are divided, and how old what they train on is."""
+    rows = view.status.history.steps[-RECENT_STEPS:]
+    total = sum(row.get("step_s") or 0.0 for row in rows)
+    if not total:
+        return
+    shares = {bucket: sum(row.get(name) or 0.0 for row in rows) / total for name, bucket in PARTS}
+    split = "  ".join(f"{bucket} {share:.0%}" for bucket, share in shares.items() if share >= 0.005)
+    yield labelled("step", f"{format_number(total / len(rows))} s: {split}")
+    if "staleness_mean" in rows[-1]:
+        mean, most = (format_number(rows[-1].get(f"staleness_{kind}")) for kind in ("mean", "max"))
+        yield labelled("staleness", f"{mean} (largest {most})")
+
+
+def unit_lines(view: TrialView) -> list[str]:
+    """Return a line for each replica: where it is, and what it does; of many only how many do it."""
+    attempt = view.status.live
+    rows = []
+    for role in attempt.roles if attempt else []:
+        unit = (role.role, role.index)
+        state = "running" if role.running else "exited"
+        if role.gave_up:
+            state = f"not started again: {role.gave_up}"
+        elif role.restarting and not role.running:
+            state = f"about to be started again: {role.restarting}"
+        elif role.role == "trainer" and view.doing:
+            state = view.doing
+        elif role.role == "server" and role.index in view.versions:
+            version, doing = view.versions[role.index]
+            state = f"{doing}, weights {version or 'of the start'}"
+        again = f" (start {role.incarnation + 1})" if role.incarnation else ""
+        rows.append((role.name, places(view.nodes.get(unit, [])), state + again))
+    if len(rows) > MAX_UNITS:
+        counts = Counter((name.rpartition("-")[0], state) for name, _, state in rows)
+        rows = [(f"{count} {name}", "", state) for (name, state), count in counts.items()]
+    names, nodes = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    return [f"{name:<{max(names, LABEL - 1)}} {node:<{nodes}}  {state}" for name, node, state in rows]
+
+
+def places(nodes: list[str]) -> str:
+    """Return the nodes of a unit: the first one, and how many more."""
+    known = sorted(set(nodes))
+    return "" if not known else known[0] + (f" +{len(known) - 1}" if len(known) > 1 else "")
