@@ -18,6 +18,7 @@ import re
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -78,7 +79,10 @@ def start(tests: Sequence[str], prepare: Callable[[], None], output: Path) -> in
         os.dup2(file, 2)
         prepare()
         code = int(pytest.main([*tests, *PYTEST, f"--timeout={TIMEOUT_S}"]))
+    except BaseException:
+        traceback.print_exc()
     finally:
+        sys.stderr.flush()
         os._exit(code)
 
 
@@ -96,7 +100,7 @@ def run_all(
         pid, status = os.wait()
         key, output = running.pop(pid)
         lines = output.read_text(errors="replace").splitlines()
-        words = next((line[1:].strip() for line in lines if line.startswith("E  ")), "")
+        words = next((line[1:].strip() for line in lines if line.startswith("E  ")), (lines or [""])[-1])
         yield key, os.waitstatus_to_exitcode(status), words
 
 
@@ -151,7 +155,7 @@ def main() -> int:
             if code == 0:
                 silent.add(name)
             if code not in (0, 1):
-                say(name, f"did not run (pytest exited with {code})")
+                say(name, f"did not run (pytest exited with {code}) {words}")
             elif code == 0 and name not in known:
                 say(name, "is not noticed when it is disconnected")
             elif code and name in known:

@@ -68,12 +68,18 @@ def test_a_process_is_given_what_the_launcher_says(trainer):
     if trainer == "grpo":
         asked |= {"inference_server_cpus_per_gpu": 5, "inference_server_mem_per_gpu": 900}
     overrides = [f"launcher.{name}={value}" for name, value in asked.items()]
-    loaded = checked(trainer, *overrides, "launcher.slurm.partition=night", "cluster.n_gpus_per_node=2")
+    division = "sglang:d1t2+fsdp:d2" if trainer == "grpo" else "fsdp:d4"
+    overrides += [
+        f"allocation_mode={division}",
+        "cluster.n_gpus_per_node=4",
+        "launcher.slurm.partition=night",
+    ]
+    loaded = checked(trainer, *overrides)
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
     given = {unit.role: (unit.cpus_per_task, unit.mem_mb_per_task) for unit in plan.units}
     assert given["trainer"] == (3, 700)
     assert next(unit.env["A"] for unit in plan.units if unit.role == "trainer") == "1"
-    assert trainer != "grpo" or given["server"] == (5, 900)
+    assert trainer != "grpo" or given["server"] == (2 * 5, 2 * 900)
     stamp = Stamp(
         version="1",
         config_sha256="0",

@@ -83,23 +83,6 @@ def test_where_a_site_keeps_its_own(environ, places):
     assert [str(folder) for folder in site_dirs(environ)] == places
 
 
-def test_cpus_and_memory_by_unit():
-    given = [
-        "launcher.inference_server_cpus_per_gpu=3",
-        "launcher.inference_server_mem_per_gpu=1000",
-        "actor.dtype=bfloat16",
-    ]
-    given += [
-        "launcher.trainer_cpus_per_gpu=2",
-        "launcher.trainer_mem_per_gpu=500",
-        "allocation_mode=sglang:d2t2+fsdp:d4",
-    ]
-    loaded = check(load([], [*BASE, *given]), files=False)
-    units = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm").units
-    asked = {unit.role: (unit.cpus_per_task, unit.mem_mb_per_task) for unit in units}
-    assert asked["server"] == (6, 2000) and asked["trainer"] == (2, 500)
-
-
 def test_srun_options_reach_the_units():
     loaded = check(
         load([], [*BASE, "launcher.slurm.srun_additional_args=--mpi=pmix --comment='a b'"]), files=False
