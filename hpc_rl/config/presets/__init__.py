@@ -12,7 +12,7 @@ from hpc_rl.errors import ConfigError
 
 BELOW = ("atlas", "atlas-teacher")
 OVER = ("cpu",)
-_ONLY_OWN_PROMPTS = ("train_dataset.too_long",)  # of a workflow that sends them as they are
+_BATCH_OF_RANKS = {"train_dataset.sequences_per_rank", "per_device_train_batch_size"}
 _ONLY_GRPO = ("launcher.rollout_", "launcher.inference_server_")
 _OPTIONAL = ("ref", "valid_dataset")
 
@@ -21,13 +21,10 @@ def read(
     names: Sequence[str], known: Mapping[str, Any], sources: Sequence[Settings]
 ) -> tuple[list[Settings], list[Settings]]:
     """Return the presets below the files, and those over them. Raises ConfigError for an unknown name."""
-    present = {
-        name.partition(".")[0]
-        for source in sources
-        for name, item in source.items()
-        if item.value is not None
+    given = {
+        name: item.value for source in sources for name, item in source.items() if item.value is not None
     }
-    made = {name: _fit(_read(name), known, present) for name in names}
+    made = {name: _fit(_read(name), known, given) for name in names}
     return [made[name] for name in made if name in BELOW], [made[name] for name in made if name in OVER]
 
 
@@ -40,22 +37,24 @@ def _read(name: str) -> Settings:
     return {option: dataclasses.replace(item, origin=f"preset {name}") for option, item in found.items()}
 
 
-def _fit(preset: Settings, known: Mapping[str, Any], present: set[str]) -> Settings:
-    """Return the part of a preset that a trainer has; `actor` includes `model`.
+def _fit(preset: Settings, known: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
+    """Return the part of a preset that a trainer has and what is `given` allows; `actor` includes `model`.
 
-    An optional section that the preset does not complete is left out unless it is in `present`.
+    An optional section that the preset does not complete is left out unless it is given.
     """
     fitting: Settings = {}
+    present = {name.partition(".")[0] for name in given}
+    makes_own_input = "teacher" in known or given.get("rollout.workflow") == "multi_turn"
+    without = {"train_dataset.too_long"} if makes_own_input or "actor" not in known else set()
+    without |= {"train_dataset.batch_size"} if _BATCH_OF_RANKS & given.keys() else set()
     only_grpo = (*_ONLY_GRPO, *(f"{backend.section}." for backend in SERVER_BACKENDS.values()))
     for name, item in preset.items():
         if "actor" not in known:
             if name.startswith(only_grpo):
                 continue  # it is there in every configuration, but only grpo has servers
             name = f"model.{name.removeprefix('actor.')}" if name.startswith("actor.") else name
-        if name in _ONLY_OWN_PROMPTS and ("actor" not in known or "teacher" in known):
-            continue
         top = name.partition(".")[0]
         is_absent = top in _OPTIONAL and top not in present and f"{top}.path" not in preset
-        if name in known and not is_absent:
+        if name in known and name not in without and not is_absent:
             fitting[name] = item
     return fitting

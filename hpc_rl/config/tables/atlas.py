@@ -41,7 +41,8 @@ class Alias:
         if self.to:
             product = "".join(f" * {name}" for name in self.times)
             is_product = f"{self.to} is the name{product}" if product else self.to
-            also = ", ".join(f"{name} becomes {value}" for name, value in self.also.items())
+            trainers = ", ".join(self.also_for)
+            also = ", ".join(f"{name} becomes {value} ({trainers})" for name, value in self.also.items())
             alone = f"no effect without a section {self.needs}" if self.needs else ""
             return "; ".join(filter(None, (is_product, self.note, also, alone)))
         accepted = ", ".join(str(value).lower().replace("none", "null") for value in self.idle)

@@ -276,6 +276,21 @@ def test_the_preset_lies_below_files(tmp_path):
     assert loaded.origins["gconfig.temperature"] == "preset atlas"
 
 
+@pytest.mark.parametrize(
+    ("preset", "given", "batch_size", "too_long"),
+    [
+        ("atlas", [], 1, "truncate_left"),
+        ("atlas", ["rollout.workflow=multi_turn"], 1, "drop"),
+        ("atlas-teacher", ["pools.student.url=http://s/v1"], 4, "drop"),
+        ("atlas-teacher", ["pools.student.url=http://s/v1", "per_device_train_batch_size=32"], 1, "drop"),
+    ],
+)
+def test_a_preset_gives_way_to_what_is_given(preset, given, batch_size, too_long):
+    words = [*BASE, *given, "allocation_mode=embedded:d1+fsdp:d1", "cluster.n_gpus_per_node=0"]
+    found = check(load([], words, presets=[preset]), files=False).config.train_dataset
+    assert (found.batch_size, found.too_long) == (batch_size, too_long)
+
+
 def test_the_preset_of_the_teacher_is_its_recipe(tmp_path):
     pools = ["pools.student.path=/s", "allocation_mode=embedded:d1+embedded[student]:d1+fsdp:d1"]
     words = [*BASE, *pools, "cluster.n_gpus_per_node=0", "max_probe_tokens=200"]
