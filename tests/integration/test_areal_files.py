@@ -74,7 +74,8 @@ def trials(place) -> dict[str, Trial]:
         folder.mkdir()
         config = written(folder, file, changes)
         if name == "sft":
-            config.write_text(yaml.safe_dump(saved_config(file)))
+            text = yaml.safe_dump(saved_config(file)).replace("/storage/experiments", str(toy / "runs"))
+            config.write_text(text.replace("/storage/models/Qwen2.5-1.5B-Instruct", str(path)))
         more = [f"allocation_mode={MESHES[name]}", f"ref.path={path}"] if name in MESHES else []
         said = hpc_rl(
             "submit", "--json", "--config", config, "--preset", "cpu", f"total_train_steps={STEPS}",

@@ -174,7 +174,8 @@ def _insert(tree: dict[str, SourceValue], path: list[str], item: SourceValue) ->
 def _set_n_samples(item: SourceValue, done: RenamedSettings) -> None:
     """Let the group have the trajectories that AReaL's workflow makes of one prompt, with `n_samples` 1."""
     own, count = done.settings.get("gconfig.n_samples"), item.value
-    if isinstance(count, int) and count > 1 and (own is None or own.value == 1):
+    is_free = own is None or (own.value == 1 and not own.is_argument)
+    if isinstance(count, int) and count > 1 and is_free:
         done.settings["gconfig.n_samples"] = item
         done.notes.append(f"gconfig.n_samples is {count}: n_trajs is the number of trajectories in a group.")
 
