@@ -76,7 +76,9 @@ def trials(place) -> dict[str, Trial]:
         if name == "sft":
             text = yaml.safe_dump(saved_config(file)).replace("/storage/experiments", str(toy / "runs"))
             config.write_text(text.replace("/storage/models/Qwen2.5-1.5B-Instruct", str(path)))
-        more = [f"allocation_mode={MESHES[name]}", f"ref.path={path}"] if name in MESHES else []
+        more = []
+        if name in MESHES:
+            more = [f"trial_name={name}", f"allocation_mode={MESHES[name]}", f"ref.path={path}"]
         said = hpc_rl(
             "submit", "--json", "--config", config, "--preset", "cpu", f"total_train_steps={STEPS}",
             f"cluster.fileroot={toy / 'runs'}", f"cluster.name_resolve.nfs_record_root={toy / 'names'}",
