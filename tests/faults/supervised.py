@@ -10,11 +10,10 @@ import time
 from pathlib import Path
 
 from toy_plans import toy_plan
-from toy_trials import is_running
+from toy_trials import is_running, pid_of
 
 from hpc_rl.files import JsonLines
 from hpc_rl.plan.schema import Unit
-from hpc_rl.proc import is_alive
 from hpc_rl.records import ProcessRecord
 from hpc_rl.render.scripts import render_steps
 from hpc_rl.trial import Trial, write_json
@@ -97,7 +96,7 @@ class Fake:
     def newest(self, role: str, index: int) -> ProcessRecord | None:
         """The process of a unit that lives."""
         records = map(ProcessRecord.read, self.attempt.processes.glob(f"{role}-{index}.*-rank0.json"))
-        return next((one for one in records if one and is_alive(one.pid, one.start_ticks)), None)
+        return next((one for one in records if one and is_running(vars(one))), None)
 
     def replicas(self) -> dict[int, ProcessRecord]:
         """The servers that live, by their index."""
@@ -110,7 +109,7 @@ class Fake:
     def kill(self, role: str, index: int) -> None:
         record = self.newest(role, index)
         assert record is not None, f"{role} {index} does not run"
-        os.kill(record.pid, signal.SIGKILL)
+        os.kill(pid_of(vars(record)), signal.SIGKILL)
 
     def until(self, what, timeout_s: float = 15.0) -> None:
         deadline = time.monotonic() + timeout_s

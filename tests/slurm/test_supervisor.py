@@ -16,10 +16,9 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from supervised import HERE, ROOT, Fake, unit
-from toy_trials import pid_of
+from toy_trials import is_running, pid_of
 
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.proc import is_alive
 from hpc_rl.records import ProcessRecord
 from hpc_rl.trial import read_json, write_json
 
@@ -186,21 +185,21 @@ def test_the_servers_of_a_node_are_one_step_that_lives_and_dies_alone(fake):
     assert new[0].step == before[1].step and steps(fake) == one_each
 
     client = ProcessRecord.read(fake.attempt.process_record("server", 0, 0, 0, by_client=True))
-    for role, index, pid in (("srun", 0, client.pid), ("agent", 2, fake.newest("serveragent", 2).pid)):
+    for role, index, record in (("srun", 0, client), ("agent", 2, fake.newest("serveragent", 2))):
         known, pair = fake.replicas(), (index, index + 1)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pid_of(vars(record)), signal.SIGKILL)
         fake.until(
             lambda known=known, pair=pair: all(fake.replicas().get(i, known[i]) != known[i] for i in pair), 60
         )
         new = fake.replicas()
         assert [i for i in sorted(new) if new[i] != known[i]] == [*pair], role
-        assert not any(is_alive(known[i].pid, known[i].start_ticks) for i in pair), role
+        assert not any(is_running(vars(known[i])) for i in pair), role
     fake.until(lambda: steps(fake) == one_each, 30)
 
     # server 4 was left alone all the time: what it wrote was a heartbeat, six times a minute at most
     [key] = [key for key in written if key.endswith("/4")]
     most = (time.monotonic() - began) / 10 + 1
     assert counters(fake)[key] - written[key] <= most
-    os.kill(fake.newest("supervisor", 0).pid, signal.SIGKILL)
+    os.kill(pid_of(vars(fake.newest("supervisor", 0))), signal.SIGKILL)
     fake.until(lambda: len(fake.events("supervisor_started")) == 2 and len(fake.replicas()) == 5, 60)
-    assert not {one.pid for one in new.values()} & {one.pid for one in fake.replicas().values()}
+    assert not set(new.values()) & set(fake.replicas().values())
