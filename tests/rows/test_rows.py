@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BITE = Path(__file__).with_name("bite.py")
 
 
@@ -35,8 +37,9 @@ def test_a_disconnected_option_is_the_default_for_the_product_and_a_value_for_te
     assert dataclasses.replace(here, names=[]) == Options(7) != Options(1)
 
 
+@pytest.mark.timeout(900)
 def test_a_sample_of_rows_is_noticed_when_it_is_disconnected():
     seed = str(datetime.datetime.now(datetime.UTC).date().toordinal())
     argv = [sys.executable, str(BITE), "--sample", "8", "--seed", seed, "--jobs", "1"]
-    run = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
+    run = subprocess.run(argv, capture_output=True, text=True, timeout=880, check=False)
     assert run.returncode == 0, f"{' '.join(argv[1:])}\n{run.stdout}{run.stderr}"

@@ -227,7 +227,8 @@ def test_the_rows_of_another_file(trained, trainer):
 def test_held_out_rows_are_evaluated(trained, trainer):
     assert trained(trainer).evaluated == []
     first = [] if trainer != "grpo" else [0]
-    assert trained(trainer, "valid_dataset.path=HERE/short.jsonl").evaluated == [*first, 10]
+    done = trained(trainer, "valid_dataset.path=HERE/short.jsonl")
+    assert done.evaluated == [*first, 10] and done.recipe.run.data["rows"] == NUM_ROWS
 
 
 def checkpoints(done: Trained) -> list[int]:
