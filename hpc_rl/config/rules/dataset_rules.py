@@ -153,7 +153,8 @@ def rows(config: Config, explicit: Collection[str]) -> Iterator[str]:
                     hint = "add chat_template.jinja, or give prompts as texts"
                     raise ConfigError(f"it is a chat, and {folder} has no chat template: {hint}.")
         except ConfigError as error:
-            where = f"{section}.path {dataset.path} row {number}: " if number else f"{section}.path: "
+            option = f"{section}.columns: " if dataset.columns else f"{section}.path "
+            where = f"{option}{dataset.path} row {number}: " if number else f"{section}.path: "
             yield f"{where}{error} {_mapping(section, dataset, kind, row)}".rstrip()
 
 
