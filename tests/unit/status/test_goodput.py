@@ -1,10 +1,12 @@
 """Goodput: what every second of a trial's devices was used for, from files alone."""
 
+from pathlib import Path
+
 import pytest
 
 from hpc_rl.records import TrialState
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.status.goodput import Bucket, goodput
+from hpc_rl.status.goodput import MEANINGS, Bucket, goodput
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.trial import write_json
 
@@ -109,3 +111,10 @@ def test_servers_of_jobs_of_their_own_have_allocations_of_their_own(killed_and_c
         2 * 5 + 2 * 4
     )  # the server outlives the trainer by 4 s
     assert sum(found.buckets.values()) == pytest.approx(found.allocation_s)
+
+
+def test_the_page_lists_every_bucket():
+    page = (Path(__file__).parents[3] / "docs" / "see.md").read_text()
+    assert [row for row in page.splitlines() if row.startswith("| `")] == [
+        f"| `{bucket}` | {text} |" for bucket, text in MEANINGS.items()
+    ]
