@@ -8,7 +8,8 @@ once, as it entered the final weights.
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from sys import float_info
+from typing import Any, TypeGuard
 
 from hpc_rl.errors import TrialStateError
 from hpc_rl.files import JsonLines, Row
@@ -55,18 +56,19 @@ class History:
         if metric != HELD_OUT:
             rows = (*self.steps, *self.evaluations)
             pairs = [(row["step"], row.get(metric)) for row in rows]
-        return [(step, float(value)) for step, value in pairs if _is_number(value)]
+        return [(step, float(value)) for step, value in pairs if is_number(value)]
 
     def metrics(self) -> list[str]:
         """Return the names of all curves, `held-out` first."""
         rows = (*self.steps, *self.evaluations)
-        names = {name: None for row in rows for name, value in row.items() if _is_number(value)}
+        names = {name: None for row in rows for name, value in row.items() if is_number(value)}
         found = [name for name in names if name not in NOT_CURVES]
         return [HELD_OUT, *found] if self.held_out[1] else found
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def is_number(value: Any) -> TypeGuard[int | float]:
+    """Return whether a value of a file is a number that a float can hold; infinity and NaN are none."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= float_info.max
 
 
 def is_evaluation(row: Row) -> bool:

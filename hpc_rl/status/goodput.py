@@ -13,8 +13,8 @@ from typing import Any
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.files import JsonLines, Row
-from hpc_rl.records import Event, EventKind, JobEvent, LineageRecord, read_events, read_job_state
-from hpc_rl.stats.read import is_evaluation
+from hpc_rl.records import EndedRecord, Event, EventKind, JobEvent, LineageRecord, read_events, read_job_state
+from hpc_rl.stats.read import is_evaluation, is_number
 from hpc_rl.status.trial_status import TrialStatus
 from hpc_rl.trial import Attempt, AttemptId, Trial, entries, read_object
 
@@ -181,8 +181,8 @@ def held(attempt: Attempt, now: float | None) -> tuple[float, float]:
     begun = [line.time for line in lines if line.event is JobEvent.STARTED]
     over = [line.time for line in lines if line.event in (JobEvent.ENDED, JobEvent.REQUEUED)]
     signs = [event.time for event in read_events(attempt) if event.time is not None]
-    ended = read_object(attempt.ended).get("time")
-    signs += [ended] if isinstance(ended, float | int) else []
+    ended = EndedRecord.read(attempt.ended)
+    signs += [ended.time] if ended is not None and ended.time else []
     for _, rows in metric_files(attempt):
         signs += [row["time"] for row in rows]
     start = min([*begun, *signs], default=now or 0.0)
@@ -194,7 +194,7 @@ def metric_files(attempt: Attempt) -> list[tuple[int, list[Row]]]:
     found = []
     for path in attempt.dir.glob("metrics.*.jsonl"):
         number, rows = path.name.split(".")[1], JsonLines(path).poll()
-        known = [row for row in rows if isinstance(row.get("time"), float | int) and not is_evaluation(row)]
+        known = [row for row in rows if is_number(row.get("time")) and not is_evaluation(row)]
         if number.isdecimal():
             found.append((int(number), [row for row in known if isinstance(row.get("step"), int)]))
     return sorted(found, key=lambda pair: pair[0])
@@ -229,11 +229,11 @@ def trainer_spans(
 def _steps(cursor: Cursor, rows: Iterable[Row], lineages: Sequence[LineageRecord]) -> None:
     """Count the steps of an incarnation; before the first one it starts."""
     for number, row in enumerate(rows):
-        parts = [(_seconds(row, name), bucket) for name, bucket in PARTS]
+        parts = [(seconds_of(row, name), bucket) for name, bucket in PARTS]
         if number == 0:  # its line counts from when the trainer was made
             cursor.to(row["time"] - sum(seconds for seconds, _ in parts), Bucket.START)
         else:
-            cursor.to(row["time"] - _seconds(row, "step_s"), Bucket.SAVE)
+            cursor.to(row["time"] - seconds_of(row, "step_s"), Bucket.SAVE)
         if is_lost(row, lineages):
             cursor.to(row["time"], Bucket.LOST)
         for seconds, bucket in parts:
@@ -262,9 +262,10 @@ def _doing(attempt: Attempt, incarnation: int) -> Bucket:
     return next((bucket for bucket in Bucket if bucket == doing), Bucket.START)
 
 
-def _seconds(row: Row, name: str) -> float:
+def seconds_of(row: Row, name: str) -> float:
+    """Return a duration of a row of metrics; 0 where it has none."""
     value = row.get(name)
-    return max(0.0, float(value)) if isinstance(value, float | int) else 0.0
+    return max(0.0, float(value)) if is_number(value) else 0.0
 
 
 def _add(use: AttemptUse, spans: Iterable[Span], number: int) -> None:
@@ -285,7 +286,7 @@ def _add_servers(use: AttemptUse, spans: Iterable[Span], attempt: Attempt, numbe
     own = AttemptUse(use.id, use.start, use.end, number)
     _add(own, cursor.spans, number)
     busy = [read_object(path).get("busy_s") for path in attempt.dir.glob("use/server-*.json")]
-    if known := [float(one) for one in busy if isinstance(one, float | int)]:
+    if known := [float(one) for one in busy if is_number(one)]:
         # the mean of the replicas counts for all, less the requests of evaluations and those held meanwhile
         others = own.buckets.get(Bucket.EVALUATE, 0.0) + own.buckets.get(Bucket.PUBLISH, 0.0)
         incarnations = len({path.name.split(".")[0] for path in attempt.dir.glob("use/server-*.json")})

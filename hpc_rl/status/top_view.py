@@ -12,9 +12,9 @@ from typing import Any
 from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.records import ProcessFile, ProcessRecord, TrialState
-from hpc_rl.stats.read import HELD_OUT
+from hpc_rl.stats.read import HELD_OUT, is_number
 from hpc_rl.status.formatting import format_duration, format_number, format_rate, one_line
-from hpc_rl.status.goodput import PARTS
+from hpc_rl.status.goodput import PARTS, seconds_of
 from hpc_rl.status.rollout_report import problems, summary
 from hpc_rl.status.scheduler_view import TrialWatch
 from hpc_rl.status.trial_status import TrialStatus
@@ -181,14 +181,15 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def step_lines(view: TrialView) -> Iterator[str]:
     """Yield how the seconds of the newest steps are divided, and how old what they train on is."""
     rows = view.status.history.steps[-RECENT_STEPS:]
-    total = sum(row.get("step_s") or 0.0 for row in rows)
+    total = sum(seconds_of(row, "step_s") for row in rows)
     if not total:
         return
-    shares = {bucket: sum(row.get(name) or 0.0 for row in rows) / total for name, bucket in PARTS}
+    shares = {bucket: sum(seconds_of(row, name) for row in rows) / total for name, bucket in PARTS}
     split = "  ".join(f"{bucket} {share:.0%}" for bucket, share in shares.items() if share >= 0.005)
     yield labelled("step", f"{format_number(total / len(rows))} s: {split}")
-    if "staleness_mean" in rows[-1]:
-        mean, most = (format_number(rows[-1].get(f"staleness_{kind}")) for kind in ("mean", "max"))
+    ages = [rows[-1].get(f"staleness_{kind}") for kind in ("mean", "max")]
+    if all(map(is_number, ages)):
+        mean, most = map(format_number, ages)
         yield labelled("staleness", f"{mean} (largest {most})")
 
 

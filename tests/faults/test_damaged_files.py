@@ -30,6 +30,10 @@ COMMANDS = (
     ("recover", "TRIAL", "--explain"),
     ("logs", "TRIAL"),
     ("checkpoint", "list", "TRIAL"),
+    ("report", "TRIAL"),
+    ("plot", "TRIAL"),
+    ("top", "TRIAL", "--once"),
+    ("du", "TRIAL"),
 )
 JSON = {
     "deep": "[" * 100_000,
