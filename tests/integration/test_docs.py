@@ -35,8 +35,10 @@ from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.plan.plan import make_plan
+from hpc_rl.rollout.rewards import BUILTINS
 from hpc_rl.rollout.tool_call import call_tool
 from hpc_rl.rollout.workflow import check_group
+from hpc_rl.rollout.workflows import WORKFLOWS
 from hpc_rl.types import Reply, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -387,6 +389,13 @@ def quoted(page: str) -> list[str]:
             else []
         )
     return texts
+
+
+def test_every_command_and_built_in_is_on_a_page():
+    text = "".join((DOCS / page).read_text() for page in nav() if page != "configuration.md")
+    assert not [name for name in COMMANDS if f"hpc-rl {name}" not in text]
+    for page, table in (("rewards.md", BUILTINS), ("workflows.md", WORKFLOWS)):
+        assert table.keys() <= {*quoted(page)}, page
 
 
 def test_symptoms_are_what_the_program_says():
