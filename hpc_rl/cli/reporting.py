@@ -102,7 +102,7 @@ def text(reports: list[TrialReport]) -> list[str]:
             "",
             *columns([["goodput", *(report.name for report in reports)], *([str(b), *c] for b, c in rows)]),
         ]
-    for report in reports:
+    for report in (one for one in reports if one.goodput.attempts):
         head = [f"attempts of {report.name}", "state", "started", "held", "waited", "steps", "cause"]
         lines += ["", *columns([head, *attempt_rows(report)])]
     if len(reports) > 1 and (found := differences(reports)):

@@ -107,8 +107,8 @@ def facts(report: TrialReport) -> dict[str, str]:
     found["started"] = format_time(min(started)) if started else ""
     found["attempts"] = str(len(status.attempts))
     found["in the queue"] = format_duration(use.queued_s)
-    found["allocation"] = device_time(use, use.allocation_s)
     if use.share is not None:
+        found["allocation"] = device_time(use, use.allocation_s)
         found["goodput"] = f"{use.share:.1%} generated or trained"
     if status.state is not TrialState.DONE and status.generation is not None:
         found["checkpoint"] = str(status.generation)
