@@ -79,7 +79,10 @@ def thinned(curve: Curve) -> Curve:
 
 def staleness(sample: Sample) -> int | None:
     """Return how many steps the oldest weights of a completion were behind; None where none are known."""
-    steps = [WeightVersion.parse(version).step for version in sample.versions]
+    try:
+        steps = [WeightVersion.parse(version).step for version in sample.versions]
+    except (ValueError, AttributeError):  # of an environment that does not tell, or a damaged file
+        return None
     return max(0, sample.step - 1 - min(steps)) if steps else None
 
 

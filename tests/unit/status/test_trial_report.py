@@ -105,4 +105,5 @@ def test_curves_spans_and_ages_of_a_long_trial_stay_small():
     ]
     assert merged([*spans, Span(1000, 1100, Bucket.LOST)], 20) == [("train", 0, 1000), ("lost", 1000, 1100)]
     assert staleness(SAMPLE) == 1  # made by the weights of steps 1 and 2, for step 3
+    assert staleness(replace(SAMPLE, versions=["-1.-1"])) is None  # an environment did not tell
     assert staleness(replace(SAMPLE, versions=["3.9"])) == 0  # of a lineage that was given up
