@@ -74,6 +74,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     service = RolloutService(
         trial.rollout, sequencer, prompts, held_out, lineages, executor, lambda: context.deadline.left_s
     )
+    service.evaluations.options = config.evaluator
     await executor.start()
 
     def live_servers() -> dict[str, int]:

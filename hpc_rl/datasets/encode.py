@@ -115,6 +115,10 @@ class Prompts:
         """The position-th prompt as the file has them; for evaluations."""
         return self._prompt(0, position)
 
+    def columns(self, position: int) -> dict[str, Any]:
+        """The columns of the position-th prompt of the file."""
+        return self.rows[self._kept[position]]
+
     def _prompt(self, epoch: int, position: int) -> Prompt:
         row = self._kept[position]
         columns = self.rows[row]

@@ -3,10 +3,13 @@
 import asyncio
 import itertools
 import logging
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from math import comb
+from statistics import fmean
 
+from hpc_rl.config.sections.operations import EvaluatorConfig
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.rollout.executor import Executor, run_prompt
@@ -18,6 +21,23 @@ logger = logging.getLogger(__name__)
 EVALUATIONS_KEPT = 4
 
 
+def measures(rewards: Sequence[Sequence[float]], pass_reward: float) -> dict[str, float]:
+    """Return the mean `reward` of prompts with n completions each and, where n > 1, `pass@k`.
+
+    That is the probability that one of k completions has at least `pass_reward`, for k = 1, 2, 4, … and n, by
+    the unbiased estimate of Chen et al. 2021 (arXiv:2107.03374, equation 1). Where prompts differ in n, the
+    largest k is the smallest n.
+    """
+    found = {"reward": fmean(fmean(one) for one in rewards)}
+    least = min(map(len, rewards))
+    passed = [(len(one), sum(reward >= pass_reward for reward in one)) for one in rewards]
+    for k in (
+        sorted({*(2**i for i in range(least.bit_length()) if 2**i <= least), least}) if least > 1 else ()
+    ):
+        found[f"pass@{k}"] = fmean(1 - comb(n - c, k) / comb(n, k) for n, c in passed)
+    return found
+
+
 class Evaluations:
     """The evaluations of an incarnation, the newest few; their tickets are negative.
 
@@ -26,6 +46,7 @@ class Evaluations:
 
     def __init__(self, prompts: Prompts | None, limit: int, retries: int, executor: Executor) -> None:
         self.prompts = prompts
+        self.options = EvaluatorConfig()  # what passes, and which column names sets
         self._limit, self._retries, self._executor = limit, retries, executor
         self._tasks: dict[WeightVersion, asyncio.Task[EvalResult]] = {}
         self._tickets = itertools.count(-1, -1)
@@ -70,7 +91,7 @@ class Evaluations:
 
     async def _evaluate(self, version: WeightVersion) -> EvalResult:
         assert self.prompts is not None
-        scored: list[PromptScored] = []
+        scored: dict[int, PromptScored] = {}  # by the place in the file
         counts: Counter[str] = Counter(left_out=0, asked_again=0)
         positions = iter(range(len(self.prompts)))
         score = partial(self._score, version, positions, scored, counts)
@@ -82,19 +103,35 @@ class Evaluations:
                 worker.cancel()
         if not scored:
             raise RoleFailed(f"no held-out prompt could be scored: {counts['left_out']} were left out")
-        counts["num_tokens"] = sum(one["num_tokens"] for one in scored)
-        stats = means(one["stats"] for one in scored)
+        counts["num_tokens"] = sum(one["num_tokens"] for one in scored.values())
+        stats = means(one["stats"] for one in scored.values())
         stats |= {name: float(count) for name, count in counts.items()}
-        reward = sum(one["reward"] for one in scored) / len(scored)
-        groups = [decode(one["group"]) for one in scored if one["group"]]
-        groups.sort(key=lambda group: group.index)
+        measured = measures([one["rewards"] for one in scored.values()], self.options.pass_reward)
+        reward = measured.pop("reward")
+        stats |= measured | self._measures_by_set(scored)
+        groups = [decode(one["group"]) for _, one in sorted(scored.items()) if one["group"]]
         return EvalResult(str(version), len(scored), reward, stats, groups)
+
+    def _measures_by_set(self, scored: Mapping[int, PromptScored]) -> dict[str, float]:
+        """Return `<set>/<measure>` for each value of the column that names sets."""
+        assert self.prompts is not None
+        column, sets = self.options.sets_column, defaultdict[str, list[list[float]]](list)
+        if column is None:
+            return {}
+        for position, one in scored.items():
+            name = self.prompts.columns(position).get(column, "")
+            sets[str(name)].append(one["rewards"])
+        return {
+            f"{name}/{measure}": value
+            for name, rewards in sorted(sets.items())
+            for measure, value in measures(rewards, self.options.pass_reward).items()
+        }
 
     async def _score(
         self,
         version: WeightVersion,
         positions: Iterator[int],
-        scored: list[PromptScored],
+        scored: dict[int, PromptScored],
         counts: Counter[str],
     ) -> None:
         """Score prompts, one after the other, until `positions` has no more. Raises Stale."""
@@ -114,7 +151,7 @@ class Evaluations:
                 if newer := [one for one in made_by if one > version]:
                     raise Stale(f"the servers have {newer[-1]} by now: {version} can't be evaluated any more")
                 if made_by in ([], [version]):
-                    scored.append(outcome)
+                    scored[position] = outcome
                     break
                 counts["asked_again"] += 1
 

@@ -78,7 +78,7 @@ class PromptScored(TypedDict):
 
     op: Literal["scored"]
     ticket: int
-    reward: float
+    rewards: list[float]  # of its trajectories
     num_tokens: int
     versions: list[str]  # of the weights that made its tokens
     stats: dict[str, float]  # means over its trajectories

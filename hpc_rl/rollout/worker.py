@@ -149,11 +149,10 @@ def _scored(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> PromptScor
     group.index = prompt["index"]
     trained = [(t.lineages[t.loss_mask], t.steps[t.loss_mask]) for t in group.trajectories]
     versions = {WeightVersion(int(a), int(b)) for pair in trained for a, b in zip(*pair, strict=True)}
-    rewards = [t.reward for t in group.trajectories]
     return PromptScored(
         op="scored",
         ticket=prompt["ticket"],
-        reward=sum(rewards) / len(rewards),
+        rewards=[t.reward for t in group.trajectories],
         num_tokens=sum(int(t.loss_mask.sum()) for t in group.trajectories),
         versions=[str(version) for version in sorted(versions)],
         stats=means(t.stats for t in group.trajectories),

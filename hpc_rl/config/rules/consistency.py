@@ -43,6 +43,7 @@ NEEDS = {  # option -> the one without which it has no effect
     "evaluator.freq_steps": "valid_dataset",
     "evaluator.freq_secs": "valid_dataset",
     "eval_gconfig": "valid_dataset",
+    "evaluator.sets_column": "valid_dataset",
     "recover.keep_best": "valid_dataset",
     "saver.keep_best": "valid_dataset",
     "train_dataset.pin_memory": "cluster.n_gpus_per_node",

@@ -69,6 +69,12 @@ class EvaluatorConfig(FrequencyConfig, IdentityConfig):
     keep_samples: NonNegativeInt = 32
     """Prompts of each evaluation whose completions are kept, the first of `valid_dataset`, for `hpc-rl
     samples`. hpc-rl extension."""
+    pass_reward: float = 1.0
+    """Least reward of a completion that passes, for `eval_pass@k` where `eval_gconfig.n_samples` is above 1.
+    hpc-rl extension."""
+    sets_column: str | None = None
+    """Column of `valid_dataset` that names the set of a row: each set has metrics of its own, as
+    `eval_NAME/reward`; null measures all rows together only. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

@@ -16,6 +16,7 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
+from hpc_rl.config.sections.operations import EvaluatorConfig
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.datasets.rows import Rows
 from hpc_rl.errors import ConfigError, RoleFailed, Stale
@@ -52,6 +53,9 @@ class Prompts:
 
     in_file_order = at
 
+    def columns(self, position: int) -> dict[str, str]:
+        return {"of": "odd" if position % 2 else "even"}
+
 
 class Instant:
     """Answers each prompt in the next turn of the loop; `fate` may make something else of a frame, None for
@@ -78,7 +82,14 @@ class Instant:
             return
         version = frame["version"]
         answer = (
-            {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": [version], "stats": {}, "group": b""}
+            {
+                "op": "scored",
+                "rewards": [1.0],
+                "num_tokens": 3,
+                "versions": [version],
+                "stats": {},
+                "group": b"",
+            }
             if frame["evaluate"]
             else {"op": op}
         )
@@ -418,7 +429,7 @@ async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(
             return None
         asked.append(frame["row"])
         if asked.count(frame["row"]) == 1 and frame["row"] == 2:
-            return scored | {"reward": 9.0, "versions": ["0.2", "0.3"]}
+            return scored | {"rewards": [9.0], "versions": ["0.2", "0.3"]}
         if frame["row"] == 4:
             return {"op": "rejected", "reason": "reward_timeout"}
         stats = {"row": frame["row"]} | ({"left_out": 7.0, "odd": 1.0} if frame["row"] % 2 else {})
@@ -426,7 +437,7 @@ async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(
 
     scored = {
         "op": "scored",
-        "reward": 1.0,
+        "rewards": [1.0],
         "num_tokens": 3,
         "versions": ["0.3"],
         "stats": {"row": 99},
@@ -445,8 +456,28 @@ async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(
     await service.close()
 
 
+async def test_an_evaluation_of_several_completions_measures_pass_at_k_for_each_set(tmp_path):
+    def fate(frame):
+        rewards = [[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [1.0] * 4, [1.0, 1.0, 0.5, 0.5], [0.0] * 4][frame["row"]]
+        found = {"op": "scored", "rewards": rewards, "num_tokens": 1, "versions": ["0.3"], "stats": {}}
+        return found | {"group": b""} if frame["evaluate"] else None
+
+    service = make(tmp_path, fate)
+    service.evaluations.options = EvaluatorConfig(sets_column="of")
+    result = await service.evaluate(WeightVersion(0, 3), None)
+    await service.close()
+    assert result.reward == pytest.approx((1 + 0 + 4 + 3 + 0) / 20)
+    found = {name: value for name, value in result.stats.items() if name.startswith("pass@")}
+    assert found == pytest.approx(
+        {"pass@1": (1 / 4 + 1 + 1 / 2) / 5, "pass@2": (1 / 2 + 1 + 5 / 6) / 5, "pass@4": 3 / 5}
+    )
+    of_sets = {name: value for name, value in result.stats.items() if "/" in name}
+    assert of_sets["even/reward"] == pytest.approx(5 / 12) and of_sets["odd/pass@4"] == 0.5
+    assert {name.partition("/")[0] for name in of_sets} == {"even", "odd"}
+
+
 async def test_an_evaluation_that_can_never_end_is_refused(tmp_path):
-    newer = {"op": "scored", "reward": 1.0, "num_tokens": 3, "versions": ["0.4"], "stats": {}}
+    newer = {"op": "scored", "rewards": [1.0], "num_tokens": 3, "versions": ["0.4"], "stats": {}}
     service = make(tmp_path, lambda frame: newer if frame["evaluate"] else None)
     with pytest.raises(Stale, match=r"0\.4"):
         await service.evaluate(WeightVersion(0, 3), None)

@@ -324,9 +324,9 @@ async def test_an_evaluation_samples_once_and_tells_every_version():
     client = Client()
     outcome = await answer(*make(client), evaluate=True)
     assert len(client.requests) == 1
-    assert (outcome["op"], outcome["reward"], outcome["versions"], outcome["num_tokens"]) == (
+    assert (outcome["op"], outcome["rewards"], outcome["versions"], outcome["num_tokens"]) == (
         "scored",
-        1.0,
+        [1.0],
         ["0.3", "1.2"],
         3,
     )
