@@ -113,7 +113,7 @@ def test_every_command_of_the_readme_is_run_by_a_test():
     typed = {
         line.partition("#")[0].strip() for line in (*blocks, *inline) if line.startswith(("hpc-rl", "make"))
     }
-    elsewhere = {"make quickstart", "make test", "hpc-rl quickstart", TEACHER, ON_SLURM, DOCTOR}
+    elsewhere = {"make quickstart", "make test", "make docs", "hpc-rl quickstart", TEACHER, ON_SLURM, DOCTOR}
     assert ON_SLURM in typed
     assert typed <= elsewhere | set(fences), typed - elsewhere - set(fences)
 
