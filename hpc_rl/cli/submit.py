@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hpc_rl.cli.config import print_resolved
@@ -28,6 +29,7 @@ from hpc_rl.submit.first_start import Recovery
 from hpc_rl.submit.lock import check_unlocked
 from hpc_rl.submit.submission import Submission
 from hpc_rl.submit.surrounding_job import is_inside
+from hpc_rl.submit.user_code import check_user_code
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial
 
@@ -140,6 +142,8 @@ def plan_of(loaded: Loaded, files: bool = True, count_rows: bool = False) -> Pla
         checked = preflight.with_mpi(preflight.with_attention(checked, plan), plan, scheduler)
         checked = preflight.with_machine(checked, plan, scheduler)
         config = checked.config
+        told = check_user_code(config, plan.python, Path.cwd())
+        checked = dataclasses.replace(checked, notes=[*checked.notes, *told])
     known = needs.known_models(config)
     estimated = needs.needs_of(config, plan, known, scheduler, count_rows)
     problems = [*train_mesh.problems(config, plan, known), *(estimated.problems if estimated else [])]

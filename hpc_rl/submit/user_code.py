@@ -1,16 +1,26 @@
-"""User code of a trial: the files of its reward and workflow, as they were at a submission.
+"""User code of a trial: whether it can be imported and called, and its files as they were at a submission.
 
-They are found as Python would find them in the working directory, without being imported.
+Files are found as Python would find them in the working directory.
 """
 
+import contextlib
 import hashlib
+import json
+import os
+import signal
+import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.loading.stored import open_variables, secret_variables, to_dict, without_secrets
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.config.snapshot import snapshot_files
+from hpc_rl.errors import ConfigError
+
+START_S = 60.0  # for the imports of the user's modules
 
 
 def user_code(
@@ -55,3 +65,62 @@ def code_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tu
     digests = [{name: one.get("sha256") for name, one in side.items()} for side in (a, b)]
     differing = [name for name in sorted({*a, *b}) if digests[0].get(name) != digests[1].get(name)]
     return {name: (a.get(name), b.get(name)) for name in differing}
+
+
+def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
+    """Import the rewards and the workflow of the user and call each reward once; return notes.
+
+    Nothing is done where the job has another environment than this one: a container, modules, a setup or
+    another interpreter. Raises ConfigError for what the job would refuse, with the place in the user's code.
+    """
+    if not isinstance(config, GRPOConfig) or not _is_own_code(config):
+        return []
+    launcher = config.launcher
+    images = (launcher.slurm.trainer_image, launcher.slurm.rollout_image)
+    if launcher.modules or launcher.setup or any(images) or python != sys.executable:
+        return ["rewards and workflow are not tried here: the job has an environment of its own"]
+    text = json.dumps(to_dict(without_secrets(config)))
+    command = [python, "-m", "hpc_rl.app.check_user_code"]
+    limit_s = START_S + config.rollout.reward_timeout_s * len(config.rollout.reward_functions)
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command,
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        cwd=workdir,
+        env=_environ(config, workdir),
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            said, printed = process.communicate(text, timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return [
+                f"rewards and workflow were not tried to their end: they took more than {limit_s:g} s here"
+            ]
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    try:
+        found = json.loads(said)
+    except ValueError:
+        last = (printed.strip().splitlines() or ["it printed nothing"])[-1]
+        raise ConfigError(
+            f"rewards and workflow end the process that imports them, with code {process.returncode}: {last}"
+        ) from None
+    if found["refusals"]:
+        raise ConfigError("\n".join(found["refusals"]))
+    return list(found["notes"])
+
+
+def _environ(config: Config, workdir: Path) -> dict[str, str]:
+    """Return the variables of the job, as far as they matter to what can be imported."""
+    environ = {**os.environ, **open_variables(config, "env"), **secret_variables(config, "env")}
+    roots = {str(path)[: -len(name)] for name, path in snapshot_files(config, workdir).items()}
+    paths = [*sorted(roots - {f"{workdir}/"}), environ.get("PYTHONPATH", "")]
+    return environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _is_own_code(config: GRPOConfig) -> bool:
+    return any(":" in path for path in (config.rollout.workflow, *config.rollout.reward_functions))

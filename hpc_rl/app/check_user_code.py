@@ -1,0 +1,108 @@
+"""Look at the rewards and the workflow of a configuration, in a process of its own, before it is submitted.
+
+Reads the configuration as JSON from standard input and prints `{"refusals": […], "notes": […]}` to standard
+output. It imports what the job would import, and calls each reward once, with the first row.
+"""
+
+import asyncio
+import inspect
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.row_shapes import named_rows
+from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.errors import ConfigError
+from hpc_rl.rollout import pipes
+from hpc_rl.rollout.rewards import ErrorLog, Rejection, import_object, score_of
+from hpc_rl.rollout.workflow import NOT_FOR_REWARDS
+from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow
+
+COMPLETION = "The answer is 1."
+# What no completion makes right; a ValueError may be of this one completion alone.
+MISTAKES = (NameError, AttributeError, TypeError, ImportError, SyntaxError, KeyError)
+
+
+def findings(config: GRPOConfig) -> Iterator[tuple[str, str]]:
+    """Yield (`refusals` or `notes`, text) for what is wrong with the user's code."""
+    rollout = config.rollout
+    if rollout.workflow not in WORKFLOWS:
+        try:
+            run = load_workflow(config)
+            inspect.signature(run).bind({}, object())
+        except ConfigError as error:
+            yield "refusals", str(error)
+        except TypeError as error:
+            yield "refusals", f"rollout.workflow {rollout.workflow} must be run(prompt, generate): {error}."
+        except Exception as error:  # of a class that is made
+            yield "refusals", f"rollout.workflow {rollout.workflow} can't be made: {_noted(error)}"
+    rows = named_rows(config.train_dataset.path, config.train_dataset.columns)
+    for path in rollout.reward_functions:
+        if ":" in path:
+            yield from _reward(path, rows[0] if rows else None)
+
+
+def _reward(path: str, row: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    try:
+        function = import_object("rollout.reward_fn", path)
+    except (ConfigError, OSError) as error:
+        yield "refusals", str(error)
+        return
+    columns = {name: value for name, value in (row or {}).items() if name not in NOT_FOR_REWARDS}
+    prompt = (row or {}).get("prompt", (row or {}).get("messages"))
+    batched = bool(getattr(function, "batched", False))
+    completion: Any = [COMPLETION] if batched else COMPLETION
+    try:
+        inspect.signature(function).bind(prompt, completion, **columns)
+    except TypeError as error:
+        if row is not None:
+            given = ", ".join(["prompt", "completions" if batched else "completion", *columns])
+            yield "refusals", f"rollout.reward_fn {path} is called with {given}, and can't be: {error}."
+        return
+    except ValueError:  # a function without a signature
+        pass
+    if row is None:
+        return
+    what = f"rollout.reward_fn {path}, for the first row and the completion {COMPLETION!r},"
+    try:
+        value = function(prompt, completion, **columns)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        for one in value if batched else [value]:
+            score_of(one)
+    except Rejection as rejection:
+        yield "refusals", f"{what} does not return a reward: {rejection.message}."
+    except MISTAKES as error:
+        yield "refusals", f"{what} raises {_noted(error)}"
+    except Exception as error:
+        yield "notes", f"{what} raises {_noted(error)}: the job rejects a prompt where that happens"
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _noted(error: BaseException) -> str:
+    return ErrorLog().note(error)
+
+
+def main() -> int:
+    out = pipes.reserve_stdout()
+    config = from_dict(json.load(sys.stdin))
+    found: dict[str, list[str]] = {"refusals": [], "notes": []}
+    if isinstance(config, GRPOConfig):
+        for kind, text in findings(config):
+            found[kind].append(text)
+    with os.fdopen(out, "w") as file:
+        json.dump(found, file)
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    # User code may have left threads behind.
+    os._exit(code)
