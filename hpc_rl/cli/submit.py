@@ -25,6 +25,7 @@ from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.sinfo import UNKNOWN_THREADS_PER_CORE
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.submit import dependency, needs, preflight, submission, trial_index
+from hpc_rl.submit.first_rows import check_first_rows
 from hpc_rl.submit.first_start import Recovery
 from hpc_rl.submit.lock import check_unlocked
 from hpc_rl.submit.submission import Submission
@@ -142,13 +143,14 @@ def plan_of(loaded: Loaded, files: bool = True, count_rows: bool = False) -> Pla
         checked = preflight.with_mpi(preflight.with_attention(checked, plan), plan, scheduler)
         checked = preflight.with_machine(checked, plan, scheduler)
         config = checked.config
-        told = check_user_code(config, plan.python, Path.cwd())
-        checked = dataclasses.replace(checked, notes=[*checked.notes, *told])
     known = needs.known_models(config)
     estimated = needs.needs_of(config, plan, known, scheduler, count_rows)
     problems = [*train_mesh.problems(config, plan, known), *(estimated.problems if estimated else [])]
     if files and problems:
         raise DoesNotFit("\n".join(problems))
+    if files:
+        told = [*check_first_rows(config), *check_user_code(config, plan.python, Path.cwd())]
+        checked = dataclasses.replace(checked, notes=[*checked.notes, *told])
     return Planned(checked, plan, needs=estimated, problems=tuple(problems))
 
 

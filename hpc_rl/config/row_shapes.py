@@ -88,15 +88,18 @@ def check_row(row: Row, kind: str) -> None:
 
     What a chat template refuses is seen later.
     """
+    row = with_answer(row, kind)
     has_prompt = isinstance(row.get("prompt"), str) or messages_of(row) is not None
     if kind == "rw":
         for name in ("chosen", "rejected"):
-            if not isinstance(row.get(name), str) and (has_prompt or not isinstance(row.get(name), list)):
-                either = "(text, or without a prompt lists of messages)"
+            if not isinstance(row.get(name), str | list):
+                either = "(text, or lists of messages)"
                 raise _lacks(row, f"an rw row needs `chosen` and `rejected` {either}")
         return
     if kind == "sft" and not isinstance(row.get("completion"), str):
-        raise _lacks(row, "an sft row needs a `completion` (text)")
+        raise _lacks(
+            row, "an sft row needs a `completion` (text), or `messages` that end with the assistant's"
+        )
     if not has_prompt:
         raise _lacks(row, "a row needs a `prompt` (text) or `messages` (a list)")
     chat = messages_of(row) or []
@@ -106,6 +109,31 @@ def check_row(row: Row, kind: str) -> None:
         raise ConfigError(
             "the chat of a row must end with what is asked; its last message is the assistant's."
         )
+
+
+def with_answer(row: Row, kind: str) -> Row:
+    """Return a row whose answers are texts: of the last message of a chat in their place.
+
+    That is `completion` of an sft row, which may also be the last of its `messages`, and `chosen` and
+    `rejected` of an rw row with a prompt.
+    """
+    has_prompt = isinstance(row.get("prompt"), str) or messages_of(row) is not None
+    names = {"sft": ("completion",), "rw": ("chosen", "rejected") if has_prompt else ()}.get(kind, ())
+    texts = {name: text for name in names if (text := _answer_in(row.get(name))) is not None}
+    chat = messages_of(row)
+    if kind == "sft" and chat and "completion" not in row and (text := _answer_in(chat)) is not None:
+        texts = {"completion": text}
+        row = {name: value for name, value in row.items() if name != "prompt"} | {"messages": chat[:-1]}
+    return row | texts if texts else row
+
+
+def _answer_in(chat: Any) -> str | None:
+    """Return the text of the assistant's message that ends a chat, None where there is none."""
+    last = chat[-1] if isinstance(chat, list) and chat else None
+    if not isinstance(last, dict) or last.get("role") != "assistant":
+        return None
+    text = last.get("content")
+    return text if isinstance(text, str) else None
 
 
 def messages_of(row: Row) -> list[Row] | None:
@@ -128,6 +156,8 @@ def jsonl_rows(path: Path) -> Iterator[tuple[bytes, Row]]:
                 row = json.loads(line.decode())
             except ValueError as error:
                 raise ConfigError(f"dataset {path} line {number} is not valid JSON: {error}") from None
+            except RecursionError:
+                raise ConfigError(f"dataset {path} line {number} is nested too deeply.") from None
             if not isinstance(row, dict):
                 kind = type(row).__name__
                 raise ConfigError(f"dataset {path} line {number} must be a JSON object, got {kind}.")

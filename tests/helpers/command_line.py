@@ -129,7 +129,9 @@ def small_trial(root: Path, launcher: str = "{}") -> Shell:
     model = root / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
-    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer.json").write_text(
+        '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+    )
     (model / "model.safetensors").write_bytes(b"")
     (root / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     shell = Shell(root)

@@ -110,7 +110,9 @@ def test_it_renders_from_the_root_directory(installed, tmp_path, name, scheduler
     data.write_text('{"prompt": "1+1=", "answer": "2", "completion": "2"}\n')
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 8192}))
-    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer.json").write_text(
+        '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+    )
     (model / "model.safetensors").write_bytes(b"")
     section = "model" if name == "sft" else "actor"
     places = [

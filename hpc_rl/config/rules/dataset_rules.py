@@ -34,6 +34,7 @@ _TRUTH = {  # built-in reward -> the columns one of which it compares with
     "final_answer": TRUTH_COLUMNS,
     "math_verify": TRUTH_COLUMNS,
 }
+_COLUMNS = {"countdown": ("nums", "target"), "code_tests": ("tests",)}  # built-in reward -> all it needs
 _MEDIA = ("image", "images", "video", "videos", "audio")
 
 
@@ -175,6 +176,17 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Yield that a built-in reward is 0 for each of the first rows, whatever is answered."""
     if not isinstance(config, GRPOConfig) or config.rollout.workflow not in BUILT_IN["workflow"]:
         return
+    for reward, (section, dataset) in product(config.rollout.reward_functions, _datasets(config)):
+        found = named_rows(dataset.path, dataset.columns)
+        missing = [
+            name for name in _COLUMNS.get(reward, ()) if found and any(name not in row for row in found)
+        ]
+        if missing:
+            there = ", ".join(columns_in(found)) or "nothing"
+            yield (
+                f"rollout.reward_fn {reward} needs the column {' and '.join(missing)} in each row of "
+                f"{dataset.path}; they have {there}. Set {section}.columns {{{missing[0]}: COLUMN}}."
+            )
     checked = [reward for reward in config.rollout.reward_functions if reward in _TRUTH]
     for reward, (section, dataset) in product(checked, _datasets(config)):
         found, names = named_rows(dataset.path, dataset.columns), _TRUTH[reward]
@@ -185,6 +197,10 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
             needed = f"rollout.reward_fn {reward} compares with the column {' or '.join(names)}"
             name = f"{section}.columns {{answer: COLUMN}}"
             yield f"{needed}, which is empty or missing in {dataset.path}; its rows have {there}. Set {name}."
+        elif truths and all(isinstance(one, list | dict) for one in truths):
+            kind = type(truths[0]).__name__
+            each = f"the answers of {dataset.path} are of type {kind}, not texts"
+            yield f"rollout.reward_fn {reward} is 0 for every row: {each}."
         elif truths and reward == "exact_match" and all(str(one) != str(one).strip() for one in truths):
             spaces = "begin or end with blanks, but completions are compared without those"
             yield f"rollout.reward_fn exact_match is 0 for every row: the answers of {dataset.path} {spaces}."

@@ -67,7 +67,9 @@ def config(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
-    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer.json").write_text(
+        '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+    )
     (model / "model.safetensors").write_bytes(b"")
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')

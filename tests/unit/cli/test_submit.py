@@ -427,8 +427,10 @@ def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(large, sche
 
 
 def test_what_can_not_fit_is_refused_before_anything_is_written(large, scheduler, tmp_path, capsys):
-    for name in ("tokenizer.json", "model.safetensors"):
-        (tmp_path / "model" / name).write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_text("{}")
+    (tmp_path / "model" / "tokenizer.json").write_text(
+        '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+    )
     small = [*LARGE, "cluster.gpu_mem_gb=24"]
     assert submitted(large, *small) == 64
     said = capsys.readouterr()

@@ -12,10 +12,11 @@ from hpc_rl.config.row_shapes import NUM_FIRST, first_rows
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.file_rules import hub_hint
 from hpc_rl.config.show import as_yaml, show
-from hpc_rl.datasets.encode import Prompts, load_sequences
+from hpc_rl.datasets.encode import Prompts, encode_prompt, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError
 from hpc_rl.examples.toy import make_tokenizer
+from hpc_rl.submit.first_rows import check_first_rows
 
 GSM8K = {"question": "1+2=", "answer": "1+2 is <<1+2=3>>3.\n#### 3"}
 CHAT = {"messages": [{"role": "user", "content": "1+2="}], "answer": "3"}
@@ -149,6 +150,14 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
         ),
         ([{"prompt": "1", "answer": " 2"}], [], {}, "exact_match is 0 for every row"),
         ([CHAT, "no object"], [], {}, "line 2 must be a JSON object"),
+        ([{"prompt": "1", "answer": ["2"]}], [], {}, "exact_match is 0 for every row"),
+        (
+            [{"prompt": "1", "nums": [1]}],
+            ["rollout.reward_fn=countdown"],
+            {},
+            "countdown needs the column target in each row",
+        ),
+        ([{"prompt": "1"}], ["rollout.reward_fn=code_tests"], {}, "code_tests needs the column tests"),
         (
             [{"messages": [{"role": "system", "content": "1"}], "answer": "3"}],
             ["trainer=teacher", "pools.student.url=http://h/v1", "pools.student.model=m"],
@@ -159,6 +168,56 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
 )
 def test_rows_that_can_teach_nothing_are_refused(place, rows, overrides, more, words):
     assert words in refused(place, rows, *overrides, **more)
+
+
+def test_a_row_that_is_nested_too_deeply_is_refused(place):
+    (place / "deep.jsonl").write_text('{"prompt": "1", "answer": ' + "[" * 100_000 + "\n")
+    with pytest.raises(ConfigError, match="line 1 is n"):
+        first_rows(place / "deep.jsonl")
+
+
+def test_chats_with_their_answers_are_read_as_trl_has_them(place):
+    user, answer = {"role": "user", "content": "1+2="}, {"role": "assistant", "content": "3"}
+    tokenizer = Tokenizer(place / "model")
+    prompt = encode_prompt(tokenizer, {"messages": [user]})
+    made = [*tokenizer.encode("3", add_special_tokens=False), tokenizer.eos_token_id]
+    for row in (
+        {"messages": [user, answer]},
+        {"messages": [user], "completion": "3"},
+        {"prompt": [user], "completion": [answer]},
+    ):
+        dataset = checked(place, [row], section="model").config.train_dataset
+        ((ids, mask),) = load_sequences(dataset, tokenizer)
+        assert (ids.tolist(), mask.tolist()) == ([*prompt, *made], [False] * len(prompt) + [True] * len(made))
+    for row in (
+        {"prompt": [user], "chosen": [answer], "rejected": [answer]},
+        {"prompt": [user], "chosen": "3", "rejected": "3"},
+    ):
+        dataset = checked(place, [row], "train_dataset.type=rw", section="model").config.train_dataset
+        ((chosen, rejected),) = load_pairs(dataset, tokenizer)
+        assert chosen.tolist() == rejected.tolist() == [*prompt, *made]
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([{"prompt": "1" * 80, "answer": "1"}], "the first 1 prompts have more than 63 tokens"),
+        ([{"prompt": "", "answer": "1"}] * 2, "the first 2 prompts are empty"),
+        ([{"prompt": "1", "answer": "1"}, {"prompt": "\ud800", "answer": "1"}], "row 2 can't be encoded"),
+    ],
+)
+def test_prompts_that_the_job_can_not_use_are_refused_before_it(place, rows, words):
+    with pytest.raises(ConfigError) as caught:
+        check_first_rows(checked(place, rows).config)
+    assert words in str(caught.value)
+
+
+def test_some_prompts_that_the_job_can_not_use_are_a_note(place):
+    rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 80, 0)]
+    assert check_first_rows(checked(place, rows).config) == [
+        "1 of the first 3 prompts of train_dataset are empty: they are left out, or rejected",
+        "1 of the first 3 prompts of train_dataset have more than 63 tokens: they are left out, or rejected",
+    ]
 
 
 def test_held_out_rows_are_looked_at_too(place):
