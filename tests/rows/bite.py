@@ -42,21 +42,21 @@ ROOT = FOLDER.parents[1]
 LIST = FOLDER / "not_noticed.txt"
 READ_BY_THE_LOADER = ("cluster.cluster_name", "train_dataset.type")
 TIMEOUT_S = 300
-READ_BY_RULES = (
-    "train_dataset.sequences_per_rank"  # gives another option its default: it can't be disconnected
-)
+# gives another option its default, so rules read it: the name that ATLAS has for it is read as another's
+READ_BY_RULES = "train_dataset.sequences_per_rank"
 PYTEST = ["-q", "-x", "-p", "no:cacheprovider", "-p", "no:anyio", "-W", "ignore:Module already imported"]
 
 
 def target_of(row: Row) -> tuple[Callable[..., None], tuple]:
-    """Return what disconnects the option of a row, or the name that ATLAS has for one, in this process."""
-    if row.system == "atlas":
+    """Return what disconnects the option of a row, or the one that ATLAS's name stands for, in this process."""
+    if row.system == "atlas" and atlas.ALIASES[row.parameter].to == READ_BY_RULES:
         return disconnect_name, (row.parameter,)
     if row.system == "atropos":
         return disconnect, (ENVIRONMENT[row.section.rpartition(".")[2]], row.parameter)
     if row.option in READ_BY_THE_LOADER:
         return disconnect_in_loader, (row.option,)
-    cls = CONFIGS[SECTIONS[row.section][0]]
+    trainer = SECTIONS.get(row.section, ("grpo",))[0]
+    cls = CONFIGS["teacher" if row.option.startswith("teacher.") else trainer]
     *sections, leaf = row.option.split(".")
     for section in sections:
         cls = section_of(hints(cls)[section]) or cls
@@ -64,7 +64,7 @@ def target_of(row: Row) -> tuple[Callable[..., None], tuple]:
 
 
 def disconnect_name(name: str) -> None:
-    atlas.ALIASES[name] = atlas.Alias(idle=(atlas.ANY,), why="it is disconnected")
+    atlas.ALIASES[name] = atlas.Alias("seed")
 
 
 def start(tests: Sequence[str], prepare: Callable[[], None], output: Path) -> int:
