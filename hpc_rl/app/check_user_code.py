@@ -18,6 +18,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import ErrorLog, Rejection, import_object, score_of
+from hpc_rl.rollout.rewards.reward_process import listed
 from hpc_rl.rollout.workflow import NOT_FOR_REWARDS
 from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow
 
@@ -54,7 +55,7 @@ def _reward(path: str, row: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     columns = {name: value for name, value in (row or {}).items() if name not in NOT_FOR_REWARDS}
     prompt = (row or {}).get("prompt", (row or {}).get("messages"))
     batched = bool(getattr(function, "batched", False))
-    completion: Any = [COMPLETION] if batched else COMPLETION
+    completion: Any = [COMPLETION] * 2 if batched else COMPLETION
     try:
         inspect.signature(function).bind(prompt, completion, **columns)
     except TypeError as error:
@@ -71,7 +72,7 @@ def _reward(path: str, row: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
         value = function(prompt, completion, **columns)
         if inspect.isawaitable(value):
             value = asyncio.run(_awaited(value))
-        for one in value if batched else [value]:
+        for one in listed(value, len(completion)) if batched else [value]:
             score_of(one)
     except Rejection as rejection:
         yield "refusals", f"{what} does not return a reward: {rejection.message}."

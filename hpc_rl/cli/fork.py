@@ -4,12 +4,15 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.cli import recover, submit
 from hpc_rl.cli.options import CommandParser, Namespace
-from hpc_rl.errors import NothingToResume
+from hpc_rl.config.sections.experiment import Config, last_step
+from hpc_rl.datasets.rows import fingerprint_in_passing
+from hpc_rl.errors import ConfigError, NothingToResume
 from hpc_rl.submit import submission, trial_index
 from hpc_rl.submit.first_start import Recovery, sound_steps
 from hpc_rl.submit.forking import changes_of_fork, give_checkpoint, new_trial
 from hpc_rl.trial import Trial
 
+NAMES = ("experiment_name", "trial_name")  # which differ in each fork
 DESCRIPTION = """Submit a new trial that begins with a checkpoint of another one: its weights, optimizer and
 step. The other trial stays as it is, and may run."""
 EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, all but trainer, model and kind of optimizer:
@@ -41,13 +44,25 @@ def run(args: Namespace) -> int:
     command = ["hpc-rl", *args.argv]
     with new_trial(trial):
         planned = submit.compared(submit.plan_of(loaded), trial, args.no_check)
-        differing = changes_of_fork(parent, found, planned.loaded.config)
+        config = planned.loaded.config
+        differing = [one for one in changes_of_fork(parent, found, config) if one.name not in NAMES]
+        _check_end(found.step, config)
         submission.render_to(planned.loaded, planned.plan, command=command)
         give_checkpoint(parent, found, trial, command)
     if not (args.json or args.parsable):
         lines = [f"fork       of {parent} at checkpoint {found.step}", *submit.changed_lines(differing)]
         print("\n".join(lines))
     return submit.submitted(planned, args, trial, Recovery())
+
+
+def _check_end(step: int, config: Config) -> None:
+    """Raise ConfigError where the fork would have nothing to train."""
+    end = last_step(config, fingerprint_in_passing(config.train_dataset.path).get("rows"))
+    if end is not None and end <= step:
+        raise ConfigError(
+            f"the fork would end at step {end}, and checkpoint {step} is there already: "
+            f"add total_train_steps=N above {step}, or --from an earlier checkpoint."
+        )
 
 
 def _chosen(parent: Trial, step: int | None) -> Found:

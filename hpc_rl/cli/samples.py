@@ -8,7 +8,7 @@ import textwrap
 from dataclasses import asdict
 
 from hpc_rl.cli import listing
-from hpc_rl.cli.options import CommandParser, Namespace
+from hpc_rl.cli.options import CommandParser, Count, Namespace
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.stats.kept_samples import Sample, read_samples
 from hpc_rl.status.formatting import format_number
@@ -29,14 +29,16 @@ def parser() -> CommandParser:
     made = CommandParser(DESCRIPTION, EPILOG)
     made.add_trial("the one that runs, else the newest")
     made.add_argument(
-        "--step", type=int, metavar="N", help="after which they were made (default: the newest)"
+        "--step", type=Count, metavar="N", help="after which they were made (default: the newest)"
     )
     made.add_flag("--all", help="those of all steps")
     made.add_flag("--eval", help="those of evaluations, not of steps")
     made.add_flag("--best", help="highest rewards first")
     made.add_flag("--worst", help="lowest rewards first")
     made.add_argument("--reward", metavar="A..B", help="with a reward from A to B; either may be missing")
-    made.add_argument("-n", type=int, metavar="N", help=f"how many (default: {DEFAULT_N}; with --jsonl all)")
+    made.add_argument(
+        "-n", type=Count, metavar="N", help=f"how many (default: {DEFAULT_N}; with --jsonl all)"
+    )
     made.add_flag("--jsonl", help="one JSON object per line instead")
     return made
 

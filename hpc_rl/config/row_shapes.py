@@ -105,6 +105,10 @@ def check_row(row: Row, kind: str) -> None:
     chat = messages_of(row) or []
     if not all(isinstance(message, dict) for message in chat):
         raise ConfigError("the messages of a row must be objects, such as {role: user, content: a text}.")
+    if chat_parts := [one["content"] for one in chat if isinstance(one.get("content"), list)]:
+        kinds = {str(part.get("type")) for parts in chat_parts for part in parts if isinstance(part, dict)}
+        other = "; images and sound can't be trained on yet" if kinds - {"text"} else ""
+        raise ConfigError(f"the content of a message must be a text; this one has a list of parts{other}.")
     if chat and chat[-1].get("role") == "assistant":
         raise ConfigError(
             "the chat of a row must end with what is asked; its last message is the assistant's."

@@ -28,6 +28,13 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.trial import read_json
 
 _NEEDED = {"rl": ("prompt",), "sft": ("prompt", "completion"), "rw": ("chosen", "rejected")}
+_ALL_NEEDED = {name for names in _NEEDED.values() for name in names}
+_ALIKE = {  # name -> words in names of columns that mean it
+    "prompt": ("prompt", "text", "question", "problem", "query", "instruction"),
+    "completion": ("completion", "response", "answer", "output", "reply"),
+    "chosen": ("chosen",),
+    "rejected": ("rejected",),
+}
 _TRUTH = {  # built-in reward -> the columns one of which it compares with
     "exact_match": ("answer",),
     "contains": ("answer",),
@@ -167,9 +174,15 @@ def _mapping(section: str, dataset: DatasetConfig, kind: str, row: Row) -> str:
     missing = [name for name in _NEEDED[kind] if name not in row]
     if "messages" in row and "prompt" in missing:
         missing.remove("prompt")
-    texts = [name for name, value in row.items() if isinstance(value, str) and name not in _NEEDED[kind]]
-    pairs = ", ".join(f"{name}: {column}" for name, column in zip(missing, texts, strict=False))
-    return f"Say which column is which, such as {section}.columns {{{pairs}}}." if pairs else ""
+    texts = [name for name, value in row.items() if isinstance(value, str) and name not in _ALL_NEEDED]
+    like = {
+        name: [text for text in texts if any(word in text.lower() for word in _ALIKE[name])]
+        for name in missing
+    }
+    if not texts:
+        return ""
+    pairs = ", ".join(f"{name}: {found[0] if len(found) == 1 else 'COLUMN'}" for name, found in like.items())
+    return f"Say which column is which by {section}.columns {{{pairs}}}; texts are in {', '.join(texts)}."
 
 
 def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:

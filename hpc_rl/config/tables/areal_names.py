@@ -85,7 +85,7 @@ NAMES: dict[str, OtherName] = {
             for section in ("sglang", "vllm")
             for name in (
                 *("enable_lora", "max_lora_rank", "max_loaded_loras", "max_loras", "lora_paths"),
-                *("lora_backend", "lora_modules", "lora_target_modules"),
+                *("lora_backend", "lora_modules", "lora_target_modules", "max_loras_per_batch"),
             )
         ),
         _LORA_OF_SERVERS,
@@ -98,6 +98,10 @@ NAMES: dict[str, OtherName] = {
         idle=(False,), why="a completion ends at the tokenizer's end of sequence"
     ),
     "gconfig.skip_special_tokens": OtherName(idle=(ANY,), why="token ids are exchanged, not texts"),
+    **dict.fromkeys(
+        (f"ref.{name}" for name in ("importance_sampling_level", "kl_estimator", "m2_threshold", "aent")),
+        OtherName(idle=(ANY,), why="the reference model is not trained"),
+    ),
     "actor.importance_sampling_level": OtherName(
         idle=("token",), why="GSPO, the ratio of whole sequences, is not built: ratios are of tokens"
     ),

@@ -5,6 +5,7 @@ from typing import Any
 
 _IDENTITY = "follows the root: a trial has one identity"
 _GCONFIG = "null follows gconfig, so the two can't disagree"
+_ATTENTION = "the same, but sdpa without GPUs, for dtype float32, and where flash-attn is not installed"
 _REQUIRED = "required: without it there is nothing to train"
 _AREALS = "actor.algorithm areal does as AReaL"
 
@@ -69,15 +70,12 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
         )
         for section in ("actor", "model")
     },
-    **{
-        f"{section}.attn_impl": ("flash_attention_2", "the same, but sdpa without GPUs and for dtype float32")
-        for section in ("actor", "model")
-    },
+    **{f"{section}.attn_impl": ("flash_attention_2", _ATTENTION) for section in ("actor", "model")},
     "model.is_critic": ("false", "the same, but true for rw, as AReaL's own script sets it"),
     "model.mb_spec.granularity": ("1", "the same, but 2 for rw, as AReaL's own script sets it"),
     "actor.ppo_n_minibatches": (
         "4",
-        "the same; it must divide the rows of a batch: AReaL's defaults alone, with 1 row, are refused",
+        "the same, but not more than the rows of a batch: AReaL's defaults alone, with 1 row, are refused",
     ),
     "actor.overlong_reward_penalty": (
         "false",
@@ -94,7 +92,7 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     ),
     "saver": ("never", "the same, but one export is always written at the end"),
     "evaluator": ("never", "with a valid_dataset after the last step, and for grpo before the first"),
-    "stats_logger.tensorboard.path": ("null: no files", "null means tensorboard/ in the attempt's directory"),
+    "stats_logger.tensorboard.path": ("null: no files", "null means tensorboard/ in the trial's directory"),
     "recover.freq_secs": ("null", "the same, but 600 with a recover.mode that saves and no period"),
     "recover.retries": ("3 in all", "3 in a row: a new checkpoint starts the count again"),
     "actor.path": ("empty", _REQUIRED),
@@ -111,7 +109,7 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
         )
         for section in ("actor", "model")
     },
-    "actor.kl_ctl": ("0.1", "the same, but 0 without a section ref, where it can have no effect"),
+    "actor.kl_ctl": ("0.1", "the same, but 0 without a section ref, or with beta"),
     **{
         f"{section}.{name}": ("???", _IDENTITY)
         for section in ("actor", "model", "saver", "evaluator", "recover", "stats_logger")

@@ -11,6 +11,7 @@ import asyncio
 import importlib
 import logging
 import math
+import re
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from hpc_rl.rollout.rewards.tasks import countdown, thinks_then_answers
 
 logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 400
+_PART = re.compile(r"[\w.@/-]{1,100}")
 
 
 class Score(float):
@@ -108,6 +110,9 @@ def score_of(value: Any) -> Score:
     if "reward" not in value:
         there = ", ".join(map(str, value)) or "nothing"
         message = f"the reward is a dict with {there}; it needs the entry 'reward', a number"
+        raise Rejection(RejectReason.REWARD_EXCEPTION, message)
+    if odd := [name for name in value if not _PART.fullmatch(str(name))]:
+        message = f"the reward has a part {odd[0]!r:.40}; allowed: names of letters, digits and _ . @ / -"
         raise Rejection(RejectReason.REWARD_EXCEPTION, message)
     parts = {
         str(name): checked(one, f"part {name!r} of the reward")

@@ -306,7 +306,7 @@ async def _call(
         value = function(frame["prompt"], completions if batched else completions[0], **frame["columns"])
         if inspect.isawaitable(value):
             value = await value
-        scores = [score_of(one) for one in (_listed(value, len(completions)) if batched else [value])]
+        scores = [score_of(one) for one in (listed(value, len(completions)) if batched else [value])]
         answer({"id": frame["id"], "scores": [(float(one), dict(one.parts)) for one in scores]})
     except Rejection as error:
         answer({"id": frame["id"], "error": error.message})
@@ -314,7 +314,7 @@ async def _call(
         answer({"id": frame["id"], "error": errors.note(error)})
 
 
-def _listed(value: Any, num: int) -> list[Any]:
+def listed(value: Any, num: int) -> list[Any]:
     """Return what a batched function returned. Raises Rejection unless it has `num` entries."""
     try:
         found = list(value)

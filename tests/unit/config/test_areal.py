@@ -422,3 +422,15 @@ print(sorted(heavy & sys.modules.keys()))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.stdout.strip(), done.returncode) == ("[]", 0), done.stderr
+
+
+def test_what_a_saved_file_spells_out_for_the_reference_model_and_attention_means_nothing(tmp_path):
+    path = tmp_path / "saved.yaml"
+    path.write_text(
+        "experiment_name: e\ntrial_name: t\ntrain_dataset: {path: /d, batch_size: 8}\ngconfig: {n_samples: 4}\n"
+        "actor: {path: /m, attn_impl: flash_attention_2}\n"
+        "ref: {path: /m, kl_estimator: k1, importance_sampling_level: token, m2_threshold: null}\n"
+    )
+    found = load([path], ["cluster.n_gpus_per_node=0"])
+    assert "actor.attn_impl" not in found.explicit
+    assert check(found, files=False).config.actor.attn_impl == "sdpa"

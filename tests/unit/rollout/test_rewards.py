@@ -30,6 +30,7 @@ def test_a_reward_may_have_parts_and_they_go_into_the_stats_of_its_trajectory():
         ({"format": 1.0}, "a dict with format; it needs the entry 'reward'"),
         ({"reward": 1.0, "format": "yes"}, "part 'format' of the reward is 'yes' "),
         ({"reward": None}, "the reward is None "),
+        ({"reward": 1.0, "a b\n": 1.0}, "a part 'a b\\n'; allowed: names of letters"),
     ],
 )
 def test_a_dict_that_is_no_reward_is_refused_by_name(value, words):
