@@ -105,10 +105,11 @@ def check_row(row: Row, kind: str) -> None:
     chat = messages_of(row) or []
     if not all(isinstance(message, dict) for message in chat):
         raise ConfigError("the messages of a row must be objects, such as {role: user, content: a text}.")
-    if chat_parts := [one["content"] for one in chat if isinstance(one.get("content"), list)]:
-        kinds = {str(part.get("type")) for parts in chat_parts for part in parts if isinstance(part, dict)}
-        other = "; images and sound can't be trained on yet" if kinds - {"text"} else ""
-        raise ConfigError(f"the content of a message must be a text; this one has a list of parts{other}.")
+    if any(isinstance(one.get("content"), list) for one in chat):
+        raise ConfigError(
+            "the content of a message must be a text, or parts of type text: images and sound can't be "
+            "trained on yet."
+        )
     if chat and chat[-1].get("role") == "assistant":
         raise ConfigError(
             "the chat of a row must end with what is asked; its last message is the assistant's."
@@ -141,8 +142,19 @@ def _answer_in(chat: Any) -> str | None:
 
 
 def messages_of(row: Row) -> list[Row] | None:
-    """Return the chat of a row, `messages` or a `prompt` that is a list; None where it is a text."""
-    return next((row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
+    """Return the chat of a row, `messages` or a `prompt` that is a list; None where it is a text.
+
+    Parts of text in place of a content are one text.
+    """
+    chat = next((row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
+    return None if chat is None else [_with_text(one) for one in chat]
+
+
+def _with_text(message: Any) -> Any:
+    parts = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(parts, list) or not all(isinstance(one, dict) and "text" in one for one in parts):
+        return message
+    return message | {"content": "".join(str(one["text"]) for one in parts)}
 
 
 def _lacks(row: Row, needed: str) -> ConfigError:

@@ -64,7 +64,10 @@ def _call(name: str, address: str, port: int) -> str:
 
 def _answer(listener: socket.socket, node: str) -> None:
     while True:
-        connection, _ = listener.accept()
+        try:
+            connection, _ = listener.accept()
+        except OSError:  # the listener is closed
+            return
         with connection, suppress(OSError):  # of a caller that hangs up
             connection.settimeout(CONNECT_S)
             connection.sendall(f"{node}\n".encode())

@@ -91,19 +91,19 @@ async def test_a_stream_and_stop_strings_change_nothing_of_a_seeded_completion(c
 async def test_a_weight_update_in_the_middle_of_a_stream(caller, served):
     body = {
         "text": PROMPT,
-        "sampling_params": {"max_new_tokens": 600, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True},
         "return_logprob": True,
     }
     call = asyncio.create_task(caller.stream("/generate", body))
     while not caller.gateway.train.running:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.05)
     before = served.label
     await Api(served, caller.session).update()
     *events, _end = await call
     meta = json.loads(events[-1])["meta_info"]
     assert [span["version"] for span in meta["weight_versions"]] == [before, served.label]
-    assert meta["completion_tokens"] == 600 and meta["finish_reason"]["type"] == "length"
+    assert meta["completion_tokens"] == 1500 and meta["finish_reason"]["type"] == "length"
 
 
 async def test_what_the_engine_can_not_do_is_refused_and_the_rest_is_not(caller):
