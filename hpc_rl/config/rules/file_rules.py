@@ -7,6 +7,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.loading.stored import trainer_of
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.row_shapes import JSONL
 from hpc_rl.config.rules.consistency import context_option
@@ -35,13 +36,19 @@ def model_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
-    name = f"{section}.path"
+    name, is_rw = f"{section}.path", trainer_of(config) == "rw"
     scratch = f"; {section}.init_from_scratch true starts from random ones"
     yield from checkpoint(name, engine.path, "" if engine.init_from_scratch else scratch)
     if (found := _settings_of(engine.path)) is None:
         return
+    kinds = [str(one) for one in found.get("architectures") or () if one]
     if why := untrainable(found):
         yield f"{name} {engine.path} {why}"
+    elif kinds and all(one.endswith("ForSequenceClassification") for one in kinds) and not is_rw:
+        yield (
+            f"{name} {engine.path} ({kinds[0]}) scores texts and generates none, and a policy must: use the "
+            "...ForCausalLM that it was made of."
+        )
     if section == "ref":
         return
     if not is_trusted(config, config.tokenizer_path or engine.path):

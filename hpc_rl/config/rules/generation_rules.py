@@ -80,8 +80,6 @@ def too_long(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name}: only prompts are truncated, and trainer {config.trainer} has none; use drop."
         elif config.rollout.workflow in ("multi_turn", "teacher"):
             yield f"{name}: workflow {config.rollout.workflow} makes its input of whole messages; use drop."
-        elif dataset.max_length is None:
-            yield f"{name} has no effect without {section}.max_length: set both, or omit it."
 
 
 def no_servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -181,10 +179,15 @@ def notes(config: GRPOConfig) -> Iterator[str]:
     if not config.async_training and (ahead := config.rollout.max_head_offpolicyness):
         why = "async_training false has each batch made by the newest weights"
         yield f"rollout.max_head_offpolicyness {ahead}: no effect: {why}."
+    for section in ("train_dataset", "valid_dataset"):
+        dataset = getattr(config, section)
+        if dataset is not None and dataset.too_long != "drop" and dataset.max_length is None:
+            yield f"{section}.too_long {dataset.too_long}: no effect without {section}.max_length."
     workflow = config.rollout.workflow
     idle = [name for name in config.rollout.workflow_args if name not in WORKFLOW_ARGS.get(workflow, [name])]
     if idle:
-        use = "name the one that does: multi_turn, or package.module:name of your own"
+        known = "" if workflow == "multi_turn" else "multi_turn, or "
+        use = f"name the one that does: {known}package.module:name of your own"
         names = f"rollout.workflow_args: {', '.join(idle)}"
         yield f"{names}: no effect: rollout.workflow {workflow} does not take it; {use}."
 

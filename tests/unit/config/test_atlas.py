@@ -276,6 +276,19 @@ def test_the_preset_lies_below_files(tmp_path):
     assert loaded.origins["gconfig.temperature"] == "preset atlas"
 
 
+def test_no_limit_of_prompts_leaves_none_truncated():
+    given = [
+        "experiment_name=e",
+        "trial_name=t",
+        "train_dataset.path=/d",
+        "actor.path=/m",
+        "num_generations=4",
+    ]
+    found = check(load([], [*given, "max_prompt_length=null"], presets=["atlas"]), files=False)
+    assert found.config.train_dataset.max_length is None
+    assert any("too_long truncate_left: no effect" in note for note in found.notes)
+
+
 @pytest.mark.parametrize(
     ("preset", "given", "batch_size", "too_long"),
     [

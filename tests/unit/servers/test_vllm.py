@@ -96,6 +96,9 @@ def test_sampling_parameters_get_vllms_names():
     assert made["detokenize"] is False and sampled(stop=["x"])["detokenize"] is True
     assert sampled()["max_tokens"] == 128 and "logprobs" not in sampled(with_logprobs=False)
     assert "stop_token_ids" not in sampled(ignore_eos=True, stop_token_ids=[3])
+    penalties = {"frequency_penalty": 0.5, "presence_penalty": 0.25, "repetition_penalty": 1.5}
+    assert made | penalties == sampled(max_new_tokens=7, min_new_tokens=2, temperature=0.5,
+                                       stop_token_ids=[3], top_k=-1, top_p=1.0, **penalties)  # fmt: skip
 
 
 def test_a_sequence_that_goes_on_has_other_random_numbers():
