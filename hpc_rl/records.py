@@ -6,6 +6,7 @@ for people only. Fields that a later version adds are ignored; a field of the wr
     jobs/<job id>.json          JobRecord          submit, or the job script where it was submitted by hand
     jobs/<job id>.state         JobStateLine       the job script, one JSON object a line
     jobs/<job id>.next-<n>      SuccessorRecord    the job that continues a submission
+    forked_from.json            ForkRecord         `hpc-rl fork`
     intent/drain-<attempt>.json DrainIntent        the job script or a supervisor
     lineages/<n>.json           LineageRecord      the trainer
     done.json                   DoneRecord         the supervisor
@@ -250,6 +251,17 @@ class DrainIntent(JsonRecord):
     cause: StopCause
     reason: str = ""
     time: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class ForkRecord(JsonRecord):
+    """The checkpoint with which a trial began."""
+
+    trial: str
+    dir: str
+    step: int
+    version: str = ""
+    command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -244,7 +244,7 @@ class Trial:
     config_json = _Path("config.json")
     plan_json = _Path("plan.json")
     provenance_json = _Path("provenance.json")
-    forked_from = _Path("forked_from.json")  # `{"trial", "dir", "step", "version", "command"}`
+    forked_from = _Path("forked_from.json")
     secret = _Path("secret")
     # secrets among the variables of an option of launcher: `NAME=value`, each with a NUL at its end
     secret_variables = _PathOf("secret.{}")

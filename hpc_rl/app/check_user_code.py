@@ -17,9 +17,9 @@ from hpc_rl.config.row_shapes import named_rows
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout import pipes
-from hpc_rl.rollout.rewards import ErrorLog, Rejection, import_object, score_of
-from hpc_rl.rollout.rewards.reward_process import listed
-from hpc_rl.rollout.workflow import NOT_FOR_REWARDS
+from hpc_rl.rollout.rewards import ErrorLog, Rejection, import_object
+from hpc_rl.rollout.rewards.reward_process import is_batched, scores
+from hpc_rl.rollout.workflow import for_rewards
 from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow
 
 COMPLETION = "The answer is 1."
@@ -52,38 +52,27 @@ def _reward(path: str, row: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
     except (ConfigError, OSError) as error:
         yield "refusals", str(error)
         return
-    columns = {name: value for name, value in (row or {}).items() if name not in NOT_FOR_REWARDS}
-    prompt = (row or {}).get("prompt", (row or {}).get("messages"))
-    batched = bool(getattr(function, "batched", False))
-    completion: Any = [COMPLETION] * 2 if batched else COMPLETION
+    if row is None:
+        return
+    prompt, columns = for_rewards(row)
+    completions = [COMPLETION] * (2 if is_batched(function) else 1)
     try:
-        inspect.signature(function).bind(prompt, completion, **columns)
+        inspect.signature(function).bind(prompt, completions, **columns)
     except TypeError as error:
-        if row is not None:
-            given = ", ".join(["prompt", "completions" if batched else "completion", *columns])
-            yield "refusals", f"rollout.reward_fn {path} is called with {given}, and can't be: {error}."
+        given = ", ".join(["prompt", "completions" if is_batched(function) else "completion", *columns])
+        yield "refusals", f"rollout.reward_fn {path} is called with {given}, and can't be: {error}."
         return
     except ValueError:  # a function without a signature
         pass
-    if row is None:
-        return
     what = f"rollout.reward_fn {path}, for the first row and the completion {COMPLETION!r},"
     try:
-        value = function(prompt, completion, **columns)
-        if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
-        for one in listed(value, len(completion)) if batched else [value]:
-            score_of(one)
+        asyncio.run(scores(function, prompt, completions, columns))
     except Rejection as rejection:
         yield "refusals", f"{what} does not return a reward: {rejection.message}."
     except MISTAKES as error:
         yield "refusals", f"{what} raises {_noted(error)}"
     except Exception as error:
         yield "notes", f"{what} raises {_noted(error)}: the job rejects a prompt where that happens"
-
-
-async def _awaited(value: Any) -> Any:
-    return await value
 
 
 def _noted(error: BaseException) -> str:

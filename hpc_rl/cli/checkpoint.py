@@ -180,7 +180,7 @@ def _now_parser() -> CommandParser:
 
 @_cleanup_at_sigterm()
 def _now(args: Namespace) -> int:
-    trial = trial_index.resolve(args.trial) if args.trial else listing.only_trial(listing.live_rows())
+    trial = listing.trial_named(args.trial)
     watch = TrialWatch(trial)
     status = watch.poll()
     if status.state is not TrialState.RUNNING:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from hpc_rl.cli.listing import NO_TRIALS
 from hpc_rl.cli.options import CommandParser, Namespace, columns, print_result
 from hpc_rl.cli.remove import size_text
 from hpc_rl.errors import ExitCode
@@ -39,5 +40,5 @@ def run(args: Namespace) -> int:
     for one in shown:
         kinds = [size_text(one["by_kind"][kind]) if one["by_kind"][kind] else "" for kind in KINDS]
         cells.append([size_text(one["bytes"]), *kinds, one["trial"]])
-    print_result(args.json, rows, map(one_line, columns(cells)) if rows else ["no trials yet"])
+    print_result(args.json, rows, map(one_line, columns(cells)) if rows else [NO_TRIALS])
     return ExitCode.DONE

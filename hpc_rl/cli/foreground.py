@@ -28,20 +28,10 @@ EPILOG = """examples:
 LEAVE_S = 30.0  # for the runner, once the trial is over
 # Options of launcher.slurm that only sbatch would use.
 OF_SBATCH = {
-    *(
-        "time",
-        "constraint",
-        "nodelist",
-        "exclude",
-        "tmp",
-        "switches",
-        "exclusive",
-        "partition",
-        "account",
-        "qos",
-    ),
-    *("reservation", "licenses", "wckey", "comment", "mail_type", "mail_user", "dependency", "continue_by"),
-}
+    "time", "constraint", "nodelist", "exclude", "tmp", "switches", "exclusive", "partition", "account",
+    "qos", "reservation", "licenses", "wckey", "comment", "mail_type", "mail_user", "dependency",
+    "continue_by",
+}  # fmt: skip
 
 
 def parser() -> CommandParser:

@@ -92,6 +92,14 @@ def live_rows(offline: bool = False) -> list[dict[str, Any]]:
     return [row for row in rows if row["state"] in LIVE]
 
 
+def trial_named(name: str | None) -> Trial:
+    """Return the trial with a name, or, where that is empty, the one that a command without a name is about.
+
+    Raises TrialNameError.
+    """
+    return trial_index.resolve(name) if name else only_trial(live_rows())
+
+
 def only_trial(rows: Sequence[dict[str, Any]]) -> Trial:
     """Return the trial that a command without a name is about, and say which: the live one, else the newest.
 

@@ -17,7 +17,6 @@ from hpc_rl.status.attempts import log_files
 from hpc_rl.status.formatting import format_time
 from hpc_rl.status.scheduler_view import TrialWatch, current_status
 from hpc_rl.status.trial_status import TrialStatus, read_status
-from hpc_rl.submit import trial_index
 from hpc_rl.supervise.agents import agent_name
 from hpc_rl.trial import Trial
 
@@ -90,7 +89,7 @@ def _rank(text: str | int) -> str | int:
 def run(args: Namespace) -> int:
     if args.json and not args.list:
         raise ConfigError("--json requires --list: it lists the files; the logs themselves are text.")
-    trial = trial_index.resolve(args.trial) if args.trial else listing.only_trial(listing.live_rows())
+    trial = listing.trial_named(args.trial)
     if args.follow and not args.list:
         return _follow(trial, args)
     found = collect(read_status(trial))

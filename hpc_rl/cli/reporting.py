@@ -16,7 +16,6 @@ from hpc_rl.status.trial_report import (
     goodput_rows,
     make_report,
 )
-from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial, write_atomic
 
 DESCRIPTION = """Show what trials reached: newest rewards, goodput (what each second of each GPU was for),
@@ -54,9 +53,7 @@ def run(args: Namespace) -> int:
 
 def named_trials(names: list[str]) -> list[Trial]:
     """Return the trials that a command names, else the one that it is about without a name."""
-    if not names:
-        return [listing.only_trial(listing.live_rows())]
-    return [trial_index.resolve(name) for name in names]
+    return [listing.trial_named(name) for name in names or [""]]
 
 
 def unique_names(trials: list[Trial]) -> list[str]:

@@ -12,7 +12,6 @@ from hpc_rl.cli.options import CommandParser, Count, Namespace
 from hpc_rl.errors import ConfigError, ExitCode
 from hpc_rl.stats.kept_samples import Sample, read_samples
 from hpc_rl.status.formatting import format_number
-from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial
 
 DEFAULT_N = 5
@@ -45,7 +44,7 @@ def parser() -> CommandParser:
 
 def run(args: Namespace) -> int:
     least, most = _bounds(args.reward)
-    trial = trial_index.resolve(args.trial) if args.trial else listing.only_trial(listing.live_rows())
+    trial = listing.trial_named(args.trial)
     kept = [one for one in read_samples(trial) if one.evaluation == args.eval]
     every = args.step is None and (args.all or args.best or args.worst)
     found = kept if every else _of_step(kept, args.step)

@@ -12,7 +12,7 @@ from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli import listing
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
-from hpc_rl.records import LineageRecord, TrialState
+from hpc_rl.records import ForkRecord, LineageRecord, TrialState
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.status import formatting
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
@@ -113,10 +113,8 @@ def fruitless(status: TrialStatus) -> tuple[PastStart, ...]:
 
 def text(status: TrialStatus, max_attempts: int | None = None, past: tuple[PastStart, ...] = ()) -> list[str]:
     lines = [headline(status), *time_lines(status), row("directory", str(status.trial.dir))]
-    if origin_of := read_object(status.trial.forked_from):
-        lines.append(
-            row("forked from", one_line(f"{origin_of.get('trial')}, checkpoint {origin_of.get('step')}"))
-        )
+    if fork := ForkRecord.read(status.trial.forked_from):
+        lines.append(row("forked from", one_line(f"{fork.trial}, checkpoint {fork.step}")))
     if status.plan:
         lines.append(row("plan", plan_line(status.plan)))
     if status.jobs:

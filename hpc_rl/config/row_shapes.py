@@ -83,19 +83,20 @@ def _part(value: Any, name: str) -> Any:
     return value[int(name) if isinstance(value, list) else name]
 
 
-def check_row(row: Row, kind: str) -> None:
-    """Raise ConfigError for a row without what its kind (rl, sft, rw) needs.
+def check_row(row: Row, kind: str) -> Row:
+    """Return a row with its answers as texts, as `with_answer` does.
 
-    What a chat template refuses is seen later.
+    Raises ConfigError where it lacks what its kind (rl, sft, rw) needs; what a chat template refuses is seen
+    later.
     """
     row = with_answer(row, kind)
     has_prompt = isinstance(row.get("prompt"), str) or messages_of(row) is not None
     if kind == "rw":
         for name in ("chosen", "rejected"):
-            if not isinstance(row.get(name), str | list):
-                either = "(text, or lists of messages)"
+            if not isinstance(row.get(name), str) and (has_prompt or not isinstance(row.get(name), list)):
+                either = "(text, or lists of messages that end with the assistant's)"
                 raise _lacks(row, f"an rw row needs `chosen` and `rejected` {either}")
-        return
+        return row
     if kind == "sft" and not isinstance(row.get("completion"), str):
         raise _lacks(
             row, "an sft row needs a `completion` (text), or `messages` that end with the assistant's"
@@ -114,6 +115,7 @@ def check_row(row: Row, kind: str) -> None:
         raise ConfigError(
             "the chat of a row must end with what is asked; its last message is the assistant's."
         )
+    return row
 
 
 def with_answer(row: Row, kind: str) -> Row:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from hpc_rl.config.row_shapes import check_row, messages_of, with_answer
+from hpc_rl.config.row_shapes import check_row, messages_of
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.text_templates import as_text
 from hpc_rl.datasets.order import locate
@@ -48,8 +48,7 @@ def question_of(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
 
 def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
     """Return ids [L] of prompt, completion and end of sequence, and loss_mask [L], false for the prompt."""
-    check_row(row, "sft")
-    row = with_answer(row, "sft")
+    row = check_row(row, "sft")
     prompt = encode_prompt(tokenizer, row)
     made = tokenizer.encode(row["completion"], add_special_tokens=False)
     if tokenizer.eos_token_id is not None:
@@ -198,8 +197,7 @@ def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
     `chosen` and `rejected` are completions of `prompt` (or of `messages`), or, without one, whole texts or
     lists of messages.
     """
-    check_row(row, "rw")
-    row = with_answer(row, "rw")
+    row = check_row(row, "rw")
     chosen, rejected = (_scored(tokenizer, row, row.get(column)) for column in ("chosen", "rejected"))
     return chosen, rejected
 

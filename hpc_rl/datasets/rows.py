@@ -80,7 +80,7 @@ def load_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> Row
         raise ConfigError(f"dataset {path} has an unknown format {path.suffix!r}. Allowed: {allowed}.")
     if not rows:
         raise ConfigError(f"dataset {path} has no rows.")
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows if columns else ()):
         with named_in_errors(path, number):
             rows[number] = renamed(row, columns or {})
     return rows

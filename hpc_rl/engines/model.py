@@ -108,7 +108,7 @@ def check(config: TrainEngineConfig, device: torch.device) -> None:
         raise ConfigError(
             f"path {config.path!r} is not a directory with a Hugging Face checkpoint: config.json is missing"
         )
-    if why := untrainable(read_json(Path(config.path) / "config.json")):
+    if why := untrainable(read_json(Path(config.path) / "config.json"), config.is_critic):
         raise ConfigError(f"path {config.path!r} {why}")
 
 

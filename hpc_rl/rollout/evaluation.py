@@ -31,9 +31,8 @@ def measures(rewards: Sequence[Sequence[float]], pass_reward: float) -> dict[str
     found = {"reward": fmean(fmean(one) for one in rewards)}
     least = min(map(len, rewards))
     passed = [(len(one), sum(reward >= pass_reward for reward in one)) for one in rewards]
-    for k in (
-        sorted({*(2**i for i in range(least.bit_length()) if 2**i <= least), least}) if least > 1 else ()
-    ):
+    powers = {2**i for i in range(least.bit_length())}
+    for k in sorted(powers | {least}) if least > 1 else ():
         found[f"pass@{k}"] = fmean(1 - comb(n - c, k) / comb(n, k) for n, c in passed)
     return found
 

@@ -17,7 +17,7 @@ from typing import Any
 from hpc_rl.config.row_shapes import messages_of
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.conversation import Conversation
-from hpc_rl.rollout.rewards import Rejection, Score
+from hpc_rl.rollout.rewards import Rejection, Score, parts_of
 from hpc_rl.rollout.tool_call import ToolFailed, call_tool
 from hpc_rl.rollout.workflow import Sampler, trajectory
 from hpc_rl.types import Trajectory, TrajectoryGroup, Turn
@@ -86,7 +86,7 @@ class MultiTurn:
             reward = await generate.reward(prompt, reply)
             discount = self.turn_discount**answers
             total += discount * reward
-            for name, value in getattr(reward, "parts", {}).items():
+            for name, value in parts_of(reward).items():
                 parts[name] += discount * value
             answers += 1
             if reward > 0 or conversation.was_cut_off:

@@ -17,7 +17,7 @@ from hpc_rl.datasets.order import sample_seed
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason, check_note
 from hpc_rl.rollout.pipes import RunPrompt
-from hpc_rl.rollout.rewards import BatchReward, Rejection
+from hpc_rl.rollout.rewards import BatchReward, Rejection, parts_of
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.types import Reply, Trajectory, TrajectoryGroup, Turn, WeightVersion, decode, encode
@@ -128,8 +128,7 @@ class Sampler:
         Its parts are in the stats of the trajectory that is made with it.
         A column `completion` of the row is not given: the name is that of what is scored.
         """
-        columns = {name: value for name, value in prompt.items() if name not in NOT_FOR_REWARDS}
-        question = prompt.get("prompt", prompt.get("messages"))
+        question, columns = for_rewards(prompt)
         return await self._rewards(question, completions, columns)
 
     def _find(self, pool: str) -> ChatPool:
@@ -153,6 +152,12 @@ class Sampler:
         request = self._pool.request(input_ids, seed, self._min_version)
         self._turns[sample] += 1
         return request
+
+
+def for_rewards(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return what a reward gets of a row: what was asked, and the columns."""
+    columns = {name: value for name, value in row.items() if name not in NOT_FOR_REWARDS}
+    return row.get("prompt", row.get("messages")), columns
 
 
 DTYPES = {
@@ -228,7 +233,7 @@ def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Tr
         steps=np.full(num_tokens, -1, np.int32),
         reward=float(reward),
         finish_reason=turns[-1][1].finish_reason,
-        stats={f"reward/{name}": value for name, value in getattr(reward, "parts", {}).items()},
+        stats={f"reward/{name}": value for name, value in parts_of(reward).items()},
     )
     at = 0
     for context, turn in turns:

@@ -6,12 +6,12 @@ evaluation, with `samples`, a list of the fields of Sample. They are merged as m
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 
-from hpc_rl.files import Row
+from hpc_rl.records import JsonRecord
 from hpc_rl.stats.read import MetricsReader
 from hpc_rl.stats.sinks import JsonlSink
 from hpc_rl.trial import Trial
@@ -19,7 +19,7 @@ from hpc_rl.types import Trajectory, TrajectoryGroup, WeightVersion
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
+class Sample(JsonRecord):
     """One completion. The text has special tokens; that of several turns has what came between them, too."""
 
     step: int
@@ -29,10 +29,10 @@ class Sample:
     prompt: str
     completion: str
     reward: float
-    stats: Mapping[str, float]  # what the workflow or the reward measured
+    stats: dict[str, float]  # what the workflow or the reward measured
     advantage: float | None  # mean over its tokens; None if it was not trained on
     finish_reason: str
-    versions: Sequence[str]  # of the weights that made its tokens, oldest first
+    versions: tuple[str, ...]  # of the weights that made its tokens, oldest first
     num_tokens: int  # that the model made
 
 
@@ -86,8 +86,7 @@ class SampleWriter:
         made = one.loss_mask
         first = int(made.argmax()) if made.any() else len(one.ids)
         pairs = {(int(a), int(b)) for a, b in zip(one.lineages[made], one.steps[made], strict=True)}
-        is_trained = advantages is not None and made.any()
-        mean = float(advantages[made].mean()) if advantages is not None and is_trained else None
+        mean = None if advantages is None or not made.any() else float(advantages[made].mean())
         return Sample(
             step=step,
             evaluation=evaluation,
@@ -99,7 +98,7 @@ class SampleWriter:
             stats={name: float(value) for name, value in one.stats.items() if math.isfinite(value)},
             advantage=mean,
             finish_reason=one.finish_reason,
-            versions=[str(WeightVersion(*pair)) for pair in sorted(pairs)],
+            versions=tuple(str(WeightVersion(*pair)) for pair in sorted(pairs)),
             num_tokens=int(made.sum()),
         )
 
@@ -110,18 +109,4 @@ def read_samples(trial: Trial) -> Iterator[Sample]:
     rows = [*history.steps, *history.evaluations]
     for row in sorted(rows, key=lambda row: int(row["step"])):
         found = row.get("samples")
-        yield from filter(None, map(_sample, found if isinstance(found, list) else []))
-
-
-_KINDS: dict[str, type | tuple[type, ...]] = {
-    "step": int, "evaluation": bool, "prompt_index": int, "sample": int, "prompt": str, "completion": str,
-    "reward": (int, float), "stats": dict, "advantage": (int, float, type(None)), "finish_reason": str,
-    "versions": list, "num_tokens": int,
-}  # fmt: skip
-
-
-def _sample(row: Row) -> Sample | None:
-    """Return a sample of a file; None where the line is damaged."""
-    if not isinstance(row, dict) or not all(isinstance(row.get(name), _KINDS[name]) for name in _KINDS):
-        return None
-    return Sample(**{field.name: row[field.name] for field in fields(Sample)})
+        yield from filter(None, map(Sample.parse, found if isinstance(found, list) else []))

@@ -13,6 +13,7 @@ from hpc_rl.config.loading.stored import from_dict, without_secrets
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.config.tables.changes import Change, changes, refuse_other_model
 from hpc_rl.errors import CannotWrite, TrialBusy, TrialStateError
+from hpc_rl.records import ForkRecord
 from hpc_rl.trial import Trial, read_object, write_json
 
 FORKED = "fork"
@@ -78,8 +79,14 @@ def give_checkpoint(parent: Trial, found: Found, trial: Trial, command: Sequence
                     stats={},
                 )
             )
-            origin = {"trial": str(parent), "dir": str(parent.dir), "step": found.step}
-            write_json(trial.forked_from, origin | {"version": manifest.version, "command": list(command)})
+            origin = ForkRecord(
+                trial=str(parent),
+                dir=str(parent.dir),
+                step=found.step,
+                version=manifest.version,
+                command=tuple(command),
+            )
+            write_json(trial.forked_from, origin.to_json())
         except OSError as error:
             raise CannotWrite(f"{trial.recover}: the checkpoint can't be written: {error}") from error
 

@@ -4,6 +4,7 @@ Files are found as Python would find them in the working directory.
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -32,7 +33,7 @@ def user_code(
     """
     if not isinstance(config, GRPOConfig):
         return {}
-    found = {}
+    found, git_state = {}, functools.cache(git_state)  # a checkout is asked once
     rewards = config.rollout.reward_functions
     named = {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
     for name, path in (named | {"rollout.workflow": config.rollout.workflow}).items():

@@ -18,6 +18,7 @@ from unittest import mock
 from hpc_rl.cli.__main__ import main
 
 PROGRAM = Path(sys.executable).with_name("hpc-rl")
+TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
 
 
 @dataclass
@@ -61,6 +62,19 @@ class Shell:
             errors="replace",
             timeout=timeout_s,
         )
+
+    def type(self, command: str, timeout_s: float) -> str:
+        """Run a line as a person types it; return what it prints. It must succeed."""
+        done = subprocess.run(
+            ["bash", "-c", command],
+            cwd=self.here,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+        )
+        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
+        return done.stdout
 
     def tree(self) -> dict[str, tuple[int, bytes | None]]:
         """Everything below `root`: mode and content."""
@@ -124,15 +138,18 @@ class Shell:
         return line
 
 
+def make_checkpoint(folder: Path, context: int = 64) -> None:
+    """Make a checkpoint that passes all checks and is never loaded; every text is one token."""
+    folder.mkdir(exist_ok=True)
+    settings = {"model_type": "qwen3", "max_position_embeddings": context}
+    (folder / "config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer.json").write_text(TOKENIZER)
+    (folder / "model.safetensors").write_bytes(b"")
+
+
 def small_trial(root: Path, launcher: str = "{}") -> Shell:
     """Return a shell beside the good configuration `grpo.yaml`; its model is there but never loaded."""
-    model = root / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
-    (model / "tokenizer.json").write_text(
-        '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
-    )
-    (model / "model.safetensors").write_bytes(b"")
+    make_checkpoint(root / "model")
     (root / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
     shell = Shell(root)
     (shell.here / "grpo.yaml").write_text(

@@ -167,16 +167,7 @@ def typed(shell) -> dict[str, str]:
     printed = {}
     for one in blocks():
         for command in one.commands if one.mark == "run" else ():
-            done = subprocess.run(
-                ["bash", "-c", command],
-                cwd=shell.here,
-                env=shell.environ,
-                capture_output=True,
-                text=True,
-                timeout=400,
-            )
-            assert done.returncode == 0, f"{named(one)}: {command}\n{done.stdout}{done.stderr}"
-            printed[command.partition(" #")[0].strip()] = done.stdout
+            printed[command.partition(" #")[0].strip()] = shell.type(command, timeout_s=400)
     return printed
 
 

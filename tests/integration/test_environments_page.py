@@ -2,7 +2,6 @@
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -30,16 +29,7 @@ def test_from_an_empty_file_to_a_trained_model(tmp_path):
     said = {}
     for line in commands.splitlines():
         command = line.partition(" #")[0].strip()
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=shell.here,
-            env=shell.environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        said[" ".join(command.split()[1:3])] = done.stdout
+        said[" ".join(command.split()[1:3])] = shell.type(command, timeout_s=300)
     assert "2 groups of 4; to read: groups.html" in said["env process"]
     assert "made by the model" in (shell.here / "groups.html").read_text()
     assert re.search(r"sums +done", shell.run("list").stdout)

@@ -42,16 +42,7 @@ def test_the_commands_of_a_run_of_your_own(shell):
     try:
         for command in commands:
             wait_until_it_makes_sense(shell, command)
-            done = subprocess.run(
-                ["bash", "-c", command],
-                cwd=shell.here,
-                env=shell.environ,
-                capture_output=True,
-                text=True,
-                timeout=240,
-            )
-            assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-            said[command.split()[1]] = done.stdout
+            said[command.split()[1]] = shell.type(command, timeout_s=240)
         shell.wait_for(
             "first", r"^sums/first +done", timeout_s=240
         )  # "done in about a minute" is something else

@@ -1,6 +1,5 @@
 """The wheel alone: built, installed into an empty environment without torch, used from `/`."""
 
-import json
 import os
 import subprocess
 import sys
@@ -8,6 +7,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from command_line import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,12 +108,7 @@ def test_it_renders_from_the_root_directory(installed, tmp_path, name, scheduler
     shipped = site / "_data" / "configs" / f"{name}.yaml"
     data, model = tmp_path / "data.jsonl", tmp_path / "model"
     data.write_text('{"prompt": "1+1=", "answer": "2", "completion": "2"}\n')
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 8192}))
-    (model / "tokenizer.json").write_text(
-        '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
-    )
-    (model / "model.safetensors").write_bytes(b"")
+    make_checkpoint(model, context=8192)
     section = "model" if name == "sft" else "actor"
     places = [
         f"{section}.path={model}",

@@ -121,7 +121,7 @@ def chosen_rows(args: argparse.Namespace) -> list[Row]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--sample", type=int, default=0, help="run so many rows, chosen by --seed")
+    parser.add_argument("--sample", type=int, default=0, help="number of rows to run, chosen by --seed")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="run rows whose names match")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)

@@ -22,8 +22,6 @@ from hpc_rl.config.tables.areal_names import (
 )
 
 _NOT_TRAINED = "the reference model is not trained"
-# AReaL's defaults that its saved files spell out, and that a plan here adapts
-SPELT_OUT = {"attn_impl": "flash_attention_2"}
 _SHOWN = 3  # names in a note
 
 
@@ -198,8 +196,6 @@ def as_unwritten(cls: type, settings: Settings) -> list[str]:
                 del settings[name]
             if other not in (value, ...):
                 notes.append(f"{name} ({item.origin}): {value} is AReaL's default; it is {followed} here.")
-        elif leaf in SPELT_OUT and value == SPELT_OUT[leaf]:
-            del settings[name]
         elif reason := _idle(name, value, settings):
             del settings[name]
             notes.append(f"{name} ({item.origin}): no effect: {reason}.")

@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.loading.stored import trainer_of
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.row_shapes import JSONL
 from hpc_rl.config.rules.consistency import context_option
@@ -22,7 +21,8 @@ from hpc_rl.trial import read_json
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "img_processor")
-_DECODERS = ("ForCausalLM", "LMHeadModel", "ForSequenceClassification", "GenerationDecoder")
+_SCORES = "ForSequenceClassification"
+_DECODERS = ("ForCausalLM", "LMHeadModel", _SCORES, "GenerationDecoder")
 DATA_FILES = (*JSONL, ".parquet")
 _HUB_WORD = r"[A-Za-z0-9][\w.-]*"
 _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
@@ -36,19 +36,13 @@ def model_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
-    name, is_rw = f"{section}.path", trainer_of(config) == "rw"
+    name = f"{section}.path"
     scratch = f"; {section}.init_from_scratch true starts from random ones"
     yield from checkpoint(name, engine.path, "" if engine.init_from_scratch else scratch)
     if (found := _settings_of(engine.path)) is None:
         return
-    kinds = [str(one) for one in found.get("architectures") or () if one]
-    if why := untrainable(found):
+    if why := untrainable(found, engine.is_critic):
         yield f"{name} {engine.path} {why}"
-    elif kinds and all(one.endswith("ForSequenceClassification") for one in kinds) and not is_rw:
-        yield (
-            f"{name} {engine.path} ({kinds[0]}) scores texts and generates none, and a policy must: use the "
-            "...ForCausalLM that it was made of."
-        )
     if section == "ref":
         return
     if not is_trusted(config, config.tokenizer_path or engine.path):
@@ -76,8 +70,11 @@ def checkpoint(name: str, folder: str, without_weights: str = ".") -> Iterator[s
         yield f"{name} {path} contains no weights (*.safetensors){without_weights.rstrip('.')}."
 
 
-def untrainable(model: Any) -> str:
-    """Return why no engine trains a model, from its config.json; empty for a decoder of text."""
+def untrainable(model: Any, is_critic: bool) -> str:
+    """Return why no engine trains a model, from its config.json; empty for a decoder of text.
+
+    Only a critic, such as a reward model, may be one that scores texts.
+    """
     if not isinstance(model, dict):
         return ""  # it is refused as damaged
     kinds = [str(one) for one in model.get("architectures") or () if one]
@@ -86,6 +83,8 @@ def untrainable(model: Any) -> str:
         why = f"its config.json has {other}: models of images or sound can't be trained yet"
     elif model.get("is_encoder_decoder") or (kinds and not any(one.endswith(_DECODERS) for one in kinds)):
         why = "it is no language model that continues a text (a decoder)"
+    elif not is_critic and kinds and all(one.endswith(_SCORES) for one in kinds):
+        why = "it scores texts and generates none"
     else:
         return ""
     shown = ", ".join(kinds) or model.get("model_type")

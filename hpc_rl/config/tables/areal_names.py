@@ -151,6 +151,7 @@ AS_UNWRITTEN: dict[str, tuple[Any, str]] = {
     "train_dataset.max_length": (None, ""),
     "valid_dataset.max_length": (None, ""),
     "model.is_critic": (False, ""),
+    **{f"{model}.attn_impl": ("flash_attention_2", "") for model in MODELS},
     "model.mb_spec.granularity": (1, ""),
     "stats_logger.wandb.id_suffix": (None, ""),
     "stats_logger.swanlab.mode": (None, ""),

@@ -41,6 +41,11 @@ class Score(float):
         return made
 
 
+def parts_of(reward: float) -> Mapping[str, float]:
+    """Return what a reward is made of; {} for a number."""
+    return reward.parts if isinstance(reward, Score) else {}
+
+
 # prompt, completion and columns
 Reward = Callable[[Any, str, dict[str, Any]], Awaitable[float]]
 # prompt, its completions and columns
@@ -142,7 +147,7 @@ def weighted(rewards: Mapping[str, tuple[BatchReward, float]]) -> BatchReward:
     def _sum(values: Mapping[str, float]) -> Score:
         parts = {name: float(value) for name, value in values.items()}
         for name, value in values.items():
-            parts |= {f"{name}/{part}": one for part, one in getattr(value, "parts", {}).items()}
+            parts |= {f"{name}/{part}": one for part, one in parts_of(value).items()}
         return Score.of(sum(rewards[name][1] * value for name, value in values.items()), parts)
 
     return total

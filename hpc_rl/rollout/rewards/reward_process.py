@@ -288,7 +288,7 @@ def serve(path: str) -> None:
         said = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         answer({"error": said})
         raise
-    answer({"ready": True, "batched": bool(getattr(function, "batched", False))})
+    answer({"ready": True, "batched": is_batched(function)})
     threading.Thread(target=listen, daemon=True, name="calls").start()
     loop.run_forever()
 
@@ -301,20 +301,34 @@ async def _call(
 ) -> None:
     answer({"id": frame["id"], "started": True})
     try:
-        completions = frame["completions"]
-        batched = bool(getattr(function, "batched", False))
-        value = function(frame["prompt"], completions if batched else completions[0], **frame["columns"])
-        if inspect.isawaitable(value):
-            value = await value
-        scores = [score_of(one) for one in (listed(value, len(completions)) if batched else [value])]
-        answer({"id": frame["id"], "scores": [(float(one), dict(one.parts)) for one in scores]})
+        found = await scores(function, frame["prompt"], frame["completions"], frame["columns"])
+        answer({"id": frame["id"], "scores": [(float(one), dict(one.parts)) for one in found]})
     except Rejection as error:
         answer({"id": frame["id"], "error": error.message})
     except Exception as error:  # whatever user code raises is the outcome of this call
         answer({"id": frame["id"], "error": errors.note(error)})
 
 
-def listed(value: Any, num: int) -> list[Any]:
+def is_batched(function: Callable[..., Any]) -> bool:
+    """Return whether a reward function takes all completions of a prompt at once."""
+    return bool(getattr(function, "batched", False))
+
+
+async def scores(
+    function: Callable[..., Any], prompt: Any, completions: list[str], columns: dict[str, Any]
+) -> list[Score]:
+    """Return what a reward function says of completions, of which one that is not batched takes one.
+
+    Raises Rejection for any other value than a reward, and what the function raises.
+    """
+    batched = is_batched(function)
+    value = function(prompt, completions if batched else completions[0], **columns)
+    if inspect.isawaitable(value):
+        value = await value
+    return [score_of(one) for one in (_listed(value, len(completions)) if batched else [value])]
+
+
+def _listed(value: Any, num: int) -> list[Any]:
     """Return what a batched function returned. Raises Rejection unless it has `num` entries."""
     try:
         found = list(value)

@@ -1,11 +1,11 @@
 """A scheduler that only remembers, and a configuration that passes the checks."""
 
-import json
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from command_line import make_checkpoint
 
 from hpc_rl import schedulers
 from hpc_rl.errors import SchedulerError
@@ -65,12 +65,7 @@ def scheduler(monkeypatch: pytest.MonkeyPatch) -> FakeScheduler:
 def config(tmp_path: Path) -> Path:
     """A GRPO configuration of a model that is there but never loaded."""
     model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
-    (model / "tokenizer.json").write_text(
-        '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
-    )
-    (model / "model.safetensors").write_bytes(b"")
+    make_checkpoint(model)
     data = tmp_path / "train.jsonl"
     data.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     path = tmp_path / "grpo.yaml"

@@ -7,6 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+from command_line import TOKENIZER
 from model_shapes import QWEN3_8B
 
 from hpc_rl.cli import submit as submitting
@@ -428,9 +429,7 @@ def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(large, sche
 
 def test_what_can_not_fit_is_refused_before_anything_is_written(large, scheduler, tmp_path, capsys):
     (tmp_path / "model" / "model.safetensors").write_text("{}")
-    (tmp_path / "model" / "tokenizer.json").write_text(
-        '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
-    )
+    (tmp_path / "model" / "tokenizer.json").write_text(TOKENIZER)
     small = [*LARGE, "cluster.gpu_mem_gb=24"]
     assert submitted(large, *small) == 64
     said = capsys.readouterr()

@@ -140,6 +140,12 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
         ([GSM8K], ["train_dataset.columns={prompt: quesion}"], {}, "Did you mean question?"),
         ([{"prompt": "1", "reply": "2"}], [], SFT, "train_dataset.columns {completion: reply}; "),
         ([{"prompt": "1", "completion": "2"}], RW, SFT, "an rw row needs `chosen` and `rejected`"),
+        (
+            [{"prompt": "1", "chosen": [{"role": "user", "content": "2"}], "rejected": "3"}],
+            RW,
+            SFT,
+            "an rw row needs `chosen` and `rejected`",
+        ),
         ([{"prompt": "1", "solution": "2"}], [], {}, "the column answer, which is empty or missing"),
         ([{"prompt": "1", "answer": None}], ["rollout.reward_fn=final_answer"], {}, "answer or ground_truth"),
         (
