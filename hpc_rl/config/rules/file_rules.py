@@ -1,5 +1,7 @@
 """Rules about what must exist on disk: models, datasets, templates, and directories that all nodes share."""
 
+import importlib.metadata
+import importlib.util
 import os
 import re
 import time
@@ -11,7 +13,7 @@ from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.row_shapes import JSONL
 from hpc_rl.config.rules.consistency import context_option
 from hpc_rl.config.rules.container_rules import is_trusted
-from hpc_rl.config.rules.training_rules import models
+from hpc_rl.config.rules.training_rules import models, samplings
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.snapshot import snapshot_files
@@ -41,15 +43,20 @@ def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[
     yield from checkpoint(name, engine.path, "" if engine.init_from_scratch else scratch)
     if (found := _settings_of(engine.path)) is None:
         return
-    if why := untrainable(found, engine.is_critic):
+    why = untrainable(found, engine.is_critic)
+    if not why and not _has_own_environment(config):
+        why = unknown_kind(found)
+    if why:
         yield f"{name} {engine.path} {why}"
     if section == "ref":
         return
     if not is_trusted(config, config.tokenizer_path or engine.path):
         yield from tokenizer(name, engine.path, "tokenizer_path", config.tokenizer_path)
     if isinstance(config, GRPOConfig):
-        g = config.gconfig
-        yield from context("gconfig.max_new_tokens", g.max_new_tokens, found, config.train_dataset.max_length)
+        for name, g in samplings(config).items():
+            dataset = config.train_dataset if name == "gconfig" else config.valid_dataset
+            longest = dataset.max_length if dataset else None
+            yield from context(f"{name}.max_new_tokens", g.max_new_tokens, found, longest)
 
 
 def checkpoint(name: str, folder: str, without_weights: str = ".") -> Iterator[str]:
@@ -89,6 +96,31 @@ def untrainable(model: Any, is_critic: bool) -> str:
         return ""
     shown = ", ".join(kinds) or model.get("model_type")
     return f"({shown}) can't be trained: {why}. Use a model of text alone (...ForCausalLM)."
+
+
+def _has_own_environment(config: Config) -> bool:
+    """Return whether the trainer may have other packages than this process."""
+    launcher = config.launcher
+    return bool(launcher.modules or launcher.setup or launcher.python or launcher.slurm.trainer_image)
+
+
+def unknown_kind(model: Any) -> str:
+    """Return why the transformers installed here knows no such model, from its config.json; else empty.
+
+    The kinds are looked up in the text of transformers: importing it takes seconds.
+    """
+    kind = model.get("model_type") if isinstance(model, dict) else None
+    package = importlib.util.find_spec("transformers")
+    if not isinstance(kind, str) or package is None or package.origin is None:
+        return ""
+    tables = sorted(Path(package.origin).parent.glob("models/auto/*.py"))
+    known = any(f'"{kind}"' in table.read_text() for table in tables)
+    if known or not tables:
+        return ""
+    here = f"transformers {importlib.metadata.version('transformers')} does not know"
+    return (
+        f"({kind}) can't be trained: {here} model_type {kind!r}. Install a newer one, or use another model."
+    )
 
 
 def hub_hint(
@@ -154,7 +186,8 @@ def context(option: str, new: int, model: dict[str, Any], prompt: int | None = N
     if new >= limit:
         yield f"{option} {new} leaves no room for a prompt: {of_model}."
     elif prompt is not None and prompt + new > limit:
-        both = f"train_dataset.max_length {prompt} and {option} {new}"
+        dataset = "valid_dataset" if option.startswith("eval_") else "train_dataset"
+        both = f"{dataset}.max_length {prompt} and {option} {new}"
         yield f"{both} make {prompt + new} tokens, but {of_model}."
 
 

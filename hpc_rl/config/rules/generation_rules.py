@@ -11,7 +11,7 @@ from hpc_rl.config.loading.fields import did_you_mean
 from hpc_rl.config.loading.parser import allowed, typed
 from hpc_rl.config.loading.source import with_origin
 from hpc_rl.config.rules.consistency import context_option, given, server_backend
-from hpc_rl.config.rules.training_rules import models
+from hpc_rl.config.rules.training_rules import models, samplings
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.limits import NonNegativeFloat, PositiveFloat, PositiveInt
@@ -101,12 +101,6 @@ def groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield f"actor.ppo_n_minibatches {parts} must not exceed {product}: each update needs a row."
 
 
-def samplings(config: GRPOConfig) -> dict[str, GenerationHyperparameters]:
-    """Return the sections that sample the model that is trained."""
-    held_out = {"eval_gconfig": config.eval_gconfig} if config.eval_gconfig else {}
-    return {"gconfig": config.gconfig, **held_out}
-
-
 def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     for section, g in samplings(config).items():
         if g.n_samples > 1 and (g.greedy or g.temperature == 0):
@@ -115,6 +109,9 @@ def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             instead = f"a temperature above 0, or {section}.n_samples 1"
             if section == "gconfig":
                 equal += ", so nothing is learned"
+                norms = (config.actor.reward_norm, config.actor.adv_norm)
+                if any(norm and "group" in (norm.mean_level, norm.std_level) for norm in norms):
+                    instead = "a temperature above 0"
                 instead += ", or eval_gconfig for evaluations alone"
             yield f"{option}: {equal}; use {instead}."
         if g.min_new_tokens > g.max_new_tokens:

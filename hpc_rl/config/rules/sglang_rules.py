@@ -3,7 +3,7 @@
 from collections.abc import Collection, Iterator
 
 from hpc_rl.config.rules.consistency import server_pools
-from hpc_rl.config.rules.generation_rules import samplings
+from hpc_rl.config.rules.training_rules import samplings
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.tables.flags import refusals
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS, RESERVED

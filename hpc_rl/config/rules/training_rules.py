@@ -12,6 +12,7 @@ from hpc_rl.config.sections.experiment import (
     replaced,
     value_of,
 )
+from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.training import TrainEngineConfig
 
 _ONLY_FOR_TRAINING = (
@@ -34,6 +35,12 @@ def models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
     yield trained(config)
     if isinstance(config, GRPOConfig) and config.ref is not None:
         yield "ref", config.ref
+
+
+def samplings(config: GRPOConfig) -> dict[str, GenerationHyperparameters]:
+    """Return the sections that sample the model that is trained."""
+    held_out = {"eval_gconfig": config.eval_gconfig} if config.eval_gconfig else {}
+    return {"gconfig": config.gconfig, **held_out}
 
 
 def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:

@@ -132,6 +132,10 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         ),
         (["actor.behav_imp_weight_cap=2"], "has no effect without actor.use_decoupled_loss"),
         (["gconfig.greedy=true"], "gconfig.greedy true: all 4 samples"),
+        (
+            ["gconfig.greedy=true", "actor.adv_norm.mean_level=group"],
+            "so nothing is learned; use a temperature above 0, or eval_gconfig for evaluations alone.",
+        ),
         (["gconfig.temperature=0"], "gconfig.temperature 0: all 4 samples"),
         (["gconfig.min_new_tokens=17"], "gconfig.min_new_tokens 17 must not exceed"),
         (["gconfig.max_tokens=16"], "gconfig.max_tokens 16 can't hold gconfig.max_new_tokens 16"),
@@ -528,6 +532,11 @@ def test_a_model_and_dataset_that_are_there(model):
         (lambda m: (m / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
         (lambda m: None, ["ref.path=/nowhere"], "ref.path /nowhere is not a directory"),
         (lambda m: None, ["gconfig.max_new_tokens=32"], "max_position_embeddings) is 32"),
+        (
+            lambda m: None,
+            ["eval_gconfig.max_new_tokens=32", "valid_dataset.path=t.jsonl"],
+            "eval_gconfig.max_new_tokens 32 leaves no room for a prompt",
+        ),
         (lambda m: None, ["train_dataset.max_length=20"], "make 36 tokens, but the model's context"),
         (
             lambda m: None,

@@ -298,6 +298,7 @@ def test_first_rows_of_every_kind_of_dataset(tmp_path):
         ({"model_type": "t5", "is_encoder_decoder": True}, "(t5) can't be trained: it is no language model"),
         ({"architectures": ["BertForMaskedLM"]}, "(BertForMaskedLM) can't be trained"),
         ({"architectures": ["Qwen3ForSequenceClassification"]}, "scores texts and generates none"),
+        ({"model_type": "qwen33"}, "does not know model_type 'qwen33'. Install a newer one"),
     ],
 )
 def test_models_that_no_engine_builds_are_refused(place, more, words):
