@@ -48,7 +48,7 @@ def run(args: Namespace) -> int:
 
 def plan_in(given: Loaded, args: Namespace, job: SurroundingJob) -> submit.Planned:
     """Return the plan for the nodes of a job. Raises ConfigError."""
-    if given.config.launcher.type == "local":
+    if given.config.launcher.type == "local" and "cpu" not in args.preset:
         raise ConfigError(
             "launcher.type local starts no steps in a Slurm job: omit it, or use `hpc-rl submit`."
         )

@@ -50,6 +50,11 @@ def run(args: Namespace) -> int:
     wanted = _states(args.state)
     entries = [entry for entry in trial_index.entries() if _matches(entry.trial, args)]
     answers = {} if args.offline else query_all(entry.trial for entry in entries if not entry.gone)
+    for complaint in {answer.complaint for answer in answers.values() if answer.complaint}:
+        print(
+            f"hpc-rl: could not query the scheduler; showing data from files only: {complaint}",
+            file=sys.stderr,
+        )
     rows = [_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
     rows = [row for row in rows if row["state"] in wanted]
     if args.sort:

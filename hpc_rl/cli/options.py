@@ -70,7 +70,7 @@ class CommandParser(ArgumentParser):
         """Declare where a configuration comes from, and its options."""
         files = "YAML file (--config may be omitted); several are merged from left to right"
         self.add_argument("--config", action="append", default=[], metavar="FILE", help=files)
-        presets = "atlas, atlas-teacher: its defaults, below the files; cpu: no GPU, over the files"
+        presets = "atlas, atlas-teacher: its defaults, below the files; cpu: this machine, no GPU, over them"
         self.add_argument("--preset", action="append", default=[], metavar="NAME", help=presets)
         profile = "profile of the cluster, below the files (hpc-rl templates list names them)"
         self.add_argument("--cluster", metavar="NAME", help=profile)

@@ -4,7 +4,7 @@ import re
 import shutil
 from collections.abc import Callable
 
-from hpc_rl.doctor.finding import SLURM_FIX, Finding, Requirements, Verdict, fail, judge, ok, run_checks, warn
+from hpc_rl.doctor.finding import Finding, Requirements, Verdict, fail, judge, ok, run_checks, warn
 from hpc_rl.schedulers import sinfo, slurm
 from hpc_rl.schedulers.slurm import SlurmScheduler
 
@@ -38,8 +38,11 @@ def check_slurm_controller(needs: Requirements) -> Verdict:
     done = slurm.call(["scontrol", "ping"])
     lines = done.stdout.splitlines()
     if done.returncode != 0 and not any("UP" in line for line in lines):
-        said = " ".join((done.stderr or done.stdout).split())[-MAX_MESSAGE:]
-        return fail(said or "no answer", SLURM_FIX)
+        last = " ".join((done.stderr or done.stdout).strip().splitlines()[-1:])[-MAX_MESSAGE:]
+        fix = f"on a cluster, check SLURM_CONF and munge, or report it; {slurm.LOCAL_INSTEAD}."
+        return judge(
+            f"none answers: {last or 'scontrol ping printed nothing'}", fix, needs.on_slurm, warn=True
+        )
     down = [line for line in lines if "DOWN" in line]
     fix = "the backup controller answers; report it to your administrators."
     return judge("; ".join(down or lines) or "answers", fix, warn=bool(down))
@@ -72,16 +75,19 @@ def check_capacity(needs: Requirements) -> Verdict:
     return judge(found, fix, fail=any(limit.certain for limit in limits), warn=True)
 
 
-SLURM_CHECKS = (check_slurm_version, check_slurm_controller, check_slurm_accounting)
+SLURM_CHECKS = (check_slurm_version, check_slurm_accounting)  # of a controller that answers
 
 
 def check_slurm(
     needs: Requirements, capacity: Callable[[Requirements], Verdict] = check_capacity
 ) -> list[Finding]:
-    """Return the findings about Slurm; only the first one where there is none.
+    """Return the findings about Slurm; only the first ones where there is none, or no controller answers.
 
     `capacity` judges the request of a trial.
     """
-    can_ask = shutil.which("sinfo") is not None and shutil.which("scontrol") is not None
-    checks = (check_slurm_programs, *((*SLURM_CHECKS, capacity) if can_ask else ()))
-    return run_checks(checks, needs)
+    found = run_checks((check_slurm_programs,), needs)
+    if shutil.which("sinfo") is None or shutil.which("scontrol") is None:
+        return found
+    found += run_checks((check_slurm_controller,), needs)
+    down = found[-1].fix and not slurm.scheduler_answers()
+    return found if down else found + run_checks((*SLURM_CHECKS, capacity), needs)

@@ -39,6 +39,9 @@ TRANSIENT = (
     "resource temporarily unavailable",
     "connection refused",
 )
+# Substrings of Slurm's errors where a program found no controller: it is down, or none is configured here.
+NO_CONTROLLER = ("unable to contact slurm controller", "could not establish a configuration source")
+LOCAL_INSTEAD = "without a cluster, launcher.type=local runs trials on this machine"
 # Slurm's commands tell the errors about a job that has ended apart by their message alone.
 IS_OVER = ("invalid job id", "already completed")
 JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
@@ -76,7 +79,7 @@ class SlurmScheduler:
                     break
             if job_id := self._look_up(spec, problem):
                 return job_id
-        raise SchedulerError(f"sbatch refused the job: {problem}")
+        raise _failed("sbatch", problem, "sbatch refused the job")
 
     def _look_up(self, spec: JobSpec, problem: str) -> str | None:
         """Return the job of an sbatch whose answer was lost. Raises SchedulerError."""
@@ -129,7 +132,7 @@ class SlurmScheduler:
         done = call(["sbatch", "--test-only"], SUBMIT_TIMEOUT_S, script)
         said = _message(done)
         if done.returncode != 0 and _is_transient(said):
-            raise SchedulerError(f"sbatch --test-only: {said}")
+            raise _failed("sbatch", said, "sbatch --test-only")
         return done.returncode == 0, said
 
     def find(self, spec: JobSpec) -> str | None:
@@ -218,8 +221,19 @@ def output(argv: list[str], *accepted: str) -> str:
     """Return what a command of Slurm prints. Raises SchedulerError for an error without `accepted` words."""
     done = call(argv)
     if done.returncode != 0 and not any(words in done.stderr.lower() for words in accepted):
-        raise SchedulerError(f"{argv[0]}: {_message(done)}")
+        raise _failed(argv[0], _message(done), argv[0])
     return done.stdout
+
+
+def _failed(program: str, said: str, what: str) -> SchedulerError:
+    """Return the error of a program: that no controller answers it, else `what` failed with what it said."""
+    if any(words in said.lower() for words in NO_CONTROLLER):
+        last = said.rpartition(f"{program}: ")[2]
+        return SchedulerError(
+            f"{program} is on the PATH, but no Slurm controller answers it ({last}): on a cluster, see "
+            f"`hpc-rl doctor`; {LOCAL_INSTEAD}"
+        )
+    return SchedulerError(f"{what}: {said}")
 
 
 def _is_transient(problem: str) -> bool:

@@ -11,15 +11,15 @@ LARGE = {"cpus": 64, "mem_mb": 256000, "gpus": 0}
 JOB = SurroundingJob("7", (JobNode("n1", **LARGE), JobNode("n2", cpus=1, mem_mb=1, gpus=0)))
 
 
-def planned(config, *argv: str) -> submit.Planned:
-    args = Namespace(
-        config=[str(config)], overrides=["launcher.type=slurm", *argv], preset=[], cluster=None, argv=["run"]
-    )
+def planned(config, *argv: str, preset: tuple[str, ...] = ()) -> submit.Planned:
+    overrides = [*([] if preset else ["launcher.type=slurm"]), *argv]
+    args = Namespace(config=[str(config)], overrides=overrides, preset=preset, cluster=None, argv=["run"])
     return foreground.plan_in(submit.loaded(args), args, JOB)
 
 
 def test_a_plan_for_fewer_nodes_need_only_fit_the_first_ones(config):
     assert planned(config, "cluster.n_nodes=1").plan.n_nodes == 1
+    assert planned(config, "cluster.n_nodes=1", preset=("cpu",)).loaded.config.launcher.type == "slurm"
     with pytest.raises(DoesNotFit, match="CPUs"):
         planned(config, "allocation_mode=embedded:d1+fsdp:d2", "actor.ppo_n_minibatches=1")
 

@@ -407,6 +407,7 @@ def test_the_cpu_preset_makes_it_run_here():
     loaded = checked(FOLDER / f"{GRPO}.yaml", presets=["cpu"])
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="local")
     assert (plan.allocation, plan.device) == ("embedded:d1+fsdp:d1", "cpu")
+    assert loaded.config.launcher.type == "local"  # also where an sbatch is on the PATH
 
 
 def test_loading_and_planning_a_whole_file_needs_no_torch():

@@ -55,7 +55,7 @@ def test_all_is_well_with_a_good_cluster(programs):
     findings = check_slurm(NEEDS)
     assert {finding.status for finding in findings} == {Status.OK}, findings
     assert {name for name, *_ in WRONG} | {"slurm programs"} == {finding.check for finding in findings}
-    assert len(findings) == len(SLURM_CHECKS) + 2
+    assert len(findings) == len(SLURM_CHECKS) + 3
 
 
 @pytest.mark.parametrize(("name", "texts", "asked", "status", "found", "fix"), WRONG)
@@ -70,6 +70,15 @@ def test_sinfo_that_does_not_answer_is_one_failed_check(programs):
     programs(sinfo="if [[ $1 == --version ]]; then echo 23.11; else echo no controller >&2; exit 1; fi")
     bad = [finding for finding in check_slurm(NEEDS) if finding.status is not Status.OK]
     assert [finding.check for finding in bad] == ["capacity"] and "no controller" in bad[0].found
+
+
+def test_without_a_controller_nothing_else_is_asked_and_this_machine_is_named(programs):
+    dead = "echo 'x: fatal: Could not establish a configuration source' >&2; exit 1"
+    programs(sinfo=dead, scontrol=dead, sacct=dead)
+    [_, finding] = check_slurm(NEEDS)
+    assert (finding.check, finding.status) == ("slurm controller", Status.FAIL)
+    assert "configuration source" in finding.found and "launcher.type=local" in finding.fix
+    assert [one.status for one in check_slurm(Requirements())] == [Status.OK, Status.WARN]  # a local trial
 
 
 def test_a_program_that_is_missing(programs, tmp_path):

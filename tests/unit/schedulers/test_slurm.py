@@ -134,8 +134,18 @@ def test_it_works_without_accounting_and_for_a_forgotten_job(programs, scheduler
 
 def test_a_controller_that_is_down_is_an_error_not_a_state(programs, scheduler):
     programs(squeue="echo 'Unable to contact slurm controller' >&2; exit 1")
-    with pytest.raises(SchedulerError, match="Unable to contact"):
+    with pytest.raises(
+        SchedulerError, match=r"no Slurm controller answers it .Unable to contact.*hpc-rl doctor"
+    ):
         scheduler.states(["1"])
+
+
+def test_an_sbatch_without_a_cluster_names_this_machine(programs, scheduler):
+    said = "sbatch: error: DNS SRV lookup failed\\nsbatch: fatal: Could not establish a configuration source"
+    programs(sbatch=f"echo -e '{said}' >&2; exit 1")
+    with pytest.raises(SchedulerError, match="no Slurm controller") as caught:
+        scheduler.submit(SPEC)
+    assert "(fatal: Could not" in str(caught.value) and "launcher.type=local" in str(caught.value)
 
 
 def test_the_search_for_a_job_outlives_a_short_outage(programs, scheduler):
