@@ -93,7 +93,7 @@ def _list(args: Namespace) -> int:
     metric = args.metric or next((name for row in rows for name in usual if name in row["metrics"]), "")
     lines = _table(rows, metric) if rows else [_none_yet(trial)]
     lines += [f"set aside: {trial.recover / 'set-aside' / name}" for name in set_aside]
-    value = {"trial": str(trial), "generations": rows, "set_aside": set_aside}
+    value = {"trial": str(trial), "checkpoints": rows, "set_aside": set_aside}
     print_result(args.json, value, map(one_line, lines))
     return 0
 
@@ -218,7 +218,7 @@ def _export_parser() -> CommandParser:
     which.add_argument("--step", type=Count, help="step of the checkpoint (default: the newest)")
     best_help = "the checkpoint with the largest METRIC, as eval_reward"
     which.add_argument("--best", metavar="METRIC", help=best_help)
-    to_help = "folder to write (default: <trial>/exports/generation-<step>)"
+    to_help = "folder to write (default: <trial>/exports/checkpoint-<step>)"
     made.add_argument("--to", type=Path, metavar="FOLDER", help=to_help)
     made.add_json("its path")
     return made
@@ -230,7 +230,7 @@ def _export(args: Namespace) -> int:
     one = _chosen(trial, args.step, args.best)
     if one.problem:
         raise TrialStateError(f"checkpoint {one.step} of {trial} is damaged: {one.problem}. {_others(trial)}")
-    there = (args.to or trial.exports / f"generation-{one.step:08d}").expanduser().absolute()
+    there = (args.to or trial.exports / f"checkpoint-{one.step:08d}").expanduser().absolute()
     # Held from now on: while torch is imported, a fast trial makes and removes many checkpoints.
     with hold(trial, one.step, f"export to {there}"):
         code = _export_to(there, trial, one.step)

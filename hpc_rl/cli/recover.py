@@ -99,7 +99,7 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -
     unread = start.unread if decision.action == "load" else ()
     facts = {
         "read_while_loading": unread,
-        "generations": [asdict(one) for one in start.situation.generations],
+        "checkpoints": [asdict(one) for one in start.situation.generations],
         "changes": [submit.change_json(change) for change in start.changes],
         "new_batches": new_batches,
         "set_aside_batches": batches,

@@ -12,11 +12,14 @@ from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli import listing
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
+from hpc_rl.files import Row
 from hpc_rl.records import ForkRecord, LineageRecord, TrialState
 from hpc_rl.schedulers.base import SchedulerAnswer
+from hpc_rl.stats.read import is_number
 from hpc_rl.status import formatting
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
 from hpc_rl.status.formatting import format_duration, format_number, format_time, one_line
+from hpc_rl.status.goodput import RECENT_STEPS, step_text
 from hpc_rl.status.rollout_report import environment_lines, problems, summary
 from hpc_rl.status.scheduler_view import query
 from hpc_rl.status.trial_status import TrialStatus, read_status
@@ -27,6 +30,7 @@ from hpc_rl.trial import Trial, read_object
 WIDTH = 12  # of the first column
 FROM_START = "the start"
 SHOWN_ATTEMPTS = 5  # without --all
+MOST_MEASURES = 6  # of held-out data
 OLD_ANSWER_S = 60.0  # age from which the scheduler's answer counts as stale
 DESCRIPTION = """Show what a trial does and what happened to it. Reads files, and queries the scheduler
 rarely: all commands of an account share one query for all of its jobs, at most 4 a minute."""
@@ -36,7 +40,7 @@ EPILOG = f"""--json prints one object; null and "" mean that a value is not know
                         last trained step, length, rate, time left
   since, ends_at, last_sign
                         start of this state, time limit of the job, newest change of a file
-  generation, exports   step of the newest checkpoint, names of the exports
+  checkpoint, exports   step of the newest checkpoint, names of the exports
   metrics, evaluations, rollout
                         metrics of the newest step, all evaluations, counters of the rollout role
   jobs, servers         submissions, and server arrays of layout jobs
@@ -153,9 +157,8 @@ def headline(status: TrialStatus) -> str:
     parts = [str(status.trial), str(status.state)]
     if status.step or status.total_steps:
         parts.append(progress(status))
-    if status.state is TrialState.RUNNING and status.rate:
-        left = "" if status.eta_s is None else f", done in about {format_duration(status.eta_s)}"
-        parts.append(formatting.format_rate(status.rate) + left)
+    if status.state is TrialState.RUNNING:
+        parts += filter(None, [status.pace])
     line = "   ".join(parts)
     return f"{line}\n{row('', one_line(status.reason))}" if status.reason else line
 
@@ -274,18 +277,26 @@ def role_line(role: RoleStatus, names: Mapping[tuple[str, int], str] = MappingPr
     return one_line(f"{name:<{WIDTH - 1}} {state}")
 
 
-METRICS = {  # in the order shown
+METRICS = {  # in the order shown; parts of the reward come after it
     "reward": "reward",
+    "reward_std": "its standard deviation",
     "accuracy_delta": "gain of the student",
+    "accuracy": "accuracy",
+    "margin": "margin",
     "loss": "loss",
     "grad_norm": "gradient norm",
     "entropy": "entropy",
+    "kl_loss": "KL to the reference",
+    "kl_rewards": "KL in the reward",
+    "lr": "learning rate",
+}
+OF_BATCH = {  # of what a step trained on
+    "completion_len": "completion length",
+    "truncated": "share truncated",
+    "zero_advantage_groups": "share of zero-advantage groups",
     "staleness_mean": "staleness",
     "staleness_max": "largest staleness",
     "older_lineage": "trajectories of an earlier start",
-    "lr": "learning rate",
-    "step_s": "seconds per step",
-    "wait_s": "of them waiting",
 }
 
 
@@ -298,17 +309,28 @@ def metric_lines(status: TrialStatus) -> list[str]:
             failed = last.get("save_failed")
             times = "once" if failed == 1 else f"{failed} times in a row"
             lines.append(row("saving", one_line(f"FAILED {times}: {last['save_error']}")))
-        known = {key: last[key] for key in METRICS if isinstance(last.get(key), (int, float))}
-        if not known.get("older_lineage"):
-            known.pop("older_lineage", None)
-        shown = [f"{METRICS[key]} {format_number(value)}" for key, value in known.items()]
-        lines.append(row("metrics", f"step {last['step']}: " + ", ".join(shown)))
-    name, values = status.history.held_out
-    if values:
+        parts = {key: key for key in last if key.startswith("reward/")}
+        known = shown({"reward": "reward", "reward_std": METRICS["reward_std"], **parts, **METRICS}, last)
+        lines.append(row("metrics", one_line(f"step {last['step']}: {known}")))
+        of_batch = {key: text for key, text in OF_BATCH.items() if key != "older_lineage" or last.get(key)}
+        if text := shown(of_batch, last):
+            lines.append(row("batch", text))
+        if text := step_text(status.history.steps[-RECENT_STEPS:]):
+            lines.append(row("seconds", f"{text}  (mean of at most {RECENT_STEPS} steps)"))
+    measures = list(status.history.evaluated.items())
+    for number, (name, values) in enumerate(measures[:MOST_MEASURES]):
         ends = values[:1] if len(values) == 1 else [values[0], values[-1]]
         curve = " -> ".join(f"{format_number(value)} (step {step})" for step, value in ends)
-        lines.append(row("held-out", f"{name} {curve}"))
+        lines.append(row("" if number else "held-out", one_line(f"{name} {curve}")))
+    if len(measures) > MOST_MEASURES:
+        lines.append(row("", f"and {len(measures) - MOST_MEASURES} more: hpc-rl plot shows them"))
     return lines
+
+
+def shown(names: Mapping[str, str], values: Row) -> str:
+    """Return the metrics that are numbers, with their names for people."""
+    known = [(text, values[key]) for key, text in names.items() if is_number(values.get(key))]
+    return ", ".join(f"{text} {format_number(value)}" for text, value in known)
 
 
 def next_lines(status: TrialStatus) -> list[str]:

@@ -17,6 +17,7 @@ from hpc_rl.records import LineageRecord, read_lineages
 from hpc_rl.trial import Trial
 
 HELD_OUT = "held-out"  # name of the curve of what evaluations measured
+MEASURES = ("accuracy_delta", "reward", "accuracy", "loss")  # of evaluations, by what counts most
 NOT_CURVES = ("step", "time", "lineage", "total_steps", "save_failed")
 
 Curve = list[tuple[int, float]]  # a value by step
@@ -44,11 +45,21 @@ class History:
     @property
     def held_out(self) -> tuple[str, list[tuple[int, float | None]]]:
         """What was measured on held-out data, such as `reward` or `loss`, and its values by step."""
-        for name in ("accuracy_delta", "reward") if self.evaluations else ():
-            values = [(row["step"], row[f"eval_{name}"]) for row in self.evaluations if f"eval_{name}" in row]
-            if values:
-                return name.replace("_", " "), values
-        return "loss", [(row["step"], row["eval_loss"]) for row in self.steps if "eval_loss" in row]
+        return next(iter(self.evaluated.items()), ("loss", []))
+
+    @property
+    def evaluated(self) -> dict[str, list[tuple[int, float | None]]]:
+        """The values of each measure of held-out data by step; that which trials are compared by is first."""
+        found: dict[str, list[tuple[int, float | None]]] = {}
+        for row in (*self.evaluations, *self.steps):
+            for name in (key.removeprefix("eval_") for key in row if key.startswith("eval_")):
+                if name in MEASURES or name.endswith("/reward") or "pass@" in name:
+                    found.setdefault(name, []).append((row["step"], row[f"eval_{name}"]))
+        names = [
+            *(name for name in MEASURES if name in found),
+            *(name for name in found if name not in MEASURES),
+        ]
+        return {name.replace("_", " ") if name in MEASURES else name: found[name] for name in names}
 
     def curve(self, metric: str) -> Curve:
         """Return the values of a metric by step; `held-out` is that of evaluations. None where unknown."""

@@ -20,7 +20,7 @@ from hpc_rl.files import last_lines
 from hpc_rl.log import printable
 from hpc_rl.records import TrialState
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
-from hpc_rl.status.formatting import exit_text, format_duration, format_number, format_rate
+from hpc_rl.status.formatting import exit_text, format_number
 from hpc_rl.status.rollout_report import problems
 from hpc_rl.status.scheduler_view import TrialWatch
 from hpc_rl.status.trial_status import TrialStatus
@@ -119,10 +119,8 @@ def progress_text(status: TrialStatus) -> str:
     name, values = status.history.held_out
     if values:
         parts.append(f"held-out {name} {format_number(values[-1][1])}")
-    if status.rate:
-        parts.append(format_rate(status.rate))
-        if status.eta_s is not None and not status.over:
-            parts.append(f"{format_duration(status.eta_s)} left")
+    if status.pace and not status.over:
+        parts.append(status.pace)
     return "  ".join(parts)
 
 

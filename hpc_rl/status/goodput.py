@@ -15,6 +15,7 @@ from hpc_rl.errors import ExitCode
 from hpc_rl.files import JsonLines, Row
 from hpc_rl.records import EndedRecord, Event, EventKind, JobEvent, LineageRecord, read_events, read_job_state
 from hpc_rl.stats.read import is_evaluation, is_number
+from hpc_rl.status.formatting import format_number
 from hpc_rl.status.trial_status import TrialStatus
 from hpc_rl.trial import Attempt, AttemptId, Trial, entries, read_object
 
@@ -56,6 +57,7 @@ PARTS = (  # of a step, in their order: metric -> bucket; what is left is export
 )
 # What the trainer does meanwhile -> what its servers do; of the rest they do the same.
 OF_SERVERS = dict.fromkeys((Bucket.TRAIN, Bucket.WAIT, Bucket.SAVE, Bucket.LOST), Bucket.GENERATE)
+RECENT_STEPS = 20  # newest steps over which the seconds of a step are divided, for users
 ORDERLY = (ExitCode.DONE, ExitCode.STOPPED)
 
 
@@ -266,6 +268,22 @@ def seconds_of(row: Row, name: str) -> float:
     """Return a duration of a row of metrics; 0 where it has none."""
     value = row.get(name)
     return max(0.0, float(value)) if is_number(value) else 0.0
+
+
+def step_text(rows: Sequence[Row]) -> str:
+    """Return the mean seconds of steps and how they are divided; '' where none is known.
+
+    Evaluations and saves, which few steps have, stand apart.
+    """
+    apart = {name: [s for row in rows if (s := seconds_of(row, name))] for name in ("evaluate_s", "save_s")}
+    total = sum(seconds_of(row, "step_s") for row in rows) - sum(map(sum, apart.values()))
+    if total <= 0:
+        return ""
+    shares = {name: sum(seconds_of(row, name) for row in rows) / total for name, _ in PARTS}
+    known = [f"{b} {shares[name]:.0%}" for name, b in PARTS if name not in apart and shares[name] >= 0.005]
+    split = f": {', '.join(known)}" if known else ""
+    more = [f"{dict(PARTS)[name]} {format_number(sum(s) / len(s))} s" for name, s in apart.items() if s]
+    return "; ".join([f"{format_number(total / len(rows))} s{split}", *more])
 
 
 def _add(use: AttemptUse, spans: Iterable[Span], number: int) -> None:

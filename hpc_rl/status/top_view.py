@@ -13,8 +13,8 @@ from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.records import ProcessFile, ProcessRecord, TrialState
 from hpc_rl.stats.read import HELD_OUT, is_number
-from hpc_rl.status.formatting import format_duration, format_number, format_rate, one_line
-from hpc_rl.status.goodput import PARTS, seconds_of
+from hpc_rl.status.formatting import format_duration, format_number, one_line
+from hpc_rl.status.goodput import RECENT_STEPS, step_text
 from hpc_rl.status.rollout_report import problems, summary
 from hpc_rl.status.scheduler_view import TrialWatch
 from hpc_rl.status.trial_status import TrialStatus
@@ -24,7 +24,6 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 LABEL = 10  # columns of the first word of a line
 MAX_UNITS = 12  # replicas that have a line of their own; more are counted
 MAX_CURVE = 120  # columns
-RECENT_STEPS = 20  # newest steps over which the seconds of a step are divided
 CURVES = ("reward", HELD_OUT, "loss")
 
 
@@ -33,7 +32,6 @@ class TrialView:
     """A trial as it is now."""
 
     status: TrialStatus
-    doing: str = ""  # what the trainer does
     saved_at: float | None = None  # newest checkpoint, Unix seconds
     config: dict[str, Any] = field(default_factory=dict)
     nodes: dict[tuple[str, int], list[str]] = field(default_factory=dict)  # of each unit
@@ -62,10 +60,6 @@ class TrialEye:
             view.saved_at = manifest.stat().st_mtime if manifest.exists() else None
         if status.live is not None:
             attempt = self.trial.attempt(status.live.id)
-            trainer = next((role for role in status.live.roles if role.role == "trainer"), None)
-            if trainer is not None:
-                doing = read_object(attempt.activity("trainer", 0, trainer.incarnation))
-                view.doing = f"{doing.get('doing', 'start')}, step {doing.get('step', 0)}"
             newest = {(role.role, role.index): role.incarnation for role in status.live.roles}
             for path in attempt.processes.glob("*.json"):
                 file = ProcessFile.parse(path)
@@ -118,10 +112,8 @@ def headline(status: TrialStatus) -> str:
     parts = [str(status.trial), str(status.state)]
     if status.step or status.total_steps:
         parts.append(f"step {status.step}" + (f"/{status.total_steps}" if status.total_steps else ""))
-    if status.state is TrialState.RUNNING and status.rate:
-        parts.append(format_rate(status.rate))
-    if status.eta_s is not None and not status.over:
-        parts.append(f"{format_duration(status.eta_s)} left")
+    if status.state is TrialState.RUNNING:
+        parts += filter(None, [status.pace])
     return "  ".join(parts)
 
 
@@ -181,12 +173,10 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def step_lines(view: TrialView) -> Iterator[str]:
     """Yield how the seconds of the newest steps are divided, and how old what they train on is."""
     rows = view.status.history.steps[-RECENT_STEPS:]
-    total = sum(seconds_of(row, "step_s") for row in rows)
-    if not total:
+    text = step_text(rows)
+    if not text:
         return
-    shares = {bucket: sum(seconds_of(row, name) for row in rows) / total for name, bucket in PARTS}
-    split = "  ".join(f"{bucket} {share:.0%}" for bucket, share in shares.items() if share >= 0.005)
-    yield labelled("step", f"{format_number(total / len(rows))} s: {split}")
+    yield labelled("step", text)
     ages = [rows[-1].get(f"staleness_{kind}") for kind in ("mean", "max")]
     if all(map(is_number, ages)):
         mean, most = map(format_number, ages)
@@ -204,8 +194,8 @@ def unit_lines(view: TrialView) -> list[str]:
             state = f"not started again: {role.gave_up}"
         elif role.restarting and not role.running:
             state = f"about to be started again: {role.restarting}"
-        elif role.role == "trainer" and view.doing:
-            state = view.doing
+        elif role.role == "trainer":
+            state = f"{view.status.doing or 'start'}, step {view.status.doing_step}"
         elif role.role == "server" and role.index in view.versions:
             version, doing = view.versions[role.index]
             state = f"{doing}, weights {version or 'of the start'}"

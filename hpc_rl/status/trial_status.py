@@ -14,7 +14,7 @@ from hpc_rl.records import EndedRecord, Event, EventKind, EventLog, LineageRecor
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.stats.read import History, MetricsReader, lineages
 from hpc_rl.status.attempts import STOPPING_EVENTS, AttemptStatus, roles_of, silences_of
-from hpc_rl.status.formatting import format_time
+from hpc_rl.status.formatting import format_duration, format_rate, format_time
 from hpc_rl.status.rollout_report import RolloutReport, read_rollout
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.status.trial_state import describe_exit, describe_job_exit, determine_state
@@ -24,8 +24,15 @@ from hpc_rl.trial import AttemptId, Trial, read_json, read_object
 KILLED_WITH_NODE = "ended without a record (its node failed, or the scheduler killed it)"
 TAKEN_BACK = "ended without a record (preempted, or its node failed); the scheduler starts the job again"
 RATE_STEPS = 50  # newest steps over which the rate is taken
+# What the trainer does while it makes no step, in its words and those of users.
+BETWEEN_STEPS = {
+    "evaluate": "evaluating",
+    "save": "saving",
+    "export": "exporting",
+    "wait for room": "disk full",
+}
 # What `status --json` prints of a trial under the names that it has here.
-JSON_FIELDS = ("state", "reason", "step", "total_steps", "ends_at", "last_sign", "generation", "exports")
+JSON_FIELDS = ("state", "reason", "step", "total_steps", "doing", "ends_at", "last_sign", "exports")
 JSON_COMPUTED = ("eta_s", "since", "last_end")
 JSON_RECORDS = ("lineages", "servers", "attempts")
 
@@ -51,6 +58,8 @@ class TrialStatus:
     last_sign: float | None = None  # newest change of a file, Unix seconds by the file server's clock
     ends_at: float | None = None  # when the scheduler ends the newest job, Unix seconds
     rollout: RolloutReport | None = None  # of the newest attempt
+    doing: str = ""  # what the trainer does now, such as `train` or `evaluate`
+    doing_step: int = 0
 
     @property
     def over(self) -> bool:
@@ -61,6 +70,17 @@ class TrialStatus:
         if not self.rate or self.total_steps is None:
             return None
         return max(0.0, (self.total_steps - self.step) / self.rate)
+
+    @property
+    def pace(self) -> str:
+        """How fast it trains and how much time is left, or what the trainer does between steps."""
+        parts = (
+            [f"{BETWEEN_STEPS[self.doing]} at step {self.doing_step}"] if self.doing in BETWEEN_STEPS else []
+        )
+        if self.rate:
+            left = "" if self.eta_s is None else f", done in about {format_duration(self.eta_s)}"
+            parts.append(format_rate(self.rate) + left)
+        return "; then ".join(parts)
 
     @property
     def live(self) -> AttemptStatus | None:
@@ -89,6 +109,7 @@ class TrialStatus:
             **records,
             "trial": str(self.trial),
             "dir": str(self.trial.dir),
+            "checkpoint": self.generation,
             "steps_per_second": self.rate,
             "rollout": asdict(self.rollout) if self.rollout else None,
             "jobs": [asdict(job) | {"event": job.event or ""} for job in self.jobs],
@@ -131,6 +152,7 @@ class StatusReader:
         step = max(history.last_step, from_step)
         reached = step if state is TrialState.DONE else None
         alive = state in (TrialState.RUNNING, TrialState.STOPPING)
+        doing = self._doing(attempts)
         return TrialStatus(
             trial=self.trial,
             state=state,
@@ -149,6 +171,8 @@ class StatusReader:
             last_sign=last_sign,
             ends_at=self._ends_at(attempts, job_state) if alive else None,
             rollout=read_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None,
+            doing=str(doing.get("doing", "")),
+            doing_step=at if isinstance(at := doing.get("step"), int) else 0,
         )
 
     def _event_rows(self, attempt: str) -> list[Event]:
@@ -170,6 +194,14 @@ class StatusReader:
         if last == "supervisor":  # the trainer died with the supervisor before this one
             return False
         return not lines or (lines[-1].attempt, lines[-1].incarnation) == (newest.id, trainer.incarnation)
+
+    def _doing(self, attempts: list[AttemptStatus]) -> Row:
+        """Return what the trainer of a live attempt reports; {} where it has not, or none runs."""
+        if not attempts or not _runs(attempts[-1]):
+            return {}
+        trainer = next((role for role in attempts[-1].roles if role.role == "trainer" and role.running), None)
+        attempt = self.trial.attempt(attempts[-1].id)
+        return read_object(attempt.activity("trainer", 0, trainer.incarnation)) if trainer else {}
 
     def _ends_at(self, attempts: list[AttemptStatus], job_state: JobState) -> float | None:
         """Return when the job ends: by the scheduler's answer, else as the supervisor recorded it."""

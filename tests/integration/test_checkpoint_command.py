@@ -84,7 +84,7 @@ def test_every_file_that_is_damaged_is_named(trial, capsys):
         assert f"checkpoint 4: {path.name}" in out and "checkpoint 3: every file" in out
         path.unlink()
         assert main(["checkpoint", "list", str(trial.dir), "--json"]) == 0
-        newest = json.loads(capsys.readouterr().out)["generations"][0]
+        newest = json.loads(capsys.readouterr().out)["checkpoints"][0]
         assert not newest["sound"] and (
             path.name in newest["problem"] or newest["problem"] == "has no manifest"
         )

@@ -91,7 +91,7 @@ def test_a_ctrl_c_and_a_kill_save_and_recover_continues(cluster, clone, until):
     second.communicate(timeout=60)
     until(lambda: status(clone, "first")["state"] in ("stopped", "killed"), 60)
     until(lambda: not cluster.run("squeue", "--noheader"), 60)
-    newest = status(clone, "first")["generation"]
+    newest = status(clone, "first")["checkpoint"]
     assert newest >= stopped_at
 
     hpc_rl("recover", "first", f"total_train_steps={newest + 40}", cwd=clone)

@@ -268,7 +268,7 @@ def status_of_a_rollout_that_makes_no_progress(fake):
     report |= {"last_error": "KeyError: 'answer'", "servers": 0, "oldest_running_s": 300, "quiet_s": 290}
     write_json(fake.trial.attempt("7.0").rollout_report(0), report)
     lines = text(read_status(fake.trial))
-    return "\n".join(lines[lines.index("") :][-11:-3])
+    return "\n".join(lines[lines.index("") :][-13:-3])
 
 
 # -- exits

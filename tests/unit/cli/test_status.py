@@ -37,7 +37,9 @@ roles
   rollout-0   running, incarnation 0
   server-0    running, incarnation 0
 
-metrics     step 80: reward 0.8, staleness 0.5, seconds per step 1
+metrics     step 80: reward 0.8
+batch       staleness 0.5
+seconds     1 s  (mean of at most 20 steps)
 held-out    reward 0.31 (step 0) -> 0.55 (step 60)
 
 checkpoint  newest 70
@@ -126,6 +128,39 @@ def test_starts_that_led_nowhere_are_shown_with_what_ended_each(fake_trial, sche
     ]
 
 
+def test_what_a_step_measured_and_what_its_seconds_went_to(fake_trial, scheduler, capsys):
+    """The evaluation, which few steps have, is no part of the mean of a step, and is named while it runs."""
+    fake_trial.run_to(3)
+    times = {"wait_s": 1.0, "train_s": 3.0, "evaluate_s": 36.0, "save_s": 0.0, "step_s": 37.0}
+    row = {
+        "step": 4,
+        "time": 1_790_000_060.0,
+        "lineage": 0,
+        "reward": 0.4,
+        "reward/format": 0.9,
+        "accuracy": 0.75,
+    }
+    batch = {"completion_len": 12.5, "zero_advantage_groups": 0.25, "older_lineage": 0}
+    fake_trial.row("7.0", row | times | batch | {"eval_accuracy": 0.5, "eval_loss": 0.6})
+    fake_trial.row("7.0", {"step": 4, "eval_reward": 0.5, "eval_pass@4": 0.75})
+    attempt = fake_trial.trial.attempt("7.0")
+    write_json(attempt.activity("trainer", 0, 0), {"doing": "evaluate", "step": 4})
+    trial_index.record(fake_trial.trial)
+    main(["status", "t1", "--offline"])
+    out = capsys.readouterr().out
+    assert re.search(r"step 4 of 100 \(4 %\)   evaluating at step 4; then .* steps/min, done in about", out)
+    assert "metrics     step 4: reward 0.4, reward/format 0.9, accuracy 0.75\n" in out
+    assert "batch       completion length 12.5, share of zero-advantage groups 0.25\n" in out
+    assert "seconds     1 s: wait 25%, train 75%; evaluate 36 s  (mean" in out
+    held_out = out[out.index("held-out") :].splitlines()
+    assert [line.removeprefix("held-out").strip() for line in held_out[:4]] == [
+        "reward 0.31 (step 0) -> 0.5 (step 4)",
+        "accuracy 0.5 (step 4)",
+        "loss 0.6 (step 4)",
+        "pass@4 0.75 (step 4)",
+    ]
+
+
 def test_an_exception_of_two_lines_takes_one(fake_trial, scheduler, capsys):
     fake_trial.run_to(3)
     fake_trial.event(
@@ -167,7 +202,7 @@ def test_status_shows_the_rest_where_generations_are_no_folder(fake_trial, sched
 def test_as_json(trial, capsys):
     assert main(["status", "t1", "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert (told["state"], told["step"], told["generation"], told["eta_s"]) == ("running", 80, 70, 20.0)
+    assert (told["state"], told["step"], told["checkpoint"], told["eta_s"]) == ("running", 80, 70, 20.0)
     assert [attempt["state"] for attempt in told["attempts"]] == ["cancelled", "running"]
     assert told["metrics"]["reward"] == 0.8
 

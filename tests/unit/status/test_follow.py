@@ -38,7 +38,7 @@ def test_news_are_told_once(fake_trial):
 def test_progress_names_what_matters(fake_trial):
     fake_trial.run_to(50)
     assert progress_text(read_status(fake_trial.trial)) == (
-        "step 50/100  reward 0.5  staleness 0.5  held-out reward 0.31  1.0 steps/s  50 s left"
+        "step 50/100  reward 0.5  staleness 0.5  held-out reward 0.31  1.0 steps/s, done in about 50 s"
     )
 
 

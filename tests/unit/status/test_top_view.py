@@ -52,7 +52,7 @@ def test_it_tells_everything_in_80_columns(running, scheduler_of_files):
     assert by_name["reward"].split()[2][0] == "▁"
     assert by_name["reward"].endswith("█")
     assert by_name["held-out"].split()[1] == "0.31"
-    assert "wait 7%  train 13%  publish 3%" in by_name["step"]  # of 11 steps of 1 s and one of 4 s
+    assert "1.25 s: wait 7%, train 13%, publish 3%" in by_name["step"]  # of 11 steps of 1 s and one of 4 s
     assert by_name["staleness"].split() == ["staleness", "0.5", "(largest", "2)"]
     assert "7 prompts running, 3 groups ready" in by_name["rollout"]
     assert by_name["trainer-0"].split()[1:] == ["node-a", "wait,", "step", "13"]

@@ -132,7 +132,7 @@ def test_an_export_that_goes_is_never_seen_in_half(tmp_path, monkeypatch):
 
 
 def test_what_a_person_exports_meanwhile_is_left_alone_by_a_start(starter):
-    theirs = starter.trial.exports / ".generation-00000003.tmp"
+    theirs = starter.trial.exports / ".checkpoint-00000003.tmp"
     theirs.mkdir()
     starter(1)
     assert theirs.is_dir()
