@@ -44,8 +44,12 @@ def run(args: Namespace) -> int:
 def check_metric(name: str, known: list[str]) -> None:
     """Raise ConfigError for a metric that no trial has."""
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"these trials have {', '.join(known) or 'none yet'}."
+        near = [one for one in known if name in one][:5] or difflib.get_close_matches(name, known, n=1)
+        hint = (
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"these trials have {', '.join(known) or 'none yet'}."
+        )
         raise ConfigError(f"--metric {name} is not a metric of these trials; {hint}")
 
 

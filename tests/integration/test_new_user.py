@@ -1,0 +1,257 @@
+"""A day of a new user who has README and docs/: own data, own model, own reward of two parts, own workflow of three
+turns; each mistake is told before anything is submitted; then a trial, what is seen of it, a fork, and cleaning up.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+
+import pytest
+from command_line import Shell
+
+FILES = {
+    "make_model.py": """
+import string
+import torch
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+words = ["<end>", *string.digits, *string.ascii_lowercase, *" ?:."]
+tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="?"))
+tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+tokenizer.decoder = decoders.Fuse()
+fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+fast.save_pretrained("model")
+torch.manual_seed(0)
+sizes = dict(vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+heads = dict(num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=96)
+LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=None, eos_token_id=0)).save_pretrained("model")
+""",
+    "make_data.py": """
+import json
+
+for name, numbers in (("train", range(20)), ("test", range(20, 24))):
+    with open(f"{name}.jsonl", "w") as file:
+        for number in numbers:
+            kind = "odd" if number % 2 else "even"
+            chat = [{"role": "user", "content": f"say {kind} {number}: "}]
+            file.write(json.dumps({"messages": chat, "kind": kind}) + "\\n")
+""",
+    "my_reward.py": """
+def score(prompt, completion, kind, **columns):
+    first = completion.strip()[:1]
+    digit = float(first.isdigit())
+    right = float(digit and (int(first) % 2 == 1) == (kind == "odd"))
+    return {"reward": 0.3 * digit + 0.7 * right, "digit": digit, "right": right}
+""",
+    "three.py": """
+import asyncio
+
+from hpc_rl import Conversation, TrajectoryGroup, trajectory
+
+
+async def play(prompt, generate):
+    tries = (attempt(prompt, generate, sample) for sample in range(generate.n_samples))
+    return TrajectoryGroup(generate.index, list(await asyncio.gather(*tries)))
+
+
+async def attempt(prompt, generate, sample):
+    async def turn(input_ids):
+        return await generate(input_ids, sample)
+
+    talk = Conversation(generate.tokenizer, turn, prompt["messages"])
+    for _ in range(3):
+        reward = await generate.reward(prompt, await talk.reply())
+        if reward == 1:
+            break
+        talk.say(". no. again: ")
+    made = trajectory(talk.turns, reward)
+    made.stats["turns"] = len(talk.turns)
+    return made
+""",
+    "day.yaml": """
+experiment_name: mine
+trial_name: one
+total_train_steps: 12
+cluster: {fileroot: runs, n_gpus_per_node: 0}
+actor:
+  path: model
+  gradient_checkpointing: false
+  eps_clip: 0.2
+  optimizer: {lr: 3e-3, weight_decay: 0}
+  reward_norm: {mean_level: group, std_level: group}
+gconfig: {n_samples: 8, max_new_tokens: 2}
+rollout: {workflow: "three:play", reward_fn: "my_reward:score", max_head_offpolicyness: 1}
+train_dataset: {path: train.jsonl, batch_size: 10, max_length: 40}
+valid_dataset: {path: test.jsonl}
+evaluator: {freq_steps: 6, keep_samples: 4}
+eval_gconfig: {n_samples: 4}
+recover: {mode: auto, freq_steps: 6}
+launcher: {type: local}
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def shell(tmp_path_factory) -> Shell:
+    """An empty directory, and what the user writes and makes there."""
+    shell = Shell(tmp_path_factory.mktemp("day"), {"PYTHONDONTWRITEBYTECODE": "1"})
+    for name, text in FILES.items():
+        (shell.here / name).write_text(text.lstrip())
+    shell.type("python make_model.py && python make_data.py", timeout_s=120)
+    return shell
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What stands in a file instead of what should, and what is told: the place, and what to do. LINE is the line
+    of the mistake.
+    """
+
+    file: str
+    right: str
+    wrong: str | None  # None: there is no such file
+    told: tuple[str, ...]
+
+
+MISTAKES = {
+    "unknown key": Mistake(
+        "day.yaml", "keep_samples", "keep_sample", ("day.yaml:LINE", "evaluator.keep_samples")
+    ),
+    "wrong value": Mistake(
+        "day.yaml", "eps_clip: 0.2", "eps_clip: -0.2", ("day.yaml:LINE", "above 0 and below 1")
+    ),
+    "options that do not fit": Mistake(
+        "day.yaml", "n_samples: 8", "n_samples: 1", ("day.yaml:LINE", "use at least 2")
+    ),
+    "hub name": Mistake(
+        "day.yaml", "path: model", "path: Qwen/Qwen3-0.6B", ("day.yaml:LINE", "hf download Qwen")
+    ),
+    "missing file": Mistake("day.yaml", "train.jsonl", "trian.jsonl", ("day.yaml:LINE", "does not exist")),
+    "no room": Mistake(
+        "day.yaml", "max_new_tokens: 2", "max_new_tokens: 96", ("day.yaml:LINE", "context", "96")
+    ),
+    "long prompts": Mistake(
+        "day.yaml", "max_length: 40", "max_length: 5", ("train.jsonl", "20 prompts have more than 5 tokens")
+    ),
+    "no such workflow": Mistake("day.yaml", "three:play", "three:plya", ("rollout.workflow", "'plya'")),
+    "wrong columns": Mistake(
+        "train.jsonl", '"messages": ', '"question": ', ("train.jsonl row LINE", "train_dataset.columns {")
+    ),
+    "broken row": Mistake("train.jsonl", "}]", "}", ("train.jsonl line LINE", "not valid JSON")),
+    "column of the reward": Mistake(
+        "train.jsonl", '"kind"', '"sort"', ("my_reward:score", "missing a required argument: 'kind'")
+    ),
+    "no chat template": Mistake(
+        "model/chat_template.jinja", "{%", None, ("row 1", "add chat_template.jinja")
+    ),
+    "syntax of the reward": Mistake(
+        "my_reward.py", "[:1]", "[:1", ("SyntaxError", "my_reward.py, line LINE")
+    ),
+    "import of the reward": Mistake(
+        "my_reward.py", "def", "import numpyy\ndef", ("No module named 'numpyy'",)
+    ),
+    "name in the reward": Mistake(
+        "my_reward.py", "float(d", "float(g", ("NameError", "my_reward.py:LINE in score")
+    ),
+    "arguments of the reward": Mistake(
+        "my_reward.py", "prompt, completion, ", "completions, ", ("prompt, completion", "my_reward:score")
+    ),
+    "result of the reward": Mistake(
+        "my_reward.py", '{"reward"', '"good" or {"reward"', ("allowed: a finite number",)
+    ),
+    "arguments of the workflow": Mistake("three.py", "play(prompt, ", "play(", ("run(prompt, generate)",)),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=[name.replace(" ", "-") for name in MISTAKES])
+def test_a_mistake_is_told_before_anything_is_submitted(mistake, shell):
+    file = shell.here / mistake.file
+    good = file.read_text()
+    line = str(good.partition(mistake.right)[0].count("\n") + 1)
+    assert mistake.right in good
+    file.unlink()
+    if mistake.wrong:
+        file.write_text(good.replace(mistake.right, mistake.wrong))
+    try:
+        told = shell.refused(64, "submit", "day.yaml")
+    finally:
+        file.write_text(good)
+    assert not [word for word in mistake.told if word.replace("LINE", line) not in told], told
+
+
+@pytest.fixture(scope="module")
+def printed(shell) -> dict[str, str]:
+    """What the commands of the day print; a trial of twelve steps, and a fork of six more from its middle."""
+    said = {}
+
+    def type(command: str) -> None:
+        said[command] = shell.type(command, timeout_s=300)
+
+    try:
+        type("hpc-rl submit day.yaml --dry_run")
+        type("hpc-rl submit day.yaml")
+        shell.wait_for("one", "step [1-9]", timeout_s=300)
+        type("hpc-rl top one --once")
+        type("hpc-rl status one --follow")
+        type("hpc-rl fork one two --from 6 actor.optimizer.lr=1e-3 --follow")
+    finally:
+        for trial in ("one", "two"):
+            shell.run("cancel", trial, "--now", "--wait_s", "40")
+    return said
+
+
+@pytest.mark.timeout(900)
+def test_the_trial_is_submitted_watched_and_learns(shell, printed):
+    assert "12 steps, each of 80 sequences" in printed["hpc-rl submit day.yaml --dry_run"]
+    assert "hpc-rl status mine/one" in printed["hpc-rl submit day.yaml"]
+    assert re.search(r"mine/one +(running|done) +step [1-9]\d?/12", printed["hpc-rl top one --once"])
+    status = shell.run("status", "one").stdout
+    assert re.match("mine/one +done +step 12 of 12", status)
+    before, after = re.search(
+        r"held-out +reward ([\d.]+) \(step 0\) -> ([\d.]+) \(step 12\)", status
+    ).groups()
+    assert float(after) > float(before) + 0.2
+    (metrics,) = shell.here.glob("runs/*/mine/one/attempts/*/metrics.0.jsonl")
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    rewards = [row["reward"] for row in rows if "reward" in row]
+    assert len(rewards) == 12
+    assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.3
+
+
+def test_completions_are_seen(shell, printed):
+    best = shell.run("samples", "one", "--all", "--best", "-n", "1").stdout
+    assert re.search(r"reward 1 \(reward/digit 1, reward/right 1, turns [123]\); advantage", best)
+    worst = shell.run("samples", "one", "--all", "--worst", "-n", "1").stdout
+    assert re.search(r"reward 0 \(.*turns 3\); advantage -", worst)
+    assert worst.count(". no. again: ") >= 2
+    rows = shell.run("samples", "one", "--eval", "--step", "12", "--all", "--jsonl").stdout.splitlines()
+    assert len(rows) == 4 * 4
+    assert {json.loads(row)["prompt"] for row in rows} >= {"say even 20: ", "say odd 23: "}
+
+
+def test_curves_and_the_page_compare_two_trials(shell, printed):
+    curves = shell.run("plot", "one", "two", "--metric", "reward/right,eval_pass@4").stdout
+    assert all(name in curves for name in ("reward/right", "eval_pass@4", "one", "two"))
+    assert "did you mean eval_turns?" in shell.run("plot", "one", "--metric", "turns").stderr
+    report = shell.run("report", "one", "two", "--html", "report.html")
+    assert "report.html" in report.stdout
+    page = (shell.here / "report.html").read_text()
+    assert all(
+        text in page for text in ("mine/one", "mine/two", "eval_pass@4", "say even 20: ", ". no. again: ")
+    )
+    diff = shell.run("config", "diff", "one", "two")
+    assert diff.returncode == 1
+    assert re.search(r"^actor.optimizer.lr: 0.003 .*-> 0.001 ", diff.stdout, re.M)
+
+
+def test_what_is_done_is_cleaned_up(shell, printed):
+    listed = shell.run("list", "--experiment", "mine", "--state", "done").stdout
+    assert re.findall(r"^mine/(\w+) ", listed, re.M) == ["two", "one"]
+    assert "mine/one" in shell.run("du").stdout
+    assert "removed" in shell.run("remove", "one", "--yes").stdout
+    assert not list(shell.here.glob("runs/*/mine/one"))
+    assert "mine/one" not in shell.run("list").stdout
+    assert "forked from mine/one, checkpoint 6" in shell.run("status", "two").stdout
+    assert shell.run("recover", "two", "total_train_steps=13", "--explain").returncode == 0
