@@ -271,6 +271,7 @@ class DoneRecord(JsonRecord):
     job_id: str
     attempt: str = ""
     time: float = 0.0
+    freed_bytes: int = 0  # of published weights, which were removed then
 
 
 @dataclass(frozen=True, kw_only=True)

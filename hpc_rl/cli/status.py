@@ -11,9 +11,10 @@ from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli import listing
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
+from hpc_rl.cli.remove import size_text
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.files import Row
-from hpc_rl.records import ForkRecord, LineageRecord, TrialState
+from hpc_rl.records import DoneRecord, ForkRecord, LineageRecord, TrialState
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.stats.read import is_number
 from hpc_rl.status import formatting
@@ -340,6 +341,10 @@ def next_lines(status: TrialStatus) -> list[str]:
         lines.append(row("checkpoint", newest))
     if status.exports:
         lines.append(row("exports", f"{', '.join(status.exports[-3:])}  in {status.trial.exports}"))
+    done = DoneRecord.read(status.trial.done)
+    if done is not None and done.freed_bytes:
+        stay = "what was published for servers is removed; exports and checkpoints stay"
+        lines.append(row("weights", f"{size_text(done.freed_bytes)} freed: {stay}"))
     for number, command in enumerate(suggestions(status)):
         lines.append(row("next" if number == 0 else "", command))
     return lines

@@ -5,6 +5,7 @@ import os
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 from hpc_rl.checkpoint.start_facts import failures_without_progress
 from hpc_rl.config.sections.experiment import Config
@@ -23,6 +24,7 @@ from hpc_rl.supervise.processes import Steps, unplaced_reason
 from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Avoid, Finish, Key, Phase
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop, tolerant
 from hpc_rl.trial import Attempt, read_object, write_json
+from hpc_rl.weights import disk
 
 OBSERVE_EVERY_S = 1.0
 DEADLINE_EVERY_S = 10.0
@@ -280,13 +282,17 @@ class TrialRunner(UnitLoop):
         self.kill_hung(now)
 
     def leave(self, finish: Finish) -> int:
-        """Record the end, and release the trial."""
+        """Record the end, remove the published weights of a trial that is done, and release the trial."""
         self.write_ended(finish.code, finish.reason)
         with tolerant("writing that the trial is done"), suppress(Stale):
+            done = DoneRecord(attempt=self.attempt.id, job_id=self.attempt.job_id, time=time.time())
             if finish.code == ExitCode.DONE:
-                done = DoneRecord(attempt=self.attempt.id, job_id=self.attempt.job_id, time=time.time())
                 write_json(self.trial.done, done.to_json())
             if self._lease is not None:
                 self._lease.check()
+                if finish.code == ExitCode.DONE:
+                    with tolerant("removing published weights"):
+                        done = replace(done, freed_bytes=disk.drop(self.trial))
+                        write_json(self.trial.done, done.to_json())
                 self._lease.release()
         return finish.code

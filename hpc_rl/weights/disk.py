@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hpc_rl.errors import Stale
 from hpc_rl.records import check_newest_lineage
-from hpc_rl.trial import Trial, read_json
+from hpc_rl.trial import Trial, entries, read_json
 from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -55,6 +55,22 @@ def prune(trial: Trial, held: Iterable[str]) -> list[str]:
     for label in going:
         shutil.rmtree(trial.published(label), ignore_errors=True)
     return going
+
+
+def drop(trial: Trial) -> int:
+    """Remove every published version of a trial that is done; return the bytes that were freed.
+
+    For its owner. The pointer goes first: a server that starts meanwhile waits for weights. A recover
+    publishes those of its checkpoint. Raises OSError.
+    """
+    trial.current_weights.unlink(missing_ok=True)
+    versions = filter(None, (_version(entry.name) for entry in entries(trial.weights)))
+    folders = [trial.published(str(version)) for version in versions]
+    freed = sum(map(size_bytes, folders))
+    for folder in folders:
+        shutil.rmtree(folder)
+    clear_leftovers(trial)
+    return freed
 
 
 def clear_leftovers(trial: Trial) -> None:

@@ -248,6 +248,7 @@ class Killed:
         assert (end["event"], end["code"]) == ("ended", 0), f"{end}\n{story(self.trial)}"
         assert (read_json(self.trial.done) or {}).get("job_id") == self.job_id
         assert (self.trial.exports / "final" / "model.safetensors").exists()
+        assert not list(self.trial.weights.iterdir()), "what was published for servers is removed"
         self.until(lambda: not any(self.find(what) for what in VICTIMS))
         print(
             f"{self.name}: done; {len(self.kills)} kills, {self.promises.steps_repeated()} steps trained again",

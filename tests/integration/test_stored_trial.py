@@ -97,6 +97,11 @@ def test_recover_continues_a_stored_trial_to_its_end(folder):
     assert (newest.from_step, newest.from_lineage) == (14, 1)
     assert read_json(trial.exports / "final" / "hpc_rl.json")["version"] == f"{newest.lineage}.24"
     assert [row["step"] for row in read(trial).steps] == list(range(1, 25))
+    assert list(trial.weights.iterdir()) == [], "done: what was published for servers is not kept"
+    assert " freed" in hpc_rl("status", trial.dir, cwd=folder).stdout
+    hpc_rl("recover", trial.dir, "total_train_steps=25", cwd=folder)  # published anew from the checkpoint
+    until_over(folder, trial)
+    assert read_json(trial.exports / "final" / "hpc_rl.json")["step"] == 25
 
 
 def test_a_requeued_job_of_the_earlier_version_continues_with_its_own_code(folder):

@@ -233,6 +233,14 @@ def test_versions_order_by_lineage_first_and_by_number(trial):
         write(trial, 0, 31)
 
 
+def test_a_trial_that_is_done_keeps_no_published_weights(trial):
+    for step in (1, 2):
+        write(trial, 0, step)
+    half_written(trial, WeightVersion(0, 3))
+    assert disk.drop(trial) == 2 * len(b"weights")
+    assert list(trial.weights.iterdir()) == [] and disk.drop(trial) == 0
+
+
 def test_what_a_killed_trainer_left_is_not_seen_and_goes(trial):
     write(trial, 0, 1)
     half_written(trial, WeightVersion(0, 2))
