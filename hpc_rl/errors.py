@@ -135,6 +135,12 @@ class DataUnusable(RoleFailed):
     failure = FailureClass.DATA
 
 
+class UserCodeFailed(RoleFailed):
+    """The user's reward or workflow raises for every prompt; a retry would not help."""
+
+    failure = FailureClass.USER
+
+
 class Damaged(RoleFailed):
     """A file is not what was written; the message begins with its path. An older generation is used."""
 

@@ -29,13 +29,12 @@ class FailurePolicy:
     pause_s: float | None = None
 
 
-RESUME = (
-    "then run `hpc-rl recover` to continue from the newest checkpoint, "
-    "or `hpc-rl submit` to begin where there is none"
-)
+RESUME = "then run `hpc-rl recover TRIAL`, or `hpc-rl submit` again where it has no checkpoint yet"
 POLICIES: dict[FailureClass, FailurePolicy] = {
     FailureClass.USER: FailurePolicy(
-        "end", True, f"the same would happen again: correct the configuration or the code, {RESUME}"
+        "end",
+        True,
+        f"the same would happen again: fix the reward, the workflow or the configuration, {RESUME}",
     ),
     FailureClass.DATA: FailurePolicy(
         "end", True, f"the same would happen again: check the data, the workflow and the reward, {RESUME}"

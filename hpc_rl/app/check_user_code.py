@@ -17,8 +17,9 @@ from hpc_rl.config.row_shapes import named_rows
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout import pipes
-from hpc_rl.rollout.rewards import ErrorLog, Rejection, import_object
+from hpc_rl.rollout.rewards import Rejection, import_object
 from hpc_rl.rollout.rewards.reward_process import is_batched, scores
+from hpc_rl.rollout.user_errors import Raised
 from hpc_rl.rollout.workflow import for_rewards
 from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow
 
@@ -76,7 +77,7 @@ def _reward(path: str, row: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
 
 
 def _noted(error: BaseException) -> str:
-    return ErrorLog().note(error)
+    return Raised.of(error).text
 
 
 def main() -> int:

@@ -358,7 +358,16 @@ def suggestions(status: TrialStatus) -> list[str]:
     elif status.state is TrialState.STOPPING:
         verbs = ["logs --follow"]
     elif status.state is TrialState.DONE or status.generation is None:
-        verbs = ["logs"]
+        verbs = [log_of_failure(status)]
     else:
-        verbs = ["logs", "recover"]
+        verbs = [log_of_failure(status), "recover"]
     return trial_index.commands(status.trial, *verbs)
+
+
+def log_of_failure(status: TrialStatus) -> str:
+    """Return the command for the log of the role that ended the newest attempt."""
+    roles = status.attempts[-1].roles if status.attempts else []
+    failed = next((one for one in roles if one.gave_up and one.role in ("rollout", "environment")), None)
+    if failed is None:  # without options it shows the trainer and the supervisor
+        return "logs"
+    return f"logs --role {failed.role}" + (f" --index {failed.index}" if failed.index else "")

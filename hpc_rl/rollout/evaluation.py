@@ -11,9 +11,10 @@ from statistics import fmean
 
 from hpc_rl.config.sections.operations import EvaluatorConfig
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.errors import RoleFailed, Stale
+from hpc_rl.errors import Stale
 from hpc_rl.rollout.executor import Executor, run_prompt
 from hpc_rl.rollout.pipes import Outcome, PromptScored
+from hpc_rl.rollout.user_errors import Faults
 from hpc_rl.stats.tracker import means
 from hpc_rl.types import EvalResult, WeightVersion, decode
 
@@ -43,10 +44,12 @@ class Evaluations:
     Of each `limit` prompts run at once; one that fails is asked again `retries` times, then left out.
     """
 
-    def __init__(self, prompts: Prompts | None, limit: int, retries: int, executor: Executor) -> None:
+    def __init__(
+        self, prompts: Prompts | None, limit: int, retries: int, executor: Executor, faults: Faults
+    ) -> None:
         self.prompts = prompts
         self.options = EvaluatorConfig()  # what passes, and which column names sets
-        self._limit, self._retries, self._executor = limit, retries, executor
+        self._limit, self._retries, self._executor, self._faults = limit, retries, executor, faults
         self._tasks: dict[WeightVersion, asyncio.Task[EvalResult]] = {}
         self._tickets = itertools.count(-1, -1)
         # what a ticket's prompt comes to; None where its worker died
@@ -101,7 +104,7 @@ class Evaluations:
             for worker in workers:
                 worker.cancel()
         if not scored:
-            raise RoleFailed(f"no held-out prompt could be scored: {counts['left_out']} were left out")
+            raise self._faults.nothing_scored(counts["left_out"])
         counts["num_tokens"] = sum(one["num_tokens"] for one in scored.values())
         stats = means(one["stats"] for one in scored.values())
         stats |= {name: float(count) for name, count in counts.items()}

@@ -13,7 +13,7 @@ import signal
 import struct
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any, BinaryIO, Literal, TypedDict
+from typing import Any, BinaryIO, Literal, NotRequired, TypedDict
 
 from hpc_rl.types import decode, encode
 
@@ -103,6 +103,8 @@ class NoGroup(TypedDict):
     ticket: int
     reason: str  # a RejectReason
     error: str
+    place: NotRequired[str]  # of an exception of user code, as in Raised
+    trace: NotRequired[str]
 
 
 Request = RunPrompt | NoteKept | CancelPrompt

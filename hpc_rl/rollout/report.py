@@ -52,8 +52,8 @@ def progress(service: RolloutService) -> dict[str, Any]:
     return {
         **{name: value for name, value in counters(service).items() if name in names},
         "rejected_in_a_row": service.sequencer.rejected_in_a_row,
-        "last_reason": service.last_reason,
-        "last_error": service.last_error,
+        "last_reason": service.faults.last_reason,
+        "last_error": service.faults.last_error,
         "oldest_running_s": service.clock.oldest_running_s,
         "quiet_s": service.clock.quiet_s,
         "takes_groups": service.sequencer.rules.batch_sequences is not None,

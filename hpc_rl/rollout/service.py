@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.errors import ConfigError, DataUnusable, HpcRlError, Stale
+from hpc_rl.errors import ConfigError, HpcRlError, Stale, UserCodeFailed
 from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
@@ -33,6 +33,7 @@ from hpc_rl.rollout.executor import Executor, run_prompt
 from hpc_rl.rollout.issue_clock import IssueClock
 from hpc_rl.rollout.pipes import NoteKept, NoteMade, Outcome
 from hpc_rl.rollout.sequencer import Sequencer
+from hpc_rl.rollout.user_errors import Faults
 from hpc_rl.types import EvalResult, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -40,7 +41,6 @@ logger = logging.getLogger(__name__)
 COMMIT_S = 1.0  # at most so much finished work is lost by a kill
 BODIES_KEPT = 2
 MIN_HOPELESS = 64
-MAX_ERROR_CHARS = 500
 
 
 class Refused(HpcRlError):
@@ -79,7 +79,8 @@ class RolloutService:
         executor.on_outcome, executor.on_note, executor.on_lost = self.on_outcome, self.on_note, self.on_lost
         rules = sequencer.rules
         limit = max(rules.max_concurrent, MIN_HOPELESS)
-        self.evaluations = Evaluations(held_out, limit, rules.prompt_retries, executor)
+        self.faults = Faults(max(MIN_HOPELESS, 4 * rules.batch_size), len(prompts))
+        self.evaluations = Evaluations(held_out, limit, rules.prompt_retries, executor, self.faults)
         self.ledger = Ledger(folder)
         self.batches = Batches(folder, self.ledger)
         self._folder = folder
@@ -102,9 +103,6 @@ class RolloutService:
         self._noted = asyncio.Event()  # a note waits to be written
         self._kept: list[NoteKept] = []  # what is sent once it is written
         self._cutting = asyncio.Lock()
-        self._faults = 0  # rejections in a row that came of exceptions
-        self.last_reason = ""
-        self.last_error = ""
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         logger.info(
             "ledger: %d batches cut, %d groups ready, %d prompts rejected; this is segment %d",
@@ -151,13 +149,13 @@ class RolloutService:
     def on_outcome(self, frame: Outcome) -> None:
         """Take the answer of a worker; one whose ticket was given up is ignored."""
         ticket = frame["ticket"]
+        self.faults.note(frame)
         if ticket < 0:
             self.evaluations.answer(ticket, frame)
             return
         issue = self.sequencer.running.get(ticket)
         if issue is None:
             return
-        self.last_error = str(frame.get("error") or self.last_error)[:MAX_ERROR_CHARS]
         if frame["op"] == "group" and self.sequencer.overtaken(ticket, frame["newest_lineage"]):
             return
         self.clock.finished(ticket)
@@ -199,18 +197,10 @@ class RolloutService:
         record = RejectRecord(index, self.sequencer.version or 0, reason)
         self.ledger.append_reject(record)
         self.sequencer.rejected(record)
-        self.last_reason = reason
-        in_a_row = self.sequencer.rejected_in_a_row
-        self._faults = 0 if in_a_row <= 1 else self._faults
-        self._faults += reason not in (RejectReason.STALE, RejectReason.WORKFLOW_NONE)
-        hopeless = max(MIN_HOPELESS, 4 * self.sequencer.rules.batch_size)
-        too_many = self._faults >= hopeless or in_a_row >= max(hopeless, len(self.prompts))
-        if too_many and not self._failed.done():
-            counts = self.sequencer.log.rejections.most_common()
-            so_far = ", ".join(f"{name} {count}" for name, count in counts)
-            story = f"the last {in_a_row} prompts were rejected: {reason} (all rejections so far: {so_far})"
-            story += f"; the last exception: {self.last_error}" if self.last_error else ""
-            self._failed.set_exception(DataUnusable(story))
+        sequencer = self.sequencer
+        ends = self.faults.rejected(reason, sequencer.rejected_in_a_row, sequencer.log.rejections)
+        if ends is not None and not self._failed.done():
+            self._failed.set_exception(ends)
 
     def _issue(self) -> None:
         if self._failed.done() or self.clock.holds():
@@ -421,14 +411,15 @@ class RolloutService:
                 self.ledger.drop_segment(number)
 
     @contextlib.asynccontextmanager
-    async def _or_end(self, kind: type[Exception] = Exception) -> AsyncIterator[None]:
+    async def _or_end(self, *kinds: type[Exception]) -> AsyncIterator[None]:
         """End the role after a write that failed, for what the ledger has is unknown: the next role reads it.
 
         Raises Refused, as the next role knows more.
         """
+        kinds = kinds or (Exception,)
         try:
             yield
-        except kind as error:
+        except kinds as error:
             if not self._failed.done():
                 self._failed.set_exception(error)
             raise Refused(HTTPStatus.SERVICE_UNAVAILABLE, f"the rollout role ends: {error}") from error
@@ -446,5 +437,5 @@ class RolloutService:
             self.evaluations.begin(version)
         elif version not in self.evaluations:
             raise Refused(HTTPStatus.FORBIDDEN, f"version {version} is not evaluated; the trainer begins it")
-        async with self._or_end(ConfigError):  # of a held-out row
+        async with self._or_end(UserCodeFailed, ConfigError):  # of a held-out row
             return await self.evaluations.result(version, wait_s)

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import astuple
 from functools import partial
@@ -13,8 +14,9 @@ from hpc_rl.log import redact
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
 from hpc_rl.rollout.pipes import GroupMade, NoGroup, NoteKept, NoteMade, Outcome, PromptScored, RunPrompt
-from hpc_rl.rollout.rewards import BatchReward, ErrorLog, Rejection, checked
+from hpc_rl.rollout.rewards import BatchReward, Rejection, checked
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
+from hpc_rl.rollout.user_errors import Raised
 from hpc_rl.rollout.workflow import Sampler, Workflow, check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
 from hpc_rl.stats.tracker import means
@@ -48,8 +50,8 @@ class Worker:
             self._held_out_sampler = partial(sampler, n_samples=own.n_samples, pool=sampled)
         self._write = write
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._raised: Counter[str] = Counter()  # exceptions of user code, by place
         self._noting: dict[tuple[int, str], asyncio.Future[bytes]] = {}  # by ticket and key
-        self._errors = ErrorLog()
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Answer until the pipe ends."""
@@ -73,14 +75,15 @@ class Worker:
     async def _outcome(self, prompt: RunPrompt) -> Outcome:
         ticket, index = prompt["ticket"], prompt["index"]
 
-        def rejected(reason: str, message: str) -> NoGroup:
-            logger.warning("prompt %d is rejected, %s: %s", index, reason, message)
-            return NoGroup(op="rejected", ticket=ticket, reason=reason, error=redact(message))
+        def rejected(reason: str, message: str, place: str = "", trace: str = "") -> NoGroup:
+            self._log(place, "prompt %d is rejected, %s: %s", index, reason, message)
+            error = redact(message)
+            return NoGroup(op="rejected", ticket=ticket, reason=reason, error=error, place=place, trace=trace)
 
         try:
             group = await self._run(prompt)
         except Rejection as error:
-            return rejected(error.reason, error.message)
+            return rejected(error.reason, error.message, error.place, error.trace)
         except InputRefused as error:
             # by every server alike: it was not sent to another one
             return rejected(RejectReason.REFUSED, f"refused by a server: {error}")
@@ -89,14 +92,23 @@ class Worker:
             return NoGroup(op="unavailable", ticket=ticket, reason="", error=redact(str(error)))
         except (Exception, SystemExit) as error:
             # of the user's workflow or of a request: the prompt is issued again, a few times
-            message = self._errors.note(error)
-            logger.warning("prompt %d failed: %s", index, message)
-            return NoGroup(op="failed", ticket=ticket, reason=RejectReason.EXCEPTION, error=message)
+            said, place, trace = Raised.of(error)
+            self._log(place, "prompt %d failed: %s", index, said)
+            reason = RejectReason.EXCEPTION
+            return NoGroup(op="failed", ticket=ticket, reason=reason, error=said, place=place, trace=trace)
         if group is None:
             return NoGroup(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
         if not prompt["evaluate"]:
             return _finished(group, prompt)
         return _scored(group, prompt, kept=index < self.config.evaluator.keep_samples)
+
+    def _log(self, place: str, form: str, *values: Any) -> None:
+        """Log what became of a prompt; of exceptions at one place the 1st, 2nd, 4th, 8th and so on."""
+        self._raised[place] += 1
+        count = self._raised[place]
+        if not place or count & (count - 1) == 0:
+            more = f" ({count} prompts so far)" if place and count > 1 else ""
+            logger.warning(form + more, *values)
 
     def kept(self, frame: NoteKept) -> None:
         """Let the workflow that made a note continue."""

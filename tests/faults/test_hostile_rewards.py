@@ -1,5 +1,5 @@
-"""Rewards of user code that fork, print without end, exit or hang: their prompts are rejected and named, and
-the others make batches.
+"""Rewards of user code that fork, print without end, exit, raise or hang: their prompts are rejected and named,
+and the others make batches.
 """
 
 import os
@@ -33,9 +33,11 @@ def score(prompt, completion, **columns):
         sys.exit(3)
     if number == 9:
         time.sleep(1000)
+    if number == 11:
+        raise KeyError("oops")
     return float(number)
 """
-REASONS = [RejectReason.REWARD_EXCEPTION, RejectReason.REWARD_TIMEOUT, RejectReason.REWARD_TIMEOUT]
+REASONS = [RejectReason.REWARD_EXCEPTION] * 2 + [RejectReason.REWARD_TIMEOUT] * 2
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -57,10 +59,12 @@ def test_their_prompts_are_rejected_and_the_others_make_batches(tmp_path):
             server.publish(f"0.{step}")
         found = {index: reason for index, reason in rejected(trial).items() if index < 12}
         assert sorted(found.values()) == REASONS
-        assert indices[:9] == [index for index in range(12) if index not in found]
+        assert indices[:8] == [index for index in range(12) if index not in found]
         log = role.log.read_text(errors="replace")
         for number, reason in found.items():
             assert f"prompt {number} is rejected, {reason}" in log
+        assert log.count("Traceback (most recent call last)") == 1
+        assert "first KeyError (hostile.py:19, in score)" in log
         assert role.log.stat().st_size < 6 << 20 and "more output than the log takes is left out" in log
     finally:
         assert role.stop() in (0, 75)

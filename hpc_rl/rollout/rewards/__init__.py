@@ -9,23 +9,18 @@ code_tests and the user's code run in a process of their own with a time limit (
 
 import asyncio
 import importlib
-import logging
 import math
 import re
-import traceback
 from collections.abc import Awaitable, Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.text_templates import filled
 from hpc_rl.errors import ConfigError
-from hpc_rl.log import redact
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards.answers import final_answer
 from hpc_rl.rollout.rewards.tasks import countdown, thinks_then_answers
+from hpc_rl.rollout.user_errors import users_frame
 
-logger = logging.getLogger(__name__)
-MAX_ERROR_CHARS = 400
 _PART = re.compile(r"[\w.@/-]{1,100}")
 
 
@@ -53,11 +48,14 @@ BatchReward = Callable[[Any, list[str], dict[str, Any]], Awaitable[list[float]]]
 
 
 class Rejection(Exception):
-    """A prompt that gives no group, now or later; `reason` goes into the ledger."""
+    """A prompt that gives no group, now or later; `reason` goes into the ledger.
 
-    def __init__(self, reason: RejectReason, message: str) -> None:
+    `place` and `trace` are those of an exception of user code that is behind it, as in Raised.
+    """
+
+    def __init__(self, reason: RejectReason, message: str, place: str = "", trace: str = "") -> None:
         super().__init__(f"{reason}: {message}")
-        self.reason, self.message = reason, message
+        self.reason, self.message, self.place, self.trace = reason, message, place, trace
 
 
 def from_row(option: str, template: str, columns: Mapping[str, Any], known: Mapping[str, Any]) -> str:
@@ -71,26 +69,6 @@ def from_row(option: str, template: str, columns: Mapping[str, Any], known: Mapp
         there = ", ".join(sorted(columns)) or "none"
         problem = f"{option} has {{{error.args[0]}}}, and the row has no such column; it has {there}"
         raise Rejection(RejectReason.EXCEPTION, problem) from None
-
-
-class ErrorLog:
-    """Names the exceptions of user code, and logs the traceback of each distinct one once."""
-
-    def __init__(self) -> None:
-        self._logged: set[tuple[str, str]] = set()
-
-    def note(self, error: BaseException) -> str:
-        """Return the exception in one line, with the place that raised it; log a new one's traceback."""
-        frames = traceback.extract_tb(error.__traceback__)
-        last = frames[-1] if frames else None
-        where = f" ({Path(last.filename).name}:{last.lineno} in {last.name})" if last else ""
-        kind = type(error).__name__
-        if (kind, where) not in self._logged:
-            self._logged.add((kind, where))
-            logger.warning("first %s%s:\n%s", kind, where, "".join(traceback.format_exception(error)))
-        shown = redact(str(error))[:MAX_ERROR_CHARS]
-        text = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in shown)
-        return f"{kind}: {text}{where}"
 
 
 def checked(value: Any, what: str = "the reward") -> float:
@@ -191,8 +169,11 @@ def import_object(key: str, path: str) -> Any:
         raise
     except Exception as error:
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
+        where = f" ({found})" if (found := users_frame(error)) else ""
         remedy = "The module must be on the PYTHONPATH of the job." if isinstance(error, ImportError) else ""
-        raise ConfigError(f"{key}: {path!r} can't be imported: {kind}{error}. {remedy}".rstrip()) from error
+        raise ConfigError(
+            f"{key}: {path!r} can't be imported: {kind}{error}{where}. {remedy}".rstrip()
+        ) from error
 
 
 def built_in(name: str) -> Reward:

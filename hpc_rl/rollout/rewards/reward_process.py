@@ -23,7 +23,8 @@ from hpc_rl.config.loading.stored import is_secret_variable
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import ErrorLog, Rejection, Score, import_object, score_of
+from hpc_rl.rollout.rewards import Rejection, Score, import_object, score_of
+from hpc_rl.rollout.user_errors import Raised
 
 logger = logging.getLogger(__name__)
 
@@ -177,7 +178,7 @@ class RewardProcess:
             if "started" in frame:
                 call.timer = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, frame["id"])
             elif "error" in frame:
-                call.answer.set_exception(Rejection(RejectReason.REWARD_EXCEPTION, frame["error"]))
+                call.answer.set_exception(Rejection(RejectReason.REWARD_EXCEPTION, *frame["error"]))
             else:
                 call.answer.set_result([Score.of(value, parts) for value, parts in frame["scores"]])
             self._watch()
@@ -265,7 +266,6 @@ def serve(path: str) -> None:
     out = pipes.reserve_stdout()
     loop = asyncio.new_event_loop()
     writing = threading.Lock()
-    errors = ErrorLog()
     own = os.getpid()
     os.register_at_fork(after_in_child=pipes.die_with_parent)
 
@@ -279,7 +279,7 @@ def serve(path: str) -> None:
 
     def listen() -> None:
         while (frame := pipes.read_blocking(sys.stdin.buffer)) is not None:
-            asyncio.run_coroutine_threadsafe(_call(function, frame, answer, errors), loop)
+            asyncio.run_coroutine_threadsafe(_call(function, frame, answer), loop)
         os._exit(0)
 
     try:
@@ -297,16 +297,15 @@ async def _call(
     function: Callable[..., Any],
     frame: dict[str, Any],
     answer: Callable[[dict[str, Any]], None],
-    errors: ErrorLog,
 ) -> None:
     answer({"id": frame["id"], "started": True})
     try:
         found = await scores(function, frame["prompt"], frame["completions"], frame["columns"])
         answer({"id": frame["id"], "scores": [(float(one), dict(one.parts)) for one in found]})
     except Rejection as error:
-        answer({"id": frame["id"], "error": error.message})
+        answer({"id": frame["id"], "error": [error.message]})
     except Exception as error:  # whatever user code raises is the outcome of this call
-        answer({"id": frame["id"], "error": errors.note(error)})
+        answer({"id": frame["id"], "error": list(Raised.of(error))})
 
 
 def is_batched(function: Callable[..., Any]) -> bool:

@@ -19,7 +19,7 @@ from hpc_rl.checkpoint.start_facts import seals_of, trimmed
 from hpc_rl.config.sections.operations import EvaluatorConfig
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.datasets.rows import Rows
-from hpc_rl.errors import ConfigError, RoleFailed, Stale
+from hpc_rl.errors import ConfigError, Stale, UserCodeFailed
 from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, segments
 from hpc_rl.rollout.batch_log.replay import read_state
@@ -387,12 +387,33 @@ async def test_prompts_that_fail_are_tried_again_then_rejected_with_the_reason(t
     }
 
 
-async def test_a_run_in_which_every_prompt_is_rejected_fails_loudly(tmp_path):
-    service = make(tmp_path, lambda frame: {"op": "rejected", "reason": "reward_exception"})
+async def test_a_reward_that_raises_for_every_prompt_ends_the_role_and_is_in_the_log_once(tmp_path, caplog):
+    place, trace = "KeyError (mine.py:3, in near)", "Traceback (most recent call last):\n  File"
+    rejected = {"op": "rejected", "reason": "reward_exception", "place": place, "trace": trace}
+
+    def fate(frame):
+        return rejected | {"error": f"KeyError: '{frame['index']}' (mine.py:3, in near)"}
+
+    service = make(tmp_path, fate)
     asking = asyncio.create_task(service.batch(1, 0, 30))
-    with pytest.raises(RoleFailed, match="reward_exception"):
+    with pytest.raises(
+        UserCodeFailed, match=r"reward_exception 64\); the last exception: KeyError: '63' \(mi"
+    ):
         await asyncio.wait_for(service.run(), 10)
+    assert caplog.text.count("Traceback (most recent call last)") == 1
     asking.cancel()
+    await service.close()
+
+
+async def test_a_reward_that_raises_for_every_held_out_prompt_ends_the_role(tmp_path):
+    rejected = {"op": "rejected", "reason": "reward_exception", "error": "KeyError: 'x' (mine.py:3, in near)"}
+    service = make(tmp_path, lambda frame: rejected)
+    with pytest.raises(Refused):
+        await service.evaluate(WeightVersion(0, 3), None)
+    with pytest.raises(
+        UserCodeFailed, match=r"5 were left out; the last exception: KeyError: 'x' \(mine.py:3"
+    ):
+        await service.run()
     await service.close()
 
 

@@ -39,6 +39,16 @@ def test_rejections_and_the_last_exception_are_in_status(fake_trial):
     assert read_status(fake_trial.trial).to_json()["rollout"]["rejected_in_a_row"] == 64
 
 
+@pytest.mark.parametrize(("role", "command"), [("rollout", "exp/t1 --role rollout"), ("", "exp/t1")])
+def test_the_log_that_has_the_traceback_is_the_next_command(fake_trial, role, command):
+    fake_trial.run_to(3)
+    if role:
+        fake_trial.event("7.0", "gave_up", role=role, index=0, reason="the last 64 prompts were rejected")
+    fake_trial.ended("7.0", 70, at=9)
+    said = text(read_status(fake_trial.trial))
+    assert next(line for line in said if line.startswith("next")).endswith(command)
+
+
 def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
     attempt = fake_trial.trial.attempt("7.0")
     attempt.make_dirs()

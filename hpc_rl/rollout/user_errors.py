@@ -1,0 +1,107 @@
+"""Exceptions of the user's reward or workflow: how one is shown, and when there are too many."""
+
+import logging
+import sysconfig
+import traceback
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import hpc_rl
+from hpc_rl.errors import DataUnusable, RoleFailed, UserCodeFailed
+from hpc_rl.log import redact
+from hpc_rl.rollout.batch_log.ledger import OF_USER_CODE, RejectReason
+
+logger = logging.getLogger(__name__)
+MAX_ERROR_CHARS = 400  # of an exception's own message
+MAX_SHOWN_CHARS = 600  # of the newest one in status
+MAX_TRACE_CHARS = 20_000
+NOT_THE_USERS = (Path(sysconfig.get_path("stdlib")), Path(hpc_rl.__file__).parent)
+NO_FAULT = (RejectReason.STALE, RejectReason.WORKFLOW_NONE)
+
+
+class Raised(NamedTuple):
+    """An exception of user code."""
+
+    text: str  # one line: kind, message and place
+    place: str  # kind, and the user's file, line and function, which tell distinct ones apart
+    trace: str  # as Python prints it
+
+    @classmethod
+    def of(cls, error: BaseException) -> "Raised":
+        where = users_frame(error)
+        frames = traceback.extract_tb(error.__traceback__)
+        if not where and frames:
+            where = _place(frames[-1])
+        kind = type(error).__name__
+        where = f" ({where})" if where else ""
+        shown = redact(str(error))[:MAX_ERROR_CHARS]
+        text = "".join(sign if sign.isprintable() else repr(sign)[1:-1] for sign in shown)
+        trace = redact("".join(traceback.format_exception(error)))
+        return cls(f"{kind}: {text}{where}", f"{kind}{where}", trace[-MAX_TRACE_CHARS:])
+
+
+def users_frame(error: BaseException) -> str:
+    """Return `file:line, in function` of the innermost frame of the user's own code; "" where there is none.
+
+    That is neither of Python, nor of an installed package, nor of hpc-rl.
+    """
+    own = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(Path(one.filename))]
+    return _place(own[-1]) if own else ""
+
+
+def _is_users(file: Path) -> bool:
+    if {"site-packages", "dist-packages"} & {*file.parts}:
+        return False
+    return file.is_absolute() and not any(file.is_relative_to(folder) for folder in NOT_THE_USERS)
+
+
+def _place(frame: traceback.FrameSummary) -> str:
+    file, here = Path(frame.filename), Path.cwd()
+    shown = file.relative_to(here) if file.is_relative_to(here) else file.name
+    return f"{shown}:{frame.lineno}, in {frame.name}"
+
+
+class Faults:
+    """The rejections of an incarnation: the newest, and whether there is nothing else any more.
+
+    `most` are the rejections in a row that no user waits for; those that are no fault may be as many as there
+    are prompts.
+    """
+
+    def __init__(self, most: int, num_prompts: int) -> None:
+        self.last_reason = ""
+        self.last_error = ""
+        self._most, self._num_prompts = most, num_prompts
+        self._in_a_row = 0  # without those that are no fault
+        self._last_op = ""
+        self._logged: set[str] = set()  # places
+
+    def note(self, frame: Mapping[str, Any]) -> None:
+        """Remember what a worker says of a prompt; log a traceback once for each place that raises."""
+        self._last_op = frame["op"]
+        self.last_error = str(frame.get("error") or self.last_error)[:MAX_SHOWN_CHARS]
+        place = str(frame.get("place") or "")
+        if place and place not in self._logged:
+            self._logged.add(place)
+            logger.warning("first %s:\n%s", place, frame.get("trace"))
+
+    def rejected(self, reason: str, in_a_row: int, rejections: Counter[str]) -> RoleFailed | None:
+        """Count a rejection, the latest of those in a row; return what ends the role, or None."""
+        self.last_reason = reason
+        self._in_a_row = 0 if in_a_row <= 1 else self._in_a_row
+        self._in_a_row += reason not in NO_FAULT
+        if self._in_a_row < self._most and in_a_row < max(self._most, self._num_prompts):
+            return None
+        counts = ", ".join(f"{name} {count}" for name, count in rejections.most_common())
+        story = f"the last {in_a_row} prompts were rejected: {reason} (all rejections so far: {counts})"
+        story += f"; the last exception: {self.last_error}" if self.last_error else ""
+        return UserCodeFailed(story) if reason in OF_USER_CODE else DataUnusable(story)
+
+    def nothing_scored(self, left_out: int) -> RoleFailed:
+        """Return what follows from an evaluation in which no prompt had a reward."""
+        story = f"no held-out prompt could be scored, {left_out} were left out"
+        story += f"; the last exception: {self.last_error}" if self.last_error else ""
+        # an exception may be of a server that comes back, a rejection happens again
+        return RoleFailed(story) if self._last_op == "failed" else UserCodeFailed(story)
