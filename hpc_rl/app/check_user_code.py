@@ -21,7 +21,7 @@ from hpc_rl.rollout.rewards import Rejection, import_object
 from hpc_rl.rollout.rewards.reward_process import is_batched, scores
 from hpc_rl.rollout.user_errors import Raised
 from hpc_rl.rollout.workflow import for_rewards
-from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow
+from hpc_rl.rollout.workflows import load_workflow
 
 COMPLETION = "The answer is 1."
 # What no completion makes right; a ValueError may be of this one completion alone.
@@ -31,7 +31,7 @@ MISTAKES = (NameError, AttributeError, TypeError, ImportError, SyntaxError, KeyE
 def findings(config: GRPOConfig) -> Iterator[tuple[str, str]]:
     """Yield (`refusals` or `notes`, text) for what is wrong with the user's code."""
     rollout = config.rollout
-    if rollout.workflow not in WORKFLOWS:
+    if ":" in rollout.workflow:
         try:
             run = load_workflow(config)
             inspect.signature(run).bind({}, object())

@@ -20,6 +20,7 @@ from hpc_rl.log import printable
 
 COMMANDS = {  # name -> (module, one line of help)
     "quickstart": ("quickstart", "make a toy model and task, train it here, show what it learnt"),
+    "check": ("checking", "tell what submit would refuse, and try one episode; submit nothing"),
     "submit": ("submit", "check a configuration and submit it as a job"),
     "run": ("foreground", "run a configuration in the Slurm job that this is typed in (salloc)"),
     "render": ("render", "write the job scripts of a configuration, submit nothing"),
@@ -56,7 +57,7 @@ SYNONYMS = {
         "logs": "log tail",
         "samples": "sample completions rollouts",
         "submit": "train start",
-        "render --check": "validate check",
+        "check": "validate verify try",
     }.items()
     for typed in words.split()
 }

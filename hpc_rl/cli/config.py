@@ -20,7 +20,7 @@ from hpc_rl.submit.user_code import code_differences
 from hpc_rl.trial import read_object
 
 # Commands whose options of a configuration are completed; the others take them too, but seldom.
-COMPLETED = (("submit",), ("render",), ("recover",), ("config", "show"))
+COMPLETED = (("submit",), ("check",), ("render",), ("recover",), ("config", "show"))
 
 
 def parser() -> CommandParser:

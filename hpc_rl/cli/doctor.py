@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, Seconds, columns, print_result
-from hpc_rl.cli.submit import Planned, plan_of
+from hpc_rl.cli.submit import Planned, plan_and_refusal
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.rules.slurm_rules import DERIVED
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
@@ -105,11 +105,10 @@ def requirements_of(
 
 def _as_submit_plans(loaded: Loaded) -> tuple[Planned, list[Finding]]:
     """Return the plan, and what `submit` refuses before it asks the cluster. Raises ConfigError."""
-    try:
-        planned = plan_of(loaded)
-    except ConfigError as error:
+    planned, refusal = plan_and_refusal(loaded)
+    if refusal is not None:
         fix = "correct the option, or stage the file."
-        return plan_of(loaded, files=False), [Finding("configuration", Status.FAIL, str(error), fix)]
+        return planned, [Finding("configuration", Status.FAIL, str(refusal), fix)]
     try:
         submission.trial_of(planned.loaded.config).refuse_others()
     except NotPrivate as error:

@@ -4,16 +4,18 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from hpc_rl.cli.config import print_resolved
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.cli.status import follow
-from hpc_rl.config.loading.load import Loaded, load
-from hpc_rl.config.rules.check import check
+from hpc_rl.config.loading.fields import names_in
+from hpc_rl.config.loading.load import Loaded, UnusableOptions, load
+from hpc_rl.config.rules.check import RulesRefuse, check
 from hpc_rl.config.tables.changes import Change
 from hpc_rl.errors import ConfigError, DoesNotFit, HpcRlError
 from hpc_rl.plan import train_mesh
@@ -33,6 +35,8 @@ from hpc_rl.submit.surrounding_job import is_inside
 from hpc_rl.submit.user_code import check_user_code
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -115,42 +119,103 @@ def print_config(args: Namespace) -> int:
 
 
 def loaded(args: Namespace) -> Loaded:
-    """Read the configuration that a command was given. Raises ConfigError."""
+    """Read the configuration that a command was given.
+
+    Raises ConfigError, with what else `plan_of` refuses, as far as it does not depend on that.
+    """
     if not args.config and not args.overrides:
         raise ConfigError(f"give a configuration: hpc-rl {args.argv[0]} FILE")
-    return load(args.config, args.overrides, presets=args.preset, cluster=args.cluster, environ=os.environ)
+    try:
+        return load(
+            args.config, args.overrides, presets=args.preset, cluster=args.cluster, environ=os.environ
+        )
+    except UnusableOptions as error:
+        _, _, further = _judged(error.rest, files=True)
+        lines = (line for one in further for line in str(one).splitlines())
+        independent = (line for line in lines if not any(map(error.is_unknown, names_in(line))))
+        raise ConfigError("\n".join([str(error), *independent])) from None
 
 
 def plan_of(loaded: Loaded, files: bool = True, count_rows: bool = False) -> Planned:
-    """Check and plan; with `files` that data and model exist, and that memory suffices. Raises ConfigError.
+    """Check and plan; with `files` that data and model exist, and that memory suffices.
 
-    With `count_rows` the training data is read for the number of steps.
+    With `count_rows` the training data is read for the number of steps. Raises ConfigError with all that is
+    refused, one a line.
     """
-    checked = check(loaded, files=files)
+    checked, can_plan, errors = _judged(loaded, files)
+    found = _planned(checked, files, count_rows, errors) if can_plan else None
+    if found is None or errors:
+        raise errors[0] if len(errors) == 1 else ConfigError("\n".join(map(str, errors)))
+    return found
+
+
+def plan_and_refusal(given: Loaded, count_rows: bool = False) -> tuple[Planned, ConfigError | None]:
+    """Return the plan, and what refuses to submit it. Raises ConfigError where no plan can be made."""
+    try:
+        return plan_of(given, count_rows=count_rows), None
+    except ConfigError as refusal:
+        try:  # a plan, without what must be there
+            return plan_of(given, files=False, count_rows=count_rows), refusal
+        except ConfigError:
+            raise refusal from None
+
+
+def _judged(loaded: Loaded, files: bool) -> tuple[Loaded, bool, list[ConfigError]]:
+    """Return the configuration with its defaults adapted, whether it can be planned, and what is refused."""
+    errors: list[ConfigError] = []
+    can_plan = reads_data = True
+    try:
+        checked = check(loaded, files=files)
+    except RulesRefuse as error:
+        errors.append(error)
+        checked, can_plan, reads_data = error.adapted, error.is_about_files_only, not error.is_about_data
+    if files:
+        config, told = checked.config, list[str]()
+        if reads_data:
+            told += _tried(errors, lambda: check_first_rows(config), [])
+        python = config.launcher.python or sys.executable
+        told += _tried(errors, lambda: check_user_code(config, python, Path.cwd()), [])
+        checked = dataclasses.replace(checked, notes=[*checked.notes, *told])
+    return checked, can_plan, errors
+
+
+def _tried(errors: list[ConfigError], ask: Callable[[], T], otherwise: T) -> T:
+    """Return the answer; where that is a ConfigError, put it to the others."""
+    try:
+        return ask()
+    except ConfigError as error:
+        errors.append(error)
+        return otherwise
+
+
+def _planned(checked: Loaded, files: bool, count_rows: bool, errors: list[ConfigError]) -> Planned | None:
+    """Return the plan of a configuration; what refuses it is put to the errors, None where it has none."""
     config = checked.config
     scheduler = pick(config.launcher.type)
     # The true number is known only by sinfo, which a submission asks later.
     threads = UNKNOWN_THREADS_PER_CORE if scheduler == "slurm" else 1
-    plan = make_plan(
-        config,
-        checked.explicit,
-        interpreter=sys.executable,
-        scheduler=scheduler,  # type: ignore[arg-type]
-        threads_per_core=threads,
-    )
+    try:
+        plan = make_plan(
+            config,
+            checked.explicit,
+            interpreter=sys.executable,
+            scheduler=scheduler,  # type: ignore[arg-type]
+            threads_per_core=threads,
+        )
+    except ConfigError as error:
+        errors.append(error)
+        return None
     if files:
-        preflight.refuse_missing_engine(plan)
-        checked = preflight.with_mpi(preflight.with_attention(checked, plan), plan, scheduler)
-        checked = preflight.with_machine(checked, plan, scheduler)
+        _tried(errors, lambda: preflight.refuse_missing_engine(plan), None)
+        checked = _tried(errors, partial(preflight.with_attention, checked, plan), checked)
+        checked = _tried(errors, partial(preflight.with_mpi, checked, plan, scheduler), checked)
+        checked = _tried(errors, partial(preflight.with_machine, checked, plan, scheduler), checked)
         config = checked.config
     known = needs.known_models(config)
     estimated = needs.needs_of(config, plan, known, scheduler, count_rows)
     problems = [*train_mesh.problems(config, plan, known), *(estimated.problems if estimated else [])]
     if files and problems:
-        raise DoesNotFit("\n".join(problems))
-    if files:
-        told = [*check_first_rows(config), *check_user_code(config, plan.python, Path.cwd())]
-        checked = dataclasses.replace(checked, notes=[*checked.notes, *told])
+        errors.append(DoesNotFit("\n".join(problems)))
     return Planned(checked, plan, needs=estimated, problems=tuple(problems))
 
 
@@ -276,10 +341,8 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
 
 def _dry_run(given: Loaded, json: bool) -> int:
     """Show what a submission would do. What refuses it comes last: it raises that ConfigError."""
-    try:
-        planned = plan_of(given, count_rows=True)
-    except ConfigError as refusal:
-        planned = plan_of(given, files=False, count_rows=True)
+    planned, refusal = plan_and_refusal(given, count_rows=True)
+    if refusal is not None:
         return _refused(planned, refusal, json)
     trial, plan = submission.trial_of(planned.loaded.config), planned.plan
     where = pick(planned.loaded.config.launcher.type)
@@ -301,8 +364,6 @@ def _dry_run(given: Loaded, json: bool) -> int:
 
 def _refused(planned: Planned, refusal: ConfigError, json: bool) -> int:
     """Show a plan that files or memory refuse: for an estimate a model's config.json is enough."""
-    if not isinstance(refusal, DoesNotFit) and planned.problems:
-        refusal = DoesNotFit("\n".join([str(refusal), *planned.problems]))
     if json:
         print_json(_dry_json(planned) | {"refused": str(refusal)})
         return refusal.exit_code

@@ -7,6 +7,7 @@ members those sections are. Where no configuration is at hand, one with the key 
 import dataclasses
 import difflib
 import itertools
+import re
 import types
 import typing
 from collections.abc import Collection, Iterable
@@ -112,6 +113,11 @@ def _num_common(a: str, b: str) -> int:
 def _is_same_word(given: str, word: str) -> bool:
     alike = difflib.SequenceMatcher(None, given, word).ratio()
     return given == word or (given[:1] == word[:1] and min(len(given), len(word)) > 2 and alike >= 0.75)
+
+
+def names_in(text: str) -> list[str]:
+    """Return the words of a message that may be names of options, dotted or not."""
+    return re.findall(r"[a-z_0-9]+(?:\.[A-Za-z_0-9-]+)*", text)
 
 
 def did_you_mean(name: str, names: Collection[str]) -> str:

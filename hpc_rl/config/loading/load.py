@@ -8,9 +8,10 @@ Rules across sections are those of rules/check.py.
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from hpc_rl.config.loading.fields import (
     hints,
     is_mapping,
     members_of,
+    names_in,
     nearest,
     options,
     section_of,
@@ -84,19 +86,47 @@ def load(
     of_areal = areal_files.translate(cls, settings)
     settings = of_areal.settings
     refusals = [*translated.refusals, *of_areal.refusals, *refused_names(cls, settings, aliases)]
-    if not refusals:
+    known = options(cls, members=members_of(cls, settings))
+    settings = {name: item for name, item in settings.items() if name in known}
+    try:
         # The environment first: what refers to such an option takes its type.
         _resolve(cls, settings, "${oc.env:", of_areal.replaced)
         _resolve(cls, settings, "${", of_areal.replaced)
+    except ConfigError as error:
+        if not refusals:  # else it may refer to what is refused
+            refusals.append(str(error))
     of_areal.notes += areal_files.as_unwritten(cls, settings)
-    config = parser.parse(cls, settings, refusals)
+    config, refusals = parser.parse(cls, settings, refusals)
     config = dataclasses.replace(config, trainer=trainer_of(config))
     notes += [
         f"{name} is {item.value}, by {item.origin}."
         for name, item in settings.items()
         if item is defaults_of_site.get(name)
     ]
-    return Loaded(_absolute(config), _origins(cls, settings), [*notes, *translated.notes, *of_areal.notes])
+    notes += [*translated.notes, *of_areal.notes]
+    found = Loaded(_absolute(config), _origins(cls, settings), notes)
+    if refusals:
+        message = "\n".join(refusals)
+        unresolved = {name for name, item in settings.items() if "${" in repr(item.plain())}
+        raise UnusableOptions(message, found, unresolved | (known.keys() & {*names_in(message)}))
+    return found
+
+
+class UnusableOptions(ConfigError):
+    """Options that can't be used, one a line.
+
+    `rest` is the configuration without them.
+    """
+
+    def __init__(self, message: str, rest: Loaded, unknown: Set[str]) -> None:
+        super().__init__(message)
+        self.rest, self._unknown = rest, unknown
+        self._last = {name.rpartition(".")[2] for name in unknown}
+
+    def is_unknown(self, name: str) -> bool:
+        """Return whether a name may be that of an option whose value in `rest` is not the one meant."""
+        above = itertools.accumulate(name.split("."), "{}.{}".format)
+        return name in self._last or any(one in self._unknown for one in above)
 
 
 # What sbatch takes from the environment, and sites set in a login profile -> the option it is the default of.

@@ -20,6 +20,7 @@ from hpc_rl.config.loading.fields import (
     FREE_KEY,
     alternatives,
     base_of,
+    default_of,
     did_you_mean,
     extras_of,
     hints,
@@ -33,7 +34,6 @@ from hpc_rl.config.loading.names import FIXED_NODES
 from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.loading.stored import construct
 from hpc_rl.config.sections.limits import AsWritten, Grammar, Limits
-from hpc_rl.errors import ConfigError
 
 LARGEST_INT = 2**53 - 1  # exact in every JSON reader
 # Values come from our own readers: the library must not read the text 'null' or '5' as YAML once more.
@@ -145,8 +145,11 @@ def _describe(kind: Any) -> str:
     return names[kind]
 
 
-def parse(cls: type, settings: Settings, refusals: list[str]) -> Any:
-    """Return the configuration. Raises ConfigError with these and every other refusal, one a line."""
+def parse(cls: type, settings: Settings, refusals: list[str]) -> tuple[Any, list[str]]:
+    """Return the configuration of the values that can be used, and these and every other refusal.
+
+    With refusals, values that are missing are texts without a character.
+    """
     known, is_unresolved = options(cls, members=members_of(cls, settings)), bool(refusals)
     refusals = list(refusals)
     tree: dict[str, Any] = {}
@@ -156,17 +159,37 @@ def parse(cls: type, settings: Settings, refusals: list[str]) -> Any:
         value: Any = None if item.value is None else {}
         if item.value == "???":
             refusals.append(f"{name} ({item.origin}): ??? stands for a value that is missing; set it.")
-        elif section_of(known[name]) is None and not (is_unresolved and "${" in str(item.value)):
+            continue
+        if section_of(known[name]) is None:
+            if is_unresolved and "${" in str(item.value):
+                continue
             try:
                 value = typed(known[name], item)
             except ValueError as error:
                 line = f"{name} ({item.origin}): {item} can't be used; allowed: {allowed(known[name])}."
                 is_range = name == "cluster.n_nodes" and re.fullmatch(r"\d+-\d+", str(item.value))
                 refusals.append(f"{line} {FIXED_NODES if is_range else error}".strip())
+                continue
         put(tree, name.split("."), value)
     if refusals:
-        raise ConfigError("\n".join(refusals))
-    return construct(cls, tree)
+        _complete(cls, tree)
+    return construct(cls, tree), refusals
+
+
+def _complete(cls: type, tree: dict[str, Any]) -> None:
+    """Put empty texts where required options are missing, which are all texts."""
+    for field in dataclasses.fields(cls):
+        hint, is_needed = hints(cls)[field.name], default_of(field) is dataclasses.MISSING
+        section = section_of(hint)
+        if section is None:
+            if is_needed:
+                tree.setdefault(field.name, "")
+        elif is_mapping(hint):
+            for member in (tree.get(field.name) or {}).values():
+                _complete(section, member)
+        elif is_needed or (field.name in tree and not is_optional(hint)) or tree.get(field.name) is not None:
+            tree[field.name] = tree.get(field.name) or {}
+            _complete(section, tree[field.name])
 
 
 def typed(hint: Any, item: SourceValue) -> Any:

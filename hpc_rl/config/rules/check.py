@@ -3,12 +3,13 @@
 A rule yields refusals. An option that the user set is never changed, only refused.
 """
 
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+import itertools
+from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import fields, replace
 from typing import Any
 
 from hpc_rl.allocation import SERVER_BACKENDS
+from hpc_rl.config.loading.fields import names_in
 from hpc_rl.config.loading.stored import Loaded, trainer_of
 from hpc_rl.config.rules import (
     consistency,
@@ -62,19 +63,30 @@ FILE_RULES: list[Rule] = [
 ]
 
 
+class RulesRefuse(ConfigError):
+    """Refusals of rules; `adapted` is the configuration that they are about."""
+
+    def __init__(self, message: str, adapted: Loaded, rules: Set[Callable[..., Iterator[str]]]) -> None:
+        super().__init__(message)
+        self.adapted = adapted
+        self.is_about_data = not rules.isdisjoint(dataset_rules.RULES)
+        self.is_about_files_only = rules <= {*FILE_RULES}
+
+
 def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     """Return the configuration with its defaults adapted and notes about it.
 
-    `files` false leaves out what must exist on disk. Raises ConfigError with one line for each refusal.
+    `files` false leaves out what must exist on disk. Raises RulesRefuse with one line for each refusal.
     """
     config, notes = adapt(loaded.config, loaded.explicit)
     rules: list[Callable[..., Iterator[str]]] = [*RULES]
     rules += GRPO_RULES if isinstance(config, GRPOConfig) else []
     rules += FILE_RULES if files else []
-    refusals = [refusal for rule in rules for refusal in rule(config, loaded.explicit)]
-    if refusals:
-        lines = [_with_origins(refusal, loaded.origins) for refusal in dict.fromkeys(refusals)]
-        raise ConfigError("\n".join(lines))
+    found = {rule: list(rule(config, loaded.explicit)) for rule in rules}
+    if refusals := list(dict.fromkeys(itertools.chain(*found.values()))):
+        message = "\n".join(_with_origins(refusal, loaded.origins) for refusal in refusals)
+        adapted = replace(loaded, config=config)
+        raise RulesRefuse(message, adapted, {rule for rule, lines in found.items() if lines})
     notes += _notes(config, loaded.explicit)
     notes += [*file_rules.notes(config), *dataset_rules.notes(config)] if files else []
     return Loaded(config, loaded.origins, [*loaded.notes, *notes])
@@ -82,8 +94,7 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
 
 def _with_origins(refusal: str, origins: Mapping[str, str]) -> str:
     """Append where the options that a refusal names were set."""
-    words = re.findall(r"[a-z_0-9]+(?:\.[A-Za-z_0-9-]+)*", refusal)
-    places = list(dict.fromkeys(origins[word] for word in words if word in origins))
+    places = list(dict.fromkeys(origins[word] for word in names_in(refusal) if word in origins))
     return f"{refusal} ({', '.join(places[:3])})" if places else refusal
 
 

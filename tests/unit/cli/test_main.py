@@ -58,9 +58,9 @@ def test_no_word_at_all_is_bad_usage(capsys):
         ("ps", "Did you mean `hpc-rl list`?"),
         ("ls", "Did you mean `hpc-rl list`?"),
         ("info", "Did you mean `hpc-rl status`?"),
-        ("validate", "Did you mean `hpc-rl render --check`?"),
+        ("validate", "Did you mean `hpc-rl check`?"),
         ("rm", "Did you mean `hpc-rl remove`?"),
-        ("zzz", "Commands: quickstart, submit"),
+        ("zzz", "Commands: quickstart, check, submit"),
     ],
 )
 def test_an_unknown_command_is_answered(capsys, typed, hint):

@@ -1,5 +1,7 @@
 """Submission imports the user's rewards and workflow and calls each reward once, before anything is queued."""
 
+import json
+
 import pytest
 
 from hpc_rl.cli.__main__ import main
@@ -54,18 +56,48 @@ def test_sound_code_of_every_kind_is_taken(config, capsys):
 
 def test_all_mistakes_are_refused_at_once_with_their_places(config, capsys):
     names = "mine:nope, absent:reward, broken:reward, mine:of_trl, mine:misspelt, mine:text"
-    code, said = submit(config, capsys, reward_fn=names, workflow="mine:sync")
-    assert code == 64
-    for words in (
-        "'mine:nope' can't be imported: module 'mine' has no attribute 'nope'",
-        "'absent:reward' can't be imported: No module named 'absent'",
-        "'broken:reward' can't be imported: SyntaxError",
-        "mine:of_trl is called with prompt, completion, answer, and can't be",
-        "raises KeyError: 'anwser' (mine.py:9, in misspelt)",
-        "does not return a reward: the reward is 'yes' (str); allowed: a finite number",
-        "rollout.workflow mine:sync must be run(prompt, generate)",
+    mistakes = [
+        "clutser.n_nodes=1",
+        "total_train_steps=many",
+        "gconfig.n_sample=4",  # so n_samples is not known, and no rule is asked about it
+        "actor.overlong_reward_penalty=true",
+        "valid_dataset.path=nowhere.jsonl",
+        "launcher.slurm.time=${nothing}",
+        f"rollout.reward_fn={names}",
+        "rollout.workflow=mine:sync",
+    ]
+    assert main(["check", "--config", str(config), *mistakes, "--json"]) == 64
+    refusals = json.loads(capsys.readouterr().out)["refusals"]
+    assert main(["submit", "--config", str(config), *mistakes]) == 64
+    assert capsys.readouterr().err.removeprefix("hpc-rl: ").splitlines() == refusals
+    for line, words in zip(
+        refusals,
+        (
+            "unknown key clutser (command line: clutser.n_nodes): did you mean cluster?",
+            "unknown key gconfig.n_sample (command line: gconfig.n_sample): did you mean gconfig.n_samples?",
+            "total_train_steps (command line: total_train_steps): many (text) can't be used; allowed: an integer",
+            "actor.overlong_reward_penalty needs actor.overlong_tokens",
+            "nowhere.jsonl does not exist",
+            "rollout.workflow mine:sync must be run(prompt, generate)",
+            "'mine:nope' can't be imported: module 'mine' has no attribute 'nope'",
+            "'absent:reward' can't be imported: No module named 'absent'",
+            "'broken:reward' can't be imported: SyntaxError",
+            "mine:of_trl is called with prompt, completion, answer, and can't be",
+            "raises KeyError: 'anwser' (mine.py:9, in misspelt)",
+            "does not return a reward: the reward is 'yes' (str); allowed: a finite number",
+        ),
+        strict=True,
     ):
-        assert words in said
+        assert words in line
+
+
+def test_check_says_that_nothing_is_wrong_and_what_comes_next(config, scheduler, tmp_path, capsys):
+    before = {*tmp_path.rglob("*")}
+    assert main(["check", str(config), "rollout.reward_fn=mine:good"]) == 0
+    said = capsys.readouterr().out
+    assert "nothing is refused" in said
+    assert f"next       hpc-rl submit {config} rollout.reward_fn=mine:good" in said
+    assert not scheduler.calls and {*tmp_path.rglob("*")} - before <= {tmp_path / "__pycache__"}
 
 
 def test_code_that_ends_its_process_is_refused(config, capsys):
