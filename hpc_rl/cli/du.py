@@ -4,9 +4,8 @@ from typing import Any
 
 from hpc_rl.cli.listing import NO_TRIALS
 from hpc_rl.cli.options import CommandParser, Namespace, columns, print_result
-from hpc_rl.cli.remove import size_text
 from hpc_rl.errors import ExitCode
-from hpc_rl.status.formatting import one_line
+from hpc_rl.status.formatting import one_line, size_text
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.removal import HOLDS, REST, contents
 

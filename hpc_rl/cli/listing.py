@@ -35,7 +35,7 @@ NO_TRIALS = "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE
 
 def parser() -> CommandParser:
     made = CommandParser("List the trials that this account submitted, newest first.", EPILOG)
-    made.add_argument("name", nargs="*", help="only trials named so, or experiment/name; * and ? match")
+    made.add_completed("name", nargs="*", help="only trials named so, or experiment/name; * and ? match")
     made.add_argument("--experiment", metavar="NAME", help="only those of an experiment; * and ? match")
     made.add_argument("--state", metavar="NAMES", help="only those in a state: running, or done,failed")
     made.add_argument("--sort", choices=list(SORTED_BY), help="the largest first (names: from a to z)")

@@ -15,6 +15,8 @@ from jsonargparse.typing import NonNegativeInt as Count
 from hpc_rl.errors import ConfigError
 
 __all__ = ["Count", "Namespace", "Seconds"]
+# The attribute by which shtab completes an argument; the function is written by `config completion`.
+TRIAL_NAMES = ("complete", dict.fromkeys(("bash", "zsh"), "_hpc_rl_trials"))
 CONFIG_FILES = (".yaml", ".yml", ".json")
 OVERRIDES = "overrides"  # destination of the options of a configuration, as they were typed
 COMMON = (  # letters as sbatch has them, option, metavar, help
@@ -57,14 +59,18 @@ class CommandParser(ArgumentParser):
         """Declare the trial that a command is about; with `default`, which one it is if none is named."""
         text = "a path, experiment/trial, or a trial name that only one trial has"
         if default:
-            self.add_argument("trial", nargs="?", help=f"{text} (default: {default})")
+            self.add_completed("trial", nargs="?", help=f"{text} (default: {default})")
         else:
-            self.add_argument("trial", help=text)
+            self.add_completed("trial", help=text)
 
     def add_trials(self, default: str) -> None:
         """Declare the trials that a command is about; `default` says which one it is if none is named."""
         text = "paths, experiment/trial, or trial names that only one trial has"
-        self.add_argument("trial", nargs="*", help=f"{text} (default: {default})")
+        self.add_completed("trial", nargs="*", help=f"{text} (default: {default})")
+
+    def add_completed(self, name: str, **settings: Any) -> None:
+        """Declare an argument that the shell completes with the names of trials."""
+        setattr(self.add_argument(name, **settings), *TRIAL_NAMES)
 
     def add_config(self) -> None:
         """Declare where a configuration comes from, and its options."""

@@ -4,6 +4,7 @@ import sys
 
 from hpc_rl.cli.options import CommandParser, Namespace, columns, print_json
 from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.status.formatting import size_text
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.removal import contents, remove
 from hpc_rl.submit.submission import check_idle
@@ -50,8 +51,3 @@ def _agreed(size_bytes: int) -> bool:
     if not sys.stdin.isatty():
         raise ConfigError("the input is not a terminal, so remove can't ask: add --yes")
     return input(f"Remove it, and free {size_text(size_bytes)}? [y/N] ").strip().lower() in ("y", "yes")
-
-
-def size_text(size_bytes: int) -> str:
-    """Return megabytes or gigabytes for people."""
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"

@@ -11,7 +11,6 @@ from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli import listing
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
-from hpc_rl.cli.remove import size_text
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.files import Row
 from hpc_rl.records import DoneRecord, ForkRecord, LineageRecord, TrialState
@@ -19,7 +18,7 @@ from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.stats.read import is_number
 from hpc_rl.status import formatting
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
-from hpc_rl.status.formatting import format_duration, format_number, format_time, one_line
+from hpc_rl.status.formatting import format_duration, format_number, format_time, one_line, size_text
 from hpc_rl.status.goodput import RECENT_STEPS, step_text
 from hpc_rl.status.rollout_report import environment_lines, problems, summary
 from hpc_rl.status.scheduler_view import query

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_rl.cli.config import print_resolved
-from hpc_rl.cli.options import CommandParser, Namespace, print_json
+from hpc_rl.cli.options import TRIAL_NAMES, CommandParser, Namespace, print_json
 from hpc_rl.cli.status import follow
 from hpc_rl.config.loading.fields import names_in
 from hpc_rl.config.loading.load import Loaded, UnusableOptions, load
@@ -83,8 +83,10 @@ def parser() -> CommandParser:
     )
     after = made.add_mutually_exclusive_group()
     text = "start once that job, or the newest job of that trial, has ended"
-    after.add_argument("--after", metavar="JOB|TRIAL", help=text)
-    after.add_argument("--after_ok", metavar="JOB|TRIAL", help="the same, and only if it succeeded")
+    only = "the same, and only if it succeeded"
+    for name, help_text in (("--after", text), ("--after_ok", only)):
+        action = after.add_argument(name, metavar="JOB|TRIAL", help=help_text)
+        setattr(action, *TRIAL_NAMES)
     add_outcome(made)
     return made
 

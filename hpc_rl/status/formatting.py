@@ -63,6 +63,11 @@ def exit_text(code: int | None, reason: str) -> str:
     return f"exit code {code}"
 
 
+def size_text(size_bytes: int) -> str:
+    """Return megabytes or gigabytes for people."""
+    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
+
+
 def one_line(text: str) -> str:
     """Return `text` printable and on one line."""
     return printable(" ".join(text.split("\n")))

@@ -13,6 +13,8 @@ from hpc_rl.cli.__main__ import main
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.rules.check import check
+from hpc_rl.submit import trial_index
+from hpc_rl.trial import Trial
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 GRPO = str(CONFIGS / "grpo.yaml")
@@ -103,11 +105,23 @@ def completion():
         ("config sch", ["schema"]),
         ("can", ["cancel"]),
         ("status --gconfig", []),
+        ("status fi", ["first"]),
+        ("fork first new actor.optimizer.lr", ["actor.optimizer.lr=", "actor.optimizer.lr_scheduler_type="]),
+        ("submit mine.y", ["mine.yaml"]),
+        ("render actor.eps_clip_", ["actor.eps_clip_higher="]),
+        ("logs exp/s", ["exp/second"]),
+        ("plot first s", ["second"]),
+        ("config diff s", ["second"]),
+        ("checkpoint export f", ["first"]),
+        ("submit --after s", ["second"]),
     ],
 )
-def test_completion_is_a_script_that_completes(completion, typed, offered, tmp_path):
+def test_completion_is_a_script_that_completes(completion, typed, offered, tmp_path, state_home):
+    for name in ("first", "second"):
+        trial_index.record(Trial(tmp_path / "exp" / name))
+    (tmp_path / "mine.yaml").touch()
     words = ["hpc-rl", *typed.split()]
-    call = f"COMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}; _shtab_hpc_rl 2>/dev/null"
+    call = f"COMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}; _hpc_rl 2>/dev/null"
     (tmp_path / "completion.sh").write_text(f'{completion}\n{call}; printf "%s\\n" "${{COMPREPLY[@]}}"\n')
     done = subprocess.run(["bash", "completion.sh"], capture_output=True, text=True, check=True, cwd=tmp_path)
     assert done.stdout.split() == offered
