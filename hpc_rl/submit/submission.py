@@ -53,7 +53,7 @@ from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.first_start import FirstStart, Recovery, stale_leftovers
 from hpc_rl.submit.lock import TrialLock
-from hpc_rl.submit.user_code import user_code
+from hpc_rl.submit.user_code import checkout_of, user_code
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.supervise.server_array import submit_servers
 from hpc_rl.trial import Trial, account, read_object, write_json
@@ -340,6 +340,7 @@ def provenance(command: list[str], workdir: Path, hashes: dict[str, str]) -> dic
         "git": git_state(Path(hpc_rl.__file__).parent.parent),
         "command": command,
         "workdir": str(workdir),
+        "workdir_git": git_state(checkout_of(workdir)),
         "user": account(),
         "host": socket.gethostname(),
         "python": platform.python_version(),

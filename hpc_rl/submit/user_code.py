@@ -45,9 +45,13 @@ def user_code(
             data = None
         if file is not None and data is not None:
             digest = hashlib.sha256(data).hexdigest()
-            checkout = next((one for one in file.parents if (one / ".git").exists()), file.parent)
-            found[name] = {"file": str(file), "sha256": digest, "git": git_state(checkout)}
+            found[name] = {"file": str(file), "sha256": digest, "git": git_state(checkout_of(file.parent))}
     return found
+
+
+def checkout_of(folder: Path) -> Path:
+    """Return the root of the git checkout that a folder is in, or the folder where it is in none."""
+    return next((one for one in (folder, *folder.parents) if (one / ".git").exists()), folder)
 
 
 def source_file(module: str, path: Sequence[str]) -> Path | None:

@@ -163,9 +163,11 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
         lines.append(f"{change.name} can't change from {old} to {new} in trial {trial}: {change.reason}.")
         keep += f" {change.name}={old}" if change.old is not ABSENT else ""
     back = f"To resume {trial}, use{keep}" if keep else f"To resume {trial}, omit it"
-    raise ConfigError(
-        "\n".join([*lines, f"{back}; for the new values submit another trial_name, or `hpc-rl fork` it."])
+    new = next((str(change.new) for change in wrong if change.name == "trial_name"), "NEW")
+    fork = (
+        f"`hpc-rl fork {trial} {new}` begins a new trial with its checkpoint, `hpc-rl submit` one without it."
     )
+    raise ConfigError("\n".join([*lines, f"{back}. For other values, {fork}"]))
 
 
 def refuse_other_model(found: Sequence[Change], trial: str) -> None:

@@ -1,6 +1,8 @@
 """fork: a new trial begins with a checkpoint of another one, which stays as it is."""
 
+import json
 import os
+import subprocess
 
 import pytest
 
@@ -94,6 +96,8 @@ def test_config_diff_of_two_trials_tells_their_options_and_their_code(
     trial, config, scheduler, capsys, monkeypatch
 ):
     monkeypatch.chdir(config.parent)
+    commit = "git -c user.name=n -c user.email=e commit -q --allow-empty -m first"
+    subprocess.run(f"git init -q && {commit}", shell=True, check=True)
     reward = config.parent / "own_reward_of_fork.py"
     for name, body in (("a", "return 1.0"), ("b", "return 0.0")):
         reward.write_text(f"def reward(prompt, completion, **columns):\n    {body}\n")
@@ -104,4 +108,7 @@ def test_config_diff_of_two_trials_tells_their_options_and_their_code(
     lines = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
     assert {"seed", "trial_name", "rollout.reward_fn code"} <= lines.keys()
     assert lines["rollout.reward_fn code"].count(f"{reward} (sha256 ") == 2
+    about = json.loads(trial_index.resolve("a").provenance_json.read_text())
+    assert about["workdir_git"] == about["code"]["rollout.reward_fn"]["git"] != about["git"]
+    assert len(about["workdir_git"]["commit"]) == 40
     assert main(["config", "diff", "a", "a"]) == 0

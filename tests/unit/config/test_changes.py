@@ -14,6 +14,7 @@ from hpc_rl.config.tables.changes import (
     REPLAYS,
     SAFE,
     UNSAFE,
+    Change,
     changes,
     classify,
     refuse_unsafe,
@@ -82,9 +83,11 @@ def test_unsafe_changes_are_refused_with_the_reason_and_what_to_do():
         "train_dataset.batch_size can't change from 8 to 4 in trial e/t: "
         "the position in the data and the sealed batches depend on it.",
         "actor.path can't change from /m to /other in trial e/t: the checkpoints hold this model.",
-        "To resume e/t, use train_dataset.batch_size=8 actor.path=/m; "
-        "for the new values submit another trial_name, or `hpc-rl fork` it.",
+        "To resume e/t, use train_dataset.batch_size=8 actor.path=/m. For other values, "
+        "`hpc-rl fork e/t NEW` begins a new trial with its checkpoint, `hpc-rl submit` one without it.",
     ]
+    with pytest.raises(ConfigError, match=r"use trial_name=t\..*`hpc-rl fork e/t second` begins"):
+        refuse_unsafe([Change("trial_name", "t", "second", False, "it identifies the trial")], "e/t")
 
 
 def test_a_change_of_the_policy_or_of_what_is_generated_needs_new_batches():
