@@ -15,6 +15,7 @@ from hpc_rl.config.tables.areal_names import AS_UNWRITTEN, NAMES, OF_WORKFLOWS, 
 from hpc_rl.config.tables.areal_options import DEPARTURES, MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.config.tables.atlas import ALIASES as ATLAS
 from hpc_rl.config.tables.atlas import PRESET_DEPARTURES
+from hpc_rl.config.tables.other_names import ROWS
 from hpc_rl.errors import ConfigError
 
 _HEAD = """# Configuration
@@ -84,6 +85,11 @@ def _tables() -> Iterator[str]:
     names = [[f"`{name}`", alias.describe()] for name, alias in ATLAS.items()]
     yield from _table("ATLAS names", [accepted, conflict], ["ATLAS", "here"], names)
     yield from _names_of_areal()
+    title = "Names of TRL, verl and others"
+    texts = ["No options here: a refusal says what is in their place. In `sft` and `rw`, `actor` is `model`."]
+    others = [[", ".join(f"`{one}`" for one in names.split()), said] for names, said in ROWS.items()]
+    answers = [[names, said.replace("{model}", "actor")] for names, said in others]
+    yield from _table(title, texts, ["name", "here"], answers)
     departures = [[f"`{name}`", theirs, why] for name, (theirs, why) in DEPARTURES.items()]
     title = "Where our default departs from AReaL's"
     yield from _table(title, [], ["option", "AReaL", "why ours differs"], departures)

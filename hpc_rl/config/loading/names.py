@@ -27,6 +27,7 @@ from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.tables import atlas
 from hpc_rl.config.tables.areal_names import OF_WORKFLOWS, WORKFLOW_ARGS
+from hpc_rl.config.tables.other_names import ANSWERS, SECTIONS
 
 ALIASES = {  # short names on the command line; {model} is actor or model
     "n_nodes": "cluster.n_nodes",
@@ -44,38 +45,6 @@ ALIASES = {  # short names on the command line; {model} is actor or model
     "lr": "{model}.optimizer.lr",
     "max_steps": "total_train_steps",
 }
-_GPUS = "GPUs are counted by node: cluster.n_gpus_per_node, and --n_nodes for the nodes."
-FIXED_NODES = (
-    "The nodes of a trial are fixed when it is planned, as its ranks are: servers that come and go are "
-    "launcher.slurm.layout jobs, and `hpc-rl recover --n_nodes N` continues on another number."
-)
-_MESH = "allocation_mode has it: t, p, c and e, as in sglang:d2t2+megatron:d2p2t2."
-ANSWERS = {  # names that other toolkits have -> what to do here
-    "gpus": _GPUS,
-    "n_gpus": _GPUS,
-    "num_gpus": _GPUS,
-    "gpus_per_node": _GPUS,
-    **dict.fromkeys(("spare_nodes", "min_nodes", "max_nodes"), FIXED_NODES),
-    **dict.fromkeys(("tp_size", "pp_size", "tensor_parallel_size", "pipeline_parallel_size"), _MESH),
-    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size"), _MESH),
-    **dict.fromkeys(("context_parallel_size", "data_parallel_size"), _MESH),
-    "critic": "a critic is not built: GRPO needs none; leave it out.",
-    "lr_scheduler": "see actor.optimizer.lr_scheduler_type.",
-    "entropy_coeff": "an entropy bonus is not built; leave it out.",
-    "output_dir": "a trial writes below cluster.fileroot.",
-    "bf16": "use actor.dtype bfloat16.",
-    "loss_type": "see actor.loss_aggregation and actor.eps_clip_higher.",
-    "reward_funcs": "rollout.reward_fn has the functions, separated by commas.",
-    "reward_model": "use a function in rollout.reward_fn; a pool of servers can hold a model that judges.",
-    "num_nodes": "use cluster.n_nodes.",
-    "mini_batch_size": "use actor.ppo_n_minibatches, the number of updates of a step.",
-    "micro_batch_size": "micro-batches are cut by tokens: mb_spec.max_tokens_per_mb.",
-    "max_response_length": "use gconfig.max_new_tokens.",
-    "rollout_n": "use gconfig.n_samples.",
-    "warmup_steps": "use actor.optimizer.warmup_steps_proportion, a share of all updates.",
-    "reward_function": "use rollout.reward_fn.",
-}
-
 MOST_SHOWN = 12  # names of a section in a message
 LONGEST_WORD = 5  # letters
 
@@ -88,6 +57,8 @@ def refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> 
     for name, item in settings.items():
         parents = itertools.accumulate(name.split("."), "{}.{}".format)  # a, a.b, a.b.c
         unknown = next((parent for parent in parents if parent not in known), "")
+        if unknown in SECTIONS:  # verl's: what its option is here
+            unknown = name
         if unknown:
             meant, hint = _meant(cls, known, unknown, aliases)
             suggested.add(meant)
@@ -130,7 +101,7 @@ def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str,
     if name in aliases:
         return "", f"in a file its name is {aliases[name]}; {name} is short for it on the command line."
     if leaf in ANSWERS:
-        return "", ANSWERS[leaf]
+        return "", ANSWERS[leaf].replace("{model}", "actor" if "actor" in known else "model")
     if {"lora", "peft"} & set(leaf.split("_")):
         return "", "LoRA is not built; leave it out."
     if leaf in OF_WORKFLOWS and WORKFLOW_ARGS in known:
@@ -154,11 +125,12 @@ def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str,
         elsewhere = _same_leaf(known, name, meant(leaf, leaves))
     if elsewhere:
         return "", f"did you mean {' or '.join(elsewhere[:3])}?"
-    here = sorted(key for key in siblings if parent or section_of(known[key]))
-    if len(here) > MOST_SHOWN and parent:
-        return "", f"`--help {parent}` shows the {len(here)} that are known here."
+    if len(siblings) > MOST_SHOWN and parent:
+        return "", f"`--help {parent}` shows the {len(siblings)} that are known here."
+    if parent and siblings:
+        return "", f"known here: {', '.join(sorted(siblings))}."
     own = f" A value for a workflow of your own goes into {WORKFLOW_ARGS}." if WORKFLOW_ARGS in known else ""
-    return "", f"known here: {', '.join(here) or 'nothing'}.{'' if parent else own}"
+    return "", f"there is no option like it; `--help all` shows every one.{'' if parent else own}"
 
 
 def _same_leaf(known: Collection[str], name: str, leaf: str) -> list[str]:

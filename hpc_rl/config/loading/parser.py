@@ -30,10 +30,10 @@ from hpc_rl.config.loading.fields import (
     options,
     section_of,
 )
-from hpc_rl.config.loading.names import FIXED_NODES
 from hpc_rl.config.loading.source import Settings, SourceValue
 from hpc_rl.config.loading.stored import construct
 from hpc_rl.config.sections.limits import AsWritten, Grammar, Limits
+from hpc_rl.config.tables.other_names import FIXED_NODES
 
 LARGEST_INT = 2**53 - 1  # exact in every JSON reader
 # Values come from our own readers: the library must not read the text 'null' or '5' as YAML once more.

@@ -3,6 +3,7 @@ and its line.
 """
 
 import random
+import re
 import string
 import typing
 from collections import defaultdict
@@ -20,6 +21,7 @@ from hpc_rl.config.sections.limits import Grammar, Limits, Place
 from hpc_rl.config.show import scalar
 from hpc_rl.config.tables.areal_names import AS_UNWRITTEN
 from hpc_rl.config.tables.atlas import ALIASES as ATLAS
+from hpc_rl.config.tables.other_names import ANSWERS
 from hpc_rl.errors import ConfigError
 
 BASE = "experiment_name: e\ntrial_name: t\ntrainer: {trainer}\n"
@@ -188,8 +190,16 @@ FOREIGN = {  # names that other toolkits have -> part of the answer; empty where
     "notes": "stats_logger.wandb.notes",
     "max_seq_length": "train_dataset.max_length",
     "max_response_length": "gconfig.max_new_tokens",
-    "ppo_mini_batch_size": "",
-    "mini_batch_size": "actor.ppo_n_minibatches",
+    "epsilon_high": "actor.eps_clip_higher",
+    "log_completions": "hpc-rl samples",
+    "num_iterations": "actor.ppo_n_minibatches",
+    "system_prompt": "messages",
+    "steps_per_generation": "actor.ppo_n_minibatches",
+    "torch_compile": "",
+    "data.train_batch_size": "train_dataset.batch_size",
+    "actor_rollout_ref.rollout.n": "gconfig.n_samples",
+    "algorithm.use_kl_in_reward": "actor.kl_ctl",
+    "algorithm.zebra": "no option like it",
     "nnodes": "n_nodes",
     "actor.beta1": "actor.optimizer.beta1",
     "ref.model": "",
@@ -206,6 +216,13 @@ def test_hints_do_not_mislead(name):
     line = next(line for line in str(caught.value).splitlines() if line.startswith(f"unknown key {name} "))
     answer = line.partition("): ")[2]
     assert (FOREIGN[name] in answer) if FOREIGN[name] else "did you mean" not in answer, line
+
+
+def test_answers_name_options_that_there_are():
+    known = {name for trainer in CONFIGS for name in KNOWN[trainer]}
+    for name, answer in ANSWERS.items():
+        words = re.findall(r"[a-z_]+(?:\.[a-z0-9_]+)+", answer.replace("{model}", "actor"))
+        assert set(words) <= known and name not in known, (name, answer)
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)
