@@ -35,6 +35,7 @@ class Loaded:
     config: Config
     origins: dict[str, str]
     notes: list[str] = field(default_factory=list)
+    adapted: dict[str, str] = field(default_factory=dict)  # option -> why it is not at its default
 
     @property
     def explicit(self) -> frozenset[str]:

@@ -78,18 +78,18 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
 
     `files` false leaves out what must exist on disk. Raises RulesRefuse with one line for each refusal.
     """
-    config, notes = adapt(loaded.config, loaded.explicit)
+    config, notes, adapted = adapt(loaded.config, loaded.explicit)
     rules: list[Callable[..., Iterator[str]]] = [*RULES]
     rules += GRPO_RULES if isinstance(config, GRPOConfig) else []
     rules += FILE_RULES if files else []
     found = {rule: list(rule(config, loaded.explicit)) for rule in rules}
     if refusals := list(dict.fromkeys(itertools.chain(*found.values()))):
         message = "\n".join(_with_origins(refusal, loaded.origins) for refusal in refusals)
-        adapted = replace(loaded, config=config)
-        raise RulesRefuse(message, adapted, {rule for rule, lines in found.items() if lines})
+        so_far = replace(loaded, config=config, adapted=adapted)
+        raise RulesRefuse(message, so_far, {rule for rule, lines in found.items() if lines})
     notes += _notes(config, loaded.explicit)
     notes += [*file_rules.notes(config), *dataset_rules.notes(config)] if files else []
-    return Loaded(config, loaded.origins, [*loaded.notes, *notes])
+    return Loaded(config, loaded.origins, [*loaded.notes, *notes], adapted)
 
 
 def _with_origins(refusal: str, origins: Mapping[str, str]) -> str:
@@ -98,8 +98,11 @@ def _with_origins(refusal: str, origins: Mapping[str, str]) -> str:
     return f"{refusal} ({', '.join(places[:3])})" if places else refusal
 
 
-def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]:
-    """Replace defaults that the planned device or trainer can't do; what is in `explicit` stays."""
+def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str], dict[str, str]]:
+    """Replace defaults that the planned device or trainer can't do; what is in `explicit` stays.
+
+    Returns notes, and the reason for each option that was replaced.
+    """
     wanted: dict[str, tuple[Any, str]] = {}  # option -> value, and the reason for the note; empty for no note
     if not isinstance(config, GRPOConfig):
         kind = trainer_of(config)
@@ -113,12 +116,15 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
     for rules in (training_rules, engine_rules, dataset_rules):
         wanted |= rules.adapted(config, explicit)
     wanted |= generation_rules.adapted(config)
-    notes = []
+    notes, adapted = [], {}
+    quiet = {"total_train_epochs": "another length is set"}
+    quiet |= dict.fromkeys((backend.section for backend in SERVER_BACKENDS.values()), "the plan has no GPUs")
     for name, (value, reason) in wanted.items():
         old = value_of(config, name)
         if name in explicit or old == value or old is ABSENT:
             continue
         config = replaced(config, name.split("."), value)
+        adapted[name] = reason or quiet.get(name.partition(".")[0], f"trainer is {trainer_of(config)}")
         if reason:
             old, new = ("null" if one is None else one for one in (old, value))
             notes.append(f"{name} is {new} instead of the default {old}: {reason}.")
@@ -130,8 +136,9 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str]]
     if recover.mode != "disabled" and not consistency.has_period(recover):
         config = replaced(config, ["recover", "freq_secs"], DEFAULT_RECOVER_SECS)
         unset = "none of recover.freq_epochs, freq_steps, freq_secs is set"
+        adapted["recover.freq_secs"] = unset
         notes.append(f"recover: saves every {DEFAULT_RECOVER_SECS} s, because {unset}.")
-    return config, notes
+    return config, notes, adapted
 
 
 def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:

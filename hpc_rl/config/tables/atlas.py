@@ -200,6 +200,11 @@ ALIASES: dict[str, Alias] = {
 }
 
 
+def _origin(item: SourceValue, name: str) -> str:
+    """Return where an ATLAS name stands; on the command line that has the name already."""
+    return item.origin if item.origin.endswith(name) else f"{item.origin} ({name})"
+
+
 _OF_ITS_CODE = "0, the default of ATLAS's code"
 _UNSET = "null, the default of ATLAS's code"
 PRESET_DEPARTURES = {  # name -> ATLAS's documented default, and what --preset atlas has instead
@@ -282,7 +287,7 @@ class _Translator:
         alias = ALIASES.get(name)
         if alias is None or not item.plain() or self.trainer not in alias.also_for:
             return {}
-        origin = f"{item.origin} ({name})"
+        origin = _origin(item, name)
         return {
             option: SourceValue(value, origin)
             for option, value in alias.also.items()
@@ -320,4 +325,4 @@ class _Translator:
             return None
         if made != value:
             item = dataclasses.replace(item, value=made, text=str(made))
-        return option, dataclasses.replace(item, origin=f"{item.origin} ({name})")
+        return option, dataclasses.replace(item, origin=_origin(item, name))

@@ -247,9 +247,7 @@ def test_only_prompts_that_are_sent_as_they_are_can_be_truncated(trainer):
 
 
 def test_wrong_values_name_the_alias():
-    with pytest.raises(
-        ConfigError, match=r"gconfig.n_samples \(command line: num_generations \(num_generations\)\): 0"
-    ):
+    with pytest.raises(ConfigError, match=r"gconfig.n_samples \(command line: num_generations\): 0"):
         load([], [*BASE, "num_generations=0"])
     with pytest.raises(
         ConfigError, match=r"greater_is_better .*: yes can't be used: it must be true or false"

@@ -230,7 +230,7 @@ def test_a_teacher_needs_a_section_actor_and_grpo_has_no_teacher():
 
 
 def test_templates_have_defaults_that_name_their_variables():
-    config, _ = adapt(load([], [*GIVEN, "trainer=teacher"], profiles=[]).config, frozenset())
+    config, *_ = adapt(load([], [*GIVEN, "trainer=teacher"], profiles=[]).config, frozenset())
     templates = vars(config.teacher.templates)
     assert {name: [one for one in ("question", "approach", "teaching") if f"{{{one}}}" in text]
             for name, text in templates.items()} == {

@@ -170,7 +170,10 @@ def test_each_value_says_where_it_came_from(tmp_path):
     assert shown["actor.path"].origin == f"{tmp_path}/a.yaml:2"
     assert shown["cluster.n_nodes"].origin == "command line: --n_nodes"
     assert shown["seed"].origin == "default"
-    assert (shown["actor.dtype"].value, shown["actor.dtype"].origin) == ("float32", "adapted")
+    assert (shown["actor.dtype"].value, shown["actor.dtype"].origin) == (
+        "float32",
+        "adapted: the plan has no GPUs",
+    )
     assert (shown["actor.group_size"].value, shown["actor.group_size"].origin) == (
         1,
         "derived: gconfig.n_samples",
