@@ -6,6 +6,7 @@ No test sees or changes what the account that runs them keeps: its index of tria
 
 import os
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ OWN = pytest.StashKey[Path]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[OWN] = own = Path(tempfile.mkdtemp(prefix="hpc-rl-account-"))
     os.environ |= {"XDG_STATE_HOME": str(own / "state"), "XDG_CONFIG_HOME": str(own / "config")}
+    # The tests start thousands of processes: each that compiled the package would take half a second more.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+    sys.dont_write_bytecode = False
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
