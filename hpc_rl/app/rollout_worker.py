@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from hpc_rl import log
 from hpc_rl.app.role import arguments
 from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.config.pool_view import as_pool, trained_pool
+from hpc_rl.config.pool_view import as_pool, reward_models, trained_pool
 from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.pools import PoolConfig
@@ -20,7 +20,7 @@ from hpc_rl.name_resolve import open_names
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.pipes import EndpointState
 from hpc_rl.rollout.rewards import BUILTINS, LIMITED, BatchReward, built_in, each, weighted
-from hpc_rl.rollout.rewards.judge import Judge
+from hpc_rl.rollout.rewards.judge import Judge, scored_by
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.rewards.tasks import length
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
@@ -71,12 +71,15 @@ async def open_worker(
     workflow = load_workflow(config)
     own = await open_servers(stack, trial, config, trained_pool(config), data_token)
     others: dict[str, ChatPool] = {}
+    scorers: dict[str, ServerPool] = {}
     for name, pool in config.pools.items():
-        if pool.url:
+        if name in reward_models(config):
+            scorers[name] = await open_servers(stack, trial, config, name, data_token)
+        elif pool.url:
             others[name] = await stack.enter_async_context(endpoint(config, name, pool, keys[name], write))
         else:
             others[name] = await open_servers(stack, trial, config, name, data_token)
-    rewards = await open_rewards(config, others, own.tokenizer)
+    rewards = await open_rewards(config, others, scorers, own.tokenizer)
     return Worker(config, own, others, workflow, rewards, write)
 
 
@@ -122,11 +125,19 @@ def endpoint(
 
 
 async def open_rewards(
-    config: GRPOConfig, pools: Mapping[str, ChatPool], tokenizer: Tokenizer
+    config: GRPOConfig,
+    pools: Mapping[str, ChatPool],
+    scorers: Mapping[str, ServerPool],
+    tokenizer: Tokenizer,
 ) -> BatchReward:
     """Return `rollout.reward_fn`, weighted by `rollout.reward_weights`."""
     rollout = config.rollout
-    opened = {name: await _open_reward(name, config, pools, tokenizer) for name in rollout.reward_functions}
+    opened = {
+        name: scored_by(scorers[name])
+        if name in scorers
+        else await _open_reward(name, config, pools, tokenizer)
+        for name in rollout.reward_functions
+    }
     weights = rollout.reward_weights or [1.0] * len(opened)
     if list(weights) == [1.0]:
         return next(iter(opened.values()))

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args, get_origin
 from hpc_rl.allocation import DEFAULT_POOL, SERVER_BACKENDS, Allocation, parse
 from hpc_rl.config.loading.fields import alternatives, base_of, hints, is_optional
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
-from hpc_rl.config.sections.inference import GenerationHyperparameters
+from hpc_rl.config.sections.inference import REWARDS, GenerationHyperparameters
 from hpc_rl.errors import ConfigError
 
 
@@ -35,10 +35,15 @@ def trained_pool_of(config: Config, allocation: Allocation) -> str:
     raise ConfigError(f"{problem}; add one, as {allocation.pools[0].backend}:d1+{allocation}.")
 
 
+def reward_models(config: GRPOConfig) -> list[str]:
+    """Return the pools whose model scores completions: those that `rollout.reward_fn` names."""
+    return [one for one in config.rollout.reward_functions if one in config.pools and one not in REWARDS]
+
+
 def as_pool(config: GRPOConfig, name: str) -> GRPOConfig:
     """Return the configuration as servers and clients of a pool see it: its model, sampling and python.
 
-    That of the pool that follows the trainer is `config` itself.
+    That of the pool that follows the trainer is `config` itself. A reward model has `actor.is_critic`.
     """
     if name not in config.pools:
         return config
@@ -49,7 +54,8 @@ def as_pool(config: GRPOConfig, name: str) -> GRPOConfig:
         top_p=pool.top_p,
         stop_token_ids=pool.stop_token_ids,
     )
-    actor = replace(config.actor, path=pool.path, init_from_scratch=False)
+    is_critic = name in reward_models(config)
+    actor = replace(config.actor, path=pool.path, init_from_scratch=False, is_critic=is_critic)
     python = pool.python or config.launcher.inference_server_python
     launcher = replace(config.launcher, inference_server_python=python)
     view = replace(

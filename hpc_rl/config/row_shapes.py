@@ -122,8 +122,10 @@ def with_answer(row: Row, kind: str) -> Row:
     """Return a row whose answers are texts: of the last message of a chat in their place.
 
     That is `completion` of an sft row, which may also be the last of its `messages`, and `chosen` and
-    `rejected` of an rw row with a prompt.
+    `rejected` of an rw row: whole chats that differ in their last messages alone have the others as prompt.
     """
+    if kind == "rw" and not row.keys() & {*_PROMPTS} and (asked := _asked_in_both(row)):
+        row = row | {"messages": asked}
     has_prompt = isinstance(row.get("prompt"), str) or messages_of(row) is not None
     names = {"sft": ("completion",), "rw": ("chosen", "rejected") if has_prompt else ()}.get(kind, ())
     texts = {name: text for name in names if (text := _answer_in(row.get(name))) is not None}
@@ -132,6 +134,15 @@ def with_answer(row: Row, kind: str) -> Row:
         texts = {"completion": text}
         row = {name: value for name, value in row.items() if name != "prompt"} | {"messages": chat[:-1]}
     return row | texts if texts else row
+
+
+def _asked_in_both(row: Row) -> list[Row]:
+    """Return what comes before the answers of two whole chats, where that is the same; else []."""
+    chosen: Any = row.get("chosen")
+    rejected: Any = row.get("rejected")
+    if _answer_in(chosen) is None or _answer_in(rejected) is None or chosen[:-1] != rejected[:-1]:
+        return []
+    return [] if _answer_in(chosen[:-1]) is not None else list(chosen[:-1])
 
 
 def _answer_in(chat: Any) -> str | None:

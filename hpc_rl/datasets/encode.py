@@ -198,11 +198,15 @@ def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
     lists of messages.
     """
     row = check_row(row, "rw")
-    chosen, rejected = (_scored(tokenizer, row, row.get(column)) for column in ("chosen", "rejected"))
+    chosen, rejected = (encode_scored(tokenizer, row, row.get(column)) for column in ("chosen", "rejected"))
     return chosen, rejected
 
 
-def _scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
+def encode_scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
+    """Return the tokens, int32, that a reward model scores: of `text` after the prompt of `row`, if any.
+
+    Raises ConfigError where there is none.
+    """
     has_prompt = isinstance(row.get("prompt"), str) or messages_of(row) is not None
     if isinstance(text, list) and not has_prompt:
         chat = tokenizer.chat(text, add_generation_prompt=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hpc_rl.allocation import SERVER_BACKENDS, Servers, parse
@@ -42,6 +42,8 @@ def server_memories(config: Config, plan: Plan, models: Models, gpu_gb: int | No
     for servers in parse(plan.allocation).pools:
         view = as_pool(config, servers.pool)
         if shape := ModelShape.of(models.get(view.actor.path, {})):
+            if view.actor.is_critic:  # one vector in place of the head
+                shape = replace(shape, is_tied=True)
             on_gpu = plan.device == "cuda" and SERVER_BACKENDS[servers.backend].on_gpus
             one = _on_gpus(view, servers, shape, gpu_gb) if on_gpu else _in_process(view, servers, shape)
             found.append(one)

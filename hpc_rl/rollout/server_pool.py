@@ -5,8 +5,8 @@ import contextlib
 import copy
 import logging
 import uuid
-from collections.abc import Sequence
-from typing import Any, Protocol, Self
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol, Self, TypeVar
 
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -18,6 +18,7 @@ from hpc_rl.servers.router import Router
 from hpc_rl.types import Reply, Turn
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class ChatPool(Protocol):
@@ -112,6 +113,19 @@ class ServerPool:
         decode = self.tokenizer.decode
         return [Reply(decode(one.output_ids), len(one.output_ids), one.finish_reason) for one in turns]
 
+    async def score(self, inputs: Sequence[list[int]]) -> list[float]:
+        """Return the score that its reward model gives to each input, all from one server.
+
+        Raises Rejection for an input that is too long, and as generate.
+        """
+        longest = max(map(len, inputs))
+        if self._context is not None and longest > self._context:
+            problem = f"{longest} tokens, the context of its reward model is {self._context}"
+            raise Rejection(RejectReason.TOO_LONG, f"{problem} (pool {self.name})")
+        requests = [GenerateRequest(ids, {}, "") for ids in inputs]
+        async with self._slots:
+            return await self._until_made(lambda: self._router.score_many(requests))
+
     async def generate(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Return the turns of one prompt. Raises Rejection where every try failed, RequestRefused."""
         if self._trace:
@@ -120,17 +134,17 @@ class ServerPool:
                 form = "request %s of pool %s: %d tokens in, at most %d out, weights from %s on"
                 logger.info(form, request.rid, self.name, *sizes, request.min_version or "any version")
         async with self._slots:
-            turns = await self._until_made(requests)
+            turns = await self._until_made(lambda: self._router.generate_many(requests))
         if self._trace:
             for request, turn in zip(requests, turns, strict=True):
                 form = "request %s: %d tokens out, %s, %s"
                 logger.info(form, request.rid, len(turn.output_ids), turn.finish_reason, turn.versions)
         return turns
 
-    async def _until_made(self, requests: list[GenerateRequest]) -> list[Turn]:
+    async def _until_made(self, ask: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
-                return await self._router.generate_many(requests)
+                return await ask()
             except ServerUnavailable as error:
                 # rollout.request_retries bounds all tries: the prompt is not issued again
                 problem = f"pool {self.name}: rollout.request_retries are used up: {error}"

@@ -90,9 +90,10 @@ class _PartialTurn:
 
 
 class HttpServerClient:
-    """A server by its URL. Without a control token only `generate_many`, `health` and `model_info` work.
+    """A server by its URL.
 
-    `timeout_s` is for one generation, resubmissions and weight updates included.
+    Without a control token only `generate_many`, `score_many`, `health` and `model_info` work. `timeout_s` is
+    for one generation, resubmissions and weight updates included.
     """
 
     def __init__(
@@ -138,6 +139,12 @@ class HttpServerClient:
             left = [partial for partial in left if partial.turn.finish_reason == "abort"]
             # aborted before it began: something else goes on there
             pause_s = 0.0 if made else min(1.0, 2 * pause_s + 0.05)
+
+    async def score_many(self, requests: list[GenerateRequest]) -> list[float]:
+        """Return the score that a reward model gives to each input. Raises as generate_many."""
+        body = {"input_ids": [request.input_ids for request in requests]}
+        answers = await self._call("/classify", body, self._data, self._timeout_s)
+        return [float(answer["embedding"][0]) for answer in answers]
 
     async def pause(self) -> None:
         """Hold generation; running requests continue after `resume` without their cache."""

@@ -1,9 +1,10 @@
 """Proxy: the authenticated face of one server replica, in front of whatever backend generates.
 
-Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions; GET /model_info,
-/health. Control token (bearer only): POST /pause_generation, /continue_generation, /abort_request,
-/update_weights_from_disk, /flush_cache, /shutdown. It adds what a backend does not know: epoch, attempt, the
-labels' order, refusal while stale. Leases, reloading and the end of the process are replica.py's.
+Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions, or /classify of
+a reward model; GET /model_info, /health. Control token (bearer only): POST /pause_generation,
+/continue_generation, /abort_request, /update_weights_from_disk, /flush_cache, /shutdown. It adds what a
+backend does not know: epoch, attempt, the labels' order, refusal while stale. Leases, reloading and the end
+of the process are replica.py's.
 """
 
 import asyncio
@@ -27,7 +28,7 @@ from hpc_rl.servers.router import is_older
 
 logger = logging.getLogger(__name__)
 
-DATA_POST = ("/generate", "/v1/chat/completions")
+DATA_POST = ("/generate", "/v1/chat/completions", "/classify")
 CONTROL_POST = (
     "/pause_generation",
     "/continue_generation",

@@ -12,9 +12,9 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, TypeVar
 
 from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
@@ -25,6 +25,7 @@ from hpc_rl.types import Turn, WeightVersion
 
 logger = logging.getLogger(__name__)
 MAX_PAUSE_S = 30.0
+T = TypeVar("T")
 
 
 def is_older(version: str, minimum: str) -> bool:
@@ -83,16 +84,27 @@ class Router:
         Raises RequestRefused (a bug of a request), ServerUnavailable (every try failed), RoleFailed (no
         server came up).
         """
+
+        async def ask(server: Server) -> list[Turn]:
+            begun = time.monotonic()
+            turns = await server.client.generate_many(requests)
+            self.observe(server, requests, turns, time.monotonic() - begun)
+            return turns
+
+        return await self._tried(requests, ask)
+
+    async def score_many(self, requests: list[GenerateRequest]) -> list[float]:
+        """Return the scores of inputs, all from one server of a reward model. Raises as generate_many."""
+        return await self._tried(requests, lambda server: server.client.score_many(requests))
+
+    async def _tried(self, requests: Sequence[GenerateRequest], ask: Callable[[Server], Awaitable[T]]) -> T:
         deadline = time.monotonic() + self.request_timeout_s
         failures, stale_s = 0, 0.05
         while True:
             server = await self._pick(requests)
             server.running += len(requests)
-            begun = time.monotonic()
             try:
-                turns = await server.client.generate_many(requests)
-                self.observe(server, requests, turns, time.monotonic() - begun)
-                return turns
+                return await ask(server)
             except ServerStale:
                 if time.monotonic() > deadline:
                     raise

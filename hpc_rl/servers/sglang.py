@@ -1,6 +1,7 @@
 """The SGLang backend: one SGLang server as a subprocess on loopback, requests passed on as they are.
 
-Its API key is made here and reaches it by a 0600 config file. Not served: replicas over several nodes.
+Its API key is made here and reaches it by a 0600 config file. A reward model is served by /classify. Not
+served: replicas over several nodes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,9 @@ from __future__ import annotations
 import json
 import logging
 import secrets
+import shutil
+import struct
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,15 +20,19 @@ from typing import Any, ClassVar
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import SGLangConfig
 from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
+from hpc_rl.errors import RoleFailed
 from hpc_rl.net import bind
 from hpc_rl.servers.base import Answer, ReplicaPlace
 from hpc_rl.servers.client import open_session
+from hpc_rl.servers.native_api import refused
 from hpc_rl.servers.server_process import ServerProcess, Setting, arguments, given, table_for, tokenizer_of
-from hpc_rl.trial import write_atomic
+from hpc_rl.trial import read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
 NAME = "SGLang"
+RANDOM_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
+GENERATES, SCORES = ("/generate", "/v1/chat/completions"), ("/classify",)
 _UPDATE_KEYS = ("model_path", "weight_version", "flush_cache")
 CPU_MAX_TOTAL_TOKENS = 65536  # without a bound SGLang takes a share of the host's memory
 # options of the section that are no flags: ours, set elsewhere, refused at other values, or dropped by every
@@ -71,7 +79,8 @@ class SGLangBackend:
         settings = settings_of(config.sglang, place.device, max(1, place.num_gpus), place.index)
         return cls(
             process=ServerProcess.create(NAME, config, place, env),
-            settings=settings | {"tokenizer_path": tokenizer_of(config)},
+            settings=settings
+            | {"tokenizer_path": tokenizer_of(config), "is_embedding": config.actor.is_critic},
             secret=place.secret,
             version=config.sglang.version,
             extra_args=config.sglang.extra_args,
@@ -89,6 +98,24 @@ class SGLangBackend:
         settings = {**files, **self.settings, "port": port, "weight_version": version or "none"}
         argv = ["-m", "sglang.launch_server", *arguments(settings, self.extra_args, flags)]
         await self.process.start(argv, f"http://127.0.0.1:{port}", open_session(), key)
+        if self.settings.get("is_embedding"):
+            await self._zero_bias(Path(path))
+
+    async def _zero_bias(self, model: Path) -> None:
+        """Set the bias of a reward model's head, which no checkpoint has and SGLang leaves random, to 0."""
+        content = read_json(model / "config.json")
+        if not isinstance(content, dict) or content.get("architectures", [""])[0] not in RANDOM_BIAS:
+            return
+        with tempfile.TemporaryDirectory(prefix="hpc-rl-") as folder:
+            shutil.copy(model / "config.json", folder)
+            table = json.dumps(
+                {"score.bias": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}
+            ).encode()
+            file = struct.pack("<Q", len(table)) + table + bytes(4)
+            Path(folder, "model.safetensors").write_bytes(file)
+            status, answer = await self.process.request("/update_weights_from_disk", {"model_path": folder})
+        if status != 200:
+            raise RoleFailed(f"SGLang did not take the head of the reward model {model}: {answer}")
 
     def alive(self) -> str:
         return self.process.alive()
@@ -98,6 +125,8 @@ class SGLangBackend:
         self.secret.unlink(missing_ok=True)
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
+        if path in (GENERATES if self.settings.get("is_embedding") else SCORES):  # SGLang would end
+            return 404, refused(f"no such path of this model: {path}")
         if path == "/update_weights_from_disk" and body is not None:
             body = {key: body[key] for key in _UPDATE_KEYS if key in body}
         return await self.process.request(path, body)

@@ -50,6 +50,8 @@ class Packing:
 """
 WORKER_MODULE = "hpc_rl_worker"  # beside the socket
 LONGEST_SOCKET = 100  # bytes of its path; the system allows 107
+# Settings that a server of a reward model has not.
+OF_GENERATION = ("enable_scale_out", "logprobs_mode", "generation_config", "worker_extension_cls")
 MAX_NEW_TOKENS = 128  # SGLang's default
 _SAMPLING = {  # SGLang's name -> vLLM's
     "max_new_tokens": "max_tokens",
@@ -154,6 +156,9 @@ class VLLMBackend:
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> VLLMBackend:
         env = ENVIRONMENT | (CPU_ENVIRONMENT if place.device == "cpu" else {})
         settings = settings_of(config.vllm, place.device, max(1, place.num_gpus), place.index)
+        if config.actor.is_critic:
+            settings = {name: value for name, value in settings.items() if name not in OF_GENERATION}
+            settings["runner"] = "pooling"
         return cls(
             process=ServerProcess.create(NAME, config, place, env),
             settings=settings | {"tokenizer": tokenizer_of(config)},
@@ -175,6 +180,8 @@ class VLLMBackend:
         session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.socket), limit=0))
         await self.process.start(argv, "http://vllm", session)
         self._model = path
+        if self.settings.get("runner") == "pooling":
+            return
         await self._set_label(version or "none")
         first = NativeRequest([0], "", {"max_new_tokens": 1, "ignore_eos": True})
         status, answer = await self._sample(first, with_logprobs=True)
@@ -229,6 +236,13 @@ class VLLMBackend:
         )
         if status == 200:
             answer |= {"model": body.get("model") or "default", "metadata": {"weight_version": self._label}}
+        return status, answer
+
+    async def _classify(self, body: dict[str, Any]) -> Answer:
+        asked = {"input": body.get("input_ids"), "use_activation": False}  # the score itself, no probability
+        status, answer = await self.process.request("/classify", asked)
+        if status == 200:
+            answer = [{"embedding": one["probs"]} for one in answer["data"]]
         return status, answer
 
     # control
@@ -311,6 +325,7 @@ class VLLMBackend:
     _HANDLERS: ClassVar = {
         "/generate": _generate,
         "/v1/chat/completions": _chat,
+        "/classify": _classify,
         "/pause_generation": _pause,
         "/continue_generation": _continue,
         "/abort_request": _abort,

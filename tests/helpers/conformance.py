@@ -17,7 +17,12 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.pools import PoolConfig
@@ -69,6 +74,21 @@ def make_model(folder: Path, seed: int) -> None:
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+
+
+def make_reward_model(folder: Path, seed: int) -> None:
+    """The same with one number as its head."""
+    make_model(folder, seed)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    torch.nn.init.normal_(model.score.weight, std=0.5)
+    model.save_pretrained(folder)
+
+
+def plain_scores(folder: Path, inputs: list[list[int]]) -> list[float]:
+    """What transformers makes of each input, by itself; none ends with the padding token, which it leaves out."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return [float(model(torch.tensor([ids])).logits[0, 0]) for ids in inputs]
 
 
 async def check_failed_start(backend: Backend, model: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from conformance import make_model
+from conformance import make_model, make_reward_model, plain_scores
 from toy_trials import ROOT, groups_in_ledger, hpc_rl, logs_of, make_quickstart, status, trial_of
 from transformers import AutoModelForCausalLM
 
@@ -21,11 +21,13 @@ def run_trial(here: Path, backend: str, python: str, num_steps: int, *overrides:
     """Run a trial of synchronous steps: batch k is made by version k-1 and by nothing else."""
     make_quickstart(here)
     make_model(here / "quickstart/warm", 1)  # the toy's is too small for some
+    make_reward_model(here / "liked", 2)
     (here / "counting.py").write_text(
         "def reward(prompt, completion, **columns):\n    return completion.count('1') / 6\n"
     )
     submit = ("submit", "--follow", "--config", ROOT / "configs/grpo.yaml", "trial_name=real")
-    servers = (f"allocation_mode={backend}:d1+fsdp:d1", f"launcher.inference_server_python={python}")
+    allocation = f"allocation_mode={backend}:d1+{backend}[liked]:d1+fsdp:d1"
+    servers = (allocation, f"launcher.inference_server_python={python}", f"pools.liked.path={here / 'liked'}")
     steps = (
         f"total_train_steps={num_steps}",
         f"train_dataset.batch_size={BATCH_SIZE}",
@@ -33,8 +35,9 @@ def run_trial(here: Path, backend: str, python: str, num_steps: int, *overrides:
     )
     order = ("rollout.max_head_offpolicyness=0", "rollout.batch_order=in_order")
     no_evaluation = ("evaluator.freq_steps=null", "valid_dataset=null", "saver.freq_steps=1")
-    reward = "rollout.reward_fn=counting:reward"  # a random model never gets a sum right, and would not learn
-    words = (*submit, "launcher.type=local", *servers, *steps, *order, *no_evaluation, reward, *overrides)
+    # a random model never gets a sum right, and would not learn
+    reward = ("rollout.reward_fn=counting:reward,liked", "rollout.reward_weights=[1,0]")
+    words = (*submit, "launcher.type=local", *servers, *steps, *order, *no_evaluation, *reward, *overrides)
     done = hpc_rl(*words, cwd=here, timeout_s=500, check=False)
     trial = trial_of(here, "real")
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{logs_of(trial)}"
@@ -74,6 +77,24 @@ class ServerTrial:
         first = AutoModelForCausalLM.from_pretrained(here / "quickstart/warm")
         assert max_difference(made_by, last) < 2e-3
         assert max_difference(first, last) > 2e-2
+
+    def test_scores_are_those_of_the_reward_model(self, finished):
+        """Of prompt, completion and end of sequence, as it is trained; not of a random head, nor a share of 1."""
+        here, trial = finished
+        made = [trajectory for group in groups_in_ledger(trial)[:4] for trajectory in group.trajectories]
+        special = (0, 1, 2)  # not in the text that a reward gets
+        inputs = [
+            [
+                token
+                for token, is_made in zip(one.ids.tolist(), one.loss_mask, strict=True)
+                if not is_made or token not in special
+            ]
+            + [1]
+            for one in made
+        ]
+        scores = [one.stats["reward/liked"] for one in made]
+        assert np.abs(np.subtract(scores, plain_scores(here / "liked", inputs))).max() < 1e-3
+        assert np.std(scores) > 0.1
 
     def test_nothing_of_the_server_is_left(self, finished):
         """Its processes end with the trial."""

@@ -7,10 +7,20 @@ import pytest
 
 pytest.register_assert_rewrite("conformance")
 
-from conformance import PROMPT, Conformance, ServedReplica, api  # noqa: E402, F401
+from conformance import (  # noqa: E402
+    PROMPT,
+    Conformance,
+    ServedReplica,
+    api,  # noqa: F401
+    make_model,
+    make_reward_model,
+    plain_scores,
+)
 
 from hpc_rl.config.sections.inference import EmbeddedConfig  # noqa: E402
+from hpc_rl.errors import ConfigError  # noqa: E402
 from hpc_rl.servers.embedded.backend import EmbeddedBackend  # noqa: E402
+from hpc_rl.servers.embedded.scorer import EmbeddedScorer  # noqa: E402
 
 
 def _served(folder: Path, **config):
@@ -64,3 +74,26 @@ class TestBatchInvariant:
         together = await asyncio.gather(*(api.turn(**request) for request in reversed(requests)))
         for one, other in zip(alone, reversed(together), strict=True):
             assert (one.output_ids, one.output_logprobs) == (other.output_ids, other.output_logprobs)
+
+
+async def test_a_reward_model_scores_texts_of_any_length_as_transformers_does(tmp_path):
+    make_reward_model(tmp_path / "scores", 3)
+    inputs = [PROMPT * times for times in (1, 7, 3)] + [[5], [0, 4, 5], [*PROMPT, 1]] + [PROMPT * 300] * 12
+    scorer = EmbeddedScorer(EmbeddedConfig())
+    await scorer.start(str(tmp_path / "scores"), "")
+    status, answers = await scorer.request("/classify", {"input_ids": inputs})
+    refused = [
+        await scorer.request("/classify", {"input_ids": bad}) for bad in ([[]], [[99]], [[1] * 5000], [1])
+    ]
+    generates = await scorer.request("/generate", {"input_ids": PROMPT})
+    await scorer.stop()
+    assert status == 200
+    found = [answer["embedding"][0] for answer in answers]
+    wanted = plain_scores(tmp_path / "scores", inputs[:7])
+    assert max(abs(a - b) for a, b in zip(found, wanted, strict=False)) < 1e-4
+    assert max(found[6:]) - min(found[6:]) < 1e-4
+    assert [code for code, _ in refused] == [400] * 4
+    assert generates[0] == 404
+    make_model(tmp_path / "writes", 3)
+    with pytest.raises(ConfigError, match="lacks the weights score"):
+        await EmbeddedScorer(EmbeddedConfig()).start(str(tmp_path / "writes"), "")

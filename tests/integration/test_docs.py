@@ -163,7 +163,7 @@ def shell(tmp_path_factory) -> Shell:
 
 @pytest.fixture(scope="module")
 def typed(shell) -> dict[str, str]:
-    """What the commands of the blocks `run` print, in the order of the pages; among them is one short trial."""
+    """What the commands of the blocks `run` print, in the order of the pages; among them are short trials."""
     printed = {}
     for one in blocks():
         for command in one.commands if one.mark == "run" else ():
@@ -190,6 +190,18 @@ def test_the_game_of_the_pages_is_learned(shell, typed):
     )
     assert "higher" in talk
     assert "lower" in talk
+
+
+@pytest.mark.timeout(900)
+def test_a_policy_learns_what_the_reward_model_of_the_pages_likes(shell, typed):
+    (metrics,) = shell.root.rglob("liked/attempts/*/metrics.0.jsonl")
+    rows = [row for row in map(json.loads, metrics.read_text().splitlines()) if "reward" in row]
+    rewards = [row["reward"] for row in rows]
+    assert rewards == pytest.approx([row["reward/reward_model"] for row in rows])
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 1
+    assert all(0 <= row["reward/near"] <= 1 for row in rows)
+    best = next(line for command, line in typed.items() if command == "hpc-rl samples liked --best")
+    assert "reward/reward_model" in best and "reward/near" in best
 
 
 @pytest.mark.timeout(900)

@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.pool_view import as_pool
+from hpc_rl.config.pool_view import as_pool, reward_models
 from hpc_rl.config.row_shapes import JSONL
 from hpc_rl.config.rules.consistency import context_option
 from hpc_rl.config.rules.container_rules import is_trusted
@@ -192,14 +192,41 @@ def context(option: str, new: int, model: dict[str, Any], prompt: int | None = N
 
 
 def pool_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    for name, pool in config.pools.items() if isinstance(config, GRPOConfig) else ():
+    if not isinstance(config, GRPOConfig):
+        return
+    for name, pool in config.pools.items():
         if not pool.path or is_trusted(config, pool.path):
             continue
         option = f"pools.{name}"
         yield from checkpoint(f"{option}.path", pool.path)
         if (found := _settings_of(pool.path)) is not None:
             yield from tokenizer(f"{option}.path", pool.path, f"{option}.tokenizer_path", pool.tokenizer_path)
-            yield from context(f"{option}.max_new_tokens", pool.max_new_tokens, found)
+            if name in reward_models(config):
+                yield from _reward_model(name, pool.path, found)
+            elif _scores_texts(found):
+                shown = f"{option}.path {pool.path} ({', '.join(found['architectures'])})"
+                use = "name the pool in rollout.reward_fn, or use another model (...ForCausalLM)"
+                yield f"{shown} is a reward model: it scores texts and generates none; {use}."
+            else:
+                yield from context(f"{option}.max_new_tokens", pool.max_new_tokens, found)
+
+
+def _reward_model(name: str, path: str, model: dict[str, Any]) -> Iterator[str]:
+    """Yield why a model is no reward model, from its config.json."""
+    labels = model.get("id2label")
+    num_labels = len(labels) if isinstance(labels, dict) else 2  # as transformers counts them
+    kinds = ", ".join(map(str, model.get("architectures") or ())) or model.get("model_type")
+    use = "use what a trial of trainer rw exports, or another ...ForSequenceClassification with one label"
+    came = f"pools.{name}.path {path} ({kinds}) can't be a reward model (rollout.reward_fn {name})"
+    if not _scores_texts(model):
+        yield f"{came}: it continues a text and gives no score; {use}."
+    elif num_labels != 1:
+        yield f"{came}: it has {num_labels} labels, and so no single score; {use}."
+
+
+def _scores_texts(model: dict[str, Any]) -> bool:
+    kinds = model.get("architectures")
+    return isinstance(kinds, list) and bool(kinds) and all(str(one).endswith(_SCORES) for one in kinds)
 
 
 def context_of(config: GRPOConfig, pool: str = "") -> int | None:

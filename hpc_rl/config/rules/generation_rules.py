@@ -13,16 +13,13 @@ from hpc_rl.config.loading.source import with_origin
 from hpc_rl.config.rules.consistency import context_option, given, server_backend
 from hpc_rl.config.rules.training_rules import models, samplings
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
-from hpc_rl.config.sections.inference import GenerationHyperparameters
+from hpc_rl.config.sections.inference import REWARDS, GenerationHyperparameters
 from hpc_rl.config.sections.limits import NonNegativeFloat, PositiveFloat, PositiveInt
 from hpc_rl.config.tables.areal_names import OF_WORKFLOWS
 
 BUILT_IN = {
     "workflow": ["single_turn", "multi_turn", "teacher"],
-    "reward_fn": [
-        *("exact_match", "contains", "final_answer", "math_verify"),
-        *("format", "length", "countdown", "code_tests", "judge"),
-    ],
+    "reward_fn": list(REWARDS),
 }
 WORKFLOW_ARGS: dict[str, dict[str, Any]] = {  # built-in workflow -> its arguments with their types
     "single_turn": {},
@@ -148,9 +145,11 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield f"rollout.reward_fn {options.reward_fn!r} names a function twice; name it once, with a weight."
     values = [("workflow", options.workflow), *(("reward_fn", function) for function in functions)]
     for name, value in values:
-        known = BUILT_IN[name]
+        pools = [*config.pools] if name == "reward_fn" else []
+        known = [*BUILT_IN[name], *pools]
         if value not in known and not re.fullmatch(IMPORT_PATH, value):
-            allowed = f"allowed: {', '.join(known)}, or package.module:name of your own"
+            pool = "the name of a pool with a reward model (pools.NAME.path), " if name == "reward_fn" else ""
+            allowed = f"allowed: {', '.join(known)}, {pool}or package.module:name of your own"
             line = f"rollout.{name} {value!r} is not known; {allowed}. {did_you_mean(value, known)}"
             yield line.strip()
 

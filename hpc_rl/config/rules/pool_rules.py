@@ -9,9 +9,10 @@ from hpc_rl.allocation import SERVER_BACKENDS, Allocation, Servers, Train, parse
 from hpc_rl.config.loading.fields import did_you_mean, hints
 from hpc_rl.config.loading.parser import allowed, typed
 from hpc_rl.config.loading.source import with_origin
-from hpc_rl.config.pool_view import as_pool, trained_pool_of, value_in_text
+from hpc_rl.config.pool_view import as_pool, reward_models, trained_pool_of, value_in_text
+from hpc_rl.config.row_shapes import messages_of, named_rows
 from hpc_rl.config.rules import consistency, sglang_rules, vllm_rules
-from hpc_rl.config.rules.consistency import is_default, server_backend, server_pools
+from hpc_rl.config.rules.consistency import given, is_default, server_backend, server_pools
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig
 from hpc_rl.config.sections.pools import PoolConfig
 from hpc_rl.errors import ConfigError
@@ -19,6 +20,7 @@ from hpc_rl.trial import read_json
 
 _OF_ENDPOINTS = ("model", "api_key_env")
 _OF_SERVERS = ("tokenizer_path", "stop_token_ids", "python", "options")
+_OF_ANSWERS = ("max_new_tokens", "temperature", "top_p", "stop_token_ids")
 _OF_BACKENDS = [consistency.unavailable, *sglang_rules.GRPO_RULES, *vllm_rules.GRPO_RULES]
 _URL = r"https?://[^/\s@?#]+(/[^\s?#]*)?"  # paths are appended to it
 
@@ -100,6 +102,18 @@ def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
                 yield f"pools.{name}.{option} {value} can't be used with {backend} servers; {instead}."
 
 
+def scoring(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    """Yield what a pool can't be, or has no use for, whose model scores completions."""
+    for name in reward_models(config):
+        pool, asks = f"pools.{name}", f"rollout.reward_fn {name} asks it for scores"
+        if config.pools[name].url:
+            yield f"{pool}.url: {asks}, which OpenAI's API has not; use {pool}.path, and servers for it."
+        if name in _asked_by_chat(config):
+            yield f"{pool}: {asks}, but the workflow or the judge asks it by chat; use a pool for each."
+        for option in given(config, explicit, tuple(f"{pool}.{one}" for one in _OF_ANSWERS)):
+            yield f"{option} has no effect: {asks}, and it writes nothing; omit it."
+
+
 def _wrong_options(pool: str, section: str, cls: type, given: dict[str, str]) -> Iterator[str]:
     kinds: dict[str, Any] = hints(cls)
     for key, text in given.items():
@@ -130,20 +144,20 @@ def asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     rollout = config.rollout
     if ":" in rollout.workflow or ":" in rollout.reward_fn:  # code of the user's may ask any
         return
-    used = _built_in_uses(config)
+    used = _asked_by_chat(config) + reward_models(config)
     for name in config.pools:
         if name not in used:
             others = f"rollout.workflow {rollout.workflow} and rollout.reward_fn {rollout.reward_fn}"
             yield f"pools.{name} has no effect: {others} ask no pool of that name; omit it."
 
 
-def _built_in_uses(config: GRPOConfig) -> list[str]:
-    """Return the names of the pools that our own workflow and reward ask."""
+def _asked_by_chat(config: GRPOConfig) -> list[str]:
+    """Return the names of the pools that our own workflow and judge ask."""
     found = ["student"] if isinstance(config, TeacherConfig) else []
     return found + ([config.rollout.judge.pool] if config.rollout.judge else [])
 
 
-GRPO_RULES = [sources, servers, options, sampling, asked]
+GRPO_RULES = [sources, servers, options, sampling, scoring, asked]
 
 
 def chat_templates(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -152,7 +166,8 @@ def chat_templates(config: Config, explicit: Collection[str]) -> Iterator[str]:
         return
     teacher = ("actor.path", config.actor.path, "tokenizer_path", config.tokenizer_path)
     models = [teacher] if isinstance(config, TeacherConfig) else []
-    for name in dict.fromkeys(_built_in_uses(config)):
+    scoring_chats = reward_models(config) if _has_chats(config) else []
+    for name in dict.fromkeys(_asked_by_chat(config) + scoring_chats):
         pool = config.pools.get(name)
         if pool is not None and pool.path:
             option = f"pools.{name}"
@@ -166,6 +181,11 @@ def chat_templates(config: Config, explicit: Collection[str]) -> Iterator[str]:
         if (folder / "tokenizer.json").is_file() and not has_one:
             came = f"{option if own else name} {folder} has no chat template, but it is asked by chat"
             yield f"{came}: add chat_template.jinja, or set {option} to another directory."
+
+
+def _has_chats(config: GRPOConfig) -> bool:
+    dataset = config.train_dataset
+    return any(messages_of(row) is not None for row in named_rows(dataset.path, dataset.columns))
 
 
 FILE_RULES = [chat_templates]

@@ -199,6 +199,6 @@ class SchedulerConfig:
     reward_functioncall_config: dict[str, str] = field(default_factory=dict)
     """Options of a reward service; only an empty mapping is accepted."""
     reward_model_path: str = ""
-    """Reward model of a service; only the empty default is accepted."""
+    """Reward model of a service; only the empty default is accepted. Use `pools.reward_model.path`."""
     reward_model_service_url: str = "http://localhost:30000/classify"
     """Address of a reward model; only the default is accepted."""

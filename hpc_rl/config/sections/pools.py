@@ -1,4 +1,4 @@
-"""Section `pools`: models beside the trained one that answer while trajectories are made."""
+"""Section `pools`: models beside the trained one that answer, or score, while trajectories are made."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class PoolConfig:
     """A pool of servers whose model is not trained, or an endpoint elsewhere. hpc-rl extension."""
 
     path: PathText = ""
-    """Directory of a Hugging Face checkpoint, which is never updated; `allocation_mode` has servers for it.
-    Either this or `url`."""
+    """Directory of a Hugging Face checkpoint, which is never updated; `allocation_mode` has servers for it. A
+    reward model where `rollout.reward_fn` names the pool. Either this or `url`."""
     tokenizer_path: PathText = ""
     """Directory of its tokenizer; empty means the model's."""
     url: str = ""

@@ -121,6 +121,7 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
 _FILES = "processes find each other by files on the shared file system; use nfs, or omit it"
 _SERVICE = "there is no scheduler service: Slurm places the roles; omit the section"
 _REWARDS = "rewards are computed by the rollout role; use a function in rollout.reward_fn"
+_REWARD_MODEL = "servers of the trial hold it: use pools.reward_model.path and rollout.reward_fn reward_model"
 _FSDP2 = "use the fsdp backend, which is FSDP2"
 _FLOAT32 = "parameters, gradients and moments of the optimizer are float32; more data ranks take less memory"
 _NO_FP8 = "FP8 is not used for training; use actor.dtype bfloat16"
@@ -148,8 +149,8 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "scheduler.deploy_mode": Unavailable(("separation",), "allocation_mode decides it; omit it"),
     "scheduler.functioncall_service_domain": Unavailable(("http://localhost:8080",), _REWARDS),
     "scheduler.reward_functioncall_config": Unavailable(({},), _REWARDS),
-    "scheduler.reward_model_path": Unavailable(("",), _REWARDS),
-    "scheduler.reward_model_service_url": Unavailable(("http://localhost:30000/classify",), _REWARDS),
+    "scheduler.reward_model_path": Unavailable(("",), _REWARD_MODEL),
+    "scheduler.reward_model_service_url": Unavailable(("http://localhost:30000/classify",), _REWARD_MODEL),
     "stats_logger.wandb.wandb_api_key": Unavailable(
         ("",), f"{_KEY}; run `wandb login` once, or export WANDB_API_KEY before submitting"
     ),

@@ -56,7 +56,7 @@ ROWS = {  # names -> what to do here
     "truncation": "use train_dataset.too_long, drop or truncate_left.",
     "reward_funcs": "rollout.reward_fn has the functions, separated by commas.",
     "reward_function reward_manager custom_reward_function": "use rollout.reward_fn.",
-    "reward_model": "use a function in rollout.reward_fn; a pool of servers can hold a model that judges.",
+    "reward_model": "name a pool in rollout.reward_fn, whose pools.NAME.path is the reward model.",
     "log_completions num_completions_to_print generate_during_eval log_val_generations": _KEPT,
     "rollout_data_dir validation_data_dir": _KEPT,
     # the algorithm

@@ -6,7 +6,7 @@ from hpc_rl.config.tables.flags import Flags, Reserved, flags_of
 NO_FLAGS = {"version", "extra_args"}
 _SET_BY_THE_ROLE = (
     "model", "tokenizer", "uds", "tensor_parallel_size", "enable_scale_out", "logprobs_mode",
-    "generation_config", "worker_extension_cls",
+    "generation_config", "worker_extension_cls", "runner",
 )  # fmt: skip
 
 FLAGS: dict[str, Flags] = {"0.32.0": flags_of(VLLMConfig, NO_FLAGS, _SET_BY_THE_ROLE, {})}

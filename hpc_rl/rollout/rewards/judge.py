@@ -1,4 +1,7 @@
-"""The reward `judge`: the model of another pool scores a completion, once at each of several temperatures."""
+"""Rewards by the model of another pool: `judge`, which is asked by chat, and reward models.
+
+A judge scores a completion once at each of several temperatures.
+"""
 
 import asyncio
 import logging
@@ -8,11 +11,11 @@ from typing import Any
 import xxhash
 
 from hpc_rl.config.sections.inference import JudgeConfig
-from hpc_rl.datasets.encode import question_of
+from hpc_rl.datasets.encode import encode_scored, question_of
 from hpc_rl.datasets.order import sample_seed
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import Rejection, from_row
-from hpc_rl.rollout.server_pool import ChatPool
+from hpc_rl.rollout.rewards import BatchReward, Rejection, checked, from_row
+from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 
 logger = logging.getLogger(__name__)
 MAX_SHOWN_CHARS = 200  # of an answer without a score
@@ -63,6 +66,16 @@ class Judge:
         )
         shown = f"at temperature {temperature:g} it said last: {said[-MAX_SHOWN_CHARS:]!r}"
         return Rejection(RejectReason.REWARD_EXCEPTION, f"{problem}; {shown}")
+
+
+def scored_by(pool: ServerPool) -> BatchReward:
+    """Return the reward of a reward model: its score of prompt and completion, encoded as it was trained."""
+
+    async def rewards(prompt: Any, completions: list[str], _columns: dict[str, Any]) -> list[float]:
+        inputs = [encode_scored(pool.tokenizer, {"prompt": prompt}, text).tolist() for text in completions]
+        return [checked(score, f"the score of pool {pool.name}") for score in await pool.score(inputs)]
+
+    return rewards
 
 
 def score_in(text: str) -> float | None:

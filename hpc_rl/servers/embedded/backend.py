@@ -20,11 +20,12 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import EmbeddedConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, RequestRefused
-from hpc_rl.servers.base import Answer, ReplicaPlace
+from hpc_rl.servers.base import Answer, Backend, ReplicaPlace
 from hpc_rl.servers.chat import to_completion, to_generate
 from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
+from hpc_rl.servers.embedded.scorer import EmbeddedScorer
 from hpc_rl.servers.native_api import pause_mode, refused, split, to_answer
 from hpc_rl.servers.sampling import SamplingParams, parse
 
@@ -54,7 +55,9 @@ class EmbeddedBackend:
         self._live: set[str] = set()  # ids of requests
 
     @classmethod
-    def create(cls, config: GRPOConfig, place: ReplicaPlace) -> EmbeddedBackend:
+    def create(cls, config: GRPOConfig, place: ReplicaPlace) -> Backend:
+        if config.actor.is_critic:
+            return EmbeddedScorer.create(config, place)
         tokenizer = config.tokenizer_path or config.actor.path
         return cls(config.embedded, config.seed, tokenizer, config.actor.init_from_scratch)
 

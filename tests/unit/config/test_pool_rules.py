@@ -382,6 +382,51 @@ def test_what_a_judge_can_not_do(words, line):
     assert any(line in found for found in refused(*words))
 
 
+SCORER = ["pools.liked.path=/r", "allocation_mode=sglang[a]:d1+embedded[liked]:d1+fsdp:d1"]
+SCORED = [*SCORER, "rollout.reward_fn=liked,format"]
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (SCORER, "pools.liked has no effect: rollout.workflow single_turn and rollout.reward_fn exact_match"),
+        (["rollout.reward_fn=reward_model"], "the name of a pool with a reward model (pools.NAME.path)"),
+        ([*SCORED, "rollout.reward_fn=like"], "Did you mean liked?"),
+        (["pools.liked.url=http://h/v1", SCORED[2]], "use pools.liked.path, and servers for it"),
+        ([*SCORED, "pools.liked.max_new_tokens=9"], "pools.liked.max_new_tokens has no effect"),
+        ([*SCORED, "rollout.reward_fn=liked,judge", "rollout.judge.pool=liked"], "use a pool for each"),
+    ],
+)
+def test_what_a_reward_model_can_not_do(words, line):
+    assert any(line in found for found in refused(*words))
+
+
+def test_a_reward_model_and_a_model_that_writes_are_not_taken_for_each_other(tmp_path):
+    words = [*SCORED, f"pools.liked.path={tmp_path}"]
+    (tmp_path / "tokenizer.json").touch()
+    (tmp_path / "model.safetensors").touch()
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "2"}]}\n')
+
+    def problems(*more: str, **settings) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        return [
+            line for line in refused(*words, *more, files=True) if str(tmp_path) in line and "liked" in line
+        ]
+
+    assert not problems(architectures=["Qwen3ForSequenceClassification"], id2label={"0": "a"})
+    ((writes,), (two,)) = (
+        problems(architectures=["Qwen3ForCausalLM"]),
+        problems(architectures=["Qwen3ForSequenceClassification"]),
+    )
+    assert "(Qwen3ForCausalLM) can't be a reward model" in writes and "it has 2 labels" in two
+    one = {"architectures": ["Qwen3ForSequenceClassification"], "id2label": {"0": "a"}}
+    (other,) = problems("rollout.workflow=my:own", "rollout.reward_fn=format", **one)
+    assert "is a reward model: it scores texts" in other
+    (unasked,) = problems(f"train_dataset.path={chats}", **one)
+    assert "has no chat template" in unasked
+
+
 def test_a_judge_scores_in_grpo_and_for_a_teacher(tmp_path):
     assert checked(*JUDGE).config.rollout.judge.temperatures == [0.2, 0.5, 0.8]
     assert checked(*JUDGE, base=TEACHER).config.rollout.workflow == "teacher"

@@ -191,6 +191,13 @@ def test_tokens_of_pairs(model, tmp_path):
     chats = {"chosen": [{"role": "user", "content": "a"}], "rejected": [{"role": "user", "content": "b"}]}
     shown = [tokenizer.decode(ids, skip_special_tokens=False) for ids in encode_pair(tokenizer, chats)]
     assert shown == ["<bos><user>a<eos>", "<bos><user>b<eos>"]
+    asked = {"role": "user", "content": "1+1="}
+    whole = {
+        name: [asked, {"role": "assistant", "content": completions[name]}] for name in ("chosen", "rejected")
+    }
+    apart = {"messages": [asked], "chosen": "2", "rejected": "3"}
+    for one, other in zip(encode_pair(tokenizer, whole), encode_pair(tokenizer, apart), strict=True):
+        assert one.tolist() == other.tolist()
     with pytest.raises(
         ConfigError, match=r"an rw row needs `chosen` and `rejected`.*this one has 'prompt', 'chosen'"
     ):

@@ -1,10 +1,17 @@
-"""The reward `judge`: what it asks, how it reads scores, and what it does without one."""
+"""Rewards by other models: what a judge and a reward model are asked, and what follows without a score."""
+
+import math
 
 import pytest
 
-from hpc_rl.config.sections.inference import JudgeConfig
+from hpc_rl.config.sections.inference import GenerationHyperparameters, JudgeConfig
+from hpc_rl.datasets.encode import encode_pair
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.examples.toy import make_tokenizer
+from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rejection
-from hpc_rl.rollout.rewards.judge import Judge, score_in
+from hpc_rl.rollout.rewards.judge import Judge, score_in, scored_by
+from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.types import Reply
 
 
@@ -85,3 +92,33 @@ async def test_a_temperature_without_a_score_does_not_count(caplog):
 )
 def test_scores(said, score):
     assert score_in(said) == score
+
+
+class Scores:
+    """In place of a router: a score for each request that it is sent."""
+
+    def __init__(self) -> None:
+        self.scores, self.sent = {}, []
+
+    async def score_many(self, requests):
+        self.sent = [request.input_ids for request in requests]
+        return [self.scores.get(tuple(ids), 0.5) for ids in self.sent]
+
+
+@pytest.mark.parametrize("prompt", ["1+2=", [{"role": "user", "content": "1+2="}]])
+async def test_a_reward_model_is_asked_as_it_was_trained(prompt, tmp_path):
+    make_tokenizer().save_pretrained(tmp_path)
+    tokenizer, router = Tokenizer(tmp_path), Scores()
+    pool = ServerPool("liked", router, tokenizer, GenerationHyperparameters(), context=7)
+    reward = scored_by(pool)
+    trained = encode_pair(tokenizer, {"prompt": prompt, "chosen": "3", "rejected": "12"})
+    wanted = [ids.tolist() for ids in trained]
+    router.scores = {tuple(wanted[0]): 2.5, tuple(wanted[1]): -1.0}
+    assert await reward(prompt, ["3", "12"], {"answer": "3"}) == [2.5, -1.0]
+    assert router.sent == wanted
+    with pytest.raises(Rejection, match="8 tokens, the context of its reward model is 7") as caught:
+        await reward(prompt, ["3", "123"], {})
+    assert caught.value.reason == RejectReason.TOO_LONG
+    router.scores = {tuple(wanted[0]): math.nan}
+    with pytest.raises(Rejection, match="the score of pool liked is nan"):
+        await reward(prompt, ["3"], {})

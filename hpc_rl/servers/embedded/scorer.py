@@ -1,0 +1,103 @@
+"""The embedded backend of a reward model: whole texts in, one number each out, in a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification
+from transformers.utils.logging import disable_progress_bar
+
+from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.sections.inference import EmbeddedConfig
+from hpc_rl.errors import ConfigError
+from hpc_rl.servers.base import Answer, ReplicaPlace
+from hpc_rl.servers.native_api import refused
+
+MAX_TOKENS = 8192  # padded, of one forward
+
+
+class EmbeddedScorer:
+    """See Backend. A request to /classify is scored by itself, so that its company changes no score."""
+
+    makes_initial_weights = True
+
+    def __init__(self, config: EmbeddedConfig) -> None:
+        self._dtype = getattr(torch, config.dtype)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="scorer")
+        self._path = ""
+        self._model: Any = None
+
+    @classmethod
+    def create(cls, config: GRPOConfig, place: ReplicaPlace) -> EmbeddedScorer:
+        return cls(config.embedded)
+
+    async def start(self, path: str, version: str) -> None:
+        if not Path(path).is_dir():
+            raise ConfigError(f"model path {path!r} is not a directory")
+        self._model = await asyncio.get_running_loop().run_in_executor(self._thread, load, path, self._dtype)
+        self._path = path
+
+    def alive(self) -> str:
+        return ""
+
+    async def stop(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
+        if path == "/model_info":
+            return 200, {"model_path": self._path, "is_generation": False, "engine": "embedded"}
+        if path != "/classify":
+            return 404, refused(f"no such path of a reward model: {path}")
+        inputs, config = (body or {}).get("input_ids"), self._model.config
+        size, longest = config.vocab_size, config.max_position_embeddings
+        if not isinstance(inputs, list) or not all(_is_input(ids, size) for ids in inputs):
+            return 400, refused(
+                f"input_ids must be lists of integers from 0 to {size - 1}, none of them empty"
+            )
+        if (most := max(map(len, inputs), default=0)) > longest:
+            return 400, refused(f"{most} input tokens exceed the model's {longest}")
+        loop = asyncio.get_running_loop()
+        scores = await loop.run_in_executor(self._thread, score, self._model, inputs)
+        return 200, [{"embedding": [one]} for one in scores]
+
+
+def _is_input(ids: Any, size: int) -> bool:
+    return isinstance(ids, list) and set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < size
+
+
+def load(path: str, dtype: torch.dtype) -> Any:
+    """Return the reward model at a path. Raises ConfigError, ImportError, OSError, ValueError."""
+    disable_progress_bar()
+    model, found = AutoModelForSequenceClassification.from_pretrained(
+        path, dtype=dtype, num_labels=1, local_files_only=True, output_loading_info=True
+    )
+    if missing := sorted(map(str, found["missing_keys"])):
+        raise ConfigError(f"the reward model at {path} lacks the weights {', '.join(missing[:3])}")
+    if not isinstance(getattr(model, "score", None), torch.nn.Linear):
+        kind = type(model).__name__
+        raise ConfigError(f"the embedded engine can't score by a {kind} ({path}): it has no linear `score`")
+    return model.eval().requires_grad_(False)
+
+
+@torch.inference_mode()
+def score(model: Any, inputs: list[list[int]]) -> list[float]:
+    """Return the score of each input at its last token."""
+    order = sorted(range(len(inputs)), key=lambda one: len(inputs[one]))
+    scores = [0.0] * len(inputs)
+    while order:
+        longest = len(inputs[order[-1]])
+        rows = [order.pop() for _ in range(min(len(order), max(1, MAX_TOKENS // longest)))]
+        lengths = torch.tensor([len(inputs[row]) for row in rows])
+        ids = torch.zeros(len(rows), longest, dtype=torch.long)
+        for number, row in enumerate(rows):
+            ids[number, : len(inputs[row])] = torch.tensor(inputs[row])
+        mask = (torch.arange(longest)[None] < lengths[:, None]).long()
+        hidden = model.base_model(input_ids=ids, attention_mask=mask).last_hidden_state
+        last = hidden[torch.arange(len(rows)), lengths - 1]
+        for row, value in zip(rows, model.score(last)[:, 0].float().tolist(), strict=True):
+            scores[row] = value
+    return scores
