@@ -1,5 +1,6 @@
 """`hpc-rl du [trial]…`: what trials hold on disk, by kind."""
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hpc_rl.cli.listing import NO_TRIALS
@@ -8,6 +9,7 @@ from hpc_rl.errors import ExitCode
 from hpc_rl.status.formatting import one_line, size_text
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.removal import HOLDS, REST, contents
+from hpc_rl.trial import Trial
 
 KINDS = [*dict.fromkeys(HOLDS.values()), REST]
 
@@ -15,7 +17,8 @@ KINDS = [*dict.fromkeys(HOLDS.values()), REST]
 def parser() -> CommandParser:
     made = CommandParser(
         "Show what trials hold on disk, the largest first: checkpoints, weights, logs, exports.",
-        "`hpc-rl remove` removes a trial; `recover.keep` limits its checkpoints.",
+        "`hpc-rl remove` removes trials; `recover.keep` limits their checkpoints. A trial that is done has\n"
+        "removed the weights that it published.",
     )
     made.add_trials("every trial that this account submitted")
     made.add_json("the sizes, in bytes,")
@@ -26,18 +29,27 @@ def run(args: Namespace) -> int:
     trials = [trial_index.resolve(name) for name in args.trial]
     if not args.trial:
         trials = [entry.trial for entry in trial_index.entries() if not entry.gone]
+    rows = sizes(trials)
+    print_result(args.json, rows, table(rows) if rows else [NO_TRIALS])
+    return ExitCode.DONE
+
+
+def sizes(trials: Iterable[Trial], without: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return what each trial holds, in bytes, the largest first; `without` are kinds that do not count."""
     rows: list[dict[str, Any]] = []
     for trial in trials:
-        sizes = {one.name: one.size_bytes for one in contents(trial)}
-        row: dict[str, Any] = {"trial": str(trial), "dir": str(trial.dir), "bytes": sum(sizes.values())}
-        rows.append(row | {"by_kind": sizes})
-    rows.sort(key=lambda row: -row["bytes"])
+        kinds = {one.name: 0 if one.name in without else one.size_bytes for one in contents(trial)}
+        row: dict[str, Any] = {"trial": str(trial), "dir": str(trial.dir), "bytes": sum(kinds.values())}
+        rows.append(row | {"by_kind": kinds})
+    return sorted(rows, key=lambda row: -row["bytes"])
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the rows of `sizes` as lines for people, with their sum below several."""
     total = {kind: sum(row["by_kind"][kind] for row in rows) for kind in KINDS}
     sums: dict[str, Any] = {"trial": "all", "bytes": sum(total.values()), "by_kind": total}
     cells = [["total", *KINDS, "trial"]]
-    shown = [*rows, sums] if len(rows) > 1 else rows
-    for one in shown:
+    for one in [*rows, sums] if len(rows) > 1 else rows:
         kinds = [size_text(one["by_kind"][kind]) if one["by_kind"][kind] else "" for kind in KINDS]
         cells.append([size_text(one["bytes"]), *kinds, one["trial"]])
-    print_result(args.json, rows, map(one_line, columns(cells)) if rows else [NO_TRIALS])
-    return ExitCode.DONE
+    return list(map(one_line, columns(cells)))

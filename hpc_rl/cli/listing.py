@@ -36,8 +36,7 @@ NO_TRIALS = "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE
 def parser() -> CommandParser:
     made = CommandParser("List the trials that this account submitted, newest first.", EPILOG)
     made.add_completed("name", nargs="*", help="only trials named so, or experiment/name; * and ? match")
-    made.add_argument("--experiment", metavar="NAME", help="only those of an experiment; * and ? match")
-    made.add_argument("--state", metavar="NAMES", help="only those in a state: running, or done,failed")
+    add_filters(made)
     made.add_argument("--sort", choices=list(SORTED_BY), help="the largest first (names: from a to z)")
     made.add_flag("--prune", help="remove trials whose directory is gone from the list")
     made.add_flag("--offline", help="do not query the scheduler")
@@ -45,18 +44,30 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
-    pruned = trial_index.prune() if args.prune else []
-    wanted = _states(args.state)
-    entries = [entry for entry in trial_index.entries() if _matches(entry.trial, args)]
-    answers = {} if args.offline else query_all(entry.trial for entry in entries if not entry.gone)
+def add_filters(made: CommandParser) -> None:
+    """Declare the options that choose trials of the index."""
+    made.add_argument("--experiment", metavar="NAME", help="only those of an experiment; * and ? match")
+    made.add_argument("--state", metavar="NAMES", help="only those in a state: running, or done,failed")
+
+
+def rows_of(
+    names: Sequence[str], experiment: str | None, wanted: Sequence[str], offline: bool = False
+) -> list[dict[str, Any]]:
+    """Return the rows of trials that match, newest submission first, by at most one scheduler query."""
+    entries = [entry for entry in trial_index.entries() if _matches(entry.trial, names, experiment)]
+    answers = {} if offline else query_all(entry.trial for entry in entries if not entry.gone)
     for complaint in {answer.complaint for answer in answers.values() if answer.complaint}:
         print(
             f"hpc-rl: could not query the scheduler; showing data from files only: {complaint}",
             file=sys.stderr,
         )
     rows = [_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
-    rows = [row for row in rows if row["state"] in wanted]
+    return [row for row in rows if row["state"] in wanted]
+
+
+def run(args: Namespace) -> int:
+    pruned = trial_index.prune() if args.prune else []
+    rows = rows_of(args.name, args.experiment, states(args.state), args.offline)
     if args.sort:
         rows.sort(key=SORTED_BY[args.sort])
     lines = [f"removed from the list: {entry.trial}  {entry.trial.dir}" for entry in pruned]
@@ -68,7 +79,7 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _states(text: str | None) -> list[str]:
+def states(text: str | None) -> list[str]:
     """Return the states of an option. Raises ConfigError for one that is unknown."""
     known = [*map(str, TrialState), GONE]
     wanted = text.split(",") if text else known
@@ -78,10 +89,10 @@ def _states(text: str | None) -> list[str]:
     return wanted
 
 
-def _matches(trial: Trial, args: Namespace) -> bool:
+def _matches(trial: Trial, wanted: Sequence[str], experiment: str | None) -> bool:
     names = [trial.name, str(trial)]
-    is_named = not args.name or any(fnmatchcase(one, name) for name in args.name for one in names)
-    return is_named and fnmatchcase(trial.experiment, args.experiment or "*")
+    is_named = not wanted or any(fnmatchcase(one, name) for name in wanted for one in names)
+    return is_named and fnmatchcase(trial.experiment, experiment or "*")
 
 
 def _known(value: float | None) -> float:

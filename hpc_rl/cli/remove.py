@@ -1,53 +1,103 @@
-"""`hpc-rl remove <trial>`: remove the directory of a trial, after asking."""
+"""`hpc-rl remove [trial]…`: remove the directories of trials, after asking."""
 
 import sys
+import time
+from pathlib import Path
 
-from hpc_rl.cli.options import CommandParser, Namespace, columns, print_json
-from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.cli import du, listing
+from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json
+from hpc_rl.errors import ConfigError, ExitCode, SchedulerError, TrialBusy
+from hpc_rl.records import TrialState
 from hpc_rl.status.formatting import size_text
 from hpc_rl.submit import trial_index
-from hpc_rl.submit.removal import contents, remove
+from hpc_rl.submit.removal import remove
 from hpc_rl.submit.submission import check_idle
+from hpc_rl.trial import Trial
+
+EPILOG = """examples:
+  hpc-rl remove first second
+  hpc-rl remove --state failed,cancelled --older_than_days 30 --dry_run
+With a filter, or * in a name, it chooses among the trials that this account submitted and that are over."""
+DAY_S = 86400.0
 
 
 def parser() -> CommandParser:
     made = CommandParser(
-        "Remove a trial: its checkpoints, weights, logs and exports. Shows what that frees, and asks first."
+        "Remove trials: their checkpoints, weights, logs and exports. Shows what that frees, and asks first.",
+        EPILOG,
     )
-    made.add_trial()
-    made.add_flag("--keep_exports", help="leave the directory `exports/` of the trial where it is")
+    made.add_trials("those that the filters choose")
+    listing.add_filters(made)
+    age = "only those last submitted longer ago"
+    made.add_argument("--older_than_days", type=Seconds, metavar="DAYS", help=age)
+    made.add_flag("--keep_exports", help="leave the directory `exports/` of each trial where it is")
+    made.add_flag("--dry_run", help="show what would be removed, and remove nothing")
     made.add_flag("--yes", help="do not ask")
-    made.add_json("what was removed; needs --yes")
+    made.add_json("what was removed; needs --yes, or --dry_run,")
     return made
 
 
 def run(args: Namespace) -> int:
-    trial = trial_index.resolve(args.trial)
-    check_idle(trial)
-    found = [
-        one for one in contents(trial) if one.num_files and not (args.keep_exports and one.name == "exports")
-    ]
-    size = sum(one.size_bytes for one in found)
-    if args.json and not args.yes:
+    if args.json and not (args.yes or args.dry_run):
         raise ConfigError("remove --json does not ask: add --yes")
+    trials = _chosen(args)
+    idle = [trial for trial in trials if _is_idle(trial, alone=len(trials) == 1)]
+    rows = du.sizes(idle, without=["exports"] if args.keep_exports else [])
+    size = size_text(sum(row["bytes"] for row in rows))
     if not args.json:
-        print(f"{trial}  {trial.dir}")
-        rows = [[one.name, f"{one.num_files} files", size_text(one.size_bytes)] for one in found]
-        print("\n".join(f"  {line}" for line in columns(rows)))
-    if not (args.yes or _agreed(size)):
+        print("\n".join([*du.table(rows), *(row["dir"] for row in rows)] if rows else ["no trial matches"]))
+    if args.dry_run or not rows:
+        return _shown(args, rows, f"{size} would be free; nothing is removed" if rows else "")
+    if not (args.yes or _agreed(len(rows), size)):
         print("nothing is removed")
         return ExitCode.REFUSED
-    remove(trial, args.keep_exports)
+    for row in rows:
+        remove(Trial(Path(row["dir"])), args.keep_exports)
+    kept = [str(one.dir / "exports") for one in idle if (one.dir / "exports").is_dir()]
+    return _shown(args, rows, "\n".join([f"removed, {size} are free", *(f"kept {one}" for one in kept)]))
+
+
+def _shown(args: Namespace, rows: list[dict], text: str) -> int:
     if args.json:
-        print_json({"trial": str(trial), "dir": str(trial.dir), "freed_bytes": size})
-    else:
-        kept = f"; exports stay in {trial.dir / 'exports'}" if (trial.dir / "exports").is_dir() else ""
-        print(f"removed, {size_text(size)} are free{kept}")
+        print_json([{"trial": row["trial"], "dir": row["dir"], "freed_bytes": row["bytes"]} for row in rows])
+    elif text:
+        print(text)
     return ExitCode.DONE
 
 
-def _agreed(size_bytes: int) -> bool:
+def _chosen(args: Namespace) -> list[Trial]:
+    """Return the trials with the names; those that match where filters are given. Raises ConfigError."""
+    filters = (
+        args.experiment,
+        args.state,
+        args.older_than_days is not None,
+        *("*" in one for one in args.trial),
+    )
+    if not any(filters):
+        if not args.trial:
+            raise ConfigError("name trials, or choose them by --experiment, --state or --older_than_days")
+        return [trial_index.resolve(name) for name in dict.fromkeys(args.trial)]
+    over = [state for state in TrialState if state.is_over]
+    rows = listing.rows_of(args.trial, args.experiment, listing.states(args.state) if args.state else over)
+    newest = time.time() - DAY_S * (args.older_than_days or 0.0)
+    return [Trial(Path(row["dir"])) for row in rows if row["state"] != listing.GONE and row["time"] <= newest]
+
+
+def _is_idle(trial: Trial, alone: bool) -> bool:
+    """Return whether no job of a trial lives; say so beside others, raise it for one alone."""
+    try:
+        check_idle(trial)
+    except (TrialBusy, SchedulerError) as error:
+        if alone:
+            raise
+        print(f"hpc-rl: {trial} stays: {error}", file=sys.stderr)
+        return False
+    return True
+
+
+def _agreed(number: int, size: str) -> bool:
     """Ask on the terminal. Raises ConfigError where there is none."""
     if not sys.stdin.isatty():
         raise ConfigError("the input is not a terminal, so remove can't ask: add --yes")
-    return input(f"Remove it, and free {size_text(size_bytes)}? [y/N] ").strip().lower() in ("y", "yes")
+    what = "it" if number == 1 else f"these {number} trials"
+    return input(f"Remove {what}, and free {size}? [y/N] ").strip().lower() in ("y", "yes")

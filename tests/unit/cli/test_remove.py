@@ -6,7 +6,9 @@ import re
 
 import pytest
 
+from hpc_rl.cli import listing
 from hpc_rl.cli.__main__ import main
+from hpc_rl.records import TrialState
 from hpc_rl.schedulers.base import State
 from hpc_rl.submit import removal, trial_index
 
@@ -38,7 +40,7 @@ def test_a_trial_is_removed_with_its_entry_in_the_index(trial, capsys):
 
 def test_exports_may_stay(trial, capsys):
     assert main(["remove", "t1", "--yes", "--keep_exports", "--json"]) == 0
-    answer = json.loads(capsys.readouterr().out)
+    (answer,) = json.loads(capsys.readouterr().out)
     assert 3_000_000 <= answer["freed_bytes"] < 3_200_000
     assert [path.name for path in trial.dir.iterdir()] == ["exports"]
     assert (trial.dir / "exports" / "final" / "model.safetensors").stat().st_size == 2_000_000
@@ -54,6 +56,34 @@ def test_du_shows_what_trials_hold_largest_first(trial, make_fake_trial, tmp_pat
     assert main(["du", "t1", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["by_kind"]["exports"] == 2_000_000
+
+
+def test_filters_choose_trials_that_are_over(
+    trial, make_fake_trial, tmp_path, scheduler, capsys, monkeypatch
+):
+    second, live = (make_fake_trial(tmp_path / "runs", name=name) for name in ("t2", "live"))
+    for one in (second, live):
+        one.run_to(5)
+        trial_index.record(one.trial)
+    assert main(["remove"]) == 64 and "--older_than_days" in capsys.readouterr().err
+    monkeypatch.setattr("hpc_rl.cli.listing.query_all", lambda trials: {})
+    states = {"t1": TrialState.FAILED, "t2": TrialState.DONE, "live": TrialState.RUNNING}
+    row = listing._row
+    monkeypatch.setattr(listing, "_row", lambda entry, _: row(entry, _) | {"state": states[entry.trial.name]})
+
+    def chosen(*argv):
+        assert main(["remove", *argv, "--dry_run", "--json"]) == 0
+        return sorted(one["trial"] for one in json.loads(capsys.readouterr().out))
+
+    assert chosen("t*") == chosen("--older_than_days", "0") == ["exp/t1", "exp/t2"]
+    assert chosen("--state", "failed") == ["exp/t1"]
+    assert chosen("--older_than_days", "1") == chosen("t1", "--state", "done") == []
+    scheduler.answers["7"] = State.RUNNING  # as it turns out when it is asked
+    assert main(["remove", "t*", "--yes"]) == 0
+    assert "exp/t1 stays: trial exp/t1 is running" in capsys.readouterr().err
+    scheduler.answers["7"] = State.DONE
+    assert main(["remove", "t*", "--yes"]) == 0
+    assert not trial.dir.exists() and not second.trial.dir.exists() and live.trial.dir.exists()
 
 
 @pytest.mark.parametrize(("answer", "code"), [("", 64), ("n", 64), ("y", 0), ("Yes", 0)])
