@@ -106,6 +106,10 @@ class SchedulerError(HpcRlError):
     failure = FailureClass.INFRASTRUCTURE
 
 
+class NoScheduler(SchedulerError):
+    """This machine lacks a program of the scheduler."""
+
+
 class CannotWrite(HpcRlError, OSError):
     """A path that must be writable is not."""
 

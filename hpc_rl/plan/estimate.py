@@ -34,6 +34,8 @@ class Work:
     longest: int  # tokens
     rows_per_update: int  # over all ranks
     together: int = 1  # rows that stay in one micro-batch
+    rows: int | None = None  # of the training data; None where they are not known or not a trial's own
+    per_pass: float | None = None  # steps that they last
 
     @property
     def tokens(self) -> int:
@@ -124,6 +126,8 @@ def _work(config: Config, content: Mapping[str, Any], num_rows: int | None) -> W
         longest=longest,
         rows_per_update=-(-rows // updates),
         together=spec.granularity,
+        rows=num_rows,
+        per_pass=num_rows / size if num_rows else None,
     )
 
 

@@ -10,7 +10,7 @@ import subprocess
 import time
 from collections.abc import Mapping, Sequence
 
-from hpc_rl.errors import SchedulerError
+from hpc_rl.errors import NoScheduler, SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.sinfo import SINFO, Node, read_sinfo
 from hpc_rl.schedulers.slurm_states import sum_up, to_state, whole_job
@@ -183,13 +183,13 @@ def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def require(program: str) -> None:
-    """Raise SchedulerError where this machine lacks a program of Slurm."""
+    """Raise NoScheduler where this machine lacks a program of Slurm."""
     if shutil.which(program) is None:
         raise _absent(program)
 
 
-def _absent(program: str) -> SchedulerError:
-    return SchedulerError(f"{program} is not on the PATH: run this on a login node of a Slurm cluster.")
+def _absent(program: str) -> NoScheduler:
+    return NoScheduler(f"{program} is not on the PATH: run this on a login node of a Slurm cluster.")
 
 
 def call(

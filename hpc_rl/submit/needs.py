@@ -67,6 +67,8 @@ def as_json(found: Estimate) -> dict[str, Any]:
         "servers": [asdict(one) | {"cached_tokens": one.cached_tokens} for one in found.servers],
         "disk": asdict(found.disk),
         "steps": found.work.steps,
+        "rows": found.work.rows,
+        "steps_per_pass": found.work.per_pass,
         "trajectories_per_step": found.work.trajectories,
         "tokens_per_step": found.work.tokens,
         "problems": found.problems,
@@ -96,9 +98,11 @@ def _item_lines(items: Items) -> Iterator[str]:
 
 
 def _work_lines(work: Work, config: Config, plan: Plan) -> Iterator[str]:
-    steps = "a number of steps that depends on the rows" if work.steps is None else f"{work.steps} steps"
+    steps = "a number of steps that depends on the rows" if work.steps is None else _steps(work.steps)
     each = f"{work.trajectories} sequences of at most {work.longest} tokens"
     yield _row("work", f"{steps}, each of {each}, {_count(work.tokens)} tokens")
+    if work.per_pass:
+        yield _row("", f"one pass over the {work.rows} rows is {work.per_pass:.4g} steps")
     limit = config.train_dataset.max_length
     if limit is not None:
         is_cut = config.train_dataset.too_long == "truncate_left"
@@ -164,6 +168,10 @@ def _disk_lines(disk: DiskUse) -> Iterator[str]:
         f"{name} {'unknown' if size is None else in_gb(size)}" for name, size in kept.items() if size != 0
     ]
     yield _row("", f"kept at most: {', '.join(texts)}")
+
+
+def _steps(number: int) -> str:
+    return f"{number} step{'' if number == 1 else 's'}"
 
 
 def _count(number: int) -> str:

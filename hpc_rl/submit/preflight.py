@@ -16,7 +16,7 @@ from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus, job_threads_
 from hpc_rl.config.rules.training_rules import FLASH_PACKAGES, models
 from hpc_rl.config.sections.experiment import Config, replaced
 from hpc_rl.doctor import machine, mpi_check
-from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.errors import ConfigError, NoScheduler, SchedulerError
 from hpc_rl.plan.plan import with_threads_per_core
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.render import lint
@@ -304,6 +304,8 @@ def full_check(
         return [*checks, here]
     try:
         checks += check_capacity(config, plan, cluster.nodes())
+    except NoScheduler as error:  # a plan may be made where there is no Slurm
+        return [*checks, PreflightCheck("sinfo", CheckState.NOTE, f"not compared with the cluster: {error}")]
     except SchedulerError as error:
         return [*checks, PreflightCheck("sinfo", CheckState.UNREACHABLE, str(error))]
     for name, text in scripts.items():

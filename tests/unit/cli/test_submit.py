@@ -418,7 +418,13 @@ def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(large, sche
     said = capsys.readouterr()
     assert "contains no weights (*.safetensors)" in said.err
     assert "cluster.gpu_mem_gb" in said.out  # a note: the size is not known
-    for words in ("10 steps, each of 256 sequences", "parameters", "Adam moments", "checkpoint 91.5 GB"):
+    for words in (
+        "10 steps, each of 256 sequences",
+        "rows is ",
+        "parameters",
+        "Adam moments",
+        "checkpoint 91.5 GB",
+    ):
         assert words in said.out
     assert submitted(large, "--dry_run", "--json", *LARGE) == 64
     said = json.loads(capsys.readouterr().out)

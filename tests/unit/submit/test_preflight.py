@@ -9,6 +9,7 @@ from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render import lint
 from hpc_rl.schedulers.sinfo import Node
+from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.submit import preflight
 
 BASE = [
@@ -134,6 +135,14 @@ def test_all_checks():
             preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster(broken="no controller"))
         )
     assert preflight.full_check(*small, {"local.sh": "true\n"}, None)[-1].state == "skipped"
+
+
+def test_a_plan_can_be_checked_where_there_is_no_slurm(monkeypatch, tmp_path):
+    small = planned("launcher.trainer_mem_per_gpu=1000")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    checks = preflight.full_check(*small, {}, SlurmScheduler())
+    assert "not compared with the cluster: sinfo is not on the PATH" in checks[-1].line()
+    preflight.raise_for(checks)
 
 
 @pytest.mark.parametrize(
