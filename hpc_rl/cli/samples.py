@@ -21,7 +21,8 @@ DESCRIPTION = """Show what the model of a trial wrote: prompt, completion, rewar
 finish reason, versions of the weights. Without --step, --all, --best or --worst: of the newest step."""
 EPILOG = """How many are kept: rollout.keep_samples groups of each step, evaluator.keep_samples prompts of
 each evaluation. --jsonl prints one object per completion: step, evaluation, prompt_index, sample, prompt,
-completion, reward, stats, advantage, finish_reason, versions, num_tokens."""
+completion, reward, stats, advantage, finish_reason, versions, num_tokens, given (from and to which character
+of the completion the model wrote nothing: what a workflow said between two turns)."""
 
 
 def parser() -> CommandParser:
@@ -100,7 +101,8 @@ def _text(one: Sample, width: int) -> list[str]:
     facts += [] if one.advantage is None else [f"advantage {one.advantage:+.4g}"]
     facts += [f"{one.num_tokens} tokens", one.finish_reason, f"weights {', '.join(one.versions)}"]
     head = f"{what} {one.prompt_index}, sample {one.sample}: {'; '.join(facts)}"
-    return [head, *_block("prompt", one.prompt, width), *_block("completion", one.completion, width)]
+    blocks = [("completion" if made else "given", text) for made, text in one.texts()]
+    return [head, *(line for block in [("prompt", one.prompt), *blocks] for line in _block(*block, width))]
 
 
 def _block(name: str, text: str, width: int) -> list[str]:

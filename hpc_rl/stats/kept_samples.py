@@ -34,6 +34,19 @@ class Sample(JsonRecord):
     finish_reason: str
     versions: tuple[str, ...]  # of the weights that made its tokens, oldest first
     num_tokens: int  # that the model made
+    given: tuple[
+        tuple[int, int], ...
+    ] = ()  # from and to which character of `completion` the model wrote nothing
+
+    def texts(self) -> Iterator[tuple[bool, str]]:
+        """Yield the completion in pieces, each with whether the model wrote it."""
+        at = 0
+        for start, end in self.given:
+            yield True, self.completion[at:start]
+            yield False, self.completion[start:end]
+            at = end
+        if at < len(self.completion) or not at:
+            yield True, self.completion[at:]
 
 
 class SampleWriter:
@@ -100,7 +113,14 @@ class SampleWriter:
             finish_reason=one.finish_reason,
             versions=tuple(str(WeightVersion(*pair)) for pair in sorted(pairs)),
             num_tokens=int(made.sum()),
+            given=self._given(one.ids[first:], made[first:]),
         )
+
+    def _given(self, ids: np.ndarray, made: np.ndarray) -> tuple[tuple[int, int], ...]:
+        """Return the stretches of the text of these tokens of which the model made none."""
+        changes = (np.flatnonzero(np.diff(made)) + 1).tolist()  # the first token is the model's
+        chars = [len(self._decode(ids[:at].tolist())) for at in [*changes, len(ids)]]
+        return tuple(zip(chars[::2], chars[1::2], strict=False))
 
 
 def read_samples(trial: Trial) -> Iterator[Sample]:

@@ -225,7 +225,8 @@ def test_completions_are_seen(shell, printed):
     assert re.search(r"reward 1 \(reward/digit 1, reward/right 1, turns [123]\); advantage", best)
     worst = shell.run("samples", "one", "--all", "--worst", "-n", "1").stdout
     assert re.search(r"reward 0 \(.*turns 3\); advantage -", worst)
-    assert worst.count(". no. again: ") >= 2
+    assert worst.count("  completion  | ") == 3
+    assert worst.count("  given       | . no. again:") >= 2
     rows = shell.run("samples", "one", "--eval", "--step", "12", "--all", "--jsonl").stdout.splitlines()
     assert len(rows) == 4 * 4
     assert {json.loads(row)["prompt"] for row in rows} >= {"say even 20: ", "say odd 23: "}

@@ -32,6 +32,12 @@ def trajectory(ids: list[int], prompt: int, reward: float, steps: list[int]) -> 
     )
 
 
+def two_turns() -> Trajectory:
+    one = trajectory([1, 2, 3, 4, 5, 6, 7], 2, 0.1, [5] * 5)
+    one.loss_mask[4:6] = False  # e and f came between them
+    return one
+
+
 def group(index: int, *rewards: float) -> TrajectoryGroup:
     return TrajectoryGroup(index, [trajectory([1, 2, 3, 4], 2, reward, [5, 6]) for reward in rewards])
 
@@ -50,7 +56,7 @@ def trial(fake_trial):
             first = group(10 * number + step, step / 10, 0.9)
             advantages = [np.array([9.0, 9.0, 0.5, 0.5], np.float32)]
             writer.write_step(step, [first, group(99, 0.0)], first.trajectories[:1], advantages)
-        writer.write_evaluation(steps[-1], 0.25, [group(0, 0.25)])
+        writer.write_evaluation(steps[-1], 0.25, [TrajectoryGroup(0, [two_turns()])])
         sink.close()
         fake_trial.lineage(number, from_step, attempt.id)
     trial_index.record(trial)
@@ -75,7 +81,8 @@ def test_which_ones_are_shown(trial, capsys):
     assert [row["reward"] for row in ask(capsys, "--worst", "-n", "2")] == [0.1, 0.2]
     assert [row["step"] for row in ask(capsys, "--best")] == [1, 2, 3, 3, 2, 1]
     assert [row["reward"] for row in ask(capsys, "--all", "--reward", "0.15..0.5")] == [0.2, 0.3]
-    assert [(row["evaluation"], row["step"]) for row in ask(capsys, "--eval")] == [(True, 3)]
+    (row,) = ask(capsys, "--eval")
+    assert (row["evaluation"], row["step"], row["completion"], row["given"]) == (True, 3, "cdefg", [[2, 4]])
 
 
 def test_text_for_people_and_what_to_do_where_nothing_matches(trial, capsys):
@@ -87,6 +94,9 @@ def test_text_for_people_and_what_to_do_where_nothing_matches(trial, capsys):
         "  completion  | cd",
     ]
     assert "1 of 2 completions" in err
+    assert main(["samples", "t1", "--eval"]) == 0
+    shown = capsys.readouterr().out.splitlines()[2:]
+    assert shown == ["  completion  | cd", "  given       | ef", "  completion  | g"]
     assert main(["samples", "t1", "--step", "9"]) == 0
     assert "steps with completions: 1 to 3" in capsys.readouterr().out
     assert main(["samples", "t1", "--reward", "3"]) == 64
