@@ -5,6 +5,7 @@ turns; each mistake is told before anything is submitted; then a trial, what is 
 import json
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from command_line import Shell
@@ -105,8 +106,8 @@ def shell(tmp_path_factory) -> Shell:
 
 @dataclass(frozen=True)
 class Mistake:
-    """What stands in a file instead of what should, and what is told: the place, and what to do. LINE is the line
-    of the mistake.
+    """What stands in a file instead of what should, and what one refusal tells: place and remedy. LINE is the line of
+    the mistake.
     """
 
     file: str
@@ -114,71 +115,75 @@ class Mistake:
     wrong: str | None  # None: there is no such file
     told: tuple[str, ...]
 
+    def make(self, folder: Path) -> list[str]:
+        """Write it; return what must be told."""
+        good = (folder / self.file).read_text()
+        assert self.right in good
+        (folder / self.file).unlink()
+        if self.wrong is not None:
+            (folder / self.file).write_text(good.replace(self.right, self.wrong))
+        line = good.partition(self.right)[0].count("\n") + 1
+        return [word.replace("LINE", str(line)) for word in self.told]
 
-MISTAKES = {
-    "unknown key": Mistake(
-        "day.yaml", "keep_samples", "keep_sample", ("day.yaml:LINE", "evaluator.keep_samples")
+
+# each entry is one call
+TRIES = {
+    "first": (
+        Mistake("day.yaml", "keep_samples", "keep_sample", ("day.yaml:LINE", "evaluator.keep_samples")),
+        Mistake("day.yaml", "eps_clip: 0.2", "eps_clip: -0.2", ("day.yaml:LINE", "above 0 and below 1")),
+        Mistake("day.yaml", "n_samples: 8", "n_samples: 1", ("day.yaml:LINE", "use at least 2")),
+        Mistake("day.yaml", "path: model", "path: Qwen/Qwen3-0.6B", ("day.yaml:LINE", "hf download Qwen")),
+        Mistake("day.yaml", "train.jsonl", "trian.jsonl", ("day.yaml:LINE", "does not exist")),
+        Mistake(
+            "test.jsonl", '"messages": ', '"question": ', ("test.jsonl row LINE", "valid_dataset.columns {")
+        ),
+        Mistake("day.yaml", "three:play", "three:plya", ("rollout.workflow", "'plya'")),
+        Mistake("my_reward.py", "[:1]", "[:1", ("SyntaxError", "my_reward.py, line LINE")),
     ),
-    "wrong value": Mistake(
-        "day.yaml", "eps_clip: 0.2", "eps_clip: -0.2", ("day.yaml:LINE", "above 0 and below 1")
+    "second": (
+        Mistake("day.yaml", "max_new_tokens: 2", "max_new_tokens: 96", ("leaves no room", "is 96")),
+        Mistake("train.jsonl", "}]", "}", ("train.jsonl line LINE", "not valid JSON")),
+        Mistake("my_reward.py", "def", "import numpyy\ndef", ("No module named 'numpyy'",)),
+        Mistake("three.py", "play(prompt, ", "play(", ("run(prompt, generate)",)),
     ),
-    "options that do not fit": Mistake(
-        "day.yaml", "n_samples: 8", "n_samples: 1", ("day.yaml:LINE", "use at least 2")
+    "third": (
+        Mistake("model/chat_template.jinja", "{%", None, ("row 1", "add chat_template.jinja")),
+        Mistake(
+            "my_reward.py", "prompt, completion, ", "completions, ", ("prompt, completion", "my_reward:score")
+        ),
     ),
-    "hub name": Mistake(
-        "day.yaml", "path: model", "path: Qwen/Qwen3-0.6B", ("day.yaml:LINE", "hf download Qwen")
+    "fourth": (
+        Mistake(
+            "day.yaml",
+            "max_length: 40",
+            "max_length: 5",
+            ("train.jsonl", "20 prompts have more than 5 tokens"),
+        ),
+        Mistake("my_reward.py", "float(d", "float(g", ("NameError", "my_reward.py:LINE, in score")),
     ),
-    "missing file": Mistake("day.yaml", "train.jsonl", "trian.jsonl", ("day.yaml:LINE", "does not exist")),
-    "no room": Mistake(
-        "day.yaml", "max_new_tokens: 2", "max_new_tokens: 96", ("day.yaml:LINE", "context", "96")
+    "fifth": (
+        Mistake(
+            "train.jsonl", '"kind"', '"sort"', ("my_reward:score", "missing a required argument: 'kind'")
+        ),
     ),
-    "long prompts": Mistake(
-        "day.yaml", "max_length: 40", "max_length: 5", ("train.jsonl", "20 prompts have more than 5 tokens")
-    ),
-    "no such workflow": Mistake("day.yaml", "three:play", "three:plya", ("rollout.workflow", "'plya'")),
-    "wrong columns": Mistake(
-        "train.jsonl", '"messages": ', '"question": ', ("train.jsonl row LINE", "train_dataset.columns {")
-    ),
-    "broken row": Mistake("train.jsonl", "}]", "}", ("train.jsonl line LINE", "not valid JSON")),
-    "column of the reward": Mistake(
-        "train.jsonl", '"kind"', '"sort"', ("my_reward:score", "missing a required argument: 'kind'")
-    ),
-    "no chat template": Mistake(
-        "model/chat_template.jinja", "{%", None, ("row 1", "add chat_template.jinja")
-    ),
-    "syntax of the reward": Mistake(
-        "my_reward.py", "[:1]", "[:1", ("SyntaxError", "my_reward.py, line LINE")
-    ),
-    "import of the reward": Mistake(
-        "my_reward.py", "def", "import numpyy\ndef", ("No module named 'numpyy'",)
-    ),
-    "name in the reward": Mistake(
-        "my_reward.py", "float(d", "float(g", ("NameError", "my_reward.py:LINE in score")
-    ),
-    "arguments of the reward": Mistake(
-        "my_reward.py", "prompt, completion, ", "completions, ", ("prompt, completion", "my_reward:score")
-    ),
-    "result of the reward": Mistake(
-        "my_reward.py", '{"reward"', '"good" or {"reward"', ("allowed: a finite number",)
-    ),
-    "arguments of the workflow": Mistake("three.py", "play(prompt, ", "play(", ("run(prompt, generate)",)),
+    "sixth": (Mistake("my_reward.py", '{"reward"', '"good" or {"reward"', ("allowed: a finite number",)),),
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=[name.replace(" ", "-") for name in MISTAKES])
-def test_a_mistake_is_told_before_anything_is_submitted(mistake, shell):
-    file = shell.here / mistake.file
-    good = file.read_text()
-    line = str(good.partition(mistake.right)[0].count("\n") + 1)
-    assert mistake.right in good
-    file.unlink()
-    if mistake.wrong:
-        file.write_text(good.replace(mistake.right, mistake.wrong))
+@pytest.mark.parametrize("mistakes", TRIES.values(), ids=TRIES)
+def test_mistakes_are_told_before_anything_is_submitted_and_all_at_once(mistakes, shell):
+    good = {mistake.file: (shell.here / mistake.file).read_text() for mistake in mistakes}
     try:
-        told = shell.refused(64, "submit", "day.yaml")
+        expected = [mistake.make(shell.here) for mistake in mistakes]
+        refusals = shell.refused(64, "submit", "day.yaml").splitlines()
+        if len(mistakes) > 4:
+            assert shell.refused(64, "check", "day.yaml").splitlines() == refusals
     finally:
-        file.write_text(good)
-    assert not [word for word in mistake.told if word.replace("LINE", line) not in told], told
+        for file, text in good.items():
+            (shell.here / file).write_text(text)
+    told = [[words for words in expected if all(word in line for word in words)] for line in refusals]
+    assert [words for words in expected if [words] not in told] == [], refusals
+    assert [line for line, found in zip(refusals, told, strict=True) if not found] == []
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +212,7 @@ def test_the_trial_is_submitted_watched_and_learns(shell, printed):
     assert "12 steps, each of 80 sequences" in printed["hpc-rl submit day.yaml --dry_run"]
     assert "hpc-rl status mine/one" in printed["hpc-rl submit day.yaml"]
     assert re.search(r"mine/one +(running|done) +step [1-9]\d?/12", printed["hpc-rl top one --once"])
-    status = shell.run("status", "one").stdout
+    status = shell.call("status", "one").stdout
     assert re.match("mine/one +done +step 12 of 12", status)
     before, after = re.search(
         r"held-out +reward ([\d.]+) \(step 0\) -> ([\d.]+) \(step 12\)", status
@@ -221,38 +226,38 @@ def test_the_trial_is_submitted_watched_and_learns(shell, printed):
 
 
 def test_completions_are_seen(shell, printed):
-    best = shell.run("samples", "one", "--all", "--best", "-n", "1").stdout
+    best = shell.call("samples", "one", "--all", "--best", "-n", "1").stdout
     assert re.search(r"reward 1 \(reward/digit 1, reward/right 1, turns [123]\); advantage", best)
-    worst = shell.run("samples", "one", "--all", "--worst", "-n", "1").stdout
+    worst = shell.call("samples", "one", "--all", "--worst", "-n", "1").stdout
     assert re.search(r"reward 0 \(.*turns 3\); advantage -", worst)
     assert worst.count("  completion  | ") == 3
     assert worst.count("  given       | . no. again:") >= 2
-    rows = shell.run("samples", "one", "--eval", "--step", "12", "--all", "--jsonl").stdout.splitlines()
+    rows = shell.call("samples", "one", "--eval", "--step", "12", "--all", "--jsonl").stdout.splitlines()
     assert len(rows) == 4 * 4
     assert {json.loads(row)["prompt"] for row in rows} >= {"say even 20: ", "say odd 23: "}
 
 
 def test_curves_and_the_page_compare_two_trials(shell, printed):
-    curves = shell.run("plot", "one", "two", "--metric", "reward/right,eval_pass@4").stdout
+    curves = shell.call("plot", "one", "two", "--metric", "reward/right,eval_pass@4").stdout
     assert all(name in curves for name in ("reward/right", "eval_pass@4", "one", "two"))
-    assert "did you mean eval_turns?" in shell.run("plot", "one", "--metric", "turns").stderr
-    report = shell.run("report", "one", "two", "--html", "report.html")
+    assert "did you mean eval_turns?" in shell.call("plot", "one", "--metric", "turns").stderr
+    report = shell.call("report", "one", "two", "--html", "report.html")
     assert "report.html" in report.stdout
     page = (shell.here / "report.html").read_text()
     assert all(
         text in page for text in ("mine/one", "mine/two", "eval_pass@4", "say even 20: ", ". no. again: ")
     )
-    diff = shell.run("config", "diff", "one", "two")
+    diff = shell.call("config", "diff", "one", "two")
     assert diff.returncode == 1
     assert re.search(r"^actor.optimizer.lr: 0.003 .*-> 0.001 ", diff.stdout, re.M)
 
 
 def test_what_is_done_is_cleaned_up(shell, printed):
-    listed = shell.run("list", "--experiment", "mine", "--state", "done").stdout
+    listed = shell.call("list", "--experiment", "mine", "--state", "done").stdout
     assert re.findall(r"^mine/(\w+) ", listed, re.M) == ["two", "one"]
-    assert "mine/one" in shell.run("du").stdout
-    assert "removed" in shell.run("remove", "one", "--yes").stdout
+    assert "mine/one" in shell.call("du").stdout
+    assert "removed" in shell.call("remove", "one", "--yes").stdout
     assert not list(shell.here.glob("runs/*/mine/one"))
-    assert "mine/one" not in shell.run("list").stdout
-    assert "forked from mine/one, checkpoint 6" in shell.run("status", "two").stdout
-    assert shell.run("recover", "two", "total_train_steps=13", "--explain").returncode == 0
+    assert "mine/one" not in shell.call("list").stdout
+    assert "forked from mine/one, checkpoint 6" in shell.call("status", "two").stdout
+    assert shell.call("recover", "two", "total_train_steps=13", "--explain").returncode == 0
