@@ -82,6 +82,7 @@ def _noted(error: BaseException) -> str:
 
 def main() -> int:
     out = pipes.reserve_stdout()
+    sys.dont_write_bytecode = True  # a check leaves nothing beside the user's files
     config = from_dict(json.load(sys.stdin))
     found: dict[str, list[str]] = {"refusals": [], "notes": []}
     if isinstance(config, GRPOConfig):

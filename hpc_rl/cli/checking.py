@@ -48,8 +48,7 @@ def run(args: Namespace) -> int:
     if not errors:
         command = " ".join(["hpc-rl submit", *map(shlex.quote, args.argv[1:])])
         lines += ["ok         nothing is refused; nothing was written or submitted", f"next       {command}"]
-    if lines:
-        print("\n".join(lines), flush=True)
+    print("\n".join(lines), flush=True)
     if errors:
         raise errors[0] if len(errors) == 1 else type(errors[0])("\n".join(map(str, errors)))
     return 0
