@@ -38,7 +38,7 @@ def check_slurm_controller(needs: Requirements) -> Verdict:
     done = slurm.call(["scontrol", "ping"])
     lines = done.stdout.splitlines()
     if done.returncode != 0 and not any("UP" in line for line in lines):
-        last = " ".join((done.stderr or done.stdout).strip().splitlines()[-1:])[-MAX_MESSAGE:]
+        last = _last_line(done.stderr or done.stdout)
         fix = f"on a cluster, check SLURM_CONF and munge, or report it; {slurm.LOCAL_INSTEAD}."
         return judge(
             f"none answers: {last or 'scontrol ping printed nothing'}", fix, needs.on_slurm, warn=True
@@ -51,14 +51,19 @@ def check_slurm_controller(needs: Requirements) -> Verdict:
 def check_slurm_accounting(needs: Requirements) -> Verdict:
     done = slurm.call(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])
     if done.returncode != 0:
-        said = " ".join(done.stderr.split())[-MAX_MESSAGE:] or "no answer"
         fix = "trials work without it; of jobs that ended long ago only their own files are known then."
-        return warn(said, fix)
+        return warn(_last_line(done.stderr) or "no answer", fix)
     return ok("sacct answers")
+
+
+def _last_line(said: str) -> str:
+    return "".join(said.strip().splitlines()[-1:])[:MAX_MESSAGE]
 
 
 def check_capacity(needs: Requirements) -> Verdict:
     nodes = SlurmScheduler().nodes()
+    if not nodes:
+        return warn("sinfo shows no nodes", "ask your administrators for a partition that you may use.")
     request = sinfo.JobRequest(
         n_nodes=needs.num_nodes,
         cpus=needs.cpus or None,

@@ -41,6 +41,7 @@ WRONG = [  # check, program, what is asked for, how severe, tokens of the findin
     ("slurm controller", {"scontrol": "echo 'Unable to contact' >&2; exit 1"}, {}, "fail", "Unable", "munge"),
     ("slurm controller", {"scontrol": "echo 'backup is UP'; echo 'primary is DOWN'; exit 1"}, {}, "warn", "DOWN", "admin"),
     ("slurm accounting", {"sacct": "echo 'storage is disabled' >&2; exit 1"}, {}, "warn", "disabled", "without it"),
+    ("capacity", {"sinfo": "[[ $1 != --version ]] || echo 23.11"}, {}, "warn", "no nodes", "administrators"),
     ("capacity", {}, {"partition": "gpus"}, "fail", "gpus", "--partition gpu"),
     ("capacity", {}, {"partition": ""}, "fail", "no default", "--partition"),
     ("capacity", {}, {"num_nodes": 5}, "fail", "4 nodes", "--n_nodes 4"),
