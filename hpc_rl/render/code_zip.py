@@ -3,6 +3,7 @@
 Only `.py` files: a role needs no templates, and compiled files belong to one interpreter.
 """
 
+import functools
 import hashlib
 import io
 import zipfile
@@ -13,6 +14,7 @@ import hpc_rl
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 
 
+@functools.cache
 def build() -> tuple[str, bytes]:
     """Return file name (version, hash) and content; equal sources give equal bytes. Raises OSError."""
     sources = _sources(Path(hpc_rl.__file__).parent)

@@ -13,9 +13,11 @@ import re
 import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 import jinja2
+from jinja2.bccache import Bucket
 from jinja2.loaders import split_template_path
 
 from hpc_rl.errors import ConfigError
@@ -106,6 +108,25 @@ def _present(value: Any) -> Any:
 # -- layers
 
 
+class CompiledTemplates(jinja2.BytecodeCache):
+    """What this process compiled: a submission renders in several environments."""
+
+    def __init__(self) -> None:
+        self._compiled: dict[tuple[str, str], CodeType] = {}
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        """Give the code of the same text under the same name."""
+        bucket.code = self._compiled.get((bucket.key, bucket.checksum))
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        """Keep the code."""
+        if bucket.code is not None:
+            self._compiled[bucket.key, bucket.checksum] = bucket.code
+
+
+COMPILED = CompiledTemplates()
+
+
 class LayeredEnvironment(jinja2.Environment):
     """An environment over directories, highest precedence first, and ours below them."""
 
@@ -119,6 +140,7 @@ class LayeredEnvironment(jinja2.Environment):
             lstrip_blocks=True,
             keep_trailing_newline=True,
             autoescape=False,
+            bytecode_cache=COMPILED,
         )
         self.filters |= {made.__name__: made for made in FILTERS}
 
