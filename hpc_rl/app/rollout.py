@@ -23,10 +23,12 @@ from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import Lease
 from hpc_rl.records import LineageRecord, read_lineages
 from hpc_rl.rollout import routes
+from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.executor import Executor
 from hpc_rl.rollout.report import keep_reporting, progress
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import RolloutService
+from hpc_rl.submit.user_code import judged_by
 from hpc_rl.supervise.ownership import end_when_fenced
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     service = RolloutService(
         trial.rollout, sequencer, prompts, held_out, lineages, executor, lambda: context.deadline.left_s
     )
+    service.judged = Judged(trial.rollout, await asyncio.to_thread(judged_by, config, sys.path))
     service.evaluations.options = config.evaluator
     await executor.start()
 

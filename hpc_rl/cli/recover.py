@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 from hpc_rl.checkpoint.decide import Decision, Situation
 from hpc_rl.cli import submit
+from hpc_rl.cli.continuation import continuation_json, continuation_lines
 from hpc_rl.cli.options import CommandParser, Namespace, print_result
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.loading.stored import VARIABLES, with_secrets
@@ -94,20 +95,19 @@ def explain(trial: Trial, loaded: Loaded, recovery: Recovery, args: Namespace) -
         submission.check_submittable(trial, planned.loaded, planned.plan, where, recovery)
     except HpcRlError as error:
         decision = Decision("refuse", str(error), exit_code=error.exit_code)
-    new_batches = start.new_batches and decision.action in ("load", "fresh")
-    batches = start.batches_set_aside() if new_batches else []
+    starts = decision.action in ("load", "fresh")
     unread = start.unread if decision.action == "load" else ()
     facts = {
         "read_while_loading": unread,
         "checkpoints": [asdict(one) for one in start.situation.generations],
         "changes": [submit.change_json(change) for change in start.changes],
-        "new_batches": new_batches,
-        "set_aside_batches": batches,
     }
+    if starts:
+        facts |= continuation_json(start.continuation())
     lines = explanation(trial, start.situation, decision)
     lines += [unread_line(trial, start)] if unread else []
-    lines += submit.new_batches_lines(batches) if new_batches else []
     lines += submit.changed_lines(start.changes)
+    lines += continuation_lines(start.continuation()) if starts else []
     print_result(args.json, asdict(decision) | facts, lines)
     return ExitCode(decision.exit_code)
 

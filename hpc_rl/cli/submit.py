@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hpc_rl.cli.config import print_resolved
+from hpc_rl.cli.continuation import continuation_json, continuation_lines
 from hpc_rl.cli.options import TRIAL_NAMES, CommandParser, Namespace, print_json
 from hpc_rl.cli.status import follow
 from hpc_rl.config.loading.fields import names_in
@@ -290,27 +291,17 @@ def change_json(change: Change) -> dict[str, Any]:
     return row
 
 
-def new_batches_lines(batches: Sequence[int]) -> list[str]:
-    """Return what becomes of the batches that a policy or options made which this start gives up."""
-    what = "finished groups"
-    if batches:
-        many = len(batches) > 1
-        what = f"batches {batches[0]} to {batches[-1]}" if many else f"batch {batches[0]}"
-    of = "made by a policy or under options that this start gives up"
-    return [f"batches    {what}, {of}, are set aside and their prompts issued again (--replay keeps them)"]
-
-
 def lines(made: Submission, planned: Planned) -> list[str]:
     """Return what was changed, written and submitted."""
     found = [*planned.note_lines(), *changed_lines(made.start.changes)]
-    if made.job_id and made.start.new_batches:
-        found += new_batches_lines(made.batches_set_aside)
+    if made.job_id:
+        found += continuation_lines(made.continuation)
     if made.job_id and made.allocation_was not in ("", planned.plan.allocation):
         change = f"{made.allocation_was} -> {planned.plan.allocation}"
         found.append(f"changed    allocation: {change}  (safe: the state is resharded)")
-    if made.dropped:  # begun under other options or with other rows, and no batch or generation came of it
+    if made.dropped:  # no batch or checkpoint came of it
         names = ", ".join(path.name for path in made.dropped)
-        found.append(f"dropped    {names}: of other options or rows, in no batch")
+        found.append(f"dropped    {names}: of other options, rows or code, in no batch")
     found += [f"trial      {made.trial}", f"directory  {made.trial.dir}"]
     found += [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
     found += [f"servers    {made.server_job_id}"] if made.server_job_id else []
@@ -336,8 +327,7 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
         "allocation": planned.plan.allocation,
         "notes": planned.notes,
         "changes": [change_json(change) for change in made.start.changes],
-        "new_batches": made.start.new_batches,
-        "set_aside_batches": made.batches_set_aside,
+        **continuation_json(made.continuation),
     }
 
 

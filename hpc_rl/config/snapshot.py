@@ -6,15 +6,18 @@ from one place.
 """
 
 import os
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import hpc_rl
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError
 
 MAX_BYTES = 64 << 20
 MAX_FILES = 1000
 NAME = "launcher.snapshot"
+NOT_THE_USERS = (Path(sysconfig.get_path("stdlib")), Path(hpc_rl.__file__).parent)
 
 
 def snapshot_files(config: Config, workdir: Path) -> dict[str, Path]:
@@ -60,3 +63,10 @@ def _files_of(given: Path, left_out: Path) -> Iterator[Path]:
             name for name in folders if name != "__pycache__" and name[0] != "." and here / name != left_out
         )
         yield from (here / name for name in sorted(names) if name[0] != "." and (here / name).is_file())
+
+
+def is_users(file: Path) -> bool:
+    """Return whether a file is the user's own: not of Python, an installed package or hpc-rl."""
+    if {"site-packages", "dist-packages"} & {*file.parts}:
+        return False
+    return file.is_absolute() and not any(file.is_relative_to(folder) for folder in NOT_THE_USERS)

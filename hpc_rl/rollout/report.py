@@ -54,6 +54,7 @@ def progress(service: RolloutService) -> dict[str, Any]:
         "rejected_in_a_row": service.sequencer.rejected_in_a_row,
         "last_reason": service.faults.last_reason,
         "last_error": service.faults.last_error,
+        "issued_again": service.issued_again,
         "oldest_running_s": service.clock.oldest_running_s,
         "quiet_s": service.clock.quiet_s,
         "takes_groups": service.sequencer.rules.batch_sequences is not None,

@@ -18,6 +18,7 @@ from typing import Any
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.errors import ConfigError, HpcRlError, Stale, UserCodeFailed
 from hpc_rl.records import LineageRecord
+from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
     Ledger,
@@ -92,6 +93,8 @@ class RolloutService:
         self._new_batches_of = state.new_batches.lineage if state.new_batches else -1
         self.batches.set_aside(state.set_aside.values(), self._new_batches_of)
         self._notes_since = self._new_batches_of  # notes of prompts issued in older lineages do not count
+        self.judged = Judged(folder)
+        self.issued_again = 0  # prompts that earlier user code rejected
         state.lineage = max(0, lineages()[0])
         sequencer.restore(state)
         self._begun: int | None = None  # the lineage that the trainer has shown
@@ -104,10 +107,8 @@ class RolloutService:
         self._kept: list[NoteKept] = []  # what is sent once it is written
         self._cutting = asyncio.Lock()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        logger.info(
-            "ledger: %d batches cut, %d groups ready, %d prompts rejected; this is segment %d",
-            state.top, len(state.ready), state.rejections.total(), self.ledger.segment,
-        )  # fmt: skip
+        form = "ledger: %d batches cut, %d groups ready, %d prompts rejected; this is segment %d"
+        logger.info(form, state.top, len(state.ready), state.rejections.total(), self.ledger.segment)
 
     def _read_state(self) -> LogState:
         """Return what is on disk; a lineage that the trial directory does not know does not count."""
@@ -231,22 +232,29 @@ class RolloutService:
             if lineage > max(0, newest):
                 message = f"lineage {lineage} has no record; the newest is {newest}"
                 raise Refused(HTTPStatus.TOO_EARLY, message)
+            again = self.judged.again(self.sequencer.log)
             for record in sorted(records, key=lambda record: record.lineage):
                 if record.new_batches and self._new_batches_of < record.lineage <= lineage:
-                    await self._begin_new_batches(record)
+                    await self._begin_new_batches(record.lineage, record.from_step)
+            if self.judged.again(self.sequencer.log):
+                await self._begin_new_batches(lineage, self.sequencer.log.top)
+            await asyncio.to_thread(self.judged.write)
+            if again:
+                logger.info("%d prompts that the earlier reward or workflow rejected are issued again", again)
+                self.issued_again = again
             self._begun = lineage
 
     def _refuse_older(self, lineage: int) -> None:
         if lineage < self.sequencer.log.lineage:
             raise Stale(f"lineage {lineage} asks, but lineage {self.sequencer.log.lineage} has begun")
 
-    async def _begin_new_batches(self, record: LineageRecord) -> None:
+    async def _begin_new_batches(self, lineage: int, from_step: int) -> None:
         """Set aside the batches after `from_step` and what is in no batch: their prompts are issued again.
 
         The new base is durable before anything is moved, and tells which seals are set aside: after a kill
         the next incarnation moves the rest.
         """
-        self._notes_since = record.lineage  # also for those that come while this waits
+        self._notes_since = lineage  # also for those that come while this waits
         given_up = list(self.sequencer.running)
         self.sequencer.lost(given_up)
         self.sequencer.version = None  # nothing is issued meanwhile
@@ -254,17 +262,17 @@ class RolloutService:
         async with self._or_end():
             await asyncio.to_thread(self.ledger.begin_segment)
             state = self._read_state()
-            new = NewBatches(record.lineage, record.from_step, self.ledger.segment)
-            self.ledger.append_base(base_of_new_batches(state, new))
+            new = NewBatches(lineage, from_step, self.ledger.segment)
+            self.ledger.append_base(base_of_new_batches(state, new, bool(self.judged.changed)))
             await asyncio.to_thread(self.ledger.commit)
             state = self._read_state()
-            await asyncio.to_thread(self.batches.set_aside, state.set_aside.values(), record.lineage)
+            await asyncio.to_thread(self.batches.set_aside, state.set_aside.values(), lineage)
         self._bodies.clear()
         self.sequencer.restore(state)
-        self._new_batches_of = record.lineage
+        self._new_batches_of = lineage
         logger.info(
             "lineage %d begins after batch %d: %d batches are set aside, their prompts issued again",
-            record.lineage, record.from_step, len(state.set_aside),
+            lineage, from_step, len(state.set_aside),
         )  # fmt: skip
 
     def _cancel(self, tickets: Iterable[int]) -> None:

@@ -1,14 +1,13 @@
 """Exceptions of the user's reward or workflow: how one is shown, and when there are too many."""
 
 import logging
-import sysconfig
 import traceback
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import hpc_rl
+from hpc_rl.config.snapshot import is_users
 from hpc_rl.errors import DataUnusable, RoleFailed, UserCodeFailed
 from hpc_rl.log import redact
 from hpc_rl.rollout.batch_log.ledger import OF_USER_CODE, RejectReason
@@ -17,7 +16,6 @@ logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 400  # of an exception's own message
 MAX_SHOWN_CHARS = 600  # of the newest one in status
 MAX_TRACE_CHARS = 20_000
-NOT_THE_USERS = (Path(sysconfig.get_path("stdlib")), Path(hpc_rl.__file__).parent)
 NO_FAULT = (RejectReason.STALE, RejectReason.WORKFLOW_NONE)
 
 
@@ -43,18 +41,9 @@ class Raised(NamedTuple):
 
 
 def users_frame(error: BaseException) -> str:
-    """Return `file:line, in function` of the innermost frame of the user's own code; "" where there is none.
-
-    That is neither of Python, nor of an installed package, nor of hpc-rl.
-    """
-    own = [one for one in traceback.extract_tb(error.__traceback__) if _is_users(Path(one.filename))]
+    """Return `file:line, in function` of the innermost frame of the user's own code, or ""."""
+    own = [one for one in traceback.extract_tb(error.__traceback__) if is_users(Path(one.filename))]
     return _place(own[-1]) if own else ""
-
-
-def _is_users(file: Path) -> bool:
-    if {"site-packages", "dist-packages"} & {*file.parts}:
-        return False
-    return file.is_absolute() and not any(file.is_relative_to(folder) for folder in NOT_THE_USERS)
 
 
 def _place(frame: traceback.FrameSummary) -> str:

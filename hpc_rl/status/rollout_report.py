@@ -40,6 +40,7 @@ class RolloutReport(JsonRecord):
     rejected_in_a_row: int = 0  # since the last group
     last_reason: str = ""  # of the newest rejection
     last_error: str = ""  # newest exception, of a reward, a workflow or a request
+    issued_again: int = 0  # prompts that earlier user code rejected
     oldest_running_s: float | None = None  # age of the oldest running prompt; None where none runs
     quiet_s: float | None = None  # since the last group, rejection or exception; None before the first
     servers: int | None = None  # live generation servers
@@ -100,6 +101,9 @@ def problems(report: RolloutReport, live: bool) -> list[str]:
     if report.rejected:
         by_count = sorted(report.rejected.items(), key=lambda pair: -pair[1])
         lines.append("rejected so far: " + ", ".join(f"{reason} {count}" for reason, count in by_count))
+    if report.issued_again:
+        what = "prompts that the earlier reward or workflow rejected are generated again"
+        lines.append(f"{report.issued_again} {what}")
     if report.rejected_in_a_row >= MIN_REJECTED_IN_A_ROW:
         reason = report.last_reason or "no reason recorded"
         lines.append(f"the last {report.rejected_in_a_row} prompts were rejected: {reason}")

@@ -6,6 +6,7 @@ the start.
 
 import contextlib
 import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,20 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Situation, decide
 from hpc_rl.checkpoint.start_facts import gather, read_limit, seals_of
 from hpc_rl.config.loading.stored import from_dict, without_secrets
-from hpc_rl.config.sections.experiment import LENGTH_OPTIONS, Config, GRPOConfig, last_step
+from hpc_rl.config.sections.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, last_step, value_of
 from hpc_rl.config.tables.changes import Change, changes, refuse_unsafe
 from hpc_rl.datasets.rows import check_same_rows, fingerprint_in_passing
 from hpc_rl.errors import ConfigError, NothingToResume, TrialBusy
-from hpc_rl.rollout.batch_log.ledger import OF_USER_CODE, LedgerDamaged
+from hpc_rl.rollout.batch_log.judged import Judged, rejected_by_user_code
+from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.batch_log.replay import check_replay, read_state, rows_of
 from hpc_rl.submit import trial_index
+from hpc_rl.submit.user_code import CODE_OF, judged_by
 from hpc_rl.trial import Trial, account, entries, read_object
 
 PLACEHOLDER_ATTEMPT = "next.0"  # an attempt id that no scheduler gives
 MAX_LOG_BYTES = 64 << 20  # up to which a command reads a batch log before it submits a start that replays it
+LEARNING_RATE = "actor.optimizer.lr"
 LOCATION_OPTIONS = ("cluster.fileroot", "experiment_name", "trial_name")
 
 
@@ -37,6 +41,21 @@ class Recovery:
     parent: str | None = None  # job id of the submission that this one continues
 
 
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """What a first start trains on, and what becomes of what there is."""
+
+    step: int  # that it starts from
+    new_batches: bool
+    set_aside: tuple[int, ...]  # batches by step; their prompts are issued again
+    replayed: tuple[int, ...]  # batches by step that are trained on as they are
+    of_another_policy: bool  # a policy or options that are given up made those
+    learning_rate: float | None  # None where the engine has none
+    learning_rate_before: float | None
+    rejected: int | None  # prompts that user code rejected; None where that takes long to read
+    rejected_again: bool  # they are issued again
+
+
 class FirstStart:
     """What the first start of a submission would find and do, as the files of the trial are now."""
 
@@ -45,6 +64,7 @@ class FirstStart:
         self.mode = "resume" if recovery else config.recover.mode
         self.changes: list[Change] = []  # by find_changes
         self._replay = recovery is not None and recovery.replay
+        self.judged = Judged(trial.rollout, judged_by(config, [os.getcwd(), *sys.path]))
         wanted = recovery.from_step if recovery else None
         self.situation = Situation(
             config.recover.mode, self.mode, retries=config.recover.retries, wanted=wanted
@@ -91,11 +111,44 @@ class FirstStart:
             return False
         return self.situation.wanted is not None or any(change.new_batches for change in self.changes)
 
-    def batches_set_aside(self) -> list[int]:
-        """Return the steps of the batches that are cut and that this start sets aside, ascending."""
-        if not self.new_batches:
-            return []
-        return sorted(one for one in seals_of(self.trial) if one > (self.step or 0))
+    def continuation(self, is_dropped: bool = False) -> Continuation:
+        """Return what this start trains on, as far as the batch log has it, which may be dropped before."""
+        cut = tuple(sorted(one for one in seals_of(self.trial) if one > (self.step or 0)))
+        new, rate = self.new_batches, value_of(self.config, LEARNING_RATE)
+        before = next((change.old for change in self.changes if change.name == LEARNING_RATE), rate)
+        given_up = self.situation.wanted is not None or any(change.new_batches for change in self.changes)
+        return Continuation(
+            step=self.step or 0,
+            new_batches=new,
+            set_aside=cut if new else (),
+            replayed=() if new else cut,
+            of_another_policy=given_up,
+            learning_rate=None if rate is ABSENT else rate,
+            learning_rate_before=None if before is ABSENT else before,
+            rejected=self.rejected(),
+            rejected_again=self.judges_anew or is_dropped,
+        )
+
+    @property
+    def judges_anew(self) -> bool:
+        """Whether prompts that user code rejected are issued again: that code or its options have changed.
+
+        Where nothing came of the trial they are, too, unless it is known that these are the same.
+        """
+        return bool(self.judged.changed) or not (self.judged.before or has_progress(self.trial))
+
+    def rejected(self) -> int | None:
+        """Return how many prompts user code rejected; None where the batch log is too large to read now.
+
+        Not those that are issued again with the batches of their time.
+        """
+        if not isinstance(self.config, GRPOConfig):
+            return 0
+        until = self.step or 0 if self.new_batches and not self.judges_anew else None
+        with contextlib.suppress(OSError, LedgerDamaged):
+            if _is_small_log(self.trial):
+                return rejected_by_user_code(read_state(self.trial.rollout), until)
+        return None
 
     def find_changes(self) -> None:
         """Find what differs from the configuration behind the trial's state, if it has any.
@@ -116,6 +169,7 @@ class FirstStart:
                         self._allow_move(change)
                         for change in changes(without_secrets(from_dict(data)), without_secrets(self.config))
                     ]
+                    self.changes += self._code_changes()
                 except ConfigError as error:
                     raise ConfigError(
                         f"{path}, from which trial {trial} would resume, is of another version: {error}"
@@ -126,6 +180,15 @@ class FirstStart:
             f"the state of trial {trial} is compatible with these options. Put the file back, or give "
             "another trial_name."
         )
+
+    def _code_changes(self) -> list[Change]:
+        """Return what differs of the user's code since the rollout role last ran, as checksums."""
+        found = []
+        for name in self.judged.changed:
+            if name.startswith(CODE_OF):
+                old, new = (f"sha256 {side[name][:12]}" for side in (self.judged.before, self.judged.now))
+                found.append(Change(name, old, new, safe=True, new_batches=True))
+        return found
 
     def _allow_move(self, change: Change) -> Change:
         """Return the change as safe where a path differs only because the same thing was moved."""
@@ -170,10 +233,8 @@ class FirstStart:
         trial = self.trial
         if not _has_batches(trial):
             return
-        files = [entry for entry in entries(trial.rollout) if entry.is_file(follow_symlinks=False)]
-        size = sum(entry.stat().st_size for entry in files)
         try:
-            if size <= MAX_LOG_BYTES:
+            if _is_small_log(trial):
                 check_replay(trial.rollout, self.step or 0)
         except LedgerDamaged as error:
             origin = f"checkpoint {self.step}" if self.step else "the start"
@@ -228,12 +289,18 @@ def _has_batches(trial: Trial) -> bool:
     return trial.trimmed.exists() or any(trial.batches.glob("*.seal"))
 
 
-def stale_leftovers(trial: Trial, config: Config) -> list[Path]:
+def _is_small_log(trial: Trial) -> bool:
+    """Return whether a command may read the batch log, or what there is of one."""
+    files = [entry for entry in entries(trial.rollout) if entry.is_file(follow_symlinks=False)]
+    return sum(entry.stat().st_size for entry in files) <= MAX_LOG_BYTES
+
+
+def stale_leftovers(trial: Trial, config: Config, start: FirstStart) -> list[Path]:
     """Return files of earlier starts that no start may use, because other options or rows made them.
 
     Only of a trial without checkpoints and batches: groups and rejections that are in no batch, and the
     pointer to the weights that servers begin with.
-    Where user code rejected a prompt they are stale as well: it may be other code now.
+    Where user code rejected a prompt they are stale as well, unless it is known to be the same code.
     """
     if has_progress(trial):
         return []
@@ -245,14 +312,7 @@ def stale_leftovers(trial: Trial, config: Config) -> list[Path]:
         fit = [
             change.safe and (not change.new_batches or change.name.startswith("actor.")) for change in found
         ]
-        if data and all(fit) and not _was_rejected_by_user_code(trial):
+        if data and all(fit) and not (start.rejected() and start.judges_anew):
             return []
     left = (*trial.rollout.glob("segment-*.ledger"), trial.current_weights)
     return [path for path in left if path.exists()]
-
-
-def _was_rejected_by_user_code(trial: Trial) -> bool:
-    paths = list(trial.rollout.glob("segment-*.ledger"))
-    if sum(path.stat().st_size for path in paths) > MAX_LOG_BYTES:
-        return False
-    return any(record.reason in OF_USER_CODE for record in read_state(trial.rollout).rejected.values())

@@ -51,7 +51,7 @@ from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.status.scheduler_view import scheduler_of
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.submit import trial_index
-from hpc_rl.submit.first_start import FirstStart, Recovery, stale_leftovers
+from hpc_rl.submit.first_start import Continuation, FirstStart, Recovery, stale_leftovers
 from hpc_rl.submit.lock import TrialLock
 from hpc_rl.submit.user_code import checkout_of, user_code
 from hpc_rl.supervise import bad_nodes
@@ -72,7 +72,7 @@ class Submission:
     start: FirstStart
     dropped: tuple[Path, ...]  # removed leftovers of earlier starts under other options
     allocation_was: str  # of the plan before, where there was one
-    batches_set_aside: tuple[int, ...]  # their prompts are issued again
+    continuation: Continuation  # before the job has started
     job_id: str = ""
     server_job_id: str = ""  # of layout jobs
 
@@ -220,7 +220,8 @@ def _prepare(
 ) -> Submission:
     """Write everything that the job reads, and remove what no start may use."""
     trial, config = lock.trial, without_secrets(loaded.config)
-    dropped, set_aside = stale_leftovers(trial, config), start.batches_set_aside()
+    dropped = stale_leftovers(trial, config, start)
+    continuation = start.continuation(is_dropped=bool(dropped))
     allocation_was = str(read_object(trial.plan_json).get("allocation") or "")
     zip_name, zip_bytes = code_zip.build()
     bad = tuple(bad_nodes.current(trial, time.time()) if avoid is None else avoid)
@@ -265,7 +266,7 @@ def _prepare(
         lock.remove(path)
     script = trial.scripts / script_name(scheduler)
     return Submission(
-        trial, script, scheduler, stamp.tag, start, tuple(dropped), allocation_was, tuple(set_aside)
+        trial, script, scheduler, stamp.tag, start, tuple(dropped), allocation_was, continuation
     )
 
 

@@ -3,6 +3,7 @@
 Files are found as Python would find them in the working directory.
 """
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -11,16 +12,18 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.loading.stored import open_variables, secret_variables, to_dict, without_secrets
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
-from hpc_rl.config.snapshot import snapshot_files
+from hpc_rl.config.snapshot import is_users, snapshot_files
+from hpc_rl.config.tables.changes import JUDGES, measured_by
 from hpc_rl.errors import ConfigError
 
+CODE_OF = "code of "
 START_S = 60.0  # for the imports of the user's modules
 
 
@@ -29,29 +32,72 @@ def user_code(
 ) -> dict[str, dict[str, Any]]:
     """Return {option: {"file", "sha256", "git"}} of the options that name code of the user's.
 
-    A file that is not found here, or can't be read, is left out: the nodes may have it.
+    The checksum is that of the file or, where it imports other code of the user's, of all these files. A file
+    that is not found here, or can't be read, is left out: the nodes may have it.
     """
-    if not isinstance(config, GRPOConfig):
-        return {}
     found, git_state = {}, functools.cache(git_state)  # a checkout is asked once
-    rewards = config.rollout.reward_functions
-    named = {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
-    for name, path in (named | {"rollout.workflow": config.rollout.workflow}).items():
-        module, colon, _ = path.partition(":")
-        file = source_file(module, [str(workdir), *sys.path]) if colon else None
-        try:
-            data = file.read_bytes() if file is not None else None
-        except OSError:
-            data = None
-        if file is not None and data is not None:
-            digest = hashlib.sha256(data).hexdigest()
-            found[name] = {"file": str(file), "sha256": digest, "git": git_state(checkout_of(file.parent))}
+    for name, (file, digest) in _code(config, [str(workdir), *sys.path]).items():
+        found[name] = {"file": str(file), "sha256": digest, "git": git_state(checkout_of(file.parent))}
     return found
 
 
 def checkout_of(folder: Path) -> Path:
     """Return the root of the git checkout that a folder is in, or the folder where it is in none."""
     return next((one for one in (folder, *folder.parents) if (one / ".git").exists()), folder)
+
+
+def judged_by(config: Config, path: Sequence[str]) -> dict[str, str]:
+    """Return what decides which prompts are rejected, with digests: options, and `code of OPTION`.
+
+    `path` is where Python finds modules.
+    """
+    code = {f"{CODE_OF}{name}": digest for name, (_, digest) in _code(config, path).items()}
+    return measured_by(config, JUDGES) | code
+
+
+def _code(config: Config, path: Sequence[str]) -> dict[str, tuple[Path, str]]:
+    """Return the file and the checksum of the user's code, by the option that names it."""
+    if not isinstance(config, GRPOConfig):
+        return {}
+    rewards, found = config.rollout.reward_functions, {}
+    named = {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
+    for name, where in (named | {"rollout.workflow": config.rollout.workflow}).items():
+        module, colon, _ = where.partition(":")
+        file = source_file(module, path) if colon else None
+        digests = [hashlib.sha256(data).hexdigest() for data in _own_files(file, path).values()]
+        if file is not None and digests:
+            both = hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
+            found[name] = (file, both if digests[1:] else digests[0])
+    return found
+
+
+def _own_files(file: Path | None, path: Sequence[str]) -> dict[Path, bytes]:
+    """Return the content of a file and of the user's code that it imports, as far as it can be read."""
+    found: dict[Path, bytes] = {}
+    waiting = [file] if file is not None else []
+    while waiting:
+        one = waiting.pop()
+        try:
+            data = one.read_bytes()
+        except OSError:
+            continue
+        found[one] = data
+        with contextlib.suppress(SyntaxError, ValueError):
+            sources = (source_file(name, places) for name, places in _imports(ast.parse(data), one, path))
+            waiting += {one for one in sources if one and one not in found and is_users(one)}
+    return found
+
+
+def _imports(tree: ast.AST, file: Path, path: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the modules that code may import, each with the directories in which it is found."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, path) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            places = [str(file.parents[node.level - 1])] if node.level else path
+            modules = [node.module] if node.module else []
+            yield from ((name, places) for name in modules)
+            yield from ((".".join([*modules, alias.name]), places) for alias in node.names)
 
 
 def source_file(module: str, path: Sequence[str]) -> Path | None:

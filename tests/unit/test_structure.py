@@ -30,6 +30,8 @@ SMALL = {
     "cli/remove.py": "a command of its own",
     "cli/render.py": "a command of its own",
     "cli/fork.py": "a command of its own",
+    "cli/continuation.py": "what three commands say of one thing",
+    "rollout/batch_log/judged.py": "a theory of its own",
     "rollout/rewards/algebra.py": "imports math-verify, which no other process needs",
     "submit/user_code.py": "imported by submit and by config diff",
     "config/environment_file.py": "imported by the role and by hpc-rl env",

@@ -95,6 +95,19 @@ MEASURES = (
     "pools",
     "teacher",
 )
+# Options and whole sections that decide, beside the user's code, which prompts are rejected.
+JUDGES = (
+    "gconfig",
+    "rollout.reward_fn",
+    "rollout.reward_weights",
+    "rollout.reward_timeout_s",
+    "rollout.judge",
+    "rollout.workflow",
+    "rollout.workflow_args",
+    "rollout.check_trajectory_format",
+    "pools",
+    "teacher",
+)
 REMARKS = {  # what a safe change does not do
     "actor.ppo_n_minibatches": "the learning-rate schedule continues at the same share of the training",
     "eval_gconfig": "held-out rewards before and after are not comparable",
@@ -127,11 +140,14 @@ def changes(old: Config, new: Config) -> list[Change]:
     return found
 
 
-def measured_by(config: Config) -> dict[str, str]:
-    """Return what the numbers of an evaluation depend on: options by their names, of each value a digest."""
+def measured_by(config: Config, names: Sequence[str] = MEASURES) -> dict[str, str]:
+    """Return what the numbers of an evaluation depend on: options by their names, of each value a digest.
+
+    With other `names`, of options and sections, it is those.
+    """
     return {
         option: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
-        for name in MEASURES
+        for name in names
         for option, value in _single(value_of(config, name), name)
         if _generic(option) not in REPLAYS
     }

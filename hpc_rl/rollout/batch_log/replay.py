@@ -6,7 +6,7 @@ for every reader.
 """
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,8 @@ class LogState:
     seals: dict[int, Seal] = field(default_factory=dict)
     ready: dict[int, ReadyGroup] = field(default_factory=dict)  # in no batch yet, by arrival
     resolved: IndexSet = field(default_factory=IndexSet)  # in a batch, or rejected
-    rejected: dict[int, RejectRecord] = field(default_factory=dict)  # since the last trim
+    # since the last trim; those of user code for ever
+    rejected: dict[int, RejectRecord] = field(default_factory=dict)
     rejections: Counter[str] = field(default_factory=Counter)  # by reason, trimmed ones included
     staleness: Counter[int] = field(default_factory=Counter)
     consumed: int = 0  # groups in batches, trimmed ones included
@@ -179,14 +180,18 @@ class LogState:
         self.rejections[record.reason] += 1
 
     def trim(self, step: int) -> None:
-        """Forget batches up to `step`, and who was rejected."""
+        """Forget batches up to `step`, and which prompts were rejected before, but those of user code."""
         self.seals = {number: seal for number, seal in self.seals.items() if number > step}
         self.trimmed = max(self.trimmed, step)
-        self.rejected.clear()
+        self.rejected = {record.index: record for record in self._remembered(step)}
         kept = {index for seal in self.seals.values() for index in seal.places}
         kept |= self.ready.keys() | self.parts.keys()
         self.outside = {index: record for index, record in self.outside.items() if index in kept}
         self.keys = {record.key for record in self.outside.values()}
+
+    def _remembered(self, step: int) -> list[RejectRecord]:
+        """Return the rejections that a trim of batches up to `step` leaves."""
+        return [one for one in self.rejected.values() if one.reason in OF_USER_CODE or one.version >= step]
 
     def base(self, step: int) -> dict[str, Any]:
         """Return the content of the base record that stands for all batches up to `step`, and rejections."""
@@ -199,6 +204,7 @@ class LogState:
             "consumed": self.consumed - sum(len(seal.places) for seal in later),
             "lineage": self.lineage,
             "rejections": dict(self.rejections),
+            "rejected": [astuple(record) for record in self._remembered(step)],
             "staleness": dict(+ages),
             "floor": self.resolved.floor,
             "above": sorted(self.resolved.above),
@@ -215,6 +221,7 @@ class LogState:
         self.consumed = content["consumed"]
         self.lineage = max(self.lineage, content["lineage"])
         self.rejections = Counter(content["rejections"])
+        self.rejected = {one[0]: RejectRecord(*one) for one in content.get("rejected", [])}
         self.staleness = Counter(content["staleness"])
         self.resolved.raise_floor(content["floor"])
         for index in content["above"]:
@@ -301,17 +308,18 @@ def replay(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) ->
     return state
 
 
-def base_of_new_batches(state: LogState, new: NewBatches) -> dict[str, Any]:
+def base_of_new_batches(state: LogState, new: NewBatches, judged_anew: bool = False) -> dict[str, Any]:
     """Return the content of the base record with which `new` begins: what of `state` still counts.
 
     Open again are the prompts of batches that are given up, those that were rejected after the step that the
-    lineage starts from, and those that were rejected for what user code did, which may be other code now.
+    lineage starts from and, with `judged_anew`, those that user code rejected, which is other code now.
     Groups from outside that are given up are gone: their environments make new ones.
     """
     again = {
         index: record
         for index, record in state.rejected.items()
-        if index < FIRST_OUTSIDE and (record.version >= new.after or record.reason in OF_USER_CODE)
+        if index < FIRST_OUTSIDE
+        and (record.version >= new.after or (judged_anew and record.reason in OF_USER_CODE))
     }
     given_up = (seal for step, seal in state.seals.items() if step > new.after)
     lost = {index for seal in given_up for index in seal.places if index < FIRST_OUTSIDE} | again.keys()
@@ -321,6 +329,7 @@ def base_of_new_batches(state: LogState, new: NewBatches) -> dict[str, Any]:
         **base,
         "outside": {**base["outside"], "floor": state.next_outside, "above": []},
         "rejections": dict(state.rejections - Counter(record.reason for record in again.values())),
+        "rejected": [astuple(one) for index, one in state.rejected.items() if index not in again],
         "floor": floor,
         "above": [i for i in range(floor, state.resolved.end) if i in state.resolved and i not in lost],
         "renewal": asdict(new),

@@ -209,7 +209,7 @@ def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler,
     capsys.readouterr()
     assert submitted(config, "seed=7", "actor.eps_clip=0.3") == 0
     assert (
-        "dropped    segment-0000.ledger, current.json: of other options or rows, in no batch"
+        "dropped    segment-0000.ledger, current.json: of other options, rows or code, in no batch"
         in capsys.readouterr().out
     )
     assert not ledger.exists() and not stopped.current_weights.exists()
@@ -227,7 +227,10 @@ def test_what_never_trained_can_be_rendered_with_other_options(stopped, config, 
     ledger = stopped.rollout / "segment-0000.ledger"
     ledger.write_bytes(b"groups of the old seed")
     assert main(["render", "--config", str(config), "seed=7"]) == 0
-    assert "dropped    segment-0000.ledger: of other options or rows, in no batch" in capsys.readouterr().out
+    assert (
+        "dropped    segment-0000.ledger: of other options, rows or code, in no batch"
+        in capsys.readouterr().out
+    )
     assert not ledger.exists()
 
 
@@ -239,7 +242,10 @@ def test_what_never_trained_can_be_submitted_with_corrected_rows(stopped, config
     write_json(stopped.rollout / "data.json", load_rows(rows).fingerprint)
     rows.write_text(rows.read_text().replace("1+1", "2+1"))
     assert submitted(config) == 0
-    assert "dropped    segment-0000.ledger: of other options or rows, in no batch" in capsys.readouterr().out
+    assert (
+        "dropped    segment-0000.ledger: of other options, rows or code, in no batch"
+        in capsys.readouterr().out
+    )
     assert not ledger.exists()
 
 
@@ -328,10 +334,14 @@ def test_recover_sets_batches_of_an_abandoned_policy_aside(
     sentence = (
         f"batches {first} to 7, made by a policy or under options that this start gives up, are set aside"
     )
-    assert (sentence in capsys.readouterr().out) == renews
+    said = capsys.readouterr().out
+    assert (sentence in said) == renews
+    assert ("are trained on as they are" in said) == ("--replay" in words)
+    assert ("at learning rate 1e-06 (2e-05 before)" in said) == ("actor.optimizer.lr=1e-6" in words)
     assert main(["recover", "small", *words, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
     assert (said["new_batches"], said["set_aside_batches"]) == (renews, expected)
+    assert said["replayed_batches"] == ([] if renews else list(range(first, 8)))
     job = JobRecord.read(stopped.job("job-2"))
     assert job.new_batches == renews
     script = next(stopped.scripts.glob("local.sh")).read_text()

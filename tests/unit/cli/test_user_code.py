@@ -5,6 +5,13 @@ import json
 import pytest
 
 from hpc_rl.cli.__main__ import main
+from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.rollout.batch_log.judged import Judged
+from hpc_rl.rollout.batch_log.ledger import Ledger, RejectReason, RejectRecord
+from hpc_rl.schedulers.base import State
+from hpc_rl.submit import trial_index
+from hpc_rl.submit.user_code import judged_by
+from hpc_rl.trial import read_json
 
 pytestmark = pytest.mark.usefixtures("state_home", "scheduler")
 
@@ -117,3 +124,39 @@ def test_another_environment_is_not_tried(config, capsys):
     out, err = capsys.readouterr()
     assert code == 0, err
     assert "not tried here: the job has an environment of its own" in out
+
+
+def test_prompts_that_user_code_rejected_are_issued_again_when_it_has_changed(
+    config, scheduler, capsys, make_generation
+):
+    """The change is in a module that the reward imports; the files of other packages do not count."""
+    helper = config.parent / "helping.py"
+    helper.write_text("def value(): return 0.5\n")
+    (config.parent / "scoring.py").write_text(
+        "import json\nfrom helping import value\ndef score(prompt, completion, **columns):\n    return value()\n"
+    )
+    assert main(["submit", "--config", str(config), "rollout.reward_fn=scoring:score"]) == 0
+    scheduler.answers["job-1"] = State.CANCELLED
+    trial = trial_index.resolve("small")
+    make_generation(trial, 5)
+    ledger = Ledger(trial.rollout)
+    for index in range(3):
+        ledger.append_reject(RejectRecord(index, 1, RejectReason.REWARD_EXCEPTION))
+    ledger.append_reject(RejectRecord(3, 1, RejectReason.TOO_LONG))
+    ledger.close()
+    of_the_job = from_dict(read_json(trial.config_json))
+    Judged(trial.rollout, judged_by(of_the_job, [str(config.parent)])).write()
+    capsys.readouterr()
+    assert main(["recover", "small", "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert (
+        "3 prompts that the reward or the workflow rejected stay rejected" in said and "changed" not in said
+    )
+    helper.write_text("def value(): return 1.0\n")
+    assert main(["recover", "small", "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert "changed    code of rollout.reward_fn: " in said and "finished groups, made by" in said
+    assert "3 prompts that the earlier reward or workflow rejected are generated again" in said
+    assert main(["recover", "small", "--replay", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [found[name] for name in ("rejected_prompts", "rejected_again", "new_batches")] == [3, True, False]

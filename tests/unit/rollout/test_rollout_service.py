@@ -21,9 +21,10 @@ from hpc_rl.datasets.encode import Prompt
 from hpc_rl.datasets.rows import Rows
 from hpc_rl.errors import ConfigError, Stale, UserCodeFailed
 from hpc_rl.records import LineageRecord
+from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, segments
 from hpc_rl.rollout.batch_log.replay import read_state
-from hpc_rl.rollout.report import counters
+from hpc_rl.rollout.report import counters, progress
 from hpc_rl.rollout.routes import application, routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import Refused, RolloutService
@@ -639,23 +640,51 @@ async def test_a_lineage_with_new_batches_issues_later_prompts_again(tmp_path, o
     await last.close()
 
 
-async def test_prompts_that_user_code_rejected_are_issued_again_with_new_batches(tmp_path):
+@pytest.mark.parametrize("is_new", [True, False])
+@pytest.mark.parametrize("trimmed", [0, 2])
+@pytest.mark.parametrize("goes_back", [True, False])
+async def test_prompts_that_user_code_rejected_are_issued_again_once_it_has_changed(
+    tmp_path, caplog, goes_back, trimmed, is_new
+):
+    caplog.set_level("INFO")
     broken = {1: "reward_exception", 3: "too_long", 4: "bad_group", 9: "too_long"}
 
     def fate(frame):
         reason = broken.get(frame["index"])
         return {"op": "rejected", "reason": reason} if reason else "group"
 
+    def started(code: str) -> RolloutService:
+        service = make(tmp_path, fate, order="in_order", eta=0, lineages=lambda: (known[-1].lineage, known))
+        service.judged = Judged(tmp_path, {"code of rollout.reward_fn": code, "gconfig.n_samples": "4"})
+        return service
+
     known = [record(0)]
-    one = make(tmp_path, fate, order="in_order", eta=0, lineages=lambda: (known[-1].lineage, known))
+    one = started("old")
     assert [indexes(await one.batch(step, 0, 5)) for step in (1, 2, 3)] == [[0, 2], [5, 6], [7, 8]]
     await one.batch(4, 0, 5)
-    broken.clear()
-    known.append(record(1, 2, new_batches=True))
-    assert [indexes(await one.batch(step, 1, 5)) for step in (3, 4, 5)] == [[1, 4], [7, 8], [9, 10]]
+    await one.retain(trimmed)
     await one.close()
+    broken.clear()
+    known.append(record(1, 2, new_batches=goes_back))
+    two = started("new" if is_new else "old")
+    # prompt 9 was rejected after step 2, prompt 3 is as long as it was
+    expected = [7, 8, 9, 10, 11, 12] if goes_back else [7, 8, 10, 11, 12, 13]
+    if is_new:
+        expected = [1, 4, 7, 8, 9, 10] if goes_back else [7, 8, 10, 11, 1, 4]
+    assert indexes(*[await two.batch(step, 1, 5) for step in (3, 4, 5)]) == expected
+    assert progress(two)["issued_again"] == (2 if is_new else 0)
+    assert (
+        "2 prompts that the earlier reward or workflow rejected are issued again" in caplog.text
+    ) == is_new
+    await two.close()
     state = read_state(tmp_path)
-    assert state.rejections == {"too_long": 1} and state.consumed == 10
+    of_user_code = {} if is_new else {"reward_exception": 1, "bad_group": 1}
+    assert state.rejections == {"too_long": 1 if goes_back else 2, **of_user_code}
+    # a crash changes nothing of it
+    known.append(record(2, 4))
+    three = started("new" if is_new else "old")
+    assert indexes(await three.batch(5, 2, 5)) == expected[4:] and three.issued_again == 0
+    await three.close()
 
 
 @pytest.mark.parametrize("killed_in", ["append_base", "commit", "set_aside", "replace", "restore"])
