@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from typing import cast
 
 from hpc_rl import log
 from hpc_rl.app.role import arguments
@@ -71,16 +72,14 @@ async def open_worker(
     workflow = load_workflow(config)
     own = await open_servers(stack, trial, config, trained_pool(config), data_token)
     others: dict[str, ChatPool] = {}
-    scorers: dict[str, ServerPool] = {}
     for name, pool in config.pools.items():
-        if name in reward_models(config):
-            scorers[name] = await open_servers(stack, trial, config, name, data_token)
-        elif pool.url:
+        if pool.url:
             others[name] = await stack.enter_async_context(endpoint(config, name, pool, keys[name], write))
         else:
             others[name] = await open_servers(stack, trial, config, name, data_token)
-    rewards = await open_rewards(config, others, scorers, own.tokenizer)
-    return Worker(config, own, others, workflow, rewards, write)
+    rewards = await open_rewards(config, others, own.tokenizer)
+    answering = {name: pool for name, pool in others.items() if name not in reward_models(config)}
+    return Worker(config, own, answering, workflow, rewards, write)
 
 
 async def open_servers(
@@ -125,19 +124,11 @@ def endpoint(
 
 
 async def open_rewards(
-    config: GRPOConfig,
-    pools: Mapping[str, ChatPool],
-    scorers: Mapping[str, ServerPool],
-    tokenizer: Tokenizer,
+    config: GRPOConfig, pools: Mapping[str, ChatPool], tokenizer: Tokenizer
 ) -> BatchReward:
     """Return `rollout.reward_fn`, weighted by `rollout.reward_weights`."""
     rollout = config.rollout
-    opened = {
-        name: scored_by(scorers[name])
-        if name in scorers
-        else await _open_reward(name, config, pools, tokenizer)
-        for name in rollout.reward_functions
-    }
+    opened = {name: await _open_reward(name, config, pools, tokenizer) for name in rollout.reward_functions}
     weights = rollout.reward_weights or [1.0] * len(opened)
     if list(weights) == [1.0]:
         return next(iter(opened.values()))
@@ -149,8 +140,10 @@ async def open_rewards(
 async def _open_reward(
     name: str, config: GRPOConfig, pools: Mapping[str, ChatPool], tokenizer: Tokenizer
 ) -> BatchReward:
-    """Return one function: built-in, a judge in one of the pools, or the user's."""
+    """Return one function: a reward model or a judge in one of the pools, built-in, or the user's."""
     rollout = config.rollout
+    if name in reward_models(config):
+        return scored_by(cast(ServerPool, pools[name]))
     if name == "length":
         return each(length(tokenizer.encode, config.gconfig.max_new_tokens))
     if name in BUILTINS:

@@ -99,6 +99,7 @@ def _too_large(view: GRPOConfig, servers: Servers, shape: ModelShape, gpu_gb: in
 def _in_process(view: GRPOConfig, servers: Servers, shape: ModelShape) -> ServerMemory:
     """Return a server on CPUs: its memory is that of the process."""
     weight_bytes, token_bytes = _weights(getattr(view, servers.backend), servers, shape, 1)
+    keeps_cache = SERVER_BACKENDS[servers.backend].is_process or not view.actor.is_critic
     given = view.launcher.inference_server_mem_per_gpu * servers.units_per_replica * MB
     needed = PROCESS_BYTES[False] + weight_bytes
     return ServerMemory(
@@ -106,6 +107,6 @@ def _in_process(view: GRPOConfig, servers: Servers, shape: ModelShape) -> Server
         backend=servers.backend,
         units=servers.units_per_replica,
         weight_bytes=weight_bytes,
-        token_bytes=token_bytes,
-        cache_bytes=max(0.0, given - needed),
+        token_bytes=token_bytes if keeps_cache else 0.0,
+        cache_bytes=max(0.0, given - needed) if keeps_cache else None,
     )

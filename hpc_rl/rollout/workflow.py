@@ -136,7 +136,7 @@ class Sampler:
             return self._pool
         if pool not in self._others:
             known = ", ".join([self._pool.name, *self._others])
-            raise ConfigError(f"there is no pool {pool!r}; there are: {known}.")
+            raise ConfigError(f"there is no pool {pool!r} that answers; there are: {known}.")
         return self._others[pool]
 
     def _least(self, pool: ServerPool) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -66,6 +67,7 @@ class Router:
     _servers: dict[str, Server] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _last_turn: int = 0  # of round_robin
+    _said: float = -math.inf  # when it was logged that there is no server
 
     async def __aenter__(self) -> Router:
         self._session = open_session()
@@ -127,8 +129,8 @@ class Router:
         server.suspect = True
 
     async def _pick(self, requests: Sequence[GenerateRequest]) -> Server:
-        deadline = time.monotonic() + self.setup_timeout_s
-        said = time.monotonic() + 5.0
+        begun = time.monotonic()
+        deadline = begun + self.setup_timeout_s
         while True:
             live = [s for s in self._servers.values() if s.state in keys.ROUTABLE and not s.suspect]
             if live:
@@ -139,9 +141,9 @@ class Router:
                 raise RoleFailed(
                     f"pool {self.pool}: no server within {self.setup_timeout_s:.0f} s: {self._known()}"
                 )
-            if now > said:
+            if now > max(begun + 5.0, self._said + 30.0):  # of all that wait
                 logger.info("pool %s: waiting for a server that serves: %s", self.pool, self._known())
-                said = now + 30.0
+                self._said = now
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(1.0):

@@ -147,7 +147,9 @@ def _server_lines(server: ServerMemory, plan: Plan) -> Iterator[str]:
     if server.cache_bytes is not None:
         left = f"{in_gb(max(0.0, server.cache_bytes))} left for {_count(server.cached_tokens or 0)} tokens"
         text += f", {left}"
-    yield _row("servers", f"{text}, {server.token_bytes / KB:.0f} KB of keys and values each")
+    if server.token_bytes:
+        text += f", {server.token_bytes / KB:.0f} KB of keys and values each"
+    yield _row("servers", text)
 
 
 def _disk_lines(disk: DiskUse) -> Iterator[str]:

@@ -252,6 +252,15 @@ def test_rl_has_servers_a_reference_and_a_batch_log():
     assert "reference model" not in grpo(QWEN3_8B, *idle).trainer.standing
 
 
+def test_a_reward_model_has_a_number_as_its_head_and_embedded_keeps_no_cache():
+    liked = ["pools.liked.path=/m", "rollout.reward_fn=liked"]
+    allocation = "allocation_mode=sglang:d4+sglang[liked]:d4+fsdp:d8"
+    policy, scorer = grpo(QWEN3_8B, "cluster.n_nodes=2", allocation, *liked).servers
+    assert policy.weight_bytes - scorer.weight_bytes == 2 * 151936 * 4096
+    here = ["cluster.n_gpus_per_node=0", "allocation_mode=embedded:d1+embedded[liked]:d1+fsdp:d1"]
+    assert [one.cached_tokens is None for one in grpo(QWEN3_8B, *here, *liked).servers] == [False, True]
+
+
 def test_a_server_that_can_not_hold_the_weights_is_refused_with_more_gpus():
     options = ["cluster.n_nodes=8", "cluster.gpu_mem_gb=80", "actor.fsdp.offload_params=true"]
     problems = grpo(LLAMA3_70B, *options, "actor.mb_spec.max_tokens_per_mb=8192").problems

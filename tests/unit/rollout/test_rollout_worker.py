@@ -296,7 +296,7 @@ async def test_the_trained_pool_can_be_asked_by_its_name_and_makes_new_enough_we
 
 async def test_a_pool_that_is_not_there_or_takes_no_tokens_is_named(caplog):
     (outcome,) = await asking(lambda generate: generate.ask([], "studnet"))
-    assert "there is no pool 'studnet'; there are: rollout, student, judge." in outcome["error"]
+    assert "there is no pool 'studnet' that answers; there are: rollout, student, judge." in outcome["error"]
     (outcome,) = await asking(lambda generate: generate([5], pool="judge"))
     assert "pool 'judge' is an endpoint elsewhere" in outcome["error"]
     (outcome,) = await asking(lambda generate: generate.ask([{"content": "a" * 10}], "student"))
