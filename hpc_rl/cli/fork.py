@@ -3,7 +3,7 @@
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.cli import recover, submit
-from hpc_rl.cli.options import CommandParser, Namespace
+from hpc_rl.cli.options import CommandParser, Namespace, print_result
 from hpc_rl.config.sections.experiment import Config, last_step
 from hpc_rl.datasets.rows import fingerprint_in_passing
 from hpc_rl.errors import ConfigError, NothingToResume
@@ -29,6 +29,7 @@ def parser() -> CommandParser:
     made.add_argument(
         "--from", dest="from_step", type=recover.checkpoint_step, metavar="STEP", help=checkpoint
     )
+    made.add_flag("--dry_run", help="show what differs, the plan and what it needs; write and submit nothing")
     submit.add_outcome(made)
     made.add_overrides()
     return made
@@ -43,14 +44,19 @@ def run(args: Namespace) -> int:
     trial = submission.trial_of(loaded.config)
     command = ["hpc-rl", *args.argv]
     with new_trial(trial):
-        planned = submit.compared(submit.plan_of(loaded), trial, args.no_check)
+        planned = submit.compared(submit.plan_of(loaded, count_rows=args.dry_run), trial, args.no_check)
         config = planned.loaded.config
         differing = [one for one in changes_of_fork(parent, found, config) if one.name not in NAMES]
         _check_end(found.step, config)
+        lines = [f"fork       of {parent} at checkpoint {found.step}", *submit.changed_lines(differing)]
+        if args.dry_run:
+            lines += [*submit.dry_lines(planned), submit.NOTHING_WRITTEN]
+            changed = {"changes": [submit.change_json(change) for change in differing]}
+            print_result(args.json, submit.dry_json(planned) | {"checkpoint": found.step} | changed, lines)
+            return 0
         submission.render_to(planned.loaded, planned.plan, command=command)
         give_checkpoint(parent, found, trial, command)
     if not (args.json or args.parsable):
-        lines = [f"fork       of {parent} at checkpoint {found.step}", *submit.changed_lines(differing)]
         print("\n".join(lines))
     return submit.submitted(planned, args, trial, Recovery())
 

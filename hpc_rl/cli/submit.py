@@ -92,6 +92,7 @@ def parser() -> CommandParser:
     return made
 
 
+NOTHING_WRITTEN = "nothing was written or submitted"
 EPILOG = """examples:
   hpc-rl submit grpo.yaml --dry_run
   hpc-rl submit grpo.yaml -N 4 -p gpu -t 24:00:00 actor.optimizer.lr=1e-6
@@ -342,12 +343,12 @@ def _dry_run(given: Loaded, json: bool) -> int:
     start = submission.check_submittable(trial, planned.loaded, plan, where)
     checks = checked_scripts(planned, trial)
     if json:
-        print_json(_dry_json(planned) | {"checks": list(map(vars, checks))})
+        print_json(dry_json(planned) | {"checks": list(map(vars, checks))})
         return exit_code_of(checks)
     words = [
-        *_dry_lines(planned, changed_lines(start.changes)),
+        *dry_lines(planned, changed_lines(start.changes)),
         *(f"check      {check.line()}" for check in checks if check.state != "refused"),
-        "nothing was written or submitted; `hpc-rl render` writes the scripts",
+        f"{NOTHING_WRITTEN}; `hpc-rl render` writes the scripts",
     ]
     print("\n".join(words), flush=True)
     preflight.raise_for(checks)
@@ -357,13 +358,13 @@ def _dry_run(given: Loaded, json: bool) -> int:
 def _refused(planned: Planned, refusal: ConfigError, json: bool) -> int:
     """Show a plan that files or memory refuse: for an estimate a model's config.json is enough."""
     if json:
-        print_json(_dry_json(planned) | {"refused": str(refusal)})
+        print_json(dry_json(planned) | {"refused": str(refusal)})
         return refusal.exit_code
-    print("\n".join(_dry_lines(planned)), flush=True)
+    print("\n".join(dry_lines(planned)), flush=True)
     raise refusal
 
 
-def _dry_json(planned: Planned) -> dict[str, Any]:
+def dry_json(planned: Planned) -> dict[str, Any]:
     trial = submission.trial_of(planned.loaded.config)
     return {
         "trial": str(trial),
@@ -374,7 +375,7 @@ def _dry_json(planned: Planned) -> dict[str, Any]:
     }
 
 
-def _dry_lines(planned: Planned, changed: Sequence[str] = ()) -> list[str]:
+def dry_lines(planned: Planned, changed: Sequence[str] = ()) -> list[str]:
     """Return the plan and what it needs."""
     trial, plan = submission.trial_of(planned.loaded.config), planned.plan
     config = planned.loaded.config

@@ -37,7 +37,12 @@ def files_of(trial: Trial) -> dict[str, bytes]:
 
 def test_a_fork_starts_from_the_checkpoint_under_its_own_options(trial, scheduler, capsys):
     before = files_of(trial)
-    assert main(["fork", "small", "other", "--from", "3", "seed=7", "actor.optimizer.lr=5e-4"]) == 0
+    command = ["fork", "small", "other", "--from", "3", "seed=7", "actor.optimizer.lr=5e-4"]
+    assert main([*command, "--dry_run"]) == 0
+    told = capsys.readouterr().out
+    assert "at checkpoint 3\nchanged    seed: " in told and "trainer     1 process" in told
+    assert len(scheduler.calls) == 1 and not (trial.dir.parent / "other").exists()
+    assert main(command) == 0
     said = capsys.readouterr().out
     assert "fork       of sums/small at checkpoint 3" in said and "seed: " in said and "checkpoint 3" in said
     fork = trial_index.resolve("other")
