@@ -33,7 +33,7 @@ MAX_NAMED = 3  # past starts in a reason
 class Cause(enum.StrEnum):
     """Why a start ended."""
 
-    STOPPED = "stopped on purpose"
+    STOPPED = "was stopped"
     PREEMPTED = "was stopped by the scheduler"
     WALLTIME = "ran into its time limit"
     NODE = "was killed from outside without a record: node failure, preemption or requeue"

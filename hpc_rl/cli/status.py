@@ -129,7 +129,7 @@ def text(status: TrialStatus, max_attempts: int | None = None, past: tuple[PastS
         earlier = len(status.attempts) - len(shown)
         lines += ["", "attempts", *([f"  and {earlier} earlier: --all shows them"] if earlier else [])]
         lines += [one_line(line) for attempt in shown for line in attempt_lines(attempt, status)]
-    if past:
+    if past and not (status.over and len(past) == 1):  # of one start that ended it the first lines tell all
         lines += ["", *guard_lines(status, past)]
     if status.live is not None:
         names = names_of_replicas(status)
@@ -232,7 +232,7 @@ def restart_text(role: RoleStatus) -> str:
 def guard_lines(status: TrialStatus, past: tuple[PastStart, ...]) -> list[str]:
     """Return what the loop guard counts, and its limit."""
     allowed = status.plan.get("recover_retries")
-    limit = "" if allowed is None else f" (recover.retries allows {allowed} at fault)"
+    limit = "" if allowed is None else f" (more than {allowed} failures end it: recover.retries)"
     since = "" if status.generation is None else f" since checkpoint {status.generation}"
     line = f"{counted(len(past), 'start')} in a row without a new checkpoint{since}{limit}"
     return [row("no progress", line), *(one_line(f"  {one}") for one in past)]

@@ -71,7 +71,7 @@ def _list(args: Namespace) -> int:
     }
     profiles = {name: str(path) for name, path in known_profiles(profile_dirs()).items()}
     folders = ", ".join(map(str, site_dirs())) or "no site directory"
-    lines = [f"search path  launcher.templates_dir, then {folders}, then ours"]
+    lines = [f"search path  launcher.templates_dir, then {folders}, then those of hpc-rl"]
     rows = []
     for name, blocks in shipped.items():
         changes = [one for one in found if one.template == name]

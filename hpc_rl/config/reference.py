@@ -28,6 +28,7 @@ option's value. A section merges by key, and so do `pools`, sections with names 
 for each); a list or another mapping of free keys is replaced. No key is accepted and then ignored: what can't
 be done is refused. `hpc-rl config show` prints every value with its origin,
 `hpc-rl submit --help SECTION` the options of a section, `hpc-rl config schema` a JSON Schema for editors.
+An *hpc-rl extension* is an option that AReaL, whose names most others are, does not have.
 """
 
 

@@ -20,8 +20,8 @@ SKEW_S = 2.0  # by which the clocks of a node and of this machine may differ
 EXITS: dict[int | None, tuple[TrialState, str]] = {
     ExitCode.DONE: (TrialState.DONE, "reached its last step"),
     ExitCode.NOTHING_TO_RESUME: (TrialState.FAILED, "found nothing to resume"),
-    ExitCode.REFUSED: (TrialState.FAILED, "refused its configuration"),
-    ExitCode.BAD_CONFIG: (TrialState.FAILED, "refused its configuration"),
+    ExitCode.REFUSED: (TrialState.FAILED, "refused its configuration or data"),
+    ExitCode.BAD_CONFIG: (TrialState.FAILED, "refused its configuration or data"),
     ExitCode.STOPPED: (TrialState.STOPPED, "stopped on request"),
     ExitCode.FAILED: (TrialState.FAILED, "failed"),
     ExitCode.CANNOT_WRITE: (TrialState.FAILED, "could not write its files"),

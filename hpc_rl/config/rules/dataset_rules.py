@@ -18,7 +18,7 @@ from hpc_rl.config.row_shapes import (
     shape_of,
 )
 from hpc_rl.config.rules.container_rules import is_trusted
-from hpc_rl.config.rules.file_rules import DATA_FILES, file_of_split, hub_hint
+from hpc_rl.config.rules.file_rules import DATA_FILES, file_of_split, hub_hint, relative_hint
 from hpc_rl.config.rules.generation_rules import BUILT_IN
 from hpc_rl.config.rules.training_rules import trained
 from hpc_rl.config.sections.dataset import DatasetConfig
@@ -116,8 +116,7 @@ def files(config: Config, explicit: Collection[str]) -> Iterator[str]:
         elif is_trusted(config, dataset.path):
             continue
         elif not path.exists():
-            relative = "relative paths start at the working directory" if name in explicit else ""
-            hint = f"; {hub_hint(path, 'datasets', split)}{relative}".rstrip("; ")
+            hint = f"; {hub_hint(path, 'datasets', split)}{relative_hint(path)}".rstrip("; ")
             yield f"{name} {path} does not exist{hint}."
         elif path.is_dir():
             yield from _saved_dataset(name, path, split)

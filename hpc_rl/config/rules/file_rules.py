@@ -66,11 +66,11 @@ def checkpoint(name: str, folder: str, without_weights: str = ".") -> Iterator[s
     """
     path = Path(folder)
     if not path.is_dir():
-        hint = f"{hub_hint(path)}relative paths start at the working directory"
+        hint = f"{hub_hint(path)}{relative_hint(path)}"
         if "quickstart" in path.parts:
             hint = "`hpc-rl quickstart` makes the models of the shipped examples"
         needed = "it must be a Hugging Face checkpoint that all nodes see"
-        yield f"{name} {path} is not a directory: {needed}; {hint}."
+        yield f"{name} {path} is not a directory: {needed}; {hint}".rstrip("; ") + "."
     elif _settings_of(folder) is None:
         yield f"{name} {path} has no readable config.json: it must be a Hugging Face checkpoint."
     elif without_weights and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
@@ -121,6 +121,11 @@ def unknown_kind(model: Any) -> str:
     return (
         f"({kind}) can't be trained: {here} model_type {kind!r}. Install a newer one, or use another model."
     )
+
+
+def relative_hint(path: Path) -> str:
+    """Return where relative paths start, for one that may have been relative: it is below."""
+    return "relative paths start at the working directory" if path.is_relative_to(Path.cwd()) else ""
 
 
 def hub_hint(
@@ -243,8 +248,7 @@ def context_of(config: GRPOConfig, pool: str = "") -> int | None:
 def templates_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
     name, folder = "launcher.templates_dir", config.launcher.templates_dir
     if folder and not Path(folder).is_dir():
-        hint = "; relative paths start at the working directory" if name in explicit else ""
-        yield f"{name} {folder} is not a directory{hint}."
+        yield f"{name} {folder} is not a directory; {relative_hint(Path(folder))}".rstrip("; ") + "."
 
 
 def snapshot(config: Config, explicit: Collection[str]) -> Iterator[str]:

@@ -60,7 +60,7 @@ class BaseExperimentConfig:
     train_dataset: DatasetConfig
     """Training data."""
     valid_dataset: DatasetConfig | None = None
-    """Held-out data."""
+    """Held-out data, read in the order of the file: `batch_size`, `shuffle` and `drop_last` mean nothing."""
     saver: SaverConfig = field(default_factory=SaverConfig)
     """Exports in Hugging Face format."""
     evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)

@@ -104,10 +104,10 @@ class InferenceEngineConfig:
     max_concurrent_rollouts: PositiveInt | None = None
     """Largest number of prompts in flight; null means twice the batch size."""
     max_head_offpolicyness: NonNegativeInt = 0
-    """Largest number of weight versions that the data may lag behind the trainer."""
+    """How many weight versions the data may lag behind the trainer; what holds to it is `staleness_bound`."""
     staleness_bound: Literal["soft", "hard", "drop"] = "soft"
-    """`soft` limits the number of prompts issued (AReaL's rule), `hard` every trajectory, `drop` rejects
-    stale trajectories. hpc-rl extension."""
+    """`soft` limits the number of prompts issued, as AReaL does: a slow trajectory may lag further behind.
+    `hard` bounds every trajectory, `drop` rejects those that lag further. hpc-rl extension."""
     batch_order: Literal["ready", "in_order"] = "ready"
     """`ready` takes groups as they finish, `in_order` by prompt index. hpc-rl extension."""
     workflow: str = "single_turn"

@@ -559,6 +559,13 @@ def test_refusals_about_files(model, monkeypatch, spoil, overrides, words):
     assert "\n" not in str(caught.value)
 
 
+def test_where_relative_paths_start_is_said_of_relative_ones(model):
+    with pytest.raises(ConfigError, match=r"rows\.jsonl does not exist; relative paths start at the working"):
+        on_disk(model, "train_dataset.path=rows.jsonl")
+    with pytest.raises(ConfigError, match=r"/no/rows\.jsonl does not exist\. "):
+        on_disk(model, "train_dataset.path=/no/rows.jsonl")
+
+
 def test_a_directory_must_be_a_saved_dataset(model):
     folder = model.parent / "data"
     folder.mkdir()
