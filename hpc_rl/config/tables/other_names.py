@@ -8,7 +8,7 @@ and rw.
 SECTIONS = ("actor_rollout_ref", "algorithm", "custom_reward_function", "data")
 FIXED_NODES = (
     "The nodes of a trial are fixed when it is planned, as its ranks are: servers that come and go are "
-    "launcher.slurm.layout jobs, and `hpc-rl recover TRIAL --n_nodes N` continues on another number."
+    "launcher.slurm.layout jobs, and `hpc-rl recover TRIAL --n_nodes 4` continues on four."
 )
 _GPUS = "GPUs are counted by node: cluster.n_gpus_per_node, and --n_nodes for the nodes."
 _MESH = "allocation_mode has it: t, p, c and e, as in sglang:d2t2+megatron:d2p2t2."
