@@ -219,12 +219,12 @@ def pool_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def _reward_model(name: str, path: str, model: dict[str, Any]) -> Iterator[str]:
     """Yield why a model is no reward model, from its config.json."""
     labels = model.get("id2label")
-    num_labels = len(labels) if isinstance(labels, dict) else 2  # as transformers counts them
+    num_labels = len(labels) if isinstance(labels, dict) else model.get("num_labels", 2)  # as in transformers
     kinds = ", ".join(map(str, model.get("architectures") or ())) or model.get("model_type")
     use = "use what a trial of trainer rw exports, or another ...ForSequenceClassification with one label"
     came = f"pools.{name}.path {path} ({kinds}) can't be a reward model (rollout.reward_fn {name})"
     if not _scores_texts(model):
-        yield f"{came}: it continues a text and gives no score; {use}."
+        yield f"{came}: it gives a text no score; {use}."
     elif num_labels != 1:
         yield f"{came}: it has {num_labels} labels, and so no single score; {use}."
 

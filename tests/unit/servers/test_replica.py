@@ -96,7 +96,8 @@ async def test_a_quiet_server_writes_its_lease_six_times_a_minute_and_syncs_noth
     seen = Counter(counted)
     written = names.leases(keys.servers("rollout"))["server/rollout/0"].counter - counter
     assert 1 <= written <= 6 * minutes + 1
-    assert seen["create"] == seen["os.rename"] == written, "a new file, and its name"
+    # a new file, and its name; one may be on its way
+    assert written - 1 <= seen["os.rename"] <= seen["create"] <= written + 1
     assert set(seen) <= {"create", "os.rename", "os.scandir", "open"}
     assert seen["os.scandir"] <= written + 1
     assert seen["open"] <= 30 * minutes + 1, "looks for weights that were published"
