@@ -21,6 +21,9 @@ LONG = ("slurm", "slurm-2", "test_kill_anything.py", "vllm", "sglang", "test_ela
 LONG += ("test_rollout_faults.py",)
 LONG += ("test_readme.py", "test_wheel.py", "test_fsdp.py", "test_supervisor_faults.py", "test_trainer.py")
 LONG += ("test_managed_embedded.py",)
+# A test that starts processes ends by what happens, whatever the load: this only guards.
+GUARD_S = 300
+HERE = Path(__file__).parent
 OWN = pytest.StashKey[Path]()
 
 
@@ -34,6 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank(process_of(item.nodeid)))
+    for item in items:
+        is_quick = item.path.is_relative_to(HERE / "unit") or item.path.is_relative_to(HERE / "golden")
+        if not is_quick and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(GUARD_S))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -80,7 +80,7 @@ class Fake:
         self.supervisors.append(process)
         return process
 
-    def run(self, timeout_s: float = 30.0, **env: str) -> int:
+    def run(self, timeout_s: float = 120.0, **env: str) -> int:
         return self.start(**env).wait(timeout_s)
 
     def events(self, event: str, role: str | None = None) -> list[dict]:
@@ -111,7 +111,7 @@ class Fake:
         assert record is not None, f"{role} {index} does not run"
         os.kill(pid_of(vars(record)), signal.SIGKILL)
 
-    def until(self, what, timeout_s: float = 15.0) -> None:
+    def until(self, what, timeout_s: float = 90.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not what():
             assert time.monotonic() < deadline, self.story()

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from supervised import JOB, Fake, unit
 
-RULES = {"hang_min_s": 1, "hang_max_s": 4}
+RULES = {"hang_min_s": 1, "hang_max_s": 8}
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_rank_that_hangs_is_found_written_down_and_started_again(fake, how):
         )
         fake.until(lambda: "rank1" in (fake.trial.dir / "writes.log").read_text())
         os.kill(next(one.pid for one in fake.alive() if one.rank == 1), signal.SIGSTOP)
-    assert supervisor.wait(60) == 0, fake.story()
+    assert supervisor.wait(90) == 0, fake.story()
     [hung] = fake.events("hung")
     assert hung["role"] == "trainer" and "nothing moved for" in hung["reason"]
     assert "behave" in stacks(fake, "trainer-0.0-rank1"), "it says where it was"
@@ -62,7 +62,7 @@ def test_hangs_without_progress_come_to_an_end(fake):
     fake.write(
         {"trainer": ["deaf"]}, retries=1, rules={"hang_min_s": 1, "hang_max_s": 1}, units=[unit("trainer")]
     )
-    assert fake.run(60) == 70, fake.story()
+    assert fake.run() == 70, fake.story()
     assert len(fake.events("hung")) == 2
     reason = read_json(fake.attempt.ended)["reason"]
     assert "hangs" in reason and "2 failures in a row" in reason and "hpc-rl recover" in reason
@@ -90,11 +90,11 @@ def test_a_drain_intent_is_found_by_a_later_supervisor(fake):
 
 def test_slurms_early_signal_is_left_to_the_clock_that_knows_better(fake):
     fake.write({"trainer": ["serve"]})
-    supervisor = fake.start(HPC_RL_END_TIME=str(int(time.time()) + 16))
+    supervisor = fake.start(HPC_RL_END_TIME=str(int(time.time()) + 24))
     fake.until(lambda: len({one.role for one in fake.alive()}) == 3 and fake.events("end_time"))
     supervisor.send_signal(signal.SIGUSR1)
     fake.until(lambda: fake.events("reminded"))
     assert not fake.events("stopping")
-    assert supervisor.wait(60) == 75, fake.story()
+    assert supervisor.wait(90) == 75, fake.story()
     [stopping] = fake.events("stopping")
     assert stopping["class"] == "wall time" and "time is nearly over" in stopping["reason"]

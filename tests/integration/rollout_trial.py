@@ -124,7 +124,7 @@ class FakeServer:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
 
     def publish(self, version: str) -> None:
         self.version = version
@@ -249,7 +249,7 @@ class RolloutRole:
         self.process.wait()
         self.process.stdin.close()
 
-    def stop(self, timeout_s: float = 20.0) -> int:
+    def stop(self, timeout_s: float = 90.0) -> int:
         """Exit code after TERM."""
         assert self.process
         self.process.terminate()
@@ -268,7 +268,7 @@ class RolloutRole:
         return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
-def wait_until(condition, timeout_s: float = 20.0) -> None:
+def wait_until(condition, timeout_s: float = 90.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"

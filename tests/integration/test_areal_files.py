@@ -126,7 +126,7 @@ def test_a_file_as_atlas_documents_it_trains(place):
         f"total_train_steps={STEPS}", cwd=place,
     )  # fmt: skip
     trial = Trial(Path(json.loads(said.stdout)["dir"]))
-    wait_for(trial, place, 50)
+    wait_for(trial, place, 160)
     # 8 sequences twice on one rank are two questions with 8 answers each
     assert [round(row["num_tokens"] / row["seq_len"]) for row in read(trial).steps] == [16, 16]
     assert read(trial).steps[1]["kl_loss"] >= 0

@@ -46,7 +46,7 @@ class JudgeElsewhere:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._serve, daemon=True)
         self._thread.start()
-        assert self._started.wait(10)
+        assert self._started.wait(60)
 
     def close(self) -> None:
         self._loop.call_soon_threadsafe(self._stop.set)
@@ -196,7 +196,7 @@ def test_a_judge_without_its_key_ends_the_role_with_the_reason(tmp_path, judge, 
     trial = teacher_trial(tmp_path, judge)
     role = RolloutRole(trial, env).start()
     try:
-        assert role.process.wait(30) == ExitCode.BAD_CONFIG
+        assert role.process.wait(90) == ExitCode.BAD_CONFIG
         role.process.stdin.close()
     finally:
         if role.process.poll() is None:

@@ -176,7 +176,7 @@ def test_tokens_are_asked_for(run):
 def test_an_unknown_reward_is_a_bad_configuration(run):
     _, _, role = run(reward_fn="no_such_package.rewards:f")
     with role.process.stdin:
-        assert role.process.wait(30) == ExitCode.BAD_CONFIG, role.log.read_text()
+        assert role.process.wait(90) == ExitCode.BAD_CONFIG, role.log.read_text()
     assert "no_such_package" in role.log.read_text()
 
 

@@ -119,7 +119,7 @@ class Roles:
     def trainer(self, num_ranks: int = 1) -> list[subprocess.Popen]:
         return [self.start("trainer", rank, num_ranks) for rank in range(num_ranks)]
 
-    def ended(self, processes: list[subprocess.Popen], timeout_s: float = 60.0) -> list[int]:
+    def ended(self, processes: list[subprocess.Popen], timeout_s: float = 180.0) -> list[int]:
         """Exit codes, with the supervisor's record of them; the next start of the trainer is a new
         incarnation.
         """
@@ -139,7 +139,7 @@ class Roles:
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
         return [json.loads(line) for line in lines]
 
-    def wait_for_step(self, step: int, incarnation: int = 0, timeout_s: float = 60.0) -> None:
+    def wait_for_step(self, step: int, incarnation: int = 0, timeout_s: float = 180.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not any(row["step"] >= step and "loss" in row for row in self.rows(incarnation)):
             assert time.monotonic() < deadline, (

@@ -83,7 +83,7 @@ class Cluster:
     def nodes(self) -> list[str]:
         return [f"n{i}" for i in range(1, self.num_nodes + 1)]
 
-    def run(self, *argv: str, timeout_s: float = 20) -> str:
+    def run(self, *argv: str, timeout_s: float = 60) -> str:
         """Output of a client command. Raises CalledProcessError, TimeoutExpired."""
         done = subprocess.run(
             argv, env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s

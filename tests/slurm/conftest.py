@@ -108,9 +108,9 @@ def cluster(running_cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> Iterat
 
 @pytest.fixture
 def until() -> Callable[..., None]:
-    """`until(condition, timeout_s=30)`: wait for it."""
+    """`until(condition, timeout_s=90)`: wait for it."""
 
-    def wait(condition: Callable[[], object], timeout_s: float = 30) -> None:
+    def wait(condition: Callable[[], object], timeout_s: float = 90) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s"

@@ -126,7 +126,7 @@ class HostsCluster(Cluster):
         command = ["env", f"--chdir={cwd}", f"PATH={self.env['PATH']}", *argv]
         return ["nsenter", "-t", str(self._first_pid(name)), *namespaces, "--", *command]
 
-    def run(self, *argv: str, timeout_s: float = 20) -> str:
+    def run(self, *argv: str, timeout_s: float = 60) -> str:
         """Output of a client command on the login node."""
         done = subprocess.run(
             self.on("login", list(argv), self.dir),

@@ -135,11 +135,11 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_pat
     job = submit_to(
         cluster, tmp_path, monkeypatch, {"trainer": ["serve", "train"]}, hooks={"on_preempt": TELL}
     )
-    until(job.is_up, 60)
+    until(job.is_up)
     high = cluster.run(
         "sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2"
     ).strip()
-    until(lambda: job.scheduler.states([high])[high].state is State.DONE, 60)
+    until(lambda: job.scheduler.states([high])[high].state is State.DONE)
     until(
         lambda: (
             JsonLines(job.trial.job_state(job.id)).poll()[-1]["event"] == "ended"
@@ -157,7 +157,7 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_pat
     with pytest.raises(TrialBusy, match=f"is pending as job {job.id}"):
         check_idle(job.trial)
     until(job.hurry, 180)
-    until(lambda: job.state is State.DONE, 60)
+    until(lambda: job.state is State.DONE)
     story = job.story
     assert story.state == "done" and [one.state for one in story.attempts][-1] == "done", job.said()
     assert "SIGTERM" in story.attempts[0].cause and "preemption" in story.attempts[0].cause
@@ -167,18 +167,18 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_pat
 
 def test_a_trainer_whose_node_dies_goes_on_elsewhere(cluster, start, until):
     job = start(trainer=["serve", "train"])
-    until(job.is_up, 60)
+    until(job.is_up)
     hosts = [f"n{number}" for number in range(1, 5) if f"n{number}" in expanded(cluster, job)]
     doomed = hosts[1]
     cluster.kill_node(doomed)
-    until(lambda: job.ended() is not None, 60)
+    until(lambda: job.ended() is not None)
     assert job.ended()["exit_code"] == 75 and "lost its node" in job.ended()["reason"], job.said()
     assert job.events("exited")[0]["class"] == "node"
     assert list(bad_nodes.current(job.trial, time.time())) == [doomed]
-    until(lambda: "ExcNodeList=(null)" not in job.shown(), 30)
+    until(lambda: "ExcNodeList=(null)" not in job.shown())
     assert re.search(rf"ExcNodeList={doomed}\b", job.shown())
     until(job.hurry, 180)
-    until(lambda: job.state is State.DONE, 60)
+    until(lambda: job.state is State.DONE)
     story = job.story
     assert story.state == "done" and doomed not in expanded(cluster, job)
     assert "other nodes are needed" in story.attempts[0].cause
@@ -190,9 +190,9 @@ def expanded(cluster: Cluster, job: Job) -> list[str]:
 
 def test_a_plain_scancel_stays_dead_and_is_told(cluster, start, until):
     job = start(trainer=["serve"])
-    until(job.is_up, 60)
+    until(job.is_up)
     cluster.run("scancel", job.id)
-    until(lambda: not job.state.alive, 60)
+    until(lambda: not job.state.alive)
     time.sleep(2)
     assert job.state is State.CANCELLED and "Restarts=0" in job.shown(), job.said()
     story = job.story
@@ -209,9 +209,9 @@ def test_cancel_saves_first_where_submitit_submitted(cluster, tmp_path, monkeypa
     job = submit_to(
         cluster, tmp_path, monkeypatch, {"trainer": ["save 8"]}, slurm
     )  # longer than Slurm waits after a TERM
-    until(job.is_up, 60)
+    until(job.is_up)
     assert [one.outcome for one in cancel(job.trial)] == [CancelOutcome.DRAINING]
-    until(lambda: not job.state.alive, 60)
+    until(lambda: not job.state.alive)
     assert [row["code"] for row in job.events("exited") if row["role"] == "trainer"] == [75], job.said()
     last = JsonLines(job.trial.job_state(job.id)).poll()[-1]
     assert (last["event"], last["reason"]) == ("ended", "cancelled by the user")
@@ -235,7 +235,7 @@ def test_a_step_killed_for_memory_says_so_though_the_job_does_not(
     ends = [row for row in job.events("exited") if row["role"] == "trainer"]
     assert {row["class"] for row in ends} == {"out of memory"}, job.said()
     assert "exceeded" in ends[0]["reason"] and "memory limit" in ends[0]["reason"]
-    until(lambda: not job.state.alive, 30)
+    until(lambda: not job.state.alive)
     assert "too much memory" in job.story.reason
     if memory_cluster.slurm.version >= (26,) and job.ended()["exit_code"] == 75:
         return  # this version may end the whole job with the step

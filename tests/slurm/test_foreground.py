@@ -89,8 +89,8 @@ def test_a_ctrl_c_and_a_kill_save_and_recover_continues(cluster, clone, until):
     second, pid = run_until_step(stopped_at + 3)
     os.kill(pid, signal.SIGKILL)
     second.communicate(timeout=60)
-    until(lambda: status(clone, "first")["state"] in ("stopped", "killed"), 60)
-    until(lambda: not cluster.run("squeue", "--noheader"), 60)
+    until(lambda: status(clone, "first")["state"] in ("stopped", "killed"))
+    until(lambda: not cluster.run("squeue", "--noheader"))
     newest = status(clone, "first")["checkpoint"]
     assert newest >= stopped_at
 
@@ -110,7 +110,7 @@ def test_a_cancel_from_elsewhere_ends_the_command_and_submit_tells_of_run(cluste
     hpc_rl("cancel", "first", cwd=clone)
     running.communicate(timeout=60)
     assert running.returncode == 75
-    until(lambda: not cluster.run("squeue", "--noheader"), 60)
+    until(lambda: not cluster.run("squeue", "--noheader"))
     nested = below_salloc(clone, "submit", CONFIG, "trial_name=second", "total_train_steps=2")
     said, _ = nested.communicate(timeout=60)
     assert nested.returncode == 0

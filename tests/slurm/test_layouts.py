@@ -109,7 +109,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
     assert [path.name for path in one.trial.attempts.iterdir()] == [f"{one.job_id}.0"], (
         "the trainer was never started again"
     )
-    until(lambda: not queue(cluster), 60)
+    until(lambda: not queue(cluster))
     assert [task.reason for task in read_arrays(one.trial)[0].tasks] == ["the trial has reached its end"] * 2
 
 
@@ -131,7 +131,7 @@ def test_one_heterogeneous_job(trials, cluster, until):
         and node_by_attach(one, "trainer", 0) == steps["trainer-0.0"]
     )
     one.finish().promises.check()
-    until(lambda: not queue(cluster), 60)
+    until(lambda: not queue(cluster))
 
 
 def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
@@ -158,7 +158,7 @@ def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
         f"{one.job_id}.1",
     ]
     assert not one.trial.job(successor).exists(), "it is no submission of its own"
-    until(lambda: not queue(cluster), 60)
+    until(lambda: not queue(cluster))
 
 
 @pytest.mark.soak
@@ -189,7 +189,7 @@ def test_submitit_submits_saves_and_requeues(trials, cluster, until):
         f"{one.job_id}.1",
     ]
     assert (one.trial.dir / "submitit").stat().st_mode & 0o077 == 0
-    until(lambda: not queue(cluster), 60)
+    until(lambda: not queue(cluster))
 
 
 SLOW_REWARD = """import time
@@ -236,4 +236,4 @@ def test_a_trial_of_four_time_limits_finishes_by_successors(short_cluster, tmp_p
     tasks = [task for array in read_arrays(one.trial) for task in array.tasks]
     assert max(task.starts for task in tasks) >= 2, "the servers' jobs went on as well"
     print(f"{len(attempts)} attempts, starts of the server tasks: {[task.starts for task in tasks]}")
-    until(lambda: not queue(short_cluster), 60)
+    until(lambda: not queue(short_cluster))

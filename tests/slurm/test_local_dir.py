@@ -33,7 +33,7 @@ def test_a_job_leaves_nothing_on_a_nodes_disk_after_a_kill(cluster, until, tmp_p
     killed = next(trial.attempts.glob("*/processes/server-1.0-rank0.json"))
     os.kill(json.loads(killed.read_text())["pid"], signal.SIGKILL)
     until(trial.done.exists, 200)
-    until(lambda: not cluster.run("squeue", "--noheader", "--format=%i").strip(), 60)
+    until(lambda: not cluster.run("squeue", "--noheader", "--format=%i").strip())
     logs = "".join(Path(path).read_text() for path in trial.attempts.glob("*/logs/*.log"))
     base = re.escape(str(tmp_path / "quickstart" / "warm"))
     assert len(re.findall(f"copied {base} to", logs)) == 1, logs_of(trial)

@@ -114,7 +114,7 @@ def test_hooks_on_every_node_and_the_site_adds_its_own(shell, cluster, tmp_path,
 
 
 def until_found(until, root: Path, name: str) -> list[Path]:
-    until(lambda: list(root.rglob(name)), 60)
+    until(lambda: list(root.rglob(name)))
     return list(root.rglob(name))
 
 
@@ -129,7 +129,7 @@ def test_a_node_that_fails_its_check_ends_the_job_by_name(shell, cluster, tmp_pa
     assert not (shell.here / "notes").exists(), "no supervisor was started"
     [log] = tmp_path.rglob("pre_node.n2.log")
     assert log.read_text() == "GPU 3 fell off the bus\n"
-    until(lambda: job_id not in cluster.run("squeue", "-h", "-o", "%i"), 60)
+    until(lambda: job_id not in cluster.run("squeue", "-h", "-o", "%i"))
 
 
 @pytest.mark.parametrize(

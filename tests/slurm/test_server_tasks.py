@@ -60,7 +60,7 @@ def trial(tmp_path: Path, monkeypatch) -> Trial:
 
 def test_its_requeue_leaves_the_other_tasks_alone(cluster, trial, until, monkeypatch):
     array = cluster.run("sbatch", "--parsable", str(trial.scripts / "servers.sbatch")).strip()
-    until(lambda: all((trial.dir / f"up.{array}_{task}.0").exists() for task in (0, 1)), 60)
+    until(lambda: all((trial.dir / f"up.{array}_{task}.0").exists() for task in (0, 1)))
     raw = dict(line.split() for line in cluster.run("squeue", "-h", "-j", array, "-o", "%A %i").splitlines())
     first = raw[array]  # the task whose SLURM_JOB_ID is the array's own id
     [other] = set(raw.values()) - {first}
