@@ -85,7 +85,10 @@ class TrialRunner(UnitLoop):
         done = DoneRecord.read(self.trial.done)
         if done is not None and done.job_id:
             own, other = (JobRecord.read(self.trial.job(job)) for job in (self.attempt.job_id, done.job_id))
-            if done.job_id == self.attempt.job_id or (own and other and other.time > own.time > 0):
+            if done.job_id == self.attempt.job_id:
+                self._remove_published(done)  # a supervisor may have been killed before it had
+                return True
+            if own and other and other.time > own.time > 0:
                 return True
         self.trial.done.unlink(missing_ok=True)
         return False
@@ -291,8 +294,12 @@ class TrialRunner(UnitLoop):
             if self._lease is not None:
                 self._lease.check()
                 if finish.code == ExitCode.DONE:
-                    with tolerant("removing published weights"):
-                        done = replace(done, freed_bytes=disk.drop(self.trial))
-                        write_json(self.trial.done, done.to_json())
+                    self._remove_published(done)
                 self._lease.release()
         return finish.code
+
+    def _remove_published(self, done: DoneRecord) -> None:
+        """Remove the published weights of a trial that is done, and record how much that freed."""
+        with tolerant("removing published weights"):
+            if freed := disk.drop(self.trial):
+                write_json(self.trial.done, replace(done, freed_bytes=freed).to_json())

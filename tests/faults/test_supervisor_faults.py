@@ -44,8 +44,12 @@ def test_the_end_of_training_ends_everything_and_says_done(fake):
         "rollout": 75,
     }
     assert not fake.alive()
+    left = fake.trial.published("0.3")  # as by a kill just after it was done
+    left.mkdir(parents=True)
+    (left / "model.safetensors").write_bytes(b"12345")
     assert fake.run() == 0  # done is done: nothing is started again
     assert len(fake.events("started", "trainer")) == 1
+    assert not left.exists() and read_json(fake.trial.done)["freed_bytes"] == 5
 
 
 def test_a_later_jobs_end_is_kept_and_an_earlier_jobs_mark_goes(fake):
