@@ -103,7 +103,7 @@ def make_trial(
 
 class FakeServer:
     """Speaks /generate: output is a pure function of (input, sampling_seed); the version is whatever
-    `version` is set to.
+    `version` is set to. As a reward model it speaks /classify: an input scores its length.
     """
 
     def __init__(
@@ -142,6 +142,7 @@ class FakeServer:
         self._stop = asyncio.Event()
         app = web.Application(client_max_size=1 << 26)
         app.router.add_post("/generate", self._generate)
+        app.router.add_post("/classify", self._classify)
         app.router.add_get("/health", self._health)
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
         await runner.setup()
@@ -169,6 +170,11 @@ class FakeServer:
 
     async def _health(self, _request: web.Request) -> web.Response:
         return web.json_response({"state": "serving", "weight_version": self.version})
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        inputs = (await request.json())["input_ids"]
+        self.requests += 1
+        return web.json_response([{"embedding": [len(ids)]} for ids in inputs])
 
     async def _generate(self, request: web.Request) -> web.Response:
         body = await request.json()

@@ -90,6 +90,36 @@ def judge():
     made.close()
 
 
+def test_prompts_wait_for_a_reward_model_that_is_away(tmp_path):
+    trial = make_trial(
+        tmp_path, batch_size=2, n_samples=2, num_rows=6, reward_fn="liked", max_head_offpolicyness=0
+    )
+    grpo = from_dict(json.loads(trial.config_json.read_bytes()))
+    options = {"allocation_mode": "embedded:d1+embedded[liked]:d1+fsdp:d1"}
+    pools = {"liked": PoolConfig(path=str(tmp_path / "model"))}
+    write_json(trial.config_json, to_dict(dataclasses.replace(grpo, pools=pools, **options)))
+    policy, liked = FakeServer(trial), FakeServer(trial, 1, version="", pool="liked")
+    with concurrent.futures.ThreadPoolExecutor() as background, contextlib.ExitStack() as stack:
+        stack.callback(policy.close)
+        role = RolloutRole(trial).start()
+        stack.callback(role.kill)
+        client = role.client()
+        batches = [client.batch(1, 0)]
+        assert liked.requests >= 2
+        liked.close()
+        policy.publish("0.1")
+        batch = background.submit(client.batch, 2, 0)
+        with pytest.raises(TimeoutError):
+            batch.result(timeout=4)
+        liked = FakeServer(trial, 1, version="", pool="liked")
+        stack.callback(liked.close)
+        batches.append(batch.result(timeout=60))
+        client.close()
+    rows = [row for batch in batches for group in batch.groups for row in group.trajectories]
+    assert len(rows) == 8 and all(row.reward == len(row.ids) for row in rows)
+    assert {group.index for batch in batches for group in batch.groups} == {0, 1, 2, 3}
+
+
 def teacher_trial(root, judge: JudgeElsewhere):
     """A trial that teaches; the models are one tokenizer."""
     trial = make_trial(root, batch_size=2, n_samples=2, num_rows=6)

@@ -71,8 +71,9 @@ class Judge:
 def scored_by(pool: ServerPool) -> BatchReward:
     """Return the reward of a reward model: its score of prompt and completion, encoded as it was trained."""
 
-    async def rewards(prompt: Any, completions: list[str], _columns: dict[str, Any]) -> list[float]:
-        inputs = [encode_scored(pool.tokenizer, {"prompt": prompt}, text).tolist() for text in completions]
+    async def rewards(prompt: Any, completions: list[str], columns: dict[str, Any]) -> list[float]:
+        row = {**columns, "prompt": prompt}
+        inputs = [encode_scored(pool.tokenizer, row, text).tolist() for text in completions]
         return [checked(score, f"the score of pool {pool.name}") for score in await pool.score(inputs)]
 
     return rewards

@@ -12,6 +12,7 @@ from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.rewards.judge import Judge, score_in, scored_by
 from hpc_rl.rollout.server_pool import ServerPool
+from hpc_rl.rollout.workflow import for_rewards
 from hpc_rl.types import Reply
 
 
@@ -105,20 +106,26 @@ class Scores:
         return [self.scores.get(tuple(ids), 0.5) for ids in self.sent]
 
 
-@pytest.mark.parametrize("prompt", ["1+2=", [{"role": "user", "content": "1+2="}]])
-async def test_a_reward_model_is_asked_as_it_was_trained(prompt, tmp_path):
+CHAT = [{"role": "user", "content": "1+2="}]
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "1+2="}, {"prompt": CHAT}, {"messages": CHAT}, {"messages": CHAT, "prompt": ";"}]
+)
+async def test_a_reward_model_is_asked_as_it_was_trained(row, tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     tokenizer, router = Tokenizer(tmp_path), Scores()
     pool = ServerPool("liked", router, tokenizer, GenerationHyperparameters(), context=7)
     reward = scored_by(pool)
-    trained = encode_pair(tokenizer, {"prompt": prompt, "chosen": "3", "rejected": "12"})
+    trained = encode_pair(tokenizer, {**row, "chosen": "3", "rejected": "12"})
+    prompt, columns = for_rewards({**row, "input_ids": [1], "answer": "3"})
     wanted = [ids.tolist() for ids in trained]
     router.scores = {tuple(wanted[0]): 2.5, tuple(wanted[1]): -1.0}
-    assert await reward(prompt, ["3", "12"], {"answer": "3"}) == [2.5, -1.0]
+    assert await reward(prompt, ["3", "12"], columns) == [2.5, -1.0]
     assert router.sent == wanted
     with pytest.raises(Rejection, match="8 tokens, the context of its reward model is 7") as caught:
-        await reward(prompt, ["3", "123"], {})
+        await reward(prompt, ["3", "123"], columns)
     assert caught.value.reason == RejectReason.TOO_LONG
     router.scores = {tuple(wanted[0]): math.nan}
     with pytest.raises(Rejection, match="the score of pool liked is nan"):
-        await reward(prompt, ["3"], {})
+        await reward(prompt, ["3"], columns)
