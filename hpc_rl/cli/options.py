@@ -32,7 +32,8 @@ COMMON = (  # letters as sbatch has them, option, metavar, help
     (None, "--fileroot", "DIR", "directory of all trials (cluster.fileroot)"),
 )
 OF_A_CONFIGURATION = """Options of the configuration may follow, as --a.b VALUE or a.b=VALUE.
-`--help SECTION` explains the options of a section, `--help all` every one."""
+`--help SECTION` explains the options of a section, `--help lr` or `--help "learning rate"` those with these
+words in their names or texts, `--help all` every one."""
 
 
 class CommandParser(ArgumentParser):

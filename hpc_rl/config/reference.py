@@ -26,8 +26,8 @@ A configuration is one or more YAML files (`hpc-rl submit FILE`, laid over each 
 and options on the command line (`--a.b VALUE`, `--a.b=VALUE` or `a.b=VALUE`), which win. `${a.b}` is another
 option's value. A section merges by key, and so do `pools`, sections with names of your own (NAME below stands
 for each); a list or another mapping of free keys is replaced. No key is accepted and then ignored: what can't
-be done is refused. `hpc-rl config show` prints every value with its origin,
-`hpc-rl submit --help SECTION` the options of a section, `hpc-rl config schema` a JSON Schema for editors.
+be done is refused. `hpc-rl config show` prints every value with its origin, `hpc-rl submit --help SECTION`
+the options of a section, `--help WORD` those about it, `hpc-rl config schema` a JSON Schema for editors.
 An *hpc-rl extension* is an option that AReaL, whose names most others are, does not have.
 """
 
@@ -39,16 +39,26 @@ def section_names() -> list[str]:
 
 
 def section_help(topic: str) -> str:
-    """Return the help of a section, of one option, or of "all". Raises ConfigError for another name."""
-    found: dict[str, type] = {}
+    """Return the help of a section, of one option, or of "all"; else of options that have the topic in it.
+
+    That is as a part of their names, else in their texts. Raises ConfigError where there are none.
+    """
+    owners: dict[str, type] = {}
+    texts_of: dict[str, str] = {}
     for cls in CONFIGS.values():
-        for name, hint in options(cls).items():
-            if section_of(hint) is None and (topic in ("all", name) or name.startswith(f"{topic}.")):
-                found.setdefault(name, cls)
+        for prefix, section, _ in sections(cls):
+            for option in describe_options(section):
+                owners.setdefault(prefix + option.name, cls)
+                texts_of.setdefault(prefix + option.name, option.text.lower())
+    ways = (
+        [name for name in owners if topic in ("all", name) or name.startswith(f"{topic}.")],
+        [name for name in owners if f".{topic}." in f".{name}."],
+        [name for name, text in texts_of.items() if topic.replace("_", " ").lower() in text],
+    )
+    found = {name: owners[name] for name in next(filter(None, ways), [])}
     if not found:
-        raise ConfigError(
-            f"--help {topic}: there is no such section; known: {', '.join(section_names())}, all."
-        )
+        known = ", ".join(section_names())
+        raise ConfigError(f"--help {topic}: no option has that in its name or text; sections: {known}, all.")
     texts = []
     for cls in CONFIGS.values():
         chosen = [name for name, owner in found.items() if owner is cls]

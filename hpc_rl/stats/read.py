@@ -17,7 +17,13 @@ from hpc_rl.records import LineageRecord, read_lineages
 from hpc_rl.trial import Trial
 
 HELD_OUT = "held-out"  # name of the curve of what evaluations measured
-MEASURES = ("accuracy_delta", "reward", "accuracy", "loss")  # of evaluations, by what counts most
+MEASURES = (
+    "accuracy_delta",
+    "reward",
+    "accuracy",
+    "loss",
+    "token_accuracy",
+)  # of evaluations, by what counts most
 NOT_CURVES = ("step", "time", "lineage", "total_steps", "save_failed")
 
 Curve = list[tuple[int, float]]  # a value by step

@@ -3,6 +3,7 @@
 Batch k is a pure function of (seed, k): a resumed run sees what an uninterrupted one sees.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from hpc_rl.engines.packing import balance
 from hpc_rl.trainers.run import Run
 
 Row = tuple[np.ndarray, np.ndarray]
+NEARLY_GREEDY = 1e-6  # temperature at which the most probable token has all of the probability
 
 
 @dataclass(frozen=True)
@@ -104,13 +106,18 @@ def sequence_loss(batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tens
 
 
 def held_out_loss(engine: Engine, rows: Sequences) -> dict[str, float]:
-    """Return the mean negative log-likelihood per completion token of this rank's rows. Collective."""
-    total, count = 0.0, 0.0
-    for logprobs, mask in zip(engine.logprobs(rows, 1.0), rows.columns["loss_mask"], strict=True):
+    """Return the mean negative log-likelihood of completion tokens, and the share that are the most probable.
+
+    Collective.
+    """
+    total, right, count = 0.0, 0.0, 0.0
+    both = zip(engine.logprobs(rows, 1.0), engine.logprobs(rows, NEARLY_GREEDY), strict=True)
+    for (logprobs, greedy), mask in zip(both, rows.columns["loss_mask"], strict=True):
         total -= float(logprobs[mask].sum(dtype="float64"))
+        right += int((greedy[mask] > -math.log(2)).sum())  # more probable than all others together
         count += int(mask.sum())
-    total, count = sum_over_data_ranks(engine.mesh, [total, count])
-    return {"eval_loss": total / max(1.0, count)}
+    total, right, count = sum_over_data_ranks(engine.mesh, [total, right, count])
+    return {"eval_loss": total / max(1.0, count), "eval_token_accuracy": right / max(1.0, count)}
 
 
 def pairs(rows: list[Row]) -> Sequences:

@@ -22,7 +22,7 @@ from hpc_rl.trial import check_name
 METRICS = {  # trainer -> the metrics of its evaluations; the first is the default of saver.keep_best.metric
     "grpo": ("eval_reward",),
     "teacher": ("eval_accuracy_delta", "eval_reward", "eval_student_accuracy", "eval_baseline_accuracy"),
-    "sft": ("eval_loss",),
+    "sft": ("eval_loss", "eval_token_accuracy"),
     "rw": ("eval_loss", "eval_accuracy"),
 }
 _SECTIONS = ("saver", "evaluator", "recover", "stats_logger", "rollout", "actor", "ref", "model")

@@ -37,10 +37,10 @@ class KeepBestConfig:
     """Keep the best model by evaluation, as `exports/best`."""
 
     metric: str | None = None
-    """Metric of an evaluation: `eval_reward` (grpo), `eval_loss` (sft, rw), `eval_accuracy` (rw), or
-    `eval_accuracy_delta`, `eval_reward`, `eval_student_accuracy`, `eval_baseline_accuracy` and
-    `eval_reward_<part>` (teacher), or `eval_<name>` where a workflow of your own has <name> in its
-    `Trajectory.stats`; null means the first of these that the trainer has."""
+    """Metric of an evaluation: `eval_reward` (grpo), `eval_loss` (sft, rw), `eval_accuracy` (rw),
+    `eval_token_accuracy` (sft), or `eval_accuracy_delta`, `eval_reward`, `eval_student_accuracy`,
+    `eval_baseline_accuracy` and `eval_reward_<part>` (teacher), or `eval_<name>` where a workflow of your own
+    has <name> in its `Trajectory.stats`; null means the first of these that the trainer has."""
     mode: Literal["max", "min"] | None = None
     """Whether larger or smaller is better; null means `min` for a loss, else `max`."""
     as_final: bool = False

@@ -113,7 +113,7 @@ def test_help_of_a_section(capsys, topic, expected, absent):
 
 def test_help_of_a_section_that_does_not_exist(capsys):
     assert cli.main(["submit", "--help", "luncher"]) == 64
-    assert "known: actor, cluster" in capsys.readouterr().err
+    assert "sections: actor, cluster" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

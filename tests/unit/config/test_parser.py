@@ -55,6 +55,12 @@ def test_help_names_the_options_of_optional_sections():
     ):
         assert name in text
     assert "Final learning rate as a share of the peak. (type: float," in " ".join(text.split())
+    for topic in ("lr", "learning_rate", "optimizer"):  # as typed; spaces and hyphens are underscores
+        found = section_help(topic)
+        assert "--actor.optimizer.lr LR" in found and "--model.optimizer.lr LR" in found, topic
+        assert "--seed" not in found
+    with pytest.raises(ConfigError, match="no option has that in its name or text; sections: actor"):
+        section_help("zebra")
 
 
 @pytest.mark.parametrize("chosen", [["actor.optimizer.lr"], ["ref.dtype", "seed"]])

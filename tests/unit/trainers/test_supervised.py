@@ -12,8 +12,16 @@ from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import RWConfig, SFTConfig
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.engines.base import MicroBatch
-from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, pairwise_loss, sequence_loss
+from hpc_rl.engines.base import MicroBatch, Sequences
+from hpc_rl.engines.logprobs import token_logprobs
+from hpc_rl.trainers.supervised import (
+    REWARD_MODEL,
+    SFT,
+    SupervisedRecipe,
+    held_out_loss,
+    pairwise_loss,
+    sequence_loss,
+)
 
 
 def sft_recipe(tmp_path, num_rows: int = 7, batch_size: int = 3, held_out=None) -> SupervisedRecipe:
@@ -63,8 +71,26 @@ def test_sft_evaluation_is_the_mean_loss_of_the_held_out_tokens(tmp_path):
     recipe = sft_recipe(tmp_path)
     recipe.held_out = recipe.rows[:2]
     assert recipe.evaluate(0) == {}
-    assert recipe.evaluate(1) == {"eval_loss": 1.0}
-    assert recipe.run.stats.take() == {"eval_loss": 1.0}
+    assert recipe.evaluate(1) == {"eval_loss": 1.0, "eval_token_accuracy": 0.0}
+    assert recipe.run.stats.take() == {"eval_loss": 1.0, "eval_token_accuracy": 0.0}
+
+
+def test_token_accuracy_counts_the_tokens_that_greedy_sampling_takes():
+    torch.manual_seed(0)
+    hidden_NH, head_VH, ids_N = torch.randn(60, 8), torch.randn(30, 8), torch.randint(0, 30, (60,))
+    greedy_N = (hidden_NH @ head_VH.T).argmax(1)
+    ids_N[::3] = greedy_N[::3]
+    mask = np.arange(60) < 48
+
+    class Engine:
+        mesh = SimpleNamespace(is_data_leader=True)
+
+        def logprobs(self, rows, temperature):
+            return [token_logprobs(hidden_NH, head_VH, ids_N, temperature)[0].numpy()]
+
+    numbers = held_out_loss(Engine(), Sequences([ids_N.numpy()], {"loss_mask": [mask]}))
+    right = (ids_N == greedy_N).numpy()[mask].mean()
+    assert 16 / 48 <= right < 1 and numbers["eval_token_accuracy"] == pytest.approx(right)
 
 
 def test_a_reward_model_trains_on_the_last_tokens_of_pairs(tmp_path):
