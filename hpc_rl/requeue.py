@@ -29,7 +29,7 @@ class FailurePolicy:
     pause_s: float | None = None
 
 
-RESUME = "then run `hpc-rl recover TRIAL`, or `hpc-rl submit` again where it has no checkpoint yet"
+RESUME = "then start the trial again: `hpc-rl status` shows the command"
 POLICIES: dict[FailureClass, FailurePolicy] = {
     FailureClass.USER: FailurePolicy(
         "end",

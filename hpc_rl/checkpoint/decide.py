@@ -154,13 +154,13 @@ def _first_start(situation: Situation) -> Decision:
             )
             return Decision("refuse", reason, exit_code=ExitCode.BAD_CONFIG)
         return Decision("fresh", f"first start, recover.mode {mode}")
-    when = f"first start, mode {mode}"
+    when = "resume" if mode == "resume" else f"first start, mode {mode}"
     return _newest(situation, situation.generations, when, must_load=mode == "resume")
 
 
 def _from(situation: Situation, step: int) -> Decision:
     """Return the decision where the user named the generation."""
-    when = f"first start, from checkpoint {step} as asked"
+    when = f"from checkpoint {step} as asked"
     found = max(
         (one for one in situation.generations if one.step == step),
         key=lambda one: (one.valid, one.lineage),

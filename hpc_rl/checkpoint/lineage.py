@@ -6,6 +6,7 @@
 import json
 import re
 import time
+from collections.abc import Sequence
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision
@@ -38,6 +39,19 @@ def next_lineage(
             fsync_dir(trial.lineages)
             return record
         number += 1
+
+
+def ancestors_of(lineage: int, records: Sequence[LineageRecord]) -> dict[int, int]:
+    """Return the lineages that this one continues: number -> the last step of it that led here."""
+    by_number = {record.lineage: record for record in records}
+    found: dict[int, int] = {}
+    while (record := by_number.get(lineage)) and record.from_lineage is not None:
+        until = min([record.from_step, *found.values()])
+        lineage = record.from_lineage
+        if lineage in found:  # no chain has a circle
+            break
+        found[lineage] = until
+    return found
 
 
 def newest_number(trial: Trial) -> int:

@@ -1,5 +1,6 @@
 """`hpc-rl status <trial>`: what a trial does and what happened to it; at most one scheduler query."""
 
+import shlex
 import sys
 import time
 from collections.abc import Mapping
@@ -13,7 +14,7 @@ from hpc_rl.cli import listing
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
 from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.files import Row
-from hpc_rl.records import DoneRecord, ForkRecord, LineageRecord, TrialState
+from hpc_rl.records import DoneRecord, ForkRecord, JobRecord, LineageRecord, TrialState
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.stats.read import is_number
 from hpc_rl.status import formatting
@@ -296,8 +297,10 @@ OF_BATCH = {  # of what a step trained on
     "zero_advantage_groups": "share of zero-advantage groups",
     "staleness_mean": "staleness",
     "staleness_max": "largest staleness",
-    "older_lineage": "trajectories of an earlier start",
+    "behave_approx_kl": "KL to the policy that generated",
+    "given_up": "trajectories of weights that were given up",
 }
+FAR_KL = 1.0  # from which a batch teaches little of the policy that is trained
 
 
 def metric_lines(status: TrialStatus) -> list[str]:
@@ -312,9 +315,13 @@ def metric_lines(status: TrialStatus) -> list[str]:
         parts = {key: key for key in last if key.startswith("reward/")}
         known = shown({"reward": "reward", "reward_std": METRICS["reward_std"], **parts, **METRICS}, last)
         lines.append(row("metrics", one_line(f"step {last['step']}: {known}")))
-        of_batch = {key: text for key, text in OF_BATCH.items() if key != "older_lineage" or last.get(key)}
+        of_batch = {key: text for key, text in OF_BATCH.items() if key != "given_up" or last.get(key)}
         if text := shown(of_batch, last):
             lines.append(row("batch", text))
+        if is_number(kl := last.get("behave_approx_kl")) and abs(kl) > FAR_KL:
+            why = "the policy is far from the one that generated this batch"
+            again = "hpc-rl recover --from STEP without --replay generates new completions"
+            lines.append(row("", f"KL {format_number(kl)}: {why}; {again}"))
         if text := step_text(status.history.steps[-RECENT_STEPS:]):
             lines.append(row("seconds", f"{text}  (mean of at most {RECENT_STEPS} steps)"))
     measures = list(status.history.evaluated.items())
@@ -360,7 +367,20 @@ def suggestions(status: TrialStatus) -> list[str]:
         verbs = [log_of_failure(status)]
     else:
         verbs = [log_of_failure(status), "recover"]
-    return trial_index.commands(status.trial, *verbs)
+    again = command_of_submission(status) if status.generation is None else ""
+    return [*trial_index.commands(status.trial, *verbs), *filter(None, [again])]
+
+
+def command_of_submission(status: TrialStatus) -> str:
+    """Return what starts a trial that is over again where there is no checkpoint, "" where nothing does."""
+    job = JobRecord.read(status.trial.job(status.jobs[-1].job_id)) if status.jobs else None
+    failed = status.over and status.state is not TrialState.DONE
+    # other modes refuse what there is of a trial
+    if job is None or not failed or status.plan.get("recover_mode") != "auto":
+        return ""
+    if job.command[1:2] != ("submit",):
+        return ""
+    return shlex.join([trial_index.program_name(), *job.command[1:]])
 
 
 def log_of_failure(status: TrialStatus) -> str:

@@ -4,8 +4,11 @@ import logging
 from collections.abc import Sequence
 from statistics import pstdev
 
+from hpc_rl.checkpoint.lineage import ancestors_of
 from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
+from hpc_rl.records import read_lineages
 from hpc_rl.stats.tracker import Tracker
+from hpc_rl.trial import Trial
 from hpc_rl.types import Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
@@ -15,10 +18,15 @@ OF_REWARD = "reward/"  # what the names of a reward's parts begin with
 class BatchMetrics:
     """Reports batches to a tracker; warns once of a wanted name that no trajectory has."""
 
-    def __init__(self, config: GRPOConfig) -> None:
+    def __init__(self, config: GRPOConfig, trial: Trial) -> None:
         self.agent_stats = config.actor.log_agent_stats_keys if config.actor.log_agent_stats else []
         self._all_stats = isinstance(config, TeacherConfig)  # all that the workflow `teacher` measures
         self._reported_missing: set[str] = set()
+        self._trial = trial
+        self._ancestors: tuple[int, dict[int, int]] = (
+            0,
+            {},
+        )  # of which lineage, and what ancestors_of returns
 
     def __call__(self, stats: Tracker, step: int, lineage: int, groups: Sequence[TrajectoryGroup]) -> None:
         """Report the batch of a step, which `lineage` trains on."""
@@ -38,10 +46,19 @@ class BatchMetrics:
         stats.value("groups_alike", alike)
         stats.value("zero_advantage_groups", alike / len(groups) if groups else 0.0)
         stats.value("staleness_max", max(staleness, default=0))
-        # rows with tokens of an earlier lineage; their age still counts by their step
-        older = [bool((row.lineages[row.loss_mask] < lineage).any()) for row in rows]
-        stats.value("older_lineage", sum(older))
+        # their age still counts by their step
+        stats.value("given_up", sum(self._is_given_up(row, lineage) for row in rows))
         stats.value("num_tokens", sum(len(row.ids) for row in rows))
+
+    def _is_given_up(self, row: Trajectory, lineage: int) -> bool:
+        """Return whether weights made its tokens which those that are trained do not descend from."""
+        older = {int(one) for one in row.lineages[row.loss_mask]} - {lineage}
+        if older and self._ancestors[0] != lineage:
+            self._ancestors = (lineage, ancestors_of(lineage, read_lineages(self._trial)))
+        return any(
+            (row.steps[row.loss_mask & (row.lineages == one)] > self._ancestors[1].get(one, -1)).any()
+            for one in older
+        )
 
     def _own_stats(self, stats: Tracker, row: Trajectory) -> None:
         for name, value in row.stats.items():

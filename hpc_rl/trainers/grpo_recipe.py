@@ -86,7 +86,7 @@ class GRPO:
             reference is not None or self.algorithm.zero_reference
         )
         self._frontier: dict[str, int] = {}
-        self._describe = BatchMetrics(run.config)
+        self._describe = BatchMetrics(run.config, run.trial)
         self._steps_without_update = 0  # in a row
 
     def batch(self, step: int) -> Batch | None:

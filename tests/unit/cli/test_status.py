@@ -140,7 +140,7 @@ def test_what_a_step_measured_and_what_its_seconds_went_to(fake_trial, scheduler
         "reward/format": 0.9,
         "accuracy": 0.75,
     }
-    batch = {"completion_len": 12.5, "zero_advantage_groups": 0.25, "older_lineage": 0}
+    batch = {"completion_len": 12.5, "zero_advantage_groups": 0.25, "given_up": 0, "behave_approx_kl": 0.25}
     fake_trial.row("7.0", row | times | batch | {"eval_accuracy": 0.5, "eval_loss": 0.6})
     fake_trial.row("7.0", {"step": 4, "eval_reward": 0.5, "eval_pass@4": 0.75})
     attempt = fake_trial.trial.attempt("7.0")
@@ -150,7 +150,10 @@ def test_what_a_step_measured_and_what_its_seconds_went_to(fake_trial, scheduler
     out = capsys.readouterr().out
     assert re.search(r"step 4 of 100 \(4 %\)   evaluating at step 4; then .* steps/min, done in about", out)
     assert "metrics     step 4: reward 0.4, reward/format 0.9, accuracy 0.75\n" in out
-    assert "batch       completion length 12.5, share of zero-advantage groups 0.25\n" in out
+    assert (
+        "batch       completion length 12.5, share of zero-advantage groups 0.25, KL to the policy that generated 0.25\n"
+        in out
+    )
     assert "seconds     1 s: wait 25%, train 75%; evaluate 36 s  (mean" in out
     held_out = out[out.index("held-out") :].splitlines()
     assert [line.removeprefix("held-out").strip() for line in held_out[:4]] == [

@@ -44,9 +44,19 @@ def test_the_log_that_has_the_traceback_is_the_next_command(fake_trial, role, co
     fake_trial.run_to(3)
     if role:
         fake_trial.event("7.0", "gave_up", role=role, index=0, reason="the last 64 prompts were rejected")
+    fake_trial.job("7", command=["hpc-rl", "submit", "--config", "my sums.yaml"])
+    write_json(fake_trial.trial.plan_json, {"recover_mode": "auto"})
     fake_trial.ended("7.0", 70, at=9)
     said = text(read_status(fake_trial.trial))
-    assert next(line for line in said if line.startswith("next")).endswith(command)
+    log, again = said[next(number for number, line in enumerate(said) if line.startswith("next")) :]
+    assert log.endswith(command) and again.endswith("hpc-rl submit --config 'my sums.yaml'")
+
+
+def test_a_batch_of_a_policy_that_is_far_away_is_told(fake_trial):
+    fake_trial.row("7.0", {"step": 4, "time": time.time(), "behave_approx_kl": 7.03, "given_up": 128})
+    said = "\n".join(text(read_status(fake_trial.trial)))
+    assert "trajectories of weights that were given up 128" in said
+    assert "KL 7.03: the policy is far from the one that generated this batch" in said
 
 
 def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):

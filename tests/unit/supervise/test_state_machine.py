@@ -403,7 +403,7 @@ def test_hangs_without_progress_use_up_the_retries(key):
     assert (
         world.finish.code == 70
         and "nothing moved" in world.finish.reason
-        and "hpc-rl recover" in world.finish.reason
+        and "hpc-rl status" in world.finish.reason
     )
 
 

@@ -18,8 +18,10 @@ from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.errors import DataUnusable
+from hpc_rl.records import LineageRecord
 from hpc_rl.trainers.grpo_recipe import GRPO, max_steps_without_update, num_updates, place_schedule
 from hpc_rl.trainers.minibatches import shares
+from hpc_rl.trial import write_json
 from hpc_rl.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 from hpc_rl.weights.publish import DiskTransport
 
@@ -129,10 +131,23 @@ def test_tokens_of_a_lost_lineage_are_never_younger_than_the_trainer(tmp_path):
     recipe = grpo_recipe(tmp_path)
     recipe.update(3, batch_of([1.0, 0.0], [0.0, 1.0], step=9))
     numbers = recipe.run.stats.take()
-    assert numbers["staleness_max"] == 0 and numbers["older_lineage"] == 0  # of this very lineage
-    recipe.run.lineage = 1
-    recipe.update(3, batch_of([1.0, 0.0], [0.0, 1.0]))
-    assert recipe.run.stats.take()["older_lineage"] == 4
+    assert numbers["staleness_max"] == 0 and numbers["given_up"] == 0  # of this very lineage
+
+
+@pytest.mark.parametrize(("from_step", "num_given_up"), [(4, 0), (3, 4)])
+def test_trajectories_of_weights_that_were_given_up_are_counted(tmp_path, from_step, num_given_up):
+    """Lineage 2 continues lineage 0, whose version 4 made the tokens, from this step; lineage 1 came to nothing."""
+    recipe = grpo_recipe(tmp_path)
+    recipe.run.trial.lineages.mkdir(parents=True, exist_ok=True)
+    for number, step, origin in ((0, 0, None), (1, 3, 0), (2, from_step, 0)):
+        record = LineageRecord(
+            lineage=number, from_step=step, from_lineage=origin, attempt="7.0", incarnation=number
+        )
+        write_json(recipe.run.trial.lineage(number), record.to_json())
+    recipe.run.lineage = 2
+    recipe.update(6, batch_of([1.0, 0.0], [0.0, 1.0]))
+    numbers = recipe.run.stats.take()
+    assert (numbers["given_up"], numbers["staleness_max"]) == (num_given_up, 1)
 
 
 def test_the_kl_reward_is_of_the_behaviour_policy_and_every_row_counts(tmp_path):
