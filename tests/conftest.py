@@ -11,6 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 
 STARTED_ONCE = ("slurm", "sglang", "vllm")
@@ -24,6 +25,9 @@ LONG += ("test_managed_embedded.py",)
 # A test that starts processes ends by what happens, whatever the load: this only guards.
 GUARD_S = 300
 HERE = Path(__file__).parent
+# No test measures time.
+hypothesis.settings.register_profile("any load", deadline=None)
+hypothesis.settings.load_profile("any load")
 OWN = pytest.StashKey[Path]()
 
 

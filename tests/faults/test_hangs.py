@@ -65,7 +65,7 @@ def test_hangs_without_progress_come_to_an_end(fake):
     assert fake.run() == 70, fake.story()
     assert len(fake.events("hung")) == 2
     reason = read_json(fake.attempt.ended)["reason"]
-    assert "hangs" in reason and "2 failures in a row" in reason and "hpc-rl recover" in reason
+    assert "hangs" in reason and "2 failures in a row" in reason and "hpc-rl status" in reason
 
 
 def test_a_drain_survives_the_death_of_the_supervisor(fake):
