@@ -5,7 +5,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from typing import cast
 
 from hpc_rl import log
@@ -55,35 +56,35 @@ async def work(trial: Trial, config: GRPOConfig, data_token: str, keys: dict[str
     """Serve the rollout role; `keys` are those of pools elsewhere."""
     write = await pipes.pipe_writer(out)
     async with contextlib.AsyncExitStack() as stack:
-        worker = await open_worker(stack, trial, config, data_token, keys, write)
+        open_pool = partial(open_servers, stack, trial, config, data_token)
+        worker = await open_worker(stack, config, keys, write, open_pool)
         await worker.serve(await pipes.stdin_reader())
     os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
 
 
 async def open_worker(
     stack: contextlib.AsyncExitStack,
-    trial: Trial,
     config: GRPOConfig,
-    data_token: str,
     keys: Mapping[str, str],
     write: Callable[[bytes], None],
+    open_pool: Callable[[str], Awaitable[ServerPool]],
 ) -> Worker:
     """Return the worker that a configuration asks for, with its pools, which the stack closes."""
     workflow = load_workflow(config)
-    own = await open_servers(stack, trial, config, trained_pool(config), data_token)
+    own = await open_pool(trained_pool(config))
     others: dict[str, ChatPool] = {}
     for name, pool in config.pools.items():
         if pool.url:
             others[name] = await stack.enter_async_context(endpoint(config, name, pool, keys[name], write))
         else:
-            others[name] = await open_servers(stack, trial, config, name, data_token)
+            others[name] = await open_pool(name)
     rewards = await open_rewards(config, others, own.tokenizer)
     answering = {name: pool for name, pool in others.items() if name not in reward_models(config)}
     return Worker(config, own, answering, workflow, rewards, write)
 
 
 async def open_servers(
-    stack: contextlib.AsyncExitStack, trial: Trial, config: GRPOConfig, name: str, data_token: str
+    stack: contextlib.AsyncExitStack, trial: Trial, config: GRPOConfig, data_token: str, name: str
 ) -> ServerPool:
     """Return a pool of the trial's servers, which the stack closes."""
     view, rollout = as_pool(config, name), config.rollout

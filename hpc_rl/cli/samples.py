@@ -102,10 +102,10 @@ def _text(one: Sample, width: int) -> list[str]:
     facts += [f"{one.num_tokens} tokens", one.finish_reason, f"weights {', '.join(one.versions)}"]
     head = f"{what} {one.prompt_index}, sample {one.sample}: {'; '.join(facts)}"
     blocks = [("completion" if made else "given", text) for made, text in one.texts()]
-    return [head, *(line for block in [("prompt", one.prompt), *blocks] for line in _block(*block, width))]
+    return [head, *(line for part in [("prompt", one.prompt), *blocks] for line in block(*part, width))]
 
 
-def _block(name: str, text: str, width: int) -> list[str]:
+def block(name: str, text: str, width: int) -> list[str]:
     """Return lines of text, wrapped, behind a name."""
     wrapped = [part for line in text.split("\n") for part in textwrap.wrap(line, width - INDENT) or [""]]
     return [f"  {name if number == 0 else '':<{INDENT - 4}}| {line}" for number, line in enumerate(wrapped)]

@@ -183,6 +183,9 @@ class HttpServerClient:
             raise ServerUnavailable(f"{self.url}{path}: no answer within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+        return self._checked(path, status, answer)
+
+    def _checked(self, path: str, status: int, answer: Any) -> Any:
         if status == 200:
             return answer
         message = f"{self.url}{path} answered {status}: {answer}"

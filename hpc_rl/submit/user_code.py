@@ -118,6 +118,43 @@ def code_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tu
     return {name: (a.get(name), b.get(name)) for name in differing}
 
 
+def own_environment(config: Config, python: str) -> bool:
+    """Return whether the job has another environment than this process: what imports there may not here."""
+    launcher = config.launcher
+    images = (launcher.slurm.trainer_image, launcher.slurm.rollout_image)
+    return bool(launcher.modules or launcher.setup or any(images) or python != sys.executable)
+
+
+def run_apart(
+    module: str, config: Config, given: Mapping[str, Any], limit_s: float, workdir: Path
+) -> tuple[str, str, int] | None:
+    """Run a module of app in a process group of its own, which gets `given` as JSON and the job's variables.
+
+    Returns what it wrote to both outputs, and its exit code; None where it took more than `limit_s`. In both
+    cases the group is killed: user code may leave processes behind.
+    """
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+        cwd=workdir,
+        env=_environ(config, workdir),
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    ) as process:
+        try:
+            said, printed = process.communicate(json.dumps(given), timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    return said, printed, process.returncode
+
+
 def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
     """Import the rewards and the workflow of the user and call each reward once; return notes.
 
@@ -126,39 +163,19 @@ def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
     """
     if not isinstance(config, GRPOConfig) or not _is_own_code(config):
         return []
-    launcher = config.launcher
-    images = (launcher.slurm.trainer_image, launcher.slurm.rollout_image)
-    if launcher.modules or launcher.setup or any(images) or python != sys.executable:
+    if own_environment(config, python):
         return ["rewards and workflow are not tried here: the job has an environment of its own"]
-    text = json.dumps(to_dict(without_secrets(config)))
-    command = [python, "-m", "hpc_rl.app.check_user_code"]
     limit_s = START_S + config.rollout.reward_timeout_s * len(config.rollout.reward_functions)
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        command,
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        cwd=workdir,
-        env=_environ(config, workdir),
-        text=True,
-        start_new_session=True,
-    ) as process:
-        try:
-            said, printed = process.communicate(text, timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            return [
-                f"rewards and workflow were not tried to their end: they took more than {limit_s:g} s here"
-            ]
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+    done = run_apart("hpc_rl.app.check_user_code", config, to_dict(without_secrets(config)), limit_s, workdir)
+    if done is None:
+        return [f"rewards and workflow were not tried to their end: they took more than {limit_s:g} s here"]
+    said, printed, code = done
     try:
         found = json.loads(said)
     except ValueError:
         last = (printed.strip().splitlines() or ["it printed nothing"])[-1]
         raise ConfigError(
-            f"rewards and workflow end the process that imports them, with code {process.returncode}: {last}"
+            f"rewards and workflow end the process that imports them, with code {code}: {last}"
         ) from None
     if found["refusals"]:
         raise ConfigError("\n".join(found["refusals"]))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import tokenizers
 
 from hpc_rl.app.rollout import rules
-from hpc_rl.app.rollout_worker import open_worker
+from hpc_rl.app.rollout_worker import open_servers, open_worker
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.name_resolve import open_names
@@ -58,7 +59,8 @@ def opened(tmp_path, model):
         async with servers(2) as fakes, contextlib.AsyncExitStack() as stack:
             for index, fake in enumerate(fakes[:announced]):
                 announce(open_names(trial, config), index, fake)
-            worker = await open_worker(stack, trial, config, "data", {}, sent.append)
+            open_pool = functools.partial(open_servers, stack, trial, config, "data")
+            worker = await open_worker(stack, config, {}, sent.append, open_pool)
 
             async def ask(evaluate=False):
                 prompt = {"columns": {"prompt": "x", "answer": "12"}, "input_ids": [5, 6], "version": "0.0"}
