@@ -159,7 +159,7 @@ def test_recover_refuses_what_the_state_can_not_take_and_changes_nothing(stopped
     assert (
         "gconfig.n_samples can't change from 4 to 8 in trial sums/small: finished groups that are not" in said
     )
-    assert "use gconfig.n_samples=4; for the new values submit another trial_name" in said
+    assert "use gconfig.n_samples=4. For other values, `hpc-rl fork sums/small NEW`" in said
     assert "cluster.n_nodes" not in said
     assert scheduler.calls == [("submit", "job-1")]
     assert stopped.config_json.read_bytes() == before
