@@ -34,6 +34,8 @@ def run(args: Namespace) -> int:
     done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", *args.argv])
     value = submit.as_json(done, planned) | ({"checks": list(map(vars, checks))} if args.check else {})
     words = submit.lines(done, planned)
+    if args.output:
+        words.insert(0, f"note: in a directory of its own the trial has that one's name: {done.trial}")
     words += [f"check      {check.line()}" for check in checks]
     by_hand = "sbatch" if done.scheduler == "slurm" else "bash"
     print_result(args.json, value, [*words, f"next       {by_hand} {done.script}"])

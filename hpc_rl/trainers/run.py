@@ -191,7 +191,8 @@ class Run(TrainerContext):
         if self.total_steps is not None:
             row["total_steps"] = self.total_steps
         self.sinks.log(step, row)
-        shown = {name: row[name] for name in LOGGED_METRICS if isinstance(row.get(name), float)}
+        names = [name for name in row if name in LOGGED_METRICS or name.startswith("reward/")]
+        shown = {name: row[name] for name in sorted(names, key=_place) if isinstance(row.get(name), float)}
         self._log_info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in shown.items()))
         self._line_at = now
 
@@ -287,6 +288,11 @@ class Run(TrainerContext):
     def _log_info(self, text: str, *values: object) -> None:
         if self.ranks.rank == 0:
             logger.info(text, *values)
+
+
+def _place(name: str) -> int:
+    """Return the place of a metric in the line of a step: parts of the reward come after it."""
+    return LOGGED_METRICS.index(name.partition("/")[0])
 
 
 @functools.cache

@@ -88,6 +88,7 @@ class FakeRecipe:
         self.run.engine.total += batch
         self.trained.append(step)
         self.run.stats.value("loss", 1.0 / step)
+        self.run.stats.value("reward/format", 0.25)
         self.calls.append(f"update {step}")
         self.at.get(f"during {step}", lambda: None)()
 

@@ -71,7 +71,9 @@ def test_render_writes_scripts_and_submits_nothing(config, scheduler, tmp_path, 
     assert main(["render", "--config", str(config), "--output", str(tmp_path / "here")]) == 0
     assert not scheduler.calls
     assert (tmp_path / "here" / "scripts" / "local.sh").is_file()
-    assert str(tmp_path / "here" / "scripts" / "local.sh") in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert str(tmp_path / "here" / "scripts" / "local.sh") in out
+    assert f"the trial has that one's name: {tmp_path.name}/here" in out
     assert not (tmp_path / "runs").exists()
 
 

@@ -33,7 +33,8 @@ def stop(run_of, waits: bool = False):
     return act
 
 
-def test_what_happens_when(tmp_path):
+def test_what_happens_when(tmp_path, caplog):
+    caplog.set_level("INFO")
     starter = Starter(tmp_path, evaluator=EvaluatorConfig(freq_steps=2), saver=SaverConfig(freq_steps=4))
     code, recipe = starter(5)
     assert code == ExitCode.DONE
@@ -50,6 +51,7 @@ def test_what_happens_when(tmp_path):
     assert rows[1]["version"] == "0.2" and rows[1]["lineage"] == 0 and rows[1]["loss"] == 0.5
     assert {"time", "wait_s", "train_s", "publish_s", "save_s", "step_s"} <= set(rows[0])
     assert rows[0]["save_s"] == 0.0 < rows[3]["save_s"]
+    assert any(line.startswith("step 2: reward/format 0.25  loss 0.5  step_s") for line in caplog.messages)
 
 
 def test_told_to_stop_in_a_step_it_finishes_the_step_saves_and_exits_75(starter):
