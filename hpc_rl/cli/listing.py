@@ -30,7 +30,7 @@ SORTED_BY: dict[str, Any] = {
     **{key: lambda row, key=key: -_known(row[key]) for key in ("time", "step", "reward", "held_out")},
 }
 LIVE = (TrialState.RUNNING, TrialState.PENDING, TrialState.STOPPING)
-NO_TRIALS = "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit --config FILE`"
+NO_TRIALS = "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit FILE`"
 
 
 def parser() -> CommandParser:

@@ -215,9 +215,9 @@ def attempts_figure(report: TrialReport) -> dict[str, Any]:
         }
         for name, found in bars.items()
     ]
-    axes: dict[str, Any] = {"xaxis": {"type": "date"}}
+    axes: dict[str, Any] = {"xaxis": {"type": "date", "nticks": 4, "tickangle": 0}}
     axes["yaxis"] = {"title": {"text": "attempt"}, "autorange": "reversed", "type": "category"}
-    height = 190 + 26 * len(report.goodput.attempts)
+    height = 215 + 26 * len(report.goodput.attempts)
     return chart(f"{report.name}: attempts", traces, barmode="overlay", height=height, **axes)
 
 
@@ -252,7 +252,9 @@ def histogram(
          "marker": {"color": LINES[number % len(LINES)]}}
         for number, (report, found) in enumerate(zip(reports, values, strict=True)) if found
     ]  # fmt: skip
-    axes = {"xaxis": {"title": {"text": unit}}, "yaxis": {"ticksuffix": " %"}}
+    every = sorted(one for found in values for one in found) or [0]
+    ticks = {"dtick": max(1, (every[-1] - every[0]) // 8), "tick0": 0}  # whole numbers
+    axes = {"xaxis": {"title": {"text": unit}} | ticks, "yaxis": {"ticksuffix": " %"}}
     return chart(title, traces, barmode="overlay", bargap=0.1, showlegend=len(reports) > 1, **axes)
 
 

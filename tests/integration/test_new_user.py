@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import Shell
 
+pytestmark = pytest.mark.timeout(900)
 FILES = {
     "make_model.py": """
 import string
@@ -207,7 +208,6 @@ def printed(shell) -> dict[str, str]:
     return said
 
 
-@pytest.mark.timeout(900)
 def test_the_trial_is_submitted_watched_and_learns(shell, printed):
     assert "12 steps, each of 80 sequences" in printed["hpc-rl submit day.yaml --dry_run"]
     assert "hpc-rl status mine/one" in printed["hpc-rl submit day.yaml"]
