@@ -196,6 +196,7 @@ def printed(shell) -> dict[str, str]:
         said[command] = shell.type(command, timeout_s=300)
 
     try:
+        type("hpc-rl check day.yaml --episode --timeout_s 300")
         type("hpc-rl submit day.yaml --dry_run")
         type("hpc-rl submit day.yaml")
         shell.wait_for("one", "step [1-9]", timeout_s=300)
@@ -209,6 +210,10 @@ def printed(shell) -> dict[str, str]:
 
 
 def test_the_trial_is_submitted_watched_and_learns(shell, printed):
+    episode = printed["hpc-rl check day.yaml --episode --timeout_s 300"]
+    assert len(re.findall(r"^sample \d: reward [01]", episode, re.M)) == 8
+    assert "3 turns, 6 of " in episode
+    assert "  given       | . no. again:" in episode
     assert "12 steps, each of 80 sequences" in printed["hpc-rl submit day.yaml --dry_run"]
     assert "hpc-rl status mine/one" in printed["hpc-rl submit day.yaml"]
     assert re.search(r"mine/one +(running|done) +step [1-9]\d?/12", printed["hpc-rl top one --once"])
