@@ -34,6 +34,7 @@ OWN = pytest.StashKey[Path]()
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[OWN] = own = Path(tempfile.mkdtemp(prefix="hpc-rl-account-"))
     os.environ |= {"XDG_STATE_HOME": str(own / "state"), "XDG_CONFIG_HOME": str(own / "config")}
+    os.environ["LANGUAGE"] = "C"  # argparse looks for no catalogue of messages, file by file, for each word
     # The tests start thousands of processes: each that compiled the package would take half a second more.
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     sys.dont_write_bytecode = False

@@ -130,13 +130,14 @@ Parsers = dict[tuple[str, ...], CommandParser]
 def build_parsers(wanted: Collection[str]) -> Parsers:
     """Return the parser of `hpc-rl`, under (), with those of its commands and their actions.
 
-    Commands that are not wanted have names and one line of help only.
+    Where none is wanted all are there, with their names and one line of help only.
     """
     about = "Reinforcement-learning post-training of language models on Slurm, or on this machine."
     found: Parsers = {(): CommandParser(about, EPILOG, prog="hpc-rl")}
     made = {
         name: module(name).parser() if name in wanted else CommandParser(line)
         for name, (_, line) in COMMANDS.items()
+        if name in wanted or not wanted
     }
     _add_commands(found, (), made)
     for name in wanted:

@@ -3,6 +3,7 @@
 The library writes it; added are limits, references (`${a.b}`), ATLAS names and dotted keys.
 """
 
+import functools
 import json
 import typing
 from typing import Any
@@ -39,7 +40,7 @@ def schema(trainer: str | None = None) -> dict[str, Any]:
     chosen = [trainer] if trainer else list(CONFIGS)
     draft = ""
     for name in chosen:
-        made = json.loads(config_parser(CONFIGS[name]).get_completion_script("jsonschema"))
+        made = json.loads(_draft(CONFIGS[name]))
         draft = made.pop("$schema")
         defs[CONFIGS[name].__name__] = _section(CONFIGS[name], made)
         for alias, what in ALIASES.items():
@@ -49,6 +50,11 @@ def schema(trainer: str | None = None) -> dict[str, Any]:
     refs = [{"$ref": f"#/$defs/{CONFIGS[name].__name__}"} for name in chosen]
     whole = refs[0] if len(refs) == 1 else {"anyOf": refs}
     return {"$schema": draft, "title": "hpc-rl configuration", **whole, "$defs": defs}
+
+
+@functools.cache
+def _draft(cls: type) -> str:
+    return config_parser(cls).get_completion_script("jsonschema")
 
 
 def _section(cls: type, made: dict[str, Any]) -> dict[str, Any]:

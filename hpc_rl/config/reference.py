@@ -7,7 +7,7 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from hpc_rl.config.loading.fields import options, section_of
+from hpc_rl.config.loading.fields import hints, section_of
 from hpc_rl.config.loading.names import ALIASES
 from hpc_rl.config.loading.parser import config_parser, describe_options, sections
 from hpc_rl.config.sections.experiment import CONFIGS
@@ -34,8 +34,7 @@ An *hpc-rl extension* is an option that AReaL, whose names most others are, does
 
 def section_names() -> list[str]:
     """Return the sections at the top level, of all trainers."""
-    found = [name for cls in CONFIGS.values() for name, hint in options(cls).items() if section_of(hint)]
-    return sorted({name for name in found if "." not in name})
+    return sorted({name for cls in CONFIGS.values() for name, hint in hints(cls).items() if section_of(hint)})
 
 
 def section_help(topic: str) -> str:
