@@ -40,7 +40,8 @@ def run(args: Namespace) -> int:
     needs, options, findings, planned = requirements_of(args)
     is_inside = "SLURM_JOB_ID" in os.environ
     findings += check_here(needs, is_inside, planned)
-    if args.allocation or is_inside:
+    down = any(one.check == "slurm controller" and one.status is Status.FAIL for one in findings)
+    if (args.allocation or is_inside) and not down:
         findings += check_allocation(needs, options, args.wait_s)
     failed = any(finding.status is Status.FAIL for finding in findings)
     value = {"failed": failed, "findings": [asdict(finding) for finding in findings]}

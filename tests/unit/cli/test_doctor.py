@@ -1,6 +1,7 @@
 """doctor on the command line: its exit code, its table, and the short job that it asks for."""
 
 import json
+import os
 
 import pytest
 
@@ -9,6 +10,7 @@ from hpc_rl.cli.doctor import requirements_of, srun_options
 from hpc_rl.cli.options import arranged
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.doctor.finding import Requirements
+from hpc_rl.doctor.slurm_checks import PROGRAMS
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -23,14 +25,23 @@ def test_the_short_job_asks_for_what_the_trial_asks_for():
 
 
 def test_a_failure_is_exit_code_1_with_its_fix_below(tmp_path, monkeypatch, capsys):
+    """Here two: the directory, and a Slurm without a controller, whose nodes are not visited then."""
     for name in ("SLURM_JOB_ID", "SLURM_CONF"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    for name in PROGRAMS:
+        (tmp_path / name).write_text(f"#!/bin/bash\necho {name} >>{tmp_path}/calls; echo down >&2; exit 1\n")
+        (tmp_path / name).chmod(0o755)
     (tmp_path / "file").write_text("")
-    assert main(["doctor", "--fileroot", str(tmp_path / "file" / "runs"), "--json"]) == 1
+    words = ["--fileroot", str(tmp_path / "file" / "runs"), "--allocation", "--wait_s", "5", "--json"]
+    assert main(["doctor", *words]) == 1
     told = json.loads(capsys.readouterr().out)
     assert told["failed"] is True
-    [row] = [row for row in told["findings"] if row["check"] == "fileroot"]
+    rows = {row["check"]: row for row in told["findings"]}
+    row = rows["fileroot"]
     assert row["status"] == "fail" and "can't be written" in row["found"] and "cluster.fileroot" in row["fix"]
+    assert rows["slurm controller"]["status"] == "fail" and "nodes reported" not in rows
+    assert {"scontrol", "sinfo"} == {*(tmp_path / "calls").read_text().split()}
 
 
 def test_options_of_a_configuration_need_one(capsys):
