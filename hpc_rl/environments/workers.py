@@ -10,6 +10,7 @@ from typing import Any
 from hpc_rl.environments.environment import Environment, NoRoom
 from hpc_rl.environments.groups import ScoredGroup
 from hpc_rl.errors import ConfigError, RequestRefused
+from hpc_rl.rollout.user_errors import Raised
 
 logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 64
@@ -36,6 +37,7 @@ class Workers:
         self._running: dict[asyncio.Task[None], tuple[Any, float]] = {}
         self._backlog: list[Any] = []
         self._failures = 0  # in a row
+        self._logged: set[str] = set()  # places of exceptions
 
     @property
     def num_running(self) -> int:
@@ -111,9 +113,12 @@ class Workers:
                 raise cause
         self.counts["exception"] += 1
         self._failures += 1
-        logger.warning("a task is dropped: %.200r", item, exc_info=causes[0])
+        raised = Raised.of(causes[0])
+        trace = "" if raised.place in self._logged else f"\n{raised.trace}"
+        self._logged.add(raised.place)
+        logger.warning("a task is dropped: %s: %.200r%s", raised.text, item, trace)
         if self._failures >= MAX_FAILURES_IN_A_ROW:
-            raise RequestRefused(f"{self._failures} tasks in a row failed, the last one with {causes[0]!r}")
+            raise RequestRefused(f"{self._failures} tasks in a row failed, the last one with {raised.text}")
 
     def _is_wanted(self, group: ScoredGroup) -> bool:
         config = self.environment.config

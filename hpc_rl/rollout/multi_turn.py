@@ -9,6 +9,7 @@ Other numbers and tools are `rollout.workflow_args`:
 
 import asyncio
 import json
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from hpc_rl.rollout.tool_call import ToolFailed, call_tool
 from hpc_rl.rollout.workflow import Sampler, trajectory
 from hpc_rl.types import Trajectory, TrajectoryGroup, Turn
 
+logger = logging.getLogger(__name__)
 FEEDBACK = "Your answer is either wrong or can't be read. Please try again."
 # as Qwen and Hermes models write a call
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -57,6 +59,7 @@ class MultiTurn:
         self.feedback = feedback
         self.tools = {path.rpartition(":")[2]: path for path in tools}
         self.tool_timeout_s = tool_timeout_s
+        self._logged: set[str] = set()  # frames of exceptions of tools
 
     async def run(self, prompt: dict[str, Any], generate: Sampler) -> TrajectoryGroup:
         """Return a group of n_samples trajectories."""
@@ -107,4 +110,7 @@ class MultiTurn:
         try:
             return await call_tool(path, arguments, self.tool_timeout_s)
         except ToolFailed as error:
+            if error.frames and error.frames not in self._logged:
+                self._logged.add(error.frames)
+                logger.warning("tool %s, first %s\n%s", path, error, error.frames)
             return f"error: {error}"

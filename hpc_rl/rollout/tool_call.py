@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 import tempfile
+import traceback
 from typing import Any
 
 MAX_MEMORY_BYTES = 4 << 30
@@ -22,7 +23,11 @@ KEPT_VARIABLES = ("PATH", "PYTHONPATH", "HOME", "LANG", "LC_ALL", "VIRTUAL_ENV",
 
 
 class ToolFailed(Exception):
-    """A call without a result; the message is for the model."""
+    """A call without a result; the message is for the model, `frames` of the exception for the log."""
+
+    def __init__(self, message: str, frames: str = "") -> None:
+        super().__init__(message)
+        self.frames = frames
 
 
 async def call_tool(path: str, arguments: dict[str, Any], timeout_s: float) -> str:
@@ -51,11 +56,11 @@ async def call_tool(path: str, arguments: dict[str, Any], timeout_s: float) -> s
             await process.wait()
     try:
         answer = json.loads(output.splitlines()[-1])
-        result, error = answer["result"], answer["error"]
+        result, error, frames = answer["result"], answer["error"], answer["frames"]
     except (ValueError, LookupError, TypeError):
         raise ToolFailed(f"it ended without a result (exit code {process.returncode})") from None
     if error:
-        raise ToolFailed(str(error)[:MAX_RESULT_CHARS])
+        raise ToolFailed(str(error)[:MAX_RESULT_CHARS], str(frames)[-MAX_RESULT_CHARS:])
     return str(result)[:MAX_RESULT_CHARS]
 
 
@@ -74,14 +79,16 @@ def main(path: str, timeout_s: float) -> None:
     # what the tool prints must not be taken for its result
     answer_fd = os.dup(1)
     os.dup2(2, 1)
-    result, error = "", ""
+    result, error, frames = "", "", ""
     try:
         module, _, name = path.partition(":")
         result = str(getattr(importlib.import_module(module), name)(**arguments))
     except (Exception, SystemExit) as failure:
         error = f"{type(failure).__name__}: {failure}"
+        frames = "".join(traceback.format_tb(failure.__traceback__))
+    said = {"result": result[:MAX_RESULT_CHARS], "error": error[:MAX_RESULT_CHARS], "frames": frames}
     with os.fdopen(answer_fd, "w") as answer:
-        answer.write(json.dumps({"result": result[:MAX_RESULT_CHARS], "error": error[:MAX_RESULT_CHARS]}))
+        answer.write(json.dumps(said))
 
 
 if __name__ == "__main__":

@@ -79,3 +79,36 @@ def rejected(trial) -> dict[int, str]:
         record for number in segments(trial.rollout) for _, record in read_segment(trial.rollout, number)
     ]
     return {record.index: record.reason for record in records if isinstance(record, RejectRecord)}
+
+
+def test_prompts_that_a_broken_reward_rejected_are_issued_again_once_its_file_has_changed(tmp_path):
+    helper = tmp_path / "helping.py"
+    helper.write_text("def value(number):\n    return {0: 1.0}[number % 3]\n")
+    code = "from helping import value\ndef score(prompt, completion, **columns):\n"
+    (tmp_path / "scoring.py").write_text(f"{code}    return value(int(prompt.split('+')[0]))\n")
+    trial = make_trial(tmp_path, batch_size=2, num_rows=12, reward_fn="scoring:score", batch_order="in_order")
+    environ = {"PYTHONPATH": f"{tmp_path}:{os.pathsep.join(filter(None, sys.path))}"}
+    begin_lineage(trial, 0)
+    server = FakeServer(trial)
+    role = RolloutRole(trial, environ).start()
+    client = role.client()
+    try:
+        assert [group.trajectories[0].reward for group in client.batch(1, 0).groups] == [1.0, 1.0]
+        assert role.stop() in (0, 75)
+        broken = {
+            index for index, reason in rejected(trial).items() if reason == RejectReason.REWARD_EXCEPTION
+        }
+        assert broken
+        helper.write_text("def value(number):\n    return 0.25\n")
+        begin_lineage(trial, 1, 1)
+        role.start()
+        server.publish("1.1")
+        made = [group for step in (2, 3, 4) for group in client.batch(step, 1).groups]
+        assert {group.index for group in made} >= {*sorted(broken)[:2]}
+        assert {trajectory.reward for group in made for trajectory in group.trajectories} == {0.25}
+        issued = f"{len(broken)} prompts that the earlier reward or workflow rejected are issued again"
+        assert issued in role.log.read_text(errors="replace")
+    finally:
+        role.stop()
+        client.close()
+        server.close()

@@ -192,13 +192,15 @@ async def test_it_waits_for_the_trainer_and_refuses_a_batch_that_is_too_small(wo
         await world.run(group_size=8)
 
 
-async def test_broken_environments_end_with_their_error(world):
+async def test_broken_environments_end_with_their_error_and_its_place(world, caplog):
     class Broken(Echo):
         async def episode(self, item, conversation):
             raise KeyError("answer")
 
-    with pytest.raises(RequestRefused, match=r"64 tasks in a row failed.*KeyError"):
+    place = r"KeyError: 'answer' \(.*test_environment.py:\d+, in episode\)"
+    with pytest.raises(RequestRefused, match=rf"64 tasks in a row failed.*{place}"):
         await world.run(Broken, max_num_workers=32, max_batches_offpolicy=16)
+    assert caplog.text.count("Traceback (most recent call last)") == 1
 
 
 def test_servers_come_from_the_urls_or_the_slurm_job():

@@ -93,6 +93,19 @@ async def test_a_turn_that_calls_a_tool_is_no_answer(tmp_path, monkeypatch):
     assert made.reward == 1.0 and made.stats == {"turns": 2.0, "answers": 1.0}
 
 
+async def test_what_a_tool_raises_is_for_the_model_and_once_with_its_lines_in_the_log(
+    tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "mytools.py").write_text("def double(x):\n    return {}[str(x)]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls = [f'<tool_call>{{"name": "double", "arguments": {{"x": {x}}}}}</tool_call>' for x in (1, 2)]
+    generate = Generate(*calls, "yes")
+    await only(MultiTurn(max_turns=3, tools=["mytools:double"]), generate)
+    assert generate.asked[1].endswith("error: KeyError: '1'") and "error: KeyError: '2'" in generate.asked[2]
+    assert caplog.text.count("first KeyError: '1'") == 1 and "KeyError: '2'" not in caplog.text
+    assert "line 2, in double" in caplog.text
+
+
 async def test_a_wrong_call_is_answered_with_the_names_of_the_tools():
     generate = Generate('<tool_call>{"name": "other"}</tool_call>', "yes")
     await only(MultiTurn(tools=["mytools:double"]), generate)
