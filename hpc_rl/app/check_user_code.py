@@ -19,13 +19,11 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import Rejection, import_object
 from hpc_rl.rollout.rewards.reward_process import is_batched, scores
-from hpc_rl.rollout.user_errors import Raised
+from hpc_rl.rollout.user_errors import MISTAKES, Raised
 from hpc_rl.rollout.workflow import for_rewards
 from hpc_rl.rollout.workflows import load_workflow
 
 COMPLETION = "The answer is 1."
-# What no completion makes right; a ValueError may be of this one completion alone.
-MISTAKES = (NameError, AttributeError, TypeError, ImportError, SyntaxError, KeyError)
 
 
 def findings(config: GRPOConfig) -> Iterator[tuple[str, str]]:

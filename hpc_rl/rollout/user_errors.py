@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 MAX_ERROR_CHARS = 400  # of an exception's own message
 MAX_SHOWN_CHARS = 600  # of the newest one in status
 MAX_TRACE_CHARS = 20_000
+# of code that a retry does not make right; a ValueError may be of one input alone
+MISTAKES = (NameError, AttributeError, TypeError, ImportError, SyntaxError, KeyError)
 NO_FAULT = (RejectReason.STALE, RejectReason.WORKFLOW_NONE)
 
 

@@ -9,6 +9,7 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.multi_turn import MultiTurn
 from hpc_rl.rollout.rewards import import_object
 from hpc_rl.rollout.teacher.teaching import TeacherWorkflow
+from hpc_rl.rollout.user_errors import MISTAKES, Raised
 from hpc_rl.rollout.workflow import Sampler, Workflow, trajectory
 from hpc_rl.types import TrajectoryGroup
 
@@ -49,7 +50,10 @@ def load_workflow(config: GRPOConfig) -> Workflow:
         except TypeError as error:
             made_by = f"{path}.create" if create else path
             raise ConfigError(f"rollout.workflow_args: {made_by} does not take them: {error}.") from error
-        found = make(**args)
+        try:
+            found = make(**args)
+        except MISTAKES as error:
+            raise ConfigError(f"rollout.workflow {path} can't be made: {Raised.of(error).text}") from error
     elif args and path not in WORKFLOWS:
         raise ConfigError(f"rollout.workflow_args: only a class takes arguments; make {path} a class.")
     run = getattr(found, "run", found)

@@ -69,12 +69,26 @@ def test_ranks_of_a_node_encode_a_dataset_once(tmp_path):
     assert list(disk.iterdir()) == []
 
 
-def test_data_that_a_node_lacks_ends_the_job_at_once(tmp_path):
+@pytest.mark.parametrize(
+    ("file", "words"),
+    [
+        ("quickstart/task/train.jsonl", "train_dataset.path"),
+        ("my_rewards.py", "SyntaxError: '(' was never closed (my_rewards.py, line 1)"),
+    ],
+)
+def test_what_is_gone_or_broken_since_the_submission_ends_the_job_at_once(tmp_path, file, words):
     make_quickstart(tmp_path)
+    rewards = tmp_path / "my_rewards.py"
+    rewards.write_text("def half(prompt, completion, **columns):\n    return 0.5\n")
     options = ["experiment_name=sums", "trial_name=lacks", "launcher.type=local"]
+    options.append("rollout.reward_fn=my_rewards:half")
     hpc_rl("render", "--config", CONFIGS / "grpo.yaml", *options, cwd=tmp_path)
-    (tmp_path / "quickstart" / "task" / "train.jsonl").unlink()
-    done = run_script(trial_of(tmp_path, "lacks"))
+    (tmp_path / file).unlink()
+    if file == "my_rewards.py":
+        rewards.write_text("def half(prompt:\n")
+    trial = trial_of(tmp_path, "lacks")
+    done = run_script(trial)
     assert done.returncode == 78, done.stdout + done.stderr
-    found = status(tmp_path, str(trial_of(tmp_path, "lacks").dir))
-    assert found["state"] == "failed" and "train_dataset.path" in found["reason"]
+    found = status(tmp_path, str(trial.dir))
+    assert found["state"] == "failed" and words in found["reason"]
+    assert [one.name for one in trial.attempts.glob("*/logs/rollout-*")] in ([], ["rollout-0.0.log"])

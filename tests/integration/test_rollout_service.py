@@ -1,6 +1,8 @@
 """The rollout role as a process, against a generation server that makes its tokens up."""
 
 import json
+import os
+import sys
 import urllib.error
 import urllib.request
 
@@ -173,11 +175,33 @@ def test_tokens_are_asked_for(run):
     assert code("/batch?step=x&lineage=0", tokens["data"]) == 400
 
 
-def test_an_unknown_reward_is_a_bad_configuration(run):
-    _, _, role = run(reward_fn="no_such_package.rewards:f")
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({"reward_fn": "no_such_package.rewards:f"}, "No module named 'no_such_package'"),
+        ({"reward_fn": "broken:f"}, "SyntaxError: invalid syntax (broken.py, line 1)"),
+        ({"reward_fn": "leaves:f"}, "SystemExit: 3 (leaves.py:2, in <module>)"),
+        ({"workflow": "sound:nothing"}, "module 'sound' has no attribute 'nothing'"),
+        (
+            {"workflow": "sound:Made"},
+            "rollout.workflow sound:Made can't be made: KeyError: 'oops' (sound.py:3, in",
+        ),
+    ],
+    ids=["no module", "syntax", "exit", "no name", "class"],
+)
+def test_user_code_that_cannot_be_loaded_is_a_bad_configuration(run, tmp_path, named, words):
+    """It is never tried again. At the submission it was sound, or it was not tried there."""
+    (tmp_path / "broken.py").write_text("def f(:\n")
+    (tmp_path / "leaves.py").write_text("import sys\nsys.exit(3)\n")
+    (tmp_path / "sound.py").write_text("class Made:\n    def __init__(self):\n        {}['oops']\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+    trial, _, role = run({"PYTHONPATH": path}, **named)
     with role.process.stdin:
         assert role.process.wait(90) == ExitCode.BAD_CONFIG, role.log.read_text()
-    assert "no_such_package" in role.log.read_text()
+    said = role.log.read_text()
+    assert words in said and "executor worker 0 exited" not in said
+    record = read_json(trial.attempt("1.0").exit_record("rollout", 0, 0, 0))
+    assert record["class"] == "user" and record["final"] and words in record["reason"]
 
 
 def test_a_trainer_that_gives_batches_up_gets_new_ones_by_its_own_weights(run):

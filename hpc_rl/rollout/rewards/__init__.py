@@ -167,7 +167,7 @@ def import_object(key: str, path: str) -> Any:
         return getattr(importlib.import_module(module), name)
     except OSError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         where = f" ({found})" if (found := users_frame(error)) else ""
         remedy = "The module must be on the PYTHONPATH of the job." if isinstance(error, ImportError) else ""
