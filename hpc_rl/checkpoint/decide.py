@@ -218,7 +218,8 @@ def _newest(
         reason = f"{when}: loading checkpoint {newest.step}, the newest valid one{notes}"
         return Decision("load", reason, newest.step, newest.lineage)
     if must_load:
-        return _nothing_to_resume(f"{when}: no valid checkpoint to resume from{notes}")
+        problem = f"no valid checkpoint to resume from{notes}"
+        return _nothing_to_resume(problem if when == "resume" else f"{when}: {problem}")
     if situation.lost and len(eligible) < len(situation.generations):
         records = ", ".join(f"lineages/{number:04d}.json" for number in situation.lost)
         reason = f"{when}: no valid checkpoint{notes}, but some may be its own: {records} can't be read"

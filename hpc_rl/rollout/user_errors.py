@@ -18,6 +18,7 @@ MAX_SHOWN_CHARS = 600  # of the newest one in status
 MAX_TRACE_CHARS = 20_000
 # of code that a retry does not make right; a ValueError may be of one input alone
 MISTAKES = (NameError, AttributeError, TypeError, ImportError, SyntaxError, KeyError)
+OF_REWARD = (RejectReason.REWARD_EXCEPTION, RejectReason.REWARD_TIMEOUT)
 NO_FAULT = (RejectReason.STALE, RejectReason.WORKFLOW_NONE)
 
 
@@ -86,9 +87,11 @@ class Faults:
         if self._in_a_row < self._most and in_a_row < max(self._most, self._num_prompts):
             return None
         counts = ", ".join(f"{name} {count}" for name, count in rejections.most_common())
-        story = f"the last {in_a_row} prompts were rejected: {reason} (all rejections so far: {counts})"
-        story += f"; the last exception: {self.last_error}" if self.last_error else ""
-        return UserCodeFailed(story) if reason in OF_USER_CODE else DataUnusable(story)
+        story = f"the last {in_a_row} prompts were rejected: {reason} (so far: {counts})"
+        if reason not in OF_USER_CODE:
+            return DataUnusable(story)
+        what = "the reward" if reason in OF_REWARD else "the workflow"
+        return UserCodeFailed(f"{what} fails: {self.last_error}; {story}" if self.last_error else story)
 
     def nothing_scored(self, left_out: int) -> RoleFailed:
         """Return what follows from an evaluation in which no prompt had a reward."""

@@ -398,7 +398,7 @@ async def test_a_reward_that_raises_for_every_prompt_ends_the_role_and_is_in_the
     service = make(tmp_path, fate)
     asking = asyncio.create_task(service.batch(1, 0, 30))
     with pytest.raises(
-        UserCodeFailed, match=r"reward_exception 64\); the last exception: KeyError: '63' \(mi"
+        UserCodeFailed, match=r"^the reward fails: KeyError: '63' \(mine.py:3, in near\); the last 64"
     ):
         await asyncio.wait_for(service.run(), 10)
     assert caplog.text.count("Traceback (most recent call last)") == 1
