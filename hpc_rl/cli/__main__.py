@@ -175,7 +175,10 @@ def _guarded(argv: list[str]) -> int:
     try:
         return int(_run(argv) or 0)
     except ArgumentError as error:
-        print(f"hpc-rl: {' '.join(error.message.split())}", file=sys.stderr)
+        said = " ".join(error.message.split())
+        for length in (2, 1):  # the library names an argument with its command before it: recover.trial
+            said = said.replace(".".join([*argv[:length], ""]), "")
+        print(f"hpc-rl: {said}", file=sys.stderr)
         command = f"hpc-rl {argv[0]}" if argv[0] in COMMANDS else "hpc-rl"
         print(f"        `{command} --help` shows the options.", file=sys.stderr)
         return ExitCode.USAGE

@@ -3,18 +3,19 @@
 import argparse
 import importlib.util
 import json
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse.typing import NonNegativeFloat as Seconds
-from jsonargparse.typing import NonNegativeInt as Count
 
 from hpc_rl.errors import ConfigError
 
-__all__ = ["Count", "Namespace", "Seconds"]
+__all__ = ["Namespace"]
+T = TypeVar("T", int, float)
 # The attribute by which shtab completes an argument; the function is written by `config completion`.
 TRIAL_NAMES = ("complete", dict.fromkeys(("bash", "zsh"), "_hpc_rl_trials"))
 CONFIG_FILES = (".yaml", ".yml", ".json")
@@ -94,6 +95,22 @@ class CommandParser(ArgumentParser):
         from hpc_rl.config.reference import section_names
 
         self.epilog = f"{self.epilog}\n{OF_A_CONFIGURATION}\nsections: {', '.join(section_names())}"
+
+
+def _not_negative(kind: Callable[[str], T], what: str) -> Callable[[str], T]:
+    """Return the reader of a number of at least 0, whose refusal says what is allowed."""
+
+    def read(text: str) -> T:
+        with suppress(ValueError):
+            if 0 <= (number := kind(text)) < math.inf:
+                return number
+        raise argparse.ArgumentTypeError(f"{text} can't be used; allowed: {what}, at least 0")
+
+    return read
+
+
+Count = _not_negative(int, "an integer")
+Seconds = _not_negative(float, "a number of seconds")
 
 
 class Action(NamedTuple):

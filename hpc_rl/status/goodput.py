@@ -57,6 +57,7 @@ PARTS = (  # of a step, in their order: metric -> bucket; what is left is export
 )
 # What the trainer does meanwhile -> what its servers do; of the rest they do the same.
 OF_SERVERS = dict.fromkeys((Bucket.TRAIN, Bucket.WAIT, Bucket.SAVE, Bucket.LOST), Bucket.GENERATE)
+SHOWN_S = 1e-3  # less is that of an evaluation of nothing
 RECENT_STEPS = 20  # newest steps over which the seconds of a step are divided, for users
 ORDERLY = (ExitCode.DONE, ExitCode.STOPPED)
 
@@ -275,7 +276,8 @@ def step_text(rows: Sequence[Row]) -> str:
 
     Evaluations and saves, which few steps have, stand apart.
     """
-    apart = {name: [s for row in rows if (s := seconds_of(row, name))] for name in ("evaluate_s", "save_s")}
+    names = ("evaluate_s", "save_s")
+    apart = {name: [s for row in rows if (s := seconds_of(row, name)) >= SHOWN_S] for name in names}
     total = sum(seconds_of(row, "step_s") for row in rows) - sum(map(sum, apart.values()))
     if total <= 0:
         return ""

@@ -68,6 +68,8 @@ def describe_exit(
         state, text = TrialState.CANCELLED, "cancelled by the user"
         if ended.cause is StopCause.CANCELLED and reason:  # the reason tells that already
             text, reason = reason, ""
+    if state is TrialState.DONE:  # the reason is the same in other words
+        return state, text
     if code == ExitCode.STOPPED:
         text = f"{text}, {_saved_text(job.saves, last_step, newest)}"
     return state, f"{text}: {reason}" if reason else text

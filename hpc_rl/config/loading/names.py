@@ -119,7 +119,9 @@ def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str,
     if near and (not elsewhere or (parent and is_one_slip(leaf, near))):
         return siblings.get(near, ""), f"did you mean {siblings.get(near, near)}?"
     if parent and leaf in atlas.ALIASES and not elsewhere:
-        return "", f"{leaf} stands at the top level, without {parent}."
+        to = atlas.ALIASES[leaf].to.replace("{model}", "actor" if "actor" in known else "model")
+        hint = f"did you mean {to}? " if to in known else ""
+        return "", f"{hint}{leaf} stands at the top level, without {parent}."
     leaves = [n.rpartition(".")[2] for n, hint in known.items() if section_of(hint) is None]
     if not elsewhere and len(leaf) > LONGEST_WORD:  # a short one is a word of its own: `model` is no `mode`
         elsewhere = _same_leaf(known, name, meant(leaf, leaves))

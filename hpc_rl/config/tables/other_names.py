@@ -58,7 +58,7 @@ ROWS = {  # names -> what to do here
     "reward_function reward_manager custom_reward_function": "use rollout.reward_fn.",
     "reward_model": "name a pool in rollout.reward_fn, whose pools.NAME.path is the reward model.",
     "log_completions num_completions_to_print generate_during_eval log_val_generations": _KEPT,
-    "rollout_data_dir validation_data_dir": _KEPT,
+    "keep_completions rollout_data_dir validation_data_dir": _KEPT,
     # the algorithm
     "critic": "a critic is not built: GRPO needs none; leave it out.",
     "adv_estimator advantage_estimator": "GRPO's is built; see actor.reward_norm.",

@@ -147,13 +147,19 @@ def test_options_of_a_configuration_are_told_from_those_of_a_command(command, ar
 
 
 @pytest.mark.parametrize(
-    "argv",
-    [["cancel"], ["status", "t", "--offlin"], ["logs", "t", "-n", "x"], ["cancel", "t", "--wait_s", "-1"]],
+    ("argv", "words"),
+    [
+        (["cancel"], "arguments are required: trial"),
+        (["checkpoint", "export"], "arguments are required: trial"),
+        (["status", "t", "--offlin"], "--offlin"),
+        (["logs", "t", "-n", "x"], "x can't be used; allowed: an integer, at least 0"),
+        (["cancel", "t", "--wait_s", "-1"], "-1 can't be used; allowed: a number of seconds, at least 0"),
+    ],
 )
-def test_bad_usage_ends_with_2(argv, capsys):
+def test_bad_usage_ends_with_2(argv, words, capsys):
     assert cli.main(argv) == 2
     message = capsys.readouterr().err
-    assert message.startswith("hpc-rl: ") and f"`hpc-rl {argv[0]} --help`" in message
+    assert message.startswith("hpc-rl: ") and words in message and f"`hpc-rl {argv[0]} --help`" in message
 
 
 @pytest.mark.parametrize(

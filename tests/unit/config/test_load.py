@@ -212,7 +212,7 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
         ("eps_clip=1", ["did you mean actor.eps_clip?"]),
         ("learning_rat=1", ["did you mean learning_rate?"]),
         ("n_node=2", ["did you mean n_nodes?"]),
-        ("actor.learning_rate=1", ["learning_rate stands at the top level, without actor."]),
+        ("actor.optimizer.learning_rate=1", ["did you mean actor.optimizer.lr?", "stands at the top level"]),
         ("actor.optimizer.LR=3", ["did you mean actor.optimizer.lr?"]),
         (
             "trainer=[grpo]",
@@ -226,7 +226,7 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
             "cluster.cluster_name=${oc.env:C}",
             ["its profile is read before references are resolved; write the name"],
         ),
-        ("top_k=[1]", ["gconfig.top_k (command line: top_k (top_k)): [1] (a list) can't be used"]),
+        ("top_k=[1]", ["gconfig.top_k (command line: top_k): [1] (a list) can't be used"]),
         (
             "actor.mb_spec=${actor.optimizer}",
             ["a reference stands for one option: give each key of the section its own"],

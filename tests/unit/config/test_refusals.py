@@ -197,6 +197,7 @@ FOREIGN = {  # names that other toolkits have -> part of the answer; empty where
     "log_completions": "hpc-rl samples",
     "num_iterations": "actor.ppo_n_minibatches",
     "system_prompt": "messages",
+    "evaluator.keep_completions": "evaluator.keep_samples",
     "steps_per_generation": "actor.ppo_n_minibatches",
     "torch_compile": "",
     "data.train_batch_size": "train_dataset.batch_size",
