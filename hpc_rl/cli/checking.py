@@ -74,7 +74,8 @@ def run(args: Namespace) -> int:
         options += [f"--cluster={args.cluster}"] if args.cluster else []
         command = shlex.join(["hpc-rl", "submit", *args.config, *options, *args.overrides])
         lines += ["ok         nothing is refused; nothing was written or submitted", f"next       {command}"]
-    print("\n".join(lines), flush=True)
+    for line in lines:
+        print(line, flush=True)
     if errors:
         raise errors[0] if len(errors) == 1 else type(errors[0])("\n".join(map(str, errors)))
     return 0

@@ -167,16 +167,15 @@ def plan_and_refusal(given: Loaded, count_rows: bool = False) -> tuple[Planned, 
 def _judged(loaded: Loaded, files: bool) -> tuple[Loaded, bool, list[ConfigError]]:
     """Return the configuration with its defaults adapted, whether it can be planned, and what is refused."""
     errors: list[ConfigError] = []
-    can_plan = reads_data = True
+    can_plan, unreadable = True, set[str]()
     try:
         checked = check(loaded, files=files)
     except RulesRefuse as error:
         errors.append(error)
-        checked, can_plan, reads_data = error.adapted, error.is_about_files_only, not error.is_about_data
+        checked, can_plan, unreadable = error.adapted, error.is_about_files_only, error.unreadable
     if files:
         config, told = checked.config, list[str]()
-        if reads_data:
-            told += _tried(errors, lambda: check_first_rows(config), [])
+        told += _tried(errors, lambda: check_first_rows(config, unreadable), [])
         python = config.launcher.python or sys.executable
         told += _tried(errors, lambda: check_user_code(config, python, Path.cwd()), [])
         checked = dataclasses.replace(checked, notes=[*checked.notes, *told])

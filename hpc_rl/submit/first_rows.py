@@ -1,52 +1,70 @@
-"""The first prompts of a trial as tokens, by the code of the job: what can't be encoded, or is too long."""
+"""The first rows of a trial as tokens, by the code of the job: what can't be encoded, or is too long."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
+from hpc_rl.config.loading.stored import trainer_of
 from hpc_rl.config.row_shapes import Row, named_rows
 from hpc_rl.config.rules.file_rules import context_of
+from hpc_rl.config.rules.training_rules import trained
 from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
-from hpc_rl.datasets.encode import encode_prompt
+from hpc_rl.datasets.encode import encode_pair, encode_prompt, encode_sequence
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError
 
+LENGTHS: dict[str, Callable[[Tokenizer, Row], int]] = {  # by trainer, in tokens
+    "sft": lambda tokenizer, row: len(encode_sequence(tokenizer, row)[0]),
+    "rw": lambda tokenizer, row: max(map(len, encode_pair(tokenizer, row))),
+}
 
-def check_first_rows(config: Config) -> list[str]:
-    """Return notes on prompts that the job will reject. Raises ConfigError where that is all of them.
 
-    Of GRPO trials; datasets and tokenizers that only the nodes see are left out.
+def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[str]:
+    """Return notes on rows that the job rejects or leaves out. Raises ConfigError where that is all of them.
+
+    Datasets and tokenizers that only the nodes see are left out, and the `unreadable` sections.
     """
-    if not isinstance(config, GRPOConfig):
-        return []
-    folder = Path(config.tokenizer_path or config.actor.path).expanduser()
+    folder = Path(config.tokenizer_path or trained(config)[1].path).expanduser()
     sections = [("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)]
-    found = [(name, one, named_rows(one.path, one.columns)) for name, one in sections if one and one.path]
-    if not (folder / "tokenizer.json").is_file() or not any(rows for _, _, rows in found):
+    found = [
+        (name, one, rows)
+        for name, one in sections
+        if one and one.path and name not in unreadable and (rows := named_rows(one.path, one.columns))
+    ]
+    if not (folder / "tokenizer.json").is_file() or not found:
         return []
     try:
         tokenizer = Tokenizer(folder)
     except Exception as error:  # the library raises its own, of no common kind
         raise ConfigError(f"tokenizer {folder} can't be read: {error}") from error
-    return [note for name, one, rows in found for note in _notes(config, name, one, rows, tokenizer)]
+    notes, refusals = list[str](), list[str]()
+    for name, one, rows in found:
+        try:
+            notes += _notes(config, name, one, rows, tokenizer)
+        except ConfigError as error:
+            refusals.append(str(error))
+    if refusals:
+        raise ConfigError("\n".join(refusals))
+    return notes
 
 
 def _notes(
-    config: GRPOConfig, name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer
+    config: Config, name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer
 ) -> Iterator[str]:
     lengths = []
+    length_of = LENGTHS.get(trainer_of(config), lambda tokenizer, row: len(encode_prompt(tokenizer, row)))
     for number, row in enumerate(rows, 1):
         try:
-            lengths.append(len(encode_prompt(tokenizer, row)))
+            lengths.append(length_of(tokenizer, row))
         except (ConfigError, UnicodeError, TypeError, ValueError) as error:
             raise ConfigError(f"{name}.path {dataset.path} row {number} can't be encoded: {error}") from error
-    context = context_of(config)
+    context = context_of(config) if isinstance(config, GRPOConfig) else None
     is_cut = dataset.too_long == "truncate_left"
     most = min(
         (limit for limit in (dataset.max_length, context and context - 1) if limit is not None), default=None
     )
     odd = sum(not length for length in lengths)
-    yield from _told(name, dataset, "are empty", odd, len(lengths))
+    yield from _told(name, dataset, "have no token", odd, len(lengths))
     if most is not None and not (is_cut and dataset.max_length):
         long = sum(length > most for length in lengths)
         yield from _told(name, dataset, f"have more than {most} tokens", long, len(lengths))
@@ -56,7 +74,7 @@ def _told(name: str, dataset: DatasetConfig, what: str, num_bad: int, num: int) 
     """Yield a note where some prompts are unusable. Raises ConfigError where all are."""
     if num_bad and num_bad == num:
         raise ConfigError(
-            f"{name}.path {dataset.path}: the first {num} prompts {what}, and can't be trained on."
+            f"{name}.path {dataset.path}: the first {num} rows {what}, and can't be trained on."
         )
     if num_bad:
-        yield f"{num_bad} of the first {num} prompts of {name} {what}: they are left out, or rejected"
+        yield f"{num_bad} of the first {num} rows of {name} {what}: they are left out, or rejected"

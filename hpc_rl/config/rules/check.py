@@ -66,10 +66,12 @@ FILE_RULES: list[Rule] = [
 class RulesRefuse(ConfigError):
     """Refusals of rules; `adapted` is the configuration that they are about."""
 
-    def __init__(self, message: str, adapted: Loaded, rules: Set[Callable[..., Iterator[str]]]) -> None:
+    def __init__(
+        self, message: str, adapted: Loaded, rules: Set[Callable[..., Iterator[str]]], unreadable: set[str]
+    ) -> None:
         super().__init__(message)
         self.adapted = adapted
-        self.is_about_data = not rules.isdisjoint(dataset_rules.RULES)
+        self.unreadable = unreadable  # sections of datasets
         self.is_about_files_only = rules <= {*FILE_RULES}
 
 
@@ -86,7 +88,9 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     if refusals := list(dict.fromkeys(itertools.chain(*found.values()))):
         message = "\n".join(_with_origins(refusal, loaded.origins) for refusal in refusals)
         so_far = replace(loaded, config=config, adapted=adapted)
-        raise RulesRefuse(message, so_far, {rule for rule, lines in found.items() if lines})
+        of_data = (line for rule in dataset_rules.RULES for line in found.get(rule, ()))
+        unreadable = {name.partition(".")[0] for line in of_data for name in names_in(line)}
+        raise RulesRefuse(message, so_far, {rule for rule, lines in found.items() if lines}, unreadable)
     notes += _notes(config, loaded.explicit)
     notes += [*file_rules.notes(config), *dataset_rules.notes(config)] if files else []
     return Loaded(config, loaded.origins, [*loaded.notes, *notes], adapted)

@@ -225,8 +225,8 @@ def test_chats_with_their_answers_are_read_as_trl_has_them(place):
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"prompt": "1" * 80, "answer": "1"}], "the first 1 prompts have more than 63 tokens"),
-        ([{"prompt": "", "answer": "1"}] * 2, "the first 2 prompts are empty"),
+        ([{"prompt": "1" * 80, "answer": "1"}], "the first 1 rows have more than 63 tokens"),
+        ([{"prompt": "", "answer": "1"}] * 2, "the first 2 rows have no token"),
         ([{"prompt": "1", "answer": "1"}, {"prompt": "\ud800", "answer": "1"}], "row 2 can't be encoded"),
     ],
 )
@@ -239,9 +239,27 @@ def test_prompts_that_the_job_can_not_use_are_refused_before_it(place, rows, wor
 def test_some_prompts_that_the_job_can_not_use_are_a_note(place):
     rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 80, 0)]
     assert check_first_rows(checked(place, rows).config) == [
-        "1 of the first 3 prompts of train_dataset are empty: they are left out, or rejected",
-        "1 of the first 3 prompts of train_dataset have more than 63 tokens: they are left out, or rejected",
+        "1 of the first 3 rows of train_dataset have no token: they are left out, or rejected",
+        "1 of the first 3 rows of train_dataset have more than 63 tokens: they are left out, or rejected",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row"),
+    [("sft", {"prompt": "1+2=", "completion": "3"}), ("rw", {"chosen": "1+2=3", "rejected": "1+2=4"})],
+)
+def test_rows_of_sft_and_rw_that_are_all_too_long_are_refused_for_each_dataset(place, kind, row):
+    (place / "h.jsonl").write_text(json.dumps(row) + "\n")
+    options = [f"trainer={kind}", "train_dataset.max_length=5", f"valid_dataset.path={place / 'h.jsonl'}"]
+    config = checked(place, [row] * 2, *options, "valid_dataset.max_length=5", section="model").config
+    with pytest.raises(ConfigError) as caught:
+        check_first_rows(config)
+    first, second = str(caught.value).splitlines()
+    assert "d.jsonl: the first 2 rows have more than 5 tokens" in first
+    assert "h.jsonl: the first 1 rows have more than 5 tokens" in second
+    short = dict(zip(row, "12", strict=True))
+    (note,) = check_first_rows(checked(place, [row, short], *options, section="model").config)
+    assert note.startswith("1 of the first 2 rows of train_dataset have more than 5 tokens")
 
 
 def test_held_out_rows_are_looked_at_too(place):
