@@ -68,7 +68,7 @@ def target(tmp_path_factory) -> Iterator[Target]:
     trials = Trials(make_workplace(tmp_path_factory.mktemp("toy")), "hostile")
     options = {**READY, "allocation_mode": "embedded:d1+fsdp:d1", "environments.own_prompts": True}
     one = trials.start(options, total_steps=100_000)
-    one.until(lambda: one.num_rows() or one.over, 120)
+    one.until(lambda: one.num_rows() or one.over)
     yield Target(one)
     trials.end_all()
 
@@ -148,7 +148,7 @@ def test_removed_names_and_weights_are_made_again(target):
     )
     remove(trial.weights)
     enough = one.num_rows() + 2
-    one.until(lambda: (one.num_rows() >= enough and trial.current_weights.exists()) or one.over, 90)
+    one.until(lambda: (one.num_rows() >= enough and trial.current_weights.exists()) or one.over)
     assert not one.over
     for path in trial.attempts.glob("*/logs/*.log"):
         lines = path.read_text(errors="replace").splitlines()

@@ -149,7 +149,7 @@ def test_no_group_is_lost_or_counts_twice(tmp_path, order):
     while True:
         step = len(batches) + 1
         try:
-            batches[step] = client.batch_bytes(step, 0, within_s=2)
+            batches[step] = client.batch_bytes(step, 0, within_s=6)
         except TimeoutError:
             break
     trained = [tag for body in batches.values() for tag in tags_of(body)]

@@ -285,10 +285,12 @@ def test_no_server_means_waiting_not_rejecting(tmp_path):
     role = RolloutRole(trial).start()
     client = role.client(poll_s=0.5)
     stopping = threading.Event()
-    threading.Timer(6.0, stopping.set).start()
     try:
+        wait_until(lambda: b"serving batches" in role.log.read_bytes())
+        threading.Timer(5.0, stopping.set).start()  # several times setup_timeout
         assert client.batch(1, 0, stopping) is None
-        assert client.status()["rejected"] == {} and client.status()["running"] > 0
+        wait_until(lambda: client.status()["running"] > 0)
+        assert client.status()["rejected"] == {}
         server = FakeServer(trial)
         assert client.batch(1, 0).step == 1
         server.close()
@@ -329,7 +331,7 @@ def test_a_reward_that_hangs_rejects_its_prompt_only(tmp_path):
     (tmp_path / "odd_reward.py").write_text("\n".join(line[8:] for line in source.splitlines()))
     trial = make_trial(
         tmp_path, batch_size=8, num_rows=16, n_samples=1, batch_order="in_order", max_head_offpolicyness=0,
-        reward_fn="odd_reward:score", reward_timeout_s=0.5,
+        reward_fn="odd_reward:score", reward_timeout_s=2.0,
     )  # fmt: skip
     server = FakeServer(trial)
     role = RolloutRole(trial, {"PYTHONPATH": str(tmp_path)}).start()

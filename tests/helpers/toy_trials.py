@@ -39,7 +39,7 @@ def make_quickstart(folder: Path, seed: int = 1) -> None:
 
 
 def hpc_rl(
-    *argv: str | Path, cwd: Path, timeout_s: float = 60, check: bool = True
+    *argv: str | Path, cwd: Path, timeout_s: float = 180, check: bool = True
 ) -> subprocess.CompletedProcess[str]:
     """Run `hpc-rl …` in a directory of the test's own, with its index of trials there too."""
     env = os.environ | {"XDG_STATE_HOME": str(cwd / "state"), "OMP_NUM_THREADS": "1"}

@@ -123,7 +123,7 @@ class Cluster:
         )  # last: all authenticate through it
         shutil.rmtree(self.dir, ignore_errors=True)
 
-    def cancel_all(self, timeout_s: float = 10) -> None:
+    def cancel_all(self, timeout_s: float = 30) -> None:
         """End every job, and wait until the queue is empty."""
         with contextlib.suppress(subprocess.SubprocessError):
             self.run("scancel", f"--user={os.getuid()}")

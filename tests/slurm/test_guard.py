@@ -46,8 +46,7 @@ def test_a_killed_run_takes_its_cluster_down(tmp_path, until, end):
     getattr(run, end)()
     run.communicate()
     until(
-        lambda: not folder.exists() and not any(str(folder) in _command(process) for process in processes()),
-        50,
+        lambda: not folder.exists() and not any(str(folder) in _command(process) for process in processes())
     )
 
 

@@ -88,7 +88,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
         "--output=/dev/null",
         "--wrap=sleep 600",
     ).strip()
-    one.until(lambda: any(f"{array.job_id}_1 " in line and "PENDING" in line for line in queue(cluster)), 60)
+    one.until(lambda: any(f"{array.job_id}_1 " in line and "PENDING" in line for line in queue(cluster)))
     enough = one.num_rows() + 5
     one.until(lambda: one.num_rows() >= enough and "server/rollout/1" not in serving(one))
     assert not one.over, "the trainer went on with the server that was left"
@@ -142,14 +142,14 @@ def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
     bad_nodes.write_exclude_file(one.trial, one.job_id, time.time())
     cluster.run("scontrol", "update", f"jobid={one.job_id}", "Requeue=0")
     cluster.run("scancel", "--batch", "--signal=USR1", one.job_id)
-    one.until(lambda: (one.trial.jobs / f"{one.job_id}.next-0001").exists(), 120)
+    one.until(lambda: (one.trial.jobs / f"{one.job_id}.next-0001").exists())
     successor = read_json(one.trial.successor(one.job_id, 1))["job_id"]
     assert successor != one.job_id
     assert cluster.run("squeue", "-h", "-t", "all", "-j", successor, "-o", "%k").split()[1:] == ["project-7"]
     assert " ExcNodeList=n4 " in cluster.run("scontrol", "show", "job", "-o", successor), (
         "a bad node is avoided"
     )
-    one.until(lambda: one.trial.attempt(f"{one.job_id}.1").events.exists(), 120)
+    one.until(lambda: one.trial.attempt(f"{one.job_id}.1").events.exists())
     said = hpc_rl("status", one.trial.dir, cwd=trials.folder).stdout
     assert f"{one.job_id} (slurm), continued as job {successor}" in said
     one.finish().promises.check()
@@ -174,7 +174,7 @@ def test_submitit_submits_saves_and_requeues(trials, cluster, until):
     cluster.run(
         "scancel", "--signal=USR2", one.job_id
     )  # what submitit asks Slurm for before the end, and on preemption
-    one.until(lambda: any("PENDING" in line for line in queue(cluster)), 120)
+    one.until(lambda: any("PENDING" in line for line in queue(cluster)))
     until(
         lambda: set(cluster.run("sinfo", "-h", "-p", "main", "-o", "%T").split()) == {"idle"}, 60
     )  # the first start is gone

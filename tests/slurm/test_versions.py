@@ -74,13 +74,16 @@ def test_the_life_of_a_trial(trials, cluster, monkeypatch):
             one.until(lambda enough=enough: one.num_rows() >= enough)
     hpc_rl("cancel", one.trial.dir, cwd=one.folder)
     one.until(lambda: one.over)
-    assert state_of(one) == "cancelled" and not cluster.run("squeue", "-h")
+    one.until(lambda: not cluster.run("squeue", "-h"))
+    assert state_of(one) == "cancelled"
     one.job_id = json.loads(hpc_rl("recover", one.trial.dir, "--json", cwd=one.folder).stdout)["job_id"]
     check_end(one)
 
 
 def test_one_heterogeneous_job(trials, cluster):
-    one = trials.start(APART | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=6)
+    one = trials.start(
+        APART | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=6, held=True
+    )
     one.until(lambda: one.num_rows() >= 1)
     shown = cluster.run("squeue", "-h", "-o", "%i").split()
     assert set(shown) == {f"{one.job_id}+0", f"{one.job_id}+1"}
@@ -88,13 +91,13 @@ def test_one_heterogeneous_job(trials, cluster):
 
 
 def test_servers_as_jobs_of_their_own(trials, cluster):
-    one = trials.start(APART | {"launcher.slurm.layout": "jobs"}, scheduler="slurm", total_steps=6)
+    one = trials.start(APART | {"launcher.slurm.layout": "jobs"}, scheduler="slurm", total_steps=6, held=True)
     one.until(lambda: one.num_rows() >= 1)
     [array] = read_arrays(one.trial)
     shown = cluster.run("squeue", "-h", "-o", "%i").split()
     assert set(shown) == {one.job_id, f"{array.job_id}_0"}
     check_end(one)
-    one.until(lambda: not cluster.run("squeue", "-h"), 60)
+    one.until(lambda: not cluster.run("squeue", "-h"))
     assert [task.reason for task in read_arrays(one.trial)[0].tasks] == ["the trial has reached its end"]
 
 
