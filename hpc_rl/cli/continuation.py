@@ -30,16 +30,16 @@ def continuation_lines(found: Continuation) -> list[str]:
         lines.append(
             f"batches    step {next_step} and later train on new completions{at}: {what}, made by a policy "
             "or under options that this start gives up, are set aside and their prompts issued again "
-            "(--replay keeps them)"
+            "(`recover --replay` keeps them)"
         )
     elif found.replayed and found.of_another_policy:
         lines.append(
-            f"batches    {_batches(found.replayed)}, made by a policy or under options that this start gives "
-            f"up, are trained on as they are{at} (without --replay their prompts are issued again)"
+            f"batches    the next steps train on {_batches(found.replayed)}{at}, although a policy or "
+            "options that this start gives up made them (without --replay their prompts are issued again)"
         )
     elif found.replayed:
-        lines.append(f"batches    {_batches(found.replayed)} are trained on again, as they were cut")
-    count = "prompts" if found.rejected is None else f"{found.rejected} prompts"
+        lines.append(f"batches    the next steps train on {_batches(found.replayed)} again")
+    count = "any prompts" if found.rejected is None else f"{found.rejected} prompts"
     if found.rejected_again and found.rejected != 0:
         lines.append(f"rejected   {count} that the earlier reward or workflow rejected are generated again")
     elif found.rejected:

@@ -345,7 +345,7 @@ def _dry_run(given: Loaded, json: bool) -> int:
         print_json(dry_json(planned) | {"checks": list(map(vars, checks))})
         return exit_code_of(checks)
     words = [
-        *dry_lines(planned, changed_lines(start.changes)),
+        *dry_lines(planned, [*changed_lines(start.changes), *continuation_lines(start.continuation())]),
         *(f"check      {check.line()}" for check in checks if check.state != "refused"),
         f"{NOTHING_WRITTEN}; `hpc-rl render` writes the scripts",
     ]

@@ -338,7 +338,9 @@ def test_recover_sets_batches_of_an_abandoned_policy_aside(
     )
     said = capsys.readouterr().out
     assert (sentence in said) == renews
-    assert ("are trained on as they are" in said) == ("--replay" in words)
+    assert ("although a policy or options that this start gives up made them" in said) == (
+        "--replay" in words
+    )
     assert ("at learning rate 1e-06 (2e-05 before)" in said) == ("actor.optimizer.lr=1e-6" in words)
     assert main(["recover", "small", *words, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -348,6 +350,14 @@ def test_recover_sets_batches_of_an_abandoned_policy_aside(
     assert job.new_batches == renews
     script = next(stopped.scripts.glob("local.sh")).read_text()
     assert ("new_batches=1\n" in script) == renews  # should the job start before its record is there
+
+
+def test_a_dry_run_says_what_the_next_step_trains_on(stopped, config, capsys, make_seal):
+    make_seal(stopped, 6)
+    assert submitted(config, "--dry_run") == 0
+    assert "batches    the next steps train on batch 6 again" in capsys.readouterr().out
+    assert submitted(config, "--dry_run", "actor.optimizer.lr=1e-6") == 0
+    assert "step 6 and later train on new completions" in capsys.readouterr().out
 
 
 def test_recover_of_a_running_trial_is_busy(stopped, scheduler):
