@@ -39,30 +39,38 @@ def findings(config: GRPOConfig) -> Iterator[tuple[str, str]]:
             yield "refusals", f"rollout.workflow {rollout.workflow} must be run(prompt, generate): {error}."
         except Exception as error:  # of a class that is made
             yield "refusals", f"rollout.workflow {rollout.workflow} can't be made: {_noted(error)}"
-    rows = named_rows(config.train_dataset.path, config.train_dataset.columns)
+    datasets = {"train_dataset": config.train_dataset, "valid_dataset": config.valid_dataset}
+    read = {name: named_rows(one.path, one.columns) for name, one in datasets.items() if one and one.path}
+    first = {name: rows[0] for name, rows in read.items() if rows}
     for path in rollout.reward_functions:
         if ":" in path:
-            yield from _reward(path, rows[0] if rows else None)
+            yield from _reward(path, first)
 
 
-def _reward(path: str, row: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+def _reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with a reward for the first row of each dataset."""
     try:
         function = import_object("rollout.reward_fn", path)
     except (ConfigError, OSError) as error:
         yield "refusals", str(error)
         return
-    if row is None:
+    for name, row in first.items():
+        prompt, columns = for_rewards(row)
+        try:
+            inspect.signature(function).bind(prompt, [], **columns)
+        except TypeError as error:
+            given = ", ".join(["prompt", "completions" if is_batched(function) else "completion", *columns])
+            told = (
+                f"rollout.reward_fn {path} is called with {given} for rows of {name}, and can't be: {error}."
+            )
+            yield "refusals", told
+            return
+        except ValueError:  # a function without a signature
+            pass
+    if not first:
         return
-    prompt, columns = for_rewards(row)
+    prompt, columns = for_rewards(next(iter(first.values())))
     completions = [COMPLETION] * (2 if is_batched(function) else 1)
-    try:
-        inspect.signature(function).bind(prompt, completions, **columns)
-    except TypeError as error:
-        given = ", ".join(["prompt", "completions" if is_batched(function) else "completion", *columns])
-        yield "refusals", f"rollout.reward_fn {path} is called with {given}, and can't be: {error}."
-        return
-    except ValueError:  # a function without a signature
-        pass
     what = f"rollout.reward_fn {path}, for the first row and the completion {COMPLETION!r},"
     try:
         asyncio.run(scores(function, prompt, completions, columns))

@@ -13,7 +13,7 @@ from hpc_rl.schedulers import pick
 from hpc_rl.status.formatting import format_number
 from hpc_rl.submit import preflight, submission
 from hpc_rl.submit.episode import run_episode
-from hpc_rl.submit.lock import check_unlocked
+from hpc_rl.submit.lock import check_unlocked, check_writable
 from hpc_rl.submit.user_code import own_environment
 
 ABOUT = """Check a configuration as submit does, and tell all that is wrong; write and submit nothing.
@@ -137,6 +137,7 @@ def _checks(planned: submit.Planned, errors: list[HpcRlError]) -> list[preflight
     trial = submission.trial_of(planned.loaded.config)
     where = pick(planned.loaded.config.launcher.type)
     try:
+        check_writable(trial)
         check_unlocked(trial)
         submission.check_submittable(trial, planned.loaded, planned.plan, where)
     except HpcRlError as error:

@@ -30,7 +30,7 @@ from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.submit import dependency, needs, preflight, submission, trial_index
 from hpc_rl.submit.first_rows import check_first_rows
 from hpc_rl.submit.first_start import Recovery
-from hpc_rl.submit.lock import check_unlocked
+from hpc_rl.submit.lock import check_unlocked, check_writable
 from hpc_rl.submit.submission import Submission
 from hpc_rl.submit.surrounding_job import is_inside
 from hpc_rl.submit.user_code import check_user_code
@@ -338,6 +338,7 @@ def _dry_run(given: Loaded, json: bool) -> int:
         return _refused(planned, refusal, json)
     trial, plan = submission.trial_of(planned.loaded.config), planned.plan
     where = pick(planned.loaded.config.launcher.type)
+    check_writable(trial)
     check_unlocked(trial)
     start = submission.check_submittable(trial, planned.loaded, plan, where)
     checks = checked_scripts(planned, trial)

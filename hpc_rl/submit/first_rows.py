@@ -67,14 +67,17 @@ def _notes(
     yield from _told(name, dataset, "have no token", odd, len(lengths))
     if most is not None and not (is_cut and dataset.max_length):
         long = sum(length > most for length in lengths)
-        yield from _told(name, dataset, f"have more than {most} tokens", long, len(lengths))
+        remedy = f" Raise {name}.max_length." if most == dataset.max_length else ""
+        yield from _told(name, dataset, f"have more than {most} tokens", long, len(lengths), remedy)
 
 
-def _told(name: str, dataset: DatasetConfig, what: str, num_bad: int, num: int) -> Iterator[str]:
+def _told(
+    name: str, dataset: DatasetConfig, what: str, num_bad: int, num: int, remedy: str = ""
+) -> Iterator[str]:
     """Yield a note where some prompts are unusable. Raises ConfigError where all are."""
     if num_bad and num_bad == num:
         raise ConfigError(
-            f"{name}.path {dataset.path}: the first {num} rows {what}, and can't be trained on."
+            f"{name}.path {dataset.path}: the first {num} rows {what}, and can't be trained on.{remedy}"
         )
     if num_bad:
         yield f"{num_bad} of the first {num} rows of {name} {what}: they are left out, or rejected"

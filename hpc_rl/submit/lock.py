@@ -63,10 +63,7 @@ class TrialLock:
             raise
         except OSError as error:
             self._undo()
-            raise CannotWrite(
-                f"the trial directory {here} can't be written: {error.strerror or error}. "
-                "Set cluster.fileroot."
-            ) from error
+            raise _unwritable(self.trial, error.strerror or str(error)) from error
         return self
 
     def write(self, path: Path, data: str | bytes, mode: int = 0o644) -> None:
@@ -150,6 +147,21 @@ def check_unlocked(trial: Trial) -> None:
     other = LockOwner.read(trial.submitting)
     if trial.submitting.exists() and not _is_stale(other, trial.submitting):
         raise _busy(trial, other)
+
+
+def check_writable(trial: Trial) -> None:
+    """Raise CannotWrite where the trial directory could not be made, NotPrivate where others may write.
+
+    For commands that write nothing.
+    """
+    trial.refuse_others()
+    there = next(path for path in (trial.dir, *trial.dir.parents) if os.path.exists(path))
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        raise _unwritable(trial, f"{there} is no directory that this account can write")
+
+
+def _unwritable(trial: Trial, reason: str) -> CannotWrite:
+    return CannotWrite(f"the trial directory {trial.dir} can't be written: {reason}. Set cluster.fileroot.")
 
 
 def _busy(trial: Trial, other: LockOwner | None) -> TrialBusy:

@@ -178,7 +178,7 @@ def _mapping(section: str, dataset: DatasetConfig, kind: str, row: Row) -> str:
         name: [text for text in texts if any(word in text.lower() for word in _ALIKE[name])]
         for name in missing
     }
-    if not texts:
+    if not texts or not missing:
         return ""
     pairs = ", ".join(f"{name}: {found[0] if len(found) == 1 else 'COLUMN'}" for name, found in like.items())
     return f"Say which column is which by {section}.columns {{{pairs}}}; texts are in {', '.join(texts)}."

@@ -126,6 +126,9 @@ def test_doctor_and_submit_agree(site, capsys, name):
     assert words in rows[0]["found"], rows
     if status == "fail":
         assert doctor_code == 1
+    assert main(["check", *common]) == code
+    if code:
+        assert words in capsys.readouterr().err
     assert main(["submit", *common]) == code
     said = capsys.readouterr()
     if status != "ok":

@@ -89,7 +89,7 @@ def test_all_mistakes_are_refused_at_once_with_their_places(config, capsys):
             "'mine:nope' can't be imported: module 'mine' has no attribute 'nope'",
             "'absent:reward' can't be imported: No module named 'absent'",
             "'broken:reward' can't be imported: SyntaxError",
-            "mine:of_trl is called with prompt, completion, answer, and can't be",
+            "mine:of_trl is called with prompt, completion, answer for rows of train_dataset, and can't be",
             "raises KeyError: 'anwser' (mine.py:9, in misspelt)",
             "does not return a reward: the reward is 'yes' (str); allowed: a finite number",
         ),
