@@ -1,10 +1,12 @@
 """Submission imports the user's rewards and workflow and calls each reward once, before anything is queued."""
 
 import json
+import sys
 
 import pytest
 
 from hpc_rl.cli.__main__ import main
+from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import Ledger, RejectReason, RejectRecord
@@ -160,3 +162,27 @@ def test_prompts_that_user_code_rejected_are_issued_again_when_it_has_changed(
     assert main(["recover", "small", "--replay", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert [found[name] for name in ("rejected_prompts", "rejected_again", "new_batches")] == [3, True, False]
+
+
+def test_the_digest_of_a_reward_is_that_of_all_own_files_that_it_imports(tmp_path, config):
+    files = {
+        "own/__init__.py": "",
+        "own/rewards.py": "import json, numpy\nfrom .parts import part\ndef score(*_): return part.value()\n",
+        "own/parts/__init__.py": "from . import part\n",
+        "own/parts/part.py": "from own import rewards\ndef value(: return 1\n",  # can't be parsed
+        "own/other.py": "",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    loaded = load([config], ["rollout.reward_fn=own.rewards:score"]).config
+
+    def digest() -> str:
+        return judged_by(loaded, [str(tmp_path), *sys.path])["code of rollout.reward_fn"]
+
+    changed = {}
+    for name in files:
+        before = digest()
+        (tmp_path / name).write_text(files[name] + "# more\n")
+        changed[name] = digest() != before
+    assert changed == dict.fromkeys(files, True) | {"own/__init__.py": False, "own/other.py": False}
