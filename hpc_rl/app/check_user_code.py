@@ -33,6 +33,11 @@ def findings(config: GRPOConfig) -> Iterator[tuple[str, str]]:
         try:
             run = load_workflow(config)
             inspect.signature(run).bind({}, object())
+            if inspect.isfunction(run) and not inspect.iscoroutinefunction(run):
+                yield (
+                    "notes",
+                    f"rollout.workflow {rollout.workflow} is not `async def`: the job awaits what it returns",
+                )
         except ConfigError as error:
             yield "refusals", str(error)
         except TypeError as error:

@@ -138,7 +138,7 @@ TRIES = {
         Mistake(
             "test.jsonl", '"messages": ', '"question": ', ("test.jsonl row LINE", "valid_dataset.columns {")
         ),
-        Mistake("day.yaml", "three:play", "three:plya", ("rollout.workflow", "'plya'")),
+        Mistake("day.yaml", "three:play", "three:plya", ("rollout.workflow", "Did you mean play?")),
         Mistake("my_reward.py", "[:1]", "[:1", ("SyntaxError", "my_reward.py, line LINE")),
     ),
     "second": (

@@ -11,9 +11,11 @@ import asyncio
 import importlib
 import math
 import re
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+from hpc_rl.config.loading.fields import did_you_mean
 from hpc_rl.config.text_templates import filled
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason
@@ -171,6 +173,8 @@ def import_object(key: str, path: str) -> Any:
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         where = f" ({found})" if (found := users_frame(error)) else ""
         remedy = "The module must be on the PYTHONPATH of the job." if isinstance(error, ImportError) else ""
+        if module in sys.modules:  # it was imported, and lacks the name
+            remedy = did_you_mean(name, vars(sys.modules[module]))
         raise ConfigError(
             f"{key}: {path!r} can't be imported: {kind}{error}{where}. {remedy}".rstrip()
         ) from error

@@ -39,6 +39,8 @@ def ranks(prompt, completions, **columns):
 ranks.batched = True
 async def run(prompt, generate):
     return None
+def plain(prompt, generate):
+    return None
 def sync(prompt):
     return None
 """
@@ -61,6 +63,10 @@ def own_code(config, monkeypatch):
 def test_sound_code_of_every_kind_is_taken(config, capsys):
     code, said = submit(config, capsys, reward_fn="mine:good,mine:later,mine:ranks", workflow="mine:run")
     assert code == 0 and "mine" not in said.partition("plan ")[0]
+    assert (
+        "note: rollout.workflow mine:plain is not `async def`"
+        in submit(config, capsys, workflow="mine:plain")[1]
+    )
 
 
 def test_all_mistakes_are_refused_at_once_with_their_places(config, capsys):
