@@ -8,6 +8,7 @@ Rules across sections are those of rules/check.py.
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import os
 import re
@@ -21,7 +22,6 @@ from hpc_rl.config.loading.fields import (
     defaults,
     extras_of,
     hints,
-    is_mapping,
     members_of,
     names_in,
     nearest,
@@ -313,12 +313,21 @@ def _absolute(section: Any) -> Any:
     """Return the section with absolute paths."""
     changes: dict[str, Any] = {}
     cls: type = type(section)
-    for name, hint in hints(cls).items():
+    for name, places in _places(cls).items():
         value = getattr(section, name)
         if dataclasses.is_dataclass(value):
             changes[name] = _absolute(value)
-        elif is_mapping(hint):
+        elif isinstance(value, dict):
             changes[name] = {key: _absolute(member) for key, member in value.items()}
-        elif value and any(isinstance(extra, Place) and extra.is_path(value) for extra in extras_of(hint)):
+        elif value and any(place.is_path(value) for place in places):
             changes[name] = os.path.abspath(os.path.expanduser(value))
-    return dataclasses.replace(section, **changes)
+    return dataclasses.replace(section, **changes) if changes else section
+
+
+@functools.cache
+def _places(cls: type) -> dict[str, list[Place]]:
+    """Return what says which texts are paths, of each path, section and mapping of sections."""
+    found = {
+        name: [one for one in extras_of(hint) if isinstance(one, Place)] for name, hint in hints(cls).items()
+    }
+    return {name: places for name, places in found.items() if places or section_of(hints(cls)[name])}

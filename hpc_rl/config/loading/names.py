@@ -7,7 +7,7 @@ import dataclasses
 import difflib
 import itertools
 import typing
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Set
 from typing import Any
 
 from hpc_rl.config.loading.fields import (
@@ -68,7 +68,8 @@ def refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> 
             is_left_out = item.value is None and (is_optional(known[name]) or is_mapping(known[name]))
             if item.value != {} and not is_left_out:
                 refusals[name] = _no_section(name, item)
-    missing = [line for name, line in _missing(cls, settings) if name not in suggested]
+    given = {name for one in settings for name in itertools.accumulate(one.split("."), "{}.{}".format)}
+    missing = [line for name, line in _missing(cls, settings, given) if name not in suggested]
     return [*refusals.values(), *_refused_keys(cls, settings), *missing]
 
 
@@ -142,15 +143,15 @@ def _same_leaf(known: Collection[str], name: str, leaf: str) -> list[str]:
     return [n for n, ratio in alike.items() if ratio > max(alike.values()) - 0.1]
 
 
-def _missing(cls: type, settings: Settings, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each required option and section that is not set, with the refusal."""
+def _missing(cls: type, settings: Settings, given: Set[str], prefix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield each required option and section that is not among the given, with the refusal."""
     for field in dataclasses.fields(cls):
         if is_mapping(hints(cls)[field.name]):
             continue
         name, section = prefix + field.name, section_of(hints(cls)[field.name])
-        is_set = name in settings or any(other.startswith(f"{name}.") for other in settings)
+        is_set = name in given
         if is_set and section and settings.get(name, SourceValue({}, "")).value == {}:
-            yield from _missing(section, settings, f"{name}.")
+            yield from _missing(section, settings, given, f"{name}.")
         elif not is_set and default_of(field) is dataclasses.MISSING:
             if section is None:
                 yield name, f"{name} is missing and has no default: set it in the file, or with --{name}."
