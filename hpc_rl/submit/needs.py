@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import slurm_time
+from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.config.rules.slurm_rules import DERIVED
 from hpc_rl.config.rules.training_rules import models
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, has_own_prompts
@@ -82,7 +83,7 @@ def lines(found: Estimate, config: Config, plan: Plan) -> list[str]:
         *_rank_lines(found),
         *_host_lines(found, plan),
         *(line for server in found.servers for line in _server_lines(server, plan)),
-        *_disk_lines(found.disk),
+        *_disk_lines(found.disk, sum(unit.pool == DEFAULT_POOL for unit in plan.units)),
     ]
 
 
@@ -152,9 +153,12 @@ def _server_lines(server: ServerMemory, plan: Plan) -> Iterator[str]:
     yield _row("servers", text)
 
 
-def _disk_lines(disk: DiskUse) -> Iterator[str]:
+def _disk_lines(disk: DiskUse, num_servers: int) -> Iterator[str]:
     if disk.per_step:
-        parts = f"{in_gb(disk.weights)} published, up to {in_gb(disk.batch)} of batch log"
+        readers = f"{num_servers} servers read" if num_servers > 1 else "the server reads"
+        parts = (
+            f"{in_gb(disk.weights)} published, which {readers}, and up to {in_gb(disk.batch)} of batch log"
+        )
         yield _row("disk", f"each step writes {in_gb(disk.per_step)}: {parts}")
     saves = f"checkpoint {in_gb(disk.checkpoint)} ({disk.checkpoint_period})"
     yield _row(

@@ -443,6 +443,7 @@ def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(large, sche
     for words in (
         "10 steps, each of 256 sequences",
         "rows is ",
+        " servers read, and up to ",
         "parameters",
         "Adam moments",
         "checkpoint 91.5 GB",
