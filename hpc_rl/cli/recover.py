@@ -125,7 +125,7 @@ def explanation(trial: Trial, situation: Situation, decision: Decision) -> list[
     """Return what was found and what a start would do."""
     lines = [
         f"trial        {trial}",
-        f"recover.mode {situation.mode} (this first start counts as {situation.start_mode})",
+        f"recover.mode {situation.mode}; of this start {situation.start_mode}",
     ]
     for one in situation.generations:
         state = one.problem or ("valid" if one.read else "looks sound; its content was not read")
