@@ -150,6 +150,7 @@ def test_the_generation_asked_for_is_read_whole_where_that_is_quick(trial, capsy
     assert "not read     " not in said
     assert "checkpoint   9, lineage 0, job job-1: looks sound; its content was not read\n" in said
     assert "checkpoint   6, lineage 0, job job-1: valid\n" in said
+    assert "; of this start resume\n" in said
     monkeypatch.setattr(start_facts, "IN_PASSING_BYTES", 8)
     assert main(["recover", "small", "--from", "6", "--explain"]) == 0
     assert "the start reads them before it sets" in capsys.readouterr().out
