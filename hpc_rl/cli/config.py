@@ -13,7 +13,7 @@ from hpc_rl.config.loading.parser import add_options
 from hpc_rl.config.reference import reference
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.show import ResolvedValue, as_yaml, derived_values, diff, show
+from hpc_rl.config.show import DEFAULT, ResolvedValue, as_yaml, derived_values, diff, show
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.submit import trial_index
 from hpc_rl.submit.user_code import code_differences
@@ -74,6 +74,8 @@ def _diff_parser() -> CommandParser:
 def _diff(args: Namespace) -> int:
     sides = [_named(name) for name in (args.a, args.b)]
     found = diff(*(resolved(check(load([path]), files=False)) for path, _ in sides))
+    # Of a section or member that the other side lacks, only what was set.
+    found = {name: pair for name, pair in found.items() if None not in pair or not _is_default(pair)}
     rows = {name: {"a": a and vars(a), "b": b and vars(b)} for name, (a, b) in found.items()}
     lines = [f"{name}: {_side(a)} -> {_side(b)}" for name, (a, b) in found.items()]
     known = [code for _, code in sides if code is not None]
@@ -104,6 +106,10 @@ def _code(side: dict[str, Any] | None) -> str:
         else ""
     )
     return f"{side.get('file')} (sha256 {str(side.get('sha256'))[:12]}{commit})"
+
+
+def _is_default(pair: tuple[ResolvedValue | None, ResolvedValue | None]) -> bool:
+    return all(one is None or one.origin == DEFAULT for one in pair)
 
 
 def _side(shown: ResolvedValue | None) -> str:

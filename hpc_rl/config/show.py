@@ -25,6 +25,9 @@ _UNPRINTABLE = re.compile(
 _WORDS = {"true", "false", "null", "~", ".nan", ".inf"}
 
 
+DEFAULT = "default"
+
+
 @dataclass(frozen=True)
 class ResolvedValue:
     """A value and its origin: `file:line`, an argument, a preset, `default`, `adapted: …` or `derived: …`."""
@@ -43,7 +46,7 @@ def show(loaded: Loaded, derived: Mapping[str, ResolvedValue] | None = None) -> 
         if value is ABSENT or dataclasses.is_dataclass(value) or (is_mapping(hint) and value):
             continue
         is_default = value == defaults(cls, members=members).get(name, dataclasses.MISSING)
-        origin = "default" if is_default else f"adapted: {loaded.adapted.get(name, 'the trainer')}"
+        origin = DEFAULT if is_default else f"adapted: {loaded.adapted.get(name, 'the trainer')}"
         if name == "trainer":
             origin = "derived: the section of the model"
         found[name] = ResolvedValue(redact(value, name), loaded.origins.get(name, origin))

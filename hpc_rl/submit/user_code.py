@@ -112,10 +112,19 @@ def source_file(module: str, path: Sequence[str]) -> Path | None:
 
 
 def code_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """Return the options whose code differs between two results of `user_code`, with both sides."""
+    """Return the options whose code differs between two results of `user_code`, with both sides.
+
+    Code that one side has under another option is not a difference: a reward beside a second one.
+    """
     digests = [{name: one.get("sha256") for name, one in side.items()} for side in (a, b)]
-    differing = [name for name in sorted({*a, *b}) if digests[0].get(name) != digests[1].get(name)]
-    return {name: (a.get(name), b.get(name)) for name in differing}
+    alike = {*digests[0].values()} & {*digests[1].values()}
+    found = {name: (a.get(name), b.get(name)) for name in sorted({*a, *b})}
+    sides = {name: {side.get(name) for side in digests} for name in found}
+    return {
+        name: pair
+        for name, pair in found.items()
+        if len(sides[name]) == 2 and not (None in sides[name] and sides[name] - {None} <= alike)
+    }
 
 
 def own_environment(config: Config, python: str) -> bool:

@@ -117,3 +117,8 @@ def test_config_diff_of_two_trials_tells_their_options_and_their_code(
     assert about["workdir_git"] == about["code"]["rollout.reward_fn"]["git"] != about["git"]
     assert len(about["workdir_git"]["commit"]) == 40
     assert main(["config", "diff", "a", "a"]) == 0
+    both = "rollout.reward_fn=contains,own_reward_of_fork:reward"
+    assert main(["fork", "small", "c", both, "seed=7"]) == 0
+    capsys.readouterr()
+    assert main(["config", "diff", "b", "c"]) == 1
+    assert "code" not in capsys.readouterr().out
