@@ -105,10 +105,11 @@ def _episode_lines(played: dict[str, Any]) -> list[str]:
     for number, one in enumerate(rows):
         stats = ", ".join(f"{name} {format_number(value)}" for name, value in one["stats"].items())
         reward = f"reward {format_number(one['reward'])}{f' ({stats})' if stats else ''}"
-        tokens = f"{_trained(one)} of {sum(part['tokens'] for part in one['parts'])} tokens are trained on"
+        parts = one["parts"]
+        tokens = f"{_trained(one)} of {sum(part['tokens'] for part in parts)} tokens are trained on"
         turns = f"{one['turns']} turn{'s' * (one['turns'] != 1)}"
         lines.append(f"sample {number}: {reward}; {turns}, {tokens}; {one['finish_reason']}")
-        for part in one["parts"][1:]:  # the first is the prompt
+        for part in parts[parts[0]["text"] == played["prompt"] :]:
             lines += block("model" if part["trained"] else "given", _cut(part["text"]), width)
     if rows and len({one["reward"] for one in rows}) == 1 < len(rows):
         lines.append(
