@@ -193,7 +193,7 @@ def printed(shell) -> dict[str, str]:
     said = {}
 
     def type(command: str) -> None:
-        said[command] = shell.type(command, timeout_s=300)
+        said[command] = shell.type(command, timeout_s=600)
 
     try:
         type("hpc-rl check day.yaml --episode --timeout_s 300")
