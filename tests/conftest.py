@@ -21,7 +21,9 @@ SECOND_SLURM = ("test_trial.py", "test_layouts.py", "test_endings.py", "test_opt
 LONG = ("slurm", "slurm-2", "test_kill_anything.py", "vllm", "sglang", "test_elastic.py")
 LONG += ("test_rollout_faults.py",)
 LONG += ("test_readme.py", "test_wheel.py", "test_fsdp.py", "test_supervisor_faults.py", "test_trainer.py")
-LONG += ("test_managed_embedded.py",)
+LONG += ("test_managed_embedded.py", "test_docs.py", "test_areal_files.py", "test_megatron_engine.py")
+LONG += ("test_memory_estimate.py", "test_new_user.py", "test_quickstart.py", "test_teacher_quickstart.py")
+LONG += ("test_teacher_page.py", "test_rows.py", "test_check_episode.py", "test_bad_input.py")
 # A test that starts processes ends by what happens, whatever the load: this only guards.
 GUARD_S = 300
 HERE = Path(__file__).parent

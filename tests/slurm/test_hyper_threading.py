@@ -22,7 +22,7 @@ def hyper_threading(running_cluster, monkeypatch):
     ("options", "num_cpus"),
     [
         ([], 8),
-        (["launcher.slurm.extra_args=[--hint=nomultithread]"], 8),
+        pytest.param(["launcher.slurm.extra_args=[--hint=nomultithread]"], 8, marks=pytest.mark.soak),
         (["launcher.trainer_cpus_per_gpu=3", "launcher.slurm.srun_args.trainer=[--hint=nomultithread]"], 12),
     ],
     ids=["as it is", "a job of cores", "a step of three cores"],
