@@ -54,6 +54,8 @@ def _model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[
         yield from tokenizer(name, engine.path, "tokenizer_path", config.tokenizer_path)
     if isinstance(config, GRPOConfig):
         for name, g in samplings(config).items():
+            if name != "gconfig" and g.max_new_tokens == config.gconfig.max_new_tokens:
+                continue
             dataset = config.train_dataset if name == "gconfig" else config.valid_dataset
             longest = dataset.max_length if dataset else None
             yield from context(f"{name}.max_new_tokens", g.max_new_tokens, found, longest)

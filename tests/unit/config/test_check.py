@@ -531,7 +531,11 @@ def test_a_model_and_dataset_that_are_there(model):
         (lambda m: (m / "model.safetensors").unlink(), [], "contains no weights"),
         (lambda m: (m / "tokenizer.json").unlink(), [], "has no tokenizer.json"),
         (lambda m: None, ["ref.path=/nowhere"], "ref.path /nowhere is not a directory"),
-        (lambda m: None, ["gconfig.max_new_tokens=32"], "max_position_embeddings) is 32"),
+        (
+            lambda m: None,
+            ["gconfig.max_new_tokens=32", "eval_gconfig.top_p=0.9", "valid_dataset.path=t.jsonl"],
+            "max_position_embeddings) is 32",
+        ),
         (
             lambda m: None,
             ["eval_gconfig.max_new_tokens=32", "valid_dataset.path=t.jsonl"],
