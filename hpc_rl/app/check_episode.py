@@ -223,6 +223,7 @@ def main() -> int:
     logging.getLogger().setLevel(logging.ERROR)  # what the workers warn of is in the outcome
     config = from_dict(given["config"])
     assert isinstance(config, GRPOConfig)
+    torch.manual_seed(config.seed)  # of random weights: the same again another time
     try:
         if given["folder"]:
             config = with_tiny_models(config, Path(given["folder"]))
