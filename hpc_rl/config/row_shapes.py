@@ -96,6 +96,8 @@ def check_row(row: Row, kind: str) -> Row:
             if not isinstance(row.get(name), str) and (has_prompt or not isinstance(row.get(name), list)):
                 either = "(text, or lists of messages that end with the assistant's)"
                 raise _lacks(row, f"an rw row needs `chosen` and `rejected` {either}")
+        if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
+            raise ConfigError("`chosen` and `rejected` of a row must both be texts, or both be whole chats.")
         return row
     if kind == "sft" and not isinstance(row.get("completion"), str):
         raise _lacks(

@@ -210,13 +210,17 @@ def visible_gpus() -> tuple[int, str]:
 
 
 def check_memory(needs: Requirements) -> Verdict:
-    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = cgroup_memory()
-    usable = machine if limit is None else min(machine, limit)
+    usable, limit = usable_memory_bytes(), cgroup_memory()
     found = f"{_gb(usable)} usable" + (" (control group)" if limit is not None else "")
     found += f", {_gb(needs.mem_mb << 20)} required" if needs.mem_mb else ""
     fix = "ask for more (launcher.slurm.mem) or lower launcher.*_mem*: the kernel kills what exceeds it."
     return judge(found, fix, fail=usable < needs.mem_mb << 20)
+
+
+def usable_memory_bytes() -> int:
+    """Return the memory of this machine, or of the control group of this process where that has less."""
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(machine, cgroup_memory() or machine)
 
 
 def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:

@@ -6,7 +6,7 @@ Of a model only config.json is read.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from hpc_rl.config.rules.slurm_rules import DERIVED
 from hpc_rl.config.rules.training_rules import models
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, has_own_prompts
 from hpc_rl.datasets.rows import fingerprint_in_passing
+from hpc_rl.doctor.machine import usable_memory_bytes
 from hpc_rl.plan.disk_use import DiskUse
 from hpc_rl.plan.estimate import Estimate, Work, estimate, in_gb
 from hpc_rl.plan.memory import Items
@@ -48,7 +49,24 @@ def needs_of(
     if count_rows and has_own_prompts(config):
         num_rows = fingerprint_in_passing(config.train_dataset.path).get("rows")
     requests_memory = scheduler == "slurm" and config.launcher.slurm.mem == DERIVED
-    return estimate(config, plan, known, num_rows, requests_memory)
+    found = estimate(config, plan, known, num_rows, requests_memory)
+    if found is not None and scheduler == "local" and (problem := _beyond_this_machine(found)):
+        found = replace(found, problems=[*found.problems, problem])
+    return found
+
+
+def _beyond_this_machine(found: Estimate) -> str:
+    """Return that the ranks hold more than the memory of this machine all the time, else ""."""
+    if found.load.on_gpu:
+        return ""
+    held, size = found.ranks * sum(found.trainer.standing.values()), usable_memory_bytes()
+    parts = ", ".join(found.trainer.standing)
+    return (
+        f"the trainer holds {in_gb(held)} of {parts}, and this machine has {in_gb(size)} of memory: use a "
+        "smaller model, or a cluster."
+        if held > size
+        else ""
+    )
 
 
 def as_json(found: Estimate) -> dict[str, Any]:

@@ -218,10 +218,28 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"rollout.reward_fn exact_match is 0 for every row: the answers of {dataset.path} {spaces}."
 
 
-RULES = [files, rows, rewards]
+def pairs(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Yield that no pair of answers differs, so that a reward model has nothing to learn."""
+    for section, dataset, num_equal, num in _equal_pairs(config):
+        if num_equal == num:
+            yield f"{section}.path {dataset.path}: `chosen` and `rejected` are equal in the first {num} rows."
+
+
+def _equal_pairs(config: Config) -> Iterator[tuple[str, DatasetConfig, int, int]]:
+    """Yield section, data set, how many of the first rows have equal answers, and how many rows that is."""
+    for section, dataset in _datasets(config) if _kind(config) == "rw" else ():
+        found = named_rows(dataset.path, dataset.columns)
+        if num_equal := sum("chosen" in row and row["chosen"] == row.get("rejected") for row in found):
+            yield section, dataset, num_equal, len(found)
+
+
+RULES = [files, rows, rewards, pairs]
 
 
 def notes(config: Config) -> Iterator[str]:
+    for section, _, num_equal, num in _equal_pairs(config):
+        what = "nothing is learned from those"
+        yield f"{section}: `chosen` and `rejected` are equal in {num_equal} of the first {num} rows; {what}."
     for section, dataset in _datasets(config):
         found = named_rows(dataset.path, dataset.columns)
         media = [name for name in _MEDIA if any(row.get(name) for row in found)]

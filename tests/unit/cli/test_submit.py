@@ -16,7 +16,7 @@ from hpc_rl.datasets.rows import load_rows
 from hpc_rl.records import JobRecord
 from hpc_rl.schedulers.base import State
 from hpc_rl.schedulers.sinfo import Node
-from hpc_rl.submit import trial_index
+from hpc_rl.submit import needs, trial_index
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import read_json, write_json
 
@@ -435,7 +435,9 @@ def large(config, tmp_path):
     return config
 
 
-def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(large, scheduler, tmp_path, capsys):
+def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(
+    large, scheduler, tmp_path, capsys, monkeypatch
+):
     assert submitted(large, "--dry_run", *LARGE) == 64
     said = capsys.readouterr()
     assert "contains no weights (*.safetensors)" in said.err
@@ -453,6 +455,12 @@ def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(large, sche
     said = json.loads(capsys.readouterr().out)
     assert said["estimate"]["rank"]["items"]["parameters"] == 4 * 8_190_735_360 / 4
     assert "contains no weights" in said["refused"]
+    here = ["launcher.type=local", "cluster.n_gpus_per_node=0"]
+    monkeypatch.setattr(needs, "usable_memory_bytes", lambda: 64 << 30)
+    assert submitted(large, "--dry_run", *LARGE, *here) == 64
+    assert (
+        "Adam moments, and this machine has 64.0 GB of memory: use a smaller model" in capsys.readouterr().err
+    )
     assert not (tmp_path / "runs").exists()
 
 

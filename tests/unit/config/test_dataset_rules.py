@@ -19,6 +19,7 @@ from hpc_rl.examples.toy import make_tokenizer
 from hpc_rl.submit.first_rows import check_first_rows
 
 GSM8K = {"question": "1+2=", "answer": "1+2 is <<1+2=3>>3.\n#### 3"}
+PAIR = {"chosen": "1+2=3", "rejected": "1+2=4"}
 CHAT = {"messages": [{"role": "user", "content": "1+2="}], "answer": "3"}
 
 
@@ -146,6 +147,18 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
             SFT,
             "an rw row needs `chosen` and `rejected`",
         ),
+        (
+            [
+                {
+                    "chosen": [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2"}],
+                    "rejected": "3",
+                }
+            ],
+            RW,
+            SFT,
+            "row 1: `chosen` and `rejected` of a row must both be texts, or both be whole chats.",
+        ),
+        ([{"chosen": "2", "rejected": "2"}], RW, SFT, "are equal in the first 1 rows."),
         ([{"prompt": "1", "solution": "2"}], [], {}, "the column answer, which is empty or missing"),
         ([{"prompt": "1", "answer": None}], ["rollout.reward_fn=final_answer"], {}, "answer or ground_truth"),
         (
@@ -217,8 +230,9 @@ def test_chats_with_their_answers_are_read_as_trl_has_them(place):
         {"prompt": [user], "chosen": [answer], "rejected": [answer]},
         {"prompt": [user], "chosen": "3", "rejected": "3"},
     ):
-        dataset = checked(place, [row], "train_dataset.type=rw", section="model").config.train_dataset
-        ((chosen, rejected),) = load_pairs(dataset, tokenizer)
+        found = checked(place, [row, PAIR], "train_dataset.type=rw", section="model")
+        assert any("are equal in 1 of the first 2 rows" in note for note in found.notes)
+        (chosen, rejected), _ = load_pairs(found.config.train_dataset, tokenizer)
         assert chosen.tolist() == rejected.tolist() == [*prompt, *made]
 
 
@@ -246,7 +260,7 @@ def test_some_prompts_that_the_job_can_not_use_are_a_note(place):
 
 @pytest.mark.parametrize(
     ("kind", "row"),
-    [("sft", {"prompt": "1+2=", "completion": "3"}), ("rw", {"chosen": "1+2=3", "rejected": "1+2=4"})],
+    [("sft", {"prompt": "1+2=", "completion": "3"}), ("rw", PAIR)],
 )
 def test_rows_of_sft_and_rw_that_are_all_too_long_are_refused_for_each_dataset(place, kind, row):
     (place / "h.jsonl").write_text(json.dumps(row) + "\n")
