@@ -1,15 +1,19 @@
 """Look at the rewards and the workflow of a configuration, in a process of its own, before it is submitted.
 
-Reads the configuration as JSON from standard input and prints `{"refusals": […], "notes": […]}` to standard
-output. It imports what the job would import, and calls each reward once, with the first row.
+Reads the configuration as JSON from standard input and prints to standard output, as lines of JSON, what it
+tries (submit/user_code.py has the kinds of lines) and what it finds, each at once: user code may end the
+process, or never return. Then follows the stack. It imports what the job would import, and calls each reward
+once, with the first row.
 """
 
 import asyncio
+import faulthandler
 import inspect
 import json
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.loading.stored import from_dict
@@ -22,14 +26,16 @@ from hpc_rl.rollout.rewards.reward_process import is_batched, scores
 from hpc_rl.rollout.user_errors import MISTAKES, Raised
 from hpc_rl.rollout.workflow import for_rewards
 from hpc_rl.rollout.workflows import load_workflow
+from hpc_rl.submit.user_code import CALLS, DONE, IMPORTS, START_S
 
 COMPLETION = "The answer is 1."
 
 
 def findings(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Yield (`refusals` or `notes`, text) for what is wrong with the user's code."""
+    """Yield what is tried, and (`refusals` or `notes`, text) for what is wrong with the user's code."""
     rollout = config.rollout
     if ":" in rollout.workflow:
+        yield IMPORTS, f"rollout.workflow {rollout.workflow}"
         try:
             run = load_workflow(config)
             inspect.signature(run).bind({}, object())
@@ -54,6 +60,7 @@ def findings(config: GRPOConfig) -> Iterator[tuple[str, str]]:
 
 def _reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
     """Yield what is wrong with a reward for the first row of each dataset."""
+    yield IMPORTS, f"rollout.reward_fn {path}"
     try:
         function = import_object("rollout.reward_fn", path)
     except (ConfigError, OSError) as error:
@@ -68,7 +75,11 @@ def _reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[tuple[str, 
             told = (
                 f"rollout.reward_fn {path} is called with {given} for rows of {name}, and can't be: {error}."
             )
-            yield "refusals", told
+            takes = "completions" if is_batched(function) else "completion"
+            yield (
+                "refusals",
+                f"{told} A reward is reward(prompt, {takes}, **columns); this is {_shown(function)}",
+            )
             return
         except ValueError:  # a function without a signature
             pass
@@ -77,11 +88,12 @@ def _reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[tuple[str, 
     prompt, columns = for_rewards(next(iter(first.values())))
     completions = [COMPLETION] * (2 if is_batched(function) else 1)
     what = f"rollout.reward_fn {path}, for the first row and the completion {COMPLETION!r},"
+    yield CALLS, what
     try:
         asyncio.run(scores(function, prompt, completions, columns))
     except Rejection as rejection:
         yield "refusals", f"{what} does not return a reward: {rejection.message}."
-    except MISTAKES as error:
+    except (*MISTAKES, SystemExit, KeyboardInterrupt) as error:
         yield "refusals", f"{what} raises {_noted(error)}"
     except Exception as error:
         yield "notes", f"{what} raises {_noted(error)}: the job rejects a prompt where that happens"
@@ -91,16 +103,25 @@ def _noted(error: BaseException) -> str:
     return Raised.of(error).text
 
 
+def _shown(function: Any) -> str:
+    """Return the signature of a function, and its place."""
+    shown = f"{getattr(function, '__name__', function)}{inspect.signature(function)}"
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{shown} ({Path(code.co_filename).name}:{code.co_firstlineno})" if code else shown
+
+
 def main() -> int:
-    out = pipes.reserve_stdout()
+    out = os.fdopen(pipes.reserve_stdout(), "w", buffering=1)
+    faulthandler.enable(out)
     sys.dont_write_bytecode = True  # a check leaves nothing beside the user's files
     config = from_dict(json.load(sys.stdin))
-    found: dict[str, list[str]] = {"refusals": [], "notes": []}
-    if isinstance(config, GRPOConfig):
-        for kind, text in findings(config):
-            found[kind].append(text)
-    with os.fdopen(out, "w") as file:
-        json.dump(found, file)
+    assert isinstance(config, GRPOConfig)
+    limits_s = {IMPORTS: START_S, CALLS: config.rollout.reward_timeout_s}
+    for kind, text in findings(config):
+        print(json.dumps([kind, text]), file=out)
+        if kind in limits_s:
+            faulthandler.dump_traceback_later(limits_s[kind], exit=True, file=out)
+    print(json.dumps([DONE, ""]), file=out)
     return 0
 
 

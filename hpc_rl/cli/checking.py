@@ -77,7 +77,9 @@ def run(args: Namespace) -> int:
     for line in lines:
         print(line, flush=True)
     if errors:
-        raise errors[0] if len(errors) == 1 else type(errors[0])("\n".join(map(str, errors)))
+        refused = HpcRlError("\n".join(map(str, errors)))
+        refused.exit_code = errors[0].exit_code
+        raise refused
     return 0
 
 

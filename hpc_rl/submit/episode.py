@@ -37,14 +37,14 @@ def run_episode(config: Config, timeout_s: float, tiny: bool, workdir: Path) -> 
             "folder": folder if tiny else "",
             "timeout_s": timeout_s,
         }
-        done = run_apart("hpc_rl.app.check_episode", config, given, timeout_s + GRACE_S, workdir)
-    if done is None:
-        return {"error": "it took more time than --timeout_s, and did not end", "trace": "", "log": ""}
-    said, printed, code = done
+        limit_s = timeout_s + GRACE_S
+        said, printed, code = run_apart("hpc_rl.app.check_episode", config, given, limit_s, workdir)
     try:
         return json.loads(said) | {"log": printed}
     except ValueError:
-        return {"error": f"its process ended with code {code}", "trace": "", "log": printed}
+        late = "it took more time than --timeout_s, and did not end"
+        error = late if code is None else f"its process ended with code {code}"
+        return {"error": error, "trace": "", "log": printed}
 
 
 def _too_large(config: GRPOConfig) -> Iterator[str]:

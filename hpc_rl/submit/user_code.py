@@ -9,9 +9,11 @@ import functools
 import hashlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -24,7 +26,13 @@ from hpc_rl.config.tables.changes import JUDGES, measured_by
 from hpc_rl.errors import ConfigError
 
 CODE_OF = "code of "
-START_S = 60.0  # for the imports of the user's modules
+START_S = 60.0  # for the import of a user's module
+IMPORTS, CALLS, DONE = (
+    "imports",
+    "calls",
+    "done",
+)  # lines of app/check_user_code.py, beside refusals and notes
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
 def user_code(
@@ -136,32 +144,37 @@ def own_environment(config: Config, python: str) -> bool:
 
 def run_apart(
     module: str, config: Config, given: Mapping[str, Any], limit_s: float, workdir: Path
-) -> tuple[str, str, int] | None:
+) -> tuple[str, str, int | None]:
     """Run a module of app in a process group of its own, which gets `given` as JSON and the job's variables.
 
-    Returns what it wrote to both outputs, and its exit code; None where it took more than `limit_s`. In both
-    cases the group is killed: user code may leave processes behind.
+    Returns what it wrote to both outputs, and its exit code; None where it took more than `limit_s`. The
+    outputs are files, not pipes, and the group is killed: user code may leave processes behind.
     """
-    pipe = subprocess.PIPE
-    with subprocess.Popen(
-        [sys.executable, "-m", module],
-        stdin=pipe,
-        stdout=pipe,
-        stderr=pipe,
-        cwd=workdir,
-        env=_environ(config, workdir),
-        text=True,
-        errors="replace",
-        start_new_session=True,
-    ) as process:
+    ended = True
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=outputs[0],
+                stderr=outputs[1],
+                cwd=workdir,
+                env=_environ(config, workdir),
+                start_new_session=True,
+            )
+        )
         try:
-            said, printed = process.communicate(json.dumps(given), timeout=limit_s)
+            process.communicate(json.dumps(given).encode(), timeout=limit_s)
         except subprocess.TimeoutExpired:
-            return None
+            ended = False
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-    return said, printed, process.returncode
+        for file in outputs:
+            file.seek(0)
+        said, printed = (file.read().decode(errors="replace") for file in outputs)
+    return said, printed, process.returncode if ended else None
 
 
 def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
@@ -174,21 +187,45 @@ def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
         return []
     if own_environment(config, python):
         return ["rewards and workflow are not tried here: the job has an environment of its own"]
-    limit_s = START_S + config.rollout.reward_timeout_s * len(config.rollout.reward_functions)
-    done = run_apart("hpc_rl.app.check_user_code", config, to_dict(without_secrets(config)), limit_s, workdir)
-    if done is None:
-        return [f"rewards and workflow were not tried to their end: they took more than {limit_s:g} s here"]
-    said, printed, code = done
-    try:
-        found = json.loads(said)
-    except ValueError:
-        last = (printed.strip().splitlines() or ["it printed nothing"])[-1]
-        raise ConfigError(
-            f"rewards and workflow end the process that imports them, with code {code}: {last}"
-        ) from None
+    num_tries = 1 + len(config.rollout.reward_functions)
+    limit_s = (START_S + config.rollout.reward_timeout_s) * num_tries
+    given = to_dict(without_secrets(config))
+    said, printed, code = run_apart("hpc_rl.app.check_user_code", config, given, limit_s, workdir)
+    found: dict[str, list[str]] = {"refusals": [], "notes": []}
+    tried = kind = ""
+    for line in said.splitlines():
+        if line.startswith("["):
+            kind, text = json.loads(line)
+            if kind in found:
+                found[kind].append(text)
+            else:
+                tried = text
+    if kind != DONE:
+        is_refused, text = _unfinished(config, kind, tried or "rewards and workflow", said, printed, code)
+        found["refusals" if is_refused else "notes"].append(text)
     if found["refusals"]:
         raise ConfigError("\n".join(found["refusals"]))
-    return list(found["notes"])
+    return found["notes"]
+
+
+def _unfinished(
+    config: GRPOConfig, kind: str, tried: str, said: str, printed: str, code: int | None
+) -> tuple[bool, str]:
+    """Return whether a try that has no outcome is refused, and how it ended and where.
+
+    One over its time limit has left its stack, and exit code 1.
+    """
+    frames = [(Path(file), line, name) for file, line, name in _FRAME.findall(said)]
+    place = next((f" ({file.name}:{line}, in {name})" for file, line, name in frames if is_users(file)), "")
+    if code is not None and not (code == 1 and frames):
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        last = (printed.strip().splitlines() or ["it printed nothing"])[-1]
+        return True, f"{tried} ends the process{place}, {how}: {last}"
+    if kind == CALLS:
+        limit = f"{config.rollout.reward_timeout_s:g} s (rollout.reward_timeout_s)"
+        return True, f"{tried} takes more than {limit}{place}: the job would reject each such prompt"
+    what = f"the import of {tried} took more than {START_S:g} s here{place}"
+    return False, f"rewards and workflow were not tried to their end: {what}"
 
 
 def _environ(config: Config, workdir: Path) -> dict[str, str]:

@@ -18,7 +18,7 @@ from hpc_rl.trial import read_json
 pytestmark = pytest.mark.usefixtures("state_home", "scheduler")
 
 CODE = """
-import os, sys
+import os, sys, time
 def good(prompt, completion, answer, **columns):
     print("noise")
     return {"reward": 1.0, "right": completion == answer}
@@ -32,6 +32,15 @@ def text(prompt, completion, **columns):
     return "yes"
 def ends(prompt, completion, **columns):
     os._exit(3)
+def exits(prompt, completion, **columns):
+    sys.exit(0)
+def forks(prompt, completion, **columns):
+    if not os.fork():
+        time.sleep(600)
+    return 1.0
+def loops(prompt, completion, **columns):
+    while True:
+        pass
 async def later(prompt, completion, **columns):
     return 0.5
 def ranks(prompt, completions, **columns):
@@ -97,7 +106,7 @@ def test_all_mistakes_are_refused_at_once_with_their_places(config, capsys):
             "'mine:nope' can't be imported: module 'mine' has no attribute 'nope'",
             "'absent:reward' can't be imported: No module named 'absent'",
             "'broken:reward' can't be imported: SyntaxError",
-            "mine:of_trl is called with prompt, completion, answer for rows of train_dataset, and can't be",
+            "reward(prompt, completion, **columns); this is of_trl(completions, answer, **kwargs) (mine.py:6)",
             "raises KeyError: 'anwser' (mine.py:9, in misspelt)",
             "does not return a reward: the reward is 'yes' (str); allowed: a finite number",
         ),
@@ -115,9 +124,25 @@ def test_check_says_that_nothing_is_wrong_and_what_comes_next(config, scheduler,
     assert not scheduler.calls and {*tmp_path.rglob("*")} == before
 
 
+def test_refusals_of_rules_and_of_the_machine_are_told_together(config, capsys):
+    taken = config.parent / "taken"
+    taken.write_text("")
+    assert main(["check", str(config), "train_dataset.path=nowhere.jsonl", f"cluster.fileroot={taken}"]) == 64
+    said = capsys.readouterr().err
+    assert "nowhere.jsonl does not exist" in said and f"{taken}" in said
+
+
 def test_code_that_ends_its_process_is_refused(config, capsys):
     code, said = submit(config, capsys, reward_fn="mine:ends")
-    assert code == 64 and "end the process that imports them, with code 3" in said
+    assert code == 64 and "mine:ends" in said and "ends the process, with code 3" in said
+
+
+def test_code_that_never_returns_is_refused_with_its_place(config, capsys):
+    """What a reward forks may live on."""
+    code, said = submit(config, capsys, reward_fn="mine:forks,mine:exits,mine:loops", reward_timeout_s="2")
+    assert code == 64 and "mine:forks" not in said
+    assert "raises SystemExit: 0 (mine.py:17, in exits)" in said
+    assert "takes more than 2 s (rollout.reward_timeout_s) (mine.py:2" in said and ", in loops)" in said
 
 
 def test_what_only_this_completion_raises_is_a_note(config, capsys):
