@@ -29,7 +29,7 @@ class FailurePolicy:
     pause_s: float | None = None
 
 
-RESUME = "then start the trial again: `hpc-rl status` shows the command"
+RESUME = "then type what `hpc-rl status` shows under next"
 POLICIES: dict[FailureClass, FailurePolicy] = {
     FailureClass.USER: FailurePolicy(
         "end",

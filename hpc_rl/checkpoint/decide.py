@@ -168,7 +168,7 @@ def _from(situation: Situation, step: int) -> Decision:
     )
     if found is None:
         there = ", ".join(str(one) for one in sorted({one.step for one in situation.generations})) or "none"
-        return _nothing_to_resume(f"{when}: it does not exist; there are {there}")
+        return _nothing_to_resume(f"{when}: there is no such checkpoint; the trial has {there}")
     if not found.valid:
         return _nothing_to_resume(f"{when}: checkpoint {step} {found.problem}")
     if trimmed := _trimmed(situation, step):

@@ -143,6 +143,15 @@ INDEXED = (
 AS_SUBMIT = """
 _hpc_rl() {
   local words=("${COMP_WORDS[@]}") word="${COMP_WORDS[COMP_CWORD]}" last=$COMP_CWORD own
+  case "$word" in
+    =) own=${words[last-1]} word= ;;
+    *) [[ ${words[last-1]} != = ]] || own=${words[last-2]} ;;
+  esac
+  if [[ -n $own ]]; then  # a value: the shell splits at =
+    COMP_WORDS=(hpc-rl submit "--${own#--}" "$word") COMP_CWORD=3
+    _shtab_hpc_rl
+    return
+  fi
   _shtab_hpc_rl
   case "${words[1]} ${words[2]}" in
     "run "* | "render "* | "recover "* | "fork "* | "config show")

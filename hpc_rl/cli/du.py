@@ -26,7 +26,7 @@ def parser() -> CommandParser:
 
 
 def run(args: Namespace) -> int:
-    trials = [trial_index.resolve(name) for name in args.trial]
+    trials = trial_index.resolve_all(args.trial)
     if not args.trial:
         trials = [entry.trial for entry in trial_index.entries() if not entry.gone]
     rows = sizes(trials)

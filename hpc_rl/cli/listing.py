@@ -22,7 +22,7 @@ from hpc_rl.trial import Trial
 
 GONE = "gone"
 REWARD_STEPS = 10  # newest steps over which the reward is a mean
-EPILOG = f"""reward is the mean of the newest {REWARD_STEPS} steps, held-out what the newest evaluation
+EPILOG = f"""The mean reward is that of the newest {REWARD_STEPS} steps, held-out what the newest evaluation
 measured (a loss where there is no reward)."""
 SORTED_BY: dict[str, Any] = {
     "name": lambda row: row["trial"],
@@ -90,9 +90,8 @@ def states(text: str | None) -> list[str]:
 
 
 def _matches(trial: Trial, wanted: Sequence[str], experiment: str | None) -> bool:
-    names = [trial.name, str(trial)]
-    is_named = not wanted or any(fnmatchcase(one, name) for name in wanted for one in names)
-    return is_named and fnmatchcase(trial.experiment, experiment or "*")
+    named = not wanted or any(trial_index.is_named(trial, name) for name in wanted)
+    return named and fnmatchcase(trial.experiment, experiment or "*")
 
 
 def _known(value: float | None) -> float:
@@ -162,7 +161,7 @@ def _row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, An
 
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     now = time.time()
-    cells = [["trial", "state", "job", "step", "reward", "held-out", "left", "submitted", "directory"]]
+    cells = [["trial", "state", "job", "step", "mean reward", "held-out", "left", "submitted", "directory"]]
     for row in rows:
         total = f"/{row['total_steps']}" if row["total_steps"] else ""
         step = "" if row["step"] is None else f"{row['step']}{total}"

@@ -67,7 +67,7 @@ class CommandParser(ArgumentParser):
 
     def add_trials(self, default: str) -> None:
         """Declare the trials that a command is about; `default` says which one it is if none is named."""
-        text = "paths, experiment/trial, or trial names that only one trial has"
+        text = "paths, experiment/trial, or trial names that only one trial has; * and ? match"
         self.add_completed("trial", nargs="*", help=f"{text} (default: {default})")
 
     def add_completed(self, name: str, **settings: Any) -> None:

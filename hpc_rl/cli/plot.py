@@ -61,4 +61,5 @@ def chart(histories: dict[str, History], metric: str, num_smoothed: int, width: 
         for name, points in curves.items()
         if points
     }
-    return plotted(lines, {}, metric, width, HEIGHT)
+    without = ", ".join(name for name, points in curves.items() if not points)
+    return plotted(lines, {}, metric, width, HEIGHT) + (f"\nwithout {metric}: {without}" if without else "")

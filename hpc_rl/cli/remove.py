@@ -47,14 +47,14 @@ def run(args: Namespace) -> int:
     if not args.json:
         print("\n".join([*du.table(rows), *(row["dir"] for row in rows)] if rows else ["no trial matches"]))
     if args.dry_run or not rows:
-        return _shown(args, rows, f"{size} would be free; nothing is removed" if rows else "")
+        return _shown(args, rows, f"{size} would be freed; nothing is removed" if rows else "")
     if not (args.yes or _agreed(len(rows), size)):
         print("nothing is removed")
         return ExitCode.REFUSED
     for row in rows:
         remove(Trial(Path(row["dir"])), args.keep_exports)
     kept = [str(one.dir / "exports") for one in idle if (one.dir / "exports").is_dir()]
-    return _shown(args, rows, "\n".join([f"removed, {size} are free", *(f"kept {one}" for one in kept)]))
+    return _shown(args, rows, "\n".join([f"removed, {size} freed", *(f"kept {one}" for one in kept)]))
 
 
 def _shown(args: Namespace, rows: list[dict], text: str) -> int:
@@ -78,7 +78,12 @@ def _chosen(args: Namespace) -> list[Trial]:
             raise ConfigError("name trials, or choose them by --experiment, --state or --older_than_days")
         return [trial_index.resolve(name) for name in dict.fromkeys(args.trial)]
     over = [state for state in TrialState if state.is_over]
-    rows = listing.rows_of(args.trial, args.experiment, listing.states(args.state) if args.state else over)
+    wanted = listing.states(args.state) if args.state else over
+    if live := [state for state in wanted if state not in over]:
+        raise ConfigError(
+            f"remove --state {','.join(live)}: allowed are trials that are over: {', '.join(over)}"
+        )
+    rows = listing.rows_of(args.trial, args.experiment, wanted)
     newest = time.time() - DAY_S * (args.older_than_days or 0.0)
     return [Trial(Path(row["dir"])) for row in rows if row["state"] != listing.GONE and row["time"] <= newest]
 

@@ -16,6 +16,7 @@ from hpc_rl.status.trial_report import (
     goodput_rows,
     make_report,
 )
+from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial, write_atomic
 
 DESCRIPTION = """Show what trials reached: newest rewards, goodput (what each second of each GPU was for),
@@ -53,7 +54,7 @@ def run(args: Namespace) -> int:
 
 def named_trials(names: list[str]) -> list[Trial]:
     """Return the trials that a command names, else the one that it is about without a name."""
-    return [listing.trial_named(name) for name in names or [""]]
+    return trial_index.resolve_all(names) if names else [listing.trial_named(None)]
 
 
 def unique_names(trials: list[Trial]) -> list[str]:

@@ -23,10 +23,10 @@ from hpc_rl.status.formatting import format_duration, format_number, format_time
 from hpc_rl.status.goodput import RECENT_STEPS, step_text
 from hpc_rl.status.rollout_report import environment_lines, problems, summary
 from hpc_rl.status.scheduler_view import query
-from hpc_rl.status.trial_status import TrialStatus, read_status
+from hpc_rl.status.trial_status import TrialStatus, names_of_replicas, read_status
 from hpc_rl.submit import trial_index
 from hpc_rl.supervise.server_array import array_line
-from hpc_rl.trial import Trial, read_object
+from hpc_rl.trial import Trial
 
 WIDTH = 12  # of the first column
 FROM_START = "the start"
@@ -254,15 +254,6 @@ def steps_text(attempt: AttemptStatus) -> str:
     return f"{start}, {reached}" if reached else start
 
 
-def names_of_replicas(status: TrialStatus) -> dict[tuple[str, int], str]:
-    """Return the names of environments and the pools of servers, by role and index."""
-    section = read_object(status.trial.config_json).get("environments") or {}
-    names = {("environment", index): name for index, name in enumerate(section.get("commands") or {})}
-    units = status.plan.get("units") or []
-    pools = {("server", one.get("index")): one.get("pool") for one in units if one.get("role") == "server"}
-    return names | (pools if len(set(pools.values())) > 1 else {})
-
-
 def role_line(role: RoleStatus, names: Mapping[tuple[str, int], str] = MappingProxyType({})) -> str:
     """Return a role's state, with its name of `names`."""
     state = f"{'running' if role.running else 'exited'}, incarnation {role.incarnation}"
@@ -322,8 +313,9 @@ def metric_lines(status: TrialStatus) -> list[str]:
             why = "the policy is far from the one that generated this batch"
             again = "hpc-rl recover --from STEP without --replay generates new completions"
             lines.append(row("", f"KL {format_number(kl)}: {why}; {again}"))
-        if text := step_text(status.history.steps[-RECENT_STEPS:]):
-            lines.append(row("seconds", f"{text}  (mean of at most {RECENT_STEPS} steps)"))
+        newest = status.history.steps[-RECENT_STEPS:]
+        if text := step_text(newest):
+            lines.append(row("seconds", f"{text}  (newest {counted(len(newest), 'step')})"))
     measures = list(status.history.evaluated.items())
     for number, (name, values) in enumerate(measures[:MOST_MEASURES]):
         ends = values[:1] if len(values) == 1 else [values[0], values[-1]]

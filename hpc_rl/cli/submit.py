@@ -301,7 +301,7 @@ def lines(made: Submission, planned: Planned) -> list[str]:
         found.append(f"changed    allocation: {change}  (safe: the state is resharded)")
     if made.dropped:  # no batch or checkpoint came of it
         names = ", ".join(path.name for path in made.dropped)
-        found.append(f"dropped    {names}: of other options, rows or code, in no batch")
+        found.append(f"dropped    what other options, rows or code made, in no batch ({names})")
     found += [f"trial      {made.trial}", f"directory  {made.trial.dir}"]
     found += [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
     found += [f"servers    {made.server_job_id}"] if made.server_job_id else []

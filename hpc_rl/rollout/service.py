@@ -107,7 +107,7 @@ class RolloutService:
         self._kept: list[NoteKept] = []  # what is sent once it is written
         self._cutting = asyncio.Lock()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        form = "ledger: %d batches cut, %d groups ready, %d prompts rejected; this is segment %d"
+        form = "batch log: %d batches, %d groups that wait for one, %d prompts rejected; segment %d"
         logger.info(form, state.top, len(state.ready), state.rejections.total(), self.ledger.segment)
 
     def _read_state(self) -> LogState:

@@ -142,7 +142,7 @@ class Router:
                     f"pool {self.pool}: no server within {self.setup_timeout_s:.0f} s: {self._known()}"
                 )
             if now > max(begun + 5.0, self._said + 30.0):  # of all that wait
-                logger.info("pool %s: waiting for a server that serves: %s", self.pool, self._known())
+                logger.info("pool %s: waiting for a server: %s", self.pool, self._known())
                 self._said = now
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -163,7 +163,7 @@ class Router:
 
     def _known(self) -> str:
         if not self._servers:
-            return f"no lease under {keys.servers(self.pool)!r}"
+            return "none has reported yet"
         known = [(key, "out of reach" if s.suspect else s.state) for key, s in self._servers.items()]
         return ", ".join(f"{key} is {state}" for key, state in known)
 

@@ -44,7 +44,7 @@ MEANINGS = {
     Bucket.WAIT: "a trainer without a batch, servers without a request",
     Bucket.START: "from the start of a job or a process to its first step",
     Bucket.STOP: "from the last checkpoint to the end of the job",
-    Bucket.LOST: "steps that a later start made again, and starts that failed",
+    Bucket.LOST: "steps that a later start made again, and starts that ended before a step",
     Bucket.UNUSED: "GPUs of the allocation that the plan gives to no process",
 }
 USEFUL = (Bucket.GENERATE, Bucket.TRAIN)
@@ -219,7 +219,7 @@ def trainer_spans(
         rows = by_incarnation.get(number, [])
         _steps(cursor, rows, lineages)
         if ends:
-            orderly = ends[-1].code in ORDERLY
+            orderly = ends[-1].code in (ORDERLY if rows else ORDERLY[:1])
             _after_steps(cursor, ends[-1].time or end, events, bool(rows), orderly)
         elif number != incarnations[-1] or not live:
             cursor.to(end if number == incarnations[-1] else cursor.at, Bucket.LOST)

@@ -17,7 +17,7 @@ from hpc_rl.status.formatting import format_duration, format_number, one_line
 from hpc_rl.status.goodput import RECENT_STEPS, step_text
 from hpc_rl.status.rollout_report import problems, summary
 from hpc_rl.status.scheduler_view import TrialWatch
-from hpc_rl.status.trial_status import TrialStatus
+from hpc_rl.status.trial_status import TrialStatus, names_of_replicas
 from hpc_rl.trial import Trial, read_object
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -186,6 +186,7 @@ def step_lines(view: TrialView) -> Iterator[str]:
 def unit_lines(view: TrialView) -> list[str]:
     """Return a line for each replica: where it is, and what it does; of many only how many do it."""
     attempt = view.status.live
+    known = names_of_replicas(view.status)
     rows = []
     for role in attempt.roles if attempt else []:
         unit = (role.role, role.index)
@@ -198,11 +199,12 @@ def unit_lines(view: TrialView) -> list[str]:
             state = f"{view.status.doing or 'start'}, step {view.status.doing_step}"
         elif role.role == "server" and role.index in view.versions:
             version, doing = view.versions[role.index]
-            state = f"{doing}, weights {version or 'of the start'}"
+            state = f"{doing}, weights {version}" if version else doing
         again = f" (start {role.incarnation + 1})" if role.incarnation else ""
-        rows.append((role.name, places(view.nodes.get(unit, [])), state + again))
+        name = role.name + (f" ({known[unit]})" if unit in known else "")
+        rows.append((name, places(view.nodes.get(unit, [])), state + again))
     if len(rows) > MAX_UNITS:
-        counts = Counter((name.rpartition("-")[0], state) for name, _, state in rows)
+        counts = Counter((name.split(" ")[0].rpartition("-")[0], state) for name, _, state in rows)
         rows = [(f"{count} {name}", "", state) for (name, state), count in counts.items()]
     names, nodes = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     return [f"{name:<{max(names, LABEL - 1)}} {node:<{nodes}}  {state}" for name, node, state in rows]

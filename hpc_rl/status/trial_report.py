@@ -37,12 +37,13 @@ class TrialReport:
 def make_report(name: str, status: TrialStatus, now: float) -> TrialReport:
     """Return the report of a trial at `now`, in Unix seconds."""
     trial = status.trial
+    allocation = {"allocation_mode": status.plan["allocation"]} if status.plan.get("allocation") else {}
     return TrialReport(
         name=name,
         status=status,
         goodput=goodput(status, now),
         samples=list(read_samples(trial)),
-        config=flat(read_object(trial.config_json)),
+        config=flat(read_object(trial.config_json)) | allocation,
         provenance=read_object(trial.provenance_json),
     )
 
@@ -102,7 +103,7 @@ def facts(report: TrialReport) -> dict[str, str]:
     for metric in ("reward", "loss"):
         if curve := report.history.curve(metric):
             last = [value for _, value in curve[-10:]]
-            found[metric] = f"{format_number(sum(last) / len(last))} (mean of the last {len(last)} steps)"
+            found[f"mean {metric} of the last 10 steps"] = format_number(sum(last) / len(last))
     if len(status.history.steps) > 1:
         times = sorted(value for _, value in report.history.curve("step_s"))
         found["seconds per step"] = f"{format_number(times[len(times) // 2])} (median)" if times else ""

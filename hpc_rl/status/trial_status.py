@@ -334,6 +334,19 @@ def _total_steps(
     return total if isinstance(total, int) else reached
 
 
+def names_of_replicas(status: TrialStatus) -> dict[tuple[str, int], str]:
+    """Return the names of environments and the pools of servers, by role and index."""
+    section = read_object(status.trial.config_json).get("environments") or {}
+    names = {("environment", index): name for index, name in enumerate(section.get("commands") or {})}
+    units = status.plan.get("units") or []
+    pools = {
+        ("server", one.get("index")): str(one.get("pool") or "")
+        for one in units
+        if one.get("role") == "server"
+    }
+    return names | (pools if len(set(pools.values())) > 1 else {})
+
+
 def _rate(history: History, from_step: int) -> float | None:
     """Return steps per second over the newest steps since the last start of the trainer."""
     rows = [row for row in history.steps[-RATE_STEPS:] if row["step"] > from_step and _number(row, "time")]

@@ -11,7 +11,9 @@ import logging
 import os
 import shlex
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from hpc_rl.errors import TrialNameError
@@ -80,6 +82,21 @@ def prune() -> list[IndexEntry]:
 def is_trial(path: Path) -> bool:
     """Return whether submit or render made a directory."""
     return any(os.path.isfile(path / name) for name in ("plan.json", "config.json"))
+
+
+def resolve_all(names: Iterable[str]) -> list[Trial]:
+    """Return the trials with names, in which * and ? match. Raises TrialNameError as `resolve` does."""
+    found: dict[Path, Trial] = {}
+    for text in names:
+        known = entries() if set(text) & set("*?") else []
+        match = [one.trial for one in known if not one.gone and is_named(one.trial, text)]
+        found |= {trial.dir: trial for trial in match or [resolve(text)]}
+    return list(found.values())
+
+
+def is_named(trial: Trial, pattern: str) -> bool:
+    """Return whether a trial's name, or experiment/name, matches."""
+    return any(fnmatchcase(name, pattern) for name in (trial.name, str(trial)))
 
 
 def resolve(text: str) -> Trial:

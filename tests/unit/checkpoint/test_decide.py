@@ -159,7 +159,7 @@ def test_the_guard_names_its_evidence():
 
 
 def test_a_missing_generation_is_refused_with_those_that_exist():
-    assert "there are 3, 5" in decide(situation("auto", "first", STATES["ours"], wanted=4)).reason
+    assert "the trial has 3, 5" in decide(situation("auto", "first", STATES["ours"], wanted=4)).reason
     assert "set aside: 5" in decide(situation("auto", "first", STATES["ours"], wanted=3)).reason
 
 

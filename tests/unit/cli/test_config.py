@@ -100,6 +100,8 @@ def completion():
         ("submit --cluster.n_no", ["--cluster.n_nodes"]),
         ("submit --ref.dty", ["--ref.dtype"]),
         ("submit --recover.mode f", ["fault"]),
+        ("submit mine.yaml recover.mode = f", ["fault"]),  # as the shell splits recover.mode=f
+        ("recover first --recover.mode =", ["disabled", "auto", "fault", "resume"]),
         ("submit --n_no", ["--n_nodes"]),
         ("config completion z", ["zsh"]),
         ("config sch", ["schema"]),

@@ -11,13 +11,15 @@ def trials(make_fake_trial, tmp_path, state_home):
     for name, last in (("short", 5), ("long", 50)):
         fake = make_fake_trial(tmp_path / "runs", name=name)
         fake.run_to(last)
+        if name == "long":
+            fake.row("7.0", {"step": 51, "time": 1_790_000_099.0, "lineage": 0, "accuracy": 0.5})
         trial_index.record(fake.trial)
 
 
 def test_a_chart_has_a_line_for_each_trial_and_its_scale(capsys):
     assert main(["plot", "short", "long", "--metric", "reward"]) == 0
     chart = capsys.readouterr().out
-    assert "aa short" in chart
+    assert "aa short" in chart and "without" not in chart
     assert "bb long" in chart
     assert chart.splitlines()[-1].split() == ["reward", "step"]
     assert "0.50" in chart  # the reward of step 50 is 0.5
@@ -28,6 +30,8 @@ def test_one_trial_has_its_evaluations_and_its_reward(capsys):
     assert main(["plot", "long"]) == 0
     first, second = capsys.readouterr().out.split("\n\n")
     assert "held-out" in first
+    assert main(["plot", "short", "long", "--metric", "accuracy"]) == 0
+    assert capsys.readouterr().out.endswith("\nwithout accuracy: short\n")
     assert "reward" in second
 
 

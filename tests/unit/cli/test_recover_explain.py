@@ -256,7 +256,7 @@ def test_a_batch_that_is_lost_keeps_newer_generations_where_they_are(trial, caps
 def test_a_backup_beside_the_generations_is_none_of_them(trial, capsys):
     shutil.copytree(trial.generation(9), trial.recover / "gen-00000009.bak")
     assert main(["recover", "small", "--from", "7"]) == 3
-    assert "there are 3, 6, 9. Allowed: 9, 6, 3." in capsys.readouterr().err
+    assert "the trial has 3, 6, 9. Allowed: 9, 6, 3." in capsys.readouterr().err
     assert main(["recover", "small", "--from", "6"]) == 0
 
 
@@ -275,7 +275,7 @@ def test_what_can_not_start_over_is_not_told_to(trial, scheduler, config, capsys
 
 def test_an_imported_generation_of_step_0_can_be_named(trial, capsys, make_generation):
     assert main(["recover", "small", "--from", "0", "--explain"]) == 3
-    assert "it does not exist; there are 3, 6, 9" in capsys.readouterr().out
+    assert "there is no such checkpoint; the trial has 3, 6, 9" in capsys.readouterr().out
     make_generation(trial, 0)
     assert main(["recover", "small", "--from", "gen-00000000"]) == 0
     assert begin(start(trial, "job-2"))["step"] == 0

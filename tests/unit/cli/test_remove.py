@@ -33,7 +33,7 @@ def trial(fake_trial, scheduler):
 def test_a_trial_is_removed_with_its_entry_in_the_index(trial, capsys):
     assert main(["remove", "t1", "--yes"]) == 0
     said = capsys.readouterr().out
-    assert "checkpoints" in said and "3.0 MB" in said and "5.0 MB are free" in said
+    assert "checkpoints" in said and "3.0 MB" in said and "5.0 MB freed" in said
     assert not trial.dir.exists() and not list(trial.dir.parent.iterdir())
     assert trial_index.entries() == []
 
@@ -53,6 +53,8 @@ def test_du_shows_what_trials_hold_largest_first(trial, make_fake_trial, tmp_pat
     assert [line[-1] for line in lines] == ["exp/t1", "exp/small", "all"]
     assert lines[0][:2] == ["5.0 MB", "3.0 MB"]
     assert head[:2] == ["total", "checkpoints"]
+    assert main(["du", "exp/s*"]) == 0
+    assert "exp/small" in (said := capsys.readouterr().out) and "t1" not in said
     assert main(["du", "t1", "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)
     assert found["by_kind"]["exports"] == 2_000_000
@@ -78,6 +80,8 @@ def test_filters_choose_trials_that_are_over(
     assert chosen("t*") == chosen("--older_than_days", "0") == ["exp/t1", "exp/t2"]
     assert chosen("--state", "failed") == ["exp/t1"]
     assert chosen("--older_than_days", "1") == chosen("t1", "--state", "done") == []
+    assert main(["remove", "--state", "done,running", "--yes"]) == 64
+    assert "--state running: allowed are trials that are over: " in capsys.readouterr().err
     scheduler.answers["7"] = State.RUNNING  # as it turns out when it is asked
     assert main(["remove", "t*", "--yes"]) == 0
     assert "exp/t1 stays: trial exp/t1 is running" in capsys.readouterr().err

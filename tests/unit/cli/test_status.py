@@ -39,7 +39,7 @@ roles
 
 metrics     step 80: reward 0.8
 batch       staleness 0.5
-seconds     1 s  (mean of at most 20 steps)
+seconds     1 s  (newest 20 steps)
 held-out    reward 0.31 (step 0) -> 0.55 (step 60)
 
 checkpoint  newest 70
@@ -154,7 +154,7 @@ def test_what_a_step_measured_and_what_its_seconds_went_to(fake_trial, scheduler
         "batch       completion length 12.5, share of zero-advantage groups 0.25, KL to the policy that generated 0.25\n"
         in out
     )
-    assert "seconds     1 s: wait 25%, train 75%; evaluate 36 s  (mean" in out
+    assert "seconds     1 s: wait 25%, train 75%; evaluate 36 s  (newest 4 steps)" in out
     held_out = out[out.index("held-out") :].splitlines()
     assert [line.removeprefix("held-out").strip() for line in held_out[:4]] == [
         "reward 0.31 (step 0) -> 0.5 (step 4)",

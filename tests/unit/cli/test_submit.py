@@ -211,7 +211,7 @@ def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler,
     capsys.readouterr()
     assert submitted(config, "seed=7", "actor.eps_clip=0.3") == 0
     assert (
-        "dropped    segment-0000.ledger, current.json: of other options, rows or code, in no batch"
+        "dropped    what other options, rows or code made, in no batch (segment-0000.ledger, current.json)"
         in capsys.readouterr().out
     )
     assert not ledger.exists() and not stopped.current_weights.exists()
@@ -230,7 +230,7 @@ def test_what_never_trained_can_be_rendered_with_other_options(stopped, config, 
     ledger.write_bytes(b"groups of the old seed")
     assert main(["render", "--config", str(config), "seed=7"]) == 0
     assert (
-        "dropped    segment-0000.ledger: of other options, rows or code, in no batch"
+        "dropped    what other options, rows or code made, in no batch (segment-0000.ledger)"
         in capsys.readouterr().out
     )
     assert not ledger.exists()
@@ -245,7 +245,7 @@ def test_what_never_trained_can_be_submitted_with_corrected_rows(stopped, config
     rows.write_text(rows.read_text().replace("1+1", "2+1"))
     assert submitted(config) == 0
     assert (
-        "dropped    segment-0000.ledger: of other options, rows or code, in no batch"
+        "dropped    what other options, rows or code made, in no batch (segment-0000.ledger)"
         in capsys.readouterr().out
     )
     assert not ledger.exists()
@@ -297,7 +297,7 @@ def test_recover_from_an_older_generation(stopped, scheduler, capsys, make_gener
     for step in (2, 3):
         make_generation(stopped, step)
     assert main(["recover", "small", "--from", "4"]) == 3
-    assert "it does not exist; there are 2, 3, 5. Allowed: 5, 3, 2." in capsys.readouterr().err
+    assert "there is no such checkpoint; the trial has 2, 3, 5. Allowed: 5, 3, 2." in capsys.readouterr().err
     make_seal(stopped, 4)
     assert main(["recover", "small", "--from", "2"]) == 3
     said = capsys.readouterr().err

@@ -64,6 +64,16 @@ def test_the_trainer_s_seconds_are_in_their_buckets_and_servers_follow_it(killed
     assert found.queued_s == pytest.approx(30)
 
 
+def test_a_start_that_ended_before_a_step_is_lost(fake_trial):
+    fake_trial.job("7")
+    fake_trial.script_said("7", "started", at=0, restart=0)
+    fake_trial.started("7.0", "trainer", at=2)
+    fake_trial.exited("7.0", "trainer", 75, at=24)  # as it was asked to
+    fake_trial.ended("7.0", 1, at=25)
+    found = goodput(read_status(fake_trial.trial), now=T0 + 999)
+    assert found.buckets == pytest.approx({Bucket.START: 2, Bucket.LOST: 22, Bucket.STOP: 1})
+
+
 def test_servers_wait_for_as_long_as_they_report_no_request(killed_and_cancelled):
     attempt = killed_and_cancelled.trial.attempt("7.0")
     before = goodput(read_status(attempt.trial), now=T0 + 999).buckets

@@ -9,7 +9,7 @@ from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.status.top_view import TrialEye, lines, sparkline
 from hpc_rl.submit import trial_index
-from hpc_rl.trial import write_json
+from hpc_rl.trial import read_object, write_json
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def running(fake_trial):
     return trial
 
 
-def test_it_tells_everything_in_80_columns(running, scheduler_of_files):
+def test_it_tells_everything_in_80_columns(running, fake_trial, scheduler_of_files):
     found = lines(TrialEye(running).look(), 80)
     assert all(len(line) <= 80 for line in found)
     by_name = {line.split()[0]: line for line in found}
@@ -57,6 +57,13 @@ def test_it_tells_everything_in_80_columns(running, scheduler_of_files):
     assert "7 prompts running, 3 groups ready" in by_name["rollout"]
     assert by_name["trainer-0"].split()[1:] == ["node-a", "wait,", "step", "13"]
     assert by_name["server-0"].split()[1:] == ["node-b", "serving,", "weights", "0.12"]
+    units = read_object(running.plan_json)["units"]
+    units.append({"role": "server", "index": 1, "pool": "judge", "nodes": [0]})
+    write_json(running.plan_json, {"units": units, "n_nodes": 1})
+    fake_trial.started("7.0", "server", index=1)
+    NameResolve(running.names).lease(keys.server("judge", 1), {"version": "", "state": "serving"})
+    found = [line.split() for line in lines(TrialEye(running).look(), 80)]
+    assert ["server-1", "(judge)", "serving"] in found  # its weights never change
 
 
 def test_many_replicas_are_counted(running, fake_trial, scheduler_of_files):

@@ -48,6 +48,7 @@ def test_trials_stand_beside_each_other_in_the_terminal(trials, capsys):
     assert ["low", "high"] in lines
     assert ["held-out reward", *["0.31 (step 0) -> 0.5 (step 8)"] * 2] in lines
     assert ["actor.lr", "0.0001", "0.001"] in lines
+    assert ["mean reward of the last 10 steps", "0.045", "0.045"] in lines
     assert not [line for line in lines if line[0] in ("actor.eps", "trial_name")]
     attempts = lines[lines.index(next(line for line in lines if line[0] == "attempts of low")) + 1]
     assert attempts[:2] == ["7.0", "cancelled"]
