@@ -33,6 +33,9 @@ from hpc_rl.trial import read_object, write_json
 ReadyGroup = tuple[GroupRecord, RecordPlace]
 NotePlace = tuple[bytes, RecordPlace]  # encoded value
 
+KEPT_REJECTIONS = (
+    10_000  # by user code, which every base record has: a workflow may reject half of all prompts
+)
 DATA_NAME = "data.json"  # fingerprint of the rows whose prompts this log is of
 
 
@@ -93,7 +96,7 @@ class LogState:
     seals: dict[int, Seal] = field(default_factory=dict)
     ready: dict[int, ReadyGroup] = field(default_factory=dict)  # in no batch yet, by arrival
     resolved: IndexSet = field(default_factory=IndexSet)  # in a batch, or rejected
-    # since the last trim; those of user code for ever
+    # since the last trim; those of user code for good, the newest KEPT_REJECTIONS
     rejected: dict[int, RejectRecord] = field(default_factory=dict)
     rejections: Counter[str] = field(default_factory=Counter)  # by reason, trimmed ones included
     staleness: Counter[int] = field(default_factory=Counter)
@@ -190,8 +193,10 @@ class LogState:
         self.keys = {record.key for record in self.outside.values()}
 
     def _remembered(self, step: int) -> list[RejectRecord]:
-        """Return the rejections that a trim of batches up to `step` leaves."""
-        return [one for one in self.rejected.values() if one.reason in OF_USER_CODE or one.version >= step]
+        """Return the rejections that a trim of batches up to `step` leaves: later ones, and by user code."""
+        by_code = [one.index for one in self.rejected.values() if one.reason in OF_USER_CODE]
+        kept = {*by_code[-KEPT_REJECTIONS:]}
+        return [one for one in self.rejected.values() if one.index in kept or one.version >= step]
 
     def base(self, step: int) -> dict[str, Any]:
         """Return the content of the base record that stands for all batches up to `step`, and rejections."""

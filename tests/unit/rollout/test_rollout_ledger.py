@@ -22,7 +22,7 @@ from hpc_rl.rollout.batch_log.ledger import (
     segment_path,
     segments,
 )  # fmt: skip
-from hpc_rl.rollout.batch_log.replay import IndexSet, read_state, replay
+from hpc_rl.rollout.batch_log.replay import KEPT_REJECTIONS, IndexSet, read_state, replay
 from hpc_rl.rollout.batch_log.seals import Batches, batch_bytes, read_seals
 from hpc_rl.types import Batch, Trajectory, TrajectoryGroup, decode, encode
 
@@ -218,6 +218,12 @@ def test_a_seal_outranks_rejections_and_the_first_record_later_ones():
     assert {i: record.reason for i, record in state.rejected.items()} == {0: "stale", 1: "workflow_none"}
     assert state.ready == {2: (record(2), places[4])}
     assert state.next_index == 3
+    # A trim leaves the newest rejections by user code.
+    many = range(10, 10 + KEPT_REJECTIONS)
+    state.rejected |= {index: RejectRecord(index, 5, "workflow_none") for index in many}
+    base = state.base(6)
+    state.trim(6)
+    assert [one[0] for one in base["rejected"]] == list(state.rejected) == [*many]
 
 
 def test_notes_count_until_their_prompt_is_resolved_the_first_of_a_key():
