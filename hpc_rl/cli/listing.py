@@ -56,11 +56,14 @@ def rows_of(
     """Return the rows of trials that match, newest submission first, by at most one scheduler query."""
     entries = [entry for entry in trial_index.entries() if _matches(entry.trial, names, experiment)]
     answers = {} if offline else query_all(entry.trial for entry in entries if not entry.gone)
-    for complaint in {answer.complaint for answer in answers.values() if answer.complaint}:
-        print(
-            f"hpc-rl: could not query the scheduler; showing data from files only: {complaint}",
-            file=sys.stderr,
-        )
+    complaints: dict[str, list[str]] = {}
+    for trial_dir, answer in answers.items():
+        complaints.setdefault(answer.complaint, []).append(str(Trial(trial_dir)))
+    for complaint, of in complaints.items():
+        if not complaint:
+            continue
+        which = f"the scheduler of {of[0]}" + (f" and {len(of) - 1} more" if len(of) > 1 else "")
+        print(f"hpc-rl: could not query {which}; showing data from files only: {complaint}", file=sys.stderr)
     rows = [_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
     return [row for row in rows if row["state"] in wanted]
 

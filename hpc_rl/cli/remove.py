@@ -45,7 +45,11 @@ def run(args: Namespace) -> int:
     rows = du.sizes(idle, without=["exports"] if args.keep_exports else [])
     size = size_text(sum(row["bytes"] for row in rows))
     if not args.json:
-        print("\n".join([*du.table(rows), *(row["dir"] for row in rows)] if rows else ["no trial matches"]))
+        print(
+            "\n".join(
+                [*du.table(rows), *(f"  {row['dir']}" for row in rows)] if rows else ["no trial matches"]
+            )
+        )
     if args.dry_run or not rows:
         return _shown(args, rows, f"{size} would be freed; nothing is removed" if rows else "")
     if not (args.yes or _agreed(len(rows), size)):

@@ -93,6 +93,7 @@ def page(reports: Sequence[TrialReport], now: float) -> str:
         figures=as_script({name: figure for name, figure in figures(reports).items() if figure["data"]}),
         others=as_script(other_curves(reports)),
         colors=as_script(LINES),
+        has_curves=any(report.history.metrics() for report in reports),
         plotly=jinja2.utils.markupsafe.Markup(get_plotlyjs()),
     )
 

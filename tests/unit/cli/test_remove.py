@@ -9,7 +9,7 @@ import pytest
 from hpc_rl.cli import listing
 from hpc_rl.cli.__main__ import main
 from hpc_rl.records import TrialState
-from hpc_rl.schedulers.base import State
+from hpc_rl.schedulers.base import SchedulerAnswer, State
 from hpc_rl.submit import removal, trial_index
 
 pytestmark = pytest.mark.usefixtures("state_home")
@@ -68,10 +68,15 @@ def test_filters_choose_trials_that_are_over(
         one.run_to(5)
         trial_index.record(one.trial)
     assert main(["remove"]) == 64 and "--older_than_days" in capsys.readouterr().err
-    monkeypatch.setattr("hpc_rl.cli.listing.query_all", lambda trials: {})
+    late = SchedulerAnswer(complaint="squeue: timed out")
+    monkeypatch.setattr("hpc_rl.cli.listing.query_all", lambda trials: {one.dir: late for one in trials})
     states = {"t1": TrialState.FAILED, "t2": TrialState.DONE, "live": TrialState.RUNNING}
     row = listing._row
     monkeypatch.setattr(listing, "_row", lambda entry, _: row(entry, _) | {"state": states[entry.trial.name]})
+
+    assert main(["list"]) == 0
+    said = capsys.readouterr().err
+    assert "the scheduler of exp/live and 2 more; showing data from files only: squeue: timed out" in said
 
     def chosen(*argv):
         assert main(["remove", *argv, "--dry_run", "--json"]) == 0

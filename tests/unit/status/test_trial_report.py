@@ -63,7 +63,7 @@ def test_the_page_loads_nothing_and_what_a_model_wrote_stays_text(trials):
     html = page(reports, T0)
     own = html.replace(html[html.index("<script>") : html.index("</script>")], "")
     assert not re.search(r'(src|href)="(?!data:)', own)
-    assert "<b>2" not in own
+    assert "<b>2" not in own and "No step was made yet" not in own
     assert "&lt;/script&gt;&lt;b&gt;2" in own
     figures = json.loads(re.search(r"const figures = (.*), others = ", own)[1])
     assert {
@@ -80,6 +80,12 @@ def test_the_page_loads_nothing_and_what_a_model_wrote_stays_text(trials):
     assert figures["lengths"]["data"][0]["x"] == [3, 3]
     total = sum(trace["x"][0] for trace in figures["goodput"]["data"])
     assert total == pytest.approx(100)
+
+
+def test_the_page_of_a_trial_without_a_step_says_so(fake_trial):
+    fake_trial.started("7.0", "trainer")
+    report = make_report("new", read_status(fake_trial.trial), T0 + 40)
+    assert "No step was made yet" in page([report], T0)
 
 
 def test_samples_are_chosen_over_the_whole_training():
