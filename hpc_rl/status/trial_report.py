@@ -16,6 +16,7 @@ from hpc_rl.types import WeightVersion
 MAX_POINTS = 1500  # of a curve; more are thinned evenly
 IDENTITY = ("experiment_name", "trial_name", "fileroot")  # last parts of options that differ by nature
 NOT_SET = "not set"
+EMPTY = {NOT_SET, "null", "", "[]", "{}"}  # alike where a trial lacks the section of an option
 
 
 @dataclass
@@ -64,7 +65,9 @@ def differences(reports: Sequence[TrialReport]) -> list[tuple[str, list[str]]]:
     return [
         (name, shown)
         for name, shown in values
-        if len(set(shown)) > 1 and name.rpartition(".")[2] not in IDENTITY
+        if len(set(shown)) > 1
+        and not (NOT_SET in shown and EMPTY.issuperset(shown))
+        and name.rpartition(".")[2] not in IDENTITY
     ]
 
 

@@ -30,7 +30,8 @@ def trials(make_fake_trial, tmp_path, state_home):
         fake = make_fake_trial(tmp_path / "runs", name=name)
         write_json(
             fake.trial.config_json,
-            {"total_train_steps": 8, "trial_name": name, "actor": {"lr": lr, "eps": 1}},
+            {"total_train_steps": 8, "trial_name": name, "actor": {"lr": lr, "eps": 1}}
+            | ({"pools": {"judge": {"path": "m", "url": ""}}} if name == "high" else {}),
         )
         fake.run_to(8)
         fake.evaluation("7.0", 8, 0.5)
@@ -49,7 +50,8 @@ def test_trials_stand_beside_each_other_in_the_terminal(trials, capsys):
     assert ["held-out reward", *["0.31 (step 0) -> 0.5 (step 8)"] * 2] in lines
     assert ["actor.lr", "0.0001", "0.001"] in lines
     assert ["mean reward of the last 10 steps", "0.045", "0.045"] in lines
-    assert not [line for line in lines if line[0] in ("actor.eps", "trial_name")]
+    assert ["pools.judge.path", "not set", "m"] in lines
+    assert not [line for line in lines if line[0] in ("actor.eps", "trial_name", "pools.judge.url")]
     attempts = lines[lines.index(next(line for line in lines if line[0] == "attempts of low")) + 1]
     assert attempts[:2] == ["7.0", "cancelled"]
     assert main(["report", "low", "--json"]) == 0
