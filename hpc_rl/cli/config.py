@@ -150,6 +150,7 @@ _hpc_rl() {
   if [[ -n $own ]]; then  # a value: the shell splits at =
     COMP_WORDS=(hpc-rl submit "--${own#--}" "$word") COMP_CWORD=3
     _shtab_hpc_rl
+    [[ ${#COMPREPLY[@]} != 0 ]] || COMPREPLY=($(compgen -f -- "$word"))
     return
   fi
   _shtab_hpc_rl

@@ -101,6 +101,7 @@ def completion():
         ("submit --ref.dty", ["--ref.dtype"]),
         ("submit --recover.mode f", ["fault"]),
         ("submit mine.yaml recover.mode = f", ["fault"]),  # as the shell splits recover.mode=f
+        ("submit actor.path = min", ["mine.yaml"]),
         ("recover first --recover.mode =", ["disabled", "auto", "fault", "resume"]),
         ("submit --n_no", ["--n_nodes"]),
         ("config completion z", ["zsh"]),
