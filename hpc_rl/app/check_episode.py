@@ -31,6 +31,7 @@ from hpc_rl.config.pool_view import as_pool, reward_models
 from hpc_rl.config.row_shapes import named_rows
 from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.snapshot import is_users
 from hpc_rl.datasets.encode import Prompt, encode_prompt
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, HpcRlError
@@ -111,24 +112,32 @@ async def episode(config: GRPOConfig, timeout_s: float, scratch: bool) -> dict[s
         running = asyncio.create_task(worker.answer(run_prompt(0, 0, prompt, VERSION)))
         await asyncio.wait({running}, timeout=timeout_s - (time.monotonic() - began))
         if not running.done():
-            return asked | {"error": LATE, "trace": _awaited(running.get_coro())}
+            return asked | _late(_awaited(running.get_coro()))
         running.result()
         frame = outcome.result()
         asked["unused"] = ", ".join(f"gconfig.{name}" for name in unused)
-        if frame["op"] != "group":
-            said = frame["error"] or "the workflow returned None, which rejects the prompt"
-            return asked | {"error": said, "trace": frame.get("trace", "")}
+        if frame["op"] != "group" and frame["error"]:
+            return asked | {"error": frame["error"], "trace": frame.get("trace", "")}
+        if frame["op"] != "group":  # the workflow returned None
+            return asked | {"trajectories": []}
         group: TrajectoryGroup = decode(frame["group"])
         return asked | {"trajectories": [_shown(one, tokenizer) for one in group.trajectories]}
 
 
-def _awaited(coroutine: Any) -> str:
-    """Return where a suspended coroutine waits, as a traceback shows it."""
+def _late(frames: traceback.StackSummary) -> dict[str, Any]:
+    """Return what is told of an episode over its limit: where it is in the user's code."""
+    own = [frame for frame in frames if is_users(Path(frame.filename))]
+    where = "" if own else ": the model was being loaded, or made tokens"
+    return {"error": LATE + where, "trace": "".join(traceback.format_list(own))}
+
+
+def _awaited(coroutine: Any) -> traceback.StackSummary:
+    """Return where a suspended coroutine waits."""
     frames = []
     while frame := getattr(coroutine, "cr_frame", None):
         frames.append((frame, frame.f_lineno))
         coroutine = coroutine.cr_await
-    return "".join(traceback.StackSummary.extract(iter(frames)).format())
+    return traceback.StackSummary.extract(iter(frames))
 
 
 async def _open_pool(
@@ -210,7 +219,7 @@ def main() -> int:
     def give_up() -> None:
         """Tell where the user's code holds the event loop."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        tell({"error": LATE, "trace": "".join(traceback.format_stack(frame))})
+        tell(_late(traceback.extract_stack(frame)))
         os._exit(0)
 
     disable_progress_bar()

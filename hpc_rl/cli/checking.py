@@ -29,6 +29,7 @@ Exit codes are those of submit: 0 where it would submit, 64 where something is r
 fails."""
 DEFAULT_TIMEOUT_S = 300.0
 MAX_CHARS = 2000  # of a text, as lines
+MAX_LINES = 20  # of what was printed, at its start and its end
 
 
 def parser() -> CommandParser:
@@ -104,6 +105,8 @@ def _episode_lines(played: dict[str, Any]) -> list[str]:
             *block("prompt", played["prompt"], width),
         ]
     rows = played.get("trajectories", [])
+    if "trajectories" in played and not rows:
+        lines.append("note: the workflow returned None, which rejects the prompt: nothing is trained on")
     for number, one in enumerate(rows):
         stats = ", ".join(f"{name} {format_number(value)}" for name, value in one["stats"].items())
         reward = f"reward {format_number(one['reward'])}{f' ({stats})' if stats else ''}"
@@ -119,9 +122,12 @@ def _episode_lines(played: dict[str, Any]) -> list[str]:
         )
     for name in ("log", "trace"):
         if text := played.get(name, "").strip("\n"):
+            shown = text.split("\n")
+            if (left_out := len(shown) - 2 * MAX_LINES) > 0:
+                shown[MAX_LINES:-MAX_LINES] = [f"… ({left_out} more lines: see --json)"]
             lines += [
                 {"log": "printed:", "trace": "traceback:"}[name],
-                *(f"  {one}" for one in text.split("\n")),
+                *(f"  {_cut(one)}" for one in shown),
             ]
     return lines
 

@@ -16,7 +16,7 @@ from hpc_rl.cli.options import TRIAL_NAMES, CommandParser, Namespace, print_json
 from hpc_rl.cli.status import follow
 from hpc_rl.config.loading.fields import names_in
 from hpc_rl.config.loading.load import Loaded, UnusableOptions, load
-from hpc_rl.config.rules.check import RulesRefuse, check
+from hpc_rl.config.rules.check import RulesRefuse, check, with_origins
 from hpc_rl.config.tables.changes import Change
 from hpc_rl.errors import ConfigError, DoesNotFit, HpcRlError
 from hpc_rl.plan import train_mesh
@@ -174,10 +174,12 @@ def _judged(loaded: Loaded, files: bool) -> tuple[Loaded, bool, list[ConfigError
         errors.append(error)
         checked, can_plan, unreadable = error.adapted, error.is_about_files_only, error.unreadable
     if files:
-        config, told = checked.config, list[str]()
-        told += _tried(errors, lambda: check_first_rows(config, unreadable), [])
+        config, told, refused = checked.config, list[str](), list[ConfigError]()
+        told += _tried(refused, lambda: check_first_rows(config, unreadable), [])
         python = config.launcher.python or sys.executable
-        told += _tried(errors, lambda: check_user_code(config, python, Path.cwd()), [])
+        told += _tried(refused, lambda: check_user_code(config, python, Path.cwd()), [])
+        lines = "\n".join(map(str, refused)).splitlines()
+        errors += [ConfigError(with_origins(line, checked.origins)) for line in lines]
         checked = dataclasses.replace(checked, notes=[*checked.notes, *told])
     return checked, can_plan, errors
 

@@ -31,7 +31,10 @@ class Tokenizer:
                 f"tokenizer {self.folder} has no tokenizer.json. "
                 "Give the folder of a model with a fast tokenizer."
             )
-        self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises its own, of no common kind
+            raise ConfigError(f"{path} can't be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = self._json("tokenizer_config.json")

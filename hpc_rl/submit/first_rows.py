@@ -24,7 +24,9 @@ def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[s
 
     Datasets and tokenizers that only the nodes see are left out, and the `unreadable` sections.
     """
-    folder = Path(config.tokenizer_path or trained(config)[1].path).expanduser()
+    section, engine = trained(config)
+    option = "tokenizer_path" if config.tokenizer_path else f"{section}.path"
+    folder = Path(config.tokenizer_path or engine.path).expanduser()
     sections = [("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)]
     found = [
         (name, one, rows)
@@ -35,8 +37,8 @@ def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[s
         return []
     try:
         tokenizer = Tokenizer(folder)
-    except Exception as error:  # the library raises its own, of no common kind
-        raise ConfigError(f"tokenizer {folder} can't be read: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
     notes, refusals = list[str](), list[str]()
     for name, one, rows in found:
         try:
@@ -58,6 +60,11 @@ def _notes(
             lengths.append(length_of(tokenizer, row))
         except (ConfigError, UnicodeError, TypeError, ValueError) as error:
             raise ConfigError(f"{name}.path {dataset.path} row {number} can't be encoded: {error}") from error
+    sets = config.evaluator.sets_column
+    if name == "valid_dataset" and sets and not any(sets in row for row in rows):
+        raise ConfigError(
+            f"evaluator.sets_column {sets}: none of the first {len(rows)} rows of {name} has it."
+        )
     context = context_of(config) if isinstance(config, GRPOConfig) else None
     is_cut = dataset.too_long == "truncate_left"
     most = min(

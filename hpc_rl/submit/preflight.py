@@ -123,6 +123,10 @@ def with_machine(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
         pythons["launcher.inference_server_python"] = launcher.inference_server_python
     problems += [machine.program_problem(name, python) for name, python in pythons.items() if python]
     refusals = [one.text for one in problems if one.text and one.is_certain]
+    if launcher.type == "local" and (wanted := config.cluster.n_gpus_per_node):
+        count, source = machine.visible_gpus()
+        if count < wanted:
+            refusals.append(f"cluster.n_gpus_per_node is {wanted}; this machine has {count} GPUs ({source}).")
     if refusals:
         raise ConfigError("\n".join(refusals))
     notes = [f"{one.text}; the nodes must have it." for one in problems if one.text]

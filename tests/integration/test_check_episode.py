@@ -36,6 +36,10 @@ def later(prompt, completion, **columns):
 def helper(columns):
     return columns["anwser"]
 
+async def rejects(prompt, generate):
+    for number in range(99):
+        print("line", number)
+
 async def hangs(prompt, generate):
     await asyncio.sleep(3600)
 
@@ -99,8 +103,12 @@ def test_an_episode_as_text_with_a_tiny_model_in_place_of_one_that_is_too_large(
     assert "next       hpc-rl submit small.yaml" in done.stdout
 
 
-# so that the plan has room for the large model
-ROOM = ("launcher.trainer_mem_per_gpu=9000000", "launcher.inference_server_mem_per_gpu=9000000")
+# so that the plan has room for the large model, which this machine has not
+ROOM = (
+    "launcher.type=slurm",
+    "launcher.trainer_mem_per_gpu=9000000",
+    "launcher.inference_server_mem_per_gpu=9000000",
+)
 
 
 def test_an_error_of_user_code_has_its_place_and_its_traceback(shell):
@@ -108,6 +116,12 @@ def test_an_error_of_user_code_has_its_place_and_its_traceback(shell):
     assert done.returncode == 64
     assert "the episode failed: KeyError: 'anwser' (mine.py:28, in helper)" in done.stderr
     assert 'columns["anwser"]' in done.stdout and "in later" in done.stdout
+
+
+def test_a_workflow_may_reject_a_prompt_and_print_much(shell):
+    done = shell.run("check", "small.yaml", "--episode", "rollout.workflow=mine:rejects")
+    assert done.returncode == 0 and "note: the workflow returned None" in done.stdout
+    assert "line 0\n" in done.stdout and "line 98\n" in done.stdout and "line 50\n" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -119,4 +133,4 @@ def test_an_episode_over_its_time_limit_says_where_it_is(shell, workflow, line):
     )
     assert done.returncode == 64
     assert "--timeout_s" in done.stderr
-    assert f"in {workflow}\n" in done.stdout and line in done.stdout
+    assert f"in {workflow}\n" in done.stdout and line in done.stdout and "asyncio/" not in done.stdout

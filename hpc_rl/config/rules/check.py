@@ -86,7 +86,7 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     rules += FILE_RULES if files else []
     found = {rule: list(rule(config, loaded.explicit)) for rule in rules}
     if refusals := list(dict.fromkeys(itertools.chain(*found.values()))):
-        message = "\n".join(_with_origins(refusal, loaded.origins) for refusal in refusals)
+        message = "\n".join(with_origins(refusal, loaded.origins) for refusal in refusals)
         so_far = replace(loaded, config=config, adapted=adapted)
         of_data = (line for rule in dataset_rules.RULES for line in found.get(rule, ()))
         unreadable = {name.partition(".")[0] for line in of_data for name in names_in(line)}
@@ -96,7 +96,7 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     return Loaded(config, loaded.origins, [*loaded.notes, *notes], adapted)
 
 
-def _with_origins(refusal: str, origins: Mapping[str, str]) -> str:
+def with_origins(refusal: str, origins: Mapping[str, str]) -> str:
     """Append where the options that a refusal names were set."""
     places = list(dict.fromkeys(origins[word] for word in names_in(refusal) if word in origins))
     return f"{refusal} ({', '.join(places[:3])})" if places else refusal

@@ -464,7 +464,10 @@ def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(
     assert not (tmp_path / "runs").exists()
 
 
-def test_what_can_not_fit_is_refused_before_anything_is_written(large, scheduler, tmp_path, capsys):
+def test_what_can_not_fit_is_refused_before_anything_is_written(
+    large, scheduler, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     (tmp_path / "model" / "model.safetensors").write_text("{}")
     (tmp_path / "model" / "tokenizer.json").write_text(TOKENIZER)
     small = [*LARGE, "cluster.gpu_mem_gb=24"]

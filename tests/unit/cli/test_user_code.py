@@ -132,6 +132,19 @@ def test_refusals_of_rules_and_of_the_machine_are_told_together(config, capsys):
     assert "nowhere.jsonl does not exist" in said and f"{taken}" in said
 
 
+def test_what_is_tried_is_refused_with_option_and_place(config, monkeypatch, capsys):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    bad = config.parent / "bad"
+    bad.mkdir()
+    (bad / "tokenizer.json").write_text("{")
+    options = [f"tokenizer_path={bad}", "launcher.type=local", "cluster.n_gpus_per_node=2"]
+    assert main(["check", str(config), *options, "rollout.reward_fn=mine:nope"]) == 64
+    said = capsys.readouterr().err
+    assert f"tokenizer_path: {bad}/tokenizer.json can't be read: EOF" in said
+    assert "(command line: tokenizer_path)" in said and "(command line: rollout.reward_fn)" in said
+    assert "cluster.n_gpus_per_node is 2; this machine has 0 GPUs" in said
+
+
 def test_code_that_ends_its_process_is_refused(config, capsys):
     code, said = submit(config, capsys, reward_fn="mine:ends")
     assert code == 64 and "mine:ends" in said and "ends the process, with code 3" in said

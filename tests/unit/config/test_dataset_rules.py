@@ -277,6 +277,11 @@ def test_rows_of_sft_and_rw_that_are_all_too_long_are_refused_for_each_dataset(p
 
 
 def test_held_out_rows_are_looked_at_too(place):
+    (place / "h.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
+    options = [f"valid_dataset.path={place / 'h.jsonl'}", "evaluator.sets_column=topic"]
+    config = checked(place, [{"prompt": "1", "answer": "1"}], *options).config
+    with pytest.raises(ConfigError, match="topic: none of the first 1 rows"):
+        check_first_rows(config)
     (place / "h.jsonl").write_text('{"text": "1"}\n')
     said = refused(place, [CHAT], f"valid_dataset.path={place / 'h.jsonl'}")
     assert said.startswith("valid_dataset.path") and "valid_dataset.columns {prompt: text}" in said
