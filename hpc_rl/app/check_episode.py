@@ -125,7 +125,7 @@ async def episode(config: GRPOConfig, timeout_s: float, scratch: bool) -> dict[s
 
 
 def _late(frames: traceback.StackSummary) -> dict[str, Any]:
-    """Return what is told of an episode over its limit: where it is in the user's code."""
+    """Return the error of an episode over its limit, and where it is in the code of the user."""
     own = [frame for frame in frames if is_users(Path(frame.filename))]
     where = "" if own else ": the model was being loaded, or made tokens"
     return {"error": LATE + where, "trace": "".join(traceback.format_list(own))}
