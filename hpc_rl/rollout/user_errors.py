@@ -1,5 +1,6 @@
 """Exceptions of the user's reward or workflow: how one is shown, and when there are too many."""
 
+import inspect
 import logging
 import traceback
 from collections import Counter
@@ -30,8 +31,9 @@ class Raised(NamedTuple):
     trace: str  # as Python prints it
 
     @classmethod
-    def of(cls, error: BaseException) -> "Raised":
-        where = users_frame(error)
+    def of(cls, error: BaseException, called: Any = None) -> "Raised":
+        """Of an exception of `called`, whose own place is named where it has no frame."""
+        where = users_frame(error) or _defined_at(called)
         frames = traceback.extract_tb(error.__traceback__)
         if not where and frames:
             where = _place(frames[-1])
@@ -49,10 +51,20 @@ def users_frame(error: BaseException) -> str:
     return _place(own[-1]) if own else ""
 
 
+def _defined_at(function: Any) -> str:
+    """Return `file:line, name` of a function of the user's, or ""."""
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    file = Path(code.co_filename) if code else None
+    return f"{_short(file)}:{code.co_firstlineno}, {code.co_name}" if code and file and is_users(file) else ""
+
+
 def _place(frame: traceback.FrameSummary) -> str:
-    file, here = Path(frame.filename), Path.cwd()
-    shown = file.relative_to(here) if file.is_relative_to(here) else file.name
-    return f"{shown}:{frame.lineno}, in {frame.name}"
+    return f"{_short(Path(frame.filename))}:{frame.lineno}, in {frame.name}"
+
+
+def _short(file: Path) -> str:
+    here = Path.cwd()
+    return str(file.relative_to(here) if file.is_relative_to(here) else file.name)
 
 
 class Faults:

@@ -92,7 +92,7 @@ class Worker:
             return NoGroup(op="unavailable", ticket=ticket, reason="", error=redact(str(error)))
         except (Exception, SystemExit) as error:
             # of the user's workflow or of a request: the prompt is issued again, a few times
-            said, place, trace = Raised.of(error)
+            said, place, trace = Raised.of(error, self.workflow)
             self._log(place, "prompt %d failed: %s", index, said)
             reason = RejectReason.EXCEPTION
             return NoGroup(op="failed", ticket=ticket, reason=reason, error=said, place=place, trace=trace)

@@ -305,7 +305,7 @@ async def _call(
     except Rejection as error:
         answer({"id": frame["id"], "error": [error.message]})
     except Exception as error:  # whatever user code raises is the outcome of this call
-        answer({"id": frame["id"], "error": list(Raised.of(error))})
+        answer({"id": frame["id"], "error": list(Raised.of(error, function))})
 
 
 def is_batched(function: Callable[..., Any]) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import re
 import sys
 from functools import partial
 from types import SimpleNamespace
@@ -531,6 +532,8 @@ def helper(columns):
     return json.loads(columns["weight"])
 def raises(prompt, completion, **columns):
     return helper(columns)
+def needs(prompt, completion, answer):
+    return 1
 async def together(prompt, completion, **columns):
     await asyncio.sleep(0.2)
     return 1
@@ -591,6 +594,17 @@ async def test_a_reward_exception_names_the_users_line_also_where_a_library_rais
             await process.reward("p", "", weight)
         assert raised.value.trace.startswith("Traceback") and "line 12, in raises" in raised.value.trace
     assert raised.value.place == "JSONDecodeError (own_rewards.py:10, in helper)"  # without what differs
+    process = await reward_process("needs")
+    with pytest.raises(Rejection, match=r"TypeError: .* 'answer' \(own_rewards.py:13, needs\)"):
+        await process.reward("p", "", {})
+
+
+async def test_a_workflow_that_is_not_async_is_named_with_its_place():
+    def plain(prompt, generate):
+        return None
+
+    outcome = await answer(*make(Client(), plain))
+    assert re.search(r"TypeError: .*await.* \(.*test_rollout_worker.py:\d+, plain\)", outcome["error"])
 
 
 def test_output_of_user_code_is_limited_and_marked():
