@@ -55,6 +55,7 @@ def test_the_commands_of_a_run_of_your_own(shell):
         subprocess.run(["bash", "-n", *(shell.here / "scripts-to-read" / "scripts").glob("*.sh")]).returncode
         == 0
     )
+    assert "nothing is refused" in said["check"] and "sample 0: reward " in said["check"]
     assert "hpc-rl cancel sums/first" in said["submit"]
     assert said["status"].startswith("sums/first")
     assert "step 1" in said["logs"]
