@@ -74,7 +74,7 @@ def run(args: Namespace) -> int:
         options = [f"--preset={name}" for name in args.preset]
         options += [f"--cluster={args.cluster}"] if args.cluster else []
         command = shlex.join(["hpc-rl", "submit", *args.config, *options, *args.overrides])
-        lines += ["ok         nothing is refused; nothing was written or submitted", f"next       {command}"]
+        lines += [f"ok         nothing is refused; {submit.NOTHING_WRITTEN}", f"next       {command}"]
     for line in lines:
         print(line, flush=True)
     if errors:

@@ -17,7 +17,7 @@ from hpc_rl.trial import Trial
 EPILOG = """examples:
   hpc-rl remove first second
   hpc-rl remove --state failed,cancelled --older_than_days 30 --dry_run
-With a filter, or * in a name, it chooses among the trials that this account submitted and that are over."""
+With a filter, or * or ? in a name, it chooses among the trials of this account that are over."""
 DAY_S = 86400.0
 
 
@@ -75,7 +75,7 @@ def _chosen(args: Namespace) -> list[Trial]:
         args.experiment,
         args.state,
         args.older_than_days is not None,
-        *("*" in one for one in args.trial),
+        *map(trial_index.is_pattern, args.trial),
     )
     if not any(filters):
         if not args.trial:

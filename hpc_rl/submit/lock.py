@@ -157,7 +157,7 @@ def check_writable(trial: Trial) -> None:
     trial.refuse_others()
     there = next(path for path in (trial.dir, *trial.dir.parents) if os.path.exists(path))
     if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise _unwritable(trial, f"{there} is no directory that this account can write")
+        raise _unwritable(trial, f"{there} is not a directory that this account can write")
 
 
 def _unwritable(trial: Trial, reason: str) -> CannotWrite:

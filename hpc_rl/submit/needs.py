@@ -60,13 +60,11 @@ def _beyond_this_machine(found: Estimate) -> str:
     if found.load.on_gpu:
         return ""
     held, size = found.ranks * sum(found.trainer.standing.values()), usable_memory_bytes()
+    if held <= size:
+        return ""
     parts = ", ".join(found.trainer.standing)
-    return (
-        f"the trainer holds {in_gb(held)} of {parts}, and this machine has {in_gb(size)} of memory: use a "
-        "smaller model, or a cluster."
-        if held > size
-        else ""
-    )
+    holds = f"the trainer holds {in_gb(held)} of {parts}"
+    return f"{holds}, and this machine has {in_gb(size)} of memory: use a smaller model, or a cluster."
 
 
 def as_json(found: Estimate) -> dict[str, Any]:

@@ -88,10 +88,15 @@ def resolve_all(names: Iterable[str]) -> list[Trial]:
     """Return the trials with names, in which * and ? match. Raises TrialNameError as `resolve` does."""
     found: dict[Path, Trial] = {}
     for text in names:
-        known = entries() if set(text) & set("*?") else []
+        known = entries() if is_pattern(text) else []
         match = [one.trial for one in known if not one.gone and is_named(one.trial, text)]
         found |= {trial.dir: trial for trial in match or [resolve(text)]}
     return list(found.values())
+
+
+def is_pattern(name: str) -> bool:
+    """Return whether a name may match several trials."""
+    return not {*name}.isdisjoint("*?")
 
 
 def is_named(trial: Trial, pattern: str) -> bool:

@@ -27,11 +27,8 @@ from hpc_rl.errors import ConfigError
 
 CODE_OF = "code of "
 START_S = 60.0  # for the import of a user's module
-IMPORTS, CALLS, DONE = (
-    "imports",
-    "calls",
-    "done",
-)  # lines of app/check_user_code.py, beside refusals and notes
+# Kinds of lines of app/check_user_code.py, beside refusals and notes.
+IMPORTS, CALLS, DONE = "imports", "calls", "done"
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 

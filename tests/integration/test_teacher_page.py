@@ -5,7 +5,6 @@ endpoint in place of those it names, in a trial.
 import json
 import random
 import re
-import subprocess
 import threading
 from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -54,16 +53,7 @@ def said(clone) -> dict[str, str]:
     printed = {}
     for line in block("run: tests/integration/test_teacher_page.py").splitlines():
         command = line.partition(" #")[0].strip()
-        done = subprocess.run(
-            ["bash", "-c", command],
-            cwd=clone.here,
-            env=clone.environ,
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
-        assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
-        printed[" ".join(command.split()[1:3])] = done.stdout
+        printed[" ".join(command.split()[1:3])] = clone.type(command, timeout_s=300)
     return printed
 
 

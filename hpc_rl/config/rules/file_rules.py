@@ -219,7 +219,7 @@ def pool_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 
 def _reward_model(name: str, path: str, model: dict[str, Any]) -> Iterator[str]:
-    """Yield why a model is no reward model, from its config.json."""
+    """Yield why a model can't be a reward model, from its config.json."""
     labels = model.get("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else model.get("num_labels", 2)  # as in transformers
     kinds = ", ".join(map(str, model.get("architectures") or ())) or model.get("model_type")

@@ -33,9 +33,8 @@ from hpc_rl.trial import read_object, write_json
 ReadyGroup = tuple[GroupRecord, RecordPlace]
 NotePlace = tuple[bytes, RecordPlace]  # encoded value
 
-KEPT_REJECTIONS = (
-    10_000  # by user code, which every base record has: a workflow may reject half of all prompts
-)
+# Rejections by user code that each base record has: a workflow may reject half of all prompts.
+KEPT_REJECTIONS = 10_000
 DATA_NAME = "data.json"  # fingerprint of the rows whose prompts this log is of
 
 

@@ -82,7 +82,7 @@ def test_filters_choose_trials_that_are_over(
         assert main(["remove", *argv, "--dry_run", "--json"]) == 0
         return sorted(one["trial"] for one in json.loads(capsys.readouterr().out))
 
-    assert chosen("t*") == chosen("--older_than_days", "0") == ["exp/t1", "exp/t2"]
+    assert chosen("t*") == chosen("t?") == chosen("--older_than_days", "0") == ["exp/t1", "exp/t2"]
     assert chosen("--state", "failed") == ["exp/t1"]
     assert chosen("--older_than_days", "1") == chosen("t1", "--state", "done") == []
     assert main(["remove", "--state", "done,running", "--yes"]) == 64
