@@ -71,15 +71,11 @@ def _reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[tuple[str, 
         try:
             inspect.signature(function).bind(prompt, [], **columns)
         except TypeError as error:
-            given = ", ".join(["prompt", "completions" if is_batched(function) else "completion", *columns])
-            told = (
-                f"rollout.reward_fn {path} is called with {given} for rows of {name}, and can't be: {error}."
-            )
             takes = "completions" if is_batched(function) else "completion"
-            yield (
-                "refusals",
-                f"{told} A reward is reward(prompt, {takes}, **columns); this is {_shown(function)}",
-            )
+            given = ", ".join(["prompt", takes, *columns])
+            told = f"{path} is called with {given} for rows of {name}, and can't be: {error}."
+            form = f"A reward is reward(prompt, {takes}, **columns); this is {_shown(function)}"
+            yield "refusals", f"rollout.reward_fn {told} {form}"
             return
         except ValueError:  # a function without a signature
             pass
