@@ -4,19 +4,19 @@
    other nodes, or the attempt ends. supervise/exit_policy.py finds the class and counts the retries.
 2. The attempt is asked to stop: STOPS has the reason and the class of each cause.
 3. The supervisor has exited, or the job is stopped without it: AFTER_STOP, AFTER_EXIT, AFTER_SIGNAL and
-   AFTER_OTHER_EXIT say what the job script does. It is rendered from them (render/scripts.py).
+   AFTER_OTHER_EXIT say what the job script does (supervise/job_policy.py).
 4. The next start chooses its checkpoint, or refuses: the table in checkpoint/decide.py.
+
+The job script imports this module, and starts in some 50 ms: no dataclasses here, which cost half of that.
 """
 
 import enum
-from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hpc_rl.errors import ExitCode, FailureClass, StopCause
 
 
-@dataclass(frozen=True)
-class FailurePolicy:
+class FailurePolicy(NamedTuple):
     """What follows from a failure of one class."""
 
     # the role in place; the job, for other nodes; wait for the user
@@ -29,15 +29,18 @@ class FailurePolicy:
     pause_s: float | None = None
 
 
-RESUME = "then type what `hpc-rl status` shows under next"
+NOT_RETRIED = "not retried: it would fail the same way."
+RESUME = "then run the command that `hpc-rl status` shows under 'next'"
 POLICIES: dict[FailureClass, FailurePolicy] = {
     FailureClass.USER: FailurePolicy(
         "end",
         True,
-        f"the same would happen again: fix the reward, the workflow or the configuration, {RESUME}",
+        f"{NOT_RETRIED} Fix the reward, the workflow or the configuration, {RESUME}",
     ),
     FailureClass.DATA: FailurePolicy(
-        "end", True, f"the same would happen again: check the data, the workflow and the reward, {RESUME}"
+        "end",
+        True,
+        f"{NOT_RETRIED} Check the data, the workflow and the reward, {RESUME}",
     ),
     FailureClass.OUT_OF_MEMORY: FailurePolicy(
         "restart",
@@ -58,6 +61,7 @@ POLICIES: dict[FailureClass, FailurePolicy] = {
 }
 
 # the reason that is recorded, and the class that counts
+WARNING_S = 450.0  # before the end of a job: where its script asks for SIGUSR1, at the earliest
 STOPS: dict[StopCause, tuple[str, FailureClass]] = {
     StopCause.PREEMPTION: (
         "SIGTERM from the scheduler: a cancel, a preemption or the time limit",
@@ -72,6 +76,18 @@ STOPS: dict[StopCause, tuple[str, FailureClass]] = {
 }
 
 
+class JobEvent(enum.StrEnum):
+    """What the job script reports in `jobs/<job id>.state`."""
+
+    STARTED = "started"
+    SUPERVISOR_KILLED = "supervisor_killed"
+    REQUEUED = "requeued"
+    # By a watch on another node, which then requeues or cancels the job.
+    FIRST_NODE_LOST = "first_node_lost"
+    SCRIPT_KILLED = "script_killed"
+    ENDED = "ended"
+
+
 class ScriptAction(enum.StrEnum):
     """What the job script does once its supervisor has exited."""
 
@@ -81,8 +97,7 @@ class ScriptAction(enum.StrEnum):
     END = "end"
 
 
-@dataclass(frozen=True)
-class ScriptRule:
+class ScriptRule(NamedTuple):
     """An action of the job script, and the reason that it reports where the job ends with it."""
 
     action: ScriptAction
@@ -99,7 +114,7 @@ AFTER_STOP: dict[StopCause, ScriptRule] = {
 }
 AFTER_EXIT: dict[ExitCode, ScriptRule] = {
     ExitCode.DONE: ScriptRule(ScriptAction.DONE, "done"),
-    ExitCode.STOPPED: ScriptRule(ScriptAction.START_AGAIN, "stopped with its state saved"),
+    ExitCode.STOPPED: ScriptRule(ScriptAction.START_AGAIN, "stopped on request"),
 }
 # of a code above 128
 AFTER_SIGNAL = ScriptRule(

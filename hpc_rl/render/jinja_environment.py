@@ -11,7 +11,11 @@ value }}`.
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -85,8 +89,52 @@ def without(text: str, *names: str) -> str:
     """Return `#SBATCH` lines without these options, as `{{ super() | without("--mem") }}` in an override."""
     if wrong := [name for name in names if not name.startswith("--")]:
         raise ConfigError(f"the filter without takes long options of sbatch, as --mem, not {wrong[0]!r}.")
-    dropped = re.compile(rf"(?m)^##?SBATCH ({'|'.join(map(re.escape, names))})(=.*)?\n")
-    return dropped.sub("", text)
+    for name in names:
+        text, count = re.subn(rf"(?m)^##?SBATCH {re.escape(name)}(=.*)?\n", "", text)
+        _record(f'without("{name}")', bool(count))
+    return text
+
+
+def replace(text: Any, old: str, new: str, count: int | None = None) -> str:
+    """Return text with `old` replaced by `new`, as Jinja's own filter does."""
+    text = str(_present(text))
+    _record(f'replace("{old}", …)', old in text)
+    return text.replace(old, new, -1 if count is None else count)
+
+
+@dataclass(frozen=True)
+class FilterCall:
+    """A place in a template that changes text by a filter."""
+
+    path: str
+    line: int
+    call: str  # as `without("--mem")`
+
+
+_effects: ContextVar[dict[FilterCall, bool] | None] = ContextVar("effects", default=None)
+
+
+@contextmanager
+def filter_effects() -> Iterator[dict[FilterCall, bool]]:
+    """Give each use of `without` and `replace` in what is rendered meanwhile, and whether it changed text."""
+    effects: dict[FilterCall, bool] = {}
+    token = _effects.set(effects)
+    try:
+        yield effects
+    finally:
+        _effects.reset(token)
+
+
+def _record(call: str, has_effect: bool) -> None:
+    effects = _effects.get()
+    if effects is None:
+        return
+    # The caller of the filter is the compiled template, which knows its file and its lines.
+    frame = sys._getframe(2)
+    template = frame.f_globals.get("__jinja_template__")
+    line = template.get_corresponding_lineno(frame.f_lineno) if template else 0
+    used = FilterCall(frame.f_code.co_filename, line, call)
+    effects[used] = effects.get(used, False) or has_effect
 
 
 def comment(value: Any) -> str:
@@ -94,7 +142,7 @@ def comment(value: Any) -> str:
     return LINE_BREAK.sub(" ", str(_present(value)))
 
 
-FILTERS = (sh, lines, directive, sbatch, sbatch_words, without, comment)
+FILTERS = (sh, lines, directive, sbatch, sbatch_words, without, replace, comment)
 
 
 def _present(value: Any) -> Any:

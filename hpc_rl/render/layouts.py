@@ -157,12 +157,17 @@ def without(slurm: SlurmLauncherConfig, nodes: Sequence[str]) -> SlurmLauncherCo
 
 def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
     """Raise ConfigError for hooks that would not run where they are meant to."""
-    on_nodes = sorted({"pre_node", "post_node"} & set(events))
-    if plan.layout == "hetjob" and on_nodes:
+    if hooks := hooks_without_place(plan.layout, events):
         raise ConfigError(
-            f"launcher.hooks.{on_nodes[0]} can't be used with launcher.slurm.layout hetjob: one srun with a "
-            "script on every node spans no components here. Use layout allocation or jobs, or omit the hook."
+            f"the hook {hooks[0]} (launcher.hooks.{hooks[0]}, or hooks.d/{hooks[0]} of the site) does not "
+            "work with launcher.slurm.layout hetjob: one srun with a script on every node spans no "
+            "components here. Use layout allocation or jobs, or remove the hook."
         )
+
+
+def hooks_without_place(layout: str, events: Collection[str]) -> list[str]:
+    """Return the hooks that a layout can't run."""
+    return sorted({"pre_node", "post_node"} & set(events)) if layout == "hetjob" else []
 
 
 def _by_name(argument: list[str]) -> dict[str, Any]:

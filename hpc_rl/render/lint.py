@@ -1,98 +1,205 @@
 """Checks of a rendered script that need no scheduler: directives, `bash -n`, shellcheck if installed."""
 
+import difflib
 import re
+import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_rl.render.scripts import POLICY
+from hpc_rl.render.slurm_options import SBATCH_OPTIONS
 
 TIMEOUT_S = 60.0
-# Options of which sbatch takes one.
+# Options that sbatch takes one of.
 EXCLUSIVE = (
     {"--gpus-per-node", "--gpus"},
     {"--mem", "--mem-per-cpu", "--mem-per-gpu"},
     {"--requeue", "--no-requeue"},
 )
+# pyxis adds these to sbatch.
+_PYXIS = ("container-", "no-container-")
+_PLACE = "put it into block site_directives of sbatch/trial.sbatch.j2"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A mistake in a script."""
+
+    message: str
+    line: int | None = None  # of the script, from 1
+
+    def __str__(self) -> str:
+        return self.message if self.line is None else f"line {self.line}: {self.message}"
 
 
 def is_checked(name: str) -> bool:
     """Return whether a rendered file is one to check; `name` may have words before that of the file."""
-    # Hooks may be in any language, JSON is for submitit. The policy is long, and the same for all trials: the
-    # tests of this version have checked it.
+    # Hooks may be in any language, JSON is for submitit.
     file = name.split()[-1]
-    return not (file.startswith("hook.") or file.endswith(".json") or file == POLICY)
+    return not (file.startswith("hook.") or file.endswith(".json"))
 
 
-def problems(texts: Mapping[str, str]) -> list[str]:
-    """Return what is wrong with scripts, by name; equal texts are checked once."""
+def problems(texts: Mapping[str, str], sources: Sequence[Path] = ()) -> list[str]:
+    """Return what is wrong with scripts; equal texts are checked once, equal problems given once.
+
+    Args:
+        texts: Script by name.
+        sources: Files of the site whose lines are in the scripts; a problem of such a line names its place.
+    """
     first: dict[str, str] = {}
     for name, text in texts.items():
         if is_checked(name):
             first.setdefault(text, name)
-    checks = (directive_problems, bash_problems, shellcheck_problems)
+    places = _places(sources)
+    found: dict[str, None] = {}
+    for text, name in first.items():
+        lines = text.splitlines()
+        for checks in check_script(name, text).values():
+            for problem in checks or []:
+                number = problem.line
+                wrong = lines[number - 1].strip() if number and number <= len(lines) else ""
+                place = places.get(wrong)
+                changed = ", ".join(str(path) for path in sources if str(path) in text)
+                elsewhere = f"{name}: {problem}" + (f" (changed by {changed})" if changed else "")
+                found[f"{place}: {problem.message}" if place else elsewhere] = None
+    return list(found)
+
+
+def _places(sources: Iterable[Path]) -> dict[str, str]:
+    """Return `file:line` by line of text; a line that several places have is left out."""
+    places: dict[str, list[str]] = {}
+    for path in sources:
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            if line.strip():
+                places.setdefault(line.strip(), []).append(f"{path}:{number}")
+    return {line: where[0] for line, where in places.items() if len(where) == 1}
+
+
+def check_script(name: str, text: str) -> dict[str, list[Problem] | None]:
+    """Return the problems of a script by check; None for a check that is not installed."""
+    directives = check_directives(text) if name.endswith(".sbatch") else check_no_directives(text)
+    return {"directives": directives, "bash -n": check_bash(text), "shellcheck": check_shell(text)}
+
+
+def check_no_directives(text: str) -> list[Problem]:
+    """Return the #SBATCH lines of a script that sbatch does not get."""
+    message = f"sbatch reads #SBATCH lines only in the job script, not in a file that it sources; {_PLACE}"
     return [
-        f"{name}: {problem}"
-        for text, name in first.items()
-        for check in checks
-        for problem in check(text) or []
+        Problem(f"{message}: {line}", number)
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.startswith("#SBATCH")
     ]
 
 
-def directive_problems(text: str) -> list[str]:
-    """Return #SBATCH lines that sbatch would ignore or that contradict each other."""
+def check_directives(text: str) -> list[Problem]:
+    """Return #SBATCH lines that sbatch would ignore or refuse, or that contradict each other."""
     lines = text.splitlines()
-    first = next(
+    head = next(
         (number for number, line in enumerate(lines) if line.strip() and not line.startswith("#")), len(lines)
     )
     found = [
-        f"line {number + 1} comes after the first command, so sbatch ignores it: {line}"
-        for number, line in enumerate(lines)
-        if line.startswith("#SBATCH") and number > first
+        Problem(f"sbatch ignores it, because it comes after the first command; {_PLACE}: {line}", number)
+        for number, line in enumerate(lines[head:], head + 1)
+        if line.startswith("#SBATCH")
     ]
-    options = [line.split()[1].partition("=")[0] for line in lines[:first] if line.startswith("#SBATCH -")]
-    twice = sorted({option for option in options if options.count(option) > 1})
-    hetjob = any(line.split()[1:] == ["hetjob"] for line in lines[:first] if line.startswith("#SBATCH"))
-    found += [] if hetjob else [f"{option} is given twice; sbatch takes the last" for option in twice]
+    options: dict[str, int] = {}
+    hetjob = any(line.split() == ["#SBATCH", "hetjob"] for line in lines[:head])
+    for number, line in enumerate(lines[:head], 1):
+        found += [Problem(message, number) for message in _line_problems(line)]
+        if not line.startswith("#SBATCH -"):
+            continue
+        option = line.split()[1].partition("=")[0]
+        if option in options and not hetjob:
+            found.append(Problem(f"{option} is given twice; sbatch takes the last", number))
+        options[option] = number
     for group in EXCLUSIVE:
         if len(both := group & set(options)) > 1:
-            found.append(f"{' and '.join(sorted(both))} exclude each other")
-    for line in lines[:first]:
-        # Of some options of ours the value may hold a dollar sign that is meant.
-        if re.match(r"#SBATCH -(?!-(chdir|output|comment|job-name))", line) and re.search(
-            r"\$\{?[A-Za-z_]", line
-        ):
-            found.append(f"#SBATCH {line.split()[1]} holds a shell variable, which sbatch does not expand")
+            last = max(options[option] for option in both)
+            found.append(Problem(f"{' and '.join(sorted(both))} exclude each other", last))
     if options and not {"--requeue", "--no-requeue"} & set(options):
-        found.append("neither --requeue nor --no-requeue: what happens when a node dies is left to the site")
+        found.append(
+            Problem("neither --requeue nor --no-requeue: the site decides what happens when a node dies")
+        )
     if options and "--open-mode" not in options:
-        found.append("no --open-mode=append: a requeue would truncate the script's output")
-    if any(line.startswith("#SBATCH") and not line.startswith("#SBATCH ") for line in lines):
-        found.append("#SBATCH without a blank after it is a comment")
+        found.append(Problem("no --open-mode=append: a requeue would truncate the script's output"))
     return found
 
 
-def bash_problems(text: str) -> list[str]:
-    done = _run(["bash", "-n"], text)
-    return [f"bash -n: {line}" for line in done.stderr.splitlines()] if done.returncode else []
+def _line_problems(line: str) -> Iterator[str]:
+    """Yield what is wrong with one line before the first command."""
+    if line.startswith("#SBATCH"):
+        # The value of some options that the plan decides may contain a dollar sign that is meant.
+        if re.match(r"#SBATCH -(?!-(chdir|output|comment|job-name))", line) and re.search(
+            r"\$\{?[A-Za-z_]", line
+        ):
+            yield f"sbatch does not expand shell variables: {line}"
+        if not line.startswith("#SBATCH "):
+            yield f"sbatch ignores it, because there is no blank after #SBATCH: {line}"
+        for name in _unknown_options(line):
+            near = difflib.get_close_matches(name, SBATCH_OPTIONS, n=1)
+            yield f"sbatch has no option --{name}" + (f"; did you mean --{near[0]}?" if near else "")
+    elif (word := re.match(r"#\s*(\w+)\s+-", line)) and _is_near_sbatch(word[1]):
+        yield f"sbatch takes it for a comment; write #SBATCH, without a blank: {line}"
+
+
+def _is_near_sbatch(word: str) -> bool:
+    return difflib.SequenceMatcher(None, word.upper(), "SBATCH").ratio() > 0.8
+
+
+def _unknown_options(line: str) -> list[str]:
+    """Return the long options of an #SBATCH line that sbatch does not have; it takes beginnings of names."""
+    try:
+        words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
+    except ValueError:
+        return []  # sbatch's own quoting differs a little; bash -n does not read comments
+    names = [word[2:].partition("=")[0] for word in words if re.match(r"--[a-z]", word) and " " not in word]
+    unknown = [name for name in names if not any(known.startswith(name) for known in SBATCH_OPTIONS)]
+    unknown = [name for name in unknown if not name.startswith(_PYXIS)]
+    return [name for name in unknown if f"--{name}" not in _help_of_sbatch()] if unknown else []
+
+
+def _help_of_sbatch() -> str:
+    """Return sbatch's help, which lists the options that plugins of the site add; empty without sbatch."""
+    if shutil.which("sbatch") is None:
+        return ""
+    try:
+        return _run(["sbatch", "--help"], "").stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+def check_bash(text: str) -> list[Problem]:
+    """Return the syntax errors that bash finds."""
+    done = _run(["bash", "-n", "/dev/stdin"], text)  # from its plain standard input it gives no line numbers
+    if not done.returncode:
+        return []
+    found = [re.match(r"\S+: line (\d+): (.*)", line) for line in done.stderr.splitlines()]
+    # A line that only repeats the text of the script begins with a backtick.
+    return [
+        Problem(f"bash -n: {error[2]}", int(error[1])) for error in found if error and error[2][:1] != "`"
+    ] or [Problem(f"bash -n: {done.stderr.strip()}")]
 
 
 def shellcheck() -> str | None:
-    """Return the program: beside this Python, or on the PATH; None where there is none."""
+    """Return the program: beside this Python, or on the PATH; None if there is none."""
     beside = Path(sys.executable).parent / "shellcheck"
     return str(beside) if beside.is_file() else shutil.which("shellcheck")
 
 
-def shellcheck_problems(text: str) -> list[str] | None:
-    """Return errors and warnings; None where shellcheck is not installed."""
+def check_shell(text: str) -> list[Problem] | None:
+    """Return errors and warnings of shellcheck; None if it is not installed."""
     # Mere advice would refuse a path with a dollar sign in it.
     program = shellcheck()
     if program is None:
         return None
     done = _run([program, "-s", "bash", "-S", "warning", "-f", "gcc", "-"], text)
-    return [f"shellcheck: {line}" for line in done.stdout.splitlines()] if done.returncode else []
+    if not done.returncode:
+        return []
+    lines = [re.match(r"-:(\d+):\d+: (.*)", line) for line in done.stdout.splitlines()]
+    return [Problem(f"shellcheck: {line[2]}", int(line[1])) for line in lines if line]
 
 
 def _run(argv: list[str], text: str) -> subprocess.CompletedProcess[str]:

@@ -1,8 +1,12 @@
 """What a site changes of our templates: their blocks, overrides of them, and what is wrong with those."""
 
+import base64
 import functools
+import hashlib
+import importlib.metadata
 import re
-from collections.abc import Sequence
+import subprocess
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,13 +14,10 @@ import jinja2
 from jinja2 import nodes
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.render.jinja_environment import LayeredEnvironment, template_root
+from hpc_rl.render.jinja_environment import FilterCall, LayeredEnvironment, template_root
 
 FOLDERS = ("sbatch", "templates")
-# Blocks that were elsewhere in earlier versions -> where they are now.
-MOVED = {
-    "site": "all scripts of a trial share it: move it to templates/site.sh.j2 (hpc-rl templates eject site)",
-}
+GIT_TIMEOUT_S = 10.0
 # Templates with one block that is meant to be ejected.
 MAIN_BLOCK = {"templates/site.sh.j2": "site", "templates/steps.sh.j2": "trainer"}
 
@@ -78,8 +79,9 @@ def overrides(layers: Sequence[Path]) -> list[Override]:
 
 
 def _no_such_block(template: str, block: str) -> str:
-    place = MOVED.get(block, f"it has {', '.join(shipped()[template])}")
-    return f"{template} has no block {block!r}: {place}."
+    others = [name for name, blocks in shipped().items() if block in blocks]
+    place = f"; {' and '.join(others)} has it" if others else ""
+    return f"{template} has no block {block!r}{place}. Its blocks: {', '.join(shipped()[template])}."
 
 
 def unknown_blocks(layers: Sequence[Path]) -> list[str]:
@@ -114,6 +116,42 @@ def problems(layers: Sequence[Path]) -> list[str]:
         if path.is_file() and f"{path.parent.name}/{path.name}" not in shipped()
     ]
     return found
+
+
+def without_effect(effects: Mapping[FilterCall, bool], layers: Sequence[Path]) -> list[str]:
+    """Return the filters of overrides that changed nothing in any sample."""
+    return [
+        f"{used.path}:{used.line}: {used.call} matches nothing in any sample script. Correct or remove it; "
+        "if only some trials have that text, put it within {% if … %}."
+        for used, has_effect in effects.items()
+        if not has_effect and any(Path(used.path).is_relative_to(layer) for layer in layers)
+    ]
+
+
+def edited() -> list[Path]:
+    """Return the shipped templates that were edited by hand, as far as the installation or git can tell."""
+    root = template_root()
+    if root.name == "_data":
+        files = importlib.metadata.files("hpc-rl") or []
+        hashes = {Path(str(file.locate())): file.hash for file in files if file.hash}
+        paths = [path for folder in FOLDERS for path in sorted((root / folder).glob("*"))]
+        return [
+            path for path in paths if path in hashes and _hash(path, hashes[path].mode) != hashes[path].value
+        ]
+    if not (root / ".git").exists():
+        return []
+    command = ["git", "--no-optional-locks", "-C", str(root), "diff", "--name-only", "HEAD", "--", *FOLDERS]
+    try:
+        said = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return [root / line for line in said.splitlines()]
+
+
+def _hash(path: Path, algorithm: str) -> str:
+    """Return the hash of a file as wheels record it."""
+    digest = hashlib.new(algorithm, path.read_bytes()).digest()
+    return base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 def _extends(template: str) -> str:

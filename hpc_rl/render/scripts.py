@@ -11,21 +11,18 @@ import jinja2
 from hpc_rl.config.loading.stored import open_variables, secret_variables
 from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError
-from hpc_rl.name_resolve import keys, names_dir
 from hpc_rl.plan import containers
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import layouts, steps
 from hpc_rl.render.hooks import environment_files, gather, removal, unpacked_removal
-from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment, template_root
+from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment
 from hpc_rl.render.overrides import refuse_overrides
-from hpc_rl.requeue import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP
 from hpc_rl.schedulers.submitit import PARAMETERS
 from hpc_rl.trial import Trial
 
 TRIAL, LOCAL = "trial.sbatch", "local.sh"
 SERVERS = "servers.sbatch"  # of layout jobs, in addition to the trial's own
-SITE, STEPS, EXITS = "site.sh", "steps.sh", "exit_policy.sh"
-POLICY = "job_policy.sh"  # the same text for every trial
+SITE, STEPS = "site.sh", "steps.sh"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +64,6 @@ def render(
         hooks["post_node"] |= unpacked_removal(sorted(names))
     jinja = LayeredEnvironment(folders)
     common = _common(plan, trial, stamp, scheduler) | {
-        "owner_lease": str(names_dir(trial, config) / keys.OWNER),
         "hooks": {event: list(files) for event, files in hooks.items()},
         "hook_limit_s": config.launcher.hooks.timeout_s,
         "on_preempt_limit_s": config.launcher.hooks.on_preempt_timeout_s,
@@ -79,9 +75,7 @@ def render(
         "site_files": environment_files(config.launcher.hooks, site),
     }
     texts = {name: text for files in hooks.values() for name, text in files.items()}
-    texts[POLICY] = (template_root() / "templates" / POLICY).read_text(encoding="utf-8")
-    for name in (SITE, EXITS):
-        texts[name] = _text(jinja, name, trial, common)
+    texts[SITE] = _text(jinja, SITE, trial, common)
     if scheduler != "slurm":
         texts[LOCAL] = _text(jinja, LOCAL, trial, common | {"n_nodes": 1, "layout": "allocation"})
     if scheduler == "allocation":
@@ -169,8 +163,4 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str,
         "from_step": "" if stamp.from_step is None else stamp.from_step,
         "allocation": plan.allocation,
         "plan_lines": steps.plan_lines(plan),
-        "knows_gpus": steps.knows_gpus(plan),
-        "after_stop": AFTER_STOP,
-        "after_exit": {int(code): rule for code, rule in AFTER_EXIT.items()}
-        | {"signal": AFTER_SIGNAL, "other": AFTER_OTHER_EXIT},
     }

@@ -27,6 +27,23 @@ SLURM_OPTIONS: dict[str, tuple[str, ...]] = {
     "output": ("chdir", "output", "open-mode"),
     "ending": ("no-kill", "requeue", "no-requeue", "signal", "dependency"),
 }  # fmt: skip
+# The long options that sbatch takes in an #SBATCH line (22.05 to 26.05). Plugins of a site may add more.
+_SBATCH_OPTIONS = """
+    account acctg-freq array batch bb bbf begin chdir cluster cluster-constraint clusters comment
+    consolidate-segments constraint container container-id contiguous core-spec cores-per-socket
+    cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
+    exclusive export export-file extra extra-node-info get-user-env gid gpu-bind gpu-freq gpus
+    gpus-per-node gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name
+    kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu
+    mincpus network nice no-kill no-requeue nodefile nodelist nodes ntasks ntasks-per-core
+    ntasks-per-gpu ntasks-per-node ntasks-per-socket oom-kill-step open-mode output overcommit
+    oversubscribe parsable partition power prefer priority profile propagate qos quiet reboot requeue
+    reservation resv-ports segment share signal sockets-per-node spread-job spread-segments stepmgr
+    switches tasks-per-node test-only thread-spec threads-per-core time time-min tmp tres-bind
+    tres-per-job tres-per-node tres-per-socket tres-per-task uid use-min-nodes verbose wait
+    wait-all-nodes wckey workdir wrap
+"""
+SBATCH_OPTIONS = frozenset(_SBATCH_OPTIONS.split())
 # Options that get no `##SBATCH` placeholder when unused.
 _UNSHOWN = ("array", "no-kill", "requeue", "no-requeue")
 # Those of its accounting that the second component of a heterogeneous job states itself.

@@ -15,7 +15,8 @@ from dataclasses import replace
 
 from hpc_rl.errors import ExitCode, SchedulerError
 from hpc_rl.proc import start_ticks
-from hpc_rl.records import JobEvent, JobStateLine, ProcessRecord, read_job_state
+from hpc_rl.records import JobStateLine, ProcessRecord, read_job_state
+from hpc_rl.requeue import JobEvent
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED, Poller
 from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment

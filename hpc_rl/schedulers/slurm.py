@@ -9,9 +9,11 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from hpc_rl.errors import NoScheduler, SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
+from hpc_rl.schedulers.hostlist import expand
 from hpc_rl.schedulers.sinfo import SINFO, Node, read_sinfo
 from hpc_rl.schedulers.slurm_states import sum_up, to_state, whole_job
 
@@ -44,10 +46,35 @@ NO_CONTROLLER = ("unable to contact slurm controller", "could not establish a co
 LOCAL_INSTEAD = "without a cluster, launcher.type=local runs trials on this machine"
 # Slurm's commands tell the errors about a job that has ended apart by their message alone.
 IS_OVER = ("invalid job id", "already completed")
+# Substrings of the answers of `sbatch --test-only` about a job that sbatch would accept, and that would wait.
+MAY_WAIT = (
+    "required node not available",
+    "required nodes are busy",
+    "requested nodes are busy",
+    "required partition not available",
+    "requested partition configuration not available now",
+)
+_BEFORE_REASON = re.compile(r"sbatch: (?:error: )?|Batch job submission failed: |allocation failure: ")
 JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
 SUBMIT_TIMEOUT_S = 30.0
 TRIES = 3  # of sbatch, and of the search for a job whose sbatch gave no answer
 CALL_TIMEOUT_S = 15.0
+# What sinfo calls a node on which no job runs any more.
+DEAD_NODES = ("down", "drained", "fail", "powered_down", "powering_down")
+# For Slurm to end a requeued job once its processes have exited, with a site's epilog.
+ENDS_WITHIN_S = 15
+DEFAULT_KILL_WAIT_S = 30
+
+
+@dataclass(frozen=True)
+class TestAnswer:
+    """What `sbatch --test-only` says: when and where the job would start, or why not."""
+
+    __test__ = False  # no class of tests
+
+    text: str
+    is_accepted: bool
+    may_wait: bool = False  # nodes or partition are not available now; sbatch itself accepts such a job
 
 
 class SlurmScheduler:
@@ -113,7 +140,7 @@ class SlurmScheduler:
         return sum_up(_parsed(text))
 
     def cancel(self, job_id: str) -> None:
-        output(["scancel", job_id], *IS_OVER)
+        cancel_job(job_id)
 
     def nudge(self, job_id: str) -> None:
         output(["scancel", "--batch", "--signal=USR1", job_id], *IS_OVER)
@@ -127,13 +154,14 @@ class SlurmScheduler:
         """Return every node of every partition, by one sinfo. Raises SchedulerError."""
         return read_sinfo(output(SINFO))
 
-    def test_only(self, script: str) -> tuple[bool, str]:
-        """Return whether Slurm would accept a script now, and its message: when and where, or why not."""
+    def test_only(self, script: str) -> TestAnswer:
+        """Return whether Slurm would accept a script now. Raises SchedulerError."""
         done = call(["sbatch", "--test-only"], SUBMIT_TIMEOUT_S, script)
         said = _message(done)
         if done.returncode != 0 and _is_transient(said):
             raise _failed("sbatch", said, "sbatch --test-only")
-        return done.returncode == 0, said
+        may_wait = any(words in said.lower() for words in MAY_WAIT)
+        return TestAnswer(_own_words(said), done.returncode == 0, may_wait)
 
     def find(self, spec: JobSpec) -> str | None:
         """Return the job with this tag, None where there is none. Raises SchedulerError."""
@@ -217,6 +245,73 @@ def scheduler_answers() -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class JobFacts:
+    """What the controller tells of a job; of a heterogeneous one, of all components together."""
+
+    is_running: bool
+    num_requeues: int
+    nodes: frozenset[str]
+    script_signal: int = 0  # that ended the job script; 0 while it lives, or where it exited
+
+
+def job_facts(job_id: str) -> JobFacts:
+    """Return what `scontrol show job` tells. Raises SchedulerError."""
+    told = output(["scontrol", "show", "job", "-o", job_id])
+    states, requeues, nodes, codes = (
+        re.findall(rf"(?:^|\s){name}=(\S*)", told, re.MULTILINE)
+        for name in ("JobState", "Restarts", "NodeList", "ExitCode")
+    )
+    if not states:
+        raise SchedulerError(f"scontrol show job {job_id} tells no state: {told[:200]!r}")
+    return JobFacts(
+        is_running=all(state == "RUNNING" for state in states),
+        num_requeues=max((int(number) for number in requeues if number.isdecimal()), default=0),
+        nodes=frozenset(name for names in nodes for name in expand(names)),
+        script_signal=max(
+            (int(number) for code in codes if (number := code.partition(":")[2]).isdecimal()), default=0
+        ),
+    )
+
+
+def is_dead(node: str) -> bool:
+    """Return whether no job runs on a node any more, as the controller sees it. Raises SchedulerError."""
+    states = output(["sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T"]).split()
+    return bool(states) and states[0].rstrip("*~#!%$@^-+") in DEAD_NODES
+
+
+def requeue(job_id: str, *, processes_live: bool) -> None:
+    """Have a job that runs or is ending start again under its id, soon. Raises SchedulerError.
+
+    Slurm lets a requeued job wait for two minutes, unless it is to start later than its processes have ended.
+
+    Args:
+        job_id: Slurm's; of a heterogeneous job that of its first component.
+        processes_live: Roles may run still. Slurm kills what remains after KillWait.
+    """
+    output(["scontrol", "requeue", job_id])
+    wait_s = ENDS_WITHIN_S + (_kill_wait_s() if processes_live else 0)
+    for _ in range(TRIES):
+        try:
+            output(["scontrol", "update", f"jobid={job_id}", f"StartTime=now+{wait_s}"])
+            return
+        except SchedulerError as error:  # Slurm may not be ready for it after a node was lost
+            logger.warning("job %s may start again later than it could: %s", job_id, error)
+
+
+def _kill_wait_s() -> int:
+    try:
+        told = re.search(r"^KillWait\s*=\s*(\d+)", output(["scontrol", "show", "config"]), re.MULTILINE)
+    except SchedulerError:
+        told = None
+    return int(told[1]) if told else DEFAULT_KILL_WAIT_S
+
+
+def cancel_job(job_id: str) -> None:
+    """End a job for good. Raises SchedulerError."""
+    output(["scancel", job_id], *IS_OVER)
+
+
 def output(argv: list[str], *accepted: str) -> str:
     """Return what a command of Slurm prints. Raises SchedulerError for an error without `accepted` words."""
     done = call(argv)
@@ -233,7 +328,12 @@ def _failed(program: str, said: str, what: str) -> SchedulerError:
             f"{program} is on the PATH, but no Slurm controller answers it ({last}): on a cluster, see "
             f"`hpc-rl doctor`; {LOCAL_INSTEAD}"
         )
-    return SchedulerError(f"{what}: {said}")
+    return SchedulerError(f"{what}: {_own_words(said)}")
+
+
+def _own_words(said: str) -> str:
+    """Return a message of sbatch without the words that differ between a submission and its test."""
+    return _BEFORE_REASON.sub("", said)
 
 
 def _is_transient(problem: str) -> bool:

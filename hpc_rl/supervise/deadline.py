@@ -14,6 +14,7 @@ from pathlib import Path
 
 from hpc_rl.errors import SchedulerError, StopCause
 from hpc_rl.files import JsonLines
+from hpc_rl.requeue import WARNING_S
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.stats.tracker import p95
 from hpc_rl.trial import Attempt
@@ -22,7 +23,6 @@ logger = logging.getLogger(__name__)
 QUERY_EVERY_S = 600.0  # limits can be changed, and the controller is shared
 FRESH_S = 60.0  # before a stop an answer older than this is queried again
 MARGIN_S = 30.0
-WARNING_S = 450.0  # before the end of a job: where its script asks for a signal, at the earliest
 # Unix seconds; what a site knows better than its scheduler, as a power cut in the evening.
 SITE_END = "HPC_RL_END_TIME"
 MAX_TIMES = 200  # values that count, of each kind: what was slow long ago is not a measure

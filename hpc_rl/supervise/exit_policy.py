@@ -42,6 +42,7 @@ class UnitExit:
     failure: FailureClass = FailureClass.UNKNOWN
     nodes: tuple[str, ...] = ()  # those to blame
     final: bool = False  # by its own report another start would end the same way
+    out_of_contact: bool = False  # as far as is known, nothing else is wrong with those nodes
 
     @property
     def by_signal(self) -> bool:
@@ -179,7 +180,9 @@ def classify(found: UnitExit, launcher_lines: Sequence[str], all_lines: Sequence
     for line in launcher_lines:
         if match := _NODE.match(line):
             nodes = tuple(name for name in match.groups() if name)
-            return UnitExit(found.code, f"lost its node ({line.strip()})", FailureClass.NODE, nodes)
+            reason = f"lost its node ({line.strip()})"
+            is_lost = match["launch"] is None
+            return UnitExit(found.code, reason, FailureClass.NODE, nodes, out_of_contact=is_lost)
     if found.code == ExitCode.CANNOT_WRITE:
         return UnitExit(found.code, found.reason, FailureClass.DISK_FULL)
     return found

@@ -78,6 +78,15 @@ class HostWatch:
         return {node: seconds for node, seconds in silence.items() if seconds >= SILENT_S}
 
     @property
+    def cut_off_s(self) -> float:
+        """For how long, until the last look, no host of several has answered: this one is cut off. Else 0.
+
+        Of two hosts that do not reach each other neither can tell which one is to blame.
+        """
+        silent = self.silent_s()
+        return min(silent.values()) if len(self._answered) > 1 and self._answered == silent.keys() else 0.0
+
+    @property
     def isolated_s(self) -> float:
         """For how long, until the last look, neither hosts nor scheduler answered; 0 where one does."""
         since = self._isolated_since

@@ -2,9 +2,8 @@
 
 mpiexec hands its standard input to rank 0 alone, Open MPI's not even the end of it, and ends all ranks as
 soon as one has exited. So each rank first of all connects to the supervisor (app/control.py) and takes that
-for its standard input: lines ask it to stop or to dump its stacks, the end of the connection ends it.
-When it has left
-its exit record it says so, and exits once all have: none is ended by mpiexec before it has saved.
+for its standard input: lines ask it to stop or to dump its stacks, the end of the connection ends it. When it
+has left its exit record it says so, and exits once all have: none is ended by mpiexec before it has saved.
 """
 
 from __future__ import annotations

@@ -10,9 +10,6 @@ import json
 import os
 import socket
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
 
 from hpc_rl import net
@@ -20,8 +17,6 @@ from hpc_rl.errors import ConfigError
 from hpc_rl.schedulers.hostlist import peer_hosts
 
 MARK = "HPC_RL_PREFLIGHT "  # a site's TaskProlog may print other lines
-CONNECT_S = 5.0
-MAX_CALLS = 32  # at the same time
 
 
 def main() -> None:
@@ -31,7 +26,7 @@ def main() -> None:
     args = parser.parse_args()
     node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
     listener = net.bind()
-    threading.Thread(target=_answer, args=(listener, node), daemon=True).start()
+    net.answer_callers(listener, node)
     try:
         address = net.published_address(args.num_hosts, args.interface, peer_hosts(os.environ))
     except ConfigError as error:
@@ -41,36 +36,9 @@ def main() -> None:
         _say({"node": node, "interface": interface, "address": address, "port": listener.getsockname()[1]})
     if line := sys.stdin.readline():
         peers = {name: where for name, where in json.loads(line).items() if name != node}
-        _say({"node": node, "unreached": unreached(peers)})
+        _say({"node": node, "unreached": net.find_unreached(peers)})
         sys.stdin.read()
     os._exit(0)  # a thread waits for callers
-
-
-def unreached(peers: dict[str, tuple[str, int]]) -> dict[str, str]:
-    """Return the peers, by node name, that do not answer at their address and port, each with the reason."""
-    with ThreadPoolExecutor(MAX_CALLS) as pool:
-        reasons = dict(zip(peers, pool.map(lambda name: _call(name, *peers[name]), peers), strict=True))
-    return {name: reason for name, reason in reasons.items() if reason}
-
-
-def _call(name: str, address: str, port: int) -> str:
-    try:
-        with socket.create_connection((address, port), timeout=CONNECT_S) as connection:
-            answer = connection.makefile().readline().strip()
-    except OSError as error:
-        return error.strerror or str(error)
-    return "" if answer == name else f"{answer or 'another program'} answers there"
-
-
-def _answer(listener: socket.socket, node: str) -> None:
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except OSError:  # the listener is closed
-            return
-        with connection, suppress(OSError):  # of a caller that hangs up
-            connection.settimeout(CONNECT_S)
-            connection.sendall(f"{node}\n".encode())
 
 
 def _say(line: dict[str, Any]) -> None:

@@ -38,6 +38,7 @@ def take_ownership(names: NameResolve, attempt: Attempt) -> Lease:
     me = {
         "attempt": attempt.id,
         "host": socket.gethostname(),
+        "node": os.environ.get("SLURMD_NODENAME", ""),
         "pid": os.getpid(),
         "start_ticks": start_ticks(os.getpid()),
     }

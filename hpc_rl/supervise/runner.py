@@ -17,6 +17,7 @@ from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, Proces
 from hpc_rl.requeue import RESUME, STOPS
 from hpc_rl.schedulers.slurm import scheduler_answers
 from hpc_rl.supervise import exit_policy, ownership
+from hpc_rl.supervise.bad_nodes import NodeTrouble
 from hpc_rl.supervise.exit_policy import UnitExit
 from hpc_rl.supervise.host_watch import ISOLATED_S, HostWatch
 from hpc_rl.supervise.network_check import NetworkFindings, Preflight
@@ -137,7 +138,7 @@ class TrialRunner(UnitLoop):
             why += "; set cluster.interface to a network that joins all nodes"
             self.do(self.machine.abandon(self.clock(), ExitCode.FAILED, why))
             return
-        self.do([Avoid(found.bad_nodes, why)])
+        self.do([Avoid(found.bad_nodes, why, NodeTrouble.OUT_OF_CONTACT)])
         failure = UnitExit(ExitCode.FAILED, why, FailureClass.NODE, found.bad_nodes)
         rules = (self.plan.recover_mode, self.machine.failures, self.rules.retries)
         follows = exit_policy.after_failure("preflight", failure, *rules)
@@ -166,12 +167,15 @@ class TrialRunner(UnitLoop):
 
     def _watch_hosts(self, hosts: HostWatch) -> None:
         """Report nodes that fall silent and answer again; end where this one is cut off from all others."""
-        silent = hosts.silent_s()
+        own = os.environ.get("SLURMD_NODENAME", "")
+        cut_off_s = hosts.cut_off_s
+        silent = {own: cut_off_s} if cut_off_s else hosts.silent_s()
+        begun = EventKind.NODE_CUT_OFF if cut_off_s else EventKind.NODE_SILENT
         for kind, seconds, others in (
-            (EventKind.NODE_SILENT, silent, self._silent),
             (EventKind.NODE_ANSWERS, self._silent, silent),
+            (begun, silent, self._silent),
         ):
-            for node in seconds.keys() - others.keys():
+            for node in sorted(seconds.keys() - others.keys()):
                 self.write_event(kind, {"node": node, "silent_s": round(seconds[node], 1)})
         self._silent = silent
         if hosts.isolated_s >= ISOLATED_S and self.machine.phase is not Phase.ENDING:

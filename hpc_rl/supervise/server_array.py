@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.plan.schema import Plan
-from hpc_rl.records import EndedRecord, JobEvent, JobRecord, newest_job, read_job_state
+from hpc_rl.records import EndedRecord, JobRecord, newest_job, read_job_state
+from hpc_rl.requeue import JobEvent
 from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.supervise.successor import comment_option
 from hpc_rl.trial import Trial, create_exclusive

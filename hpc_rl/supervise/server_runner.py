@@ -13,8 +13,8 @@ from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ExitCode, StopCause
 from hpc_rl.name_resolve import keys
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.records import DoneRecord, EventKind, JobEvent, read_job_state
-from hpc_rl.requeue import STOPS
+from hpc_rl.records import DoneRecord, EventKind, read_job_state
+from hpc_rl.requeue import STOPS, JobEvent
 from hpc_rl.supervise import ownership
 from hpc_rl.supervise.processes import Steps
 from hpc_rl.supervise.state_machine import AttemptMachine, Finish

@@ -14,6 +14,7 @@ from hpc_rl.plan.schema import Unit
 from hpc_rl.records import EventKind
 from hpc_rl.requeue import STOPS
 from hpc_rl.supervise import exit_policy
+from hpc_rl.supervise.bad_nodes import NodeTrouble
 from hpc_rl.supervise.exit_policy import Consequence, UnitExit
 
 DRAIN_GRACE_S = 120.0
@@ -58,6 +59,7 @@ class Avoid:
 
     nodes: tuple[str, ...]
     reason: str
+    trouble: NodeTrouble = NodeTrouble.FAILED
 
 
 @dataclass(frozen=True)
@@ -195,7 +197,7 @@ class AttemptMachine:
         return [event, *(DumpStacks(one.key, one is slot) for one in self._running())]
 
     def unplaced(self, key: Key, why: str) -> list[Action]:
-        """Kill a unit of which the scheduler starts no process on its nodes."""
+        """Kill a unit whose processes the scheduler failed to start."""
         slot = self.slots[key]
         if not self._may_be_killed(slot):
             return []
@@ -300,7 +302,10 @@ class AttemptMachine:
         return avoid + self._end_all(now, follows)
 
     def _avoid(self, found: UnitExit) -> list[Action]:
-        return [Avoid(found.nodes, found.reason)] if found.nodes and found.policy.exclude_nodes else []
+        if not found.nodes or not found.policy.exclude_nodes:
+            return []
+        trouble = NodeTrouble.OUT_OF_CONTACT if found.out_of_contact else NodeTrouble.FAILED
+        return [Avoid(found.nodes, found.reason, trouble)]
 
     def _helper_exited(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
         if found.code == ExitCode.BAD_CONFIG and self._result is None:

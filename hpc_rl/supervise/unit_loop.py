@@ -32,6 +32,7 @@ from hpc_rl.trial import Attempt, write_json
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
+SECRETS_S = 2.0  # between two looks at the files with secrets
 SAME_TERM_S = 2.0  # the scheduler and the job script both bring the same TERM
 SIGNALS = {
     signal.SIGTERM: StopCause.PREEMPTION,
@@ -62,6 +63,8 @@ def obey_signals(request: Callable[[StopCause], None]) -> None:
 
     for number in SIGNALS:
         signal.signal(number, on_signal)
+    # The job script starts this process with USR1 blocked: one that came early counts now.
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 class StopRequests:
@@ -127,6 +130,8 @@ class UnitLoop(ABC):
         servers = sum(unit.role == "server" for unit in plan.units)
         self._reading_leases = RateLimit(servers / READS_PER_S)
         self._leases: dict[str, dict[str, LeaseView]] = {}  # as they were read last, by pool
+        self._secret_files = self.trial.read_secret_files()
+        self._looking_for_secrets = RateLimit(SECRETS_S)
         self._failed_starts: list[tuple[Key, int, UnitExit]] = []
 
     def run(self) -> int:
@@ -165,6 +170,8 @@ class UnitLoop(ABC):
         self.hangs.round(now)
         with tolerant("observing the trial"):
             self.observe(now)
+        if self._looking_for_secrets.due(now):
+            self._restore_secrets()
         self.grant_requests()
         while self._failed_starts:
             key, incarnation, found = self._failed_starts.pop(0)
@@ -189,8 +196,8 @@ class UnitLoop(ABC):
                     handle, _ = self.handles[key]
                     with tolerant("asking for stacks"):
                         handle.dump_stacks() if hangs else handle.send(STACKS)
-                case state_machine.Avoid(nodes, reason):
-                    self._avoid(nodes, reason)
+                case state_machine.Avoid(nodes, reason, trouble):
+                    self._avoid(nodes, reason, trouble)
                 case state_machine.LogEvent(kind, details):
                     self.write_event(kind, details)
                 case Finish():
@@ -246,6 +253,7 @@ class UnitLoop(ABC):
 
     def start_unit(self, unit: Unit, incarnation: int) -> None:
         """Start an incarnation of a unit; where that fails, it counts as an exit."""
+        self._restore_secrets()  # without them no role can begin
         key = (unit.role, unit.index)
         flags = ["--trial_dir", str(self.trial.dir), "--attempt", self.attempt.id]
         flags += ["--index", str(unit.index), "--incarnation", str(incarnation)]
@@ -261,6 +269,12 @@ class UnitLoop(ABC):
                 write_json(path, record.to_json())
         self.handles[key] = (handle, incarnation)
         self.hangs.started(key, self.clock())
+
+    def _restore_secrets(self) -> None:
+        """Write the files with secrets again if they were removed: the roles that run still use them."""
+        with tolerant("restoring the trial's secrets"):
+            for path in self.trial.restore_secret_files(self._secret_files):
+                logger.warning("%s was removed while the trial runs: it is written again", path)
 
     def unit_exited(self, key: Key, incarnation: int, launcher_code: int) -> None:
         """Find out why all processes of an incarnation have exited, and what follows."""
@@ -282,10 +296,11 @@ class UnitLoop(ABC):
         elif unit.role == "rollout":
             self.names.end(keys.ROLLOUT, holder)
 
-    def _avoid(self, nodes: Sequence[str], reason: str) -> None:
+    def _avoid(self, nodes: Sequence[str], reason: str, trouble: bad_nodes.NodeTrouble) -> None:
         # Where that can't be written the next start may get these nodes, and will report them again.
-        details = {"nodes": list(nodes), "hours": self.rules.avoid_hours, "reason": reason}
+        details = {"nodes": list(nodes), "trouble": trouble, "reason": reason}
         self.write_event(EventKind.BAD_NODES, details)
         with tolerant("recording bad nodes"):
-            bad_nodes.add(self.trial, self.attempt, nodes, reason, time.time(), self.rules.avoid_hours)
+            hours = self.rules.avoid_hours
+            bad_nodes.add(self.trial, self.attempt, nodes, reason, time.time(), hours, trouble)
         self.update_exclude_file()

@@ -153,6 +153,14 @@ class Chaos(Killed):
         )  # Slurm takes some seconds to notice; the job goes on without it, or comes back
         self._down.append(node)
 
+    def lose_first_node(self, luck: random.Random) -> None:
+        """Kill the processes of the first node one by one."""
+        self.until(lambda: not self._down)
+        first = self._hosts()[0]
+        self.cluster.kill_processes(first, luck, luck.choice((0.0, 0.005, 0.05)))
+        self._down.append(first)
+        self._seen = None
+
     def _hosts(self) -> list[str]:
         nodes = self._state().nodes
         return self.cluster.run("scontrol", "show", "hostnames", nodes).split() if nodes else []

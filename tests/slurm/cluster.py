@@ -158,6 +158,27 @@ class Cluster:
         )  # children first: the kernel wakes stopped processes (HUP, CONT) whose parent is gone
         (self.dir / "run" / f"slurmd.{node}.pid").unlink(missing_ok=True)
 
+    def kill_processes(
+        self, node: str, luck: random.Random, longest_pause_s: float = 0.02, first: str = ""
+    ) -> None:
+        """Kill the node's slurmd, its steps and all that runs below them one by one, in any order.
+
+        Each may see others die, and act. Those with the name `first` are killed first.
+        """
+        while found := self.processes(node):
+            luck.shuffle(found)
+            for doomed, _, _ in sorted(found, key=lambda one: one[1] != first):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(doomed, signal.SIGKILL)
+                time.sleep(luck.uniform(0.0, longest_pause_s))
+        (self.dir / "run" / f"slurmd.{node}.pid").unlink(missing_ok=True)
+
+    def processes(self, node: str) -> list[tuple[int, str, int]]:
+        """Return slurmd, the steps and the job processes of a node: each pid, its name, and its parent."""
+        slurmd = self._pid(f"run/slurmd.{node}.pid", "slurmd")
+        pids = {*([slurmd] if slurmd else []), *self._steps(node), *self._escaped(node)}
+        return [(pid, _comm(pid), _parent(pid)) for pid in sorted(pids) if _running(pid)]
+
     def _num_usable(self) -> int:
         with contextlib.suppress(subprocess.SubprocessError):
             return sum(
@@ -235,14 +256,15 @@ class Cluster:
         stepds = [pid for pid in _pids() if _comm(pid) == "slurmstepd" and logs & set(self._held(pid))]
         return [pid for stepd in stepds for pid in (stepd, *_below(stepd))]
 
-    def _escaped(self) -> list[int]:
-        """Job processes that left their step, known by the job's environment."""
+    def _escaped(self, node: str = "") -> list[int]:
+        """Job processes, of a node or of all, that left their step, known by the job's environment."""
         wanted, found = f"SLURM_CONF={self.conf}", []
         for pid in _pids():
             with contextlib.suppress(OSError):
                 env = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
                 if wanted in env and all(
-                    any(line.startswith(n) for line in env) for n in ("SLURM_JOB_ID=", "SLURMD_NODENAME=")
+                    any(line.startswith(n) for line in env)
+                    for n in ("SLURM_JOB_ID=", f"SLURMD_NODENAME={node}")
                 ):
                     found.append(pid)
         return [pid for pid in found if pid not in _own_ancestry()]
@@ -369,6 +391,12 @@ def _comm(pid: int) -> str:
     return ""
 
 
+def _parent(pid: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return 0
+
+
 def _below(pid: int) -> list[int]:
     children: list[int] = []
     with contextlib.suppress(OSError):
@@ -381,7 +409,7 @@ def _own_ancestry() -> set[int]:
     pid, found = os.getpid(), set()
     while pid > 1 and pid not in found:
         found.add(pid)
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        pid = _parent(pid)
     return found
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from patience import extend
 
 sys.path.insert(0, str(Path(__file__).parent))  # cluster.py is a program of its own, too
 
@@ -111,7 +112,7 @@ def until() -> Callable[..., None]:
     """`until(condition, timeout_s=90)`: wait for it."""
 
     def wait(condition: Callable[[], object], timeout_s: float = 90) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + extend(timeout_s)
         while not condition():
             assert time.monotonic() < deadline, f"not within {timeout_s:g} s"
             time.sleep(0.1)

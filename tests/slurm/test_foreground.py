@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
+from patience import extend
 from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, status, trial_of
 
 from hpc_rl.stats.read import read
@@ -115,7 +116,7 @@ def test_a_cancel_from_elsewhere_ends_the_command_and_submit_tells_of_run(cluste
     said, _ = nested.communicate(timeout=200)
     assert nested.returncode == 0
     assert "`hpc-rl run` uses the nodes" in said
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + extend(200)
     while not trial_of(clone, "second").done.exists():
         assert time.monotonic() < deadline, logs_of(trial_of(clone, "second"))
         time.sleep(0.5)

@@ -20,7 +20,7 @@ def test_it(cluster):
 def test_a_killed_run_takes_its_cluster_down(tmp_path, until, end):
     here = Path(__file__).parent
     (tmp_path / "conftest.py").write_text(
-        f"import sys\nsys.path[:0] = [{str(here)!r}]\nfrom importlib.util import spec_from_file_location, module_from_spec\n"
+        f"import sys\nsys.path[:0] = [{str(here)!r}, {str(here.parent / 'helpers')!r}]\nfrom importlib.util import spec_from_file_location, module_from_spec\n"
         f"spec = spec_from_file_location('slurm_conftest', {str(here / 'conftest.py')!r})\n"
         "module = module_from_spec(spec)\nspec.loader.exec_module(module)\n"
         "slurm_of, running_cluster, cluster = module.slurm_of, module.running_cluster, module.cluster\n"

@@ -5,6 +5,7 @@ import time
 
 import pytest
 from cluster import Cluster, speak_to
+from patience import extend
 from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, trial_of
 
 pytestmark = pytest.mark.timeout(300)
@@ -40,7 +41,7 @@ def test_the_readme_submit_on_one_node_starts_its_trainer(hyper_threading, tmp_p
         cwd=tmp_path,
     )
     trial = trial_of(tmp_path, "first")
-    deadline = time.monotonic() + 200
+    deadline = time.monotonic() + extend(200)
     while not trial.done.exists():
         assert time.monotonic() < deadline, logs_of(trial)
         time.sleep(0.5)

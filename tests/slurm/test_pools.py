@@ -13,7 +13,7 @@ from hpc_rl.rollout.batch_log.ledger import NoteRecord, read_segment, segments
 from hpc_rl.rollout.batch_log.replay import read_state
 
 pytestmark = pytest.mark.timeout(600)
-STEPS = 40
+STEPS = 200  # enough that `status` is asked while it runs
 OPTIONS = {
     "experiment_name": "sums",
     "trial_name": "taught",

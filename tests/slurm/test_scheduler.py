@@ -4,6 +4,7 @@ lines.
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -30,6 +31,8 @@ pytestmark = pytest.mark.timeout(300)
 # Start number n does line n of `acts` (the last line again and again) and notes signals.
 FAKE_PYTHON = f"""#!{sys.executable} -S
 import os, signal, sys, time
+if sys.argv[2] != "hpc_rl.app.supervisor":
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 log = open(options["--trial_dir"] + "/fake.log", "a", buffering=1)
 def stop(number, frame):
@@ -37,6 +40,7 @@ def stop(number, frame):
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
 signal.signal(signal.SIGUSR1, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 open(options["--trial_dir"] + "/fake.pid", "w").write(str(os.getpid()))
 print("start", options["--attempt"], file=log)
 acts = open(options["--trial_dir"] + "/acts").read().split()
@@ -316,6 +320,38 @@ def test_the_death_of_a_watch_with_the_first_node_brings_the_job_back(cluster, s
     until(lambda: job.state is State.DONE)
     assert job.events == ["started", "first_node_lost", "started", "ended"]
     assert job.starts == [f"{job.id}.0", f"{job.id}.1"]
+
+
+@pytest.mark.one_host("the processes of a node are found by the files that they hold")
+@pytest.mark.parametrize(
+    "first",
+    ["srun", *(pytest.param(name, marks=pytest.mark.soak) for name in ("slurmstepd", "slurm_script"))],
+)
+def test_a_first_node_whose_processes_die_one_by_one_brings_the_job_back(
+    cluster, start, until, monkeypatch, first
+):
+    """The helper of an srun ends its step; a slurmstepd that lives reports that the script was killed."""
+    monkeypatch.setenv("HPC_RL_WATCH_S", "1")
+    job = start("hang", "0", n_nodes=3)
+    until(lambda: len(list(job.trial.names.glob("watch/*"))) == 2 and not helpers_of(cluster, job))
+    cluster.kill_processes(batch_node(cluster, job), random.Random(1), first=first)
+    until(lambda: job.scheduler.states([job.id])[job.id].native == "PENDING", 120)
+    cluster.up()
+    rerun(cluster, job, until)
+    until(lambda: job.state is State.DONE)
+    begun, lost, *later = (event for event in job.events if event != "supervisor_killed")
+    assert (begun, later) == ("started", ["started", "ended"])
+    assert lost in {"slurmstepd": ["first_node_lost"], "slurm_script": ["script_killed"]}.get(
+        first, ["first_node_lost", "script_killed"]
+    )
+    assert list(dict.fromkeys(job.starts)) == [f"{job.id}.0", f"{job.id}.1"]
+
+
+def helpers_of(cluster, job: Job) -> list[int]:
+    """Return the processes of srun on the first node whose parent is an srun."""
+    node = batch_node(cluster, job)
+    sruns = {pid: parent for pid, name, parent in cluster.processes(node) if name == "srun"}
+    return [pid for pid, parent in sruns.items() if parent in sruns]
 
 
 def watches(cluster, job: Job) -> dict[str, str]:

@@ -19,9 +19,12 @@ from hpc_rl.trial import Trial
 
 pytestmark = pytest.mark.timeout(300)
 SUPERVISOR = f"""#!{sys.executable} -S
-import signal, sys, time
+import os, signal, sys, time
+if sys.argv[2] != "hpc_rl.app.supervisor":
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 open(options["--trial_dir"] + "/up." + options["--attempt"], "w").close()
 time.sleep(300)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import extend
 from toy_trials import ROOT, hpc_rl, logs_of, status, trial_of
 
 from hpc_rl.stats.read import read
@@ -28,7 +29,7 @@ def clone(tmp_path_factory) -> Path:
 
 
 def wait_for(what: str, condition, trial, timeout_s: float = 400) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + extend(timeout_s)
     while not condition():
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}\n{logs_of(trial)}"
         time.sleep(1)

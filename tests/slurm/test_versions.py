@@ -1,6 +1,6 @@
 """Trials on a private cluster of each version of Slurm: what users and Slurm do to a job, and every layout.
 
-In `make test` with the newest that Debian has.
+In `make test` the life of a trial with the newest that Debian has; the layouts are soak tests here.
 """
 
 import json
@@ -80,6 +80,7 @@ def test_the_life_of_a_trial(trials, cluster, monkeypatch):
     check_end(one)
 
 
+@pytest.mark.soak
 def test_one_heterogeneous_job(trials, cluster):
     one = trials.start(
         APART | {"launcher.slurm.layout": "hetjob"}, scheduler="slurm", total_steps=6, held=True
@@ -90,6 +91,7 @@ def test_one_heterogeneous_job(trials, cluster):
     check_end(one)
 
 
+@pytest.mark.soak
 def test_servers_as_jobs_of_their_own(trials, cluster):
     one = trials.start(APART | {"launcher.slurm.layout": "jobs"}, scheduler="slurm", total_steps=6, held=True)
     one.until(lambda: one.num_rows() >= 1)

@@ -7,10 +7,11 @@
 # recover  hpc-rl recover /shared/hpc-rl/user/maths/qwen2.5-1.5b-grpo
 # Edits are lost at the next submission. A queued job runs its own copy of this file; a successor reads it.
 # Runs the trial on this machine, detached: the part of a batch script without a scheduler.
-#
-# shellcheck disable=SC2034,SC2154 # job_policy.sh reads the variables, and sets rc
 set -euo pipefail
 trial_dir=/shared/hpc-rl/user/maths/qwen2.5-1.5b-grpo
+# A request to stop that comes before the hand-over is kept for it.
+stop_asked=0
+trap 'stop_asked=1' USR1 USR2
 
 # ==== SITE: module load and the like, shared by all scripts; to change it: hpc-rl templates eject site ====
 # A warning of `module load` must not end the job, so neither -e nor -u holds here.
@@ -37,14 +38,10 @@ cd "$workdir" || cd "$trial_dir"
 # node 0  rollout     1 process, 4 CPUs, 0 GPUs, 16384 MB
 # node 0  server      server 0-3: 1 process, 4 CPUs, 1 GPU, 65536 MB
 
-# ==== HAND-OVER: job_policy.sh starts and watches the supervisor ====
-scheduler=local n_nodes=1 script_name=local.sh attempts=attempts
-recover_mode=auto recover_retries=3 start_mode=auto from_step='' new_batches=0
-pre_job_hooks=() pre_node_hooks=()
-post_node_hooks=() post_job_hooks=()
-on_preempt_hooks=()
-hook_limit_s=300 on_preempt_limit_s=20
-# shellcheck source=/dev/null
-source "$trial_dir/scripts/job_policy.sh"
-run_job "$@"
-exit "$rc"
+# ==== HAND-OVER: hpc_rl.app.job starts and watches the supervisor ====
+# A request to stop must not end Python before it listens.
+trap '' USR1 USR2
+exec "$python" -m hpc_rl.app.job trial_dir="$trial_dir" workdir="$workdir" python="$python" \
+  stop_asked="$stop_asked" scheduler=local script_name=local.sh attempts=attempts \
+  recover_mode=auto recover_retries=3 start_mode=auto from_step='' new_batches=0 n_nodes=1 \
+  hook_limit_s=300 on_preempt_limit_s=20 -- "$@"

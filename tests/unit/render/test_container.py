@@ -25,6 +25,7 @@ BASE = [
     "actor.path=/models/warm",
 ]
 IMAGES = ["launcher.slurm.trainer_image=/images/t.sif", "launcher.slurm.inference_server_image=/images/s.sif"]
+SQSH = [image.replace(".sif", ".sqsh") for image in IMAGES]
 PYXIS = "launcher.slurm.container_type=pyxis"
 ENV = {
     "PYTHONPATH": "/shared/runs/u/e/t/scripts/w.zip:/home/me/code:/opt/module/lib",
@@ -149,13 +150,13 @@ def test_pyxis_unpacks_an_image_once_per_node_and_role():
         "allocation_mode=sglang:d2+sglang[judge]:d2+fsdp:d4",
     ]
     for given in ([], pools):
-        named = names_of(PYXIS, *IMAGES, *given)
+        named = names_of(PYXIS, *SQSH, *given)
         assert len(set(named)) == len(named) and all(
             name.startswith('--container-name=hpc-rl-"$SLURM_JOB_ID"-') for name in named
         )
-    assert set(names_of(PYXIS, *IMAGES, "launcher.slurm.container_args=[--container-name=mine]")) == {""}
-    of_trial = launch_lines(plan(PYXIS, *IMAGES), TRIAL, WORKDIR)[0]["container_name"]
-    assert of_trial != launch_lines(plan(PYXIS, *IMAGES), TRIAL / "other", WORKDIR)[0]["container_name"]
+    assert set(names_of(PYXIS, *SQSH, "launcher.slurm.container_args=[--container-name=mine]")) == {""}
+    of_trial = launch_lines(plan(PYXIS, *SQSH), TRIAL, WORKDIR)[0]["container_name"]
+    assert of_trial != launch_lines(plan(PYXIS, *SQSH), TRIAL / "other", WORKDIR)[0]["container_name"]
     assert set(names_of(*IMAGES)) == {""}
 
 
@@ -261,6 +262,7 @@ def test_strange_characters_stay_one_word(text):
             ["launcher.slurm.rollout_image=r.sif"],
             "rollout_image r.sif is not a path: use /…/r.sif or ./r.sif",
         ),
+        ([PYXIS, *SQSH, IMAGES[0]], "/images/t.sif is an image of apptainer; pyxis needs a .sqsh file"),
         (["launcher.slurm.trainer_image=/a:b.sif"], "the path of an image can't contain a colon"),
         (
             ["launcher.slurm.container_type=none", IMAGES[0]],
@@ -318,7 +320,7 @@ def test_refusals(overrides, words):
 
 def test_pyxis_needs_slurm():
     with pytest.raises(ConfigError, match=r"launcher\.slurm\.container_type pyxis needs srun"):
-        plan(PYXIS, *IMAGES, scheduler="local")
+        plan(PYXIS, *SQSH, scheduler="local")
     plan(PYXIS, scheduler="local")  # no image: nothing to start with it
 
 

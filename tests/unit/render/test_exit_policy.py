@@ -1,4 +1,4 @@
-"""Every row of the tables in requeue.py, as the job script follows it under bash with a supervisor of a few lines."""
+"""Every row of the tables in requeue.py, as the job script follows it with a supervisor of a few lines."""
 
 import os
 import signal
@@ -7,13 +7,16 @@ import time
 from pathlib import Path
 
 import pytest
+from job_scripts import RUN_JOB
 
 from hpc_rl.errors import ExitCode, StopCause
 from hpc_rl.files import JsonLines
 from hpc_rl.requeue import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP, ScriptAction
 from hpc_rl.trial import Trial
 
-SUPERVISOR = """#!/bin/bash
+SUPERVISOR = (
+    f"#!/bin/bash\n{RUN_JOB}"
+    + """
 echo start >>"$HERE/starts"
 if [[ -e $HERE/waits ]]; then sleep 60 & touch "$HERE/waiting"; wait; fi
 code=$(head -n 1 "$HERE/code")
@@ -22,6 +25,7 @@ if grep -qx "$number" "$HERE/progress" 2>/dev/null; then mkdir "$HERE/exp/one/re
 if [[ $code == KILL ]]; then kill -s KILL $$; fi
 exit "$code"
 """
+)
 SCONTROL = """#!/bin/bash
 echo "$*" >>"$HERE/calls"
 if [[ $2 == job ]]; then cat "$HERE/reason"; fi

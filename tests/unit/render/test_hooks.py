@@ -1,4 +1,4 @@
-"""Hooks under a real bash: the local runner with a supervisor that only notes that it was started."""
+"""Hooks of a real job script: the local runner with a supervisor that only notes that it was started."""
 
 import fcntl
 import os
@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from job_scripts import RUN_JOB
 
 from hpc_rl.config.sections.cluster import HooksConfig
 from hpc_rl.errors import ConfigError
@@ -16,11 +17,14 @@ from hpc_rl.files import JsonLines
 from hpc_rl.render.hooks import gather, removal
 from hpc_rl.trial import Trial
 
-SUPERVISOR = """#!/bin/bash
+SUPERVISOR = (
+    f"#!/bin/bash\n{RUN_JOB}"
+    + """
 echo supervisor >>"$NOTES"
 if [[ -e $NOTES.wait ]]; then trap 'exit 143' TERM; touch "$NOTES.waits"; while :; do sleep 0.05; done; fi
 exit "$(cat "$NOTES.code" 2>/dev/null || echo 0)"
 """
+)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from job_scripts import RUN_JOB
 
 from hpc_rl.config.loading.fields import options
 from hpc_rl.config.loading.load import Loaded, load
@@ -22,7 +23,7 @@ from hpc_rl.config.sections.experiment import SFTConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.jinja_environment import LINE_BREAK
-from hpc_rl.render.lint import bash_problems, directive_problems
+from hpc_rl.render.lint import check_bash, check_directives
 from hpc_rl.render.scripts import Stamp, render, script_name
 from hpc_rl.trial import Trial
 
@@ -69,7 +70,7 @@ HOSTILE = [
     "*?[a-z]~!!",
     "{{ 1 + 1 }}{% raw %}",
 ]
-STUB = '#!/bin/bash\nprintf "%s\\0" "$@" "$PYTHONPATH" "$PWD" >>"$HERE/argv"\n'
+STUB = f"#!/bin/bash\n{RUN_JOB}" + 'printf "%s\\0" "$@" "$PYTHONPATH" "$PWD" >>"$HERE/argv"\n'
 
 
 @functools.cache
@@ -169,9 +170,9 @@ def _execute(texts: dict[str, str], trial: Trial, root: Path, here: Path, schedu
         (trial.scripts / name).write_text(script)
         (trial.scripts / name).chmod(0o755)
     main = script_name(scheduler)
-    for name in (main, "site.sh", "exit_policy.sh", *(["steps.sh"] if scheduler == "slurm" else [])):
-        assert bash_problems(texts[name]) == [], name
-    assert [problem for problem in directive_problems(texts[main]) if "variable" not in problem] == []
+    for name in (main, "site.sh", *(["steps.sh"] if scheduler == "slurm" else [])):
+        assert check_bash(texts[name]) == [], name
+    assert [problem for problem in check_directives(texts[main]) if "variable" not in problem.message] == []
     first = next(i for i, line in enumerate(texts[main].split("\n")) if line and not line.startswith("#"))
     assert texts[main].split("\n")[first] == "set -euo pipefail", "a text became a line of the script"
     (here / "argv").unlink(missing_ok=True)

@@ -1,18 +1,21 @@
-"""Which nodes a requeued job avoids: job_policy.sh under bash, with programs that only note their calls."""
+"""Which nodes the next start avoids: the program of a job script, with programs that only note their calls."""
 
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from job_scripts import ROOT, write_programs
 
-from hpc_rl.render.jinja_environment import template_root
+from hpc_rl.files import JsonLines
 
-POLICY = template_root() / "templates" / "job_policy.sh"
-SCONTROL = """#!/bin/bash
+PROGRAM = """#!/bin/bash
+if [[ "$*" == *app.supervisor* ]]; then exit 75; fi
 if [[ "$1 $2" == "show job" ]]; then
-  [[ ! -e $CALLS.away ]] || { rm "$CALLS.away"; exit 1; }
+  [[ ! -e $CALLS.away ]] || { rm "$CALLS.away"; echo away >>"$CALLS"; exit 1; }
   echo "JobId=7 Restarts=$RESTARTS BatchFlag=1"
 elif [[ $1 == show ]]; then
   tr , '\\n' <<<"$3"
@@ -20,6 +23,9 @@ else
   echo "${0##*/} $*" >>"$CALLS"
 fi
 """
+# With less patience than the program has.
+RUN = "import sys; from hpc_rl.supervise import job_runner; job_runner.ASK_EVERY_S = 0.1; "
+RUN += "from hpc_rl.app.job import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize(
@@ -30,7 +36,7 @@ fi
         ("n2", "n9", ["scontrol update jobid=7 ExcNodeList=n9,n2"]),
         ("", None, ["scontrol update jobid=7 ExcNodeList="]),  # their time is over
         ("", "n9", ["scontrol update jobid=7 ExcNodeList=n9"]),
-        ("n1,n2,n3,n4", "n9", ["scontrol update jobid=7 ExcNodeList=n9"]),  # too few would be left
+        ("n1,n2,n3,n4", "n9", ["scontrol update jobid=7 ExcNodeList=n9,n1,n2"]),  # as many as leave two
     ],
 )
 def test_a_requeue_names_bad_nodes_and_takes_back_those_whose_time_is_over(tmp_path, told, own, calls):
@@ -69,87 +75,87 @@ def test_submitit_requeues_what_is_recorded(tmp_path):
 
 
 def test_a_start_that_was_cut_off_does_not_requeue_the_start_after_it(tmp_path):
-    assert asked(tmp_path, None, restarts="1", code=75) == []
+    assert asked(tmp_path, None, restarts="1") == []
+
+
+@pytest.mark.parametrize(
+    ("bad", "excluded"),
+    [("n2,n4", "n2"), ("n4,n2", "n4"), ("n2", "n2"), ("n9,n4", "n9,n4"), ("n2,n2", "n2")],
+)
+def test_of_five_nodes_a_job_of_four_avoids_the_worst_one(tmp_path, bad, excluded):
+    calls = asked(tmp_path, bad, num_all=5, num_nodes=4)
+    assert calls == ["scontrol requeue 7", f"scontrol update jobid=7 ExcNodeList={excluded}"]
 
 
 def test_a_scheduler_that_does_not_answer_is_waited_for(tmp_path):
     (tmp_path / "calls.away").touch()
-    (tmp_path / "sleep").write_text('#!/bin/bash\necho "sleep $*" >>"$CALLS"\n')
-    (tmp_path / "sleep").chmod(0o755)
-    assert asked(tmp_path, None) == ["sleep 10", "scontrol requeue 7"]
+    assert asked(tmp_path, None) == ["away", "scontrol requeue 7"]
 
 
-@pytest.mark.parametrize("blamed", [False, True])
-def test_in_an_allocation_an_attempt_that_blames_a_node_is_the_last(tmp_path, blamed):
+@pytest.mark.parametrize("is_blamed", [False, True])
+def test_in_an_allocation_an_attempt_that_blames_a_node_is_the_last(tmp_path, is_blamed):
     """A start in place would get the same node; `hpc-rl run` shows the reason."""
-    own = tmp_path / "attempts" / "7-abc.0"
+    own = tmp_path / "trial" / "attempts" / "7-abc.0"
     own.mkdir(parents=True)
-    events = [{"time": 1.0, "event": "bad_nodes", "nodes": ["n2", "n3"], "hours": 24}] if blamed else []
+    events = [{"time": 1.0, "event": "bad_nodes", "nodes": ["n2", "n3"], "hours": 24}] if is_blamed else []
     (own / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
-    for folder in ("jobs", "scripts"):
-        (tmp_path / folder).mkdir()
-    (tmp_path / "scripts" / "exit_policy.sh").touch()
-    settings = f"trial_dir='{tmp_path}' scheduler=allocation attempts=attempts rc=75"
-    call = 'name_job 7-abc; if start_again; then echo "start $restart"; else echo "end: $reason"; fi'
-    done = subprocess.run(
-        ["bash", "-c", f"set -euo pipefail; {settings}; source '{POLICY}'; {call}"],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    if blamed:
-        assert done.stdout.startswith("end: ") and "n2,n3" in done.stdout
+    assert asked(tmp_path, None, arguments=["7-abc"], scheduler="allocation") == []
+    lines = JsonLines(tmp_path / "trial" / "jobs" / "7-abc.state").poll()
+    if is_blamed:
+        assert [line["event"] for line in lines] == ["started", "ended"] and "n2,n3" in lines[-1]["reason"]
     else:
-        assert done.stdout == "start 1\n"
+        assert [line["event"] for line in lines][:3] == ["started", "requeued", "started"]
 
 
 def asked(
-    tmp_path: Path, told: str | None, restarts: str = "0", code: int = 0, **given: str | None
+    tmp_path: Path,
+    told: str | None,
+    restarts: str = "0",
+    arguments: list[str] | None = None,
+    num_all: int = 4,
+    num_nodes: int = 2,
+    **given: Any,
 ) -> list[str]:
-    """What is called when a job that stopped with code 75 asks to continue, with this list of bad nodes.
+    """What is called when a job whose supervisor stopped with code 75 asks to continue.
 
     Args:
         tmp_path: Where the programs are.
-        told: The nodes that are bad.
+        told: The nodes that are bad, the worst first; None where none ever was.
         restarts: How often Slurm has started the job again.
-        code: With which the script exits.
+        arguments: Those of the script.
+        num_all: Nodes of the partition: n1, n2, …
+        num_nodes: Nodes of the job.
         given: Settings of the script.
     """
     here = tmp_path / "trial"
-    for folder in ("jobs", "scripts"):
+    for folder in ("jobs", "scripts", "intent", "recover"):
         (here / folder).mkdir(parents=True)
-    (here / "scripts" / "exit_policy.sh").write_text(
-        "declare -A after_stop after_exit exit_reason stop_reason\n"
-    )
     if told is not None:
         (here / "jobs" / "7.exclude").write_text(told + "\n")
-    for name, content in (
-        ("scontrol", SCONTROL),
-        ("python", SCONTROL),
-        ("sinfo", "#!/bin/bash\nprintf 'n%s\\n' 1 2 3 4\n"),
-    ):
-        (tmp_path / name).write_text(content)
-        (tmp_path / name).chmod(0o755)
-    values = {
+    sinfo = f"#!/bin/bash\nprintf 'n%s\\n' {{1..{num_all}}}\n"
+    write_programs(tmp_path, {"scontrol": PROGRAM, "python": PROGRAM, "sinfo": sinfo})
+    settings = {
         "trial_dir": here,
+        "workdir": here,
         "python": "python",
         "scheduler": "slurm",
-        "backend": "sbatch",
-        "layout": "allocation",
-        "continue_by": "requeue",
-        "exclude": "",
-        "job_name": "name",
         "script_name": "trial.sbatch",
+        "attempts": "attempts",
+        "recover_mode": "auto",
+        "recover_retries": 3,
+        "start_mode": "auto",
+        "job_name": "name",
         **{name: value for name, value in given.items() if value is not None},
     }
-    settings = " ".join(f"{name}='{value}'" for name, value in values.items())
+    words = [f"{name}={value}" for name, value in settings.items()]
     env = {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
         "CALLS": str(tmp_path / "calls"),
         "RESTARTS": restarts,
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_PARTITION": "main",
-        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NUM_NODES": str(num_nodes),
         "SLURM_ARRAY_JOB_ID": "7",
         "SLURM_ARRAY_TASK_ID": "3",
     }
@@ -158,7 +164,7 @@ def asked(
             f"SLURM_JOB_PARTITION_HET_GROUP_{number}": "main",
             f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}": "1",
         }
-    calls = f"set -euo pipefail; {settings}; source '{POLICY}'; name_job '' 0 100; rc=75; ask_again '\"code\": 75'"
-    assert subprocess.run(["bash", "-c", calls], env=env, check=False).returncode == code
+    argv = [sys.executable, "-c", RUN, *words, "--", *(arguments or ["", "0", "100"])]
+    assert subprocess.run(argv, env=env, check=False).returncode == 75
     noted = tmp_path / "calls"
     return noted.read_text().splitlines() if noted.exists() else []

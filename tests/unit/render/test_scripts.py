@@ -1,6 +1,7 @@
 """The text of the scripts; their behaviour is tested with bash and Slurm elsewhere."""
 
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,23 @@ import pytest
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.schema import Group, Unit
-from hpc_rl.render.jinja_environment import template_root
+from hpc_rl.render import scripts as script_names
 from hpc_rl.render.slurm_options import directives, signal_lead_s
+
+CLUSTER_PAGE = Path(__file__).resolve().parents[3] / "docs" / "cluster.md"
+
+
+def test_the_docs_name_every_script():
+    table = (
+        CLUSTER_PAGE.read_text().partition("| file in `<trial>/scripts/` | holds |\n")[2].partition("\n\n")[0]
+    )
+    names = ("TRIAL", "SERVERS", "LOCAL", "SITE", "STEPS", "PARAMETERS")
+    known = {getattr(script_names, name) for name in names}
+    assert set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == {
+        *known,
+        "hook.<event>.<n>",
+        "hpc_rl-….zip",
+    }
 
 
 def test_options_that_are_not_set_are_not_there(script):
@@ -200,16 +216,16 @@ def test_a_launch_line_can_be_changed(scripts, tmp_path):
 @pytest.mark.parametrize(
     "name", ["sbatch/trial.sbatch.j2", "sbatch/servers.sbatch.j2", "templates/local.sh.j2"]
 )
-def test_a_site_block_at_its_old_place_is_refused_with_the_new_one(script, tmp_path, name):
+def test_a_block_of_another_template_is_refused_with_the_name_of_that_template(script, tmp_path, name):
     text = f'{{% extends "below/{name}" %}}{{% block site %}}\nmodule load cuda\n{{% endblock %}}'
     site = override(tmp_path, text, name)
-    with pytest.raises(ConfigError, match=r"has no block 'site': .* templates/site\.sh\.j2"):
+    with pytest.raises(ConfigError, match=r"has no block 'site'; templates/site\.sh\.j2 has it"):
         script("slurm", site=site)
 
 
 def test_a_block_that_does_not_exist_is_refused(script, tmp_path):
     site = override(tmp_path, EXTENDS + "{% block sight %}x{% endblock %}")
-    with pytest.raises(ConfigError, match=r"has no block 'sight': it has resources, accounting"):
+    with pytest.raises(ConfigError, match=r"has no block 'sight'\. Its blocks: resources, accounting"):
         script("slurm", site=site)
 
 
@@ -227,15 +243,6 @@ def test_a_broken_site_template_is_told(script, tmp_path):
 def test_a_missing_templates_dir_is_refused(script, tmp_path):
     with pytest.raises(ConfigError, match="templates_dir"):
         script("slurm", own=tmp_path / "nowhere")
-
-
-def test_the_policy_is_the_same_for_every_trial(scripts):
-    texts = {
-        scripts(*how, mode=mode)["job_policy.sh"]
-        for how in (["local"], ["slurm"])
-        for mode in ("auto", "fault")
-    }
-    assert texts == {(template_root() / "templates" / "job_policy.sh").read_text()}
 
 
 def test_a_short_job_is_not_told_at_its_start():

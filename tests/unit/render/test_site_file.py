@@ -4,14 +4,18 @@ import os
 import subprocess
 
 import pytest
+from job_scripts import RUN_JOB
 
 from hpc_rl.config.loading.load import load
 from hpc_rl.errors import ConfigError
 from hpc_rl.render.scripts import script_name
 
-STUB = """#!/bin/bash
+STUB = (
+    f"#!/bin/bash\n{RUN_JOB}"
+    + """
 { env; echo "limits=$(ulimit -Sn) $(ulimit -Sc) umask=$(umask)"; } >"$HERE/seen"
 """
+)
 MODULE = """module() { echo "warning: $2" >&2; export "LOADED=${LOADED:-} $2"; return 1; }
 export SITE=first PLACE=site PROXY_FREE=${DISPLAY:-none}
 false

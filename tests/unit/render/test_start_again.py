@@ -1,4 +1,4 @@
-"""How the batch script continues, under a real bash: Slurm's programs and the supervisor note their calls, and wait
+"""How the batch script continues: Slurm's programs and the supervisor note their calls, and wait
 where the test says so. A cancel must count whenever it comes."""
 
 import os
@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from job_scripts import RUN_JOB
 
 from hpc_rl.files import JsonLines
 from hpc_rl.trial import Trial
 
 PROGRAM = """#!/bin/bash
+{first}
 echo "{name} $*" >>"$HERE/calls"
 if [[ -e $HERE/waits && "{name} $*" == $(cat "$HERE/waits") ]]; then while [[ ! -e $HERE/go ]]; do read -rt 0.05 <> <(:); done; fi
 {does}
@@ -48,7 +50,9 @@ class Script:
         programs = self.here / "bin"
         programs.mkdir()
         for name, does in DOES.items():
-            (programs / name).write_text(PROGRAM.format(name=name, does=does))
+            (programs / name).write_text(
+                PROGRAM.format(first=RUN_JOB if name == "python" else "", name=name, does=does)
+            )
             (programs / name).chmod(0o755)
         answers = {"code": "75", "refuses": str(int(refuses)), "reason": reason, "next": next_job}
         for name, text in answers.items():

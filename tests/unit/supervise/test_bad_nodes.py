@@ -18,6 +18,7 @@ def test_nodes_are_kept_until_their_time_is_over(tmp_path):
         "since": 3600,
         "reason": "lost",
         "attempt": "7.1",
+        "trouble": "failed",
     }
     assert bad_nodes.current(trial, 99999) == {}
 
@@ -54,3 +55,32 @@ def test_a_server_task_has_a_bad_nodes_file_of_its_own(tmp_path):
         "the longer time counts"
     )
     assert "n2" not in trial.bad_nodes.read_text()
+
+
+def test_a_node_that_was_out_of_contact_is_avoided_for_a_shorter_time_the_first_time(tmp_path):
+    trial = Trial(tmp_path / "u" / "e" / "t")
+    trial.make_dirs()
+    hour = 3600
+
+    def lose(now: float) -> None:
+        trouble = bad_nodes.NodeTrouble.OUT_OF_CONTACT
+        bad_nodes.add(trial, trial.attempt("7.0"), ["n1"], "lost", now, hours=24, trouble=trouble)
+
+    lose(0)
+    assert "n1" in bad_nodes.current(trial, 0.9 * hour) and not bad_nodes.current(trial, 1.1 * hour)
+    lose(5 * hour)
+    assert "n1" in bad_nodes.current(trial, 28 * hour) and not bad_nodes.current(trial, 30 * hour)
+    lose(60 * hour)
+    assert not bad_nodes.current(trial, 62 * hour), "the earlier ones are long ago"
+
+
+def test_the_worst_come_first_then_the_newest(tmp_path):
+    trial = Trial(tmp_path / "u" / "e" / "t")
+    trial.make_dirs()
+    attempt, contact = trial.attempt("7.0"), bad_nodes.NodeTrouble.OUT_OF_CONTACT
+    bad_nodes.add(trial, attempt, ["n1"], "broken", 0, hours=24)
+    bad_nodes.add(trial, attempt, ["n2"], "broken", 10, hours=24)
+    bad_nodes.add(trial, attempt, ["n4", "n3"], "lost", 20, hours=24, trouble=contact)
+    bad_nodes.add(trial, attempt, ["n5"], "lost", 30, hours=24, trouble=contact)
+    bad_nodes.write_exclude_file(trial, "7", 40)
+    assert trial.exclude("7").read_text() == "n2,n1,n5,n3,n4\n"

@@ -46,6 +46,28 @@ def test_a_host_that_answered_once_counts_as_silent_after_a_while(network):
     assert watch.silent_s() == {} and watch.isolated_s == 0
 
 
+def test_a_node_that_no_other_one_answers_is_cut_off_itself_where_there_are_several(network):
+    watch = watch_of(network)
+    watch.look()
+    network.up = set()
+    watch.look()
+    assert watch.cut_off_s == 0
+    network.now += SILENT_S
+    watch.look()
+    assert watch.cut_off_s == SILENT_S
+    network.up = {"n2"}
+    watch.look()
+    assert watch.cut_off_s == 0
+    network.up = {"n2"}
+    of_two = HostWatch({"n2": ""}, network.scheduler_answers, lambda: network.now)
+    of_two.look()
+    network.up, network.now = set(), network.now + 1
+    of_two.look()
+    network.now += SILENT_S
+    of_two.look()
+    assert of_two.silent_s() and of_two.cut_off_s == 0
+
+
 def test_it_is_cut_off_only_without_hosts_and_scheduler(network):
     watch = watch_of(network)
     watch.look()

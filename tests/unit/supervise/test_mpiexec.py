@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from launch_lines import write_steps
+from patience import extend
 
 from hpc_rl.net import LOOPBACK
 from hpc_rl.plan.schema import MpiStart, Unit
@@ -79,7 +80,7 @@ def start(attempt: Attempt, tmp_path: Path, how: str = "waits") -> MpiexecHandle
 
 def poll(handle: MpiexecHandle, until, timeout_s: float = 20.0) -> int | None:
     """Poll until the condition holds; return the last answer."""
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + extend(timeout_s)
     while True:
         code = handle.poll()
         if until(code):

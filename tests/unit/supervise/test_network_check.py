@@ -7,9 +7,8 @@ import threading
 
 import pytest
 
-from hpc_rl.supervise import network_node
+from hpc_rl.net import answer_callers, find_unreached
 from hpc_rl.supervise.network_check import Preflight, judge
-from hpc_rl.supervise.network_node import unreached
 
 HOSTS = ["n1", "n2", "n3", "n4"]
 SAID = {
@@ -80,7 +79,7 @@ def answering():
 def test_an_address_that_another_node_has_too_is_not_reached(answering):
     with socket.create_server(("127.0.0.1", 0)) as server:
         closed = server.getsockname()
-    found = unreached({"n2": answering, "n3": answering, "n4": closed})
+    found = find_unreached({"n2": answering, "n3": answering, "n4": closed})
     assert found["n3"] == "n2 answers there"
     assert "refused" in found["n4"].lower()
     assert "n2" not in found
@@ -136,9 +135,9 @@ def test_an_srun_that_fails_by_itself_blames_no_node_and_is_told(run, before):
 
 def test_a_caller_that_hangs_up_leaves_a_node_reachable():
     with socket.create_server(("127.0.0.1", 0)) as server:
-        threading.Thread(target=network_node._answer, args=(server, "n2"), daemon=True).start()
+        answer_callers(server, "n2")
         for _ in range(20):
             caller = socket.create_connection(server.getsockname())
             caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
             caller.close()
-        assert unreached({"n2": server.getsockname()}) == {}
+        assert find_unreached({"n2": server.getsockname()}) == {}

@@ -196,7 +196,7 @@ class FakeHosts:
     """What a HostWatch says."""
 
     def __init__(self) -> None:
-        self.silent, self.isolated_s = {}, 0.0
+        self.silent, self.isolated_s, self.cut_off_s = {}, 0.0, 0.0
 
     def silent_s(self) -> dict[str, float]:
         return self.silent
@@ -224,6 +224,22 @@ def test_silent_nodes_are_reported_once_and_a_supervisor_that_is_cut_off_ends(ma
     assert len(abandoned) == 1 and "cut off" in abandoned[0].reason
     runner.round()
     assert runner.finish is not None and runner.finish.code == ExitCode.STOPPED
+
+
+def test_a_supervisor_that_is_cut_off_blames_its_own_node(make, monkeypatch):
+    runner, hosts = make(), FakeHosts()
+    runner._hosts = hosts
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    for hosts.silent, hosts.cut_off_s in (({"n2": 30.0}, 0.0), ({"n2": 40.0, "n3": 11.0}, 11.0), ({}, 0.0)):
+        runner.observe(0.0)
+    kinds = (EventKind.NODE_SILENT, EventKind.NODE_CUT_OFF, EventKind.NODE_ANSWERS)
+    told = [(event.kind, event.node) for event in read_events(runner.attempt) if event.kind in kinds]
+    assert told == [
+        (EventKind.NODE_SILENT, "n2"),
+        (EventKind.NODE_ANSWERS, "n2"),
+        (EventKind.NODE_CUT_OFF, "n1"),
+        (EventKind.NODE_ANSWERS, "n1"),
+    ]
 
 
 @pytest.mark.parametrize("mode", ["auto", "disabled"])

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from patience import extend
 from toy_plans import toy_plan
 
 from hpc_rl.config.loading.stored import from_dict
@@ -103,7 +104,7 @@ class Running:
         self.code = self.job.run()
 
     def until(self, what, timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + extend(timeout_s)
         while not what():
             assert time.monotonic() < deadline
             time.sleep(0.01)

@@ -75,7 +75,7 @@ class World:
                     self.killed.append(key)
                 case DumpStacks(key, hangs):
                     self.dumped.append((key, hangs))
-                case Avoid(nodes, _):
+                case Avoid(nodes):
                     self.avoided += nodes
                 case LogEvent():
                     self.records.append(action)
@@ -430,7 +430,7 @@ def test_unusable_data_lets_the_trainer_save_first(world):
     assert world.asked == [TRAINER]
     world.end(TRAINER, 75)
     world.all_end()
-    assert world.finish.code == 70 and "check the data" in world.finish.reason
+    assert world.finish.code == 70 and "Check the data" in world.finish.reason
 
 
 def test_a_trainer_without_work_near_the_end_stopped_for_time(world):

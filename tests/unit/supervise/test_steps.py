@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from launch_lines import write_steps
+from patience import extend
 from toy_plans import toy_plan
 
 from hpc_rl.errors import ConfigError
@@ -43,7 +44,7 @@ def start(attempt, code: str, tasks: int = 1, environ: dict | None = None, **mor
 
 
 def wait(handle, timeout_s: float = 10.0) -> int:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + extend(timeout_s)
     while (code := handle.poll()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -51,7 +52,7 @@ def wait(handle, timeout_s: float = 10.0) -> int:
 
 
 def until_up(attempt, num: int) -> None:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + extend(10)
     while sum("up" in path.read_text() for path in (attempt.dir / "logs").iterdir()) < num:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -127,7 +128,7 @@ def test_peers_of_a_task_that_ended_get_a_bounded_time(attempt, monkeypatch):
     code = f"import os, sys\nif os.environ['HPC_RL_RANK'] == '1': sys.exit(70)\n{DEAF}"
     started = time.monotonic()
     assert wait(start(attempt, code, tasks=3)) == 70
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < extend(5)
 
 
 def test_what_a_task_leaves_in_its_group_ends_with_it(attempt):
@@ -135,7 +136,7 @@ def test_what_a_task_leaves_in_its_group_ends_with_it(attempt):
     handle = start(attempt, code)
     wait(handle)
     pid = int(attempt.log("trainer", 0, 0).read_text().split()[0])
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + extend(5)
     while start_ticks(pid) is not None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -183,7 +184,7 @@ def srun_start(attempt, out: Path, own: Unit | None = None, components: list[int
     write_steps(attempt.trial, own, layout="hetjob" if components else "allocation")
     steps = SrunSteps(["a1", "a2", "b7"], environ, components)
     handle = steps.start(own, ["python", "-m", "m"], attempt, 3)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + extend(5)
     while not (out / "pid").exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from launch_lines import write_steps
+from patience import extend
 
 from hpc_rl.plan.schema import Container, Unit
 from hpc_rl.proc import start_ticks
@@ -73,7 +74,7 @@ def start(attempt: Attempt, container: Container, code: str, **env: str):
 
 
 def wait(handle) -> int:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + extend(60)
     while (code := handle.poll()) is None:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -82,7 +83,7 @@ def wait(handle) -> int:
 
 def said(attempt: Attempt, word: str) -> str:
     """The line of the role's log that begins with a word, once it is there."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + extend(60)
     log = attempt.log("trainer", 0, 0)
     while (
         not (
@@ -98,7 +99,7 @@ def said(attempt: Attempt, word: str) -> str:
 
 
 def gone(*pids: int) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + extend(60)
     while any(start_ticks(pid) is not None for pid in pids):
         assert time.monotonic() < deadline
         time.sleep(0.02)

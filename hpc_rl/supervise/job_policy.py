@@ -1,0 +1,258 @@
+"""What a job script decides: the names of its job, whether it starts again, which nodes it avoids. Pure.
+
+The job script starts before anything else of a trial, and in some 50 ms. So this module, and those that it is
+used with (job_loop.py, job_hooks.py, job_runner.py), import only a little of the
+standard library. They have paths as text; a test compares these with the paths of trial.py.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from hpc_rl.errors import ExitCode, StopCause
+from hpc_rl.requeue import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP, ScriptAction, ScriptRule
+
+KILLED_BY_SYSTEM = int(ExitCode.KILLED_BY_SYSTEM)
+SERVERS = "servers.sbatch"
+# What sbatch derived from the job's own request: every srun states what it needs.
+SLURM_DEFAULTS = (
+    *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"),
+    *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_TRES_PER_TASK"),
+    *("SLURM_GPUS", "SLURM_GPUS_PER_NODE", "SLURM_GPUS_PER_TASK"),
+)
+STEP_PREFIXES = ("SLURM_STEP", "SLURM_CPU_BIND")
+STEP_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID", "SLURM_DISTRIBUTION")
+
+
+class JobSettings(NamedTuple):
+    """What the rendered script hands over, as words `name=value`."""
+
+    trial_dir: str
+    python: str
+    workdir: str
+    scheduler: str  # slurm, local; or allocation: in the foreground of a Slurm job
+    script_name: str
+    attempts: str  # folder of the trial
+    recover_mode: str
+    recover_retries: int
+    start_mode: str
+    from_step: str = ""
+    new_batches: bool = False
+    n_nodes: int = 1
+    backend: str = "sbatch"
+    layout: str = "allocation"
+    continue_by: str = "requeue"
+    job_name: str = ""
+    exclude: str = ""  # nodes that the configuration excludes
+    pre_job: tuple[str, ...] = ()  # file names below scripts/
+    pre_node: tuple[str, ...] = ()
+    post_node: tuple[str, ...] = ()
+    post_job: tuple[str, ...] = ()
+    on_preempt: tuple[str, ...] = ()
+    hook_limit_s: float = 300.0
+    on_preempt_limit_s: float = 20.0
+    stop_asked: bool = False  # a signal asked for a stop before this program could listen
+
+    @property
+    def is_slurm(self) -> bool:
+        return self.scheduler == "slurm"
+
+    @property
+    def is_server_task(self) -> bool:
+        return self.script_name == SERVERS
+
+    @property
+    def steps(self) -> str:
+        """How the supervisor starts processes."""
+        return "process" if self.scheduler == "local" else "srun"
+
+
+def parse_words(words: Sequence[str]) -> tuple[JobSettings, list[str]]:
+    """Return the settings, and the arguments of the script, which follow the word `--`. Raises ValueError."""
+    end = words.index("--")
+    hints = JobSettings.__annotations__
+    values: dict[str, object] = {}
+    for word in words[:end]:
+        name, equals, text = word.partition("=")
+        if name not in hints or not equals:
+            raise ValueError(f"{word!r} is not a setting of a job script.")
+        if hints[name] is bool:
+            values[name] = text == "1"
+        elif hints[name] in (int, float):
+            values[name] = hints[name](text)
+        else:
+            values[name] = text if hints[name] is str else tuple(text.split())
+    return JobSettings(**values), list(words[end + 1 :])  # type: ignore[arg-type]
+
+
+# --- names ------------------------------------------------------------------------------------------------
+
+
+class JobNames(NamedTuple):
+    """The ids of a job, and the files that it shares with the commands of its trial."""
+
+    trial_dir: str
+    attempts: str
+    job_id: str  # of the submission; a successor keeps it
+    slurm_job: str  # as Slurm calls the job that runs now; empty without Slurm
+    trial_job: str  # of a task of a server array: the job that it serves
+    restart: int
+
+    @property
+    def attempt(self) -> str:
+        return f"{self.job_id}.{self.restart}"
+
+    @property
+    def attempt_dir(self) -> str:
+        return f"{self.trial_dir}/{self.attempts}/{self.attempt}"
+
+    @property
+    def state(self) -> str:
+        return f"{self.trial_dir}/jobs/{self.job_id}.state"
+
+    @property
+    def submission(self) -> str:
+        return f"{self.trial_dir}/jobs/{self.job_id}.json"
+
+    @property
+    def exclude(self) -> str:
+        return f"{self.trial_dir}/jobs/{self.job_id}.exclude"
+
+    @property
+    def cancel_intent(self) -> str:
+        return f"{self.trial_dir}/intent/cancel-{self.job_id}.json"
+
+    @property
+    def drain_intent(self) -> str:
+        return f"{self.trial_dir}/intent/drain-{self.attempt}.json"
+
+
+def name_job(
+    settings: JobSettings, arguments: Sequence[str], env: Mapping[str, str], now: float, suffix: str
+) -> JobNames:
+    """Return the names of this start. `arguments` are those of the script: [SUBMISSION [START [TRIAL_JOB]]].
+
+    `now` is in Unix seconds; `suffix` tells jobs of the same second apart. A successor gets the submission
+    and the number of its start.
+    """
+    submission, start, trial_job = (*arguments, "", "", "")[:3]
+    folders = (settings.trial_dir, settings.attempts)
+    if not settings.is_slurm:
+        stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
+        return JobNames(*folders, submission or f"{settings.scheduler}-{stamp}-{suffix}", "", "", 0)
+    slurm_job = env["SLURM_JOB_ID"]
+    if settings.is_server_task:
+        # SLURM_JOB_ID of one task of every array is the id of the whole array.
+        slurm_job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
+    restart = int(start or 0) + restarts_of_slurm(env)
+    return JobNames(*folders, submission or slurm_job, slurm_job, trial_job, restart)
+
+
+def restarts_of_slurm(env: Mapping[str, str]) -> int:
+    """Return how often Slurm has started this job again."""
+    return int(env.get("SLURM_RESTART_COUNT") or 0)
+
+
+# --- the environment of all processes ---------------------------------------------------------------------
+
+
+def environment_changes(
+    settings: JobSettings, names: JobNames, env: Mapping[str, str]
+) -> tuple[list[str], dict[str, str]]:
+    """Return the variables to drop, and those to set."""
+    dropped: list[str] = []
+    changed: dict[str, str] = {}
+    if settings.is_server_task:
+        changed = {"HPC_RL_TRIAL_JOB": names.trial_job, "HPC_RL_ARRAY_TASK": env["SLURM_ARRAY_TASK_ID"]}
+    if settings.steps == "srun":
+        dropped = [name for name in SLURM_DEFAULTS if name in env]
+        changed["SLURM_EXPORT_ENV"] = "ALL"
+    if settings.scheduler == "allocation" or settings.backend == "submitit":
+        # These run the script in a step: its variables would mislead the steps of the roles.
+        dropped += [name for name in env if name.startswith(STEP_PREFIXES) or name in STEP_VARIABLES]
+        if "SLURM_JOB_NUM_NODES" in env:
+            changed["SLURM_NNODES"] = env["SLURM_JOB_NUM_NODES"]
+    return dropped, changed
+
+
+# --- what follows from an exit ----------------------------------------------------------------------------
+
+
+def choose_rule(code: int) -> ScriptRule:
+    """Return what the tables say of an exit code of the supervisor."""
+    if code > 128:
+        return AFTER_SIGNAL
+    return {int(known): rule for known, rule in AFTER_EXIT.items()}.get(code, AFTER_OTHER_EXIT)
+
+
+class Facts(NamedTuple):
+    """What is known at the end of an attempt."""
+
+    code: int
+    recover_mode: str
+    is_cancelled: bool = False  # by `hpc-rl cancel`
+    has_term: bool = False  # a TERM came
+    is_time_limit: bool = False  # by which Slurm sent it
+    is_requeued: bool = False  # already
+    hook_failure: str = ""
+
+
+class Decision(NamedTuple):
+    """Whether the job is started again; the rest is recorded where it is not."""
+
+    starts_again: bool
+    reason: str
+    cause: str = ""  # a StopCause
+    is_cancelled: bool = False
+
+
+def decide(facts: Facts) -> Decision:
+    """Return what follows from the end of an attempt.
+
+    After a TERM nothing is ever started again, unless the time limit sent it: a requeue of a cancelled job
+    would succeed, and bring it back to life. Slurm itself requeues preempted jobs and lost nodes.
+    """
+    rule = choose_rule(facts.code)
+    if rule.action is ScriptAction.DONE:
+        return Decision(False, rule.reason)
+    if facts.is_requeued:
+        return Decision(True, rule.reason)
+    if facts.hook_failure:
+        return Decision(False, f"hook {facts.hook_failure}")
+    if facts.is_cancelled or facts.has_term:
+        cause = StopCause.TIME_LIMIT if facts.is_time_limit else StopCause.PREEMPTION
+        if facts.is_cancelled:
+            cause = StopCause.CANCELLED
+        stop = AFTER_STOP[cause]
+        if stop.action is ScriptAction.START_AGAIN:
+            reason = f"{stop.reason}, and the job could not be started again"
+            return Decision(False, reason, str(cause))
+        return Decision(False, stop.reason, str(cause), is_cancelled=True)
+    if rule.action is ScriptAction.START_AGAIN and facts.recover_mode != "disabled":
+        return Decision(True, rule.reason)
+    if rule.action is ScriptAction.START_AGAIN:
+        return Decision(False, f"{rule.reason}, and recover.mode is disabled")
+    return Decision(False, rule.reason)
+
+
+# --- bad nodes --------------------------------------------------------------------------------------------
+
+
+def choose_excluded(
+    bad: Sequence[str], all_nodes: Sequence[str], configured: Sequence[str], num_needed: int
+) -> list[str]:
+    """Return which of the bad nodes, the worst first, the next start avoids: as many as leave enough others.
+
+    `configured` are excluded anyway.
+    """
+    others = set(all_nodes) - set(configured)
+    chosen: list[str] = []
+    for node in bad:
+        if node in configured or node in chosen:
+            continue
+        if node not in others:  # a name that the partition does not have costs nothing
+            chosen.append(node)
+        elif len(others) > num_needed:
+            others.discard(node)
+            chosen.append(node)
+    return chosen

@@ -1,0 +1,165 @@
+"""When a watch asks Slurm about the first node, and what it then does with the job."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hpc_rl.errors import SchedulerError
+from hpc_rl.name_resolve.shared_fs import LEASE_TTL_S
+from hpc_rl.records import read_job_state
+from hpc_rl.requeue import JobEvent
+from hpc_rl.schedulers import slurm
+from hpc_rl.schedulers.slurm import JobFacts
+from hpc_rl.supervise import first_node
+from hpc_rl.supervise.first_node import LOOK_EVERY_S, Suspicion, WatchedJob
+from hpc_rl.trial import Trial
+
+
+def asks(suspicion: Suspicion, times: range, lease_age_s=lambda now: 0.0, silent_s=0.0, lost=()) -> list[int]:
+    """Return when Slurm is asked, which answers at the times `lost` that the node is lost."""
+    asked = []
+    for now in times:
+        if suspicion.is_due(now, lease_age_s(now), silent_s):
+            asked.append(now)
+            if suspicion.is_certain(now, now in lost):
+                break
+    return asked
+
+
+def test_slurm_is_rarely_asked_while_the_lease_is_renewed_and_the_node_answers():
+    assert asks(Suspicion(), range(0, 1000, 5)) == [300, 600, 900]
+
+
+def test_a_lease_that_is_renewed_in_time_is_not_suspicious():
+    assert asks(Suspicion(), range(0, 100, 5), lambda now: LEASE_TTL_S / 6 + LOOK_EVERY_S) == []
+
+
+def test_a_lease_that_is_not_renewed_has_slurm_asked_again_and_again():
+    assert asks(Suspicion(), range(0, 100, 5), lambda now: now) == [25, 40, 55, 70, 85]
+
+
+def test_a_silent_node_has_slurm_asked_at_once():
+    assert asks(Suspicion(), range(5, 35, 5), silent_s=10.0) == [5, 20]
+
+
+def test_two_answers_are_needed_and_the_second_comes_soon():
+    everything = range(300)
+    assert asks(Suspicion(), range(0, 300, 5), lambda now: now, lost=everything) == [25, 30]
+    # an answer between them that the node is there
+    assert asks(Suspicion(), range(0, 90, 5), lambda now: now, lost={25, 45, 60, 65}) == [
+        25,
+        30,
+        45,
+        50,
+        65,
+        70,
+        85,
+    ]
+
+
+def test_the_second_watch_gives_the_first_one_time():
+    assert asks(Suspicion(number=1), range(0, 80, 5), lambda now: now) == [55, 70]
+
+
+class Controller:
+    """Slurm's answers, and what it was asked for."""
+
+    def __init__(self) -> None:
+        self.facts = JobFacts(is_running=True, num_requeues=0, nodes=frozenset({"n2", "n3"}))
+        self.refuses = False
+        self.told: list[str] = []
+
+    def requeue(self, job_id: str, *, processes_live: bool) -> None:
+        if self.refuses:
+            raise SchedulerError("no")
+        self.told.append(f"requeue {job_id}")
+
+
+@pytest.fixture
+def controller(monkeypatch) -> Controller:
+    controller = Controller()
+    monkeypatch.setattr(slurm, "job_facts", lambda job_id: controller.facts)
+    monkeypatch.setattr(slurm, "is_dead", lambda node: False)
+    monkeypatch.setattr(slurm, "requeue", controller.requeue)
+    monkeypatch.setattr(slurm, "cancel_job", lambda job_id: controller.told.append(f"cancel {job_id}"))
+    monkeypatch.setattr(first_node, "REQUEUE_AGAIN_S", 0.0)
+    return controller
+
+
+def job_of(folder: Path, requeues: bool = True) -> WatchedJob:
+    trial = Trial(folder)
+    for place in (trial.jobs, trial.intent):
+        place.mkdir(exist_ok=True)
+    return WatchedJob("7", 0, 2, "n1", requeues, trial, "7")
+
+
+def test_a_node_is_lost_once_it_left_the_running_job(tmp_path, controller):
+    job = job_of(tmp_path)
+    assert job.is_lost()
+    controller.facts = JobFacts(is_running=True, num_requeues=0, nodes=frozenset({"n1", "n2"}))
+    assert not job.is_lost()
+    controller.facts = JobFacts(is_running=False, num_requeues=0, nodes=frozenset({"n2"}))
+    assert not job.is_lost(), "a job that ends is none of its business"
+    controller.facts = JobFacts(is_running=True, num_requeues=1, nodes=frozenset({"n2"}))
+    assert not job.is_lost(), "nor is a later start"
+
+
+@pytest.mark.parametrize(("requeues", "told"), [(True, "requeue 7"), (False, "cancel 7")])
+def test_a_lost_job_is_requeued_or_cancelled_and_that_is_recorded(tmp_path, controller, requeues, told):
+    job = job_of(tmp_path, requeues)
+    for _ in range(2):  # by both watches
+        job.give_back(JobEvent.FIRST_NODE_LOST)
+    assert controller.told == [told] * 2
+    [line] = read_job_state(job.trial, "7")
+    assert (line.event, line.restart) == (JobEvent.FIRST_NODE_LOST, 2)
+
+
+def test_a_job_that_slurm_does_not_requeue_is_cancelled(tmp_path, controller):
+    controller.refuses = True
+    job_of(tmp_path).give_back(JobEvent.FIRST_NODE_LOST)
+    assert controller.told == ["cancel 7"]
+
+
+def test_a_job_that_another_watch_has_requeued_is_left_alone(tmp_path, controller):
+    controller.refuses = True
+    controller.facts = JobFacts(is_running=False, num_requeues=1, nodes=frozenset())
+    job_of(tmp_path).give_back(JobEvent.FIRST_NODE_LOST)
+    assert controller.told == []
+
+
+def test_only_a_script_that_was_killed_counts_as_lost(tmp_path, controller):
+    job = job_of(tmp_path)
+    for number, is_lost in ((0, False), (15, False), (9, True)):
+        controller.facts = JobFacts(False, 0, frozenset(), script_signal=number)
+        assert job.has_lost_script() == is_lost
+    assert not job_of(tmp_path, requeues=False).has_lost_script()
+    job.trial.cancel_intent("7").touch()
+    assert not job.has_lost_script()
+
+
+SHOWN = """JobId=7 JobName=x Restarts=2 JobState=RUNNING Reason=None ExitCode=0:0 ReqNodeList=n9 NodeList=n[1-2] x=1
+JobId=8 JobName=x Restarts=0 JobState={state} Reason=None ExitCode=0:9 ReqNodeList=(null) NodeList=n4
+"""
+
+
+@pytest.mark.parametrize(("state", "is_running"), [("RUNNING", True), ("COMPLETING", False)])
+def test_the_facts_of_a_job_are_those_of_all_its_components(monkeypatch, state, is_running):
+    done = subprocess.CompletedProcess([], 0, SHOWN.format(state=state), "")
+    monkeypatch.setattr(slurm, "call", lambda argv: done)
+    assert slurm.job_facts("7") == JobFacts(is_running, 2, frozenset({"n1", "n2", "n4"}), 9)
+
+
+def test_a_requeued_job_starts_once_its_processes_must_have_ended(monkeypatch):
+    called = []
+
+    def call(argv):
+        called.append(" ".join(argv))
+        told = "KillWait                = 40 sec\n" if argv[-1] == "config" else ""
+        return subprocess.CompletedProcess(argv, 0, told, "")
+
+    monkeypatch.setattr(slurm, "call", call)
+    slurm.requeue("7", processes_live=True)
+    assert called[0] == "scontrol requeue 7" and called[-1] == "scontrol update jobid=7 StartTime=now+55"
+    slurm.requeue("7", processes_live=False)
+    assert called[-1] == "scontrol update jobid=7 StartTime=now+15"
