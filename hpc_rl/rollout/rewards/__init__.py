@@ -10,8 +10,10 @@ code_tests and the user's code run in a process of their own with a time limit (
 import asyncio
 import importlib
 import math
+import os
 import re
 import sys
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -27,7 +29,10 @@ _PART = re.compile(r"[\w.@/-]{1,100}")
 
 
 class Score(float):
-    """A reward with the parts that it is made of, which are logged as `reward/<part>`."""
+    """A reward with the parts that it is made of, which are logged as `reward/<part>`.
+
+    Sums, differences and multiples keep the parts: a workflow adds the rewards of its turns.
+    """
 
     parts: Mapping[str, float] = {}
 
@@ -36,6 +41,33 @@ class Score(float):
         made = cls(value)
         made.parts = dict(parts)
         return made
+
+    def __add__(self, other: float) -> "Score":
+        parts = defaultdict(float, self.parts)
+        for name, value in parts_of(other).items():
+            parts[name] += value
+        return Score.of(float(self) + float(other), parts)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> "Score":
+        return self * -1.0
+
+    def __sub__(self, other: float) -> "Score":
+        return self + -other
+
+    def __rsub__(self, other: float) -> "Score":
+        return -self + other
+
+    def __mul__(self, factor: float) -> "Score":
+        factor = float(factor)
+        return Score.of(float(self) * factor, {name: factor * value for name, value in self.parts.items()})
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> "Score":
+        divisor = float(divisor)
+        return Score.of(float(self) / divisor, {name: value / divisor for name, value in self.parts.items()})
 
 
 def parts_of(reward: float) -> Mapping[str, float]:
@@ -153,7 +185,7 @@ BUILTINS: dict[str, Callable[..., float]] = {
 # built-ins that run as the user's code does
 LIMITED = {
     "math_verify": "hpc_rl.rollout.rewards.algebra:math_verify",
-    "code_tests": "hpc_rl.rollout.rewards.tasks:code_tests",
+    "code_tests": "hpc_rl.rollout.rewards.tasks:make_code_tests",
 }
 
 
@@ -172,12 +204,28 @@ def import_object(key: str, path: str) -> Any:
     except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
         where = f" ({found})" if (found := users_frame(error)) else ""
-        remedy = "The module must be on the PYTHONPATH of the job." if isinstance(error, ImportError) else ""
+        remedy = _where_modules_are(module) if isinstance(error, ImportError) else ""
         if module in sys.modules:  # it was imported, and lacks the name
             remedy = did_you_mean(name, vars(sys.modules[module]))
         raise ConfigError(
             f"{key}: {path!r} can't be imported: {kind}{error}{where}. {remedy}".rstrip()
         ) from error
+
+
+def _where_modules_are(module: str) -> str:
+    """Return where a module was looked for, with the name that it may misspell."""
+    first = module.partition(".")[0]
+    own = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    folders = [path for path in dict.fromkeys(own) if path and os.path.isdir(path)]
+    names = [
+        name.removesuffix(".py")
+        for folder in folders
+        for name in os.listdir(folder)
+        if name.endswith(".py") or os.path.isdir(os.path.join(folder, name))
+    ]
+    hint = "" if first in names else did_you_mean(first, names)
+    searched = f"Modules of yours are searched for in {', '.join(folders)}; PYTHONPATH adds others."
+    return f"{hint} {searched}".strip()
 
 
 def built_in(name: str) -> Reward:

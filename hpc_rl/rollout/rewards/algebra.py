@@ -6,9 +6,15 @@ many; the library limits its time by signals, in the main thread only; and a com
 
 from typing import Any
 
-from math_verify import parse, verify
-
+from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.rewards.answers import MAX_SEARCHED_CHARS, final_answer, truth_of
+
+try:
+    from math_verify import parse, verify
+except ImportError as error:
+    raise ConfigError(
+        "the reward math_verify needs the package math-verify: pip install 'hpc-rl[train]'"
+    ) from error
 
 
 def math_verify(prompt: Any, completion: str, **columns: Any) -> float:

@@ -32,9 +32,9 @@ class Judge:
         self._pool, self._options, self._seed, self._trace = pool, options, seed, trace
 
     async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
-        """Return the mean of the scores, from 0 to 1, without a temperature that has none.
+        """Return the mean score, from 0 to 1; temperatures that gave no score are skipped.
 
-        Raises Rejection where the judge gives none at all.
+        Raises Rejection if the judge gives no score at all.
         """
         known = {"question": question_of({"prompt": prompt})[0], "completion": completion}
         text = from_row("rollout.judge.template", self._options.template, columns, known)

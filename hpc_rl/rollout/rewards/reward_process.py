@@ -1,30 +1,38 @@
 """The user's reward function in a process of its own, with a time limit: both ends of the pipe.
 
-Sync functions run one after the other, async ones together. The clock of a call starts when the call starts,
-which the process reports. A call over its limit costs the process: it is killed, a new one is started, and
-the other calls that were waiting for it are asked again.
+Sync functions run one after the other in the main thread, where no event loop runs; async ones together. The
+clock of a call starts when the call starts, which the process reports. A call over its limit costs the
+process: it says where the call is, is killed, a new one is started, and the other calls that were waiting
+for it are asked again.
 """
 
 import asyncio
+import contextlib
 import inspect
 import itertools
+import json
 import logging
 import os
+import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hpc_rl import log
 from hpc_rl.config.loading.stored import is_secret_variable
+from hpc_rl.config.snapshot import is_users
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rejection, Score, import_object, score_of
-from hpc_rl.rollout.user_errors import Raised
+from hpc_rl.rollout.user_errors import Raised, place_in
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +41,7 @@ MAX_DEATHS = 3  # a call that ran when this many processes exited counts as the 
 OUTPUT_BYTES, OUTPUT_BYTES_PER_S = 1 << 20, 1 << 10  # that reach the log at once, and from then on
 CHUNK_BYTES = 1 << 16
 IDLE_GRACE_S = 1.0  # beyond the time limit, for the process to report that a call starts
+LATE_GRACE_S = 1.0  # beyond the time limit, for the process to report where the call is
 
 
 @dataclass
@@ -85,14 +94,23 @@ class LimitedOutput:
 
 
 class RewardProcess:
-    """The executor's end: `path` names the function, `argv` starts the other end, None for this module."""
+    """The executor's end: `path` names the function, or with `options` what makes it of them.
 
-    def __init__(self, path: str, timeout_s: float, argv: list[str] | None = None) -> None:
+    `argv` starts the other end, None for this module.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        timeout_s: float,
+        argv: list[str] | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.path = path
         self.timeout_s = timeout_s
         self.num_restarts = 0
         self.batched = False  # the function takes all completions of a prompt at once
-        self._argv = argv or [sys.executable, "-m", __spec__.name, path]
+        self._argv = argv or [sys.executable, "-m", __spec__.name, path, f"{timeout_s}", json.dumps(options)]
         self._process: asyncio.subprocess.Process | None = None
         self._calls: dict[int, _Call] = {}
         self._ids = itertools.count()
@@ -176,7 +194,11 @@ class RewardProcess:
             if call is None or call.answer.done():
                 continue
             if "started" in frame:
-                call.timer = asyncio.get_running_loop().call_later(self.timeout_s, self._expire, frame["id"])
+                delay_s = self.timeout_s + LATE_GRACE_S
+                call.timer = asyncio.get_running_loop().call_later(delay_s, self._expire, frame["id"])
+            elif "late" in frame:
+                self._expire(frame["id"], *frame["late"])
+                return  # the process is killed
             elif "error" in frame:
                 call.answer.set_exception(Rejection(RejectReason.REWARD_EXCEPTION, *frame["error"]))
             else:
@@ -194,16 +216,19 @@ class RewardProcess:
             delay_s = self.timeout_s + IDLE_GRACE_S
             self._idle_timer = asyncio.get_running_loop().call_later(delay_s, self._expire, open_calls[0])
 
-    def _expire(self, number: int) -> None:
+    def _expire(self, number: int, place: str = "", trace: str = "") -> None:
+        """Give a call up, with the process; `place` and `trace` say where it was, if that is known."""
         self._idle_timer = None
         call = self._calls.get(number)
         if call is None or call.answer.done():
             self._watch()
             return
         what = "took more than" if call.timer else "was not started within"
-        message = f"the reward {what} {self.timeout_s:g} s (rollout.reward_timeout_s)"
+        where = f": it was at {place}" if place else ""
+        message = f"the reward {what} {self.timeout_s:g} s (rollout.reward_timeout_s){where}"
         logger.warning("%s: the reward process is killed and started again", message)
-        call.answer.set_exception(Rejection(RejectReason.REWARD_TIMEOUT, message))
+        known_as = f"reward over its time limit ({place})" if place else ""
+        call.answer.set_exception(Rejection(RejectReason.REWARD_TIMEOUT, message, known_as, trace))
         if self._process is None:
             return
         pipes.kill(self._process)
@@ -261,10 +286,65 @@ async def _pass_on(printed: asyncio.StreamReader) -> None:
         output.close()
 
 
-def serve(path: str) -> None:
+class CallWatch(threading.Thread):
+    """Reports calls that take longer than the limit, with the stacks that they have then.
+
+    `tell` gets the number of a call, its place and its stack, in the thread of the watch.
+    """
+
+    def __init__(self, timeout_s: float, tell: Callable[[int, str, str], None]) -> None:
+        super().__init__(daemon=True, name="call-watch")
+        self._timeout_s, self._tell = timeout_s, tell
+        self._main = threading.main_thread().ident or 0
+        self._calls: dict[int, tuple[float, asyncio.Task[Any] | None]] = {}  # the oldest first
+        self._changed = threading.Condition()
+
+    def begin(self, number: int, task: asyncio.Task[Any] | None = None) -> None:
+        """Watch a call: of an async function its task, else what the main thread does."""
+        with self._changed:
+            self._calls[number] = (time.monotonic() + self._timeout_s, task)
+            self._changed.notify()
+
+    def end(self, number: int) -> None:
+        with self._changed:
+            self._calls.pop(number, None)
+
+    def run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._calls:
+                    self._changed.wait()
+                number, (deadline, task) = next(iter(self._calls.items()))
+                left_s = deadline - time.monotonic()
+                if left_s > 0:
+                    self._changed.wait(left_s)
+                    continue
+                del self._calls[number]
+            stack = self._stack(task)
+            self._tell(number, place_in(stack), log.redact("".join(traceback.format_list(stack))))
+
+    def _stack(self, task: asyncio.Task[Any] | None) -> list[traceback.FrameSummary]:
+        frame = sys._current_frames().get(self._main)
+        now = [*traceback.extract_stack(frame)] if frame else []
+        # a task that waits has no frame in the main thread, unless another blocks that
+        if task is None or any(is_users(Path(one.filename)) for one in now):
+            return now
+        return awaiting_stack(task)
+
+
+def awaiting_stack(task: asyncio.Task[Any]) -> list[traceback.FrameSummary]:
+    """Return the stack of a task that waits, from its own coroutine to the one that it waits for."""
+    frames: list[tuple[FrameType, int]] = []
+    waits_for: Any = task.get_coro()
+    while (frame := getattr(waits_for, "cr_frame", None)) is not None:
+        frames.append((frame, frame.f_lineno))
+        waits_for = getattr(waits_for, "cr_await", None)
+    return [*traceback.StackSummary.extract(iter(frames))]
+
+
+def serve(path: str, timeout_s: float, options: Mapping[str, Any] | None = None) -> None:
     """Answer calls until the input ends. Raises ConfigError for a path that can't be imported."""
     out = pipes.reserve_stdout()
-    loop = asyncio.new_event_loop()
     writing = threading.Lock()
     own = os.getpid()
     os.register_at_fork(after_in_child=pipes.die_with_parent)
@@ -277,35 +357,85 @@ def serve(path: str) -> None:
             while data:
                 data = data[os.write(out, data) :]
 
-    def listen() -> None:
-        while (frame := pipes.read_blocking(sys.stdin.buffer)) is not None:
-            asyncio.run_coroutine_threadsafe(_call(function, frame, answer), loop)
-        os._exit(0)
-
     try:
         function = import_object("rollout.reward_fn", path)
+        if options is not None:
+            function = function(**options)
     except Exception as error:  # whatever the user's module raises is what the trial's end is told by
         said = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
         answer({"error": said})
         raise
     answer({"ready": True, "batched": is_batched(function)})
+    watch = CallWatch(timeout_s, lambda number, *late: answer({"id": number, "late": late}))
+    watch.start()
+    calls = _Calls(function, answer, watch)
+    loop = asyncio.new_event_loop()
+    waiting: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+    is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+
+    def listen() -> None:
+        while (frame := pipes.read_blocking(sys.stdin.buffer)) is not None:
+            if is_async:
+                asyncio.run_coroutine_threadsafe(calls.call_async(frame), loop)
+            else:
+                waiting.put(frame)
+        os._exit(0)
+
     threading.Thread(target=listen, daemon=True, name="calls").start()
-    loop.run_forever()
+    if is_async:
+        loop.run_forever()
+    # What a sync function returns may have to be awaited as well.
+    threading.Thread(target=loop.run_forever, daemon=True, name="awaiting").start()
+    while True:
+        if (unfinished := calls.call(waiting.get())) is not None:
+            asyncio.run_coroutine_threadsafe(unfinished, loop)
 
 
-async def _call(
-    function: Callable[..., Any],
-    frame: dict[str, Any],
-    answer: Callable[[dict[str, Any]], None],
-) -> None:
-    answer({"id": frame["id"], "started": True})
-    try:
-        found = await scores(function, frame["prompt"], frame["completions"], frame["columns"])
-        answer({"id": frame["id"], "scores": [(float(one), dict(one.parts)) for one in found]})
-    except Rejection as error:
-        answer({"id": frame["id"], "error": [error.message]})
-    except Exception as error:  # whatever user code raises is the outcome of this call
-        answer({"id": frame["id"], "error": list(Raised.of(error, function))})
+class _Calls:
+    """The calls of a reward function; their answers are numbered as they are."""
+
+    def __init__(
+        self, function: Callable[..., Any], answer: Callable[[dict[str, Any]], None], watch: CallWatch
+    ) -> None:
+        self._function, self._answer, self._watch = function, answer, watch
+
+    def call(self, frame: dict[str, Any]) -> Coroutine[Any, Any, None] | None:
+        """Make a call; return what must be run yet where the function returned something to await."""
+        self._answer({"id": frame["id"], "started": True})
+        self._watch.begin(frame["id"])
+        value = None
+        with self._ending(frame):
+            value = call(self._function, frame["prompt"], frame["completions"], frame["columns"])
+            if not inspect.isawaitable(value):
+                self._send(frame, value)
+        return self._finish(frame, value) if inspect.isawaitable(value) else None
+
+    async def call_async(self, frame: dict[str, Any]) -> None:
+        self._answer({"id": frame["id"], "started": True})
+        await self._finish(
+            frame, call(self._function, frame["prompt"], frame["completions"], frame["columns"])
+        )
+
+    async def _finish(self, frame: dict[str, Any], value: Awaitable[Any]) -> None:
+        self._watch.begin(frame["id"], asyncio.current_task())
+        with self._ending(frame):
+            self._send(frame, await value)
+
+    def _send(self, frame: dict[str, Any], value: Any) -> None:
+        found = scores_in(value, is_batched(self._function), len(frame["completions"]))
+        self._answer({"id": frame["id"], "scores": [(float(one), dict(one.parts)) for one in found]})
+
+    @contextlib.contextmanager
+    def _ending(self, frame: dict[str, Any]) -> Iterator[None]:
+        """Answer with what is raised."""
+        try:
+            yield
+        except Rejection as error:
+            self._answer({"id": frame["id"], "error": [error.message]})
+        except Exception as error:  # whatever user code raises is the outcome of this call
+            self._answer({"id": frame["id"], "error": list(Raised.of(error, self._function))})
+        finally:
+            self._watch.end(frame["id"])
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
@@ -313,18 +443,17 @@ def is_batched(function: Callable[..., Any]) -> bool:
     return bool(getattr(function, "batched", False))
 
 
-async def scores(
-    function: Callable[..., Any], prompt: Any, completions: list[str], columns: dict[str, Any]
-) -> list[Score]:
-    """Return what a reward function says of completions, of which one that is not batched takes one.
+def call(function: Callable[..., Any], prompt: Any, completions: list[str], columns: dict[str, Any]) -> Any:
+    """Call a reward function, which takes one completion if it is not batched; return what it returns.
 
-    Raises Rejection for any other value than a reward, and what the function raises.
+    That may have to be awaited; `scores_in` reads what comes of it.
     """
-    batched = is_batched(function)
-    value = function(prompt, completions if batched else completions[0], **columns)
-    if inspect.isawaitable(value):
-        value = await value
-    return [score_of(one) for one in (_listed(value, len(completions)) if batched else [value])]
+    return function(prompt, completions if is_batched(function) else completions[0], **columns)
+
+
+def scores_in(value: Any, batched: bool, num: int) -> list[Score]:
+    """Return the scores in what a reward function returned. Raises Rejection for anything else."""
+    return [score_of(one) for one in (_listed(value, num) if batched else [value])]
 
 
 def _listed(value: Any, num: int) -> list[Any]:
@@ -344,7 +473,7 @@ def main() -> int:
     pipes.die_with_parent()
     log.setup("reward", secrets=[os.environ[name] for name in os.environ if is_secret_variable(name)])
     try:
-        serve(sys.argv[1])
+        serve(sys.argv[1], float(sys.argv[2]), json.loads(sys.argv[3]))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return ExitCode.BAD_CONFIG

@@ -1,20 +1,25 @@
 """Rewards of tasks: a format, a length, the countdown game, and code that passes tests.
 
-`code_tests` runs what a model wrote: in a process of its own with limits, which keep it from using up the
-node, not from reading what the account can read.
+`code_tests` runs what a model wrote, in the sandbox of the machine (hpc_rl/sandbox).
 """
 
 import ast
+import logging
+import math
 import operator
 import re
-import resource
-import subprocess
-import sys
-import tempfile
+import secrets
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
+
+from hpc_rl.errors import ConfigError
+from hpc_rl.sandbox import Limits, find_sandbox, run_python, sandbox_problem
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = re.compile(r"\s*(?:<think>)?.*?</think>\s*<answer>.*?</answer>\s*", re.DOTALL)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
@@ -23,9 +28,7 @@ _OPERATORS: dict[type, Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
 }  # fmt: skip
 MAX_EXPRESSION_CHARS = 500
-CODE_CPU_S = 10
-CODE_MEMORY_BYTES = 1 << 30
-CODE_FILE_BYTES = 1 << 20
+CODE_TIME_SHARE = 0.8  # of rollout.reward_timeout_s, for all tests of a completion
 
 
 def thinks_then_answers(prompt: Any, completion: str, **_columns: Any) -> float:
@@ -79,38 +82,43 @@ def code_tests(prompt: Any, completion: str, tests: str | Sequence[str], **_colu
     """Return the share of the row's `tests`, Python texts with asserts, that the completion's code passes.
 
     The code is the last block between ``` and ```, else the whole completion. Each test runs in an
-    interpreter of its own: 10 s of CPU time, 1 GiB of memory, an empty directory, no variables of the job.
+    interpreter of its own in a sandbox: 10 s of CPU time, 1 GiB of memory, an empty directory, no variables
+    of the job. A program that ends before the test has run does not pass.
     """
+    return _share_passed(completion, tests, math.inf)
+
+
+def make_code_tests(timeout_s: float, sandbox: str) -> Callable[..., float]:
+    """Return `code_tests` with a limit of time for all tests of a completion: what has not run then fails.
+
+    Raises ConfigError where `sandbox` is `required` and this machine has none that protects everything.
+    """
+    used = find_sandbox()
+    if problem := sandbox_problem(sandbox, used):
+        raise ConfigError(problem)
+    logger.info("code_tests runs code in this sandbox: %s", used.describe())
+
+    def code_tests(prompt: Any, completion: str, tests: str | Sequence[str], **_columns: Any) -> float:
+        return _share_passed(completion, tests, time.monotonic() + CODE_TIME_SHARE * timeout_s)
+
+    return code_tests
+
+
+def _share_passed(completion: str, tests: str | Sequence[str], deadline: float) -> float:
     blocks = _CODE.findall(completion)
     code = blocks[-1] if blocks else completion
     all_tests = [tests] if isinstance(tests, str) else list(tests)
-    return sum(_passes(f"{code}\n\n{test}\n") for test in all_tests) / len(all_tests) if all_tests else 0.0
+    return sum(_passes(code, test, deadline) for test in all_tests) / len(all_tests) if all_tests else 0.0
 
 
-def _passes(program: str) -> bool:
-    with tempfile.TemporaryDirectory(prefix="hpc-rl-code-") as folder:
-        try:
-            done = subprocess.run(
-                [sys.executable, "-I", "-S", "-c", program],
-                cwd=folder,
-                env={"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                preexec_fn=_limit,
-                timeout=2 * CODE_CPU_S,
-                start_new_session=True,
-            )
-        except (subprocess.TimeoutExpired, OSError, ValueError):  # ValueError: a NUL in the program
-            return False
-    return done.returncode == 0
-
-
-def _limit() -> None:
-    for what, most in (
-        (resource.RLIMIT_CPU, CODE_CPU_S),
-        (resource.RLIMIT_AS, CODE_MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, CODE_FILE_BYTES),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(what, (most, most))
+def _passes(code: str, test: str, deadline: float) -> bool:
+    limits = Limits()
+    left_s = min(limits.wall_s, deadline - time.monotonic())
+    # no usual exit code: a program does not pass by an exit of its own, unless it looks for this number
+    passed = 64 + secrets.randbelow(32)
+    program = f"{code}\n\n{test}\n\nimport sys\nsys.exit({passed})\n"
+    try:
+        program.encode()
+    except UnicodeEncodeError:  # half a character
+        return False
+    return left_s > 0 and run_python(program, replace(limits, wall_s=left_s)).code == passed

@@ -1,0 +1,338 @@
+"""A sandbox for Python programs that are not to be trusted, such as code that a model wrote.
+
+What protects differs from machine to machine: `find_sandbox` tries what there is, from the strongest on, and
+measures what it protects. `run_python` runs a program in it (launcher.py is the inside).
+"""
+
+import contextlib
+import enum
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.sandbox.launcher import remove
+
+# imported, so that Python keeps its bytecode
+START_LAUNCHER = f"""
+import sys
+sys.path.append({str(Path(__file__).parent)!r})
+import launcher
+launcher.main()
+"""
+REQUIRED = "required"  # value of rollout.sandbox
+GRACE_S = 15.0  # beyond its time limit, for a program's processes to be killed
+# of the system, which everybody can read
+SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
+# kernels count the processes of a user namespace by themselves from here on
+COUNTS_BY_NAMESPACE = (5, 14)
+LIBRARIES_PROGRAM = """
+import os, sys
+for name in os.listdir(sys.argv[1]):
+    try:
+        __import__(name.partition(".")[0])
+    except Exception:
+        pass
+for line in open("/proc/self/maps"):
+    path = line.split(None, 5)[5:]
+    if path and path[0].startswith("/") and ".so" in path[0]:
+        print(os.path.dirname(path[0].strip()))
+"""
+
+
+class Mechanism(enum.StrEnum):
+    """What confines a program, the strongest first."""
+
+    NAMESPACES = "namespaces"  # processes, network, files and more of its own, as a container has them
+    LANDLOCK = "Landlock"  # rules of the kernel on files and signals, and a filter of system calls
+    LIMITS = "limits"  # resource limits, and a filter of system calls
+
+
+class Protection(enum.StrEnum):
+    """What a sandbox prevents."""
+
+    FILES = "files"
+    NETWORK = "network"
+    SIGNALS = "signals"
+    SURVIVORS = "survivors"
+    NUM_PROCESSES = "num_processes"
+    MEMORY = "memory"
+
+
+# what people read: with the protection, and without
+WORDS = {
+    Protection.FILES: (
+        "no other file can be read or changed",
+        "files of this account can be read and changed",
+    ),
+    Protection.NETWORK: ("no network", "the network can be used"),
+    Protection.SIGNALS: ("no signal to another process", "other processes of this account can be ended"),
+    Protection.SURVIVORS: ("no process stays behind", "processes can stay behind"),
+    Protection.NUM_PROCESSES: ("a limit of processes", "processes without limit"),
+    Protection.MEMORY: ("a limit of memory", "memory without limit"),
+}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one program: processor time and memory of each of its processes, the rest of all together."""
+
+    cpu_s: int = 10
+    wall_s: float = 20.0
+    memory_bytes: int = 1 << 30
+    total_memory_bytes: int = 2 << 30
+    file_bytes: int = 1 << 20  # of each file
+    num_processes: int = 64  # threads included
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """What confines programs on this machine, and what it was seen to protect."""
+
+    mechanism: Mechanism
+    active: frozenset[Protection]
+    as_stranger: bool = True  # root's programs run as a user that owns nothing
+    problems: tuple[str, ...] = ()  # why a stronger mechanism is not used
+
+    @property
+    def is_complete(self) -> bool:
+        return not self.missing
+
+    @property
+    def missing(self) -> list[Protection]:
+        return [one for one in Protection if one not in self.active]
+
+    def describe(self) -> str:
+        """Return one line: the mechanism, what it protects and what it does not."""
+        active = [WORDS[one][0] for one in Protection if one in self.active]
+        text = f"{self.mechanism}: {', '.join(active) or 'nothing is protected'}"
+        if active and self.missing:
+            text += f"; not protected: {', '.join(WORDS[one][1] for one in self.missing)}"
+        return text
+
+
+def sandbox_problem(wanted: str, sandbox: Sandbox) -> str:
+    """Return why a machine with this sandbox refuses `rollout.sandbox`, or ""."""
+    if wanted != REQUIRED or sandbox.is_complete:
+        return ""
+    why = "".join(f" ({problem})" for problem in sandbox.problems[:1])
+    return (
+        f"rollout.sandbox is required, and this machine has no complete sandbox for code_tests. "
+        f"It has {sandbox.describe()}{why}. Run the rollout role on a machine that allows user namespaces, "
+        "or whose kernel has Landlock (5.13 or newer); or set rollout.sandbox to available."
+    )
+
+
+class Ended(enum.StrEnum):
+    """How a program ended."""
+
+    EXIT = "exit"  # by itself or by a signal; `code` says how
+    TIME = "time"
+    MEMORY = "memory"
+    STOPPED = "stopped"  # with the process that asked for it
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended; `code` is its exit code, 128 and the number of the signal that ended it."""
+
+    code: int
+    ended: Ended
+    killed: int = 0  # processes that it had left behind, without namespaces
+    left: int = 0  # of these what could not be killed
+
+
+class NotConfined(Exception):
+    """A program could not be started in this sandbox."""
+
+
+def run_python(program: str, limits: Limits | None = None, sandbox: Sandbox | None = None) -> Outcome:
+    """Run a program in a sandbox, by default the best of this machine, without output or arguments.
+
+    Raises NotConfined where the sandbox can't be made.
+    """
+    used = sandbox or find_sandbox()
+    return _run(program, limits or Limits(), used.mechanism, used.as_stranger)
+
+
+def _run(program: str, limits: Limits, mechanism: Mechanism, as_stranger: bool) -> Outcome:
+    with _new_folder() as folder:
+        order = {
+            "mechanism": mechanism,
+            "as_stranger": as_stranger,
+            "program": program,
+            "folder": os.path.realpath(folder),
+            "python": os.path.realpath(sys.executable),
+            "readable": readable_paths(),
+            "counts_by_namespace": _kernel() >= COUNTS_BY_NAMESPACE,
+            **asdict(limits),
+        }
+        try:
+            done = subprocess.run(
+                [sys.executable, "-I", "-S", "-c", START_LAUNCHER],
+                input=json.dumps(order),
+                env={"PATH": "/usr/bin:/bin"},
+                capture_output=True,
+                text=True,
+                timeout=limits.wall_s + GRACE_S,
+            )
+            answer: dict[str, Any] = json.loads(done.stdout)
+        except (subprocess.TimeoutExpired, OSError, ValueError) as error:
+            raise NotConfined(f"the launcher of programs gave no answer: {error}") from error
+    if "problem" in answer:
+        raise NotConfined(answer["problem"])
+    return Outcome(**{**answer, "ended": Ended(answer["ended"])})
+
+
+@contextlib.contextmanager
+def _new_folder() -> Iterator[str]:
+    folder = tempfile.mkdtemp(prefix="hpc-rl-code-")
+    try:
+        yield folder
+    finally:
+        parent = os.open(os.path.dirname(folder), os.O_PATH | os.O_DIRECTORY)
+        try:
+            remove(os.path.basename(folder), parent)
+        finally:
+            os.close(parent)
+
+
+@cache
+def find_sandbox() -> Sandbox:
+    """Return the sandbox of this machine that protects most; the machine is tried once per process."""
+    problems: list[str] = []
+    best: Sandbox | None = None
+    for as_stranger in (True, False) if os.geteuid() == 0 else (True,):
+        for mechanism in Mechanism:
+            try:
+                active = probe(mechanism, as_stranger)
+            except NotConfined as error:
+                problems.append(f"{mechanism}: {error}")
+                continue
+            if best is None or len(active) > len(best.active):
+                best = Sandbox(mechanism, active, as_stranger, tuple(problems))
+            if best.is_complete:
+                return best
+    return best or Sandbox(Mechanism.LIMITS, frozenset(), False, tuple(problems))
+
+
+PROBE_LIMITS = Limits(cpu_s=10, wall_s=60.0, memory_bytes=512 << 20, num_processes=16)
+# The exit code has a bit for each thing that the program could do; ANSWERED tells it from an accident.
+ANSWERED = 64
+PROBE_PROGRAM = """
+import os, signal, socket, sys, time
+code, marker, port, num_processes, memory = {answered}, {marker!r}, {port}, {num_processes}, {memory}
+def can(action):
+    try:
+        action()
+        return True
+    except (OSError, MemoryError):
+        return False
+def reach():
+    with socket.create_connection(("127.0.0.1", port), 2):
+        pass
+def send():
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
+        other.sendto(b"x", ("127.0.0.1", port))
+def write():
+    with open(marker + ".new", "w"):
+        pass
+# as process 1 is the parent in a namespace, all others; else the parent, which is not of this sandbox
+other = -1 if os.getppid() == 1 else os.getppid()
+actions = [
+    (1, lambda: open(marker)), (1, write), (1, lambda: os.listdir(os.path.dirname(marker))),
+    (2, reach), (2, send), (4, lambda: os.kill(other, 0)), (16, lambda: bytearray(2 * memory)),
+]
+for bit, action in actions:
+    code |= bit * can(action)
+if not os.fork():  # a process that outlives this one, if it can
+    os.setsid()
+    if os.fork():
+        os._exit(0)
+    time.sleep(300)
+os.wait()
+def fork():
+    if not os.fork():
+        time.sleep(300)
+code |= 8 * all(can(fork) for _ in range(num_processes + 8))
+os._exit(code)
+"""
+BITS = {
+    Protection.FILES: 1,
+    Protection.NETWORK: 2,
+    Protection.SIGNALS: 4,
+    Protection.NUM_PROCESSES: 8,
+    Protection.MEMORY: 16,
+}
+
+
+def probe(mechanism: Mechanism, as_stranger: bool) -> frozenset[Protection]:
+    """Return what a mechanism protects here, by a program that tries it all. Raises NotConfined."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpc-rl-probe-")))
+        folder.chmod(0o777)
+        marker = folder / "marker"
+        marker.write_text("")
+        marker.chmod(0o666)
+        listener = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        program = PROBE_PROGRAM.format(
+            answered=ANSWERED,
+            marker=str(marker),
+            port=listener.getsockname()[1],
+            num_processes=PROBE_LIMITS.num_processes,
+            memory=PROBE_LIMITS.memory_bytes,
+        )
+        outcome = _run(program, PROBE_LIMITS, mechanism, as_stranger)
+        could_write = marker.with_name("marker.new").exists()
+    if outcome.ended is not Ended.EXIT or not outcome.code & ANSWERED or outcome.code >= 128:
+        raise NotConfined(f"a trial program ended with code {outcome.code} ({outcome.ended})")
+    active = {one for one, bit in BITS.items() if not outcome.code & bit}
+    if could_write:
+        active.discard(Protection.FILES)
+    if not outcome.left and (mechanism is Mechanism.NAMESPACES or outcome.killed):
+        active.add(Protection.SURVIVORS)
+    return frozenset(active)
+
+
+@cache
+def readable_paths() -> list[str]:
+    """Return what a program may read: the system, this Python's standard library, libraries that it loads."""
+    own = [os.path.realpath(sys.executable), _library("stdlib"), _library("platstdlib")]
+    paths = [*SYSTEM_PATHS, *own]
+    if not all(path.startswith("/usr/") for path in map(os.path.realpath, own)):
+        paths += _library_folders()
+    kept: list[str] = []
+    for path in sorted({path for path in paths if os.path.lexists(path)}, key=len):
+        if not any(path.startswith(f"{other}/") for other in kept):
+            kept.append(path)
+    return kept
+
+
+def _library(name: str) -> str:
+    """Return a folder of the standard library, also in a virtual environment."""
+    base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
+    return os.path.realpath(sysconfig.get_path(name, vars={**base, "installed_base": sys.base_prefix}))
+
+
+def _library_folders() -> list[str]:
+    """Return the folders of the libraries that this Python's own modules load."""
+    modules = os.path.join(_library("platstdlib"), "lib-dynload")
+    argv = [sys.executable, "-I", "-S", "-c", LIBRARIES_PROGRAM, modules]
+    try:
+        done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    return sorted({*done.stdout.splitlines()})
+
+
+def _kernel() -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))
