@@ -11,7 +11,7 @@ from hpc_rl.config.loading.fields import hints, section_of
 from hpc_rl.config.loading.names import ALIASES
 from hpc_rl.config.loading.parser import config_parser, describe_options, sections
 from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.tables.areal_names import AS_UNWRITTEN, NAMES, OF_WORKFLOWS, WORKFLOW_ARGS
+from hpc_rl.config.tables.areal_names import AS_UNWRITTEN, NAMES, OF_WORKFLOWS, WORKFLOW, WORKFLOW_ARGS
 from hpc_rl.config.tables.areal_options import DEPARTURES, MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.config.tables.atlas import ALIASES as ATLAS
 from hpc_rl.config.tables.atlas import PRESET_DEPARTURES
@@ -23,12 +23,16 @@ _HEAD = """# Configuration
 Made by `hpc-rl config reference > docs/configuration.md`; do not edit.
 
 A configuration is one or more YAML files (`hpc-rl submit FILE`, laid over each other from left to right)
-and options on the command line (`--a.b VALUE`, `--a.b=VALUE` or `a.b=VALUE`), which win. `${a.b}` is another
-option's value. A section merges by key, and so do `pools`, sections with names of your own (NAME below stands
-for each); a list or another mapping of free keys is replaced. No key is accepted and then ignored: what can't
-be done is refused. `hpc-rl config show` prints every value with its origin, `hpc-rl submit --help SECTION`
-the options of a section, `--help WORD` those about it, `hpc-rl config schema` a JSON Schema for editors.
-An *hpc-rl extension* is an option that AReaL, whose names most others are, does not have.
+and options on the command line (`--a.b VALUE`, `--a.b=VALUE` or `a.b=VALUE`), which win. Hydra's forms work
+too: `+a.b=VALUE` and `++a.b=VALUE` set an option, `~a.b` deletes the value that files, presets and earlier
+arguments set, so that the default applies. `${a.b}` is another option's value. A section merges by key, and
+so do `pools`, sections with names of your own (NAME below stands for each); a list or another mapping of free
+keys is replaced. No key is accepted and then ignored: what can't be done is refused. `hpc-rl config show`
+prints every value with its origin, `hpc-rl submit --help SECTION` the options of a section, `--help WORD`
+those about it, `hpc-rl config schema` a JSON Schema for editors.
+In a path `~` is your home directory, and a relative path starts at the working directory; `$NAME` is refused:
+write `${oc.env:NAME}` for an environment variable.
+Options marked *hpc-rl extension* are not in AReaL; most others keep AReaL's names.
 """
 
 
@@ -123,6 +127,8 @@ def _names_of_areal() -> Iterator[str]:
     texts = [
         "No options here, but in AReaL's files. What is said of `actor` holds for `ref` and `model` too.",
         "Options of the policy's loss in `ref`, and levels of normalization that are `none`, are accepted.",
+        f"Keys for `{WORKFLOW_ARGS}` need a `{WORKFLOW}`; for those of the multi-turn example it is "
+        "`multi_turn` by default.",
         f"These defaults, which its saved files spell out, count as not written: {', '.join(unwritten)}.",
     ]
     names = [[", ".join(names), said] for said, names in rows.items()]

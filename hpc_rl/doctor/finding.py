@@ -72,6 +72,7 @@ class Requirements:
     interface: str = ""
     local_dir: str = ""
     modules: tuple[str, ...] = ()
+    sandbox: str = ""  # rollout.sandbox, where code_tests runs code
 
 
 def finding_of(check: Callable[[Subject], Verdict], subject: Subject) -> Finding:

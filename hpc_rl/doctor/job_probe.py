@@ -21,6 +21,8 @@ STALE_S = 1.0
 NEVER = float("inf")
 MAX_CLOCK_SKEW_S = 2.0
 FOLDER = ".hpc-rl-doctor-"
+TRACEBACK = "Traceback (most recent call last):"  # as Python begins one
+MAX_CHARS = 500  # of srun's error
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,22 @@ def _run(argv: list[str], environ: dict[str, str], wait_s: float) -> str:
         return f"the nodes did not report within {wait_s:g} s; allow more by --wait_s"
     if done.returncode == 0:
         return ""
-    return " ".join(done.stderr.split())[-500:] or f"exit code {done.returncode}"
+    return error_in(done.stderr) or f"exit code {done.returncode}"
+
+
+def error_in(stderr: str) -> str:
+    """Return the error in what srun and the nodes' programs printed, in one line.
+
+    Of a traceback that is its last line; how srun says that the tasks failed adds nothing to it.
+    """
+    lines = stderr.splitlines()
+    if TRACEBACK in lines:
+        frames = lines[lines.index(TRACEBACK) + 1 :]
+        raised = next((line for line in frames if line and not line[0].isspace()), "")
+        if raised:
+            return f"the program on a node failed: {raised}"[:MAX_CHARS]
+    # Equal lines of several nodes are given once.
+    return " ".join(" ".join(dict.fromkeys(lines)).split())[-MAX_CHARS:]
 
 
 def srun(num_nodes: int, is_inside: bool, options: Sequence[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Checks of the machine that they run on: software, resources, limits, network, leftover processes."""
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import re
@@ -23,6 +24,7 @@ from hpc_rl.doctor.finding import Requirements, Verdict, fail, judge, ok, warn
 from hpc_rl.errors import ConfigError
 from hpc_rl.node_copies import local_place
 from hpc_rl.plan.schema import GPU_VARIABLES
+from hpc_rl.sandbox import REQUIRED, find_sandbox
 from hpc_rl.schedulers.hostlist import peer_hosts
 
 GB = 10**9
@@ -32,11 +34,22 @@ MIN_SHM_GB_WITHOUT_GPU = 0.064
 # Parents of a process whose own parent has died.
 INITS = ("init", "systemd", "tini", "dumb-init", "docker-init", "catatonit")
 ROLE_VARIABLE = b"HPC_RL_STEPS="
+# All that a trial may need of an interpreter.
+PACKAGES = (
+    "torch", "transformers", "safetensors", "megatron-core", "flash-attn", "flash-attn-3", "sglang", "vllm",
+    "tensorboard", "wandb", "swanlab", "math-verify", "pyarrow", "datasets",
+)  # fmt: skip
 VERSIONS_PROGRAM = """
-import importlib.metadata, json
-found = list(importlib.metadata.distributions())[::-1]  # of two of one name, Python imports the first
-print(json.dumps({f"{one.name}".lower(): one.version for one in found}))
+import importlib.metadata, json, sys
+found = {}
+for name in sys.argv[1:]:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        pass
+print(json.dumps(found))
 """
+ASK_TIMEOUT_S = 30.0  # for an interpreter on a shared disk that is busy
 
 # As templates/site.sh.j2 finds the command.
 MODULES_PROGRAM = """
@@ -160,15 +173,26 @@ def version_of(library: str, python: str) -> str:
 
 @cache
 def versions(python: str) -> dict[str, str] | str:
-    """Return the version of each package that an interpreter has, or why it can't be asked."""
+    """Return the version of each of PACKAGES that an interpreter has, or why it can't be asked.
+
+    It is asked once in a run of a command.
+    """
     program = shutil.which(python)
     if program is None:
         return f"{python} is not a program that can be run here"
+    if os.path.abspath(program) == sys.executable:
+        return _own_versions()
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-    argv = [program, "-c", VERSIONS_PROGRAM]
+    argv = [program, "-c", VERSIONS_PROGRAM, *PACKAGES]
     try:
         done = subprocess.run(
-            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, env=environ
+            argv,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=ASK_TIMEOUT_S,
+            env=environ,
         )
         found = json.loads(done.stdout)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -176,13 +200,25 @@ def versions(python: str) -> dict[str, str] | str:
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        return f"{python} gave no answer: {' '.join(done.stderr.split())[-200:]}"
+        said = " ".join(done.stderr.split())[-200:] or f"exit code {done.returncode} without a message"
+        return f"{python} gave no answer as Python would: {said}"
+    return found
+
+
+def _own_versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
     return found
 
 
 def check_cpus(needs: Requirements) -> Verdict:
     usable = len(os.sched_getaffinity(0))
     found = f"{usable} usable" + (f", {needs.cpus} required" if needs.cpus else "")
+    if not needs.on_slurm:
+        fix = "the roles share the CPUs, and take longer; lower launcher.*_cpus* to see what fits."
+        return judge(found, fix, warn=usable < needs.cpus)
     fix = "ask for more CPUs per node or lower launcher.*_cpus*; fewer than requested: wrong CPU binding."
     return judge(found, fix, fail=usable < needs.cpus)
 
@@ -403,11 +439,22 @@ def leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:
     return sorted(found, key=lambda one: one.pid)
 
 
+def check_sandbox(needs: Requirements) -> Verdict:
+    """Look at what confines the code that the reward code_tests runs; no other reward needs it."""
+    sandbox = find_sandbox()
+    if not needs.sandbox:
+        return ok(sandbox.describe())
+    weak, required = not sandbox.is_complete, needs.sandbox == REQUIRED
+    fix = "code_tests runs code there: allow user namespaces, or use a kernel with Landlock (5.13 or newer)."
+    return judge(sandbox.describe(), fix, fail=weak and required, warn=weak)
+
+
 MACHINE_CHECKS = (
     check_python, check_torch, check_sglang, check_vllm, check_megatron, check_mpi, check_cpus, check_gpus,
     check_memory, check_shared_memory, check_temporary, check_local_dir,
     check_open_files, check_processes, check_locked_memory,
     check_ports, check_modules, check_address, check_host_name, check_proxy, check_leftovers,
+    check_sandbox,
 )  # fmt: skip
 
 

@@ -10,7 +10,6 @@ import os
 import platform
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -74,7 +73,7 @@ class Visit:
     def run(self, needs: Requirements) -> None:
         """Do everything, and leave `result-<rank>.json`."""
         listener = net.bind()
-        threading.Thread(target=_echo, args=(listener,), daemon=True).start()
+        net.answer_callers(listener, str(self.rank))
         # before the meeting, which has a time limit
         findings = run_checks(MACHINE_CHECKS, needs)
         self.deadline = time.monotonic() + self.patience_s
@@ -170,29 +169,12 @@ class Visit:
         self._write("tried", True)
 
     def _call(self, peers: dict[int, list[Any]]) -> None:
-        """Exchange a message with the nodes that follow this one."""
+        """Call the nodes that follow this one."""
         after = sorted(peers, key=lambda rank: (rank - self.rank) % self.count)[:MAX_PEERS]
-        for rank in after:
-            host, port = peers[rank]
-            try:
-                with socket.create_connection((host, port), timeout=5.0) as sock:
-                    sock.sendall(b"hpc-rl?")
-                    answered = sock.recv(64) == b"hpc-rl?"
-            except OSError:
-                answered = False
-            if answered:
-                self.seen.reached += 1
-            else:
-                self.seen.unreachable.append(f"{host}:{port} of node {rank}")
-
-
-def _echo(listener: socket.socket) -> None:
-    while True:
-        with contextlib.suppress(OSError):
-            connection, _ = listener.accept()
-            with connection:
-                connection.settimeout(5.0)
-                connection.sendall(connection.recv(64))
+        places = {str(rank): (str(peers[rank][0]), int(peers[rank][1])) for rank in after}
+        unreached = net.find_unreached(places)
+        self.seen.reached = len(places) - len(unreached)
+        self.seen.unreachable = [f"{places[rank][0]}:{places[rank][1]} of node {rank}" for rank in unreached]
 
 
 def software(needs: Requirements) -> str:
@@ -210,7 +192,7 @@ def main() -> None:
     rank = int(os.environ.get("SLURM_PROCID", 0))
     Visit(args.dir / MEET, rank, needs.num_nodes, args.patience_s).run(needs)
     sys.stdout.flush()
-    os._exit(0)  # the echo's thread waits for callers
+    os._exit(0)  # a thread waits for callers
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """One prompt of a configuration, run here in a process of its own before it is submitted."""
 
+import enum
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ from hpc_rl.config.sections.experiment import Config, GRPOConfig, has_own_prompt
 from hpc_rl.doctor.machine import cgroup_memory
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
+from hpc_rl.records import JsonRecord
 from hpc_rl.submit.needs import known_models
 from hpc_rl.submit.user_code import run_apart
+from hpc_rl.trial import read_json
 
 GB = 1 << 30
 MOST_BYTES = 8 * GB  # of weights: more takes a CPU minutes for a completion
@@ -22,23 +26,54 @@ GRACE_S = 20.0  # beyond the time limit, for the process to say where it hangs
 SMALLER = "Give a smaller one by --model DIR, or add --tiny_model."
 
 
-def run_episode(config: Config, timeout_s: float, tiny: bool, workdir: Path) -> dict[str, Any]:
+class EpisodeStage(enum.StrEnum):
+    """What the process of an episode does at the moment."""
+
+    STARTING = "starting Python and importing torch"
+    LOADING = "loading the model"
+    RUNNING = "running the workflow"
+
+
+@dataclass(frozen=True)
+class EpisodeProgress(JsonRecord):
+    """How far an episode is: written by its process, read by who waits for it."""
+
+    stage: EpisodeStage = EpisodeStage.STARTING
+    num_tokens: int = 0  # that the models have made
+
+
+def run_episode(
+    config: Config,
+    timeout_s: float,
+    tiny: bool,
+    workdir: Path,
+    show: Callable[[EpisodeProgress], None] = lambda progress: None,
+) -> dict[str, Any]:
     """Return what came of the first prompt: see app/check_episode.py; and `log`, what was printed.
 
-    With `tiny`, models are tiny ones of random weights. Raises ConfigError where no episode can be run here.
+    With `tiny`, models are tiny ones of random weights. `show` gets the progress about once a second. Raises
+    ConfigError if no episode can be run here.
     """
     if not isinstance(config, GRPOConfig) or not has_own_prompts(config):
         raise ConfigError("--episode needs prompts of the trial's own: sft, rw and environments have none.")
     if not tiny and (refusals := list(_too_large(config))):
         raise ConfigError("\n".join(refusals))
     with tempfile.TemporaryDirectory(prefix="hpc-rl-episode-") as folder:
+        progress = Path(folder) / "progress.json"
         given = {
             "config": to_dict(without_secrets(config)),
             "folder": folder if tiny else "",
+            "progress": str(progress),
             "timeout_s": timeout_s,
         }
-        limit_s = timeout_s + GRACE_S
-        said, printed, code = run_apart("hpc_rl.app.check_episode", config, given, limit_s, workdir)
+        said, printed, code = run_apart(
+            "hpc_rl.app.check_episode",
+            config,
+            given,
+            timeout_s + GRACE_S,
+            workdir,
+            lambda: show(EpisodeProgress.parse(read_json(progress)) or EpisodeProgress()),
+        )
     try:
         return json.loads(said) | {"log": printed}
     except ValueError:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 from hpc_rl.config.loading.stored import trainer_of
-from hpc_rl.config.row_shapes import Row, named_rows
+from hpc_rl.config.row_shapes import Row, messages_of, named_rows
 from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.rules.training_rules import trained
 from hpc_rl.config.sections.dataset import DatasetConfig
@@ -13,6 +13,8 @@ from hpc_rl.datasets.encode import encode_pair, encode_prompt, encode_sequence
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError
 
+TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "answer")
+MAX_EXAMPLES = 5
 LENGTHS: dict[str, Callable[[Tokenizer, Row], int]] = {  # by trainer, in tokens
     "sft": lambda tokenizer, row: len(encode_sequence(tokenizer, row)[0]),
     "rw": lambda tokenizer, row: max(map(len, encode_pair(tokenizer, row))),
@@ -70,12 +72,41 @@ def _notes(
     most = min(
         (limit for limit in (dataset.max_length, context and context - 1) if limit is not None), default=None
     )
+    yield from _unknown(name, dataset, rows, tokenizer)
     odd = sum(not length for length in lengths)
     yield from _told(name, dataset, "have no token", odd, len(lengths))
     if most is not None and not (is_cut and dataset.max_length):
         long = sum(length > most for length in lengths)
         remedy = f" Raise {name}.max_length." if most == dataset.max_length else ""
         yield from _told(name, dataset, f"have more than {most} tokens", long, len(lengths), remedy)
+
+
+def _unknown(name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a note if rows have characters without a token. Raises ConfigError if nothing has a token.
+
+    A model reads and writes only what has tokens.
+    """
+    unknown, num_rows, num_unknown, num_chars = dict[str, None](), 0, 0, 0
+    for row in rows:
+        texts = [str(row[column]) for column in TEXT_COLUMNS if isinstance(row.get(column), str | int)]
+        texts += [one["content"] for one in messages_of(row) or () if isinstance(one.get("content"), str)]
+        parts = [part for text in texts for part in tokenizer.unknown(text)]
+        unknown |= dict.fromkeys(parts)
+        num_rows += bool(parts)
+        num_unknown += sum(map(_num_visible, parts))
+        num_chars += sum(map(_num_visible, texts))
+    if not unknown:
+        return
+    shown = ", ".join(repr(part) for part in list(unknown)[:MAX_EXAMPLES])
+    what = f"{num_rows} of the first {len(rows)} rows have text without a token: {shown}"
+    if num_unknown == num_chars:
+        use = "use the tokenizer that the model was trained with, or one that has these characters"
+        raise ConfigError(f"{name}.path {dataset.path}: tokenizer {tokenizer.folder}: {what}; {use}.")
+    yield f"WARNING: {name}: {what} in tokenizer {tokenizer.folder}; the model neither reads nor writes it."
+
+
+def _num_visible(text: str) -> int:
+    return len("".join(text.split()))
 
 
 def _told(

@@ -5,6 +5,7 @@ the start.
 """
 
 import contextlib
+import functools
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -15,7 +16,8 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Situation, decide
 from hpc_rl.checkpoint.start_facts import gather, read_limit, seals_of
 from hpc_rl.config.loading.stored import from_dict, without_secrets
-from hpc_rl.config.sections.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, last_step, value_of
+from hpc_rl.config.schedule import highest_rate, is_length_exact, rate_of_step
+from hpc_rl.config.sections.experiment import LENGTH_OPTIONS, Config, GRPOConfig, last_step
 from hpc_rl.config.tables.changes import Change, changes, refuse_unsafe
 from hpc_rl.datasets.rows import check_same_rows, fingerprint_in_passing
 from hpc_rl.errors import ConfigError, NothingToResume, TrialBusy
@@ -28,7 +30,7 @@ from hpc_rl.trial import Trial, account, entries, read_object
 
 PLACEHOLDER_ATTEMPT = "next.0"  # an attempt id that no scheduler gives
 MAX_LOG_BYTES = 64 << 20  # up to which a command reads a batch log before it submits a start that replays it
-LEARNING_RATE = "actor.optimizer.lr"
+RATE_TOLERANCE = 1e-6  # by which two learning rates count as the same
 LOCATION_OPTIONS = ("cluster.fileroot", "experiment_name", "trial_name")
 
 
@@ -50,8 +52,11 @@ class Continuation:
     set_aside: tuple[int, ...]  # batches by step; their prompts are issued again
     replayed: tuple[int, ...]  # batches by step that are trained on as they are
     of_another_policy: bool  # a policy or options that are given up made those
-    learning_rate: float | None  # None where the engine has none
-    learning_rate_before: float | None
+    learning_rate: float | None  # of the next step; None where it is not known
+    learning_rate_before: float | None  # of the step before it, under the options of that time
+    highest_learning_rate: float | None  # of the next step and all later ones
+    learning_rate_exact: bool  # `max_length` may drop rows, which makes epochs and the schedule shorter
+    raised_by_length: bool  # the schedule is longer now, so the rate rises
     rejected: int | None  # prompts that user code rejected; None where that takes long to read
     rejected_again: bool  # they are issued again
 
@@ -63,6 +68,7 @@ class FirstStart:
         self.trial, self.config = trial, config
         self.mode = "resume" if recovery else config.recover.mode
         self.changes: list[Change] = []  # by find_changes
+        self._before: Config | None = None  # what they are changes of
         self._replay = recovery is not None and recovery.replay
         self.judged = Judged(trial.rollout, judged_by(config, [os.getcwd(), *sys.path]))
         wanted = recovery.from_step if recovery else None
@@ -90,8 +96,7 @@ class FirstStart:
         if not will_start:
             raise NothingToResume(f"{self.decision.reason}. {self._advice()}".rstrip())
         if self.step is not None:
-            data = self._data or fingerprint_in_passing(self.config.train_dataset.path)
-            check_end(self.step, trial, self.config, data.get("rows"))
+            check_end(self.step, trial, self.config, self._num_rows)
         self.find_changes()
         refuse_unsafe(self.changes, str(trial), self._replay)
         path = self.config.train_dataset.path
@@ -114,8 +119,14 @@ class FirstStart:
     def continuation(self, is_dropped: bool = False) -> Continuation:
         """Return what this start trains on, as far as the batch log has it, which may be dropped before."""
         cut = tuple(sorted(one for one in seals_of(self.trial) if one > (self.step or 0)))
-        new, rate = self.new_batches, value_of(self.config, LEARNING_RATE)
-        before = next((change.old for change in self.changes if change.name == LEARNING_RATE), rate)
+        new, step, before = self.new_batches, self.step or 0, self._before or self.config
+        num_rows = self._num_rows
+        rate = rate_of_step(self.config, step + 1, num_rows)
+        former = rate_of_step(before, max(step, 1), num_rows)
+        highest = highest_rate(self.config, step + 1, num_rows)
+        usual = max(former or 0.0, highest_rate(before, step + 1, num_rows) or 0.0)
+        rises = highest is not None and highest > usual * (1 + RATE_TOLERANCE)
+        longer = any(change.name in LENGTH_OPTIONS for change in self.changes)
         given_up = self.situation.wanted is not None or any(change.new_batches for change in self.changes)
         return Continuation(
             step=self.step or 0,
@@ -123,8 +134,11 @@ class FirstStart:
             set_aside=cut if new else (),
             replayed=() if new else cut,
             of_another_policy=given_up,
-            learning_rate=None if rate is ABSENT else rate,
-            learning_rate_before=None if before is ABSENT else before,
+            learning_rate=rate,
+            learning_rate_before=former,
+            highest_learning_rate=highest,
+            learning_rate_exact=is_length_exact(self.config, num_rows),
+            raised_by_length=rises and longer,
             rejected=self.rejected(),
             rejected_again=self.judges_anew or is_dropped,
         )
@@ -165,10 +179,9 @@ class FirstStart:
         for path in (*copies, trial.config_json):
             if data := read_object(path):
                 try:
-                    self.changes = [
-                        self._allow_move(change)
-                        for change in changes(without_secrets(from_dict(data)), without_secrets(self.config))
-                    ]
+                    self._before = from_dict(data)
+                    found = changes(without_secrets(self._before), without_secrets(self.config))
+                    self.changes = [self._allow_move(change) for change in found]
                     self.changes += self._code_changes()
                 except ConfigError as error:
                     raise ConfigError(
@@ -220,6 +233,12 @@ class FirstStart:
                 "Give another trial_name."
             )
         return f"`hpc-rl submit` with recover.mode=auto starts trial {trial} from step 0."
+
+    @functools.cached_property
+    def _num_rows(self) -> int | None:
+        """How many rows the dataset has, before `max_length` drops any; None where that is not known."""
+        rows = (self._data or fingerprint_in_passing(self.config.train_dataset.path)).get("rows")
+        return rows if isinstance(rows, int) else None
 
     @property
     def _data(self) -> dict[str, Any]:

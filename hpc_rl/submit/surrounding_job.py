@@ -10,8 +10,8 @@ from hpc_rl.schedulers import slurm
 from hpc_rl.schedulers.hostlist import expand
 
 OUTSIDE = (
-    "hpc-rl run uses the nodes of the Slurm job that it is typed in, and this is none (SLURM_JOB_ID is not "
-    "set): type it below `salloc --nodes=N --exclusive`, or use `hpc-rl submit`, which asks for a job"
+    "`hpc-rl run` must be used inside a Slurm allocation (SLURM_JOB_ID is not set). Start one with "
+    "`salloc --nodes=N --exclusive`, or use `hpc-rl submit`"
 )
 # Of `scontrol show job -d`: a line for the nodes that have the same.
 _SHARE = re.compile(r"\bNodes=(\S+) CPU_IDs=(\S+) Mem=(\d+)\S* GRES=(\S*)")

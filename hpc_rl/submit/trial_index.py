@@ -22,7 +22,7 @@ from hpc_rl.status.formatting import program_name
 from hpc_rl.trial import Trial, state_home, write_json
 
 logger = logging.getLogger(__name__)
-LIST_HINT = "`hpc-rl list` shows the trials that this account submitted"
+LIST_HINT = "Run `hpc-rl list` to see your trials, or pass a trial directory."
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ def _by_path(text: str, path: Path) -> Trial:
         return trial
     check_readable(trial)
     what = "is not a trial directory (it has no plan.json)" if path.is_dir() else "does not exist"
-    raise TrialNameError(f"{text} {what}. {LIST_HINT}.")
+    raise TrialNameError(f"{text} {what}. {LIST_HINT}")
 
 
 def _suggestion(wanted: str, known: list[IndexEntry]) -> str:
@@ -187,4 +187,4 @@ def _suggestion(wanted: str, known: list[IndexEntry]) -> str:
     near = difflib.get_close_matches(wanted, sorted(names), n=3, cutoff=0.5)
     if near:
         return f"Did you mean {' or '.join(near)}?"
-    return f"{LIST_HINT}; any other is named by its path."
+    return LIST_HINT

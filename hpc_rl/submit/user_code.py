@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -140,14 +141,19 @@ def own_environment(config: Config, python: str) -> bool:
 
 
 def run_apart(
-    module: str, config: Config, given: Mapping[str, Any], limit_s: float, workdir: Path
+    module: str,
+    config: Config,
+    given: Mapping[str, Any],
+    limit_s: float,
+    workdir: Path,
+    watch: Callable[[], None] = lambda: None,
 ) -> tuple[str, str, int | None]:
     """Run a module of app in a process group of its own, which gets `given` as JSON and the job's variables.
 
     Returns what it wrote to both outputs, and its exit code; None where it took more than `limit_s`. The
-    outputs are files, not pipes, and the group is killed: user code may leave processes behind.
+    outputs are files, not pipes, and the group is killed: user code may leave processes behind. `watch` is
+    called about once a second meanwhile.
     """
-    ended = True
     with contextlib.ExitStack() as stack:
         outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
         process = stack.enter_context(
@@ -161,10 +167,12 @@ def run_apart(
                 start_new_session=True,
             )
         )
+        deadline = time.monotonic() + limit_s
+        data: bytes | None = json.dumps(given).encode()
         try:
-            process.communicate(json.dumps(given).encode(), timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            ended = False
+            while (ended := _has_ended(process, data)) is False and time.monotonic() < deadline:
+                data = None  # communicate has it
+                watch()
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -172,6 +180,15 @@ def run_apart(
             file.seek(0)
         said, printed = (file.read().decode(errors="replace") for file in outputs)
     return said, printed, process.returncode if ended else None
+
+
+def _has_ended(process: subprocess.Popen[bytes], data: bytes | None) -> bool:
+    """Wait a second for the end of a process."""
+    try:
+        process.communicate(data, timeout=1.0)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
 
 
 def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:

@@ -16,8 +16,10 @@ from hpc_rl.config.tables.areal_names import (
     AS_UNWRITTEN,
     MOUNT,
     NAMES,
+    OF_MULTI_TURN,
     OF_WORKFLOWS,
     SRUN_ARGS,
+    WORKFLOW,
     WORKFLOW_ARGS,
 )
 
@@ -55,10 +57,12 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
         elif ANY in row.idle or item.plain() in row.idle or _is_idle(name, item, given):
             idle[row.why].append(name)
         else:
-            shown = "" if isinstance(item.value, dict) else f" {item} can't be used:"
-            done.refusals.append(f"{name} ({item.origin}):{shown} {row.why}; omit it.")
+            shown = "" if isinstance(item.value, dict) else f" {item.shown} can't be used:"
+            done.refusals.append(f"{name} ({item.origin}):{shown} {row.why}. Remove this option.")
     done.notes += [f"{_few(names)}: no effect: {why}." for why, names in idle.items()]
     if WORKFLOW_ARGS in options(cls):
+        if "teacher" not in options(cls):
+            _choose_workflow(done)
         _collect_workflow_args(done)
     return done
 
@@ -129,6 +133,29 @@ def _is_idle(name: str, item: SourceValue, given: Settings) -> bool:
 def _few(names: list[str]) -> str:
     more = len(names) - _SHOWN
     return f"{', '.join(names[:_SHOWN])} and {more} more" if more > 1 else ", ".join(names)
+
+
+def _choose_workflow(done: RenamedSettings) -> None:
+    """Choose multi_turn for AReaL's multi-turn example; refuse its agents until a workflow is named.
+
+    Each of AReaL's examples is a script with its own workflow. The keys at the top level tell which it is.
+    """
+    named = done.settings.get(WORKFLOW)
+    found = {name: item for name, item in done.settings.items() if name.partition(".")[0] in OF_WORKFLOWS}
+    if not found or (named is not None and named.value is not None):
+        return
+    keys = {name.partition(".")[0] for name in found}
+    if keys <= OF_MULTI_TURN and ("turn_discount" in keys or {"max_turns"} < keys):
+        item = next(iter(found.values()))
+        done.settings[WORKFLOW] = dataclasses.replace(item, value="multi_turn", text="multi_turn")
+        done.notes.append(f"{WORKFLOW} is multi_turn, for {_few(list(found))} ({item.origin}).")
+        return
+    telling = [name for name in found if name.partition(".")[0] not in OF_MULTI_TURN] or list(found)
+    done.refusals.append(
+        f"{_few(telling)} ({found[telling[0]].origin}): {WORKFLOW} is not set. AReaL's examples with this "
+        "option run agents whose code hpc-rl does not have. Set the workflow, as "
+        f"{WORKFLOW}=my_module:MyAgent or {WORKFLOW}=multi_turn; it gets these options as {WORKFLOW_ARGS}."
+    )
 
 
 def _collect_workflow_args(done: RenamedSettings) -> None:

@@ -12,7 +12,7 @@ import functools
 import itertools
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,7 @@ from hpc_rl.config.loading.source import (
     read_yaml,
     settings_of,
     with_origin,
+    without,
 )
 from hpc_rl.config.loading.stored import Loaded, trainer_of
 from hpc_rl.config.sections.experiment import CONFIGS
@@ -60,6 +61,7 @@ def load(
 ) -> Loaded:
     """Return the configuration of files and overrides (`a.b=c`, `--a.b=c`, `--a.b c`). Raises ConfigError.
 
+    `~a.b` deletes what files, presets and earlier overrides say about an option or a section.
     Relative paths are made absolute. `cluster` names a profile that must exist; `profiles` are the
     directories searched, by default those of the site and the shipped ones; `environ` has SBATCH_DEFAULTS.
     """
@@ -71,11 +73,20 @@ def load(
     typed = read_overrides(list(overrides))
     model = _model_section(files, typed)
     aliases = {short: full.replace("{model}", model) for short, full in ALIASES.items()}
-    arguments = [settings_of(SourceValue({aliases.get(name, name): item}, "")) for name, item in typed]
+    deletions = _Deletions()
+    arguments: list[Settings] = []
+    for short, item in typed:
+        name = aliases.get(short, short)
+        if item.is_deletion:
+            files, arguments = deletions.add(name, item, files, arguments)
+        else:
+            arguments.append(settings_of(SourceValue({name: item}, "")))
     profile, notes = _profile(merge([*files, *arguments]), profiles, required=cluster is not None)
+    profile = deletions.apply(profile)
     trainer = pick_trainer(merge([*profile, *files, *arguments]), config_files, presets)
     cls = CONFIGS[trainer]
     below, over = presets_of.read(presets, options(cls), [*profile, *files, *arguments])
+    below, over = deletions.apply(below), deletions.apply(over)
     given = merge([*below, *profile, *files, *arguments])
     present = {name.partition(".")[0] for name, item in given.items() if item.value is not None}
     translated = atlas.translate([*profile, *files, *arguments], options(cls), present)
@@ -85,7 +96,12 @@ def load(
     )
     of_areal = areal_files.translate(cls, settings)
     settings = of_areal.settings
-    refusals = [*translated.refusals, *of_areal.refusals, *refused_names(cls, settings, aliases)]
+    refusals = [
+        *deletions.refusals(),
+        *translated.refusals,
+        *of_areal.refusals,
+        *refused_names(cls, settings, aliases),
+    ]
     known = options(cls, members=members_of(cls, settings))
     settings = {name: item for name, item in settings.items() if name in known}
     try:
@@ -139,6 +155,46 @@ SBATCH_DEFAULTS = {
 }
 
 
+class _Deletions:
+    """The deletions of the command line (`~a.b`): each takes away what files and earlier arguments set."""
+
+    def __init__(self) -> None:
+        self._items: dict[str, SourceValue] = {}
+        self._deleted: dict[str, list[Any]] = {}  # the values that were there
+
+    def add(
+        self, name: str, item: SourceValue, files: list[Settings], arguments: list[Settings]
+    ) -> tuple[list[Settings], list[Settings]]:
+        """Return files and earlier arguments without an option."""
+        self._items[name] = item
+        self._deleted[name] = []
+        return self._without(name, files), self._without(name, arguments)
+
+    def apply(self, sources: list[Settings]) -> list[Settings]:
+        """Return sources that come before the command line without what it deletes."""
+        for name in self._items:
+            sources = self._without(name, sources)
+        return sources
+
+    def _without(self, name: str, sources: list[Settings]) -> list[Settings]:
+        kept = [without(source, name) for source in sources]
+        for before, after in zip(sources, kept, strict=True):
+            if before != after:
+                item = before.get(name)
+                self._deleted[name].append(None if item is None else item.plain())
+        return kept
+
+    def refusals(self) -> Iterator[str]:
+        """Yield what could not be deleted, as in Hydra."""
+        for name, item in self._items.items():
+            values, wanted = self._deleted[name], item.plain()
+            if not values:
+                use = "remove this argument, or correct the name"
+                yield f"~{name}: nothing sets {name}, so there is nothing to delete; {use}."
+            elif item.text is not None and wanted not in values:
+                yield f"~{name}={wanted}: {name} is {values[0]}; write ~{name} to delete it whatever it is."
+
+
 def _of_environment(environ: Mapping[str, str]) -> Settings:
     given = {name: environ[variable] for variable, name in SBATCH_DEFAULTS.items() if environ.get(variable)}
     variables = {name: variable for variable, name in SBATCH_DEFAULTS.items()}
@@ -148,7 +204,7 @@ def _of_environment(environ: Mapping[str, str]) -> Settings:
 def _model_section(files: Sequence[Settings], typed: Sequence[tuple[str, SourceValue]]) -> str:
     """Return the section that short names of the model mean."""
     values = {name: item.value for file in files for name, item in file.items()}
-    values |= {name: item.value for name, item in typed if name not in ALIASES}
+    values |= {name: item.value for name, item in typed if name not in ALIASES and not item.is_deletion}
     has_model = any(name.partition(".")[0] == "model" for name in values)
     return "model" if has_model or values.get("trainer") in ("sft", "rw") else "actor"
 
@@ -296,7 +352,7 @@ def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> No
             if omegaconf.OmegaConf.is_config(value):
                 value = omegaconf.OmegaConf.to_container(value, resolve=True)
         except (omegaconf.errors.OmegaConfBaseException, ValueError) as error:
-            reason = f"{str(error).splitlines()[0]}{_LITERAL}"
+            reason = f"{str(error).splitlines()[0]}{_LITERAL}{_hint_of_environment(item)}"
             line = f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}."
             raise ConfigError(line) from error
         reference = re.fullmatch(r"\$\{([\w.-]+)\}", item.value) if isinstance(item.value, str) else None
@@ -307,6 +363,12 @@ def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> No
             settings[name] = read_argument(value, item.origin)
         else:
             settings[name] = with_origin(value, item.origin)
+
+
+def _hint_of_environment(item: SourceValue) -> str:
+    """Return how to write the environment variables that a text may mean, as a shell would; else ""."""
+    names = re.findall(r"\$\{([A-Z_][A-Z0-9_]*)\}", str(item.plain()))
+    return f"; for an environment variable, write ${{oc.env:{names[0]}}}" if names else ""
 
 
 def _absolute(section: Any) -> Any:

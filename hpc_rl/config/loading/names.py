@@ -49,6 +49,12 @@ MOST_SHOWN = 12  # names of a section in a message
 LONGEST_WORD = 5  # letters
 
 
+def is_top_level(name: str) -> bool:
+    """Return whether a name without a dot stands for an option or a section, here or in another toolkit."""
+    known: list[Collection[str]] = [ALIASES, atlas.ALIASES, ANSWERS, *map(options, CONFIGS.values())]
+    return any(name in names for names in known)
+
+
 def refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> list[str]:
     """Return refusals: names that are no options, what stands for a section, what is missing."""
     known = options(cls, members=members_of(cls, settings))
@@ -104,7 +110,7 @@ def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str,
     if leaf in ANSWERS:
         return "", ANSWERS[leaf].replace("{model}", "actor" if "actor" in known else "model")
     if {"lora", "peft"} & set(leaf.split("_")):
-        return "", "LoRA is not built; leave it out."
+        return "", "LoRA is not supported. Remove this option."
     if leaf in OF_WORKFLOWS and WORKFLOW_ARGS in known:
         return "", f"did you mean {WORKFLOW_ARGS}.{leaf}?"
     if typing.get_origin(known.get(parent)) is dict and not is_mapping(known[parent]):

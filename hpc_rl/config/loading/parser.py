@@ -127,7 +127,9 @@ def _describe(kind: Any) -> str:
     origin, base = typing.get_origin(kind), base_of(kind)
     if origin is typing.Annotated:
         limits = [str(extra) for extra in extras_of(kind) if isinstance(extra, Limits | Grammar)]
-        return ", ".join([_describe(base), *limits])
+        # The format of a text says more than that it is one.
+        is_format = any(isinstance(extra, Grammar) for extra in extras_of(kind))
+        return ", ".join(limits if is_format else [_describe(base), *limits])
     if origin is Literal:
         return ", ".join(str(arg) or "empty" for arg in typing.get_args(kind))
     if origin is list:
@@ -166,7 +168,9 @@ def parse(cls: type, settings: Settings, refusals: list[str]) -> tuple[Any, list
             try:
                 value = typed(known[name], item)
             except ValueError as error:
-                line = f"{name} ({item.origin}): {item} can't be used; allowed: {allowed(known[name])}."
+                # Of a value within the type that the option has, only its limits are wrong.
+                value = item.shown if isinstance(error, OutOfLimits) else item
+                line = f"{name} ({item.origin}): {value} can't be used; allowed: {allowed(known[name])}."
                 is_range = name == "cluster.n_nodes" and re.fullmatch(r"\d+-\d+", str(item.value))
                 refusals.append(f"{line} {FIXED_NODES if is_range else error}".strip())
                 continue
@@ -229,15 +233,20 @@ def typed(hint: Any, item: SourceValue) -> Any:
     for limit in (limit for kind in of_its_type for limit in extras_of(kind)):
         reason = limit.refusal(value, is_bare_number)
         if reason is not None:
-            raise ValueError(reason)
+            # A number in place of a text is told by its type.
+            raise ValueError(reason) if is_bare_number and isinstance(value, str) else OutOfLimits(reason)
     return value
+
+
+class OutOfLimits(ValueError):
+    """A value of the right type that the limits of its option leave out."""
 
 
 def _member(hint: Any, key: str, item: SourceValue) -> Any:
     try:
         return typed(hint, item)
     except ValueError as error:
-        raise ValueError(str(error) or f"{key} is {item}.") from error
+        raise type(error)(str(error) or f"{key} is {item}.") from error
 
 
 def _judged(hint: Any, kinds: list[Any], value: Any) -> Any:

@@ -13,9 +13,9 @@ from typing import Any
 import yaml
 
 from hpc_rl.config.loading.fields import generic, members_of, options, section_of
-from hpc_rl.config.loading.stored import RENAMED
 from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.errors import ConfigError
+from hpc_rl.files import similar_file
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class SourceValue:
     origin: str
     text: str | None = None
     is_argument: bool = False
+    is_deletion: bool = False  # `~a.b`, or `~a.b=value`, whose value must be the one that is deleted
 
     def plain(self) -> Any:
         """Return the value without origins."""
@@ -36,8 +37,9 @@ class SourceValue:
             return {key: item.plain() for key, item in self.value.items()}
         return [item.plain() for item in self.value] if isinstance(self.value, list) else self.value
 
-    def __str__(self) -> str:
-        """Return the value as messages show it, with its type."""
+    @property
+    def shown(self) -> str:
+        """The value as messages show it."""
         value = self.plain()
         if value is None:
             return "nothing" if self.is_argument and not self.text else "null"
@@ -46,7 +48,16 @@ class SourceValue:
             shown = repr(shown)
         if len(shown) > LONGEST_SHOWN:
             shown = f"{shown[: LONGEST_SHOWN // 2]}… ({len(shown)} characters)"
-        return f"{shown} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
+        return shown
+
+    def __str__(self) -> str:
+        """Return the value with its type, for messages about a wrong type."""
+        value = self.plain()
+        return (
+            self.shown
+            if value is None
+            else f"{self.shown} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
+        )
 
 
 LONGEST_SHOWN = 200  # characters of a value in a message
@@ -122,7 +133,9 @@ def read_yaml(path: Path) -> Settings:
             )
         text = data.decode("utf-8")
     except OSError as error:
-        raise ConfigError(f"config file {path} can't be read: {error.strerror}.") from error
+        near = similar_file(path) if isinstance(error, FileNotFoundError) else ""
+        hint = f" Did you mean {path.with_name(near)}?" if near else ""
+        raise ConfigError(f"config file {path} can't be read: {error.strerror}.{hint}") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
         raise ConfigError(f"config file {path} can't be read: line {line} is not UTF-8 text.") from error
@@ -140,10 +153,6 @@ def settings_of(tree: SourceValue, prefix: str = "") -> Settings:
     found: Settings = {}
     for key, value in tree.value.items():
         name, item = prefix + key, replace(value, is_argument=value.is_argument or tree.is_argument)
-        if name in RENAMED:
-            if item.value is None:
-                continue
-            name = RENAMED[name]
         is_section = isinstance(item.value, dict) and item.value and _is_section(name)
         for inner, setting in (settings_of(item, f"{name}.") if is_section else {name: item}).items():
             if inner in found:
@@ -179,6 +188,20 @@ def merge(sources: Iterable[Settings]) -> Settings:
     return merged
 
 
+def without(settings: Settings, name: str) -> Settings:
+    """Return settings without an option, a section, or a key of a mapping."""
+    kept = {
+        other: item for other, item in settings.items() if other != name and not other.startswith(f"{name}.")
+    }
+    above = name
+    while above := above.rpartition(".")[0]:
+        item = kept.get(above)
+        if item is not None and isinstance(item.value, dict):
+            inside = without(item.value, name.removeprefix(f"{above}."))
+            kept[above] = replace(item, value=inside)
+    return kept
+
+
 def literal(value: Any) -> Any:
     """Return plain data with each `${` escaped, which would begin a reference."""
     if isinstance(value, dict):
@@ -206,7 +229,10 @@ def read_argument(text: str, origin: str) -> SourceValue:
 
 
 def read_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
-    """Return (dotted name, value) of `a.b=c`, `--a.b=c` and `--a.b c`, in their order. Raises ConfigError."""
+    """Return (dotted name, value) of `a.b=c`, `--a.b=c`, `--a.b c` and `~a.b`, in their order.
+
+    As in Hydra, `+` and `++` may stand before a name. Raises ConfigError.
+    """
     found: list[tuple[str, SourceValue]] = []
     rest = iter(tokens)
     for token in rest:
@@ -217,9 +243,14 @@ def read_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
                 value = next(rest, "--")
                 if value.startswith("--"):
                     raise ConfigError(f"{token} needs a value: {token} VALUE, or {token}=VALUE.")
+        elif token.startswith("~") and len(name) > 1:
+            item = read_argument(value, f"command line: {token}")
+            found.append((name[1:], replace(item, text=value if equals else None, is_deletion=True)))
+            continue
         elif token.startswith(("-", "~")) or not equals or not name:
             raise ConfigError(
-                f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE."
+                f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE, "
+                "and ~a.b deletes it."
             )
         found.append((name.lstrip("+"), read_argument(value, f"command line: {token.partition('=')[0]}")))
     return found

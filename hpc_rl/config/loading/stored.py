@@ -18,7 +18,6 @@ from hpc_rl.config.sections.experiment import (
 from hpc_rl.errors import ConfigError
 
 REDACTED = "***"
-RENAMED = {"actor.compat": "actor.algorithm"}  # of earlier versions; null was the default
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)(?!env$)", re.IGNORECASE)
 # of a variable of the environment; not TOKENIZERS_PARALLELISM, nor counts such as MAX_NUM_BATCHED_TOKENS
 _SECRET_VARIABLE = re.compile(
@@ -67,14 +66,13 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
     """Return a section from nested plain data. Raises ConfigError for unknown and missing names."""
     values: dict[str, Any] = {}
     for name, value in data.items():
-        if prefix + name in RENAMED:
-            if value is None:
-                continue
-            name = RENAMED[prefix + name].rpartition(".")[2]
         if name not in hints(cls):
             near = nearest(name, hints(cls))
             hint = f": did you mean {prefix}{near}?" if near else "."
-            raise ConfigError(f"config.json: unknown key {prefix}{name}{hint}")
+            raise ConfigError(
+                f"config.json: unknown key {prefix}{name}{hint} If another version of hpc-rl wrote it, use "
+                "that version, or submit a new trial."
+            )
         section = section_of(hints(cls)[name])
         if section is not None and is_mapping(hints(cls)[name]):
             members = {key: part for key, part in (value or {}).items() if part is not None}

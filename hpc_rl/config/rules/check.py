@@ -22,11 +22,13 @@ from hpc_rl.config.rules import (
     judge_rules,
     mpi_rules,
     pool_rules,
+    sampling_rules,
     sglang_rules,
     slurm_rules,
     teacher_rules,
     training_rules,
     vllm_rules,
+    vocabulary_rules,
 )
 from hpc_rl.config.sections.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, replaced, value_of
 from hpc_rl.errors import ConfigError
@@ -56,6 +58,7 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[str]]] = [
 FILE_RULES: list[Rule] = [
     *dataset_rules.RULES,
     *file_rules.RULES,
+    *vocabulary_rules.RULES,
     *pool_rules.FILE_RULES,
     *teacher_rules.FILE_RULES,
     *judge_rules.FILE_RULES,
@@ -149,6 +152,8 @@ def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if isinstance(config, GRPOConfig):
         yield from training_rules.notes(config)
         yield from generation_rules.notes(config)
+        yield from sampling_rules.notes(config)
+    yield from training_rules.notes_on_learning_rate(config)
     yield from consistency.idle_notes(config, explicit)
     if config.recover.mode == "disabled" and consistency.has_period(config.recover):
         yield "recover.freq_* has no effect: recover.mode disabled neither saves nor loads checkpoints."

@@ -126,6 +126,8 @@ def equal(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def needs(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for name, needed in NEEDS.items():
+        if needed == "valid_dataset" and needed in explicit:
+            continue  # `valid_dataset=null` turns evaluation off, whatever the file says about it
         if value_of(config, name) and not value_of(config, needed):
             what = "GPUs (cluster.n_gpus_per_node 0)" if needed == "cluster.n_gpus_per_node" else needed
             yield f"{name} has no effect without {what}: set both, or omit it."

@@ -82,6 +82,9 @@ def _image(name: str, image: str, kind: str) -> Iterator[str]:
         yield f"{name} {image} is not a path: use /…/{image} or ./{image}; none means no container."
     elif ":" in image:
         yield f"{name} {image} can't be used: the path of an image can't contain a colon."
+    elif kind == "pyxis" and image.endswith(".sif"):
+        use = "run `enroot import -o FILE.sqsh docker://…`, or use container_type apptainer"
+        yield f"{name} {image} is an image of apptainer; pyxis needs a .sqsh file: {use}."
 
 
 def mounts(config: Config, explicit: Collection[str]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig, has_own_prompts
 from hpc_rl.config.sections.teacher import TRUTH_COLUMNS
 from hpc_rl.errors import ConfigError
+from hpc_rl.files import similar_file
 from hpc_rl.trial import read_json
 
 _NEEDED = {"rl": ("prompt",), "sft": ("prompt", "completion"), "rw": ("chosen", "rejected")}
@@ -45,7 +46,8 @@ _COLUMNS = {"countdown": ("nums", "target"), "code_tests": ("tests",)}  # built-
 _MEDIA = ("image", "images", "video", "videos", "audio")
 
 
-def _datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
+def datasets_read(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
+    """Yield name and section of each dataset that the trial reads."""
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         is_read = section == "valid_dataset" or has_own_prompts(config)
@@ -57,7 +59,7 @@ def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, s
     """Return the columns and the reward of known data sets, as training_rules.adapted does."""
     wanted: dict[str, tuple[Any, str]] = {}
     is_maths = False
-    for section, dataset in _datasets(config):
+    for section, dataset in datasets_read(config):
         columns, reason, is_known_maths = _columns(config, section, dataset)
         if columns != dataset.columns:
             wanted[f"{section}.columns"] = (columns, reason)
@@ -116,8 +118,10 @@ def files(config: Config, explicit: Collection[str]) -> Iterator[str]:
         elif is_trusted(config, dataset.path):
             continue
         elif not path.exists():
-            hint = f"; {hub_hint(path, 'datasets', split)}{relative_hint(path)}".rstrip("; ")
-            yield f"{name} {path} does not exist{hint}."
+            near = similar_file(path)
+            place = f"{hub_hint(path, 'datasets', split)}{relative_hint(path)}"
+            hint = f"; {f'did you mean {near}?' if near else place}".rstrip("; ")
+            yield f"{name} {path} does not exist{hint if near else f'{hint}.'}"
         elif path.is_dir():
             yield from _saved_dataset(name, path, split)
         elif path.suffix not in DATA_FILES:
@@ -144,7 +148,7 @@ def _saved_dataset(name: str, path: Path, split: str) -> Iterator[str]:
 def rows(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Yield why the trainer can't read the first rows of a dataset: one refusal for each dataset."""
     kind = _kind(config)
-    for section, dataset in _datasets(config):
+    for section, dataset in datasets_read(config):
         number, row = 0, dict[str, Any]()
         try:
             for row in first_rows(dataset.path):
@@ -188,7 +192,7 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
     """Yield that a built-in reward is 0 for each of the first rows, whatever is answered."""
     if not isinstance(config, GRPOConfig) or config.rollout.workflow not in BUILT_IN["workflow"]:
         return
-    for reward, (section, dataset) in product(config.rollout.reward_functions, _datasets(config)):
+    for reward, (section, dataset) in product(config.rollout.reward_functions, datasets_read(config)):
         found = named_rows(dataset.path, dataset.columns)
         missing = [
             name for name in _COLUMNS.get(reward, ()) if found and any(name not in row for row in found)
@@ -200,7 +204,7 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
                 f"{dataset.path}; they have {there}. Set {section}.columns {{{missing[0]}: COLUMN}}."
             )
     checked = [reward for reward in config.rollout.reward_functions if reward in _TRUTH]
-    for reward, (section, dataset) in product(checked, _datasets(config)):
+    for reward, (section, dataset) in product(checked, datasets_read(config)):
         found, names = named_rows(dataset.path, dataset.columns), _TRUTH[reward]
         values = [row.get(name) for row in found for name in names]
         truths = [value for value in values if value is not None and str(value).strip()]
@@ -227,7 +231,7 @@ def pairs(config: Config, explicit: Collection[str]) -> Iterator[str]:
 
 def _equal_pairs(config: Config) -> Iterator[tuple[str, DatasetConfig, int, int]]:
     """Yield section, data set, how many of the first rows have equal answers, and how many rows that is."""
-    for section, dataset in _datasets(config) if _kind(config) == "rw" else ():
+    for section, dataset in datasets_read(config) if _kind(config) == "rw" else ():
         found = named_rows(dataset.path, dataset.columns)
         if num_equal := sum("chosen" in row and row["chosen"] == row.get("rejected") for row in found):
             yield section, dataset, num_equal, len(found)
@@ -240,7 +244,7 @@ def notes(config: Config) -> Iterator[str]:
     for section, _, num_equal, num in _equal_pairs(config):
         what = "nothing is learned from those"
         yield f"{section}: `chosen` and `rejected` are equal in {num_equal} of the first {num} rows; {what}."
-    for section, dataset in _datasets(config):
+    for section, dataset in datasets_read(config):
         found = named_rows(dataset.path, dataset.columns)
         media = [name for name in _MEDIA if any(row.get(name) for row in found)]
         if media:

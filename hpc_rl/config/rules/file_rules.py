@@ -14,11 +14,12 @@ from hpc_rl.config.row_shapes import JSONL
 from hpc_rl.config.rules.consistency import context_option
 from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import models, samplings
+from hpc_rl.config.rules.weight_rules import weights_problem
 from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
 from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.snapshot import snapshot_files
 from hpc_rl.errors import ConfigError
-from hpc_rl.files import appears, mount_of
+from hpc_rl.files import appears, mount_of, similar_file
 from hpc_rl.trial import read_json
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -68,15 +69,19 @@ def checkpoint(name: str, folder: str, without_weights: str = ".") -> Iterator[s
     """
     path = Path(folder)
     if not path.is_dir():
-        hint = f"{hub_hint(path)}{relative_hint(path)}"
+        near = similar_file(path) if not path.exists() else ""
+        hint = f"did you mean {near}?" if near else f"{hub_hint(path)}{relative_hint(path)}"
         if "quickstart" in path.parts:
             hint = "`hpc-rl quickstart` makes the models of the shipped examples"
         needed = "it must be a Hugging Face checkpoint that all nodes see"
-        yield f"{name} {path} is not a directory: {needed}; {hint}".rstrip("; ") + "."
+        line = f"{name} {path} is not a directory: {needed}; {hint}".rstrip("; ")
+        yield line if near and hint.endswith("?") else f"{line}."
     elif _settings_of(folder) is None:
         yield f"{name} {path} has no readable config.json: it must be a Hugging Face checkpoint."
     elif without_weights and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
         yield f"{name} {path} contains no weights (*.safetensors){without_weights.rstrip('.')}."
+    elif without_weights and (problem := weights_problem(path)):
+        yield f"{name} {path}: {problem}."
 
 
 def untrainable(model: Any, is_critic: bool) -> str:
@@ -245,6 +250,12 @@ def context_of(config: GRPOConfig, pool: str = "") -> int | None:
     found = _settings_of(view.actor.path) or {}
     limits = [found.get("max_position_embeddings"), value_of(view, context_option(config, pool))]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
+def vocab_size_of(config: GRPOConfig) -> int | None:
+    """Return the number of token ids that the model has; its tokenizer may have fewer. None if not known."""
+    size = (_settings_of(config.actor.path) or {}).get("vocab_size")
+    return size if isinstance(size, int) else None
 
 
 def templates_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:

@@ -26,6 +26,7 @@ WORKFLOW_ARGS: dict[str, dict[str, Any]] = {  # built-in workflow -> its argumen
     "multi_turn": {
         "max_turns": PositiveInt,
         "turn_discount": NonNegativeFloat,
+        "max_tokens_per_trajectory": PositiveInt,
         "feedback": str,
         "tools": list[str],
         "tool_timeout_s": PositiveFloat,
@@ -63,8 +64,8 @@ def batch_of_ranks(config: Config, explicit: Collection[str]) -> Iterator[str]:
         whole = f"{each} * {ranks} data ranks are no whole number of groups of gconfig.n_samples {n_samples}"
         yield f"{name} {each}: {whole}; use a multiple of {least}."
     elif batch_size * n_samples != sequences:
-        gives = f"{name} {each} and {ranks} data ranks give {sequences // n_samples}"
-        yield f"train_dataset.batch_size {batch_size}: {gives}; use that, or set {name} to null."
+        gives = f"{name} {each} on {ranks} data ranks, which gives {sequences // n_samples}"
+        yield f"train_dataset.batch_size {batch_size} contradicts {gives}; set only one of the two."
 
 
 def too_long(config: Config, explicit: Collection[str]) -> Iterator[str]:
@@ -143,6 +144,11 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield f"rollout.reward_weights {weights} can't be used; give {each}."
     if len({*functions}) < len(functions):
         yield f"rollout.reward_fn {options.reward_fn!r} names a function twice; name it once, with a weight."
+    if options.sandbox == "required" and "code_tests" not in functions:
+        yield (
+            f"rollout.sandbox required has no effect: it is for code_tests, and rollout.reward_fn is "
+            f"{options.reward_fn}; remove the option."
+        )
     values = [("workflow", options.workflow), *(("reward_fn", function) for function in functions)]
     for name, value in values:
         pools = [*config.pools] if name == "reward_fn" else []
@@ -179,8 +185,10 @@ def notes(config: GRPOConfig) -> Iterator[str]:
         dataset = getattr(config, section)
         if dataset is not None and dataset.too_long != "drop" and dataset.max_length is None:
             yield f"{section}.too_long {dataset.too_long}: no effect without {section}.max_length."
-    workflow = config.rollout.workflow
-    idle = [name for name in config.rollout.workflow_args if name not in WORKFLOW_ARGS.get(workflow, [name])]
+    workflow, args = config.rollout.workflow, config.rollout.workflow_args
+    idle = [name for name in args if name not in WORKFLOW_ARGS.get(workflow, [name])]
+    if args.get("n_trajs") == config.gconfig.n_samples and "n_trajs" in idle:
+        idle.remove("n_trajs")  # that is what it means
     if idle:
         known = "" if workflow == "multi_turn" else "multi_turn, or "
         use = f"name the one that does: {known}package.module:name of your own"

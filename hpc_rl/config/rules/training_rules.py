@@ -22,6 +22,7 @@ _ONLY_FOR_TRAINING = (
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 TOKENS_PER_MB = 32768  # default limit on GPUs, where one micro-batch of all rows would be too large
 FLASH_PACKAGES = {"flash_attention_3": "flash-attn-3", "flash_attention_2": "flash-attn"}  # of attn_impl
+HIGH_LR, MAX_LR = 0.01, 1.0  # of Adam, whose step moves each weight by about the learning rate
 _WITHOUT_GPUS = "without GPUs (cluster.n_gpus_per_node 0)"
 
 
@@ -70,7 +71,7 @@ def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, s
         wanted |= {"rollout.workflow": ("teacher", ""), "rollout.reward_fn": ("final_answer", "")}
     if isinstance(config, GRPOConfig):
         if config.ref is None and config.actor.algorithm != "areal":
-            wanted["actor.kl_ctl"] = (0.0, "there is no section ref, so no reference model")
+            wanted["actor.kl_ctl"] = (0.0, "")  # no reference model
         elif config.actor.beta:
             wanted["actor.kl_ctl"] = (0.0, "actor.beta is the KL term, in the loss")
         if config.actor.use_decoupled_loss:
@@ -151,6 +152,14 @@ def notes(config: GRPOConfig) -> Iterator[str]:
         yield f"{', '.join(idle)}: no effect, because the reference model is not trained."
 
 
+def notes_on_learning_rate(config: Config) -> Iterator[str]:
+    section, engine = trained(config)
+    optimizer = engine.optimizer
+    if optimizer is not None and optimizer.type != "empty" and HIGH_LR < optimizer.lr < MAX_LR:
+        usual = "usual are 1e-7 to 1e-5 for reinforcement learning, up to 1e-3 for small models"
+        yield f"WARNING: {section}.optimizer.lr {optimizer.lr:g} is very high: {usual}."
+
+
 def policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     actor, recompute = config.actor, "actor.recompute_logprob"
     if actor.use_decoupled_loss and recompute in explicit and not actor.recompute_logprob:
@@ -206,6 +215,9 @@ def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
         came = f"{name} null" if optimizer is None else f"{name}.type empty"
         yield f"{came}: nothing would be trained; use type adam."
         return
+    if optimizer.lr >= MAX_LR:
+        moves = "each step moves every weight by about as much, and leaves nothing of the model"
+        yield f"{name}.lr {optimizer.lr:g}: {moves}; use less than {MAX_LR:g}, such as 1e-5."
     for option in _LOSS_SCALE:
         if engine.dtype != "float16" and not is_default(config, f"{name}.{option}"):
             yield f"{name}.{option} has no effect with dtype {engine.dtype}: only float16 needs loss scaling."

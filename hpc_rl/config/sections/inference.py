@@ -31,7 +31,8 @@ class GenerationHyperparameters:
     max_tokens: PositiveInt = 65536
     """Largest number of tokens in prompt and completion together."""
     greedy: bool = False
-    """Always take the most likely token (temperature 0)."""
+    """Always take the most likely token: `temperature` has no effect. Log-probabilities, in training too, are
+    at temperature 1."""
     top_p: PositiveShare = 1.0
     """Nucleus sampling: probability mass to sample from; 1 means all."""
     top_k: PositiveInt = 100_000_000
@@ -115,8 +116,8 @@ class InferenceEngineConfig:
     trainer; or `package.module:name` of your own. hpc-rl extension."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the workflow's class, or of its `create` after the configuration, by name:
-    `max_turns`, `turn_discount`, `feedback`, `tools`, `tool_timeout_s` for `multi_turn`, any for your own.
-    hpc-rl extension."""
+    `max_turns`, `turn_discount`, `max_tokens_per_trajectory`, `feedback`, `tools`, `tool_timeout_s` for
+    `multi_turn`, any for your own. hpc-rl extension."""
     reward_fn: str = "exact_match"
     """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value,
     the default of trainer teacher; `math_verify`, which compares formulas as well, the default for answers
@@ -132,6 +133,9 @@ class InferenceEngineConfig:
     """The judge of `reward_fn: judge`; null means none."""
     reward_timeout_s: PositiveFloat = 15.0
     """Time limit of one reward call in seconds; exceeding it rejects the prompt. hpc-rl extension."""
+    sandbox: Literal["available", "required"] = "available"
+    """Of the code that `code_tests` runs: `available` confines it as well as the machine can, `required` ends
+    the trial on a machine that can't protect everything. hpc-rl extension."""
     num_workers: PositiveInt = 1
     """Number of executor processes. hpc-rl extension."""
     setup_timeout: PositiveFloat = 600.0

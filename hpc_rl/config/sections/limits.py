@@ -34,9 +34,15 @@ class Limits:
         return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
 
 
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")  # of a shell, in a path
+
+
 @dataclass(frozen=True)
 class Place:
-    """A path: `~` is expanded, a relative path is made absolute, an empty one stays empty."""
+    """A path: `~` is expanded, a relative path is made absolute, an empty one stays empty.
+
+    Variables of a shell are refused: a file has no shell that would expand them.
+    """
 
     bare_names: bool = False  # a name without a slash is looked up on the PATH
     or_script: bool = False  # a text of several lines, or one that begins with #!, is a script
@@ -53,6 +59,9 @@ class Place:
             return None
         if any(ord(char) < 32 or ord(char) == 127 for char in text):
             return "A path can't contain line breaks or control characters."
+        if variable := _VARIABLE.search(text):
+            name = variable[1] or variable[2]
+            return f"Shell variables are not expanded here: write ${{oc.env:{name}}} for {variable[0]}."
         too_long = len(text.encode()) > 3000 or any(len(part.encode()) > 255 for part in text.split("/"))
         return "It is too long for a path." if too_long else None
 

@@ -28,6 +28,9 @@ class OptimizerConfig:
     """Peak learning rate."""
     weight_decay: NonNegativeFloat = 0.05
     """Decoupled weight decay."""
+    decay_norms_and_biases: bool = True
+    """Decay the weights of norms and biases, too. Hugging Face's Trainer does not, so ATLAS's `weight_decay`
+    sets false. hpc-rl extension."""
     beta1: ShareBelowOne = 0.9
     """Decay rate of the first moment."""
     beta2: ShareBelowOne = 0.95
@@ -39,7 +42,10 @@ class OptimizerConfig:
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the schedule after the warm-up."""
     warmup_steps_proportion: Share = 0.001
-    """Share of all steps spent on a linear warm-up."""
+    """Share of all updates spent on a linear warm-up; the number of updates is rounded down."""
+    warmup_from_zero: bool = False
+    """Start the warm-up at a rate of 0 and round its updates up, as Hugging Face's Trainer does; ATLAS's
+    `warmup_ratio` sets true. If false, the first update has a rate above 0. hpc-rl extension."""
     gradient_clipping: PositiveFloat = 1.0
     """Largest gradient norm."""
     offload: bool = False
@@ -206,8 +212,8 @@ class PPOActorConfig(TrainEngineConfig):
     """Leave truncated completions (finish_reason length) out of the loss; they still count in the baseline of
     their group."""
     dynamic_sampling: bool = False
-    """Drop groups whose rewards are all equal before normalization, so batches differ in size. A step whose
-    groups are all dropped makes no update."""
+    """Drop groups whose rewards, without the overlong penalty, are all equal. They are dropped before
+    normalization, so batches differ in size. A step whose groups are all dropped makes no update."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
     """`token_mean`: every token of a minibatch has the same weight; `sequence_mean`: every completion has;
     `constant_length`: the sum over a completion divided by `gconfig.max_new_tokens` (Dr.GRPO, with std_level

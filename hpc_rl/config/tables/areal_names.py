@@ -20,20 +20,26 @@ class OtherName:
     def describe(self) -> str:
         if self.to or ANY in self.idle:
             return f"`{self.to}`" if self.to else f"no effect: {self.why}"
+        if not self.idle:
+            return f"refused: {self.why}"
         words = {None: "null", "": "empty"}
         texts = [words.get(value, str(value).lower()) for value in self.idle]
         return f"only {', '.join(texts)}: {self.why}"
 
 
 MODELS = ("actor", "ref", "model")
+WORKFLOW = "rollout.workflow"
 WORKFLOW_ARGS = "rollout.workflow_args"
 # What AReaL's multi-turn, search and tool examples have at the top level for their workflows.
 OF_WORKFLOWS = (
     "agent_type", "judge_engine", "log_agent_stats", "log_agent_stats_keys", "max_llm_calls_per_run",
     "max_tokens_per_trajectory", "max_turns", "n_trajs", "tir", "turn_discount",
 )  # fmt: skip
+# The keys of AReaL's multi-turn-math example, whose workflow is multi_turn here. Other examples have some of
+# these, too: camel all but `max_turns`, the search agent `max_turns` alone.
+OF_MULTI_TURN = frozenset({"max_turns", "turn_discount", "max_tokens_per_trajectory", "n_trajs"})
 AT_TOP = (*OF_WORKFLOWS, "checkpointer", "critic", "enable_offload", "perf_tracer", "server_only")
-_LORA = "LoRA is not built: all parameters are trained"
+_LORA = "LoRA is not supported, all parameters are trained"
 _LORA_OF_SERVERS = OtherName(idle=(ANY,), why=_LORA)
 _TOKENS = "requests have token ids, with a tokenizer in the server or without"
 
@@ -49,6 +55,9 @@ NAMES: dict[str, OtherName] = {
     "checkpointer.freq_secs": OtherName("recover.freq_secs"),
     "server_only": OtherName(idle=(False,), why="a trial of servers alone is not built"),
     # v0.3.3 to v0.4.1
+    "rollout.backend": OtherName(
+        why="allocation_mode names servers and trainer together, as sglang:d4+fsdp:d4"
+    ),
     "rollout.pause_grace_period": OtherName(
         idle=(ANY,), why="what is in flight at an update continues with the new weights at once"
     ),

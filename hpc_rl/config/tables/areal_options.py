@@ -51,6 +51,18 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
         "empty: -K would kill the roles before they save, and the plan sets the rest",
     ),
     "launcher.slurm.mount": ("/storage:/storage", "empty: the trial's own directories are always bound"),
+    "gconfig.greedy": (
+        "false",
+        "the same; log-probabilities are then recomputed at temperature 1, as servers report them, in AReaL "
+        "at actor.temperature",
+    ),
+    **{
+        f"{section}.optimizer.warmup_steps_proportion": (
+            "0.001",
+            "the same, but the first update has a rate above 0; in AReaL 0: see warmup_from_zero",
+        )
+        for section in ("actor", "model")
+    },
     "gconfig.max_tokens": ("65536", "the same, or actor.mb_spec.max_tokens_per_mb where that is less"),
     **{
         f"{section}.max_length": (
@@ -88,7 +100,8 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     ),
     "actor.dynamic_sampling": (
         "false",
-        f"the same, but groups are dropped before normalization, in AReaL after it; {_AREALS}",
+        "the same, but groups are dropped before normalization and by their rewards without the overlong "
+        f"penalty, as in DAPO; in AReaL after it and with the penalty; {_AREALS}",
     ),
     "saver": ("never", "the same, but one export is always written at the end"),
     "evaluator": ("never", "with a valid_dataset after the last step, and for grpo before the first"),

@@ -9,12 +9,17 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from hpc_rl.allocation import parse
 from hpc_rl.config.loading.source import Settings, SourceValue
+from hpc_rl.errors import ConfigError
 
-_SERVERS = "allocation_mode says what generates, and where: use vllm:dN+fsdp:dM for N servers of vLLM"
+_VLLM = "use vllm:dN+fsdp:dM in allocation_mode for N servers of vLLM"
+_OWN_SERVERS = "the trial starts its own servers, which announce their addresses"
+_HERE = (None, "localhost", "127.0.0.1", "0.0.0.0")  # vllm_host where the trial's own servers are meant
 _VLLM_DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 ANY = object()  # every value
 PROBE_TOKENS = 500  # the default of max_probe_tokens, which chooses no trainer
+_ALL_TRAINERS = ("grpo", "teacher", "sft", "rw")
 _OPTIONAL = ("ref", "valid_dataset")  # sections that may be missing
 _NO_ROWS = "there is no valid_dataset"
 _NO_BEST = "the best model is kept where a valid_dataset and a metric are given"
@@ -31,22 +36,31 @@ class Alias:
     note: str = ""  # with `to`: what differs
     needs: str = ""  # with `to`: the section without which there is no effect
     default: Any = ANY  # with `needs`: the value that is accepted without that section
+    allocates: bool = False  # whether it chooses vLLM in allocation_mode, if that is empty
     times: tuple[
         str, ...
     ] = ()  # with `to`: names whose values, where they are given, are factors of this one
     also: Mapping[str, Any] = field(default_factory=dict)  # what else the name sets, where nothing else does
-    also_for: tuple[str, ...] = ("grpo", "teacher")  # the trainers of which it sets that
+    also_for: tuple[str, ...] = ("grpo", "teacher")  # the trainers for which it sets that
 
     def describe(self) -> str:
         if self.to:
             product = "".join(f" * {name}" for name in self.times)
             is_product = f"{self.to} is the name{product}" if product else self.to
-            trainers = ", ".join(self.also_for)
-            also = ", ".join(f"{name} becomes {value} ({trainers})" for name, value in self.also.items())
+            trainers = "" if self.also_for == _ALL_TRAINERS else f" ({', '.join(self.also_for)})"
+            also = ", ".join(f"{name} becomes {_shown(value)}{trainers}" for name, value in self.also.items())
             alone = f"no effect without a section {self.needs}" if self.needs else ""
             return "; ".join(filter(None, (is_product, self.note, also, alone)))
+        if self.allocates:
+            return self.note
+        if ANY in self.idle:
+            return f"no effect: {self.why}"
         accepted = ", ".join(str(value).lower().replace("none", "null") for value in self.idle)
         return f"refused: only {accepted}: {self.why}" if accepted else f"refused: {self.why}"
+
+
+def _shown(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _neutral_if(neutral: float, *idle: float | None) -> Callable[[Any], Any]:
@@ -97,8 +111,18 @@ ALIASES: dict[str, Alias] = {
         times=("backprop_accumulation_steps",),
         note="a factor of per_device_train_batch_size, too",
     ),
-    "warmup_ratio": Alias("{model}.optimizer.warmup_steps_proportion"),
-    "weight_decay": Alias("{model}.optimizer.weight_decay"),
+    "warmup_ratio": Alias(
+        "{model}.optimizer.warmup_steps_proportion",
+        note="the warm-up is Hugging Face's",
+        also={"{model}.optimizer.warmup_from_zero": True},
+        also_for=_ALL_TRAINERS,
+    ),
+    "weight_decay": Alias(
+        "{model}.optimizer.weight_decay",
+        note="norms and biases are not decayed, as in Hugging Face's Trainer",
+        also={"{model}.optimizer.decay_norms_and_biases": False},
+        also_for=_ALL_TRAINERS,
+    ),
     "max_grad_norm": Alias("{model}.optimizer.gradient_clipping"),
     "beta": Alias(
         "actor.beta",
@@ -119,20 +143,32 @@ ALIASES: dict[str, Alias] = {
     "min_p": Alias("gconfig.min_p", _neutral_if(0.0, None)),
     "repetition_penalty": Alias("gconfig.repetition_penalty", _neutral_if(1.0, None)),
     "generation_aggregation_steps": Alias(
-        idle=(None,),
-        why="servers batch whatever is in flight, which rollout.max_concurrent_rollouts limits; omit it",
+        idle=(ANY,),
+        why="servers batch the requests in flight, which rollout.max_concurrent_rollouts limits",
     ),
     "shuffle_generation_inputs": Alias(
-        idle=(False,),
-        why="rollout.schedule_policy chooses servers, and train_dataset.shuffle shuffles the rows; omit it",
+        idle=(ANY,),
+        why="rollout.schedule_policy chooses servers, and train_dataset.shuffle shuffles the rows",
     ),
-    **dict.fromkeys(("use_vllm", "use_vllm_server"), Alias(idle=(False,), why=_SERVERS)),
-    "vllm_device": Alias(idle=("auto",), why=_SERVERS),
+    **dict.fromkeys(
+        ("use_vllm", "use_vllm_server"),
+        Alias(
+            allocates=True,
+            note="true: an empty allocation_mode becomes vllm:dN+fsdp:d*, where N is num_vllm_clients or 1; "
+            "one that is given must have vLLM servers",
+        ),
+    ),
+    "vllm_device": Alias(idle=(ANY,), why="allocation_mode gives servers GPUs of their own"),
     "vllm_gpu_memory_utilization": Alias("vllm.gpu_memory_utilization"),
     "vllm_dtype": Alias("vllm.dtype", lambda value: _VLLM_DTYPES.get(value, value)),
     "vllm_max_model_len": Alias("vllm.max_model_len"),
-    **dict.fromkeys(("vllm_host", "vllm_port"), Alias(idle=(None,), why=_SERVERS)),
-    "num_vllm_clients": Alias(idle=(1,), why=_SERVERS),
+    "vllm_host": Alias(idle=_HERE, why=f"{_OWN_SERVERS}; {_VLLM}"),
+    "vllm_port": Alias(idle=(ANY,), why=_OWN_SERVERS),
+    "num_vllm_clients": Alias(
+        allocates=True,
+        note="the number of vLLM servers, if use_vllm or use_vllm_server is true; an allocation_mode that is "
+        "given must have as many",
+    ),
     "offload_untrained_models": Alias(
         "ref.fsdp.offload_params",
         idle=(False,),
@@ -140,8 +176,8 @@ ALIASES: dict[str, Alias] = {
         needs="ref",
     ),
     "ds3_gather_for_generation": Alias(
-        idle=(True,),
-        why="weights are always published whole; servers generate, not the trainer; omit it",
+        idle=(ANY,),
+        why="servers generate, not the trainer, and weights are always published whole",
     ),
     "backprop_accumulation_steps": Alias(
         "{model}.mb_spec.n_mbs", _whole, times=("gradient_accumulation_steps",)
@@ -166,9 +202,16 @@ ALIASES: dict[str, Alias] = {
         )
     },
     "logging_steps": Alias("stats_logger.every_steps", note="metrics.jsonl has every step"),
-    "save_steps": Alias("saver.freq_steps"),
+    "save_steps": Alias(
+        "saver.freq_steps",
+        note="checkpoints to resume from are saved as often",
+        also={"recover.mode": "auto", "recover.freq_steps": "${saver.freq_steps}"},
+        also_for=_ALL_TRAINERS,
+    ),
     "eval_steps": Alias("evaluator.freq_steps", why=_NO_ROWS, needs="valid_dataset", default=500),
-    "save_total_limit": Alias("saver.keep_last"),
+    "save_total_limit": Alias(
+        "saver.keep_last", also={"recover.keep": "${saver.keep_last}"}, also_for=_ALL_TRAINERS
+    ),
     "load_best_model_at_end": Alias(
         "saver.keep_best.as_final",
         idle=(False,),
@@ -248,7 +291,7 @@ class _Translator:
     ) -> None:
         self.sources, self.known = sources, known
         self.model = "actor" if "actor" in known else "model"
-        self.trainer = "teacher" if "teacher" in known else "grpo" if "actor" in known else "model"
+        self.trainer = "teacher" if "teacher" in known else "grpo" if "actor" in known else "sft"
         self.given = {name: item for source in sources for name, item in source.items()}  # the last counts
         self.present = set(present)
         for name, item in self.given.items():
@@ -257,6 +300,11 @@ class _Translator:
 
     def translate(self) -> Translated:
         by_alias: dict[tuple[bool, str], tuple[str, SourceValue]] = {}
+        if self.wants_vllm():  # an empty allocation_mode is chosen here
+            self.sources = [
+                {name: item for name, item in source.items() if name != "allocation_mode" or item.plain()}
+                for source in self.sources
+            ]
         for source in self.sources:
             settings: Settings = {}
             for name, item in source.items():
@@ -288,31 +336,96 @@ class _Translator:
         if alias is None or not item.plain() or self.trainer not in alias.also_for:
             return {}
         origin = _origin(item, name)
+        also = {option.replace("{model}", self.model): value for option, value in alias.also.items()}
         return {
             option: SourceValue(value, origin)
-            for option, value in alias.also.items()
-            if not {option, option.rpartition(".")[0]} & self.given.keys()
+            for option, value in also.items()
+            if not {option, option.rpartition(".")[0]} & self.given.keys() and not self.is_decided(option)
         }
+
+    def is_decided(self, option: str) -> bool:
+        """Return whether another option that is given decides about this one."""
+        mode = self.given.get("recover.mode")
+        if option.startswith("recover.") and mode is not None and mode.plain() == "disabled":
+            return True
+        periods = {"recover.freq_epochs", "recover.freq_secs"}
+        return option == "recover.freq_steps" and bool(periods & self.given.keys())
+
+    def wants_vllm(self) -> bool:
+        """Return whether generation is to be vLLM's."""
+        return any(self.value_of(name) is True for name in ("use_vllm", "use_vllm_server"))
+
+    def value_of(self, name: str) -> Any:
+        item = self.given.get(name)
+        return None if item is None else item.plain()
+
+    def allocation(self, name: str, item: SourceValue) -> tuple[str, SourceValue] | None:
+        """Return `allocation_mode` with vLLM servers, or None where it is given and has them."""
+        place, count = f"{name} ({item.origin})", 1
+        try:
+            if name != "num_vllm_clients" and not isinstance(item.plain(), bool):
+                raise ValueError("it must be true or false")
+            count = _whole(self.value_of("num_vllm_clients"))
+        except ValueError as error:
+            if name == "num_vllm_clients" or not isinstance(item.plain(), bool):
+                self.done.refusals.append(f"{place}: {item.plain()} can't be used: {error}.")
+            return None
+        if not self.wants_vllm() or self.model != "actor":
+            why = "this trainer generates nothing" if self.model != "actor" else "vLLM is not asked for"
+            self.done.notes.append(f"{place} has no effect here: {why}.")
+            return None
+        mode = self.given.get("allocation_mode")
+        if mode is not None and mode.plain():
+            self.check_allocation(name, item, mode)
+            return None
+        if self.trainer == "teacher":
+            use = "allocation_mode=vllm:dN+vllm[student]:dM+fsdp:d*"
+            self.done.refusals.append(f"{place}: a teacher trial has two pools of servers; use {use}.")
+            return None
+        engine = self.value_of("actor.backend") or "fsdp"
+        text = f"vllm:d{count}+{engine}:d*"
+        self.done.notes.append(f"{place}: allocation_mode is {text}.")
+        return "allocation_mode", dataclasses.replace(item, value=text, text=text, origin=_origin(item, name))
+
+    def check_allocation(self, name: str, item: SourceValue, mode: SourceValue) -> None:
+        """Note, or refuse, a name beside an `allocation_mode` that is given."""
+        value, place = item.plain(), f"{name} ({item.origin})"
+        try:
+            pools = parse(str(mode.plain()), "").pools
+        except ConfigError:
+            return  # the plan refuses it
+        others = {one.split(".")[1] for one in self.given if one.startswith("pools.") and one.count(".") > 1}
+        servers = next((one for one in pools if one.pool not in others), None)
+        where = f"allocation_mode {mode.plain()} ({mode.origin})"
+        if servers is None or (servers.backend != "vllm" and value is True):
+            generates = f"has {servers.backend} servers" if servers else "has no servers"
+            self.done.refusals.append(f"{place}: true, but {where} {generates}; {_VLLM}, or remove {name}.")
+        elif name == "num_vllm_clients" and value not in (None, 1) and servers.d not in (None, value):
+            agree = f"use vllm:d{value} in allocation_mode, or remove {name}"
+            self.done.refusals.append(f"{place}: {value}, but {where} has {servers.d} servers; {agree}.")
+        else:
+            self.done.notes.append(f"{place} has no effect here: {where} says it.")
 
     def one(self, name: str, item: SourceValue) -> tuple[str, SourceValue] | None:
         """Return the option that a name stands for, and its value; None where there is no effect."""
         alias, value, place = ALIASES[name], item.plain(), f"{name} ({item.origin})"
         option, why = (text.replace("{model}", self.model) for text in (alias.to, alias.why))
-        is_idle = any(value == one and type(value) is type(one) for one in alias.idle)
+        if alias.allocates:
+            return self.allocation(name, item)
+        is_idle = ANY in alias.idle or any(value == one and type(value) is type(one) for one in alias.idle)
         there = self.present if alias.needs in _OPTIONAL else self.known
         is_default = value == alias.default or alias.default is ANY
         if is_idle or (alias.needs and alias.needs not in there and is_default):
             self.done.notes.append(f"{place} has no effect here: {why}.")
             return None
         if not alias.to:
-            shown = "null" if value is None else str(value).lower() if isinstance(value, bool) else value
-            self.done.refusals.append(f"{place}: {shown} can't be used: {why}.")
+            self.done.refusals.append(f"{place}: {_shown(value)} can't be used: {why}.")
             return None
         if option not in self.known:
             line = f"{place} stands for {option}, which this trainer does not have; omit it."
             self.done.refusals.append(line)
             return None
-        also = (f"{other} is {set_to.value}" for other, set_to in self.also(name, item).items())
+        also = (f"{other} is {_shown(set_to.value)}" for other, set_to in self.also(name, item).items())
         self.done.notes.append("; ".join(filter(None, (f"{place} is {option}", alias.note, *also))) + ".")
         try:
             made = value if "${" in str(value) else alias.translate(value)

@@ -4,6 +4,7 @@ Four whole files are in areal/; each other example is one of them with what the 
 """
 
 import csv
+import itertools
 import re
 import subprocess
 import sys
@@ -13,10 +14,13 @@ import omegaconf
 import pytest
 import yaml
 
+from hpc_rl.config.loading.areal_files import translate
 from hpc_rl.config.loading.load import load
+from hpc_rl.config.loading.source import SourceValue
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.experiment import value_of
+from hpc_rl.config.sections.experiment import GRPOConfig, value_of
 from hpc_rl.config.show import as_yaml, show
+from hpc_rl.config.tables.areal_names import OF_MULTI_TURN, OF_WORKFLOWS
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.submit.submission import render_scripts
@@ -37,6 +41,7 @@ V030 = {  # before v0.3.3
     "actor.fsdp": {"ulysses_sp_size": 1},
 }
 AGENT = {"n_trajs": 4, "max_tokens_per_trajectory": 8192, "gconfig.n_samples": 1}
+NAMED = {"rollout.workflow": "my:Agent"}  # AReaL's own agents are code that is not here
 VLLM = {
     "allocation_mode": "vllm:d96+fsdp:d32",
     "cluster.n_nodes": 16,
@@ -151,17 +156,31 @@ EXAMPLES = {
     ),
     "multi_turn": (
         GRPO,
-        AGENT | {"max_turns": 2, "actor.group_size": "${n_trajs}", "rollout.workflow": "multi_turn"},
+        AGENT | {"max_turns": 2, "actor.group_size": "${n_trajs}"},
         "sglang:d4+fsdp:d4",
         {
+            "rollout.workflow": "multi_turn",
             "rollout.workflow_args": {"n_trajs": 4, "max_tokens_per_trajectory": 8192, "max_turns": 2},
             "gconfig.n_samples": 4,
         },
     ),
-    "search": (GRPO, {"max_turns": 128}, "sglang:d4+fsdp:d4", {"rollout.workflow_args": {"max_turns": 128}}),
+    "multi_turn_with_discount": (
+        GRPO,
+        {"max_turns": 5, "turn_discount": 0.9},
+        "sglang:d4+fsdp:d4",
+        {"rollout.workflow": "multi_turn", "rollout.workflow_args": {"max_turns": 5, "turn_discount": 0.9}},
+    ),
+    "camel": (GRPO, AGENT | NAMED, "sglang:d4+fsdp:d4", {"gconfig.n_samples": 4}),
+    "search": (
+        GRPO,
+        {"max_turns": 128} | NAMED,
+        "sglang:d4+fsdp:d4",
+        {"rollout.workflow_args": {"max_turns": 128}},
+    ),
     "tool_integrated": (
         GRPO,
-        {"tir": {"max_turns": 2, "max_length": 3000, "tool_timeout": 30.0, "enable_tools": "python;calc"}},
+        {"tir": {"max_turns": 2, "max_length": 3000, "tool_timeout": 30.0, "enable_tools": "python;calc"}}
+        | NAMED,
         "sglang:d4+fsdp:d4",
         {
             "rollout.workflow_args": {
@@ -176,7 +195,7 @@ EXAMPLES = {
     ),
     "openai_agents": (
         GRPO,
-        AGENT | {"max_turns": 8, "agent_type": "math"},
+        AGENT | {"max_turns": 8, "agent_type": "math"} | NAMED,
         "sglang:d4+fsdp:d4",
         {"gconfig.n_samples": 4},
     ),
@@ -188,6 +207,7 @@ EXAMPLES = {
             "max_tokens_per_trajectory": 27000,
             "log_agent_stats": True,
             "judge_engine": ROOT | {"max_concurrent_rollouts": "${rollout.max_concurrent_rollouts}"},
+            **NAMED,
         },
         "sglang:d4+fsdp:d4",
         {
@@ -220,7 +240,7 @@ NOT_BUILT = {
             "sglang.max_lora_rank": 32,
             "sglang.lora_target_modules": ["all"],
         },
-        ["actor.use_lora (.*): true .* LoRA is not built"],
+        ["actor.use_lora (.*): true .* LoRA is not supported"],
     ),
     "gspo": (
         {"actor.importance_sampling_level": "sequence"},
@@ -239,12 +259,26 @@ NOT_BUILT = {
         {"actor.m2_threshold": 0.04, "actor.eps_clip": 0.0},
         [
             "actor.m2_threshold .*: 0.04 .* M2PO is not built",
-            r"actor.eps_clip .*: 0.0 \(a number\) can't be used",
+            r"actor.eps_clip .*: 0.0 can't be used",
         ],
     ),
     "ulysses": ({"actor.fsdp": {"ulysses_sp_size": 4}}, ["allocation_mode has it: c, as in fsdp:d2c4"]),
     "ray": ({"cluster.name_resolve.type": "ray"}, ["use nfs, or omit it"]),
     "a_value_for_ref_that_is_none": ({"ref.eps_clip": "much"}, ["ref.eps_clip .*: much"]),
+}
+
+
+# Keys that each of AReaL's examples with an agent has -> the one that the refusal names
+AGENTS: dict[str, tuple[dict, str]] = {
+    "camel": (AGENT, "n_trajs, max_tokens_per_trajectory"),
+    "search": ({"max_turns": 128}, "max_turns"),
+    "search_with_stats": (
+        AGENT | {"max_turns": 32, "log_agent_stats": True, "log_agent_stats_keys": ["num_pages"]},
+        "log_agent_stats, log_agent_stats_keys",
+    ),
+    "tool_integrated": (EXAMPLES["tool_integrated"][1], "tir"),
+    "openai_agents": (EXAMPLES["openai_agents"][1], "agent_type"),
+    "tongyi": (EXAMPLES["tongyi"][1], "max_llm_calls_per_run, log_agent_stats, judge_engine"),
 }
 
 
@@ -288,6 +322,34 @@ def test_an_example_loads_plans_and_renders(file, changes, allocation, effects, 
     assert found == effects
 
 
+@pytest.mark.parametrize(("changes", "names"), AGENTS.values(), ids=list(AGENTS))
+def test_an_agent_is_refused_until_a_workflow_is_named(changes, names, tmp_path):
+    changes = {name: value for name, value in changes.items() if name != "rollout.workflow"}
+    path = written(tmp_path, GRPO, changes)
+    with pytest.raises(ConfigError) as caught:
+        checked(path)
+    (line,) = str(caught.value).splitlines()
+    assert line.startswith(f"{names} ({path}:") and "rollout.workflow=my_module:MyAgent" in line
+    for workflow in ("single_turn", "multi_turn", "my:Agent"):
+        loaded = check(load([path], [f"rollout.workflow={workflow}"], profiles=[]), files=False)
+        assert loaded.config.rollout.workflow == workflow
+
+
+def test_no_key_of_a_workflow_trains_single_turn():
+    """Each key alone and with each other one."""
+    accepted = set()
+    for keys in itertools.combinations_with_replacement(OF_WORKFLOWS, 2):
+        made = translate(GRPOConfig, {key: SourceValue(1, f"a.yaml:1: {key}") for key in keys})
+        if made.refusals:
+            assert "rollout.workflow is not set" in made.refusals[0]
+        else:
+            assert made.settings["rollout.workflow"].value == "multi_turn"
+            accepted |= {*keys}
+    assert accepted == OF_MULTI_TURN
+    with pytest.raises(ConfigError, match="workflow is not set"):
+        load([FOLDER / f"{GRPO}.yaml"], ["agent_type=math"], profiles=[])
+
+
 @pytest.mark.parametrize(("changes", "refusals"), NOT_BUILT.values(), ids=list(NOT_BUILT))
 def test_what_does_not_work_here_is_named(changes, refusals, tmp_path):
     path = written(tmp_path, GRPO, changes)
@@ -301,18 +363,23 @@ def test_what_does_not_work_here_is_named(changes, refusals, tmp_path):
 
 
 def test_notes_say_what_became_of_each_name(tmp_path):
-    changes = EXAMPLES["openai_agents"][1] | {"perf_tracer": {"enabled": True}, "ref.eps_clip": 0.3}
+    changes = EXAMPLES["multi_turn"][1] | {"perf_tracer": {"enabled": True}, "ref.eps_clip": 0.3}
     changes |= {"ref.reward_norm": None, "actor.adv_norm.group_size": 1}
-    notes = "\n".join(checked(written(tmp_path, GRPO, changes)).notes)
+    path = written(tmp_path, GRPO, changes)
+    notes = "\n".join(checked(path).notes)
+    assert "rollout.workflow_args: " not in notes  # each has an effect
     for words in (
         "max_turns (.*) is rollout.workflow_args.max_turns.",
         "gconfig.n_samples is 4: n_trajs is the number of trajectories",
-        "rollout.workflow_args: .*max_turns.* no effect: rollout.workflow single_turn does not take it; name the",
+        "rollout.workflow is multi_turn, for n_trajs, max_tokens_per_trajectory, max_turns (.*).",
         "perf_tracer: no effect: ",
         "ref.eps_clip, ref.reward_norm: no effect: the reference model is not trained.",
         "actor.adv_norm.group_size (.*): 1 is AReaL's default; it is gconfig.n_samples here.",
     ):
         assert re.search(words, notes), words
+    single = check(load([path], ["rollout.workflow=single_turn"], profiles=[]), files=False).notes
+    words = "max_turns: no effect: rollout.workflow single_turn does not take it; name the"
+    assert any(words in note for note in single)
 
 
 def test_arguments_of_a_workflow_can_be_typed_in(tmp_path):

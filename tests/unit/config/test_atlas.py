@@ -77,6 +77,12 @@ def test_the_model_of_each_trainer():
         "load_best_model_at_end=false",
         "metric_for_best_model=null",
         "greater_is_better=null",
+        "generation_aggregation_steps=16",
+        "shuffle_generation_inputs=true",
+        "ds3_gather_for_generation=false",
+        "vllm_device=cuda:1",
+        "vllm_host=localhost",
+        "vllm_port=8765",
         "use_vllm=false",
         "ds3_gather_for_generation=true",
         "remove_unused_columns=false",
@@ -96,6 +102,98 @@ def test_what_has_no_effect_says_so(given):
         for note in loaded.notes
         if note.startswith(given.partition("=")[0]) and "has no effect here" in note
     ]
+
+
+@pytest.mark.parametrize(
+    ("given", "allocation"),
+    [
+        (["use_vllm=true"], "vllm:d1+fsdp:d*"),
+        (["use_vllm_server=true", "num_vllm_clients=4"], "vllm:d4+fsdp:d*"),
+        (["use_vllm=true", "use_vllm_server=true", "allocation_mode="], "vllm:d1+fsdp:d*"),
+        (["use_vllm=true", "actor.backend=megatron"], "vllm:d1+megatron:d*"),
+        (["use_vllm=true", "num_vllm_clients=4", "allocation_mode=vllm:d4+fsdp:d4"], "vllm:d4+fsdp:d4"),
+        (
+            ["use_vllm_server=true", "num_vllm_clients=1", "allocation_mode=vllm:d4+fsdp:d4"],
+            "vllm:d4+fsdp:d4",
+        ),
+        (
+            ["use_vllm_server=true", "num_vllm_clients=3", "allocation_mode=vllm:d*+fsdp:d4"],
+            "vllm:d*+fsdp:d4",
+        ),
+        (["num_vllm_clients=4", "allocation_mode=sglang:d4+fsdp:d4"], "sglang:d4+fsdp:d4"),
+        (["num_vllm_clients=4"], ""),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_vllm_servers_are_what_allocation_mode_has(given, allocation, tmp_path):
+    """By arguments as by a file."""
+    as_yaml = (word.partition("=")[::2] for word in given)
+    text = "".join(f"{name}: {value or repr(value)}\n" for name, value in as_yaml if "." not in name)
+    (tmp_path / "a.yaml").write_text(text)
+    sections = [word for word in given if "." in word.partition("=")[0]]
+    for loaded in (load([], [*BASE, *given]), load([tmp_path / "a.yaml"], [*BASE, *sections])):
+        assert loaded.config.allocation_mode == allocation
+        names = [word.partition("=")[0] for word in given if "vllm_" in word or "use_" in word]
+        assert all(any(note.startswith(name) for note in loaded.notes) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (["use_vllm=true", "allocation_mode=sglang:d4+fsdp:d4"], "has sglang servers; use vllm:dN"),
+        (
+            ["use_vllm=true", "num_vllm_clients=4", "allocation_mode=vllm:d2+fsdp:d2"],
+            "has 2 servers; use vllm:d4 in allocation_mode",
+        ),
+        (["use_vllm=much"], "much can't be used: it must be true or false"),
+        (["use_vllm=true", "num_vllm_clients=0"], "0 can't be used: it must be a whole number"),
+        (["use_vllm=true", "pools.student.path=/s", "trainer=teacher"], r"vllm:dN\+vllm\[student\]"),
+        (["vllm_host=10.0.0.7"], "the trial starts its own servers"),
+    ],
+)
+def test_vllm_servers_that_can_not_be_are_refused(given, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        load([], [*BASE, *given])
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "mode", "freq_steps"),
+    [
+        ([], "auto", 100),
+        (["recover.mode=fault"], "fault", 100),
+        (["recover.mode=disabled"], "disabled", None),
+        (["recover.freq_secs=60"], "auto", None),
+        (["recover.freq_steps=5"], "auto", 5),
+    ],
+)
+@pytest.mark.parametrize("presets", [[], ["atlas"]])
+def test_what_save_steps_saves_can_be_resumed_from(given, mode, freq_steps, presets):
+    config = load([], [*BASE, "save_steps=100", *given], presets=presets).config
+    assert (config.saver.freq_steps, config.recover.mode) == (100, mode)
+    if freq_steps or not presets:
+        assert config.recover.freq_steps == freq_steps
+    assert load([], [*BASE, "save_steps=null"]).config.recover.mode == "disabled"
+    assert load([], [*BASE, "save_total_limit=3"]).config.recover.keep == 3
+
+
+@pytest.mark.parametrize("trainer", ["grpo", "sft", "rw"])
+def test_decay_and_warm_up_are_those_of_hugging_face(trainer):
+    section = "actor" if trainer == "grpo" else "model"
+    words = [*BASE[:3], f"trainer={trainer}", f"{section}.path=/m"]
+
+    def optimizer(*given, **more):
+        return getattr(load([], [*words, *given], **more).config, section).optimizer
+
+    named = optimizer("weight_decay=0.1", "warmup_ratio=0.1")
+    assert (named.decay_norms_and_biases, named.warmup_from_zero) == (False, True)
+    assert (optimizer().decay_norms_and_biases, optimizer().warmup_from_zero) == (True, False)
+    assert optimizer(
+        "weight_decay=0.1", f"{section}.optimizer.decay_norms_and_biases=true"
+    ).decay_norms_and_biases
+    if trainer == "grpo":
+        preset = optimizer(presets=["atlas"])
+        assert (preset.decay_norms_and_biases, preset.warmup_from_zero) == (False, True)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +325,10 @@ def test_sequences_of_ranks_make_whole_groups_and_no_second_batch_size():
         check(load([], given), files=False)
     batch = [*given, "per_device_train_batch_size=3"]
     assert check(load([], [*batch, "train_dataset.batch_size=2"]), files=False)
-    with pytest.raises(ConfigError, match=r"batch_size 4: .* 3 and 4 data ranks give 2; use that, or set"):
+    with pytest.raises(
+        ConfigError,
+        match=r"batch_size 4 contradicts .*sequences_per_rank 3 on 4 data ranks, which gives 2; .*per_device_train",
+    ):
         check(load([], [*batch, "train_dataset.batch_size=4"]), files=False)
     with pytest.raises(ConfigError, match=r"per_device_train_batch_size .*: 0 can't be used: .* 1 or larger"):
         load([], [*BASE, "per_device_train_batch_size=0"])

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from command_line import NO_TENSORS
 
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.row_shapes import NUM_FIRST, first_rows
@@ -29,7 +30,7 @@ def place(tmp_path: Path) -> Path:
     model = tmp_path / "model"
     make_tokenizer().save_pretrained(model)
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))
-    (model / "model.safetensors").touch()
+    (model / "model.safetensors").write_bytes(NO_TENSORS)
     return tmp_path
 
 

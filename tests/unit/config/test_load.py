@@ -259,13 +259,52 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
         ("trial_name=${trial_name}", ["trial_name", "can't be resolved"]),
         ("plain", ["'plain' is not understood"]),
         ("--seed", ["--seed needs a value"]),
-        ("~seed", ["'~seed' is not understood"]),
+        ("~", ["'~' is not understood"]),
+        ("~seed", ["~seed: nothing sets seed, so there is nothing to delete"]),
     ],
 )
 def test_refusals_of_an_override(files, override, words):
     message = files.refusal(override)
     assert "\n" not in message
     assert [word for word in words if word not in message] == [], message
+
+
+def test_an_option_is_deleted_as_in_hydra(files):
+    more = """\
+        gconfig: {n_samples: 4, temperature: 0.7}
+        ref: {path: /r}
+        rollout: {workflow: "my:Flow", workflow_args: {a: 1, deep: {b: 2, c: 3}}}
+    """
+    words = ["~gconfig.temperature", "~ref", "~rollout.workflow_args.deep.b", "~n_nodes=2"]
+    loaded = files.load(*words, "seed=5", "~seed", more=more)
+    config = loaded.config
+    assert (config.gconfig.n_samples, config.gconfig.temperature, config.ref, config.seed) == (
+        4,
+        1.0,
+        None,
+        1,
+    )
+    assert config.rollout.workflow_args == {"a": 1, "deep": {"c": 3}}
+    assert config.cluster.n_nodes == 1
+    assert not loaded.explicit & {"gconfig.temperature", "cluster.n_nodes", "seed"}
+
+
+def test_what_follows_a_deletion_counts(files):
+    loaded = files.load("seed=5", "~seed", "+seed=7", "~cluster.n_nodes", "++gconfig.n_samples=3")
+    assert (loaded.config.seed, loaded.config.gconfig.n_samples) == (7, 3)
+
+
+def test_a_preset_and_a_profile_are_deleted_from(files, tmp_path):
+    (tmp_path / "big.yaml").write_text("launcher: {slurm: {partition: gpu}}\n")
+    words = ["cluster.cluster_name=big", "~launcher.slurm.partition", "~actor.beta", "~ref"]
+    base = files.path("base.yaml", BASE)
+    config = load([base], words, presets=["atlas"], profiles=[tmp_path]).config
+    assert (config.launcher.slurm.partition, config.actor.beta, config.ref) == (None, 0.0, None)
+    assert config.actor.loss_aggregation == "sequence_mean"  # of the preset
+
+
+def test_a_deletion_of_another_value_is_refused(files):
+    assert "~cluster.n_nodes=3: cluster.n_nodes is 2;" in files.refusal("~n_nodes=3")
 
 
 @pytest.mark.parametrize(
@@ -335,15 +374,6 @@ def test_round_trip_through_json(model):
     data["clutser"] = {}
     with pytest.raises(ConfigError, match="did you mean cluster"):
         from_dict(data)
-
-
-def test_an_earlier_name_of_an_option_is_read(files):
-    assert files.load(more="actor: {compat: areal}").config.actor.algorithm == "areal"
-    assert files.load("actor.compat=null").config.actor.algorithm == "grpo"
-    data = to_dict(files.load("actor.algorithm=areal").config)
-    del data["actor"]["algorithm"]
-    assert from_dict(data | {"actor": data["actor"] | {"compat": "areal"}}).actor.algorithm == "areal"
-    assert from_dict(data | {"actor": data["actor"] | {"compat": None}}).actor.algorithm == "grpo"
 
 
 def test_an_unknown_key_is_told_before_uninterpolated_values(files):

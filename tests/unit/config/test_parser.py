@@ -80,10 +80,10 @@ def test_all_wrong_values_of_a_file_are_refused_at_once(tmp_path):
         lines,
         [
             "unknown key cluster.n_gpu_per_node (bad.yaml:3): did you mean cluster.n_gpus_per_node?",
-            "cluster.n_nodes (bad.yaml:3): 0 (an integer) can't be used; allowed: an integer, at least 1",
-            "launcher.slurm.time (bad.yaml:6): 90 (an integer) can't be used; allowed: text, 24:00:00",
+            "cluster.n_nodes (bad.yaml:3): 0 can't be used; allowed: an integer, at least 1",
+            "launcher.slurm.time (bad.yaml:6): 90 (an integer) can't be used; allowed: 24:00:00",
             "launcher.slurm.gpus_by (bad.yaml:7): grse (text) can't be used; allowed: gpus-per-node, gres",
-            "launcher.slurm.mem (bad.yaml:8): 12Q (text) can't be used",
+            "launcher.slurm.mem (bad.yaml:8): 12Q can't be used; allowed: derived, or a number with an optional unit",
             "train_dataset.batch_size (bad.yaml:9): many (text) can't be used; allowed: an integer",
             "actor.optimizer.lr (bad.yaml:10): fast (text) can't be used; allowed: a number",
         ],
@@ -129,10 +129,10 @@ def test_short_names_of_the_model_follow_the_trainer():
     ("typed", "answer"),
     [
         ("gpus=8", "cluster.n_gpus_per_node"),
-        ("actor.use_lora=true", "LoRA is not built"),
+        ("actor.use_lora=true", "LoRA is not supported"),
         ("launcher.slurm.spare_nodes=1", "layout jobs"),
         ("cluster.n_nodes=2-4", "layout jobs"),
-        ("lora_rank=8", "LoRA is not built"),
+        ("lora_rank=8", "LoRA is not supported"),
         ("actor.zebra=1", "`--help actor` shows"),
         ("actor.mb_spec.zebra=1", "known here: granularity, max_seqs_per_mb, max_tokens_per_mb, n_mbs."),
         ("trainer.total_epochs=1", "trainer is an option"),
@@ -170,3 +170,25 @@ def test_loading_imports_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("launcher.slurm.time=banana", "banana can't be used; allowed: 24:00:00 (hours)"),
+        (
+            "actor.use_lora=true",
+            "true can't be used: LoRA is not supported, all parameters are trained. Remove this",
+        ),
+    ],
+)
+def test_a_value_of_the_right_type_is_refused_without_its_type(option, message):
+    with pytest.raises(ConfigError) as refusal:
+        load([], [*BASE, option], profiles=[])
+    assert message in str(refusal.value)
+
+
+def test_a_missing_file_names_the_file_that_may_be_meant(tmp_path):
+    (tmp_path / "grpo.yaml").write_text("{}")
+    with pytest.raises(ConfigError, match=r"gpro\.yaml can't be read: .* Did you mean .*/grpo\.yaml\?"):
+        load([tmp_path / "gpro.yaml"], [], profiles=[])

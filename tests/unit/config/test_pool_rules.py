@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from command_line import NO_TENSORS
 
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
@@ -231,7 +232,7 @@ def test_the_model_of_a_pool_is_a_checkpoint_with_a_tokenizer(tmp_path):
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
     for name in ("model.safetensors", "tokenizer.json"):
-        (model / name).write_text("")
+        (model / name).write_bytes(NO_TENSORS if name.startswith("model") else b"")
     base = [*GRPO, f"train_dataset.path={data}", f"actor.path={model}", "gconfig.max_new_tokens=8", TWO, ASKS]
     base.append(f"cluster.fileroot={tmp_path}")
     (found,) = refused("pools.student.path=org/name", base=base, files=True)
@@ -246,7 +247,7 @@ def test_the_model_of_a_pool_is_a_checkpoint_with_a_tokenizer(tmp_path):
         "has one.",
         "pools.student.max_new_tokens 1024 leaves no room for a prompt: the model's context",
     ]
-    (student / "model.safetensors").write_text("")
+    (student / "model.safetensors").write_bytes(NO_TENSORS)
     words = [f"pools.student.path={student}", f"pools.student.tokenizer_path={model}"]
     check(load([], [*base, *words, "pools.student.max_new_tokens=8"], profiles=[]))
 
@@ -404,7 +405,7 @@ def test_what_a_reward_model_can_not_do(words, line):
 def test_a_reward_model_and_a_model_that_writes_are_not_taken_for_each_other(tmp_path):
     words = [*SCORED, f"pools.liked.path={tmp_path}"]
     (tmp_path / "tokenizer.json").touch()
-    (tmp_path / "model.safetensors").touch()
+    (tmp_path / "model.safetensors").write_bytes(NO_TENSORS)
     chats = tmp_path / "chats.jsonl"
     chats.write_text('{"messages": [{"role": "user", "content": "2"}]}\n')
 

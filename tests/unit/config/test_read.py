@@ -21,6 +21,7 @@ from hpc_rl.config.loading.fields import hints, options, section_of
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.rules.teacher_rules import VARIABLES
+from hpc_rl.config.schedule import count_warmup, learning_rate, updates_per_step
 from hpc_rl.config.sections.experiment import CONFIGS, has_own_prompts, last_step
 from hpc_rl.config.sections.inference import InferenceEngineConfig
 from hpc_rl.config.tables import sglang_versions, vllm_versions
@@ -79,7 +80,7 @@ ONLY_RULES = {
     r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }
 READERS = (  # what roles and the plan read through
-    *(last_step, has_own_prompts, as_pool, allocation_of),
+    *(last_step, has_own_prompts, count_warmup, learning_rate, updates_per_step, as_pool, allocation_of),
     InferenceEngineConfig.reward_functions.fget,
 )
 # pattern -> a dict of the product that has each such option's name as a key or value, for getattr

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_rl.doctor import node
 from hpc_rl.doctor.finding import Finding, Requirements, Status, ok
-from hpc_rl.doctor.job_probe import VisitResult, check_nodes, read_reports
+from hpc_rl.doctor.job_probe import VisitResult, check_nodes, error_in, read_reports
 from hpc_rl.doctor.node import NodeObservations, NodeReport, Visit
 
 NEEDS = Requirements(num_nodes=1)
@@ -115,3 +115,15 @@ def test_where_no_node_came_only_that_is_reported():
     [finding] = check_nodes(VisitResult([], 2, "Requested node configuration is not available"))
     assert (finding.status, finding.check) == (Status.FAIL, "nodes reported")
     assert "not available" in finding.found
+
+
+def test_a_traceback_of_a_node_is_shown_as_its_last_line():
+    frames = '  File "/a/node.py", line 3, in main\n    import xxhash\n'
+    traceback = f"Traceback (most recent call last):\n{frames}ModuleNotFoundError: No module named 'xxhash'\n"
+    printed = f"module: warning\n{traceback}{traceback}srun: error: n1: task 0: Exited with exit code 1\n"
+    assert error_in(printed) == "the program on a node failed: ModuleNotFoundError: No module named 'xxhash'"
+
+
+def test_equal_errors_of_nodes_are_shown_once():
+    line = "slurmstepd: error: execve(): /opt/python: No such file or directory"
+    assert error_in(f"{line}\n{line}\nsrun: error: n1\n") == f"{line} srun: error: n1"

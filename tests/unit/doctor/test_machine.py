@@ -18,6 +18,7 @@ from hpc_rl.doctor.finding import Requirements, Status, run_checks
 from hpc_rl.doctor.machine import MACHINE_CHECKS, LeftoverProcess, Problem, cgroup_memory, leftovers, versions
 from hpc_rl.doctor.mpi_check import MpiLook
 from hpc_rl.errors import ConfigError
+from hpc_rl.sandbox import Mechanism, Protection, Sandbox
 
 GB = 10**9
 Usage = namedtuple("Usage", "total used free")
@@ -25,7 +26,7 @@ LIBRARIES = {"torch": "2.9.1+cu128", "transformers": "4.57.0", "safetensors": "0
              "vllm": "0.32.0+cpu", "megatron-core": "0.14.0"}  # fmt: skip
 NEEDS = Requirements(
     on_slurm=True, num_nodes=2, cpus=32, gpus=8, mem_mb=128_000, fileroot="/shared/runs", python="python", servers=("sglang",),
-    megatron=True, mpi=True, mpiexec="mpiexec", local_dir="/tmp",
+    megatron=True, mpi=True, mpiexec="mpiexec", local_dir="/tmp", sandbox="required",
 )  # fmt: skip
 FREE = resource.RLIM_INFINITY
 
@@ -39,7 +40,7 @@ def good(monkeypatch):
             "python": (3, 12, 1), "libraries": LIBRARIES, "cpus": 64, "gpus": 8, "cgroup": None, "shm": 64 * GB,
             "tmp": 100 * GB, "nofile": (1024, 65536), "nproc": (FREE, FREE), "memlock": (65536, FREE), "bind_error": None,
             "mpi": MpiLook(found="mpiexec of MPICH"), "ports": "32768 60999", "address": "10.0.0.1", "resolves": True, "proxy": "", "leftovers": [],
-            "modules": Problem(), "disk": "xfs",
+            "modules": Problem(), "disk": "xfs", "sandbox": Sandbox(Mechanism.NAMESPACES, frozenset(Protection)),
         } | wrong  # fmt: skip
         limits = {
             resource.RLIMIT_NOFILE: facts["nofile"],
@@ -82,6 +83,7 @@ def good(monkeypatch):
         monkeypatch.setenv("http_proxy", facts["proxy"])
         monkeypatch.setattr(machine, "modules_problem", lambda modules: facts["modules"])
         monkeypatch.setattr(node_copies, "mount_of", lambda path: (facts["disk"], []))
+        monkeypatch.setattr(machine, "find_sandbox", lambda: facts["sandbox"])
         monkeypatch.setattr(machine, "leftovers", lambda: facts["leftovers"])
 
     return make
@@ -113,6 +115,7 @@ WRONG = [  # check, what is wrong, how severe, tokens of the finding and of the 
     ("modules", {"modules": Problem("there is no command `module` here", False)}, "warn", "module", "the nodes must have it"),
     ("host name", {"resolves": False}, "warn", socket.gethostname(), "DNS"),
     ("proxy", {"proxy": "http://proxy:3128"}, "warn", "http_proxy", "no_proxy"),
+    ("sandbox", {"sandbox": Sandbox(Mechanism.LIMITS, frozenset())}, "fail", "nothing is protected", "Landlock"),
     ("leftovers", {"leftovers": [LeftoverProcess(4711, "python -m hpc_rl.app.server", "12")]}, "warn",
      "4711 of job 12", "kill 4711"),
 ]  # fmt: skip

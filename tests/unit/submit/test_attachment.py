@@ -112,7 +112,7 @@ def test_what_does_not_run_is_told_with_what_does(on_slurm, fake_trial):
     with pytest.raises(TrialStateError, match=r"--role rollout \(running: trainer-0 rank 0"):
         choose_process(on_slurm, "rollout", None, None)
     fake_trial.ended("7.0", 70, "server-0 gave up")
-    with pytest.raises(TrialStateError, match=r"is failed \(failed: server-0 gave up\)"):
+    with pytest.raises(TrialStateError, match=r"is failed \(server-0 gave up\)"):
         choose_process(read_status(fake_trial.trial), None, None, None)
 
 

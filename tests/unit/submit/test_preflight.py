@@ -8,9 +8,11 @@ from hpc_rl.doctor.mpi_check import MpiLook
 from hpc_rl.errors import ConfigError, SchedulerError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render import lint
+from hpc_rl.sandbox import Mechanism, Protection, Sandbox
 from hpc_rl.schedulers.sinfo import Node
-from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.schedulers.slurm import SlurmScheduler, TestAnswer
 from hpc_rl.submit import preflight
+from hpc_rl.submit.refusal import CheckState
 
 BASE = [
     "experiment_name=e",
@@ -22,12 +24,13 @@ BASE = [
 GOOD = "#!/bin/bash\n#SBATCH --nodes=1\n#SBATCH --no-requeue\n#SBATCH --open-mode=append\ntrue\n"
 
 
+ACCEPTED = TestAnswer("Job 1 to start at once", True)
+
+
 class FakeCluster:
     """Two nodes; counts what it is asked."""
 
-    def __init__(
-        self, says: tuple[bool, str] = (True, "Job 1 to start at once"), broken: str = "", threads: int = 1
-    ) -> None:
+    def __init__(self, says: TestAnswer = ACCEPTED, broken: str = "", threads: int = 1) -> None:
         self.says, self.broken, self.threads = says, broken, threads
         self.asked: list[str] = []
 
@@ -38,7 +41,7 @@ class FakeCluster:
         known = {"is_default": True, "threads_per_core": self.threads}
         return [Node("main", f"n{i}", 64, 256_000, {"": 8}, **known) for i in (1, 2)]
 
-    def test_only(self, script: str) -> tuple[bool, str]:
+    def test_only(self, script: str) -> TestAnswer:
         self.asked.append("sbatch")
         return self.says
 
@@ -54,6 +57,22 @@ def whole(*overrides: str, base=BASE):
 def planned(*overrides: str):
     loaded, plan = whole(*overrides)
     return loaded.config, plan
+
+
+def test_what_confines_code_is_told_and_where_it_is_required_also_refused(monkeypatch):
+    weak = Sandbox(Mechanism.LANDLOCK, frozenset({Protection.FILES}))
+    monkeypatch.setattr(preflight, "find_sandbox", lambda: weak)
+    base = [*GRPO, "actor.path=/m", "gconfig.n_samples=4"]
+    loaded, _ = whole("rollout.reward_fn=format,code_tests", "rollout.sandbox=required", base=base)
+    [note] = preflight.check_sandbox(loaded.config, "slurm")
+    assert note.state is CheckState.NOTE
+    assert note.detail.startswith("code_tests runs code in this sandbox here: Landlock: no other file can be")
+    assert "not protected: the network can be used" in note.detail and "that of its node" in note.detail
+    refused, _ = preflight.check_sandbox(loaded.config, "local")
+    assert refused.state is CheckState.REFUSED
+    assert refused.detail.startswith("rollout.sandbox is required, ") and "It has Landlock" in refused.detail
+    loaded, _ = whole(base=base)
+    assert list(preflight.check_sandbox(loaded.config, "local")) == []  # runs no code
 
 
 @pytest.mark.parametrize(
@@ -81,7 +100,7 @@ def test_a_submission_asks_once_and_refuses_what_can_never_run():
     cluster = FakeCluster()
     with pytest.raises(
         ConfigError,
-        match=r"(?s)cannot run.*has 2 nodes; 3 were requested\. Nearest that fits: --n_nodes 2",
+        match=r"has 2 nodes; 3 were requested\. Nearest that fits: --n_nodes 2",
     ):
         preflight.quick_check(*planned("--n_nodes=3", "launcher.trainer_mem_per_gpu=1000"), cluster)
     assert cluster.asked == ["sinfo"]
@@ -108,7 +127,7 @@ def test_where_a_job_uses_one_thread_per_core_a_cpu_is_a_core():
         preflight.quick_check(*planned(*options, "launcher.trainer_cpus_per_gpu=4"), FakeCluster(threads=2))
 
 
-def test_bad_nodes_are_avoided_only_where_enough_others_are_left():
+def test_as_many_bad_nodes_are_avoided_as_leave_enough_others():
     small = "launcher.trainer_mem_per_gpu=1000"
     said = preflight.quick_check(*planned(small), FakeCluster(), ["n1"])
     assert (said.avoid, said.notes) == (("n1",), ["n1 failed this trial recently: avoided"])
@@ -119,6 +138,9 @@ def test_bad_nodes_are_avoided_only_where_enough_others_are_left():
     )
     said = preflight.quick_check(*planned(small, "launcher.slurm.exclude=n2"), FakeCluster(), ["n1"])
     assert said.avoid == (), "what the configuration excludes stays excluded"
+    said = preflight.quick_check(*planned(small), FakeCluster(), ["n2", "n1"])
+    assert said.avoid == ("n2",), "the worst comes first"
+    assert said.notes[1] == "n1 failed this trial recently: not avoided, because too few other nodes are left"
     assert preflight.quick_check(*planned(small), FakeCluster()).notes == []
 
 
@@ -127,9 +149,13 @@ def test_all_checks():
     fine = preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster())
     preflight.raise_for(fine)
     assert {check.state for check in fine} <= {"ok", "skipped"}
-    no = preflight.full_check(*small, {"a.sbatch": GOOD + "if\n"}, FakeCluster((False, "Invalid account")))
-    with pytest.raises(ConfigError, match=r"(?s)syntax error.*Slurm refuses a\.sbatch: Invalid account"):
+    no = preflight.full_check(
+        *small, {"a.sbatch": GOOD + "if\n"}, FakeCluster(TestAnswer("Invalid account", False))
+    )
+    with pytest.raises(ConfigError, match=r"(?s)syntax error.*sbatch refused the job: Invalid account"):
         preflight.raise_for(no)
+    waits = FakeCluster(TestAnswer("Required node not available", False, may_wait=True))
+    assert preflight.full_check(*small, {"a.sbatch": GOOD}, waits)[-1].state == "note"
     with pytest.raises(SchedulerError, match="no controller"):
         preflight.raise_for(
             preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster(broken="no controller"))
@@ -148,7 +174,7 @@ def test_a_plan_can_be_checked_where_there_is_no_slurm(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (GOOD + "#SBATCH --time=1\n", "line 6 comes after the first command"),
+        (GOOD + "#SBATCH --time=1\n", "line 6: sbatch ignores it, because it comes after the first command"),
         (GOOD.replace("--nodes=1", "--nodes=1\n#SBATCH --nodes=2"), "--nodes is given twice"),
         (
             GOOD.replace("--nodes=1", "--mem=1\n#SBATCH --mem-per-cpu=2"),
@@ -161,8 +187,8 @@ def test_a_plan_can_be_checked_where_there_is_no_slurm(monkeypatch, tmp_path):
     ],
 )
 def test_the_linter(text, words):
-    assert any(words in problem for problem in lint.problems({"x.sh": text}))
-    assert lint.directive_problems(GOOD) == [] and lint.bash_problems(GOOD) == []
+    assert any(words in problem for problem in lint.problems({"x.sbatch": text}))
+    assert lint.check_directives(GOOD) == [] and lint.check_bash(GOOD) == []
 
 
 def test_sizes_of_memory():

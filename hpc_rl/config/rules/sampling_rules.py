@@ -1,0 +1,33 @@
+"""Notes about sampling that the loss can't follow.
+
+The trainer computes log-probabilities of the whole distribution at the sampling temperature. Servers return
+the same where nothing but the temperature changes it: top_p, top_k and min_p leave the returned
+log-probabilities as they are, but other tokens are sampled than these say; penalties are in them.
+"""
+
+from collections.abc import Iterator
+
+from hpc_rl.config.rules.consistency import server_backend
+from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.sections.inference import GenerationHyperparameters
+
+_CUT_OFF = ("top_p", "top_k", "min_p")
+_PENALTIES = ("repetition_penalty", "frequency_penalty")
+_USE = "eval_gconfig may have it, so that only evaluations sample so"
+
+
+def notes(config: GRPOConfig) -> Iterator[str]:
+    neutral, sampling = GenerationHyperparameters(), config.gconfig
+    backend = server_backend(config) or "generation"
+    for name in (*_CUT_OFF, *_PENALTIES):
+        value, unused = getattr(sampling, name), getattr(neutral, name)
+        if value == unused:
+            continue
+        if name in _PENALTIES:
+            why = (
+                f"{backend} servers return log-probabilities with the penalty, and the trainer computes them "
+                "without: the ratio of the loss is not 1 even for the policy that generated"
+            )
+        else:
+            why = "tokens are sampled from a part of the distribution, and the loss takes them for all of it"
+        yield f"WARNING: gconfig.{name} {value:g}: {why}; use {unused:g} to train, {_USE}."
