@@ -5,7 +5,9 @@ import fcntl
 import ipaddress
 import socket
 import struct
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 PUBLIC_HOSTS = ("192.0.2.1", "2001:db8::1")
 DISCARD_PORT = 9
 LOOPBACK = "127.0.0.1"
+CALL_S = 5.0  # for a peer to answer
+MAX_CALLS = 32  # at the same time
 SILENCE_S = 9  # after which a peer's host counts as lost
 
 
@@ -125,6 +129,38 @@ def bind(host: str = "", port: int = 0) -> socket.socket:
         with contextlib.suppress(OSError):  # of a host where IPv6 is switched off
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
     return socket.create_server((host, port), backlog=512)
+
+
+def answer_callers(listener: socket.socket, name: str) -> None:
+    """Answer each caller with the name of this process, in a thread, until the listener is closed."""
+
+    def answer() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, contextlib.suppress(OSError):  # of a caller that hangs up
+                connection.settimeout(CALL_S)
+                connection.sendall(f"{name}\n".encode())
+
+    threading.Thread(target=answer, daemon=True).start()
+
+
+def find_unreached(peers: Mapping[str, tuple[str, int]]) -> dict[str, str]:
+    """Return the peers, by name, that do not answer at their address and port, each with the reason."""
+    with ThreadPoolExecutor(MAX_CALLS) as pool:
+        reasons = dict(zip(peers, pool.map(lambda name: _call(name, *peers[name]), peers), strict=True))
+    return {name: reason for name, reason in reasons.items() if reason}
+
+
+def _call(name: str, address: str, port: int) -> str:
+    try:
+        with socket.create_connection((address, port), timeout=CALL_S) as connection:
+            answer = connection.makefile().readline().strip()
+    except OSError as error:
+        return error.strerror or str(error)
+    return "" if answer == name else f"{answer or 'another program'} answers there"
 
 
 def _address_of_interface(wanted: str) -> str:

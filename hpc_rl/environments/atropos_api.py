@@ -17,12 +17,14 @@ from typing import Any
 import xxhash
 
 from hpc_rl.environments.intake import (
+    UNSUPPORTED,
     GroupRejected,
     Lookup,
     MalformedRequest,
     SequenceLimits,
     check_shape,
     to_group,
+    unused_fields,
 )
 from hpc_rl.environments.registry import RegisteredEnvironment, Registry
 from hpc_rl.rollout.batch_fill import fill
@@ -34,6 +36,7 @@ HOLD_POLL_S = 0.1
 HOLD_S = 20.0  # an acknowledgement waits so long for room in the queue
 HARD_BOUND = 16  # times max_queued_batches: beyond it nothing is taken
 UNREGISTERED = -1
+MAX_TOLD = 32  # unused fields of an environment that are told
 LARGE_TOKENS = 50_000  # of a group, from which on it is looked at in a thread
 
 
@@ -48,6 +51,7 @@ class TrialFacts:
         checkpoint_dir: Directory for files of environments.
         checkpoint_interval: Steps between two of them.
         num_steps: Training steps of the trial.
+        temperature: At which it samples; 0 is greedy.
     """
 
     limits: SequenceLimits
@@ -56,6 +60,7 @@ class TrialFacts:
     checkpoint_dir: str
     checkpoint_interval: int
     num_steps: int
+    temperature: float = 1.0
 
 
 class QueueFull(Exception):
@@ -77,8 +82,8 @@ class AtroposApi:
     ) -> None:
         self.outside = outside
         self.registry = Registry(outside.batch_size, trial.num_steps)
-        self.counts: Counter[tuple[int, str]] = Counter()  # by env_id and what became of the group
-        self.reasons: dict[int, str] = {}  # of the newest rejection, by env_id
+        self.repeated: Counter[int] = Counter()  # groups that came again, by env_id
+        self._told_of_others: list[str] = []  # unused fields of senders that have not registered
         self.latest: dict[str, Any] = {}
         self._lookup = lookup
         self._trial = trial
@@ -110,6 +115,10 @@ class AtroposApi:
     def trainer_info(self) -> dict[str, Any]:
         return {"batch_size": self.outside.batch_size, "max_token_len": self._trial.limits.max_tokens}
 
+    def sampling(self) -> dict[str, float]:
+        """Return what the trial's own prompts are sampled with; the protocol of Atropos does not have it."""
+        return {"temperature": self._trial.temperature}
+
     def wandb_info(self) -> dict[str, Any]:
         project = self._trial.wandb_project
         return {"group": self._trial.wandb_group if project else None, "project": project}
@@ -120,9 +129,8 @@ class AtroposApi:
         """Register an environment. Raises ValueError for sizes that no batch can hold."""
         if not self.outside.has_trainer:
             return {"status": "wait for trainer to start"}
-        made = self.registry.register(asked, self.outside.own_group_size)
-        made.seen_s = time.monotonic()
-        await self.outside.add_environment({**asdict(made), "seen_s": 0.0})
+        made = self.registry.register(asked, self.outside.own_group_size, time.monotonic())
+        await self._keep(made)
         logger.info("environment %d registered as %s: groups of %d", made.env_id, made.name, made.group_size)
         return {
             "status": "success",
@@ -134,8 +142,13 @@ class AtroposApi:
             "num_steps": self._trial.num_steps,
         }
 
-    def disconnect(self, env_id: int) -> dict[str, Any]:
+    async def _keep(self, environment: RegisteredEnvironment) -> None:
+        self.outside.keep_environment({**asdict(environment), "seen_s": 0.0})
+        await self.outside.commit()
+
+    async def disconnect(self, env_id: int) -> dict[str, Any]:
         if self.registry.disconnect(env_id):
+            await self._keep(self.registry.environments[env_id])
             logger.info("environment %d has disconnected", env_id)
             return {"status": "success"}
         return {"status": "failure", "error": f"no connected environment has env_id {env_id}"}
@@ -157,10 +170,11 @@ class AtroposApi:
                 "name": one.name,
                 "group_size": one.group_size,
                 "queued": waiting.get(one.env_id, 0) // one.group_size,
-                "accepted": self.counts[one.env_id, "accepted"],
-                "rejected": self.counts[one.env_id, "rejected"],
+                "accepted": self.outside.taken[one.env_id],
+                "rejected": one.rejected,
                 "too_old": self.outside.too_old[one.env_id],
-                "last_reason": self.reasons.get(one.env_id, ""),
+                "last_reason": one.last_reason,
+                "ignored": one.ignored,
                 "silent_s": round(now_s - one.seen_s) if one.connected else None,
             }
             for one in self.registry.environments.values()
@@ -210,24 +224,44 @@ class AtroposApi:
                 raise GroupRejected(f"it has {size} sequences; its environment registered {known.group_size}")
             if size > self.outside.batch_size:
                 raise GroupRejected(f"it has {size} sequences; a batch has {self.outside.batch_size}")
-            given = (body, self._lookup, self.outside.moment, self._trial.limits)
+            trial = self._trial
+            given = (body, self._lookup, self.outside.moment, trial.limits, trial.temperature)
             is_large = sum(map(len, body["tokens"])) > LARGE_TOKENS
             # environments poll meanwhile
             group = await asyncio.to_thread(to_group, *given) if is_large else to_group(*given)
         except GroupRejected as error:
             return self._rejected(UNREGISTERED if known is None else env_id, error)
         self.latest = body
+        ignored = self._note_unused(known, body)
         is_part = known is not None and size < known.group_size
         is_new = self.outside.admit(group, env_id, key, of_content=of_content, is_part=is_part)
         if not is_part:
-            self.counts[env_id, "accepted" if is_new else "repeated"] += 1
-            return {"status": "received"}
+            self.repeated[env_id] += not is_new
+            return {"status": "received", **ignored}
         assert known is not None
-        return {"status": "buffered", "buffer_size": await self._join_parts(env_id, known.group_size)}
+        size = await self._join_parts(env_id, known.group_size)
+        return {"status": "buffered", "buffer_size": size, **ignored}
+
+    def _note_unused(self, known: RegisteredEnvironment | None, body: dict[str, Any]) -> dict[str, list[str]]:
+        """Log once what the trial does not use; return what the answer says of it."""
+        unused = unused_fields(body)
+        told = self._told_of_others if known is None else known.ignored
+        if new := [name for name in unused if name not in told][: MAX_TOLD - len(told)]:
+            who = "a sender that has not registered" if known is None else f"environment {known.name}"
+            logger.warning(
+                "%s sends fields that this trial does not use (said once): %s", who, ", ".join(new)
+            )
+            told += new
+            if known is not None:
+                self.outside.keep_environment({**asdict(known), "seen_s": 0.0})
+        # of a key outside of the protocol the answer says nothing, as atroposlib's
+        named = [name for name in unused if name in UNSUPPORTED]
+        return {"ignored": named} if named else {}
 
     def _rejected(self, env_id: int, error: Exception) -> dict[str, Any]:
-        self.counts[env_id, "rejected"] += 1
-        self.reasons[env_id] = str(error)
+        if known := self.registry.environments.get(env_id):
+            known.rejected, known.last_reason = known.rejected + 1, str(error)
+            self.outside.keep_environment({**asdict(known), "seen_s": 0.0})
         logger.warning("a group of environment %d is rejected: %s", env_id, error)
         return {"status": "rejected", "reason": str(error)}
 
@@ -237,7 +271,6 @@ class AtroposApi:
         chosen = fill([num for _, num in parts], size)
         if chosen:
             await self.outside.join([parts[i][0] for i in chosen], env_id)
-            self.counts[env_id, "accepted"] += 1
         return sum(num for _, num in self.outside.parts(env_id))
 
     async def _wait_for_room(self, env_id: int) -> None:

@@ -8,7 +8,6 @@ import json
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-import orjson
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
@@ -16,13 +15,15 @@ from hpc_rl.auth import json_value
 from hpc_rl.environments.atropos_api import UNREGISTERED, AtroposApi, QueueFull
 from hpc_rl.environments.intake import MalformedRequest
 from hpc_rl.environments.registry import RegisteredEnvironment
+from hpc_rl.http_service import read_body
 from hpc_rl.rollout.service import Refused
 
 COMPRESS_FROM_BYTES = 1000
 RETRY_AFTER_S = 5
 UNNAMED = "environment"
 MAX_NAME_CHARS = 100
-MAX_BODY_BYTES = 64 << 20  # decompressed
+MAX_BODY_BYTES = 64 << 20  # of groups, decompressed
+MAX_SMALL_BODY_BYTES = 1 << 20  # of all else
 MAX_BODIES = 8  # that are read at once
 BODY_TIMEOUT_S = 60.0
 GROUP_FIELDS = (
@@ -54,6 +55,9 @@ def atropos_routes(api: AtroposApi) -> list[web.RouteDef]:
     async def info(_request: web.Request) -> dict[str, Any]:
         return api.trainer_info()
 
+    async def sampling(_request: web.Request) -> dict[str, float]:
+        return api.sampling()
+
     async def register(request: web.Request) -> dict[str, Any]:
         return api.register_trainer(_fields(await _body(request), **TRAINER_FIELDS)["batch_size"])
 
@@ -77,7 +81,7 @@ def atropos_routes(api: AtroposApi) -> list[web.RouteDef]:
         return await api.register(asked)
 
     async def disconnect_env(request: web.Request) -> dict[str, Any]:
-        return api.disconnect(_fields(await _body(request), env_id=int)["env_id"])
+        return await api.disconnect(_fields(await _body(request), env_id=int)["env_id"])
 
     async def status_env(request: web.Request) -> dict[str, Any]:
         return api.status_of(_fields(await _body(request), env_id=int)["env_id"])
@@ -89,6 +93,7 @@ def atropos_routes(api: AtroposApi) -> list[web.RouteDef]:
         web.get("/", _answered(root)),
         web.get("/wandb_info", _answered(wandb_info)),
         web.get("/info", _answered(info)),
+        web.get("/sampling", _answered(sampling)),
         web.post("/register", _answered(register)),
         web.post("/register-env", _answered(register_env)),
         web.post("/disconnect-env", _answered(disconnect_env)),
@@ -115,7 +120,7 @@ def _group_routes(api: AtroposApi) -> list[web.RouteDef]:
             return request.transport is not None and not request.transport.is_closing()
 
         async with reading:
-            content = await _content(request)
+            content = await _content(request, MAX_BODY_BYTES)
             bodies = _parsed(content)
         if not is_list:
             bodies = [bodies]
@@ -132,6 +137,8 @@ def _group_routes(api: AtroposApi) -> list[web.RouteDef]:
         buffered = [answer["buffer_size"] for answer in answers if answer["status"] == "buffered"]
         if buffered:
             result |= {"buffered": len(buffered), "last_buffer_size": buffered[-1]}
+        if ignored := sorted({name for answer in answers for name in answer.get("ignored", ())}):
+            result["ignored"] = ignored
         if rejected := [answer["reason"] for answer in answers if answer["status"] == "rejected"]:
             result["rejected"] = rejected
         return result
@@ -148,7 +155,7 @@ def _group_routes(api: AtroposApi) -> list[web.RouteDef]:
 
 
 def _answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
-    """Answer with JSON; with 422 in FastAPI's form what is malformed, with 503 what is to come again."""
+    """Answer with JSON; 422 for malformed requests (FastAPI's format), 503 for requests to retry."""
 
     async def guarded(request: web.Request) -> web.Response:
         headers: dict[str, str] = {}
@@ -177,15 +184,15 @@ def _answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Respons
 
 
 async def _body(request: web.Request) -> Any:
-    """Return the JSON of a request. Raises as _content and _parsed do."""
-    return _parsed(await _content(request))
+    """Return the JSON of a small request. Raises as _content and _parsed do."""
+    return _parsed(await _content(request, MAX_SMALL_BODY_BYTES))
 
 
-async def _content(request: web.Request) -> bytes:
+async def _content(request: web.Request, max_bytes: int) -> bytes:
     """Return the body, decompressed. Raises Unreadable, HTTPRequestEntityTooLarge."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await request.clone(client_max_size=MAX_BODY_BYTES).read()
+            return await read_body(request, max_bytes)
     except TimeoutError:
         raise Unreadable(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
     except (web.RequestPayloadError, HttpProcessingError) as error:
@@ -195,7 +202,7 @@ async def _content(request: web.Request) -> bytes:
 def _parsed(content: bytes) -> Any:
     """Return the JSON of a body. Raises MalformedRequest."""
     try:
-        return json_value(content, orjson.loads)
+        return json_value(content)
     except ValueError as error:
         raise MalformedRequest("body", str(error).removeprefix("the body ")) from None
 

@@ -16,6 +16,7 @@ from hpc_rl.environments.inference_servers import InferenceServers
 from hpc_rl.environments.settings import EnvConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.conversation import Conversation
+from hpc_rl.rollout.user_errors import Raised
 from hpc_rl.types import Turn
 
 logger = logging.getLogger(__name__)
@@ -37,13 +38,15 @@ class Environment:
 
     items: Sequence[Any] = ()  # training tasks, in an order that changes with each epoch
     eval_items: Sequence[Any] = ()  # held-out tasks
-    sampling: dict[str, Any] = {"temperature": 1.0}  # noqa: RUF012 (a default to be replaced)
+    # of training; without a temperature at the trainer's
+    sampling: dict[str, Any] = {}  # noqa: RUF012 (a default to be replaced)
     eval_sampling: dict[str, Any] = {"temperature": 0.0}  # noqa: RUF012
 
     def __init__(self, config: EnvConfig, servers: InferenceServers, tokenizer: Tokenizer) -> None:
         self.config = config
         self.servers = servers
         self.tokenizer = tokenizer
+        self.trainer_temperature = 1.0  # until it is known
         self._waiting: list[Any] = []
         self._epoch = 0
         self._evaluating = asyncio.Semaphore(config.max_eval_workers)
@@ -77,7 +80,7 @@ class Environment:
             room = self.config.max_token_length - len(input_ids)
             if room < MIN_ROOM_TOKENS:
                 raise NoRoom(f"{len(input_ids)} tokens of max_token_length = {self.config.max_token_length}")
-            given = self.eval_sampling if evaluate else self.sampling
+            given = self.eval_sampling if evaluate else self._training_sampling
             stops = [*given.get("stop_token_ids", ()), *self.tokenizer.eos_token_ids]
             most = min(room, int(given.get("max_new_tokens", room)))
             settings = {**given, "max_new_tokens": most, "stop_token_ids": list(dict.fromkeys(stops))}
@@ -86,7 +89,9 @@ class Environment:
         if isinstance(item, dict) and isinstance(item.get("messages"), list):
             return Conversation(self.tokenizer, sample, messages=item["messages"])
         if isinstance(item, dict) and isinstance(item.get("prompt"), str):
-            return Conversation(self.tokenizer, sample, input_ids=self.tokenizer.encode(item["prompt"]))
+            said = [{"role": "user", "content": item["prompt"]}]
+            ids = self.tokenizer.encode(item["prompt"])
+            return Conversation(self.tokenizer, sample, messages=said, input_ids=ids)
         raise ConfigError(
             f"an item needs `messages` (a list) or a `prompt` (text), got {item!r:.200}; "
             "or replace the method `conversation`."
@@ -105,13 +110,45 @@ class Environment:
         if not all(conversation.turns for conversation, _ in finished):
             logger.warning("an episode ended without a reply of the model: its group is dropped")
             return None
-        return group_of(finished, self.config.include_messages, dict(self.sampling))
+        return group_of(finished, self.config.include_messages, self._training_sampling)
+
+    @property
+    def _training_sampling(self) -> dict[str, Any]:
+        return {"temperature": self.trainer_temperature, **self.sampling}
 
     async def evaluate(self) -> dict[str, float]:
-        """Return metrics of the current model: by default the mean score over `eval_items`."""
-        scores = await asyncio.gather(*(self._evaluated(item) for item in self.eval_items))
-        return {"eval_score": sum(scores) / len(scores), "eval_items": len(scores)} if scores else {}
+        """Return metrics of the current model: by default the mean score over `eval_items`.
 
-    async def _evaluated(self, item: Any) -> float:
+        Items whose episode fails are left out, logged and counted in `eval_failed`. Raises what the first one
+        raised if all fail.
+        """
+        running = [asyncio.create_task(self._evaluated(item)) for item in self.eval_items]
+        try:
+            outcomes = await asyncio.gather(*running)
+        finally:
+            for one in running:
+                one.cancel()
+        scores = [one for one in outcomes if isinstance(one, float)]
+        failures = [one for one in outcomes if isinstance(one, Exception)]
+        by_place: dict[str, list[Raised]] = {}
+        for raised in map(Raised.of, failures):
+            by_place.setdefault(raised.place, []).append(raised)
+        for same in by_place.values():
+            form = "%d of %d evaluation episodes failed: %s\n%s"
+            logger.warning(form, len(same), len(outcomes), same[0].text, same[0].trace)
+        if failures and not scores:
+            raise failures[0]
+        metrics = (
+            {"eval_score": sum(scores) / len(scores), "eval_items": float(len(scores))} if scores else {}
+        )
+        return {**metrics, "eval_failed": float(len(failures))} if failures else metrics
+
+    async def _evaluated(self, item: Any) -> float | Exception:
+        """Return an item's score, or what its episode raised. Raises ConfigError, NotImplementedError."""
         async with self._evaluating:
-            return float(await self.episode(item, self.conversation(item, evaluate=True)))
+            try:
+                return float(await self.episode(item, self.conversation(item, evaluate=True)))
+            except (ConfigError, NotImplementedError):
+                raise
+            except Exception as error:
+                return error

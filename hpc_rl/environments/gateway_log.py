@@ -36,27 +36,36 @@ class Behavior:
     """What the log knows of each token of a sequence. Shapes: [L].
 
     `logprobs` counts where `has_logprob`; `lineages` and `steps` are -1 where the version is unknown. A
-    version without a log-probability is that of the same completion after another prompt.
+    version without a log-probability is that of the same completion after another prompt. `temperatures` are
+    those of the requests, NaN where nothing is known. `finish_reason` is that of the completion at whose end
+    the last token is, "" where no completion ends there.
     """
 
     logprobs: np.ndarray
     has_logprob: np.ndarray
     lineages: np.ndarray
     steps: np.ndarray
+    temperatures: np.ndarray
+    finish_reason: str = ""
 
     @classmethod
     def unknown(cls, length: int) -> "Behavior":
         versions = np.full((2, length), -1, np.int32)
-        return cls(np.zeros(length, np.float32), np.zeros(length, bool), versions[0], versions[1])
+        temperatures = np.full(length, np.nan, np.float32)
+        return cls(
+            np.zeros(length, np.float32), np.zeros(length, bool), versions[0], versions[1], temperatures
+        )
 
 
 @dataclass(slots=True)
 class _Record:
     """A completion as it was logged."""
 
+    temperature: float
     ids: np.ndarray
     logprobs: np.ndarray
     spans: list[list[int]]  # lineage, step, start, end
+    finish_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +140,7 @@ class GatewayLog:
         for turn in turns:
             ids = _array(turn.output_ids)
             logprobs = np.asarray(turn.output_logprobs, np.float32)
-            content = (now, temperature, ids.tobytes(), logprobs.tobytes(), _spans(turn))
+            content = (now, temperature, ids.tobytes(), logprobs.tobytes(), _spans(turn), turn.finish_reason)
             output_hash = _hash(ids)
             packed = msgpack.packb((prompt_hash, output_hash, *content))
             self._waiting.append((prompt_hash, output_hash, packed))
@@ -153,7 +162,7 @@ class GatewayLog:
                 found = Behavior.unknown(len(sequence))
                 earlier = _Earlier(sequence, self._by_prompt)
                 for start, end in _runs(chosen):
-                    self._match_run(sequence, start, end, found, earlier)
+                    found.finish_reason = self._match_run(sequence, start, end, found, earlier)
                 if found.has_logprob[chosen].all() or not self._catch_up():
                     return found
 
@@ -163,8 +172,9 @@ class GatewayLog:
                 os.close(segment.fd)
             self._segments.clear()
 
-    def _match_run(self, ids: np.ndarray, start: int, end: int, found: Behavior, earlier: "_Earlier") -> None:
-        at = start
+    def _match_run(self, ids: np.ndarray, start: int, end: int, found: Behavior, earlier: "_Earlier") -> str:
+        """Fill in what is known of a run; return how the completion finished that ends where the run ends."""
+        at, finish_reason = start, ""
         while at < end:
             begun = self._longest(ids, at, at, end) or self._begun_before(ids, at, end, earlier)
             first, record = begun or (at, None)
@@ -172,11 +182,13 @@ class GatewayLog:
                 break
             stop = min(end, first + _common(record.ids, ids[first:end]))
             _copy(record, first, at, stop, found, with_logprobs=True)
-            at = stop
+            at, finish_reason = stop, record.finish_reason if stop == first + len(record.ids) else ""
         same = self._by_output.get(_hash(ids[start:end])) if at == start else None
         record = self._read(same) if same else None
         if record is not None and np.array_equal(record.ids, ids[start:end]):
             _copy(record, start, start, end, found, with_logprobs=False)
+            return record.finish_reason
+        return finish_reason if at == end else ""
 
     def _longest(self, ids: np.ndarray, first: int, at: int, end: int) -> tuple[int, _Record] | None:
         """Return the completion of ids[:first] that has most tokens in common, if it reaches beyond `at`."""
@@ -331,8 +343,10 @@ def _spans(turn: Turn) -> list[tuple[int, int, int, int]]:
 
 
 def _unpack(content: list[Any]) -> _Record:
-    ids, logprobs, spans = content[-3:]
-    return _Record(np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32), spans)
+    temperature, ids, logprobs, spans, *more = content[3:]
+    return _Record(
+        temperature, np.frombuffer(ids, np.int32), np.frombuffer(logprobs, np.float32), spans, *more[:1]
+    )
 
 
 def _common(one: np.ndarray, other: np.ndarray) -> int:
@@ -349,6 +363,7 @@ def _copy(
     if with_logprobs and len(record.logprobs) == len(record.ids):
         found.logprobs[start:stop] = record.logprobs[start - first : stop - first]
         found.has_logprob[start:stop] = True
+        found.temperatures[start:stop] = record.temperature
     for lineage, step, begin, end in record.spans:
         part = slice(max(start, first + begin), max(start, min(stop, first + end)))
         found.lineages[part], found.steps[part] = lineage, step

@@ -34,14 +34,15 @@ _WITH_STATE = {*_NUMBERS[1:], *_PASSED} - {"logit_bias"}
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "suffix": ("",), "best_of": (1,), "prompt_logprobs": (0, False), "stop_regex": ("", []),
     "logprob_start_len": (-1,), "use_beam_search": (False,), "image_data": ([],), "input_embeds": (),
+    "top_logprobs": (0,), "top_logprobs_num": (0,),  # log-probabilities of other tokens than the sampled one
 }  # fmt: skip
 # served elsewhere in this module, or without an effect on what is generated
 _SERVED = {
-    "model", "messages", "prompt", "n", "stop", "stream", "stream_options", "logprobs", "top_logprobs",
+    "model", "messages", "prompt", "n", "stop", "stream", "stream_options", "logprobs",
     "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "response_format",
     "skip_special_tokens", "no_stop_trim", "include_stop_str_in_output", "return_token_ids", "user",
     "metadata", "store", "text", "input_ids", "sampling_params", "return_logprob",
-    "return_text_in_logprobs", "top_logprobs_num", "rid", "spaces_between_special_tokens",
+    "return_text_in_logprobs", "rid", "spaces_between_special_tokens",
     "parallel_tool_calls",
 }  # fmt: skip
 
@@ -161,6 +162,9 @@ class RequestReader:
         options = body.get("stream_options")
         # chat says true or false, completions a number, where 0 asks for those of the sampled tokens
         asked = body.get("logprobs") is not None and body["logprobs"] is not False
+        if asked and wire is not Wire.SGLANG and body["logprobs"] not in (0, 1):
+            rule = "must be true, 0 or 1: log-probabilities are of the sampled tokens alone"
+            raise FieldRefused("logprobs", rule, body["logprobs"])
         return Order(
             wire,
             orders,

@@ -24,6 +24,7 @@ from hpc_rl.environments.gateway import Gateway
 from hpc_rl.environments.gateway_answers import AnswerWriter, error_answer, event, probe_answer
 from hpc_rl.environments.gateway_requests import FieldRefused, Wire, is_probe
 from hpc_rl.errors import InputRefused, RequestRefused, RoleFailed
+from hpc_rl.http_service import read_body
 
 logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 64 << 20
@@ -109,7 +110,7 @@ def _generating(gateway: Gateway, of_path: Wire, evaluation: bool) -> Handler:
 async def _body(request: web.Request) -> dict[str, Any]:
     """Return the JSON object of a request. Raises FieldRefused."""
     try:
-        return json_object(await request.clone(client_max_size=MAX_BODY_BYTES).read())
+        return json_object(await read_body(request, MAX_BODY_BYTES))
     except web.HTTPRequestEntityTooLarge:
         raise FieldRefused("body", f"the body has more than {MAX_BODY_BYTES >> 20} MiB") from None
     except ValueError as error:

@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
-import numpy as np
 from aiohttp import web
 
 from hpc_rl.config.pool_view import trained_pool
+from hpc_rl.config.rules.file_rules import vocab_size_of
 from hpc_rl.config.sections.experiment import GRPOConfig, total_steps
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.environments.atropos_api import AtroposApi, TrialFacts
@@ -22,7 +22,7 @@ from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.outside import OutsideGroups
 from hpc_rl.rollout.routes import routes
 from hpc_rl.rollout.service import RolloutService
-from hpc_rl.trial import Trial, read_json
+from hpc_rl.trial import Trial
 
 CHECKPOINT_EVERY = 100  # steps between two files of an environment, where the trial saves by time
 
@@ -62,10 +62,6 @@ async def hosted(
         metrics_window=section.metrics_window,
     )
 
-    def lookup(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        found = log.match(ids, mask)
-        return found.logprobs, found.has_logprob, found.lineages, found.steps
-
     try:
         async with router:
             gateway = Gateway(
@@ -81,20 +77,13 @@ async def hosted(
                 ),
                 Path(config.actor.path).name,
             )
-            limits = SequenceLimits(_vocab_size(config, tokenizer), longest)
+            limits = SequenceLimits(vocab_size_of(config) or tokenizer.size, longest)
             facts = trial_facts(config, trial, len(service.prompts), limits)
-            api = AtroposApi(OutsideGroups(service), lookup, facts, section.max_queued_batches)
+            api = AtroposApi(OutsideGroups(service), log.match, facts, section.max_queued_batches)
             own = routes(service, num_servers, atropos_batch(api))
             yield [*own, *atropos_routes(api), *gateway_routes(gateway)]
     finally:
         log.close()
-
-
-def _vocab_size(config: GRPOConfig, tokenizer: Tokenizer) -> int:
-    """Return the number of token ids that the model has; it may have more than its tokenizer."""
-    found = read_json(Path(config.actor.path) / "config.json")
-    size = found.get("vocab_size") if isinstance(found, dict) else None
-    return size if isinstance(size, int) else tokenizer.size
 
 
 def trial_facts(config: GRPOConfig, trial: Trial, num_prompts: int, limits: SequenceLimits) -> TrialFacts:
@@ -107,4 +96,5 @@ def trial_facts(config: GRPOConfig, trial: Trial, num_prompts: int, limits: Sequ
         checkpoint_dir=str(trial.dir / "environments"),
         checkpoint_interval=config.saver.freq_steps or CHECKPOINT_EVERY,
         num_steps=total_steps(config, num_prompts),
+        temperature=0.0 if config.gconfig.greedy else config.gconfig.temperature,
     )

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 
+from hpc_rl.environments.gate import Gate
 from hpc_rl.environments.settings import APIServerConfig
 from hpc_rl.errors import ConfigError, RequestRefused, ServerUnavailable
 from hpc_rl.schedulers.hostlist import expand
@@ -45,11 +46,16 @@ class InferenceServer:
         self.config = config
         self.base_url = config.base_url.rstrip("/")
         # the native API is beside the OpenAI one
-        self.native_url = self.base_url.replace("/v1", "")
+        self.native_url = self.base_url.removesuffix("/v1")
+        self.weight = 1.0
+        self.ignores_n = config.n_kwarg_is_ignored
         self.num_running = 0
         self.latencies_s: deque[float] = deque(maxlen=config.rolling_buffer_length)
-        self._training = asyncio.Semaphore(config.num_max_requests_at_once)
-        self._evaluation = asyncio.Semaphore(config.num_requests_for_eval)
+        self._training = Gate(lambda: self._limit(config.num_max_requests_at_once))
+        self._evaluation = Gate(lambda: self._limit(config.num_requests_for_eval))
+
+    def _limit(self, most: int) -> int:
+        return max(1, round(most * self.weight))
 
     async def post(
         self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], evaluate: bool
@@ -126,9 +132,12 @@ class InferenceServers:
             return {**body, "sampling_params": {**sampling, "n": count}}
 
         answers = await self._in_parts("native", "/generate", part, n, evaluate)
-        return [
-            _turn(one) for answer in answers for one in (answer if isinstance(answer, list) else [answer])
-        ]
+        return [_turn(one) for answer in answers for one in _native_answers(answer)]
+
+    def set_weight(self, weight: float) -> None:
+        """Use only this share of the requests that each server may have at once, as others use it too."""
+        for server in self.servers:
+            server.weight = weight
 
     async def chat_completion(self, evaluate: bool = False, n: int = 1, **body: Any) -> dict[str, Any]:
         """Return an OpenAI chat completion with n choices. Raises as generate does."""
@@ -157,11 +166,15 @@ class InferenceServers:
 
     async def _in_parts(self, api: str, path: str, body: Any, n: int, evaluate: bool) -> list[Any]:
         """Return the answers of as many requests as n completions need."""
-        most = 1 if self.servers[0].config.n_kwarg_is_ignored else self.max_n_completions
+        most = 1 if any(server.ignores_n for server in self.servers) else self.max_n_completions
         counts = [min(most, n - start) for start in range(0, n, most)]
-        return await asyncio.gather(
+        answers = await asyncio.gather(
             *(self._post(api, path, body(count), count, evaluate) for count in counts)
         )
+        num_made = sum(_num_completions(api, answer) for answer in answers)
+        if 0 < num_made < n and most > 1:
+            answers += await self._in_parts(api, path, body, n - num_made, evaluate)
+        return answers
 
     async def _post(self, api: str, path: str, body: dict[str, Any], count: int, evaluate: bool) -> Any:
         assert self._session is not None, "use `async with`"
@@ -173,7 +186,12 @@ class InferenceServers:
                 body = {"model": server.config.model_name, **body}
             server.num_running += count
             try:
-                return await server.post(self._session, base + path, body, evaluate)
+                answer = await server.post(self._session, base + path, body, evaluate)
+                if 0 < _num_completions(api, answer) < count and not server.ignores_n:
+                    server.ignores_n = True
+                    form = "%s returned fewer completions than n = %d: asking for one at a time from now on"
+                    logger.warning(form, server.base_url, count)
+                return answer
             except ServerUnavailable as error:
                 failed.append(server)
                 if attempt == ATTEMPTS - 1:
@@ -267,6 +285,14 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     if not value.isdecimal():
         raise ConfigError(f"the environment variable {name} is {value!r}; allowed: a number.")
     return int(value)
+
+
+def _native_answers(answer: Any) -> list[Any]:
+    return answer if isinstance(answer, list) else [answer]
+
+
+def _num_completions(api: str, answer: Any) -> int:
+    return len(_native_answers(answer) if api == "native" else answer["choices"])
 
 
 def _turn(answer: dict[str, Any]) -> Turn:

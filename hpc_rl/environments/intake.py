@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from hpc_rl.environments.gateway_log import Behavior
 from hpc_rl.environments.groups import NO_LOSS
+from hpc_rl.rollout.workflow import LARGEST_NUMBER, token_id_problem
 from hpc_rl.types import Trajectory, TrajectoryGroup
 
-LARGEST_NUMBER = 1e6  # of scores, advantages and log-probabilities: their squares fit into float32
-
-# ids [L], mask [L] -> (logprobs, has_logprob, lineages, steps), each [L] and new; where mask is false or
-# nothing is known, logprobs are 0, lineages and steps -1
-Lookup = Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]
+# ids [L], mask [L] -> what is known of the tokens; its arrays are new
+Lookup = Callable[[np.ndarray, np.ndarray], Behavior]
 
 
 @dataclass(frozen=True)
@@ -27,6 +26,16 @@ class SequenceLimits:
 
     vocab_size: int
     max_tokens: int
+
+
+# of the protocol, and neither used nor stored
+UNSUPPORTED = ("distill_token_ids", "distill_logprobs", "images")
+_USED = {
+    "": {"tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "messages"}
+    | {"generation_params", "overrides", "group_overrides", "env_id"},
+    "overrides": {"set_advantage_to_zero", "temperature"},
+    "group_overrides": {"group_size", "temperature"},
+}
 
 
 class MalformedRequest(ValueError):
@@ -72,8 +81,20 @@ def check_shape(body: Any) -> dict[str, Any]:
     }
 
 
+def unused_fields(body: dict[str, Any]) -> list[str]:
+    """Return the names of what a checked group has and the trial does not use."""
+    parts = [("", body), ("group_overrides", body.get("group_overrides", {}))]
+    parts += [("overrides", one) for one in body.get("overrides", ())]
+    names = {f"{where}.{key}".lstrip(".") for where, part in parts for key in part.keys() - _USED[where]}
+    return sorted(names)
+
+
 def to_group(
-    body: dict[str, Any], lookup: Lookup, moment: tuple[int, int], limits: SequenceLimits
+    body: dict[str, Any],
+    lookup: Lookup,
+    moment: tuple[int, int],
+    limits: SequenceLimits,
+    temperature: float = 1.0,
 ) -> TrajectoryGroup:
     """Return the group of a checked body.
 
@@ -82,10 +103,11 @@ def to_group(
         lookup: What the gateway knows of the tokens of a sequence.
         moment: Lineage and step of the trainer; unknown tokens count as made by its weights.
         limits: Of the model.
+        temperature: The trial's; a sequence that was sampled at another one carries its own.
 
     Raises:
-        GroupRejected: Lengths differ, the model can't take a sequence, numbers are not finite or too large,
-            there is no token to learn from.
+        GroupRejected: Lengths differ, the model can't take a sequence, a mask has what is not the token,
+            numbers are not finite or too large, there is no token to learn from.
     """
     num = len(body["tokens"])
     if not num:
@@ -93,30 +115,34 @@ def to_group(
     for name in ("masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "overrides"):
         if name in body and len(body[name]) != num:
             raise GroupRejected(f"{name} has {len(body[name])} entries, tokens has {num}")
-    return TrajectoryGroup(-1, [_trajectory(body, i, lookup, moment, limits) for i in range(num)])
+    return TrajectoryGroup(
+        -1, [_trajectory(body, i, lookup, moment, limits, temperature) for i in range(num)]
+    )
 
 
 def _trajectory(
-    body: dict[str, Any], i: int, lookup: Lookup, moment: tuple[int, int], limits: SequenceLimits
+    body: dict[str, Any],
+    i: int,
+    lookup: Lookup,
+    moment: tuple[int, int],
+    limits: SequenceLimits,
+    temperature: float,
 ) -> Trajectory:
     ids = _array(body["tokens"][i], f"tokens[{i}]", np.int32)
     if not len(ids):
         raise GroupRejected(f"tokens[{i}] is empty")
     if len(ids) > limits.max_tokens:
         raise GroupRejected(f"tokens[{i}] has {len(ids)} tokens; at most {limits.max_tokens} are allowed")
-    if ids.min() < 0 or ids.max() >= limits.vocab_size:
-        wrong = int(ids.min() if ids.min() < 0 else ids.max())
-        raise GroupRejected(
-            f"tokens[{i}] has token id {wrong}; the model has 0 to {limits.vocab_size - 1}: "
-            "does the environment use the model's tokenizer?"
-        )
-    mask = _array(body["masks"][i], f"masks[{i}]", np.int64, len(ids)) != NO_LOSS
+    if problem := token_id_problem(ids, limits.vocab_size):
+        raise GroupRejected(f"tokens[{i}] has {problem}: does the environment use the model's tokenizer?")
+    mask = _loss_mask(body["masks"][i], i, ids)
     if not mask.any():
         raise GroupRejected(f"masks[{i}] marks no token, so there is nothing to learn from")
     if not abs(body["scores"][i]) <= LARGEST_NUMBER:
         shown = repr(body["scores"][i]) if isinstance(body["scores"][i], float) else "a huge integer"
         raise GroupRejected(f"scores[{i}] is {shown}; allowed: -{LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}")
-    logprobs, has_logprob, lineages, steps = lookup(ids, mask)
+    known = lookup(ids, mask)
+    logprobs, has_logprob, lineages, steps = known.logprobs, known.has_logprob, known.lineages, known.steps
     # what the servers said stands before what the environment says of it
     if "inference_logprobs" in body and not has_logprob[mask].all():
         given = _array(body["inference_logprobs"][i], f"inference_logprobs[{i}]", np.float32, len(ids))
@@ -132,13 +158,45 @@ def _trajectory(
         lineages=lineages,
         steps=steps,
         reward=float(body["scores"][i]),
-        finish_reason="stop",
+        finish_reason=known.finish_reason or "stop",
         stats={"unknown_version_tokens": float(unknown.sum())},
         has_logprobs=bool(has_logprob[mask].all()),
         advantages=_optional(body, "advantages", i, len(ids)),
         ref_logprobs=_optional(body, "ref_logprobs", i, len(ids)),
         zero_advantage=bool(override.get("set_advantage_to_zero")),
+        temperatures=_temperatures(body, i, mask, known.temperatures, temperature),
     )
+
+
+def _loss_mask(given: Sequence[int], i: int, ids: np.ndarray) -> np.ndarray:
+    """Return where the tokens are trained on. Raises GroupRejected for entries of another meaning."""
+    masks = _array(given, f"masks[{i}]", np.int64, len(ids))
+    mask = masks != NO_LOSS
+    wrong = np.flatnonzero(mask & (masks != ids))
+    if len(wrong):
+        at = int(wrong[0])
+        raise GroupRejected(
+            f"masks[{i}] has {masks[at]} at position {at}, where the token is {ids[at]}: an entry must be "
+            f"the token id, to train on the token, or {NO_LOSS}; masks of 0 and 1 are not supported"
+        )
+    return mask
+
+
+def _temperatures(
+    body: dict[str, Any], i: int, mask: np.ndarray, known: np.ndarray, default: float
+) -> np.ndarray | None:
+    """Return the sampling temperature of each token, None where all are the trial's.
+
+    The gateway's knowledge counts before what the environment says: for the sequence, then for the group.
+    """
+    override = body["overrides"][i] if "overrides" in body else {}
+    sources = (override, body.get("generation_params", {}), body.get("group_overrides", {}))
+    said = next((one["temperature"] for one in sources if one.get("temperature") is not None), default)
+    if not isinstance(said, int | float) or not 0 <= said <= LARGEST_NUMBER:
+        raise GroupRejected(f"the temperature of sequence {i} must be a number from 0 on, got {said!r:.80}")
+    temperatures = np.where(np.isnan(known), np.float32(said), known)
+    temperatures[~mask] = np.float32(default)
+    return None if (temperatures == np.float32(default)).all() else temperatures
 
 
 def _optional(body: dict[str, Any], name: str, i: int, length: int) -> np.ndarray | None:

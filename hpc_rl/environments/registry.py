@@ -5,8 +5,10 @@ has not finished with: ready groups, and those of the batch that is being traine
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from hpc_rl.rollout.batch_fill import adds_up
 
 SMALLEST_WEIGHT = 0.01
 
@@ -28,6 +30,10 @@ class RegisteredEnvironment:
     name: str = ""
     connected: bool = True
     seen_s: float = 0.0
+    has_left: bool = False  # it disconnected, and a poll does not connect it again
+    rejected: int = 0  # groups
+    last_reason: str = ""  # of the newest of them
+    ignored: list[str] = field(default_factory=list)  # fields of its groups that the trial does not use
 
     def __post_init__(self) -> None:
         if self.min_batch_allocation is not None and not 0 <= self.min_batch_allocation <= 1:
@@ -70,18 +76,27 @@ class Registry:
     silent_s: float = 60.0
     environments: dict[int, RegisteredEnvironment] = field(default_factory=dict)
 
-    def register(self, environment: RegisteredEnvironment, own_group_size: int = 0) -> RegisteredEnvironment:
+    def register(
+        self, environment: RegisteredEnvironment, own_group_size: int = 0, now_s: float = 0.0
+    ) -> RegisteredEnvironment:
         """Add an environment; it gets an id and a name that no other has.
 
         Args:
             environment: What registers.
             own_group_size: Sequences of each of the trial's own groups, 0 where it has none.
+            now_s: The time.
 
         Raises:
-            ValueError: Its groups and those of the connected others never add up to a batch.
+            ValueError: A number is negative; or its groups and those of the others that live never add up to
+                a batch, or not with the shares of each batch that are kept for environments.
         """
-        connected = {one.group_size for one in self.environments.values() if one.connected}
-        sizes = sorted({environment.group_size, own_group_size, *connected} - {0})
+        # only here: one that an earlier version let in is still there after a restart
+        for name in ("weight", "max_token_length"):
+            if (value := getattr(environment, name)) < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+        environment.env_id = max(self.environments, default=-1) + 1
+        alive = [*self.alive(now_s), environment]
+        sizes = sorted({own_group_size, *(one.group_size for one in alive)} - {0})
         rest = self.batch_size - environment.group_size
         if rest < 0 or not adds_up(sizes, rest):
             raise ValueError(
@@ -89,27 +104,49 @@ class Registry:
                 f"groups of {' and '.join(map(str, sizes))} never add up to; a group is never split: choose "
                 f"a group_size that divides {self.batch_size}, or another batch size"
             )
+        shares = self._shares(alive)
+        if never := self._never_batched(alive, shares, own_group_size):
+            kept = sum(shares.values())
+            raise ValueError(
+                f"group_size is {environment.group_size}: min_batch_allocation of environments keeps {kept} "
+                f"of the {self.batch_size} sequences of a batch, and groups of "
+                f"{' and '.join(map(str, sizes))} never fill the other {self.batch_size - kept} with a group "
+                f"of {never[0]} among them; choose a group_size that divides {self.batch_size - kept}, or "
+                "another min_batch_allocation"
+            )
         of_this_name = [
             one for one in self.environments.values() if one.desired_name == environment.desired_name
         ]
-        environment.env_id = max(self.environments, default=-1) + 1
         environment.name = f"{environment.desired_name}_{len(of_this_name)}"
+        environment.seen_s = now_s
         self.environments[environment.env_id] = environment
         return environment
 
+    def _never_batched(
+        self, alive: Sequence[RegisteredEnvironment], shares: Mapping[int, int], own_group_size: int
+    ) -> list[int]:
+        """Return the sizes of groups that no batch can have beside the shares of environments."""
+        left = self.batch_size - sum(shares.values())
+        sizes = {own_group_size, *(one.group_size for one in alive)} - {0}
+        # groups of a share are in each batch that the others fill up
+        outside = {own_group_size, *(one.group_size for one in alive if not shares.get(one.env_id))} - {0}
+        if not adds_up(sizes, left):
+            return sorted(sizes)
+        return sorted(size for size in outside if left < size or not adds_up(sizes, left - size))
+
     def disconnect(self, env_id: int) -> bool:
-        """Forget an environment's claims; return whether it was connected."""
+        """Forget an environment's claims; return whether it was known and had not left."""
         found = self.environments.get(env_id)
-        if found is None or not found.connected:
+        if found is None or found.has_left:
             return False
-        found.connected = False
+        found.connected, found.has_left = False, True
         return True
 
     def heard_of(self, env_id: int, now_s: float) -> None:
-        """Note that an environment lives; a poll connects one of an earlier start again."""
-        if env_id in self.environments:
-            self.environments[env_id].seen_s = now_s
-            self.environments[env_id].connected = True
+        """Note that an environment lives; a poll connects one of an earlier start again, unless it left."""
+        found = self.environments.get(env_id)
+        if found is not None and not found.has_left:
+            found.seen_s, found.connected = now_s, True
 
     def alive(self, now_s: float) -> list[RegisteredEnvironment]:
         return [
@@ -121,14 +158,16 @@ class Registry:
 
         Shares that add up to more than 1 are scaled down.
         """
-        claims = {one.env_id: one.min_batch_allocation or 0.0 for one in self.alive(now_s)}
-        scale = 1 / max(1.0, sum(claims.values()))
-        sizes = {
-            env_id: int(share * scale * self.batch_size + 1e-9)
-            for env_id, share in claims.items()
-            if share > 0
-        }
-        return {env_id: size - size % self.environments[env_id].group_size for env_id, size in sizes.items()}
+        return self._shares(self.alive(now_s))
+
+    def _shares(self, alive: Sequence[RegisteredEnvironment]) -> dict[int, int]:
+        scale = 1 / max(1.0, sum(one.min_batch_allocation or 0.0 for one in alive))
+        shares = {}
+        for one in alive:
+            if one.min_batch_allocation:
+                size = int(one.min_batch_allocation * scale * self.batch_size + 1e-9)
+                shares[one.env_id] = size - size % one.group_size
+        return shares
 
     def view(
         self, env_id: int, waiting: Mapping[int, int], now_s: float, steps: tuple[int, int]
@@ -165,12 +204,3 @@ class Registry:
             env_weight=max(SMALLEST_WEIGHT, own.load / loads if loads > 0 else 0.0),
             max_group_size=max((one.group_size for one in alive), default=1),
         )
-
-
-def adds_up(sizes: Iterable[int], total: int) -> bool:
-    """Return whether sizes, each taken any number of times, add up to `total`."""
-    reached = [True] + [False] * total
-    for size in sizes:
-        for at in range(size, total + 1):
-            reached[at] |= reached[at - size]
-    return reached[total]

@@ -34,6 +34,7 @@ class Registration:
     starting_step: int
     num_steps: int
     batch_size: int  # sequences
+    temperature: float | None = None  # the trainer's own; None: it does not say
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,15 @@ class RolloutApi:
             starting_step=answer["starting_step"],
             num_steps=answer["num_steps"],
             batch_size=info["batch_size"],
+            temperature=await self._temperature(),
         )
+
+    async def _temperature(self) -> float | None:
+        """Return the temperature that the trainer samples at; None of `run-api`, which has no such route."""
+        try:
+            return float((await self._call("GET", "/sampling"))["temperature"])
+        except RequestRefused:
+            return None
 
     async def status(self, env_id: int) -> EnvStatus:
         answer = await self._call("GET", "/status-env", {"env_id": env_id})

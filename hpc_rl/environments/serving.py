@@ -14,6 +14,7 @@ from hpc_rl.environments.rollout_api import EnvStatus, Registration, RolloutApi
 from hpc_rl.environments.settings import EvalHandling
 from hpc_rl.environments.workers import Workers
 from hpc_rl.errors import ConfigError
+from hpc_rl.rollout.user_errors import Raised
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.2
@@ -32,6 +33,7 @@ class Serving:
         self.environment = environment
         self.config = environment.config
         self.workers = Workers(environment, self._deliver)
+        self.evaluations_failed = 0
         self._api = api
         self._stopping = stopping
         self._registration: Registration | None = None
@@ -59,10 +61,13 @@ class Serving:
         if self.config.batch_size not in (-1, self._registration.batch_size):
             form = "env.batch_size %d is not used: a batch of the trainer has %d sequences"
             logger.warning(form, self.config.batch_size, self._registration.batch_size)
+        if self._registration.temperature is not None:
+            self.environment.trainer_temperature = self._registration.temperature
         logger.info("registered as %s, at step %d", self._registration.name, self._step)
         try:
             while not self._stopping.is_set() and not self.workers.idle:
                 status = await self._api.status(self._registration.env_id)
+                self.environment.servers.set_weight(status.env_weight)
                 self._note_step(status.current_step)
                 if self._is_finished(status):
                     break
@@ -85,8 +90,19 @@ class Serving:
             limit = 0
         await self.workers.fill(limit)
         if self._evaluation is not None and self._evaluation.done():
-            self._log_evaluation(self._evaluation.result())
-            self._evaluation = None
+            self._finish_evaluation(self._evaluation)
+
+    def _finish_evaluation(self, evaluation: asyncio.Task[dict[str, float]]) -> None:
+        """Log an evaluation that is done; count one that failed. Raises ConfigError."""
+        self._evaluation = None
+        try:
+            self._log_evaluation(evaluation.result())
+        except ConfigError:
+            raise
+        except (Exception, BaseExceptionGroup) as error:
+            self.evaluations_failed += 1
+            raised = Raised.of(error)
+            logger.warning("the evaluation at step %d failed: %s\n%s", self._step, raised.text, raised.trace)
 
     def _most_workers(self) -> int:
         own = self.config.max_num_workers
@@ -149,6 +165,8 @@ class Serving:
         scores.clear()
         metrics = {f"groups_{name}": float(count) for name, count in sorted(counts.items()) if name}
         metrics["score"] = mean
+        if self.evaluations_failed:
+            metrics["evaluations_failed"] = float(self.evaluations_failed)
         for number, server in enumerate(self.environment.servers.metrics()):
             metrics[f"server_{number}_latency_s"] = server.median_latency_s
         logger.info("step %d: %s", self._step, ", ".join(f"{k} {v:.4g}" for k, v in metrics.items()))
@@ -167,8 +185,8 @@ class Serving:
         await self.workers.pause()
         if self._evaluation is not None:
             await asyncio.wait({self._evaluation})
-            self._log_evaluation(self._evaluation.result())
-        if self.workers.counts["sent"] > self._sent_when_logged:
+            self._finish_evaluation(self._evaluation)
+        if self.workers.counts["sent"] > self._sent_when_logged or self.evaluations_failed:
             self._log_training()
         if self._registration is not None and self._stopping.is_set():
             await self._api.disconnect(self._registration.env_id)

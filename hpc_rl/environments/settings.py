@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 
 class EvalHandling(StrEnum):
@@ -31,7 +32,8 @@ class EnvConfig:
         eval_handling: STOP_TRAIN cancels training episodes during an evaluation, LIMIT_TRAIN makes fewer,
             NONE leaves them alone.
         eval_limit_ratio: Share of the workers that LIMIT_TRAIN leaves.
-        inference_weight: Share of the servers' capacity, relative to other environments.
+        inference_weight: Share of the servers' capacity, relative to other environments: of the requests that
+            a server may have at once, as many are used as the share allows.
         batch_size: Sequences per training batch; the trainer's value replaces it.
         max_batches_offpolicy: Batches that may wait for the trainer before no more groups are made.
         tokenizer_name: Directory of the model's tokenizer.
@@ -57,7 +59,7 @@ class EnvConfig:
     max_num_workers_per_node: int = 8
     steps_per_eval: int = 100
     max_token_length: int = 2048
-    eval_handling: EvalHandling = EvalHandling.STOP_TRAIN
+    eval_handling: EvalHandling | Literal["stop_train", "limit_train", "none"] = EvalHandling.STOP_TRAIN
     eval_limit_ratio: float = 0.5
     inference_weight: float = 1.0
     batch_size: int = -1
@@ -87,13 +89,15 @@ class APIServerConfig:
 
     Args:
         timeout: Seconds that one request may take.
-        num_max_requests_at_once: Sequences that are sampled at once for training.
-        num_requests_for_eval: Sequences that are sampled at once for evaluation.
+        num_max_requests_at_once: Requests for training that it has at once, of up to max_n_completions
+            completions each.
+        num_requests_for_eval: Requests for evaluation that it has at once.
         model_name: Model to ask for.
         rolling_buffer_length: Requests that the metrics of a server are taken over.
         api_key: Sent as bearer token; the data token of a trial.
         base_url: Its OpenAI API, ending in /v1.
-        n_kwarg_is_ignored: The server returns one completion whatever `n` asks for: send n requests.
+        n_kwarg_is_ignored: The server returns one completion whatever `n` asks for: send n requests. This is
+            also noticed from its first answer.
         server_type: Its native API, which gives token ids: only sglang, which a gateway of hpc-rl has.
     """
 

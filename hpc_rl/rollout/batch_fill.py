@@ -1,37 +1,48 @@
 """Which groups make a batch of a given number of sequences, where groups have different sizes. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def fill(sizes: Sequence[int], total: int) -> list[int] | None:
-    """Return positions of sizes that add up to `total`, early ones first; None where none do.
+    """Return positions of sizes that add up to `total`, early ones first; None if no sizes do.
 
-    Takes each that still fits, in order; only where that misses the total, other combinations are looked at.
+    An early one is left out only if it is in no sum at all with those chosen before it. Example: of 6, 4, 4,
+    4, 4, 6 the sum 16 is made of 6, 4 and the last 6, not of the four in the middle.
     """
+    chosen, left = _prefix(sizes, total)
+    if not left:
+        return chosen
+    # bit s of sums[i]: some of the sizes from position i on add up to s
+    every = (1 << (total + 1)) - 1
+    sums = [1]
+    for size in reversed(sizes):
+        sums.append(sums[-1] | (sums[-1] << size & every))
+    sums.reverse()
+    if not sums[0] >> total & 1:
+        return None
     chosen, left = [], total
     for position, size in enumerate(sizes):
-        if size <= left:
+        if 0 < size <= left and sums[position + 1] >> (left - size) & 1:
             chosen.append(position)
             left -= size
-        if not left:
-            return chosen
-    return _any_sum(sizes, total)
+    return chosen
 
 
-def _any_sum(sizes: Sequence[int], total: int) -> list[int] | None:
-    """Return positions that add up to `total`, by the earliest last position; see the subset-sum problem."""
-    # for each sum that can be reached: the position added last, and the sum before it
-    reached: dict[int, tuple[int, int]] = {0: (-1, 0)}
+def adds_up(sizes: Iterable[int], total: int) -> bool:
+    """Return whether sizes, each taken any number of times, add up to `total`."""
+    reached = [True] + [False] * total
+    for size in sizes:
+        for at in range(size, total + 1):
+            reached[at] |= reached[at - size]
+    return reached[total]
+
+
+def _prefix(sizes: Sequence[int], total: int) -> tuple[list[int], int]:
+    """Return the first positions, as many as fit, and what is left of the total."""
+    chosen, left = [], total
     for position, size in enumerate(sizes):
-        for before in list(reached):
-            if before + size <= total and size > 0:
-                reached.setdefault(before + size, (position, before))
-        if total in reached:
+        if not left or size > left:
             break
-    if total not in reached:
-        return None
-    chosen, at = [], total
-    while at:
-        position, at = reached[at]
         chosen.append(position)
-    return chosen[::-1]
+        left -= size
+    return chosen, left

@@ -24,7 +24,8 @@ class Conversation:
         tokenizer: Of the model.
         sample: Returns one generation for the ids of the conversation so far.
         messages: What is said first, rendered by the chat template.
-        input_ids: Begin with these tokens instead; then `say` adds plain text, without a template.
+        input_ids: Begin with these tokens instead; then `messages` are only for people to read, and `say`
+            adds plain text, without a template.
     """
 
     def __init__(

@@ -56,6 +56,8 @@ class _WorkerSlot:
     short_lives: int = 0
     error: str = ""  # why its newest process can't work
     endpoints: dict[str, str] = field(default_factory=dict)  # problem of each pool elsewhere that has one
+    blocked: str = ""  # place of the call that blocks its process
+    blocked_since: float = 0.0
 
 
 class Executor:
@@ -97,6 +99,12 @@ class Executor:
         """Return the pools elsewhere that do not answer, as a worker sees it, and why."""
         return {pool: problem for slot in self._slots for pool, problem in slot.endpoints.items() if problem}
 
+    @property
+    def blocked(self) -> dict[str, float]:
+        """Return the places of user code that block a worker's event loop, and for how many seconds each."""
+        now = time.monotonic()
+        return {slot.blocked: round(now - slot.blocked_since, 1) for slot in self._slots if slot.blocked}
+
     def kept(self, frame: NoteKept) -> None:
         """Let the workflow of a ticket continue, if it is still wanted."""
         for slot in self._slots:
@@ -130,7 +138,7 @@ class Executor:
         while True:
             began = time.monotonic()
             pipe = asyncio.subprocess.PIPE
-            slot.error, slot.endpoints = "", {}
+            slot.error, slot.endpoints, slot.blocked = "", {}, ""
             slot.process = await asyncio.create_subprocess_exec(
                 *self._argv(slot.number), stdin=pipe, stdout=pipe
             )
@@ -138,7 +146,7 @@ class Executor:
                 await self._listen(slot)
             finally:
                 slot.ready = False
-                lost, slot.tickets = list(slot.tickets), set()
+                lost, slot.tickets, slot.blocked = list(slot.tickets), set(), ""
             code = await pipes.exit_code(slot.process)
             if code == ExitCode.BAD_CONFIG:
                 unknown = "an executor worker rejected the configuration without giving a reason"
@@ -170,6 +178,8 @@ class Executor:
                 raise EndpointUnavailable(frame["error"])
             elif frame["op"] == "endpoint":
                 slot.endpoints[frame["pool"]] = frame["problem"]
+            elif frame["op"] == "blocked":
+                slot.blocked, slot.blocked_since = frame["place"], time.monotonic()
             elif frame["op"] == "note":
                 self.on_note(frame)
             elif frame["ticket"] in slot.tickets:

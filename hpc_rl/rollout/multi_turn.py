@@ -11,14 +11,13 @@ import asyncio
 import json
 import logging
 import re
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 from hpc_rl.config.row_shapes import messages_of
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.conversation import Conversation
-from hpc_rl.rollout.rewards import Rejection, Score, parts_of
+from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.tool_call import ToolFailed, call_tool
 from hpc_rl.rollout.workflow import Sampler, trajectory
 from hpc_rl.types import Trajectory, TrajectoryGroup, Turn
@@ -38,6 +37,8 @@ class MultiTurn:
     Args:
         max_turns: Replies of the model, those that call tools included.
         turn_discount: What one more turn costs, as a factor.
+        max_tokens_per_trajectory: Most tokens of a trajectory, prompt included; None leaves it to
+            gconfig.max_tokens.
         feedback: What the model is answered where its reward is 0 or less.
         tools: Functions that the model may call, as `package.module:name`; a call has the name and keyword
             arguments as JSON between <tool_call> and </tool_call>. Each runs in a process of its own.
@@ -48,6 +49,7 @@ class MultiTurn:
         self,
         max_turns: int = 2,
         turn_discount: float = 1.0,
+        max_tokens_per_trajectory: int | None = None,
         feedback: str = FEEDBACK,
         tools: Sequence[str] = (),
         tool_timeout_s: float = 10.0,
@@ -56,6 +58,7 @@ class MultiTurn:
             raise ValueError(f"max_turns must be at least 1, got {max_turns}")
         self.max_turns = max_turns
         self.turn_discount = turn_discount
+        self.max_tokens = max_tokens_per_trajectory
         self.feedback = feedback
         self.tools = {path.rpartition(":")[2]: path for path in tools}
         self.tool_timeout_s = tool_timeout_s
@@ -68,13 +71,13 @@ class MultiTurn:
 
     async def _trajectory(self, prompt: dict[str, Any], generate: Sampler, sample: int) -> Trajectory:
         async def turn_of(input_ids: list[int]) -> Turn:
-            return await generate(input_ids, sample)
+            return await generate(input_ids, sample, max_tokens=self.max_tokens)
 
         messages = messages_of(prompt)
         conversation = Conversation(
             generate.tokenizer, turn_of, messages or (), None if messages else prompt["input_ids"]
         )
-        total, answers, parts = 0.0, 0, defaultdict[str, float](float)
+        total, answers = 0.0, 0
         for _ in range(self.max_turns):
             try:
                 reply = await conversation.reply()
@@ -87,15 +90,12 @@ class MultiTurn:
                     conversation.say(result, role="tool")
                 continue
             reward = await generate.reward(prompt, reply)
-            discount = self.turn_discount**answers
-            total += discount * reward
-            for name, value in parts_of(reward).items():
-                parts[name] += discount * value
+            total += self.turn_discount**answers * reward
             answers += 1
             if reward > 0 or conversation.was_cut_off:
                 break
             conversation.say(self.feedback)
-        made = trajectory(conversation.turns, Score.of(total, parts))
+        made = trajectory(conversation.turns, total)
         made.stats |= {"turns": float(len(conversation.turns)), "answers": float(answers)}
         return made
 

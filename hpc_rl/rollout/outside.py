@@ -47,6 +47,7 @@ class OutsideGroups:
         self._starved: tuple[int, float] = (0, 0.0)  # step, since when
         self.claims: Callable[[], dict[int, int]] = dict  # the shares of environments, in sequences
         service.allocations = self._allocations
+        service.claims = lambda: self.claims()
 
     def describe_by(self, describe: Callable[[], list[dict[str, Any]]]) -> None:
         """Let this say what `hpc-rl status` shows of each environment."""
@@ -54,7 +55,7 @@ class OutsideGroups:
 
     @property
     def environments(self) -> list[dict[str, Any]]:
-        """All that ever registered, as they did."""
+        """All that ever registered, as they were last kept."""
         return list(self._log.environments.values())
 
     @property
@@ -75,7 +76,12 @@ class OutsideGroups:
     @property
     def too_old(self) -> Counter[int]:
         """Groups that waited too long, by environment."""
-        return self._service.too_old
+        return self._log.too_old
+
+    @property
+    def taken(self) -> Counter[int]:
+        """Whole groups that were acknowledged, by environment."""
+        return self._log.taken
 
     @property
     def newest_batch(self) -> int:
@@ -107,12 +113,11 @@ class OutsideGroups:
         seal = self._log.seals.get(self.step + 1)
         return [self._log.outside[i] for i in seal.places if i in self._log.outside] if seal else []
 
-    async def add_environment(self, facts: dict[str, Any]) -> None:
-        """Keep an environment's registration; durable when it returns. Raises Refused."""
+    def keep_environment(self, facts: dict[str, Any]) -> None:
+        """Keep what is known of an environment, in place of what was; durable after the next commit."""
         self._service.ledger.append_environment(facts)
         self._log.environments[facts["env_id"]] = facts
         self._appended += 1
-        await self.commit()
 
     def admit(
         self, group: TrajectoryGroup, env_id: int, key: str, *, of_content: bool, is_part: bool = False

@@ -9,10 +9,12 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import queue
 import signal
 import struct
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Mapping
 from typing import Any, BinaryIO, Literal, NotRequired, TypedDict
 
 from hpc_rl.types import decode, encode
@@ -91,6 +93,14 @@ class EndpointState(TypedDict):
     op: Literal["endpoint"]
     pool: str
     problem: str  # "" once the endpoint answers again
+
+
+class LoopBlocked(TypedDict):
+    """One call of the user's code keeps the worker from all else; its place is "" once it has returned."""
+
+    op: Literal["blocked"]
+    place: str  # file:line, in function
+    trace: str  # its stack
 
 
 class NoGroup(TypedDict):
@@ -181,8 +191,29 @@ async def stdin_reader() -> asyncio.StreamReader:
     return reader
 
 
-async def pipe_writer(fd: int) -> Callable[[bytes], None]:
-    """Writes to a pipe without blocking this event loop; what the reader is slow to take is kept."""
-    loop, pipe = asyncio.get_running_loop(), os.fdopen(fd, "wb", 0)
-    transport, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, pipe)
-    return transport.write
+class PipeWriter:
+    """Writes messages to a pipe, from any thread and without waiting: also while the event loop is blocked.
+
+    What the reader is slow to take is kept. A reader that is gone is noticed at the other pipe.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="pipe-writer")
+        self._thread.start()
+
+    def write(self, data: bytes) -> None:
+        self._waiting.put(data)
+
+    def close(self) -> None:
+        """Wait a while until all is written."""
+        self._waiting.put(None)
+        self._thread.join(EXIT_GRACE_S)
+
+    def _run(self) -> None:
+        with contextlib.suppress(OSError):
+            while (data := self._waiting.get()) is not None:
+                left = memoryview(data)
+                while left:
+                    left = left[os.write(self._fd, left) :]

@@ -49,6 +49,7 @@ def counters(service: RolloutService) -> dict[str, Any]:
 def progress(service: RolloutService) -> dict[str, Any]:
     """Return what `hpc-rl status` shows."""
     names = ("running", "ready", "sealed", "accepted", "rejected", "evaluating")
+    waits_for = service.sequencer.waits_for(service.claims())
     return {
         **{name: value for name, value in counters(service).items() if name in names},
         "rejected_in_a_row": service.sequencer.rejected_in_a_row,
@@ -59,7 +60,10 @@ def progress(service: RolloutService) -> dict[str, Any]:
         "quiet_s": service.clock.quiet_s,
         "takes_groups": service.sequencer.rules.batch_sequences is not None,
         "environments": service.environments(),
+        "trainer_s": service.trainer_s,
+        "waits_for": waits_for.to_json() if waits_for else None,
         "endpoints": service.executor.endpoints,
+        "blocked": service.executor.blocked,
     }
 
 
@@ -86,6 +90,6 @@ async def keep_reporting(
                 logger.warning("the report for status can't be written: %s", error)
             await asyncio.sleep(every_s)
     finally:
-        # whatever stops the role: what it last knew
+        # whatever stops the role: what it last knew; its workers end with it, and block nothing
         with contextlib.suppress(OSError):
-            write_json(path, {"time": time.time(), **status()})
+            write_json(path, {"time": time.time(), **status(), "blocked": {}})

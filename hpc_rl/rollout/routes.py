@@ -9,7 +9,7 @@ from aiohttp.typedefs import Handler
 from hpc_rl import http_service
 from hpc_rl.auth import Access, Tokens, json_object
 from hpc_rl.errors import RoleFailed, Stale
-from hpc_rl.http_service import access_of
+from hpc_rl.http_service import access_of, read_body
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.report import counters
 from hpc_rl.rollout.service import Refused, RolloutService
@@ -46,7 +46,7 @@ def routes(
 
     async def evaluate(request: web.Request) -> web.Response:
         try:
-            asked = json_object(await request.read())
+            asked = json_object(await read_body(request, MAX_BODY_BYTES))
             version = WeightVersion.parse(asked["version"])
             wait_s = None if asked.get("wait_s") is None else float(asked["wait_s"])
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
@@ -63,7 +63,7 @@ def routes(
         if access_of(request) < Access.CONTROL:
             raise web.HTTPUnauthorized(text="the control token is needed")
         try:
-            step = int(json_object(await request.read())["step"])
+            step = int(json_object(await read_body(request, MAX_BODY_BYTES))["step"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise web.HTTPBadRequest(text=f'{{"step": <int>}} is needed: {error}') from None
         await service.retain(step)

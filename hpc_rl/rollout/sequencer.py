@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hpc_rl.errors import Stale
-from hpc_rl.rollout.batch_fill import fill
+from hpc_rl.records import BatchWait, BatchWaitRecord
+from hpc_rl.rollout.batch_fill import adds_up, fill
 from hpc_rl.rollout.batch_log.ledger import (
     FIRST_OUTSIDE,
     GroupRecord,
@@ -249,10 +250,41 @@ class Sequencer:
         picked = fill([self._size(ready[i][0]) for i in rest], total - sum(allocations.values()))
         return [] if picked is None else chosen + [rest[k] for k in picked]
 
+    def waits_for(self, allocations: Mapping[int, int]) -> BatchWaitRecord | None:
+        """Return why no batch can be made of the groups that wait; None if one can, or if none waits."""
+        total, log = self.rules.batch_sequences, self.log
+        if total is None or not (log.ready or log.parts) or self._whole_groups(total, allocations):
+            return None
+        parts = sum(record.num_trajectories for record, _ in log.parts.values())
+        records = [record for record, _ in log.ready.values()]
+        sizes = [self._size(record) for record in records]
+        for env_id, share in allocations.items():
+            own = [one.num_trajectories for one in records if getattr(one, "env_id", None) == env_id]
+            if fill(own, share) is None:
+                name = str(log.environments.get(env_id, {}).get("name", env_id))
+                return BatchWaitRecord(
+                    kind=BatchWait.SHARE, ready=sum(own), needed=share, sizes=sorted(set(own)),
+                    parts=parts, environment=name,
+                )  # fmt: skip
+        kind = BatchWait.COMBINATION
+        if sum(sizes) < total:
+            kind = BatchWait.SEQUENCES
+        if sizes and not adds_up(set(sizes), total - sum(allocations.values())):
+            kind = BatchWait.SIZES
+        return BatchWaitRecord(
+            kind=kind, ready=sum(sizes), needed=total, sizes=sorted(set(sizes)), parts=parts
+        )
+
     def _by_age(self) -> list[int]:
         """Return what is ready, the oldest first; of one age what came from outside, then by arrival."""
         ready = self.log.ready  # by arrival
-        return sorted(ready, key=lambda index: (ready[index][0].begun, index < FIRST_OUTSIDE))
+
+        def age(index: int) -> tuple[int, bool]:
+            record, is_own = ready[index][0], index < FIRST_OUTSIDE
+            # one from outside is as old as its tokens: nobody knows when it was begun
+            return (record.begun if is_own else min(record.begun, record.oldest_step)), is_own
+
+        return sorted(ready, key=age)
 
     def _in_order(self) -> list[int]:
         chosen: list[int] = []

@@ -15,6 +15,7 @@ from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.servers.router import Router
+from hpc_rl.servers.sampling import sampling_temperature
 from hpc_rl.types import Reply, Turn
 
 logger = logging.getLogger(__name__)
@@ -76,13 +77,20 @@ class ServerPool:
         min_version: str = "",
         max_new_tokens: int | None = None,
         temperature: float | None = None,
+        max_tokens: int | None = None,
     ) -> GenerateRequest:
-        """Return the request for one sample. Raises InputRefused without a token, Rejection for too many."""
+        """Return the request for one sample. Raises InputRefused without a token, Rejection for too many.
+
+        `max_tokens` limits input and output together, in addition to the pool's own limit.
+        """
         if not input_ids:
             raise InputRefused("it has no token")
-        room = min(self._limit - len(input_ids), max_new_tokens or self._gconfig.max_new_tokens)
+        limit, limited_by = self._limit, self._limited_by
+        if max_tokens is not None and max_tokens < limit:
+            limit, limited_by = max_tokens, f"the workflow's limit is {max_tokens}"
+        room = min(limit - len(input_ids), max_new_tokens or self._gconfig.max_new_tokens)
         if room <= 0:
-            problem = f"{len(input_ids)} tokens, {self._limited_by} (pool {self.name})"
+            problem = f"{len(input_ids)} tokens, {limited_by} (pool {self.name})"
             raise Rejection(RejectReason.TOO_LONG, problem)
         own: dict[str, Any] = {
             "max_new_tokens": room,
@@ -158,7 +166,7 @@ class ServerPool:
 def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -> dict[str, Any]:
     """What is the same in each request's sampling parameters, under SGLang's names."""
     made = {
-        "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
+        "temperature": sampling_temperature(gconfig),
         "top_p": gconfig.top_p,
         "top_k": -1 if gconfig.top_k >= 100_000_000 else gconfig.top_k,
         "stop_token_ids": list(dict.fromkeys([*gconfig.stop_token_ids, *eos_token_ids])),

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable
 from http import HTTPStatus
 from pathlib import Path
@@ -98,9 +97,10 @@ class RolloutService:
         state.lineage = max(0, lineages()[0])
         sequencer.restore(state)
         self._begun: int | None = None  # the lineage that the trainer has shown
+        self._trainer_since_s: float | None = None
         self._bodies: dict[int, bytes] = {}
         self.allocations: Callable[[], dict[int, int]] = dict  # sequences of a batch, by environment
-        self.too_old: Counter[int] = Counter()  # groups that waited too long, by environment
+        self.claims: Callable[[], dict[int, int]] = dict  # of them, also while the batch does not wait
         self.environments: Callable[[], list[dict[str, Any]]] = list  # what `hpc-rl status` shows of each
         self._changed = asyncio.Event()
         self._noted = asyncio.Event()  # a note waits to be written
@@ -280,8 +280,16 @@ class RolloutService:
             self.clock.forget([ticket])
             self.executor.cancel(ticket)
 
+    @property
+    def trainer_s(self) -> float | None:
+        """Seconds since the trainer first asked for something here, an hour at most; None before that."""
+        if self._trainer_since_s is None:
+            return None
+        return round(min(3600.0, time.monotonic() - self._trainer_since_s))
+
     def observe(self, lineage: int, version: int) -> None:
         """Take note of where the trainer is; its lineage has begun. Raises Stale."""
+        self._trainer_since_s = self._trainer_since_s or time.monotonic()
         if (lineage, version) == (self.sequencer.log.lineage, self.sequencer.version):
             return
         self._cancel(self.sequencer.observe(lineage, version))
@@ -359,8 +367,6 @@ class RolloutService:
             if step in self.sequencer.log.seals:  # another request was faster
                 return self._bodies.get(step)
             for index in self.sequencer.too_old(step):
-                if outside := self.sequencer.log.outside.get(index):
-                    self.too_old[outside.env_id] += 1
                 self._reject(index, RejectReason.STALE)
             groups = self.sequencer.cut(step, self.allocations())
             if groups is None:
@@ -420,7 +426,7 @@ class RolloutService:
 
     @contextlib.asynccontextmanager
     async def _or_end(self, *kinds: type[Exception]) -> AsyncIterator[None]:
-        """End the role after a write that failed, for what the ledger has is unknown: the next role reads it.
+        """Exit after a failed write: the ledger is in an unknown state, the restarted role reads it again.
 
         Raises Refused, as the next role knows more.
         """

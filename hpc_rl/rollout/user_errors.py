@@ -4,7 +4,7 @@ import inspect
 import logging
 import traceback
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,7 +47,16 @@ class Raised(NamedTuple):
 
 def users_frame(error: BaseException) -> str:
     """Return `file:line, in function` of the innermost frame of the user's own code, or ""."""
-    own = [one for one in traceback.extract_tb(error.__traceback__) if is_users(Path(one.filename))]
+    return _users_place(traceback.extract_tb(error.__traceback__))
+
+
+def place_in(stack: Sequence[traceback.FrameSummary]) -> str:
+    """Return `file:line, in function` of the innermost frame of the user's, else of any; "" for no frame."""
+    return _users_place(stack) or (_place(stack[-1]) if stack else "")
+
+
+def _users_place(stack: Sequence[traceback.FrameSummary]) -> str:
+    own = [one for one in stack if is_users(Path(one.filename))]
     return _place(own[-1]) if own else ""
 
 

@@ -13,12 +13,22 @@ from hpc_rl.errors import EndpointUnavailable, InputRefused
 from hpc_rl.log import redact
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
-from hpc_rl.rollout.pipes import GroupMade, NoGroup, NoteKept, NoteMade, Outcome, PromptScored, RunPrompt
+from hpc_rl.rollout.pipes import (
+    GroupMade,
+    LoopBlocked,
+    NoGroup,
+    NoteKept,
+    NoteMade,
+    Outcome,
+    PromptScored,
+    RunPrompt,
+)
 from hpc_rl.rollout.rewards import BatchReward, Rejection, checked
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
-from hpc_rl.rollout.user_errors import Raised
+from hpc_rl.rollout.user_errors import OF_REWARD, Raised
 from hpc_rl.rollout.workflow import Sampler, Workflow, check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
+from hpc_rl.stats.kept_samples import short_columns
 from hpc_rl.stats.tracker import means
 from hpc_rl.types import TrajectoryGroup, WeightVersion, encode
 
@@ -28,7 +38,8 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Runs a workflow on each prompt that it is sent; `write` takes a message for the rollout service.
 
-    `pool` is the one that follows the trainer, `others` are as in Sampler.
+    `pool` is the one that follows the trainer, `others` are as in Sampler, `vocab_size` is the number of
+    token ids that the model has.
     """
 
     def __init__(
@@ -39,8 +50,10 @@ class Worker:
         workflow: Workflow,
         rewards: BatchReward,
         write: Callable[[bytes], Any],
+        vocab_size: int,
     ) -> None:
         self.config = config
+        self.vocab_size = vocab_size
         self.workflow = workflow
         sampler = partial(Sampler, seed=config.seed, others=others, rewards=rewards)
         self._sampler = partial(sampler, n_samples=config.gconfig.n_samples, pool=pool)
@@ -77,7 +90,8 @@ class Worker:
 
         def rejected(reason: str, message: str, place: str = "", trace: str = "") -> NoGroup:
             self._log(place, "prompt %d is rejected, %s: %s", index, reason, message)
-            error = redact(message)
+            which = "held-out prompt" if prompt["evaluate"] else "prompt"
+            error = redact(f"{which} {index}: {message}" if reason in OF_REWARD else message)
             return NoGroup(op="rejected", ticket=ticket, reason=reason, error=error, place=place, trace=trace)
 
         try:
@@ -99,16 +113,23 @@ class Worker:
         if group is None:
             return NoGroup(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
         if not prompt["evaluate"]:
-            return _finished(group, prompt)
+            return _finished(group, prompt, kept=self.config.rollout.keep_samples > 0)
         return _scored(group, prompt, kept=index < self.config.evaluator.keep_samples)
 
-    def _log(self, place: str, form: str, *values: Any) -> None:
-        """Log what became of a prompt; of exceptions at one place the 1st, 2nd, 4th, 8th and so on."""
+    def _log(self, place: str, form: str, *values: Any, counted: str = "prompts") -> None:
+        """Log what became of a prompt; of several at one place the 1st, 2nd, 4th, 8th and so on."""
         self._raised[place] += 1
         count = self._raised[place]
         if not place or count & (count - 1) == 0:
-            more = f" ({count} prompts so far)" if place and count > 1 else ""
+            more = f" ({count} {counted} so far)" if place and count > 1 else ""
             logger.warning(form + more, *values)
+
+    def tell_blocked(self, place: str, trace: str) -> None:
+        """Report a call of user code that blocks the event loop, or with empty texts that it has returned."""
+        if place:
+            form = "%s blocks the event loop of this worker, and all its prompts wait for it:\n%s"
+            self._log(f"blocked {place}", form, place, trace, counted="times")
+        self._write(pipes.pack(LoopBlocked(op="blocked", place=place, trace=trace)))
 
     def kept(self, frame: NoteKept) -> None:
         """Let the workflow that made a note continue."""
@@ -138,15 +159,17 @@ class Worker:
             return None
         built_in = self.config.rollout.workflow in WORKFLOWS
         strict = self.config.rollout.check_trajectory_format
-        check_group(group, prompt["index"], sampler.n_samples if built_in else None, strict)
+        check_group(group, prompt["index"], self.vocab_size, sampler.n_samples if built_in else None, strict)
         # a workflow may set the reward by itself
         for trajectory in group.trajectories:
             trajectory.reward = checked(trajectory.reward)
         return group if group.trajectories else None
 
 
-def _finished(group: TrajectoryGroup, prompt: RunPrompt) -> GroupMade:
+def _finished(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> GroupMade:
     group.index = prompt["index"]
+    if kept:
+        group.columns, group.shortened = short_columns(prompt["columns"])
     record = GroupRecord.of(group, WeightVersion.parse(prompt["version"]).step)
     return GroupMade(
         op="group",
@@ -159,6 +182,8 @@ def _finished(group: TrajectoryGroup, prompt: RunPrompt) -> GroupMade:
 
 def _scored(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> PromptScored:
     group.index = prompt["index"]
+    if kept:
+        group.columns, group.shortened = short_columns(prompt["columns"])
     trained = [(t.lineages[t.loss_mask], t.steps[t.loss_mask]) for t in group.trajectories]
     versions = {WeightVersion(int(a), int(b)) for pair in trained for a, b in zip(*pair, strict=True)}
     return PromptScored(

@@ -61,20 +61,27 @@ class Sampler:
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __call__(
-        self, input_ids: Sequence[int], sample: int = 0, pool: str = "", label: str = ""
+        self,
+        input_ids: Sequence[int],
+        sample: int = 0,
+        pool: str = "",
+        label: str = "",
+        max_tokens: int | None = None,
     ) -> Turn:
         """Return one generation, of the model that is trained or of another pool's servers.
 
         `sample` is the trajectory that it is for: each has its own seed, and each turn of it. A generation of
-        another pool has the seed of its `label` and `sample`, as in `ask`.
+        another pool has the seed of its `label` and `sample`, as in `ask`. `max_tokens` limits input and
+        output together; without room for a token Rejection is raised.
         """
         if not pool:
-            request = self._request(list(input_ids), sample)
+            request = self._request(list(input_ids), sample, max_tokens)
             return (await self._pool.generate([request]))[0]
         chosen = self._find(pool)
         if not isinstance(chosen, ServerPool):
             raise ConfigError(f"pool {pool!r} is an endpoint elsewhere: it takes messages (ask), not tokens.")
-        request = chosen.request(list(input_ids), self._seed(label, sample), self._least(chosen))
+        seed = self._seed(label, sample)
+        request = chosen.request(list(input_ids), seed, self._least(chosen), max_tokens=max_tokens)
         return (await chosen.generate([request]))[0]
 
     async def samples(self, input_ids: Sequence[int]) -> list[Turn]:
@@ -146,10 +153,10 @@ class Sampler:
     def _seed(self, label: str, number: int) -> int:
         return sample_seed(*self._identity, f"{label}/{number}")
 
-    def _request(self, input_ids: list[int], sample: int) -> GenerateRequest:
+    def _request(self, input_ids: list[int], sample: int, max_tokens: int | None = None) -> GenerateRequest:
         turn = self._turns[sample]
         seed = sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}")
-        request = self._pool.request(input_ids, seed, self._min_version)
+        request = self._pool.request(input_ids, seed, self._min_version, max_tokens=max_tokens)
         self._turns[sample] += 1
         return request
 
@@ -166,17 +173,32 @@ DTYPES = {
     "logprobs": np.float32,
     "lineages": np.int32,
     "steps": np.int32,
+    "advantages": np.float32,
+    "ref_logprobs": np.float32,
 }
+FLOATS = [name for name, dtype in DTYPES.items() if dtype == np.float32]
+OPTIONAL = ("advantages", "ref_logprobs")
 
 
 NUMBER = Real | np.bool_
+LARGEST_NUMBER = 1e6  # of scores, advantages and log-probabilities: their squares fit into float32
 
 
-def check_group(group: Any, index: int, num_trajectories: int | None = None, strict: bool = False) -> None:
+def token_id_problem(ids: np.ndarray, vocab_size: int) -> str:
+    """Return which token id, of at least one, the model does not have, or ""."""
+    smallest, largest = int(ids.min()), int(ids.max())
+    if smallest >= 0 and largest < vocab_size:
+        return ""
+    return f"token id {smallest if smallest < 0 else largest}; the model has 0 to {vocab_size - 1}"
+
+
+def check_group(
+    group: Any, index: int, vocab_size: int, num_trajectories: int | None = None, strict: bool = False
+) -> None:
     """Raise Rejection unless the result for prompt `index` can be trained on.
 
-    `num_trajectories` is the size that it must have, None for any; `strict` checks what
-    `rollout.check_trajectory_format` asks for as well.
+    `vocab_size` is the model's number of tokens; `num_trajectories` is the size that the group must have,
+    None for any; `strict` checks what `rollout.check_trajectory_format` asks for as well.
     """
     if not isinstance(group, TrajectoryGroup):
         kind = type(group).__name__
@@ -191,6 +213,8 @@ def check_group(group: Any, index: int, num_trajectories: int | None = None, str
         if not isinstance(one, Trajectory):
             raise _bad_group(f"{where} is {type(one).__name__}; it must be a Trajectory")
         _check_arrays(one, where)
+        if problem := token_id_problem(one.ids, vocab_size):
+            raise _bad_group(f"{where} has {problem}: does the workflow use the model's tokenizer?")
         if strict and not one.loss_mask.any():
             raise _bad_group(f"{where}: loss_mask marks no token, so there is nothing to learn from")
         if strict and (one.logprobs[one.loss_mask] > 0).any():
@@ -200,14 +224,19 @@ def check_group(group: Any, index: int, num_trajectories: int | None = None, str
 def _check_arrays(one: Trajectory, where: str) -> None:
     for name, dtype in DTYPES.items():
         array = getattr(one, name)
+        if array is None and name in OPTIONAL:
+            continue
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
             raise _bad_group(f"{where}: {name} must be a one-dimensional array of {np.dtype(dtype).name}")
         if len(array) != len(one.ids):
             raise _bad_group(f"{where}: {name} has {len(array)} entries, ids has {len(one.ids)}")
     if not len(one.ids):
         raise _bad_group(f"{where} has no token")
-    if not np.isfinite(one.logprobs).all():
-        raise _bad_group(f"{where}: logprobs must be finite")
+    for name in FLOATS:
+        array = getattr(one, name)
+        if array is not None and not (np.abs(array) <= LARGEST_NUMBER).all():
+            limits = f"-{LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
+            raise _bad_group(f"{where}: {name} must be finite numbers from {limits}")
     if not all(isinstance(name, str) and isinstance(value, NUMBER) for name, value in one.stats.items()):
         raise _bad_group(f"{where}: stats must have a number for each name")
     if (one.steps[one.loss_mask] < 0).any() or (one.lineages[one.loss_mask] < 0).any():

@@ -52,8 +52,8 @@ def append_spans(spans: list[tuple[str, int, int]], more: list[dict[str, Any]], 
             spans.append((version, start, end))
 
 
-class _PartialTurn:
-    """A turn that is being made, over as many interruptions as it takes."""
+class PartialTurn:
+    """A turn that is being made, over as many interruptions, and servers, as it takes."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
@@ -116,18 +116,22 @@ class HttpServerClient:
         All have the same min_version. Raises RequestRefused, ServerStale, ServerUnavailable, for all of them
         together.
         """
-        least = requests[0].min_version
+        return await self.finish([PartialTurn(request) for request in requests])
+
+    async def finish(self, partials: list[PartialTurn]) -> list[Turn]:
+        """Finish turns as generate_many does. They keep their tokens if it fails, for another server."""
+        least = partials[0].request.min_version
         headers = {**self._data, MIN_VERSION_HEADER: least} if least else self._data
-        partials = [_PartialTurn(request) for request in requests]
+        left = [partial for partial in partials if partial.turn.finish_reason == "abort"]
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._finish(partials, headers)
+                await self._finish(left, headers)
         except TimeoutError as error:
             problem = f"{self.url}: no generation within {self._timeout_s:.0f} s"
             raise ServerUnavailable(problem) from error
         return [partial.turn for partial in partials]
 
-    async def _finish(self, left: list[_PartialTurn], headers: dict[str, str]) -> None:
+    async def _finish(self, left: list[PartialTurn], headers: dict[str, str]) -> None:
         pause_s = 0.0
         while left:
             await asyncio.sleep(pause_s)

@@ -21,7 +21,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from hpc_rl.auth import Access, Tokens, json_object
-from hpc_rl.http_service import HttpService, access_of, application
+from hpc_rl.http_service import HttpService, access_of, application, read_body
 from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.client import MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older
@@ -141,7 +141,7 @@ class Proxy:
         try:
             if least and is_older(self.version, least):
                 return _json(503, {"error": "stale", "weight_version": self.version})
-            body = json_object(await request.read())
+            body = json_object(await read_body(request, MAX_BODY_BYTES))
         except ValueError as error:
             return _json(400, {"error": {"message": f"{error}"}})
         with self._busy():
@@ -161,7 +161,7 @@ class Proxy:
     # control
     async def _control_call(self, request: web.Request) -> web.Response:
         try:
-            raw = await request.read()
+            raw = await read_body(request, MAX_BODY_BYTES)
             body = json_object(raw) if raw else {}
         except ValueError as error:
             return _json(400, {"error": {"message": f"{error}"}})

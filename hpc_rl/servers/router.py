@@ -21,7 +21,7 @@ from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import READS_PER_S, LeaseView, NameResolve
-from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
+from hpc_rl.servers.client import GenerateRequest, HttpServerClient, PartialTurn, open_session
 from hpc_rl.types import Turn, WeightVersion
 
 logger = logging.getLogger(__name__)
@@ -83,13 +83,14 @@ class Router:
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Turns of several requests with one `min_version`, all from one server, in one call.
 
-        Raises RequestRefused (a bug of a request), ServerUnavailable (every try failed), RoleFailed (no
-        server came up).
+        If that server fails, the next one continues with the tokens that there are. Raises RequestRefused
+        (a bug of a request), ServerUnavailable (every try failed), RoleFailed (no server came up).
         """
+        partials = [PartialTurn(request) for request in requests]
 
         async def ask(server: Server) -> list[Turn]:
             begun = time.monotonic()
-            turns = await server.client.generate_many(requests)
+            turns = await server.client.finish(partials)
             self.observe(server, requests, turns, time.monotonic() - begun)
             return turns
 

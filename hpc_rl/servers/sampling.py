@@ -9,6 +9,7 @@ unknown.
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.errors import RequestRefused
 from hpc_rl.servers.native_api import unknown_key
 
@@ -46,6 +47,20 @@ class SamplingParams:
     ignore_eos: bool = False
     sampling_seed: int | None = None
     n: int = 1
+
+
+def sampling_temperature(gconfig: GenerationHyperparameters) -> float:
+    """Return the temperature that requests have: 0 if greedy."""
+    return 0.0 if gconfig.greedy else gconfig.temperature
+
+
+def logprob_temperature(temperature: float) -> float:
+    """Return the temperature of the log-probabilities of tokens that were sampled at `temperature`.
+
+    It is the same, but 1 for greedy sampling (0), which has no distribution: every server then reports
+    log-probabilities at 1, and the trainer recomputes them at 1.
+    """
+    return temperature or 1.0
 
 
 MAX_NUMBER = 1e6

@@ -22,6 +22,7 @@ from hpc_rl.rollout.batch_log.ledger import (
     OutsideRecord,
     Record,
     RecordPlace,
+    RejectReason,
     RejectRecord,
     read_segment,
     segment_path,
@@ -109,6 +110,10 @@ class LogState:
     parts: dict[int, ReadyGroup] = field(default_factory=dict)  # of groups that are not whole yet
     outside: dict[int, OutsideRecord] = field(default_factory=dict)  # all that are not trimmed
     keys: set[bytes] = field(default_factory=set)  # theirs
+    # whole groups that were acknowledged, and those that got too old, by env_id; trimmed ones included
+    taken: Counter[int] = field(default_factory=Counter)
+    too_old: Counter[int] = field(default_factory=Counter)
+    counted_to: int = FIRST_OUTSIDE  # groups with a smaller index are in `taken` by a base record
     environments: dict[int, dict[str, Any]] = field(default_factory=dict)  # by env_id, as they registered
     notes: dict[int, dict[str, NotePlace]] = field(default_factory=dict)  # of open prompts: index -> key
 
@@ -144,6 +149,8 @@ class LogState:
 
     def note_outside(self, record: OutsideRecord) -> None:
         """Remember a group or part from outside, whatever became of it; it stands for the parts it joins."""
+        if record.index not in self.outside and record.index >= self.counted_to and not record.is_part:
+            self.taken[record.env_id] += 1
         self.outside[record.index] = record
         self.keys.add(record.key)
         for index in record.joins:
@@ -175,6 +182,8 @@ class LogState:
             self._resolved(index).add(index)
 
     def reject(self, record: RejectRecord) -> None:
+        if record.reason == RejectReason.STALE and (outside := self.outside.get(record.index)):
+            self.too_old[outside.env_id] += 1
         self.ready.pop(record.index, None)
         self.notes.pop(record.index, None)
         self._resolved(record.index).add(record.index)
@@ -217,6 +226,9 @@ class LogState:
                 "floor": self.resolved_outside.floor,
                 "above": sorted(self.resolved_outside.above),
                 "environments": list(self.environments.values()),
+                "taken": dict(self.taken),
+                "too_old": dict(self.too_old),
+                "counted_to": self.next_outside,
             },
         }
 
@@ -236,6 +248,10 @@ class LogState:
         for index in outside["above"]:
             self.resolved_outside.add(index)
         self.environments |= {facts["env_id"]: facts for facts in outside["environments"]}
+        if outside.get("counted_to", 0) > self.counted_to:
+            self.counted_to = outside["counted_to"]
+            self.taken = Counter(outside["taken"])
+        self.too_old = Counter(outside.get("too_old", {}))
 
 
 def read_state(folder: Path) -> LogState:

@@ -50,6 +50,7 @@ class EmbeddedEngine:
         self.max_running, self.batch_invariant = max_running, batch_invariant
         self.paused: str | None = None  # the mode
         self.failure = ""
+        self.num_tokens = 0  # sampled since the start
         self._deliver = deliver
         self._waiting: collections.deque[Sequence] = collections.deque()
         self._batches: list[DecodeBatch] = []
@@ -314,6 +315,7 @@ class EmbeddedEngine:
         batch.tokens[numbers, made] = tokens
         batch.logprobs[numbers, made] = logprobs
         made += 1
+        self.num_tokens += len(tokens)
         state["pending"][:] = tokens
         stopped = self._stop_table.numpy()[state["stop"], tokens]
         ended = stopped | (made >= state["limit"])

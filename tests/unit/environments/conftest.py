@@ -56,6 +56,8 @@ class FakeApi:
         self.failures: list[int] = []  # statuses of the next answers to groups
         self.registered: list[dict[str, Any]] = []
         self.disconnected: list[int] = []
+        self.temperature: float | None = None
+        self.env_weight = 1.0
 
     @property
     def step(self) -> int:
@@ -81,6 +83,10 @@ class FakeApi:
     async def info(self, request: web.Request) -> web.Response:
         return web.json_response({"batch_size": self.batch_size, "max_token_len": 64})
 
+    async def sampling(self, request: web.Request) -> web.Response:
+        known = self.temperature is not None
+        return web.json_response({"temperature": self.temperature}, status=200 if known else 404)
+
     async def status(self, request: web.Request) -> web.Response:
         assert (await request.json()) == {"env_id": 7}
         return web.json_response(
@@ -90,7 +96,7 @@ class FakeApi:
                 "unallocated_fraction": 1.0,
                 "self_queue_size": 0,
                 "max_group_size": 1,
-                "env_weight": 1.0,
+                "env_weight": self.env_weight,
             }
         )
 
@@ -112,6 +118,7 @@ class FakeApi:
             [
                 web.post("/register-env", self.register),
                 web.get("/info", self.info),
+                web.get("/sampling", self.sampling),
                 web.get("/status-env", self.status),
                 web.post("/scored_data", self.groups_in),
                 web.post("/scored_data_list", self.groups_in),

@@ -42,7 +42,9 @@ class World:
         self.api = AtroposApi(OutsideGroups(self.service), nothing_known, TRIAL)
         own = routes(self.service, atropos_batch=atropos_batch(self.api))
         defs = [*atropos_routes(self.api), *own]
-        self.client = TestClient(TestServer(application(defs, TOKENS)))
+        server = TestServer(application(defs, TOKENS))
+        await server.start_server(auto_decompress=False)  # as HttpService
+        self.client = TestClient(server)
         await self.stack.enter_async_context(self.client)
         return self
 
@@ -113,6 +115,7 @@ async def test_before_there_is_a_trainer_environments_wait(world):
     assert await world.ask("GET", "/") == {"message": "AtroposLib API"}
     assert await world.register() == {"status": "wait for trainer to start"}
     assert await world.ask("GET", "/info") == {"batch_size": 16, "max_token_len": 64}
+    assert await world.ask("GET", "/sampling") == {"temperature": 1.0}
     assert (await world.ask("GET", "/status"))["current_step"] == 0
     assert await world.trainer_at(1) is None
     first, second = await world.register(), await world.register(weight=1.0)
@@ -215,7 +218,7 @@ async def test_what_no_trainer_could_use_is_answered_with_its_reason(world):
     for tag in range(4):
         await world.push(0, 50 + tag)
     assert tags(await world.trainer_at(1)) == [50, 51, 52, 53]  # none of them is in a batch
-    assert sum(num for (_, what), num in world.api.counts.items() if what == "rejected") == 4
+    assert world.api.registry.environments[0].rejected == 3  # that of an unknown environment is nobody's
 
 
 async def test_status_has_what_became_of_the_groups(world):
@@ -226,10 +229,95 @@ async def test_status_has_what_became_of_the_groups(world):
     (shown,) = progress(world.service)["environments"]
     assert shown == {
         "name": "conf_0", "group_size": 4, "queued": 1, "accepted": 1, "rejected": 1, "too_old": 0,
-        "last_reason": "scores[0] is nan; allowed: -1e+06 to 1e+06", "silent_s": 0,
+        "last_reason": "scores[0] is nan; allowed: -1e+06 to 1e+06", "silent_s": 0, "ignored": [],
     }  # fmt: skip
     await world.ask("POST", "/disconnect-env", {"env_id": 0})
     assert progress(world.service)["environments"][0]["silent_s"] is None
+
+
+async def test_counters_and_departures_outlive_a_kill_and_a_trim(world):
+    await world.trainer_at(1)
+    await world.register()
+    for tag in range(9):
+        await world.push(0, tag)
+    await world.push(0, 20, size=3), await world.push(0, 21, size=1)  # parts of one group
+    await world.ask("POST", "/scored_data", group(0, 5, scores=[float("nan")] * 4))
+    wanted = {"accepted": 10, "rejected": 1, "too_old": 0}
+    wanted["last_reason"] = "scores[0] is nan; allowed: -1e+06 to 1e+06"
+
+    def shown():
+        (one,) = progress(world.service)["environments"]
+        return {name: one[name] for name in wanted}
+
+    assert shown() == wanted
+    await world.restart()
+    assert shown() == wanted
+    assert await world.trainer_at(1) and await world.trainer_at(2)
+    await world.service.retain(1)
+    await world.push(0, 30)
+    wanted["accepted"] = 11
+    assert shown() == wanted
+    await world.restart()
+    assert shown() == wanted
+    await world.ask("POST", "/disconnect-env", {"env_id": 0})
+    await world.restart()
+    await world.status_of(0)
+    assert progress(world.service)["environments"][0]["silent_s"] is None
+    assert shown() == wanted
+
+
+async def test_groups_that_got_too_old_are_counted_once(tmp_path):
+    async with worlds(tmp_path, eta=0) as world:
+        await world.trainer_at(1)
+        await world.register()
+        for tag in range(6):
+            await world.push(0, tag)
+        assert await world.trainer_at(1) and not await world.trainer_at(2)
+        await world.service.commit()
+        assert progress(world.service)["environments"][0]["too_old"] == 2
+        await world.restart()
+        assert progress(world.service)["environments"][0]["too_old"] == 2
+
+
+async def test_what_the_next_batch_waits_for(tmp_path):
+    async with worlds(tmp_path) as world:
+
+        def waits_for():
+            return progress(world.service)["waits_for"]
+
+        await world.trainer_at(1)
+        await world.register(size=4), await world.register("big", size=6)
+        assert waits_for() is None
+        await world.push(1, 1, size=6), await world.push(0, 2, size=3)
+        assert waits_for() == {
+            "kind": "sizes", "ready": 6, "needed": 16, "sizes": [6], "parts": 3, "environment": "",
+        }  # fmt: skip
+        await world.push(0, 3), await world.push(0, 4)
+        assert waits_for()["kind"] == "sequences"
+        await world.push(0, 5)
+        assert waits_for()["kind"] == "combination"  # 6 and three of 4
+        await world.push(1, 6, size=6)
+        assert waits_for() is None
+        await world.register("shared", size=2, min_batch_allocation=0.375)
+        found = waits_for()
+        assert (found["kind"], found["ready"], found["needed"]) == ("share", 0, 6)
+        assert found["environment"] == "shared_0"
+
+
+async def test_fields_that_the_trial_does_not_use_are_told(world, caplog):
+    await world.trainer_at(1)
+    await world.register()
+    more = {"distill_token_ids": [[[1]]] * 4, "distill_logprobs": [], "mine": 1, "overrides": [{"x": 1}] * 4}
+    for tag in (1, 2):
+        answer = await world.ask("POST", "/scored_data", {**group(0, tag), **more})
+        assert answer == {"status": "received", "ignored": ["distill_token_ids"]}
+    answer = await world.ask("POST", "/scored_data_list", [{**group(0, 3), **more}, group(0, 4)])
+    assert answer == {"status": "received", "groups_processed": 2, "ignored": ["distill_token_ids"]}
+    wanted = ["distill_token_ids", "mine", "overrides.x"]
+    assert progress(world.service)["environments"][0]["ignored"] == wanted
+    assert caplog.text.count("does not use (said once): distill_token_ids, mine, overrides.x") == 1
+    await world.restart()
+    assert progress(world.service)["environments"][0]["ignored"] == wanted
 
 
 async def test_a_list_of_groups_is_taken_at_once(world):
@@ -286,7 +374,7 @@ async def test_a_kill_loses_nothing_and_repeats_nothing(world):
     await world.push(0, 16)
     assert tags(await world.trainer_at(1)) == [10, 11, 12, 13]
     assert tags(await world.trainer_at(2) or await world.trainer_at(2)) == [14, 15, 16, 16]
-    assert world.api.counts[0, "repeated"] == 2
+    assert world.api.repeated[0] == 2
     # the environment is still known, under its id; a new one gets another
     assert (await world.status_of(0))["max_group_size"] == 4
     assert (await world.register())["env_id"] == 1

@@ -2,8 +2,11 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from hpc_rl.app import run_environment
 from hpc_rl.app.run_environment import load_environment, main
@@ -61,6 +64,30 @@ async def world(chat_tokenizer, serve):
     made = World(chat_tokenizer, FakeApi(4, 3), FakeServer(chat_tokenizer, lambda text: "ok"))
     made.urls = (await serve(made.api.app()), await serve(made.server.app()))
     return made
+
+
+async def test_it_samples_at_the_trainers_temperature_unless_it_says_another(world):
+    world.api.temperature = 0.6
+    await world.run(total_steps=-1, steps_per_eval=0)
+    assert {body["sampling_params"]["temperature"] for body in world.server.bodies} == {0.6}
+    assert world.api.groups[0]["generation_params"] == {"temperature": 0.6}
+    for sampling, temperature in (({"top_k": 5}, 0.6), ({"temperature": 0.1}, 0.1)):
+        world.server.bodies.clear()
+        world.api.groups.clear()
+        await world.run(type("Own", (Echo,), {"sampling": sampling}), total_steps=-1, steps_per_eval=0)
+        assert {body["sampling_params"]["temperature"] for body in world.server.bodies} == {temperature}
+
+
+async def test_an_api_that_does_not_tell_its_temperature(world):
+    await world.run(total_steps=-1, steps_per_eval=0)  # as run-api of atroposlib, which has no such route
+    assert {body["sampling_params"]["temperature"] for body in world.server.bodies} == {1.0}
+
+
+async def test_the_messages_of_a_plain_prompt_begin_with_it(world):
+    await world.run(total_steps=-1, steps_per_eval=0, include_messages=True)
+    for messages in (one for group in world.api.groups for one in group["messages"]):
+        assert messages[0]["role"] == "user" and messages[0]["content"] in "ab"
+        assert messages[1] == {"role": "assistant", "content": "ok"}
 
 
 async def test_it_feeds_a_trainer_until_its_steps_are_made(world):
@@ -157,6 +184,62 @@ async def test_training_makes_room_for_an_evaluation(world, handling):
         await worlds[0].run()
     most = {"stop_train": 0, "LIMIT_TRAIN": 1, "none": 4}[handling]
     assert seen and max(seen) == most
+
+
+async def test_an_evaluation_that_fails_is_reported_and_the_environment_goes_on(world, caplog):
+    caplog.set_level(logging.INFO)
+
+    class Failing(Echo):
+        async def evaluate(self):
+            return {"eval_score": 1 / 0}
+
+    serving = await world.run(Failing, total_steps=-1, steps_per_eval=1)
+    assert world.api.step == 3 and serving.evaluations_failed >= 1
+    line = next(one for one in caplog.messages if "evaluation at step" in one)
+    assert "ZeroDivisionError: division by zero" in line and "test_environment.py:" in line
+    assert ", in evaluate" in line
+    assert f"evaluations_failed {serving.evaluations_failed}" in caplog.text
+
+
+async def test_items_that_fail_are_left_out_of_an_evaluation(world, caplog):
+    class Failing(Echo):
+        async def episode(self, item, conversation):
+            if item["prompt"] in self.bad:
+                raise ValueError(f"bad item {item['prompt']}")
+            return 1.0
+
+    servers = [APIServerConfig(base_url=f"{world.urls[1]}/v1")]
+    async with InferenceServers(servers) as inference:
+        environment = Failing(EnvConfig(), inference, world.tokenizer)
+        environment.bad = "c"
+        assert await environment.evaluate() == {"eval_score": 1.0, "eval_items": 2, "eval_failed": 1}
+        assert "1 of 3 evaluation episodes failed: ValueError: bad item c" in caplog.text
+        assert ", in episode" in caplog.text
+        environment.bad = "cde"
+        with pytest.raises(ValueError, match="bad item c"):
+            await environment.evaluate()
+
+
+async def test_a_server_that_ignores_n_is_noticed(world, caplog):
+    async def one_only(request):
+        body = await request.json()
+        world.server.bodies.append(body)
+        return web.json_response(world.server._one("ok"))
+
+    app = web.Application()
+    app.router.add_post("/generate", one_only)
+    async with TestServer(app) as server:
+        configs = [APIServerConfig(base_url=f"{server.make_url('/v1')}")]
+        async with InferenceServers(configs) as inference:
+            assert len(await inference.generate([5, 6], n=5)) == 5
+            assert len(await inference.generate([5, 6], n=3)) == 3
+    assert [body["sampling_params"]["n"] for body in world.server.bodies] == [5, 1, 1, 1, 1, 1, 1, 1]
+    assert caplog.text.count("returned fewer completions than n = 5") == 1
+
+
+def test_a_token_that_begins_with_v1_stays_in_the_url():
+    config = APIServerConfig(base_url="http://host:1/t/v1abc/v1/")
+    assert InferenceServers([config]).servers[0].native_url == "http://host:1/t/v1abc"
 
 
 async def test_an_evaluation_has_limits_of_its_own(world):

@@ -7,11 +7,15 @@ import sys
 import types
 
 import pytest
+import yaml
 from aiohttp import web
+from aiohttp.test_utils import TestServer
+from jsonargparse import ArgumentError
 
-from hpc_rl.app import run_environment
+from hpc_rl.app import environment_role, run_environment
 from hpc_rl.environments import APIServerConfig
 from hpc_rl.environments.inference_servers import InferenceServers, MadeUpServers
+from hpc_rl.environments.settings import EvalHandling
 from hpc_rl.errors import ConfigError, ServerUnavailable
 from tests.unit.environments.conftest import FakeApi, FakeServer
 from tests.unit.environments.test_environment import Echo, World
@@ -47,6 +51,78 @@ async def test_the_trainer_decides_the_batch_size(world, caplog):
     await world.run(batch_size=1, group_size=2, total_steps=-1)  # 1 would be too small for a group
     assert world.api.step == 3
     assert "env.batch_size 1 is not used: a batch of the trainer has 4 sequences" in caplog.text
+
+
+def options_of(tmp_path, *argv, settings=None):
+    command = ["serve", "arithmetic", *argv]
+    if settings is not None:
+        (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
+        command = environment_role.with_settings(
+            ["hpc-rl", "env", *command], str(tmp_path / "settings.yaml")
+        )[2:]
+    return run_environment.settings_of(run_environment.parse(command))
+
+
+def test_the_command_counts_more_than_the_settings_of_the_trial(tmp_path):
+    servers = [{"base_url": f"http://{host}/v1", "api_key": "key"} for host in "ab"]
+    settings = {"env": {"group_size": 4, "wandb_name": "trials"}, "openai": servers, "slurm": False}
+    got = options_of(tmp_path, "--env.group_size", "2", settings=settings)
+    assert (got.env.group_size, got.env.wandb_name, got.slurm) == (2, "trials", False)
+    own = tmp_path / "own.yaml"
+    own.write_text("env: {wandb_name: mine, max_num_workers: 3}")
+    got = options_of(tmp_path, f"--config={own}", "--env.max_num_workers", "5", settings=settings)
+    assert (got.env.group_size, got.env.wandb_name, got.env.max_num_workers) == (4, "mine", 5)
+    # of another program the file is at the end
+    assert environment_role.with_settings(["python", "x.py", "serve"], "f")[-2:] == ["--config", "f"]
+
+
+def test_an_option_of_servers_is_for_all_of_them(tmp_path):
+    servers = [{"base_url": f"http://{host}/v1", "api_key": "key"} for host in "ab"]
+    got = options_of(tmp_path, "--openai.timeout", "5", "--openai.api_key=k", settings={"openai": servers})
+    assert [(one.base_url, one.timeout, one.api_key) for one in got.openai] == [
+        ("http://a/v1", 5, "k"),
+        ("http://b/v1", 5, "k"),
+    ]
+    (one,) = options_of(tmp_path, "--openai.timeout", "5").openai
+    assert one.timeout == 5 and one.num_max_requests_at_once == 512
+    with pytest.raises(ArgumentError, match="no_such"):
+        options_of(tmp_path, "--openai.no_such", "5", settings={"openai": servers})
+
+
+@pytest.mark.parametrize("given", ["limit_train", "LIMIT_TRAIN"])
+def test_eval_handling_in_any_case(tmp_path, given):
+    assert options_of(tmp_path, "--env.eval_handling", given).env.eval_handling is EvalHandling.LIMIT_TRAIN
+    got = options_of(tmp_path, settings={"env": {"eval_handling": given}})
+    assert got.env.eval_handling is EvalHandling.LIMIT_TRAIN
+
+
+@pytest.mark.parametrize(("weight", "most"), [(1.0, 8), (0.25, 2), (0.01, 1)])
+async def test_requests_at_once_are_the_share_of_its_weight(world, weight, most):
+    running = reached = 0
+    world.api.env_weight, world.api.batch_size = weight, 64
+
+    async def generate(request):
+        nonlocal running, reached
+        running += 1
+        if len(world.server.bodies) <= 60:  # then it is stopped
+            reached = max(reached, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+        return await FakeServer.generate(world.server, request)
+
+    app = web.Application()
+    app.router.add_post("/generate", generate)
+    async with TestServer(app) as server:
+        world.urls = (world.urls[0], str(server.make_url("")).rstrip("/"))
+        await world.run(
+            Echo,
+            lambda _: len(world.server.bodies) > 60,
+            {"num_max_requests_at_once": 8},
+            max_num_workers=16,
+            max_batches_offpolicy=1000,
+            total_steps=-1,
+        )
+    assert reached == most
 
 
 class Counting(Echo):

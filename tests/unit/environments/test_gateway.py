@@ -8,7 +8,8 @@ import aiohttp
 import pytest
 from gateways import FakeServer, answer, open_gateway
 
-from hpc_rl.environments.gateway import Gate, GatewaySettings
+from hpc_rl.environments.gate import Gate
+from hpc_rl.environments.gateway import GatewaySettings
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 

@@ -10,11 +10,20 @@ pytest.register_assert_rewrite("conformance")
 
 from conformance import LOGPROB_TOLERANCE, Api, ServedReplica, forward_logprobs  # noqa: E402
 from gateways import open_gateway  # noqa: E402
+from recipes import make_run  # noqa: E402
 
-from hpc_rl.config.sections.inference import EmbeddedConfig  # noqa: E402
+from hpc_rl.config.sections.dataset import DatasetConfig  # noqa: E402
+from hpc_rl.config.sections.experiment import GRPOConfig  # noqa: E402
+from hpc_rl.config.sections.inference import EmbeddedConfig, GenerationHyperparameters  # noqa: E402
+from hpc_rl.config.sections.training import OptimizerConfig, PPOActorConfig, TrainEngineConfig  # noqa: E402
 from hpc_rl.datasets.tokenizer import Tokenizer  # noqa: E402
+from hpc_rl.engines.fsdp import FSDPEngine  # noqa: E402
+from hpc_rl.environments.intake import SequenceLimits, to_group  # noqa: E402
 from hpc_rl.name_resolve import open_names  # noqa: E402
 from hpc_rl.servers.embedded.backend import EmbeddedBackend  # noqa: E402
+from hpc_rl.trainers.grpo_recipe import GRPO  # noqa: E402
+from hpc_rl.types import Batch  # noqa: E402
+from hpc_rl.weights.publish import DiskTransport  # noqa: E402
 
 PROMPT = "1+2="
 CHAT = {"messages": [{"role": "user", "content": "1+2"}]}
@@ -69,6 +78,44 @@ async def test_chat_and_completions(caller, served):
         assert one["message"]["content"] == caller.gateway.tokenizer.decode(one["token_ids"])
     for one in text["choices"]:
         check(caller, served, one["token_ids"], one["logprobs"]["token_logprobs"])
+
+
+async def test_environments_at_any_temperature_are_on_policy(caller, served, tmp_path):
+    """The trainer's log-probabilities of fresh tokens are the servers', whatever an environment samples at."""
+    engine = FSDPEngine(
+        TrainEngineConfig(
+            path=str(served.model), attn_impl="sdpa", dtype="float32", optimizer=OptimizerConfig()
+        )
+    )
+    engine.initialize(1)
+    config = GRPOConfig(
+        experiment_name="e",
+        trial_name="t",
+        train_dataset=DatasetConfig(path="", batch_size=3),
+        gconfig=GenerationHyperparameters(n_samples=8, temperature=1.0),
+        actor=PPOActorConfig(path=str(served.model), ppo_n_minibatches=1),
+    )
+    run = make_run(tmp_path, config, engine)
+    recipe = GRPO(run, None, DiskTransport(run.trial, None), num_prompts=100)
+    prompt, groups = caller.gateway.tokenizer.encode(PROMPT), []
+    for number, temperature in enumerate((0.1, 0.7, 1.0)):
+        params = {"temperature": temperature, "max_new_tokens": 20, "n": 8}
+        _, made = await caller.post("/generate", {"text": PROMPT, "sampling_params": params})
+        outputs = [one["output_ids"] for one in made]
+        body = {
+            "tokens": [prompt + ids for ids in outputs],
+            "masks": [[-100] * len(prompt) + ids for ids in outputs],
+            "scores": [float(i) for i in range(8)],
+        }
+        group = to_group(body, caller.gateway.log.match, (0, served.step), SequenceLimits(16, 64))
+        assert all(row.has_logprobs for row in group.trajectories)
+        assert (group.trajectories[0].temperatures is None) == (temperature == 1.0)
+        group.index = number
+        groups.append(group)
+    recipe.update(served.step + 1, Batch(served.step + 1, groups))
+    numbers = run.stats.take()
+    assert abs(numbers["behave_approx_kl"]) < 1e-3 and numbers["clip_ratio"] == 0.0
+    assert numbers["behave_imp_weight"] == pytest.approx(1.0, abs=1e-3)
 
 
 async def test_a_stream_and_stop_strings_change_nothing_of_a_seeded_completion(caller, served):

@@ -2,10 +2,11 @@
 
 import os
 
+import msgpack
 import numpy as np
 import pytest
 
-from hpc_rl.environments.gateway_log import NUM_SEGMENTS, GatewayLog
+from hpc_rl.environments.gateway_log import NUM_SEGMENTS, GatewayLog, _hash
 from hpc_rl.types import Turn
 
 PROMPT = [4, 13, 5]
@@ -39,6 +40,31 @@ async def test_each_completion_of_a_group_is_found_by_its_ids(log):
         assert (found.logprobs[3:] == logprobs(output)).all()
         assert found.steps.tolist() == [-1] * 3 + [i] * len(output)
         assert found.lineages.tolist() == [-1] * 3 + [0] * len(output)
+
+
+async def test_temperature_and_end_of_the_last_completion_are_found(log):
+    await log.append(PROMPT, [Turn([7, 8], [-0.7, -0.8], [("0.3", 0, 2)], "length")], 0.25)
+    await log.append([*PROMPT, 7, 8, 5], [turn([9, 1])], 0.5)
+    assert log.match(*masked(PROMPT, [7, 8])).finish_reason == "length"
+    both = log.match([*PROMPT, 7, 8, 5, 9, 1], [False] * 3 + [True] * 2 + [False] + [True] * 2)
+    assert both.finish_reason == "stop"
+    assert both.temperatures[3:].tolist() == pytest.approx([0.25, 0.25, np.nan, 0.5, 0.5], nan_ok=True)
+    cut = log.match(*masked(PROMPT, [7]))  # by the environment
+    assert cut.finish_reason == "" and cut.temperatures[3] == 0.25
+    continued = log.match(*masked(PROMPT, [7, 8, 9]))
+    assert continued.finish_reason == "" and np.isnan(continued.temperatures[5])
+
+
+def test_a_log_of_before_finish_reasons_is_read(tmp_path):
+    ids, values = np.array([7, 1], np.int32), np.array([-0.5, -0.25], np.float32)
+    hashes = (_hash(np.array(PROMPT, np.int32)), _hash(ids))
+    record = (*hashes, 0.0, 0.7, ids.tobytes(), values.tobytes(), [(0, 3, 0, 2)])
+    (tmp_path / "segment-0000.log").write_bytes(msgpack.packb(record))
+    log = GatewayLog(tmp_path)
+    found = log.match(*masked(PROMPT, [7, 1]))
+    assert found.logprobs[3:].tolist() == [-0.5, -0.25] and found.steps[3:].tolist() == [3, 3]
+    assert found.temperatures[3:].tolist() == pytest.approx([0.7, 0.7]) and found.finish_reason == ""
+    log.close()
 
 
 async def test_each_token_has_the_version_of_its_span(log):

@@ -88,6 +88,10 @@ def test_unknown_keys_are_ignored_and_logged_once(reader, caplog):
         (Wire.CHAT, {**CHAT, "stream": "yes"}, "stream"),
         (Wire.CHAT, {**CHAT, "response_format": {"type": "xml"}}, "response_format"),
         (Wire.CHAT, {"messages": [{"role": "user", "content": "1" * 80}]}, "messages"),
+        (Wire.CHAT, {**CHAT, "logprobs": True, "top_logprobs": 5}, "top_logprobs"),
+        (Wire.COMPLETION, {"prompt": PROMPT, "logprobs": 5}, "logprobs"),
+        (Wire.SGLANG, {"input_ids": PROMPT, "top_logprobs_num": 2}, "top_logprobs_num"),
+        (Wire.VLLM, {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 3}, "logprobs"),
         (Wire.COMPLETION, {"prompt": []}, "prompt"),
         (Wire.COMPLETION, {"prompt": PROMPT, "echo": True}, "echo"),
         (Wire.COMPLETION, {"prompt": [4, 16]}, "prompt"),
@@ -105,6 +109,16 @@ def test_a_malformed_request_is_refused_by_its_field(reader, wire, body, field):
     with pytest.raises(FieldRefused, match=field.partition("[")[0]) as caught:
         reader.read(wire, body)
     assert caught.value.field == field
+
+
+def test_log_probabilities_of_the_sampled_tokens_are_served(reader):
+    for wire, body in (
+        (Wire.CHAT, {**CHAT, "logprobs": True, "top_logprobs": 0}),
+        (Wire.COMPLETION, {"prompt": PROMPT, "logprobs": 0}),
+        (Wire.COMPLETION, {"prompt": PROMPT, "logprobs": 1}),
+        (Wire.SGLANG, {"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 0}),
+    ):
+        assert reader.read(wire, body).with_logprobs
 
 
 def test_chat_parts_tools_and_template_variables(reader, tokenizer):

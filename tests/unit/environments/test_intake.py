@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 
+from hpc_rl.environments.gateway_log import Behavior
 from hpc_rl.environments.intake import GroupRejected, MalformedRequest, SequenceLimits, check_shape, to_group
 from hpc_rl.types import decode, encode
 
@@ -14,13 +15,14 @@ def body(**fields):
 
 
 def nothing_known(ids, mask):
-    size = len(ids)
-    return np.zeros(size, np.float32), np.zeros(size, bool), *np.full((2, size), -1, np.int32)
+    return Behavior.unknown(len(ids))
 
 
 def all_known(ids, mask):
     logprobs = np.where(mask, np.float32(-0.25), np.float32(0))
-    return logprobs, mask.copy(), *(np.where(mask, number, -1).astype(np.int32) for number in (1, 6))
+    lineages, steps = (np.where(mask, number, -1).astype(np.int32) for number in (1, 6))
+    temperatures = np.where(mask, np.float32(0.7), np.float32(np.nan))
+    return Behavior(logprobs, mask.copy(), lineages, steps, temperatures, "length")
 
 
 def group(lookup=nothing_known, **fields):
@@ -44,6 +46,25 @@ def test_what_the_environment_sends_is_taken_where_the_gateway_knows_nothing():
 def test_absent_logprobs_are_left_to_the_trainer():
     (one,) = group()
     assert not one.has_logprobs and one.logprobs.tolist() == [0, 0, 0]
+
+
+def test_a_sequence_carries_its_sampling_temperature_where_it_is_not_the_trials():
+    (known,) = group(all_known, generation_params={"temperature": 0.2})
+    assert known.temperatures.tolist() == pytest.approx([1.0, 0.7, 0.7])
+    (said,) = group(generation_params={"temperature": 0.2})
+    assert said.temperatures.tolist() == pytest.approx([1.0, 0.2, 0.2])
+    said = {"overrides": [{"temperature": 0.5}], "group_overrides": {"temperature": 0.3}}
+    assert group(**said)[0].temperatures[1] == 0.5
+    assert group()[0].temperatures is None
+    assert group(generation_params={"temperature": 1.0})[0].temperatures is None
+    with pytest.raises(
+        GroupRejected, match="temperature of sequence 0 must be a number from 0 on, got 'hot'"
+    ):
+        group(group_overrides={"temperature": "hot"})
+
+
+def test_the_finish_reason_is_the_gateways():
+    assert [group(lookup)[0].finish_reason for lookup in (all_known, nothing_known)] == ["length", "stop"]
 
 
 def test_empty_lists_are_absent():
@@ -98,6 +119,11 @@ def test_a_missing_field_is_named():
         ({"scores": [1.0, 2.0]}, "scores has 2 entries, tokens has 1"),
         ({"masks": [[-100, 2]]}, r"masks\[0\] has 2 entries for 3 tokens"),
         ({"masks": [[-100, -100, -100]]}, "nothing to learn from"),
+        (
+            {"masks": [[0, 1, 1]]},
+            r"masks\[0\] has 0 at position 0, where the token is 1: .*masks of 0 and 1 are not supported",
+        ),
+        ({"masks": [[-100, 2, 4]]}, r"masks\[0\] has 4 at position 2, where the token is 3"),
         ({"scores": [1e300]}, r"scores\[0\] is 1e\+300; allowed: -1e\+06 to 1e\+06"),
         ({"scores": [10**400]}, r"scores\[0\] is a huge integer"),
         ({"tokens": [[1, -2, 3]]}, "token id -2; the model has 0 to 99"),

@@ -6,9 +6,8 @@ from hpc_rl.environments.registry import SMALLEST_WEIGHT, RegisteredEnvironment,
 
 
 def registered(registry, name="conf", size=4, now_s=0.0, **settings):
-    asked = RegisteredEnvironment(
-        env_id=-1, desired_name=name, group_size=size, max_token_length=100, **settings
-    )
+    settings = {"max_token_length": 100, **settings}
+    asked = RegisteredEnvironment(env_id=-1, desired_name=name, group_size=size, **settings)
     made = registry.register(asked)
     registry.heard_of(made.env_id, now_s)
     return made
@@ -29,10 +28,17 @@ def test_weights_are_shares_of_the_capacity():
     assert registry.view(1, {}, 0.0, (0, 0)).env_weight == pytest.approx(0.75)
 
 
-@pytest.mark.parametrize("weight", [0.0, -1.0])
-def test_a_weight_without_meaning_does_no_harm(weight):
+@pytest.mark.parametrize("settings", [{"weight": -1.0}, {"max_token_length": -3}])
+def test_a_number_without_meaning_is_refused(settings):
+    registry, [(name, value)] = Registry(16, 100), settings.items()
+    with pytest.raises(ValueError, match=f"{name} must be at least 0, got {value}"):
+        registered(registry, **settings)
+    assert not registry.environments
+
+
+def test_a_weight_of_nothing_does_no_harm():
     registry = Registry(16, 100)
-    registered(registry, weight=weight)
+    registered(registry, weight=0.0)
     assert registry.view(0, {}, 0.0, (0, 0)).env_weight == SMALLEST_WEIGHT
     registry.disconnect(0)
     assert registry.view(0, {}, 0.0, (0, 0)).max_group_size == 1  # a divisor
@@ -91,6 +97,36 @@ def test_a_group_that_no_batch_can_hold_is_refused():
     assert own.env_id == 0
     with pytest.raises(ValueError, match="from 0 to 1"):
         registered(Registry(32, 100), min_batch_allocation=1.5)
+
+
+def test_only_environments_that_live_decide_what_adds_up():
+    registry = Registry(12, 100, silent_s=60)
+    registered(registry, size=3)
+    with pytest.raises(ValueError, match="groups of 9 never add up to"):
+        registry.register(RegisteredEnvironment(-1, "x", 9), now_s=100.0)  # the other is silent
+    assert registry.register(RegisteredEnvironment(-1, "x", 9), now_s=10.0).env_id == 1
+
+
+def test_groups_that_shares_leave_no_room_for_are_refused():
+    registry = Registry(12, 100)
+    registered(registry, size=4, min_batch_allocation=0.5)  # 4 of 12; the other 8 are two groups of 4
+    with pytest.raises(
+        ValueError, match=r"keeps 4 of the 12 .* of 4 and 6 never fill the other 8 with a .* of 6"
+    ):
+        registered(registry, size=6)
+    registered(registry, size=2)
+    registered(registry, size=6)  # 4, 6 and 2
+    with pytest.raises(ValueError, match="keeps 10 of the 12 sequences"):
+        registered(registry, size=6, min_batch_allocation=0.5)  # leaves 2 for the other groups of 6
+
+
+def test_one_that_left_is_not_connected_again_by_a_poll():
+    registry = Registry(16, 100)
+    registered(registry)
+    assert registry.disconnect(0)
+    registry.heard_of(0, 1.0)
+    assert not registry.environments[0].connected and registry.alive(1.0) == []
+    assert not registry.disconnect(0)
 
 
 def test_environments_end_once_the_last_batch_is_cut():

@@ -32,10 +32,10 @@ class Generate:
     def __init__(self, *replies, reason="stop"):
         self.replies, self.reason, self.asked = list(replies), reason, []
 
-    async def __call__(self, input_ids, sample=0):
+    async def __call__(self, input_ids, sample=0, max_tokens=None):
         self.asked.append(self.tokenizer.decode(input_ids))
         reply = self.replies.pop(0)
-        if reply is None:
+        if reply is None or (max_tokens is not None and len(input_ids) >= max_tokens):
             raise Rejection(RejectReason.TOO_LONG, "no room")
         ids = [*self.tokenizer.encode(reply), 0]
         return Turn(ids, [-1.0] * len(ids), [("0.2", 0, len(ids))], self.reason)
@@ -52,6 +52,15 @@ async def only(workflow, generate):
     assert group.index == 3
     (made,) = group.trajectories
     return made
+
+
+async def test_a_trajectory_ends_at_its_most_tokens():
+    # prompt 1, each reply 2 and 1 for its end, feedback 1: the third turn would begin with 9 tokens
+    workflow = MultiTurn(max_turns=9, max_tokens_per_trajectory=9, feedback="!")
+    made = await only(workflow, Generate(*["no"] * 9))
+    assert made.stats["turns"] == 2 and len(made.ids) == 8
+    with pytest.raises(Rejection):
+        await only(MultiTurn(max_tokens_per_trajectory=1), Generate("no"))
 
 
 async def test_it_stops_at_the_first_reward():

@@ -1,16 +1,24 @@
 """Rewards of several parts, several rewards with weights, batched ones, and those of tasks."""
 
 import sys
+import time
 
 import pytest
 
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError
-from hpc_rl.rollout.rewards import Rejection, built_in, each, score_of, weighted
+from hpc_rl.rollout.rewards import LIMITED, Rejection, built_in, each, score_of, tasks, weighted
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
-from hpc_rl.rollout.rewards.tasks import code_tests, countdown, length, thinks_then_answers
+from hpc_rl.rollout.rewards.tasks import (
+    code_tests,
+    countdown,
+    length,
+    make_code_tests,
+    thinks_then_answers,
+)
 from hpc_rl.rollout.workflow import trajectory
+from hpc_rl.sandbox import Mechanism, Protection, Sandbox
 from hpc_rl.types import Turn
 
 GRPO = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=8"]
@@ -22,6 +30,20 @@ def test_a_reward_may_have_parts_and_they_go_into_the_stats_of_its_trajectory():
     assert (found, found.parts) == (0.5, {"format": 1.0, "correct": 0.0})
     made = trajectory([([1], Turn([2], [-0.1], [("0.3", 0, 1)], "stop"))], found)
     assert (made.reward, made.stats) == (0.5, {"reward/format": 1.0, "reward/correct": 0.0})
+
+
+def test_a_reward_that_a_workflow_computes_with_keeps_its_parts():
+    first = score_of({"reward": 0.5, "format": 1.0})
+    second = score_of({"reward": 1.0, "format": 0.0, "correct": 1.0})
+    total = sum([first, second])
+    assert (total, total.parts) == (1.5, {"format": 1.0, "correct": 1.0})
+    mean = total / 2
+    assert (mean, mean.parts) == (0.75, {"format": 0.5, "correct": 0.5})
+    later = 0.5 * second - 0.25
+    assert (later, later.parts) == (0.25, {"format": 0.0, "correct": 0.5})
+    assert (1 - first, (1 - first).parts) == (0.5, {"format": -1.0})
+    made = trajectory([([1], Turn([2], [-0.1], [("0.3", 0, 1)], "stop"))], first + 0.9 * second)
+    assert made.stats == {"reward/format": 1.0, "reward/correct": 0.9}
 
 
 @pytest.mark.parametrize(
@@ -116,11 +138,49 @@ def test_code_is_run_with_limits_and_scored_by_its_tests():
 
 
 @pytest.mark.parametrize(
+    "code",
+    ["import sys\nsys.exit(0)", "import os\nos._exit(0)", "raise SystemExit", "\0", "'\ud800'", "x = ("],
+)
+def test_code_that_ends_before_its_test_does_not_pass(code):
+    assert code_tests("q", code, tests="assert 1 + 1 == 3") == 0.0
+
+
+def test_code_with_much_text_is_run():
+    assert code_tests("q", f"y = '{'z' * 300_000}'", tests="assert len(y) == 300_000") == 1.0
+
+
+def test_the_tests_of_a_completion_share_the_time_limit():
+    reward = make_code_tests(timeout_s=1.25, sandbox="available")
+    began = time.monotonic()
+    assert reward("q", "import time\ntime.sleep(60)", tests=["pass"] * 5) == 0.0
+    assert time.monotonic() - began < 50  # and not a minute each
+    assert make_code_tests(60.0, "available")("q", "x = 1", tests=["assert x == 1", "assert x == 2"]) == 0.5
+
+
+def test_a_sandbox_that_is_required_and_not_complete_is_a_bad_configuration(monkeypatch):
+    weak = Sandbox(Mechanism.LIMITS, frozenset({Protection.MEMORY}))
+    monkeypatch.setattr(tasks, "find_sandbox", lambda: weak)
+    make_code_tests(15.0, "available")
+    with pytest.raises(ConfigError, match=r"rollout\.sandbox is required, .*other processes of this account"):
+        make_code_tests(15.0, "required")
+
+
+async def test_code_is_run_by_the_reward_process():
+    options = {"timeout_s": 60.0, "sandbox": "required"}
+    process = RewardProcess(LIMITED["code_tests"], 60.0, options=options)
+    await process.start()
+    code = "```python\ndef add(a, b):\n    return a + b\n```"
+    assert await process.reward("q", code, {"tests": ["assert add(1, 2) == 3", "assert False"]}) == 0.5
+    await process.close()
+
+
+@pytest.mark.parametrize(
     ("more", "words"),
     [
         (["rollout.reward_fn=format,exact_macht"], "'exact_macht' is not known; allowed: exact_match, "),
         (["rollout.reward_fn=format,format"], "names a function twice"),
         (["rollout.reward_fn=format,length", "rollout.reward_weights=[0,0]"], "not all 0"),
+        (["rollout.sandbox=required"], "rollout.sandbox required has no effect: it is for code_tests"),
         (["rollout.reward_fn=format,judge"], "needs the section rollout.judge"),
     ],
 )

@@ -13,6 +13,7 @@ from hpc_rl.app.rollout import rules
 from hpc_rl.app.rollout_worker import open_servers, open_worker
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.datasets.order import sample_seed
 from hpc_rl.name_resolve import open_names
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace
 from hpc_rl.rollout.rewards import Rejection
@@ -107,6 +108,14 @@ async def test_a_request_says_how_to_sample(opened, override, name, value):
     trained, held_out = (body["sampling_params"] for body in asked(fakes))
     assert held_out.pop(name) == value != trained.pop(name, None)
     assert held_out | {"sampling_seed": 0} == trained | {"sampling_seed": 0}
+
+
+async def test_a_sample_is_drawn_by_the_seed_of_the_trial(opened):
+    for seed in (5, 6):
+        async with opened(f"seed={seed}") as (ask, fakes):
+            await ask()
+        (body,) = asked(fakes)
+        assert body["sampling_params"]["sampling_seed"] == sample_seed(seed, 0, 2, 0)
 
 
 async def test_a_prompt_has_as_many_samples_as_are_configured(opened):
@@ -225,19 +234,27 @@ def group(**changes) -> TrajectoryGroup:
         (group(ids=[5, 6, 7]), "ids must be a one-dimensional array of int32"),
         (group(logprobs=np.array([0, -1], np.float32)), "logprobs has 2 entries, ids has 3"),
         (group(logprobs=np.array([0, np.nan, -2], np.float32)), "logprobs must be finite"),
+        (group(logprobs=np.array([0, -np.inf, -2], np.float32)), "logprobs must be finite"),
+        (group(logprobs=np.array([0, -1, -2])), "logprobs must be a one-dimensional array of float32"),
+        (group(ids=np.array([5, 10, 7], np.int32)), "trajectory 0 has token id 10; the model has 0 to 9"),
+        (group(ids=np.array([5, -1, 7], np.int32)), "trajectory 0 has token id -1; the model has 0 to 9"),
+        (group(ids=np.array([5, 6, 7])), "ids must be a one-dimensional array of int32"),
+        (group(advantages=np.array([0, np.nan, 1], np.float32)), "advantages must be finite"),
+        (group(advantages=np.array([0, 1], np.float32)), "advantages has 2 entries, ids has 3"),
+        (group(ref_logprobs=[0.0, 0.0, 0.0]), "ref_logprobs must be a one-dimensional array of float32"),
         (group(steps=np.array([-1, -1, 3], np.int32)), "must name a weight version"),
     ],
 )
 def test_a_group_that_can_not_be_trained_on_is_always_refused(made, words):
     with pytest.raises(Rejection, match=words):
-        check_group(made, 3)
-    check_group(group(), 3)
+        check_group(made, 3, 10)
+    check_group(group(), 3, 10)
 
 
 def test_a_group_of_another_size_is_refused_where_the_workflow_is_built_in():
-    check_group(group(), 3)
+    check_group(group(), 3, 10)
     with pytest.raises(Rejection, match=r"prompt 3: the group has 1 trajectories; gconfig.n_samples is 4"):
-        check_group(group(), 3, num_trajectories=4)
+        check_group(group(), 3, 10, num_trajectories=4)
 
 
 @pytest.mark.parametrize(
@@ -248,6 +265,6 @@ def test_a_group_of_another_size_is_refused_where_the_workflow_is_built_in():
     ],
 )
 def test_what_the_strict_check_adds(made, words):
-    check_group(made, 3)
+    check_group(made, 3, 10)
     with pytest.raises(Rejection, match=words):
-        check_group(made, 3, strict=True)
+        check_group(made, 3, 10, strict=True)

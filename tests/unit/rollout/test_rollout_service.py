@@ -65,6 +65,7 @@ class Instant:
 
     restarts = 0
     endpoints: Mapping[str, str] = MappingProxyType({})
+    blocked: Mapping[str, float] = MappingProxyType({})
 
     def __init__(self, fate=None) -> None:
         self.fate = fate or (lambda frame: "group")

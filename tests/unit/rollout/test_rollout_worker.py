@@ -78,7 +78,7 @@ def make(
         if frame["op"] == "note":  # is on disk in no time
             asyncio.get_running_loop().call_soon(made.kept, {**frame, "op": "kept"})
 
-    made = Worker(config, pool, others or {}, workflow, each(built_in("exact_match")), write)
+    made = Worker(config, pool, others or {}, workflow, each(built_in("exact_match")), write, 100)
     return made, sent
 
 
@@ -120,6 +120,18 @@ async def test_a_group_has_scored_trajectories_with_versions_by_token():
     )
     assert len({r.sampling["sampling_seed"] for r in client.requests}) == 3
     assert len({len(r.rid) for r in client.requests}) == 1 and len({r.rid for r in client.requests}) == 3
+
+
+async def test_a_group_brings_the_columns_of_its_row():
+    long = "s" * 5000
+    made, sent = make(Client())
+    group = decode((await answer(made, sent, story=long))["group"])
+    assert group.columns == {"answer": "1299", "story": long[:1000]}
+    assert group.shortened == ["story"]
+    made.config.rollout.keep_samples = 0
+    assert not decode((await answer(made, sent))["group"]).columns
+    kept = decode((await answer(made, sent, evaluate=True))["group"] or encode(None))
+    assert kept is None  # row 40 is not one of the first, which are kept
 
 
 async def test_columns_with_the_names_of_what_a_reward_is_given_are_no_clash():
@@ -526,6 +538,21 @@ def score(prompt, completion, wait_s=0.0, **columns):
     print("noise")
     time.sleep(wait_s)
     return float(completion)
+def runs(prompt, completion, **columns):
+    return asyncio.run(together(prompt, completion))
+def hangs(prompt, completion, **columns):
+    while True:
+        time.sleep(0.1)
+async def waits(prompt, completion, **columns):
+    await forever()
+async def forever():
+    await asyncio.Event().wait()
+async def blocks(prompt, completion, **columns):
+    time.sleep(600)
+class Returning:
+    def __call__(self, prompt, completion, **columns):
+        return together(prompt, completion)
+returning = Returning()
 def die(prompt, completion, **columns):
     os._exit(3)
 def helper(columns):
@@ -579,6 +606,32 @@ async def test_async_rewards_run_together(reward_process):
     assert asyncio.get_running_loop().time() - began < 2.0
 
 
+@pytest.mark.parametrize("name", ["runs", "returning"])
+async def test_a_sync_reward_may_run_an_event_loop_or_return_what_is_awaited(reward_process, name):
+    process = await reward_process(name)
+    assert await asyncio.gather(*(process.reward("p", "", {}) for _ in range(3))) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("name", "place"),
+    [("hangs", "11, in hangs"), ("waits", "15, in forever"), ("blocks", "17, in blocks")],
+)
+async def test_a_reward_over_its_time_limit_is_told_with_its_place(reward_process, name, place):
+    process = await reward_process(name, timeout_s=0.5)
+    told = rf"more than 0.5 s \(rollout.reward_timeout_s\): it was at own_rewards.py:{place}$"
+    with pytest.raises(Rejection, match=told) as raised:
+        await process.reward("p", "1", {})
+    assert raised.value.reason == "reward_timeout" and f"in {name}" in raised.value.trace
+
+
+async def test_a_reward_that_fails_is_told_with_its_prompt():
+    async def scored(prompt, generate):
+        await generate.reward({"prompt": "x"}, "1")
+
+    outcome = await answer(*make(Client(), scored))
+    assert outcome["error"].startswith("prompt 40: exact_match() missing")
+
+
 async def test_a_reward_that_ends_its_process_is_given_up(reward_process):
     process = await reward_process("die")
     with pytest.raises(Rejection, match="ended with code 3"):
@@ -588,14 +641,14 @@ async def test_a_reward_that_ends_its_process_is_given_up(reward_process):
 
 async def test_a_reward_exception_names_the_users_line_also_where_a_library_raised_it(reward_process):
     process = await reward_process("raises")
-    place = r"\(own_rewards.py:10, in helper\)"
+    place = r"\(own_rewards.py:25, in helper\)"
     for weight, kind in (({}, "KeyError: 'weight'"), ({"weight": "{"}, "JSONDecodeError: .*")):
         with pytest.raises(Rejection, match=f"{kind} {place}") as raised:
             await process.reward("p", "", weight)
-        assert raised.value.trace.startswith("Traceback") and "line 12, in raises" in raised.value.trace
-    assert raised.value.place == "JSONDecodeError (own_rewards.py:10, in helper)"  # without what differs
+        assert raised.value.trace.startswith("Traceback") and "line 27, in raises" in raised.value.trace
+    assert raised.value.place == "JSONDecodeError (own_rewards.py:25, in helper)"  # without what differs
     process = await reward_process("needs")
-    with pytest.raises(Rejection, match=r"TypeError: .* 'answer' \(own_rewards.py:13, needs\)"):
+    with pytest.raises(Rejection, match=r"TypeError: .* 'answer' \(own_rewards.py:28, needs\)"):
         await process.reward("p", "", {})
 
 
@@ -722,7 +775,17 @@ async def test_a_group_that_can_not_be_trained_on_never_reaches_the_ledger(check
         made.trajectories[2].logprobs[-1] = np.nan
         return made
 
-    for workflow, words in ((short, "logprobs has 4 entries, ids has 5"), (not_a_number, "must be finite")):
+    async def unknown(prompt, generate):
+        made = await single_turn(prompt, generate)
+        made.trajectories[1].ids[2] = 1_000_000
+        return made
+
+    no_token = "prompt 40, trajectory 1 has token id 1000000; the model has 0 to 99"
+    for workflow, words in (
+        (short, "logprobs has 4 entries, ids has 5"),
+        (not_a_number, "must be finite"),
+        (unknown, no_token),
+    ):
         outcome = await answer(*make(Client(), workflow, checking=checking))
         assert (outcome["op"], outcome["reason"]) == ("rejected", "bad_group")
         assert words in outcome["error"] and "prompt 40, trajectory" in caplog.text

@@ -105,7 +105,7 @@ class Trial:
         reward = config.rollout.reward_fn
         reward = built_in(reward) if reward in BUILTINS else _always_right
         workflow = load_workflow(config)
-        self.worker = Worker(config, pool, {"student": student}, workflow, each(reward), self.write)
+        self.worker = Worker(config, pool, {"student": student}, workflow, each(reward), self.write, 1000)
         self.tokenizer = tokenizer
 
     def write(self, data):

@@ -108,6 +108,25 @@ async def test_abort_is_resubmitted_with_what_was_made():
     assert fake.headers[0]["Authorization"] == "Bearer data"
 
 
+async def test_the_next_server_continues_with_what_a_server_made_before_it_failed(names):
+    async with servers(2) as fakes:
+        for index, fake in enumerate(fakes):
+            announce(names, index, fake)
+        asked = []
+
+        def reply(body):
+            asked.append((body["input_ids"], body["sampling_params"]["max_new_tokens"]))
+            return [answer_of([7, 8], "0.1", "abort"), 503, answer_of([9], "0.2")][len(asked) - 1]
+
+        for fake in fakes:
+            fake.reply = reply
+        async with Router(names, "data", poll_s=0.02) as router:
+            (turn,) = await router.generate_many([request()])
+    assert asked == [([5, 6], 8), ([5, 6, 7, 8], 6), ([5, 6, 7, 8], 6)]
+    assert (turn.output_ids, turn.versions) == ([7, 8, 9], [("0.1", 0, 2), ("0.2", 2, 3)])
+    assert sorted(len(fake.bodies) for fake in fakes) == [1, 2]
+
+
 async def test_spans_of_one_version_are_joined():
     async with servers(1) as (fake,), open_session() as session:
         replies = [answer_of([7], "0.1", "abort"), answer_of([8], "0.1")]
