@@ -1,0 +1,174 @@
+"""The file of one rank in a published version: its rectangles, each whole or as the values that changed.
+
+A safetensors file. Rectangle `i` has the entry `i.values`, and `i.gaps` (U16) unless it is stored whole; a
+rectangle without entries did not change. The header's metadata has `version`, JSON: {"format", "rank",
+"rectangles": [{"name", "dtype", "offset", "shape", "whole_shape", "xxh3"}]}. `xxh3` is the checksum of the
+rectangle's values in this version.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hpc_rl import checked_file
+from hpc_rl.checked_file import CheckedReader, FileRecord
+from hpc_rl.errors import Damaged
+from hpc_rl.weight_files.difference import (
+    DTYPE_BYTES,
+    Changes,
+    Rectangle,
+    apply_changes,
+    digest,
+    find_changes,
+)
+
+FORMAT = 1
+ALIGN_BYTES = 64  # of the first array in a file
+
+
+@dataclass(frozen=True)
+class StoredRectangle:
+    """A rectangle in one version: its checksum, and what the version stores for it."""
+
+    rectangle: Rectangle
+    xxh3: str  # of all its values in this version
+    changes: Changes | None  # None if all values are stored
+    values: np.ndarray  # `Rectangle.word` [n], all values or the changed ones
+
+    @property
+    def is_whole(self) -> bool:
+        return self.changes is None
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes + (self.changes.gaps.nbytes if self.changes else 0)
+
+    def apply(self, whole: np.ndarray) -> None:
+        """Bring the rectangle of a tensor, a flat array of `Rectangle.word`, to this version.
+
+        The tensor must have the version before, unless the rectangle is stored whole. Raises Damaged if the
+        result does not have the checksum.
+        """
+        view = self.rectangle.view(whole)
+        try:
+            if self.changes is None:
+                view[...] = self.values.reshape(self.rectangle.shape)
+            else:
+                apply_changes(self.rectangle, self.changes, whole)
+        except ValueError as error:
+            raise Damaged(f"the stored values do not fit: {error}") from error
+        if digest(view) != self.xxh3:
+            raise Damaged(f"{self.rectangle.name} at {list(self.rectangle.offset)} has another checksum")
+
+
+def compare(rectangle: Rectangle, before: np.ndarray | None, after: np.ndarray) -> StoredRectangle:
+    """Return what a version stores for a rectangle: the smaller of its changes and all of its values.
+
+    Args:
+        rectangle: Where the values are.
+        before: The values in the version before, flat, of type `Rectangle.word`; None stores all values.
+        after: The values now. They are referred to, not copied, if all are stored.
+    """
+    checksum = digest(after)
+    if before is not None:
+        changes = find_changes(before, after)
+        if changes.nbytes < after.nbytes:
+            return StoredRectangle(rectangle, checksum, changes, changes.values)
+    return StoredRectangle(rectangle, checksum, None, after)
+
+
+def write(
+    path: Path, rank: int, stored: list[StoredRectangle], cancel: threading.Event | None = None
+) -> FileRecord:
+    """Write the file of a rank durably. Raises OSError, and checked_file.Abandoned once `cancel` is set."""
+    entries: dict[str, tuple[str, np.ndarray]] = {}
+    for i, one in enumerate(stored):
+        if one.changes is not None and len(one.values):
+            entries[f"{i}.gaps"] = ("U16", one.changes.gaps)
+        if len(one.values):
+            entries[f"{i}.values"] = (one.rectangle.dtype, one.values)
+    rectangles = [asdict(one.rectangle) | {"xxh3": one.xxh3} for one in stored]
+    metadata = {"version": json.dumps({"format": FORMAT, "rank": rank, "rectangles": rectangles})}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, (dtype, array) in entries.items():
+        header[name] = {
+            "dtype": dtype,
+            "shape": [len(array)],
+            "data_offsets": [at, at + array.nbytes],
+        }
+        at += array.nbytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGN_BYTES)
+    parts = [memoryview(len(text).to_bytes(8, "little") + text)]
+    parts += [array.view(np.uint8).data for _, array in entries.values()]
+    return checked_file.write(path, parts, cancel)
+
+
+def read(path: Path, rank: int, expected: FileRecord | None) -> Iterator[StoredRectangle]:
+    """Yield the rectangles of a rank's file, checked against its record.
+
+    Raises Damaged if the file is not what was written, OSError.
+    """
+    with CheckedReader(path, expected) as reader:
+        begin, header = _read_header(reader)
+        try:
+            described = json.loads(header.pop("__metadata__")["version"])
+            if (described["format"], described["rank"]) != (FORMAT, rank):
+                came = f"rank {described['rank']} in format {described['format']}"
+                raise Damaged(f"{path.name}: {came}, expected rank {rank} in format {FORMAT}")
+            rectangles = [(_rectangle(one), str(one["xxh3"])) for one in described["rectangles"]]
+        except (ValueError, KeyError, TypeError) as error:
+            raise Damaged(f"{path.name} is not a rank's file of a version: {error!r}") from error
+        for i, (rectangle, checksum) in enumerate(rectangles):
+            values = _array(reader, begin, header.get(f"{i}.values"), rectangle.word)
+            gaps = _array(reader, begin, header.get(f"{i}.gaps"), np.dtype(np.uint16))
+            is_whole = f"{i}.gaps" not in header and f"{i}.values" in header
+            changes = None if is_whole or not rectangle.num_values else Changes(gaps, values)
+            yield StoredRectangle(rectangle, checksum, changes, values)
+
+
+def _read_header(reader: CheckedReader) -> tuple[int, dict[str, Any]]:
+    try:
+        begin = 8 + int.from_bytes(reader.read(0, 8), "little")
+        header = json.loads(reader.read(8, begin))
+    except ValueError as error:
+        raise Damaged(f"{reader.path.name} has no safetensors header: {error}") from error
+    if not isinstance(header, dict):
+        raise Damaged(f"{reader.path.name} has no safetensors header")
+    return begin, header
+
+
+def _rectangle(record: dict[str, Any]) -> Rectangle:
+    sizes = (tuple(map(int, record[key])) for key in ("offset", "shape", "whole_shape"))
+    if record["dtype"] not in DTYPE_BYTES:
+        raise ValueError(f"unknown type {record['dtype']!r}")
+    rectangle = Rectangle(str(record["name"]), record["dtype"], *sizes)
+    ends = [start + size for start, size in zip(rectangle.offset, rectangle.shape, strict=True)]
+    if min(rectangle.offset, default=0) < 0 or any(
+        end > size for end, size in zip(ends, rectangle.whole_shape, strict=True)
+    ):
+        raise ValueError(f"{rectangle.name}: a rectangle outside of the tensor")
+    return rectangle
+
+
+def _array(
+    reader: CheckedReader, begin: int, entry: dict[str, Any] | None, word: np.dtype[Any]
+) -> np.ndarray:
+    if entry is None:
+        return np.empty(0, word)
+    try:
+        start, end = entry["data_offsets"]
+        array = np.empty((end - start) // word.itemsize, word)
+        target = array.view(np.uint8)
+    except (KeyError, TypeError, ValueError) as error:
+        raise Damaged(f"{reader.path.name} has a damaged header: {error!r}") from error
+    reader.fill([(begin + start, target)])
+    return array

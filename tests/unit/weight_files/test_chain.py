@@ -1,0 +1,181 @@
+"""Chains: any version of a random history is rebuilt byte for byte, and pruning never breaks a needed one."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hpc_rl.checked_file import FileRecord
+from hpc_rl.errors import Damaged
+from hpc_rl.types import WeightVersion
+from hpc_rl.weight_files import rank_file
+from hpc_rl.weight_files.chain import (
+    INDEX_NAME,
+    VersionIndex,
+    choose_removable,
+    find_rebuildable,
+    read_version,
+    rebuild,
+    trace_chain,
+)
+from hpc_rl.weight_files.difference import Rectangle
+from hpc_rl.weight_files.rank_file import compare
+
+SHAPES = {"embed": (33, 8), "norm": (8,), "experts": (3, 5, 7), "scale": ()}
+
+
+def split(rng, shape, num_ranks):
+    """Rectangles of `num_ranks` ranks that cover a tensor: cut along a random dimension, or on one rank."""
+    if not shape or rng.random() < 0.2:
+        owner = rng.integers(num_ranks)
+        return [((0,) * len(shape), shape if rank == owner else None) for rank in range(num_ranks)]
+    dim = rng.integers(len(shape))
+    cuts = [0, *sorted(rng.integers(0, shape[dim] + 1, num_ranks - 1)), shape[dim]]
+    parts = []
+    for a, b in itertools.pairwise(cuts):
+        offset = tuple(int(a) if i == dim else 0 for i in range(len(shape)))
+        parts.append((offset, tuple(int(b - a) if i == dim else size for i, size in enumerate(shape))))
+    return parts
+
+
+def publish(folder, rng, version, base, before, after, num_ranks, whole):
+    """Write a version as `num_ranks` ranks would."""
+    target = folder / str(version)
+    target.mkdir()
+    ranks = [[] for _ in range(num_ranks)]
+    for name, shape in SHAPES.items():
+        for rank, (offset, size) in enumerate(split(rng, shape, num_ranks)):
+            if size is None:
+                continue
+            rectangle = Rectangle(name, "BF16", offset, size, shape)
+            new = np.ascontiguousarray(rectangle.view(after[name])).reshape(-1)
+            old = np.ascontiguousarray(rectangle.view(before[name])).reshape(-1)
+            ranks[rank].append(compare(rectangle, None if whole else old, new))
+    files = tuple(
+        rank_file.write(target / f"rank-{rank:05d}.safetensors", rank, stored)
+        for rank, stored in enumerate(ranks)
+    )
+    size = sum(values.nbytes for values in after.values())
+    index = VersionIndex(version, None if whole else base, files, size)
+    index.write(target)
+    return index
+
+
+def make_history(folder, seed, num_versions):
+    rng = np.random.default_rng(seed)
+    weights = {
+        name: rng.integers(0, 1 << 16, int(np.prod(shape)), np.uint16) for name, shape in SHAPES.items()
+    }
+    history, indices, base = {}, {}, None
+    for step in range(1, num_versions + 1):
+        version = WeightVersion(0, step)
+        after = {name: values.copy() for name, values in weights.items()}
+        for values in after.values():
+            hits = rng.random(len(values)) < rng.choice([0, 0.02, 0.9])
+            values[hits] ^= rng.integers(1, 1 << 16, hits.sum(), np.uint16)
+        whole = base is None or rng.random() < 0.1
+        ranks = int(rng.integers(1, 5))
+        indices[version] = publish(folder, rng, version, base, weights, after, ranks, whole)
+        history[version] = weights = after
+        base = version
+    return history, indices
+
+
+def test_every_version_of_a_random_chain_of_fifty(tmp_path):
+    history, indices = make_history(tmp_path, 7, 50)
+    assert find_rebuildable(indices) == set(history)
+    for version, weights in history.items():
+        tensors = rebuild(tmp_path, trace_chain(version, indices))
+        assert {name: one.values.tobytes() for name, one in tensors.items()} == {
+            name: values.tobytes() for name, values in weights.items()
+        }, version
+        assert {name: one.shape for name, one in tensors.items()} == SHAPES
+
+
+def test_a_chain_starts_with_the_newest_whole_version(tmp_path):
+    _, indices = make_history(tmp_path, 3, 30)
+    for version in indices:
+        first, *rest = trace_chain(version, indices)
+        assert first.base is None
+        assert all(index.base is not None for index in rest)
+        assert (rest or [first])[-1].version == version
+
+
+def test_a_damaged_or_missing_file_is_named(tmp_path):
+    _, indices = make_history(tmp_path, 5, 3)
+    version = WeightVersion(0, 3)
+    record = indices[version].files[0]
+    path = tmp_path / "0.3" / record.name
+    content = path.read_bytes()
+    path.write_bytes(content[:-3] + bytes([content[-3] ^ 64]) + content[-2:])
+    with pytest.raises(Damaged, match=record.name):
+        rebuild(tmp_path, trace_chain(version, indices))
+    path.unlink()
+    with pytest.raises(Damaged, match=f"0.3/{record.name} is missing"):
+        list(read_version(tmp_path / "0.3", indices[version]))
+    del indices[WeightVersion(0, 2)]
+    with pytest.raises(KeyError) as missing:
+        trace_chain(version, indices)
+    assert missing.value.args[0] == WeightVersion(0, 2)
+
+
+def test_an_index_is_read_as_it_was_written_and_anything_else_is_no_version(tmp_path):
+    _, indices = make_history(tmp_path, 5, 2)
+    folder = tmp_path / "0.2"
+    assert VersionIndex.read(folder) == indices[WeightVersion(0, 2)]
+    content = json.loads((folder / INDEX_NAME).read_text())
+    for change in ({"format": 99}, {"files": [1]}, {"version": "x"}, {"base": 7}, {"whole_bytes": None}):
+        (folder / INDEX_NAME).write_text(json.dumps(content | change))
+        assert VersionIndex.read(folder) is None, change
+    (folder / INDEX_NAME).write_text("[")
+    assert VersionIndex.read(folder) is None
+    assert VersionIndex.read(tmp_path / "9.9") is None
+
+
+def index_of(step, base, size):
+    files = (FileRecord("rank-00000.safetensors", size, ""),)
+    version = WeightVersion(0, step)
+    return version, VersionIndex(version, WeightVersion(0, base) if base else None, files, 100)
+
+
+def steps(versions):
+    return [version.step for version in versions]
+
+
+def test_the_oldest_chain_goes_first_and_its_newest_version_before_the_others():
+    indices = dict(index_of(*one) for one in [(1, 0, 100), (2, 1, 5), (3, 2, 5), (4, 0, 100), (5, 4, 5)])
+    newest = WeightVersion(0, 5)
+    assert steps(choose_removable(indices, {newest}, 215)) == []
+    assert steps(choose_removable(indices, {newest}, 211)) == [3]
+    assert steps(choose_removable(indices, {newest}, 150)) == [3, 2, 1]
+    assert steps(choose_removable(indices, {newest}, 0)) == [3, 2, 1]
+    assert steps(choose_removable(indices, {newest, WeightVersion(0, 2)}, 0)) == [3]
+    assert steps(choose_removable(indices, set(), 0)) == [3, 2, 1, 5, 4]
+
+
+@given(
+    bases=st.lists(st.booleans(), min_size=1, max_size=20),
+    needed=st.sets(st.integers(1, 20)),
+    budget=st.integers(0, 500),
+    gone=st.sets(st.integers(1, 20), max_size=3),
+)
+def test_pruning_never_breaks_a_needed_version(bases, needed, budget, gone):
+    indices = dict(
+        index_of(step, 0 if whole or step == 1 else step - 1, 100 if whole else 5)
+        for step, whole in enumerate(bases, 1)
+        if step not in gone
+    )
+    before = find_rebuildable(indices)
+    wanted = {WeightVersion(0, step) for step in needed}
+    removed = set(choose_removable(indices, wanted, budget))
+    left = {version: index for version, index in indices.items() if version not in removed}
+    assert find_rebuildable(left) >= before & wanted
+    assert find_rebuildable(left) == before - removed
+    assert not removed & wanted
+    total = sum(index.stored_bytes for index in left.values())
+    assert total <= budget or all(
+        version in wanted or any(index.base == version for index in left.values()) for version in left
+    )
