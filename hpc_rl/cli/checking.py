@@ -2,32 +2,34 @@
 
 import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.cli import submit
 from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json, require_torch
 from hpc_rl.cli.samples import MAX_WIDTH, block
-from hpc_rl.errors import ConfigError, HpcRlError
-from hpc_rl.schedulers import pick
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.status.formatting import format_number
-from hpc_rl.submit import preflight, submission
-from hpc_rl.submit.episode import run_episode
-from hpc_rl.submit.lock import check_unlocked, check_writable
+from hpc_rl.submit.checklist import Planned
+from hpc_rl.submit.episode import EpisodeProgress, EpisodeStage, run_episode
 from hpc_rl.submit.user_code import own_environment
 
 ABOUT = """Check a configuration as submit does, and tell all that is wrong; write and submit nothing.
-Looked at are its options, the models, the first rows, rewards and workflow, the plan, the scripts, and what
-the cluster says to the request. `submit --dry_run` checks the same and shows the plan with what it needs;
-`render --check` checks the same and writes the scripts."""
+It looks at options, models, the first rows, rewards and workflow, the plan, the Python of trainer and
+servers, memory and disk, the scripts, and what the cluster says to the request. `submit` and `doctor --config
+FILE` check the same, in the same words; `submit --dry_run` also shows the plan with what it needs."""
 EPILOG = """examples:
   hpc-rl check grpo.yaml
   hpc-rl check grpo.yaml --episode
   hpc-rl check grpo.yaml --episode --tiny_model gconfig.max_new_tokens=64
 
-Exit codes are those of submit: 0 where it would submit, 64 where something is refused, or the episode
-fails."""
+Exit codes are those of submit: 0 if it would submit, 64 if something is refused or the episode fails, 69 for
+what Slurm says, 73 for a directory that can't be written or has no space, 75 for a trial that runs."""
 DEFAULT_TIMEOUT_S = 300.0
+# Checks of what an episode does not need: the trial's directory as an earlier start left it, and Slurm.
+NOT_OF_EPISODES = ("trial", "state", "slurm programs", "sbatch --test-only")
+LINE_EVERY_S = 10.0  # of progress, without a terminal
 MAX_CHARS = 2000  # of a text, as lines
 MAX_LINES = 20  # of what was printed, at its start and its end
 
@@ -47,53 +49,86 @@ reward; show what came of it, and what would be trained on"""
 
 
 def run(args: Namespace) -> int:
-    checks: list[preflight.PreflightCheck] = []
-    notes: list[str] = []
-    errors: list[HpcRlError] = []
+    verdict = submit.verdict_on(args)
+    notes, errors = [*verdict.notes], [*verdict.lines]
+    exit_code = verdict.exit_code
     played: dict[str, Any] | None = None
-    try:
-        planned, refusal = submit.plan_and_refusal(submit.loaded(args))
-        notes += planned.notes
-        errors += [refusal] if refusal else []
-        checks = _checks(planned, errors)
-        if args.episode and not errors:
-            played = _episode(planned, args, notes)
-    except ConfigError as error:  # no plan can be made, or no episode be run
-        errors.append(error)
+    in_the_way = [row.text for row in verdict.refusals if row.name in NOT_OF_EPISODES]
+    if args.episode and verdict.planned and len(in_the_way) == len(verdict.refusals):
+        try:
+            played = _episode(verdict.planned, args, notes)
+            notes += [f"submit refuses this trial as it is now: {text}" for text in in_the_way]
+            errors, exit_code = [], ExitCode.DONE
+        except ConfigError as error:
+            errors, exit_code = str(error).splitlines(), error.exit_code
     if played and played.get("error"):
-        errors.append(ConfigError(f"the episode failed: {played['error']}"))
+        errors, exit_code = [f"the episode failed: {played['error']}"], ExitCode.REFUSED
     if args.json:
-        shown = [line for error in errors for line in str(error).splitlines()]
-        rows = {"refusals": shown, "notes": notes, "checks": list(map(vars, checks)), "episode": played}
-        print_json(rows)
-        return errors[0].exit_code if errors else 0
-    said = [check.line() for check in checks if check.state is preflight.CheckState.NOTE]
-    lines = [*(f"note: {note}" for note in notes), *(f"check      {line}" for line in said)]
+        print_json({"refusals": errors, "notes": notes, "checks": verdict.rows(), "episode": played})
+        return exit_code
+    lines = [f"note: {note}" for note in notes]
     lines += _episode_lines(played) if played else []
     if not errors:
         options = [f"--preset={name}" for name in args.preset]
         options += [f"--cluster={args.cluster}"] if args.cluster else []
         command = shlex.join(["hpc-rl", "submit", *args.config, *options, *args.overrides])
-        lines += [f"ok         nothing is refused; {submit.NOTHING_WRITTEN}", f"next       {command}"]
+        found = "the episode ran; see the note for submit" if in_the_way else "nothing is refused"
+        lines.append(f"ok         {found}; {submit.NOTHING_WRITTEN}")
+        lines += [] if in_the_way else [f"next       {command}"]
     for line in lines:
         print(line, flush=True)
     if errors:
-        refused = HpcRlError("\n".join(map(str, errors)))
-        refused.exit_code = errors[0].exit_code
+        refused = HpcRlError("\n".join(errors))
+        refused.exit_code = ExitCode(exit_code)
         raise refused
     return 0
 
 
-def _episode(planned: submit.Planned, args: Namespace, notes: list[str]) -> dict[str, Any]:
+def _episode(planned: Planned, args: Namespace, notes: list[str]) -> dict[str, Any]:
     """Run one episode; what differs from the job's is put to the notes. Raises ConfigError."""
     require_torch("--episode runs the model on this machine")
     config = planned.loaded.config
     if own_environment(config, planned.plan.python):
         notes.append("the episode runs in this environment; the job has one of its own")
-    played = run_episode(config, args.timeout_s, args.tiny_model, Path.cwd())
+    with ProgressLine() as line:
+        played = run_episode(config, args.timeout_s, args.tiny_model, Path.cwd(), line.show)
     if unused := played.pop("unused", ""):
         notes.append(f"the episode is without {unused}: the embedded engine has no such option")
     return played
+
+
+class ProgressLine:
+    """How far an episode is, on standard error: one line that changes on a terminal, else some lines."""
+
+    def __init__(self) -> None:
+        from rich.console import Console  # importing rich takes time
+
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._status = self._console.status("") if self._console.is_terminal else None
+        self._began = time.monotonic()
+        self._stage: EpisodeStage | None = None
+        self._next_s = 0.0  # at which time a line is due
+
+    def __enter__(self) -> "ProgressLine":
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._status:
+            self._status.stop()
+
+    def show(self, progress: EpisodeProgress) -> None:
+        """Show the stage, the tokens so far and the time."""
+        elapsed_s = time.monotonic() - self._began
+        tokens = f"{progress.num_tokens} tokens, " if progress.num_tokens else ""
+        text = f"episode: {progress.stage} ({tokens}{elapsed_s:.0f} s)"
+        if self._status:
+            self._status.update(text)
+        elif progress.stage != self._stage or elapsed_s >= self._next_s:
+            self._console.print(text)
+            self._next_s = elapsed_s + LINE_EVERY_S
+        self._stage = progress.stage
 
 
 def _episode_lines(played: dict[str, Any]) -> list[str]:
@@ -139,21 +174,3 @@ def _cut(text: str) -> str:
 
 def _trained(one: dict[str, Any]) -> int:
     return sum(part["tokens"] for part in one["parts"] if part["trained"])
-
-
-def _checks(planned: submit.Planned, errors: list[HpcRlError]) -> list[preflight.PreflightCheck]:
-    """Return the checks of the scripts; what refuses the submission is put to the errors."""
-    trial = submission.trial_of(planned.loaded.config)
-    where = pick(planned.loaded.config.launcher.type)
-    try:
-        check_writable(trial)
-        check_unlocked(trial)
-        submission.check_submittable(trial, planned.loaded, planned.plan, where)
-    except HpcRlError as error:
-        errors.append(error)
-    checks = submit.checked_scripts(planned, trial)
-    try:
-        preflight.raise_for(checks)
-    except HpcRlError as error:
-        errors.append(error)
-    return checks

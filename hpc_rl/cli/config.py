@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,14 +44,17 @@ def _show(args: Namespace) -> int:
         shown = {name: vars(item) for name, item in resolved(loaded).items()}
         print(json.dumps(shown, indent=2, default=str))
     else:
-        print_resolved(loaded)
+        print_resolved(loaded, found.notes)
     return 0
 
 
-def print_resolved(loaded: Loaded) -> None:
-    """Print a checked configuration as YAML with origins, after its notes."""
+def print_resolved(loaded: Loaded, notes: Sequence[str]) -> None:
+    """Print a checked configuration as YAML with origins, after these notes.
+
+    A default that was replaced has the reason at its value; `check` and `submit` have all notes.
+    """
     shown = resolved(loaded)
-    for note in loaded.notes:
+    for note in notes:
         print(f"# note: {' '.join(note.split())}")
     print(as_yaml(shown), end="")
 

@@ -4,30 +4,31 @@ import os
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, Seconds, columns, print_result
-from hpc_rl.cli.submit import Planned, plan_and_refusal
-from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.slurm_rules import DERIVED
 from hpc_rl.config.sections.cluster import SlurmLauncherConfig
+from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.doctor import job_probe
 from hpc_rl.doctor.filesystem import check_directory
-from hpc_rl.doctor.finding import Finding, Requirements, Status, Verdict, fail, judge, run_checks
+from hpc_rl.doctor.finding import Finding, Requirements, Status, ok, run_checks
 from hpc_rl.doctor.machine import MACHINE_CHECKS
 from hpc_rl.doctor.node import NodeReport
 from hpc_rl.doctor.slurm_checks import check_capacity, check_slurm
-from hpc_rl.errors import ConfigError, HpcRlError, NotPrivate
+from hpc_rl.errors import ConfigError, HpcRlError
 from hpc_rl.plan.schema import Group
 from hpc_rl.render.slurm_options import directives
 from hpc_rl.schedulers import pick
-from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.submit import submission
-from hpc_rl.submit.preflight import quick_check
+from hpc_rl.submit.checklist import CHECKS, FIX, Planned, Verdict, judge
+from hpc_rl.submit.refusal import WRONG, CheckState
 
 FAILED = 1  # exit code where a check failed
+# Checks of what a login node has less of than the nodes that run the trial.
+OF_EACH_MACHINE = ("open files", "processes", "locked memory", "shared memory", "ports")
 WHERE_WIDTH = 24  # of a column, in characters
 ANY_TRIAL = ["experiment_name=any", "trial_name=any", "actor.path=any", "train_dataset.path=any"]
 EPILOG = """With --config (and options of the configuration) what that trial asks for is checked; without,
@@ -37,9 +38,9 @@ where something did."""
 
 
 def run(args: Namespace) -> int:
-    needs, options, findings, planned = requirements_of(args)
+    needs, options, verdict = requirements_of(args)
     is_inside = "SLURM_JOB_ID" in os.environ
-    findings += check_here(needs, is_inside, planned)
+    findings = check_here(needs, is_inside, verdict)
     down = any(one.check == "slurm controller" and one.status is Status.FAIL for one in findings)
     if (args.allocation or is_inside) and not down:
         findings += check_allocation(needs, options, args.wait_s)
@@ -67,14 +68,17 @@ def parser() -> CommandParser:
 
 def requirements_of(
     args: Namespace,
-) -> tuple[Requirements, SlurmLauncherConfig, list[Finding], Planned | None]:
-    """Return what a machine must have, options of the job, what `submit` refuses, and the plan of a trial.
+) -> tuple[Requirements, SlurmLauncherConfig, Verdict | None]:
+    """Return what a machine must have, options of the job, and what `submit` would say of the trial, if any.
 
-    Raises ConfigError for a configuration that can't be planned at all.
+    Raises ConfigError for options that can't be used.
     """
     if args.overrides and not args.config:
         first = args.overrides[0]
-        raise ConfigError(f"{first!r}: configuration overrides require --config FILE (see --help).")
+        raise ConfigError(
+            f"doctor has no option {first}; `hpc-rl doctor --help` lists them. Options of a configuration "
+            "need the configuration as well: hpc-rl doctor --config FILE …"
+        )
     typed = list(args.overrides if args.config else ANY_TRIAL)
     typed += [f"launcher.slurm.partition={args.partition}"] if args.partition else []
     loaded = load(args.config, typed, presets=args.preset, cluster=args.cluster, environ=os.environ)
@@ -89,11 +93,9 @@ def requirements_of(
         interface=config.cluster.interface,
         local_dir=config.cluster.local_dir,
     )
-    findings: list[Finding] = []
-    planned = None
-    if args.config:
-        planned, findings = _as_submit_plans(loaded)
-        needs = _with_plan(needs, planned)
+    verdict = judge(loaded) if args.config else None
+    if verdict and verdict.planned:
+        needs = _with_plan(needs, verdict.planned)
     if args.nodes == 0:
         raise ConfigError("--nodes must be at least 1.")
     needs = replace(
@@ -101,28 +103,18 @@ def requirements_of(
         num_nodes=args.nodes or needs.num_nodes,
         fileroot=os.path.abspath(os.path.expanduser(args.fileroot or needs.fileroot)),
     )
-    return needs, replace(options, partition=needs.partition or None), findings, planned
-
-
-def _as_submit_plans(loaded: Loaded) -> tuple[Planned, list[Finding]]:
-    """Return the plan, and what `submit` refuses before it asks the cluster. Raises ConfigError."""
-    planned, refusal = plan_and_refusal(loaded)
-    if refusal is not None:
-        fix = "correct the option, or stage the file."
-        return planned, [Finding("configuration", Status.FAIL, str(refusal), fix)]
-    try:
-        submission.trial_of(planned.loaded.config).refuse_others()
-    except NotPrivate as error:
-        fix = "run chmod as shown, or set cluster.fileroot to a directory of your own."
-        return planned, [Finding("accounts", Status.FAIL, str(error), fix)]
-    return planned, []
+    return needs, replace(options, partition=needs.partition or None), verdict
 
 
 def _with_plan(needs: Requirements, planned: Planned) -> Requirements:
     plan, launcher = planned.plan, planned.loaded.config.launcher
     mpi = next((unit.mpi for unit in plan.units if unit.mpi), None)
+    config, sandbox = planned.loaded.config, ""
+    if isinstance(config, GRPOConfig) and "code_tests" in config.rollout.reward_functions:
+        sandbox = config.rollout.sandbox
     return replace(
         needs,
+        sandbox=sandbox,
         num_nodes=plan.n_nodes,
         cpus=plan.cpus_per_node,
         gpus=plan.n_gpus_per_node if any(unit.gpus_per_task for unit in plan.units) else 0,
@@ -137,32 +129,45 @@ def _with_plan(needs: Requirements, planned: Planned) -> Requirements:
     )
 
 
-def check_here(needs: Requirements, is_inside: bool, planned: Planned | None = None) -> list[Finding]:
-    """Check this machine, the directory of the trials and Slurm; a request as `submit` does."""
+def check_here(needs: Requirements, is_inside: bool, verdict: Verdict | None = None) -> list[Finding]:
+    """Check this machine, the directory of the trials and Slurm; what `submit` says of a trial counts."""
     # A login node need not have what the trial asks of a node, nor an address that nodes reach.
     is_login = needs.on_slurm and not is_inside
     own = replace(needs, cpus=0, gpus=0, mem_mb=0, num_nodes=1, is_login=True) if is_login else needs
+    said = findings_of(verdict) if verdict else []
     findings = run_checks(MACHINE_CHECKS, own)
+    if is_login:  # which has limits of its own
+        findings = [_as_of_login_node(one) if one.check in OF_EACH_MACHINE else one for one in findings]
     findings += check_directory(Path(needs.fileroot), needs.on_slurm)
     if needs.on_slurm or pick("auto") == "slurm":
-        findings += check_slurm(needs, capacity_of(planned) if planned and needs.on_slurm else check_capacity)
+        has_capacity = verdict is not None and any(one.check == "capacity" for one in said)
+        findings += check_slurm(needs, (lambda _: ok("")) if has_capacity else check_capacity)
+    replaced = {finding.check for finding in said}
     host = socket.gethostname()
-    return [replace(finding, where=host) for finding in findings]
+    both = [*said, *(finding for finding in findings if finding.check not in replaced)]
+    return [replace(finding, where=host) for finding in both]
 
 
-def capacity_of(planned: Planned) -> Callable[[Requirements], Verdict]:
-    """Return the check that a planned request passes as it does in `submit`."""
+def _as_of_login_node(finding: Finding) -> Finding:
+    if finding.status is not Status.FAIL:
+        return finding
+    return replace(finding, status=Status.WARN, fix=f"the nodes may have more; if not, {finding.fix}")
 
-    def check_capacity(_needs: Requirements) -> Verdict:
-        try:
-            said = quick_check(planned.loaded.config, planned.plan, SlurmScheduler())
-        except ConfigError as error:
-            return fail(str(error), "change the request; what would fit is named.")
-        found = f"{said.plan.cpus_per_node} CPUs per node; the request fits"
-        fix = "see whether it starts; `hpc-rl render --check` asks Slurm."
-        return judge("; ".join(said.notes) or found, fix, warn=bool(said.notes))
 
-    return check_capacity
+def findings_of(verdict: Verdict) -> list[Finding]:
+    """Return what `submit` says of a trial: refusals, notes and warnings of the checks, and the capacity."""
+    fixes = {check.name: check.fix for check in CHECKS}
+    found = []
+    for one in verdict.results:
+        if one.state in WRONG or one.state is CheckState.NOTE:
+            status = Status.FAIL if one.state in WRONG else Status.WARN
+            found.append(Finding(one.name, status, one.text, fixes.get(one.name, FIX)))
+        elif one.name == "capacity" and one.state is CheckState.OK:
+            found.append(Finding(one.name, Status.OK, one.detail))
+    told = {one.found for one in found}
+    warnings = [note for note in verdict.notes if note.startswith("WARNING") and note not in told]
+    found += [Finding("configuration", Status.WARN, note, FIX) for note in warnings]
+    return list(dict.fromkeys(found))
 
 
 def check_allocation(needs: Requirements, options: SlurmLauncherConfig, wait_s: float) -> list[Finding]:

@@ -16,6 +16,7 @@ from hpc_rl.schedulers.sinfo import with_threads
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.submit import submission
 from hpc_rl.submit.cancellation import cancel
+from hpc_rl.submit.checklist import Planned, plan_of
 from hpc_rl.submit.first_start import Recovery
 from hpc_rl.submit.surrounding_job import SurroundingJob, refuse_misfit, surrounding_job
 from hpc_rl.trial import Trial
@@ -46,7 +47,7 @@ def run(args: Namespace) -> int:
     return run_here(planned, submission.trial_of(planned.loaded.config), args.argv)
 
 
-def plan_in(given: Loaded, args: Namespace, job: SurroundingJob) -> submit.Planned:
+def plan_in(given: Loaded, args: Namespace, job: SurroundingJob) -> Planned:
     """Return the plan for the nodes of a job. Raises ConfigError."""
     if given.config.launcher.type == "local" and "cpu" not in args.preset:
         raise ConfigError(
@@ -65,13 +66,13 @@ def plan_in(given: Loaded, args: Namespace, job: SurroundingJob) -> submit.Plann
     notes = [f"{name} is {value}, as job {job.job_id} has it." for name, value in defaults.items()]
     if idle := sorted({f"launcher.slurm.{name}" for name in OF_SBATCH} & given.explicit):
         notes.append(f"no effect in a job that is there already: {', '.join(idle)}.")
-    planned = submit.plan_of(replace(again, notes=[*again.notes, *notes]))
+    planned = plan_of(replace(again, notes=[*again.notes, *notes]))
     plan = with_threads_per_core(planned.plan, _threads_per_core(planned, job))
     refuse_misfit(job, plan)
     return replace(planned, plan=plan)
 
 
-def _threads_per_core(planned: submit.Planned, job: SurroundingJob) -> int:
+def _threads_per_core(planned: Planned, job: SurroundingJob) -> int:
     """Return the threads per core of the job's nodes, by one sinfo; what was planned where that fails."""
     names = {node.name for node in job.nodes}
     try:
@@ -84,7 +85,7 @@ def _threads_per_core(planned: submit.Planned, job: SurroundingJob) -> int:
     )
 
 
-def run_here(planned: submit.Planned, trial: Trial, argv: list[str], recovery: Recovery | None = None) -> int:
+def run_here(planned: Planned, trial: Trial, argv: list[str], recovery: Recovery | None = None) -> int:
     """Start the trial as a child of this process, and show it until it is over; return its exit code."""
     scheduler = AllocationScheduler(trial)
     made = submission.submit(

@@ -8,6 +8,7 @@ from hpc_rl.config.sections.experiment import Config, last_step
 from hpc_rl.datasets.rows import fingerprint_in_passing
 from hpc_rl.errors import ConfigError, NothingToResume
 from hpc_rl.submit import submission, trial_index
+from hpc_rl.submit.checklist import plan_of
 from hpc_rl.submit.first_start import Recovery, sound_steps
 from hpc_rl.submit.forking import changes_of_fork, give_checkpoint, new_trial
 from hpc_rl.trial import Trial
@@ -44,7 +45,7 @@ def run(args: Namespace) -> int:
     trial = submission.trial_of(loaded.config)
     command = ["hpc-rl", *args.argv]
     with new_trial(trial):
-        planned = submit.compared(submit.plan_of(loaded, count_rows=args.dry_run), trial, args.no_check)
+        planned = submit.compared(plan_of(loaded, count_rows=args.dry_run), trial, args.no_check)
         config = planned.loaded.config
         differing = [one for one in changes_of_fork(parent, found, config) if one.name not in NAMES]
         _check_end(found.step, config)

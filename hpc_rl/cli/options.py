@@ -1,10 +1,12 @@
 """What the commands share: jsonargparse parsers, and options of a configuration among the arguments."""
 
 import argparse
+import difflib
 import importlib.util
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
@@ -19,6 +21,7 @@ T = TypeVar("T", int, float)
 # The attribute by which shtab completes an argument; the function is written by `config completion`.
 TRIAL_NAMES = ("complete", dict.fromkeys(("bash", "zsh"), "_hpc_rl_trials"))
 CONFIG_FILES = (".yaml", ".yml", ".json")
+DELETION = re.compile(r"~[A-Za-z_][\w.]*(=.*)?", re.DOTALL)  # as in Hydra: an option that is deleted
 OVERRIDES = "overrides"  # destination of the options of a configuration, as they were typed
 COMMON = (  # letters as sbatch has them, option, metavar, help
     ("-N", "--n_nodes", "N", "number of nodes"),
@@ -32,9 +35,9 @@ COMMON = (  # letters as sbatch has them, option, metavar, help
     (None, "--name", "NAME", "trial_name"),
     (None, "--fileroot", "DIR", "directory of all trials (cluster.fileroot)"),
 )
-OF_A_CONFIGURATION = """Options of the configuration may follow, as --a.b VALUE or a.b=VALUE.
-`--help SECTION` explains the options of a section, `--help lr` or `--help "learning rate"` those with these
-words in their names or texts, `--help all` every one."""
+OF_A_CONFIGURATION = """Options of the configuration may follow, as --a.b VALUE or a.b=VALUE; ~a.b deletes
+one. `--help SECTION` explains the options of a section, `--help lr` or `--help "learning rate"` those with
+these words in their names or texts, `--help all` every one."""
 
 
 class CommandParser(ArgumentParser):
@@ -145,6 +148,8 @@ def arranged(parser: ArgumentParser, argv: list[str]) -> list[str]:
             found.append(token)
         elif token.startswith("-"):
             found += [f"--{OVERRIDES}={one}" for one in _override(own, token, rest)]
+        elif DELETION.fullmatch(token):
+            found.append(f"--{OVERRIDES}={token}")
         elif "=" not in token and positional:
             found.append(token)
         elif "=" not in token and (token.endswith(CONFIG_FILES) or os.path.isfile(token)):
@@ -160,9 +165,23 @@ def _override(own: dict[str, argparse.Action], token: str, rest: Iterator[str]) 
     if letter is not None and not token.startswith("--"):
         value = [token[2:].removeprefix("=")] if len(token) > 2 else islice(rest, 1)
         return [letter.option_strings[-1], *value]
+    if token.startswith("--") and (meant := _misspelt_flag(own, token)):
+        raise ConfigError(f"there is no option {token.partition('=')[0]}: did you mean {meant}?")
     if token == "--":
         raise ConfigError("argument '--' is not understood: an option is set with --a.b VALUE or a.b=VALUE.")
     return [token] if "=" in token else [token, *islice(rest, 1)]
+
+
+def _misspelt_flag(own: dict[str, argparse.Action], token: str) -> str:
+    """Return the option of the command that a name misspells; empty for one of a configuration."""
+    name = token.partition("=")[0].replace("-", "_").lstrip("_")
+    flags = [flag for flag, action in own.items() if flag.startswith("--") and action.dest != OVERRIDES]
+    near = difflib.get_close_matches(f"--{name}", flags, n=1, cutoff=0.8)
+    if not near or "." in name:
+        return ""
+    from hpc_rl.config.loading.names import is_top_level
+
+    return "" if is_top_level(name) else near[0]
 
 
 def print_help(parser: ArgumentParser, argv: list[str]) -> bool:

@@ -6,7 +6,7 @@ import shutil
 from hpc_rl.cli.options import CommandParser, Count, Namespace
 from hpc_rl.cli.reporting import named_trials, unique_names
 from hpc_rl.errors import ConfigError, ExitCode
-from hpc_rl.stats.read import HELD_OUT, History, read
+from hpc_rl.stats.read import HELD_OUT, History, is_held_out, read
 from hpc_rl.status.curve import plotted, smoothed
 
 HEIGHT = 16  # lines of a chart
@@ -20,7 +20,13 @@ def parser() -> CommandParser:
     made = CommandParser("Plot metrics of trials in the terminal, those of several in one chart.", EPILOG)
     made.add_trials("the one that runs, else the newest")
     made.add_argument("--metric", metavar="NAMES", help="what to plot (default: held-out,reward; else loss)")
-    made.add_argument("--smooth", type=Count, default=1, metavar="N", help="mean of N steps (default: 1)")
+    made.add_argument(
+        "--smooth",
+        type=Count,
+        default=1,
+        metavar="N",
+        help="mean of N steps (default: 1); evaluations stay as they are",
+    )
     return made
 
 
@@ -57,7 +63,9 @@ def chart(histories: dict[str, History], metric: str, num_smoothed: int, width: 
     """Return one metric of all trials that have it."""
     curves = {name: history.curve(metric) for name, history in histories.items()}
     lines = {
-        name if len(curves) > 1 else metric: smoothed(points, max(1, num_smoothed))
+        name if len(curves) > 1 else metric: smoothed(
+            points, 1 if is_held_out(metric) else max(1, num_smoothed)
+        )
         for name, points in curves.items()
         if points
     }

@@ -16,6 +16,7 @@ from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
 from hpc_rl.records import read_lineages
 from hpc_rl.schedulers import pick, slurm
 from hpc_rl.submit import submission, trial_index
+from hpc_rl.submit.checklist import Planned, plan_of
 from hpc_rl.submit.first_start import FirstStart, Recovery
 from hpc_rl.submit.lock import check_unlocked
 from hpc_rl.trial import Trial
@@ -52,10 +53,10 @@ def run(args: Namespace) -> int:
     return submit.submitted(planned, args, trial, recovery)
 
 
-def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> submit.Planned:
+def prepared(trial: Trial, loaded: Loaded, no_check: bool) -> Planned:
     """Return the plan, after the checks that need no state. Raises TrialBusy, ConfigError, SchedulerError."""
     submission.check_idle(trial)
-    planned = submit.compared(submit.plan_of(loaded), trial, no_check)
+    planned = submit.compared(plan_of(loaded), trial, no_check)
     if pick(planned.loaded.config.launcher.type) == "slurm":
         slurm.require("sbatch")
     return planned
@@ -125,7 +126,7 @@ def explanation(trial: Trial, situation: Situation, decision: Decision) -> list[
     """Return what was found and what a start would do."""
     lines = [
         f"trial        {trial}",
-        f"recover.mode {situation.mode}; of this start {situation.start_mode}",
+        f"recover.mode {situation.mode} (this start: {situation.start_mode})",
     ]
     for one in situation.generations:
         state = one.problem or ("valid" if one.read else "looks sound; its content was not read")

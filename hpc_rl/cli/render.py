@@ -5,6 +5,8 @@ from pathlib import Path
 from hpc_rl.cli import submit
 from hpc_rl.cli.options import CommandParser, Namespace, print_json, print_result
 from hpc_rl.submit import preflight, submission
+from hpc_rl.submit.checklist import plan_of
+from hpc_rl.submit.refusal import CheckResult
 
 
 def parser() -> CommandParser:
@@ -23,8 +25,8 @@ def parser() -> CommandParser:
 def run(args: Namespace) -> int:
     if args.print_config is not None:
         return submit.print_config(args)
-    planned = submit.plan_of(submit.loaded(args))
-    checks: list[preflight.PreflightCheck] = []
+    planned = plan_of(submit.loaded(args), pythons=args.check)
+    checks: list[CheckResult] = []
     if args.check:
         checks = submit.checked_scripts(planned, submission.trial_of(planned.loaded.config))
         if args.json and submit.exit_code_of(checks):

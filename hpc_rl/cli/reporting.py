@@ -13,14 +13,15 @@ from hpc_rl.status.trial_report import (
     attempt_rows,
     differences,
     fact_rows,
+    facts,
     goodput_rows,
     make_report,
 )
 from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial, write_atomic
 
-DESCRIPTION = """Show what trials reached: newest rewards, goodput (what each second of each GPU was for),
-attempts and why they ended, options that differ. With --html as one page, with curves and completions."""
+DESCRIPTION = """Show what trials reached: options that differ, rewards, goodput (what each second of each GPU
+was for), attempts and why they ended. With --html as one page, with curves and completions."""
 
 
 def parser() -> CommandParser:
@@ -68,13 +69,15 @@ def unique_names(trials: list[Trial]) -> list[str]:
 
 def as_json(report: TrialReport) -> dict[str, object]:
     """Return a report for programs; times in seconds, of devices in device-seconds."""
-    use = report.goodput
+    use, told = report.goodput, report.status.to_json()
     return {
         "trial": str(report.status.trial),
         "dir": str(report.status.trial.dir),
         "state": report.status.state,
         "step": report.status.step,
         "held_out": report.status.history.held_out[1],
+        "facts": facts(report),
+        **{name: told[name] for name in ("rejected_prompts", "held_out_rows", "idle_steps")},
         "allocation_s": use.allocation_s,
         "queued_s": use.queued_s,
         "buckets": {str(bucket): seconds for bucket, seconds in use.buckets.items()},
@@ -94,7 +97,11 @@ def as_json(report: TrialReport) -> dict[str, object]:
 def text(reports: list[TrialReport]) -> list[str]:
     """Return a report as lines for a terminal."""
     header = [["", *(report.name for report in reports)]] if len(reports) > 1 else []
-    lines = columns([*header, *([name, *cells] for name, cells in fact_rows(reports))])
+    lines = []
+    if len(reports) > 1 and (found := differences(reports)):
+        head = ["option that differs", *(report.name for report in reports)]
+        lines += [*columns([head, *([name, *cells] for name, cells in found)]), ""]
+    lines += columns([*header, *([name, *cells] for name, cells in fact_rows(reports))])
     if rows := goodput_rows(reports):
         lines += [
             "",
@@ -103,7 +110,4 @@ def text(reports: list[TrialReport]) -> list[str]:
     for report in (one for one in reports if one.goodput.attempts):
         head = [f"attempts of {report.name}", "state", "started", "held", "waited", "steps", "cause"]
         lines += ["", *columns([head, *attempt_rows(report)])]
-    if len(reports) > 1 and (found := differences(reports)):
-        head = ["option that differs", *(report.name for report in reports)]
-        lines += ["", *columns([head, *([name, *cells] for name, cells in found)])]
     return [line.rstrip() for line in lines]

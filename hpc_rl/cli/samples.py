@@ -10,8 +10,10 @@ from dataclasses import asdict
 from hpc_rl.cli import listing
 from hpc_rl.cli.options import CommandParser, Count, Namespace
 from hpc_rl.errors import ConfigError, ExitCode
-from hpc_rl.stats.kept_samples import Sample, read_samples
+from hpc_rl.log import printable
+from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, Sample, read_samples
 from hpc_rl.status.formatting import format_number
+from hpc_rl.status.sample_text import column_text
 from hpc_rl.trial import Trial
 
 DEFAULT_N = 5
@@ -19,10 +21,12 @@ MAX_WIDTH = 120
 INDENT = 16  # of the text, in columns
 DESCRIPTION = """Show what the model of a trial wrote: prompt, completion, reward and its parts, advantage,
 finish reason, versions of the weights. Without --step, --all, --best or --worst: of the newest step."""
-EPILOG = """How many are kept: rollout.keep_samples groups of each step, evaluator.keep_samples prompts of
+EPILOG = f"""How many are kept: rollout.keep_samples groups of each step, evaluator.keep_samples prompts of
 each evaluation. --jsonl prints one object per completion: step, evaluation, prompt_index, sample, prompt,
 completion, reward, stats, advantage, finish_reason, versions, num_tokens, given (from and to which character
-of the completion the model wrote nothing: what a workflow said between two turns)."""
+of the completion the model wrote nothing: what a workflow said between two turns), columns (the other columns
+of the row, such as the right answer), shortened (names of columns that are cut: each has at most
+{MAX_COLUMN_CHARS} characters, those of a row together {MAX_ROW_CHARS})."""
 
 
 def parser() -> CommandParser:
@@ -102,10 +106,16 @@ def _text(one: Sample, width: int) -> list[str]:
     facts += [f"{one.num_tokens} tokens", one.finish_reason, f"weights {', '.join(one.versions)}"]
     head = f"{what} {one.prompt_index}, sample {one.sample}: {'; '.join(facts)}"
     blocks = [("completion" if made else "given", text) for made, text in one.texts()]
-    return [head, *(line for part in [("prompt", one.prompt), *blocks] for line in block(*part, width))]
+    columns = [("row", column_text(one, name)) for name in one.columns]
+    return [
+        head,
+        *(line for part in [("prompt", one.prompt), *columns, *blocks] for line in block(*part, width)),
+    ]
 
 
 def block(name: str, text: str, width: int) -> list[str]:
     """Return lines of text, wrapped, behind a name."""
-    wrapped = [part for line in text.split("\n") for part in textwrap.wrap(line, width - INDENT) or [""]]
+    wrapped = [
+        part for line in printable(text).split("\n") for part in textwrap.wrap(line, width - INDENT) or [""]
+    ]
     return [f"  {name if number == 0 else '':<{INDENT - 4}}| {line}" for number, line in enumerate(wrapped)]

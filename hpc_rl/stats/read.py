@@ -67,6 +67,16 @@ class History:
         ]
         return {name.replace("_", " ") if name in MEASURES else name: found[name] for name in names}
 
+    @property
+    def held_out_rows(self) -> dict[int, tuple[int, int]]:
+        """How many held-out rows were scored after each step, and how many were left out."""
+        counted = {}
+        for row in self.evaluations:
+            scored, left_out = row.get("eval_num_prompts"), row.get("eval_left_out")
+            if is_number(scored) and is_number(left_out):
+                counted[row["step"]] = (int(scored), int(left_out))
+        return counted
+
     def curve(self, metric: str) -> Curve:
         """Return the values of a metric by step; `held-out` is that of evaluations. None where unknown."""
         pairs: Sequence[tuple[int, Any]] = self.held_out[1]
@@ -81,6 +91,11 @@ class History:
         names = {name: None for row in rows for name, value in row.items() if is_number(value)}
         found = [name for name in names if name not in NOT_CURVES]
         return [HELD_OUT, *found] if self.held_out[1] else found
+
+
+def is_held_out(metric: str) -> bool:
+    """Return whether a curve is of evaluations, not of steps."""
+    return metric == HELD_OUT or metric.startswith("eval_")
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
@@ -144,6 +159,20 @@ class MetricsReader:
             if steps := _training_steps(file.rows):
                 reached[path.parent.name] = max(reached.get(path.parent.name, 0), *steps)
         return reached
+
+    def last_steps_of_starts(self) -> dict[tuple[str, int], int]:
+        """Return the newest step that each incarnation of each attempt logged, as of the last poll."""
+        return {
+            (path.parent.name, _number_of(path)): max(steps)
+            for path, file in self._files.items()
+            if (steps := _training_steps(file.rows))
+        }
+
+
+def _number_of(path: Path) -> int:
+    """Return the incarnation in the name of a file, -1 for another name."""
+    number = path.name.split(".")[1]
+    return int(number) if number.isdecimal() else -1
 
 
 def _without_record(rows: list[Row]) -> tuple[tuple[int, float], int, list[Row]]:

@@ -97,6 +97,28 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+OF_UPDATE = {  # metrics of the update; the others of a step with a reward are of its batch
+    "loss", "grad_norm", "lr", "update_successful", "rows_skipped", "rows_masked", "groups_dropped",
+    "entropy", "clip_ratio", "dual_clip_ratio", "importance_weight", "behave_imp_weight", "behave_dropped",
+    "behave_approx_kl", "kl_loss", "kl_rewards", "publish_servers", "lineage", "total_steps", "save_failed",
+}  # fmt: skip
+
+
+def tag_of(name: str, has_reward: bool) -> str:
+    """Return the name of a metric below `train`, `eval`, `rollout` or `time`, by which TensorBoard groups.
+
+    Parts of the reward and what workflows measure keep their groups `reward` and `agent`. `has_reward`: the
+    step trained on completions, not on a dataset.
+    """
+    if name.endswith("_s") and "/" not in name:
+        return f"time/{name}"
+    if name.startswith("eval_"):
+        return f"eval/{name.removeprefix('eval_')}"
+    if "/" in name:
+        return name
+    return f"rollout/{name}" if has_reward and name not in OF_UPDATE else f"train/{name}"
+
+
 class TensorBoardSink:
     """Event files by TensorBoard's own writer, which needs neither TensorFlow nor torch.
 
@@ -129,7 +151,11 @@ class TensorBoardSink:
 
     def log(self, step: int, scalars: Scalars) -> None:
         numbers = _numbers(scalars).items()
-        values = [self._summary.Value(tag=name, simple_value=float(value)) for name, value in numbers]
+        has_reward = "reward" in scalars
+        values = [
+            self._summary.Value(tag=tag_of(name, has_reward), simple_value=float(value))
+            for name, value in numbers
+        ]
         when = scalars.get("time", 0.0)
         self._add(self._event(wall_time=float(when), step=step, summary=self._summary(value=values)))
 

@@ -47,14 +47,17 @@ class NodeSilence:
     node: str
     since: float
     until: float | None = None
+    cut_off: bool = False  # it is the node of the supervisor, which no other node answered
 
     def text(self, live: bool) -> str:
         """Return a sentence for people; `live`: the attempt still runs."""
         if self.until is not None:
             lasted = format_duration(self.until - self.since)
-            return f"{self.node} did not answer for {lasted}, from {format_time(self.since)}"
+            did = "was cut off from the other nodes" if self.cut_off else "did not answer"
+            return f"{self.node} {did} for {lasted}, from {format_time(self.since)}"
         lasts = f", for {format_duration(max(0.0, time.time() - self.since))} so far" if live else ""
-        return f"{self.node} has not answered since {format_time(self.since)}{lasts}"
+        has = "has been cut off from the other nodes" if self.cut_off else "has not answered"
+        return f"{self.node} {has} since {format_time(self.since)}{lasts}"
 
 
 @dataclass
@@ -71,6 +74,8 @@ class AttemptStatus:
     lineages: list[LineageRecord]
     last_step: int | None  # newest logged step, whether or not a later lineage replaced it
     roles: list[RoleStatus]
+    final_step: int | None = None  # where its last start of training ended
+    saved_step: int | None = None  # newest checkpoint that it made or started from
     stopping: str = ""  # why it is about to stop
     silences: list[NodeSilence] = field(default_factory=list)  # of its nodes, oldest first
 
@@ -98,8 +103,9 @@ def silences_of(events: Sequence[Event]) -> list[NodeSilence]:
     for event in events:
         if event.time is None:
             continue
-        if event.kind is EventKind.NODE_SILENT:
-            found.append(NodeSilence(event.node, event.time - (event.silent_s or 0.0)))
+        if event.kind in (EventKind.NODE_SILENT, EventKind.NODE_CUT_OFF):
+            cut_off = event.kind is EventKind.NODE_CUT_OFF
+            found.append(NodeSilence(event.node, event.time - (event.silent_s or 0.0), cut_off=cut_off))
         elif event.kind is EventKind.NODE_ANSWERS:
             for one in found:
                 if one.node == event.node and one.until is None:

@@ -96,8 +96,13 @@ def _facts(status: TrialStatus) -> Iterator[tuple[tuple[object, ...], str]]:
                 origin = f"checkpoint {one.from_step}" if one.from_step else "the start"
                 line = f"training continues from {origin} as lineage {one.lineage}"
                 yield ("lineage", one.lineage), line + (f": {one.reason}" if one.reason else "")
+        for silence in attempt.silences:
+            yield ("silent", attempt.id, silence.node, silence.since, silence.until), silence.text(False)
         if attempt.state is not TrialState.RUNNING:
             yield ("over", attempt.id), f"attempt {attempt.id}: {attempt.cause or attempt.state}"
+    if status.supervisor_silence is not None:
+        line = f"the supervisor on {status.supervisor_silence.node} gives no sign of life"
+        yield ("silent", status.attempts[-1].id, line), line
     for problem in problems(status.rollout, status.live is not None) if status.rollout else []:
         yield ("problem", re.sub(r"\d+", "", problem)), f"rollout: {problem}"  # once, not at every count
     name, values = status.history.held_out

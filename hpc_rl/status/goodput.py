@@ -13,7 +13,8 @@ from typing import Any
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.files import JsonLines, Row
-from hpc_rl.records import EndedRecord, Event, EventKind, JobEvent, LineageRecord, read_events, read_job_state
+from hpc_rl.records import EndedRecord, Event, EventKind, LineageRecord, read_events, read_job_state
+from hpc_rl.requeue import JobEvent
 from hpc_rl.stats.read import is_evaluation, is_number
 from hpc_rl.status.formatting import format_number
 from hpc_rl.status.trial_status import TrialStatus

@@ -14,20 +14,23 @@ import yaml
 from hpc_rl.errors import ConfigError
 from hpc_rl.log import redact
 from hpc_rl.stats.kept_samples import Sample
-from hpc_rl.stats.read import HELD_OUT
+from hpc_rl.stats.read import HELD_OUT, is_held_out
+from hpc_rl.status.curve import smoothed
 from hpc_rl.status.formatting import format_number
 from hpc_rl.status.goodput import MEANINGS, PARTS, Bucket, Span
+from hpc_rl.status.sample_text import column_text
 from hpc_rl.status.trial_report import (
     TrialReport,
     attempt_rows,
     differences,
     fact_rows,
     goodput_rows,
+    is_own,
     staleness,
     thinned,
 )
 
-CHARTS = {  # metric -> title, in their order; all others are in the chart with the menu
+CHARTS = {  # metric -> title, in their order; own metrics follow, all others are in the chart with the menu
     HELD_OUT: "Held-out",
     "reward": "Reward",
     "loss": "Loss",
@@ -57,6 +60,8 @@ COLORS = {  # by Okabe and Ito: told apart by colour-blind readers too
 }
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # of the trials
 MIN_SPAN = 0.005  # part of an attempt that is seen on the time line
+MAX_OWN = 24  # own metrics that have a chart each
+MIN_SMOOTHED = 40  # points of a curve from which its mean is drawn over it
 NUM_COLUMNS = 4  # steps or evaluations beside each other
 NUM_PROMPTS = 3  # that are shown at each of them
 MAX_TEXT = 2000  # characters of a prompt or completion
@@ -109,8 +114,7 @@ def figures(reports: Sequence[TrialReport]) -> dict[str, dict[str, Any]]:
     found = {"goodput": goodput_figure(reports)}
     for number, report in enumerate(reports):
         found[f"attempts-{number}"] = attempts_figure(report)
-    shown = [metric for metric in CHARTS if any(report.history.curve(metric) for report in reports)]
-    found |= {f"curve-{metric}": curve_figure(reports, metric) for metric in shown}
+    found |= {f"curve-{metric}": curve_figure(reports, metric) for metric in charted(reports)}
     for number, report in enumerate(reports):
         found[f"steps-{number}"] = step_figure(report)
     by_length = [[one.num_tokens for one in report.samples] for report in reports]
@@ -118,6 +122,13 @@ def figures(reports: Sequence[TrialReport]) -> dict[str, dict[str, Any]]:
     found["lengths"] = histogram(reports, by_length, "Length of kept completions", "tokens")
     found["ages"] = histogram(reports, by_age, "Staleness of kept completions", "steps behind the trainer")
     return found
+
+
+def charted(reports: Sequence[TrialReport]) -> list[str]:
+    """Return the metrics that have a chart of their own, in their order."""
+    known = dict.fromkeys(name for report in reports for name in report.history.metrics())
+    own = [name for name in known if is_own(name)]
+    return [*(name for name in CHARTS if name in known), *own[:MAX_OWN]]
 
 
 def chart(title: str, data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:
@@ -130,17 +141,27 @@ def chart(title: str, data: list[dict[str, Any]], **layout: Any) -> dict[str, An
 
 
 def curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, Any]:
-    title = CHARTS[metric]
+    title = CHARTS.get(metric, metric)
     if metric == HELD_OUT:
         title = f"Held-out {reports[0].status.history.held_out[0]}"
+    elif is_held_out(metric):
+        title = f"Held-out {metric.removeprefix('eval_')}"
+    curves = [report.history.curve(metric) for report in reports]
+    longest = max(map(len, curves))
+    num_steps = longest // (MIN_SMOOTHED // 2) if longest >= MIN_SMOOTHED and not is_held_out(metric) else 1
     traces = []
-    for number, report in enumerate(reports):
-        steps, values = columns(thinned(report.history.curve(metric)))
+    for number, (report, curve) in enumerate(zip(reports, curves, strict=True)):
+        steps, values = columns(thinned(curve))
         mode = "lines+markers" if len(steps) < 30 else "lines"
         line = {"color": LINES[number % len(LINES)]}
-        traces.append({"x": steps, "y": values, "name": report.name, "mode": mode, "line": line})
+        trace = {"x": steps, "y": values, "name": report.name, "mode": mode, "line": line}
+        if num_steps > 1:  # the values themselves are pale behind their mean
+            traces.append(trace | {"opacity": 0.25, "showlegend": False, "hoverinfo": "skip"})
+            steps, values = columns(thinned(smoothed(curve, num_steps)))
+            trace |= {"x": steps, "y": values}
+        traces.append(trace)
     return chart(
-        title,
+        f"{title} (mean of {num_steps} steps)" if num_steps > 1 else title,
         traces,
         xaxis={"title": {"text": "step"}},
         yaxis={"exponentformat": "e"},
@@ -150,7 +171,8 @@ def curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, Any]:
 
 def other_curves(reports: Sequence[TrialReport]) -> dict[str, list[Any]]:
     """Return the metrics that have no chart of their own: a pair of steps and values for each trial."""
-    names = {name: None for report in reports for name in report.history.metrics() if name not in CHARTS}
+    drawn = charted(reports)
+    names = {name: None for report in reports for name in report.history.metrics() if name not in drawn}
     return {
         name: [(report.name, *columns(thinned(report.history.curve(name)))) for report in reports]
         for name in names
@@ -285,17 +307,36 @@ def sample_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     return tables
 
 
-def _cell(one: Sample, with_prompt: bool = False) -> dict[str, str]:
+def _cell(one: Sample, with_prompt: bool = False) -> dict[str, Any]:
     facts = (
         f"step {one.step}, reward {format_number(one.reward)}, {one.num_tokens} tokens, {one.finish_reason}"
     )
     parts = ", ".join(f"{name} {format_number(value)}" for name, value in one.stats.items())
     prompt = clipped(one.prompt) if with_prompt else ""
-    return {"facts": facts, "parts": parts, "prompt": prompt, "text": clipped(one.completion)}
+    return {
+        "facts": facts,
+        "parts": parts,
+        "prompt": prompt,
+        "columns": [column_text(one, name) for name in one.columns],
+        "texts": clipped_texts(one),
+    }
 
 
-def clipped(text: str) -> str:
-    return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]} … ({len(text) - MAX_TEXT} more characters)"
+def clipped(text: str, room: int = MAX_TEXT) -> str:
+    return text if len(text) <= room else f"{text[:room]} … ({len(text) - room} more characters)"
+
+
+def clipped_texts(one: Sample) -> list[tuple[bool, str]]:
+    """Return the first MAX_TEXT characters of a completion in pieces, as Sample.texts."""
+    pieces, room = list(one.texts()), MAX_TEXT
+    shown: list[tuple[bool, str]] = []
+    for number, (made, text) in enumerate(pieces):
+        if len(text) > room:
+            rest = sum(len(more) for _, more in pieces[number + 1 :])
+            return [*shown, (made, f"{text[:room]} … ({len(text) - room + rest} more characters)")]
+        shown.append((made, text))
+        room -= len(text)
+    return shown
 
 
 def spread(steps: dict[int, None]) -> list[int]:

@@ -1,14 +1,16 @@
 """The last report of the rollout role (rollout/report.py), and what in it deserves attention."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpc_rl.records import JsonRecord
+from hpc_rl.records import BatchWait, BatchWaitRecord, JsonRecord
 from hpc_rl.status.formatting import format_duration
 from hpc_rl.trial import Attempt
 
 HANGING_S = 60.0  # a prompt that runs for longer is reported where nothing else has finished meanwhile
 SILENT_ENVIRONMENT_S = 30  # an environment polls several times a second
+STARTING_S = 60.0  # an environment may take so long to connect once the trainer has started
 NO_SERVER_S = 20.0  # for which a prompt may wait for the first server
 MIN_REJECTED_IN_A_ROW = 4  # from which they are reported
 
@@ -24,6 +26,7 @@ class EnvironmentReport(JsonRecord):
     rejected: int = 0
     too_old: int = 0  # of those accepted
     last_reason: str = ""  # of the newest rejection
+    ignored: list[str] = field(default_factory=list)  # fields of its groups that the trial does not use
     silent_s: int | None = None  # since its latest poll; None once it has disconnected
 
 
@@ -46,9 +49,13 @@ class RolloutReport(JsonRecord):
     servers: int | None = None  # live generation servers
     pools: dict[str, int] = field(default_factory=dict)  # theirs, by pool
     endpoints: dict[str, str] = field(default_factory=dict)  # problems of pools elsewhere, by pool
+    # seconds for which user code has blocked the event loop of a worker, by its place
+    blocked: dict[str, float] = field(default_factory=dict)
     evaluating: list[str] = field(default_factory=list)  # versions
     takes_groups: bool = False  # of environments
     environments: list[EnvironmentReport] = field(default_factory=list)
+    trainer_s: float | None = None  # since the trainer first asked for a batch; None before that
+    waits_for: BatchWaitRecord | None = None  # what the next batch of environments' groups waits for
 
 
 def read_rollout(attempt: Attempt) -> RolloutReport | None:
@@ -59,6 +66,12 @@ def read_rollout(attempt: Attempt) -> RolloutReport | None:
         if number.isdecimal() and report is not None:
             found[int(number)] = report
     return found[max(found)] if found else None
+
+
+def reasons_text(rejected: Mapping[str, int]) -> str:
+    """Return the reasons of rejected prompts with their counts, the most frequent first."""
+    by_count = sorted(rejected.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{reason} {count}" for reason, count in by_count)
 
 
 def summary(report: RolloutReport, live: bool) -> str:
@@ -86,21 +99,45 @@ def environment_lines(report: RolloutReport, live: bool) -> list[str]:
         line = f"{one.name}: groups of {one.group_size}, {one.accepted} accepted, {one.queued} queued, "
         line += f"{one.rejected} rejected" + (f" (the last: {one.last_reason})" if one.last_reason else "")
         line += f", {one.too_old} too old" if one.too_old else ""
+        line += f"; not used: {', '.join(one.ignored)}" if one.ignored else ""
         if live:
             if one.silent_s is None:
                 line += "; disconnected"
             elif one.silent_s > SILENT_ENVIRONMENT_S:
                 line += f"; silent for {format_duration(one.silent_s)}"
         lines.append(line)
+    if live and report.waits_for is not None:
+        lines.append(wait_line(report.waits_for))
     return lines
+
+
+def wait_line(wait: BatchWaitRecord) -> str:
+    """Return what the next batch waits for."""
+    sizes, parts = " and ".join(map(str, wait.sizes)), ""
+    if wait.parts:
+        parts = f"; {wait.parts} more are of groups that are not whole yet"
+    match wait.kind:
+        case BatchWait.SHARE:
+            said = (
+                f"{wait.ready} of the {wait.needed} sequences are ready that are kept for {wait.environment}"
+            )
+        case BatchWait.COMBINATION:
+            said = f"the groups of {sizes} that are ready do not add up to {wait.needed} sequences yet"
+        case BatchWait.SIZES:
+            said = (
+                f"groups of {sizes} never add up to the {wait.needed} sequences of a batch: "
+                "connect an environment with groups of another size"
+            )
+        case _:
+            said = f"{wait.ready} of {wait.needed} sequences are ready"
+    return f"next batch: {said}{parts}"
 
 
 def problems(report: RolloutReport, live: bool) -> list[str]:
     """Return what deserves attention: rejections, the last exception, prompts that hang."""
     lines = []
     if report.rejected:
-        by_count = sorted(report.rejected.items(), key=lambda pair: -pair[1])
-        lines.append("rejected so far: " + ", ".join(f"{reason} {count}" for reason, count in by_count))
+        lines.append(f"rejected so far: {reasons_text(report.rejected)}")
     if report.issued_again:
         what = "prompts that the earlier reward or workflow rejected are generated again"
         lines.append(f"{report.issued_again} {what}")
@@ -112,12 +149,20 @@ def problems(report: RolloutReport, live: bool) -> list[str]:
     if not live:
         return lines
     lines += list(report.endpoints.values())
-    connected = [one for one in report.environments if one.silent_s is not None]
-    if report.takes_groups and not connected and not report.running:
+    for place, since_s in report.blocked.items():
         lines.append(
-            "no environment is connected: look at the logs of the roles environment-0, …, or connect one; "
-            "`hpc-rl env urls TRIAL` shows where"
+            f"{place} has blocked the event loop of its worker for {format_duration(since_s)}: all "
+            "prompts of the worker wait; await asyncio.sleep and async clients there, or asyncio.to_thread"
         )
+    connected = [one for one in report.environments if one.silent_s is not None]
+    if report.takes_groups and not connected and not report.running and report.trainer_s is not None:
+        if report.trainer_s < STARTING_S and not report.environments:
+            lines.append("no environment has connected yet; they do so once the trainer has started")
+        else:
+            lines.append(
+                "no environment is connected: look at the logs of the roles environment-0, …, or connect one"
+                "; `hpc-rl env urls TRIAL` shows where"
+            )
     oldest_s, quiet_s = report.oldest_running_s, report.quiet_s
     if report.servers is not None and (oldest_s or 0.0) > NO_SERVER_S:
         pools = report.pools if len(report.pools) > 1 else {"": report.servers}

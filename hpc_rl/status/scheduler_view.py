@@ -104,6 +104,7 @@ class TrialWatch:
         self._answer, self._query_at = SchedulerAnswer(), float("-inf")
         self._doubt_at = 0.0  # Unix seconds; 0 for none
         self._shown: TrialStatus | None = None
+        self._is_final = False
 
     def poll(self) -> TrialStatus:
         if time.monotonic() >= self._query_at or self._doubt_at > self._answer.asked_at:
@@ -112,7 +113,9 @@ class TrialWatch:
         answer = self._answer
         status = self._reader.read(answer.newest, answer.asked_at)
         if not status.over or is_final(status):
-            self._doubt_at, self._shown = 0.0, status
+            if status.over and not self._is_final:  # the end was read after files that were written before it
+                status = self._reader.read(answer.newest, answer.asked_at)
+            self._doubt_at, self._shown, self._is_final = 0.0, status, status.over
             return status
         self._doubt_at = self._doubt_at or time.time()  # the job script may be about to start it again
         if answer.asked_at >= self._doubt_at or time.time() > self._doubt_at + CONFIRM_END_S:

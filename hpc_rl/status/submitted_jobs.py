@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from hpc_rl.records import JobEvent, JobRecord, newest_job, read_job_state
+from hpc_rl.records import GIVEN_BACK, JobRecord, JobStateLine, newest_job, read_job_state
+from hpc_rl.requeue import JobEvent
 from hpc_rl.trial import Trial, read_object
 
 
@@ -22,8 +23,8 @@ class TrialJob:
     cluster: str = ""  # Slurm's name of its cluster; empty where that is not known
     other_length: bool = False  # total_train_* differs from the submission before
     saves: bool = True  # when it is asked to stop: its recover.mode is not disabled
-    # starts whose first node was lost: restart -> when a watch on another node gave the job back
-    lost_starts: dict[int, float] = field(default_factory=dict)
+    # starts that a watch on another node gave back: restart -> when, and what was lost
+    lost_starts: dict[int, JobStateLine] = field(default_factory=dict)
     by_signal: bool = False  # ended by a TERM: of a cancel, a preemption or an administrator's requeue
 
     @property
@@ -66,7 +67,7 @@ def _trial_job(trial: Trial, record: JobRecord) -> TrialJob:
         other_length=any(change.startswith("total_train_") for change in record.changed),
     )
     lines = read_job_state(trial, record.job_id)
-    job.lost_starts = {line.restart: line.time for line in lines if line.event is JobEvent.FIRST_NODE_LOST}
+    job.lost_starts = {line.restart: line for line in lines if line.event in GIVEN_BACK}
     for last in lines[-1:]:
         job.event, job.code, job.reason, job.by_signal = last.event, last.code, last.reason, last.cancelled
     return job

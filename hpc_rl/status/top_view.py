@@ -6,10 +6,9 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-from hpc_rl.name_resolve import keys, names_dir
+from hpc_rl.name_resolve import keys, stored_names_dir
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.records import ProcessFile, ProcessRecord, TrialState
 from hpc_rl.stats.read import HELD_OUT, is_number
@@ -46,10 +45,7 @@ class TrialEye:
         self._watch = TrialWatch(trial)
         self._nodes: dict[Path, str] = {}
         self._config = read_object(trial.config_json)
-        root = (self._config.get("cluster") or {}).get("name_resolve") or {}
-        place = SimpleNamespace(nfs_record_root=root.get("nfs_record_root") or "")
-        config = SimpleNamespace(cluster=SimpleNamespace(name_resolve=place))
-        self._names = NameResolve(names_dir(trial, config))
+        self._names = NameResolve(stored_names_dir(trial))
 
     def look(self) -> TrialView:
         """Return the view now; the scheduler is queried as rarely as by `status --follow`."""

@@ -6,9 +6,10 @@ from typing import Any
 
 from hpc_rl.records import TrialState
 from hpc_rl.stats.kept_samples import Sample, read_samples
-from hpc_rl.stats.read import Curve, History
+from hpc_rl.stats.read import Curve, History, is_held_out
 from hpc_rl.status.formatting import format_duration, format_number, format_time
 from hpc_rl.status.goodput import Bucket, Goodput, goodput
+from hpc_rl.status.rollout_report import reasons_text
 from hpc_rl.status.trial_status import TrialStatus
 from hpc_rl.trial import read_object
 from hpc_rl.types import WeightVersion
@@ -75,6 +76,12 @@ def _shown(config: Mapping[str, Any], name: str) -> str:
     return "null" if name in config and config[name] is None else str(config.get(name, NOT_SET))
 
 
+def is_own(metric: str) -> bool:
+    """Return whether a metric is of the user's reward, workflow or held-out sets."""
+    is_set = metric.startswith("eval_") and ("/" in metric or "pass@" in metric)
+    return is_set or metric.startswith(("agent/", "reward/"))
+
+
 def thinned(curve: Curve) -> Curve:
     """Return at most MAX_POINTS points of a curve, the newest among them."""
     every = -(-len(curve) // MAX_POINTS)
@@ -97,16 +104,20 @@ def facts(report: TrialReport) -> dict[str, str]:
     found = {"state": str(status.state), "step": f"{status.step}{total}"}
     if status.reason:
         found["reason"] = status.reason
-    measure, values = report.history.held_out
-    if values:
-        known = [(step, value) for step, value in values if value is not None]
-        pairs = [known[0], known[-1]] if len(known) > 1 else known
-        ends = " -> ".join(f"{format_number(value)} (step {step})" for step, value in pairs)
-        found[f"held-out {measure}"] = ends
-    for metric in ("reward", "loss"):
+    for measure, values in report.history.evaluated.items():
+        if known := [(step, value) for step, value in values if value is not None]:
+            found[f"held-out {measure}"] = status.held_out_text(known)
+    own = [name for name in report.history.metrics() if is_own(name) and not is_held_out(name)]
+    for metric in ("reward", "loss", *own):
         if curve := report.history.curve(metric):
             last = [value for _, value in curve[-10:]]
             found[f"mean {metric} of the last 10 steps"] = format_number(sum(last) / len(last))
+    if status.idle.total:
+        note = f": {status.idle.text}" if status.learns_nothing else ""
+        found["steps without learning"] = f"{status.idle.total} of {status.idle.num_steps}{note}"
+    if status.last_rollout is not None:
+        count = sum(status.rejected.values())
+        found["rejected prompts"] = f"{count} ({reasons_text(status.rejected)})" if count else "0"
     if len(status.history.steps) > 1:
         times = sorted(value for _, value in report.history.curve("step_s"))
         found["seconds per step"] = f"{format_number(times[len(times) // 2])} (median)" if times else ""

@@ -6,7 +6,8 @@ What files tell for certain comes before the scheduler's answer, and that before
 import time
 
 from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.records import EndedRecord, JobEvent, TrialState
+from hpc_rl.records import EndedRecord, TrialState
+from hpc_rl.requeue import JobEvent
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED
 from hpc_rl.schedulers.slurm_states import find_state, why_pending
@@ -23,7 +24,7 @@ EXITS: dict[int | None, tuple[TrialState, str]] = {
     ExitCode.REFUSED: (TrialState.FAILED, "refused its configuration or data"),
     ExitCode.BAD_CONFIG: (TrialState.FAILED, "refused its configuration or data"),
     ExitCode.STOPPED: (TrialState.STOPPED, "stopped on request"),
-    ExitCode.FAILED: (TrialState.FAILED, "failed"),
+    ExitCode.FAILED: (TrialState.FAILED, ""),  # the state says it already
     ExitCode.CANNOT_WRITE: (TrialState.FAILED, "could not write its files"),
     ExitCode.KILLED_BY_PERSON: (TrialState.KILLED, "killed by the user"),
     ExitCode.KILLED_BY_SYSTEM: (TrialState.KILLED, "killed by the system"),
@@ -44,22 +45,22 @@ FIRST_NODE_LOST = (
 )
 
 
-def _saved_text(saves: bool, last_step: int | None, newest: int | None) -> str:
+def _saved_text(saves: bool, final_step: int | None, saved_step: int | None) -> str:
     if not saves:
         return NOTHING_SAVED
-    if newest is None:
+    if saved_step is None:
         return "no checkpoint was saved"
-    if last_step is not None and last_step > newest:
-        return f"steps after checkpoint {newest} were not saved"
+    if final_step is not None and final_step > saved_step:
+        return f"steps after checkpoint {saved_step} were not saved"
     return "state saved"
 
 
 def describe_exit(
-    ended: EndedRecord, job: TrialJob, last_step: int | None, newest: int | None
+    ended: EndedRecord, job: TrialJob, final_step: int | None, saved_step: int | None
 ) -> tuple[TrialState, str]:
     """Return the state and the reason of an attempt of a job that recorded its end.
 
-    `last_step` is the newest that it trained, `newest` the step of the trial's newest checkpoint.
+    `final_step` is where its training ended, `saved_step` its newest checkpoint, as in AttemptStatus.
     """
     code, reason = ended.exit_code, ended.reason
     unknown = "exited" if code is None else f"exited with code {code}"
@@ -71,14 +72,16 @@ def describe_exit(
     if state is TrialState.DONE:  # the reason is the same in other words
         return state, text
     if code == ExitCode.STOPPED:
-        text = f"{text}, {_saved_text(job.saves, last_step, newest)}"
-    return state, f"{text}: {reason}" if reason else text
+        text = f"{text}, {_saved_text(job.saves, final_step, saved_step)}"
+    return state, ": ".join(filter(None, [text, reason])) or "without a recorded reason"
 
 
-def describe_job_exit(job: TrialJob, last_step: int | None, newest: int | None) -> tuple[TrialState, str]:
+def describe_job_exit(
+    job: TrialJob, final_step: int | None, saved_step: int | None
+) -> tuple[TrialState, str]:
     """Return the same of an attempt that recorded no end, by what the job script recorded."""
     ended = EndedRecord(exit_code=job.code, reason=f"{job.reason} (code {job.code})")
-    return describe_exit(ended, job, last_step, newest)
+    return describe_exit(ended, job, final_step, saved_step)
 
 
 def determine_state(
@@ -87,7 +90,6 @@ def determine_state(
     job_state: JobState,
     asked_at: float | None,
     last_sign: float | None,
-    newest: int | None,
 ) -> tuple[TrialState, str]:
     """Return the state and the reason of a trial that is not done.
 
@@ -97,7 +99,6 @@ def determine_state(
         job_state: The scheduler's answer for the job; UNKNOWN where it was not queried.
         asked_at: When it was queried, Unix seconds; None for just now.
         last_sign: When a file of the attempt last changed, Unix seconds.
-        newest: Step of the newest checkpoint.
     """
     if not job.job_id and own is None:
         return TrialState.RENDERED, "never submitted"
@@ -118,7 +119,7 @@ def determine_state(
     if own is None:
         state, reason = _before_first_attempt(job, job_state)
     elif own.state is TrialState.RUNNING:
-        state, reason = _without_end(job, own, job_state, last_sign, newest)
+        state, reason = _without_end(job, own, job_state, last_sign)
     else:
         state, reason = _after_end(job, own, dead)
     return state, reason + doubt
@@ -163,11 +164,11 @@ def _before_first_attempt(job: TrialJob, job_state: JobState) -> tuple[TrialStat
 
 
 def _without_end(
-    job: TrialJob, own: AttemptStatus, job_state: JobState, last_sign: float | None, newest: int | None
+    job: TrialJob, own: AttemptStatus, job_state: JobState, last_sign: float | None
 ) -> tuple[TrialState, str]:
     """Return the state of an attempt that has not recorded an end."""
     if job.ended:
-        return describe_job_exit(job, own.last_step, newest)
+        return describe_job_exit(job, own.final_step, own.saved_step)
     if job_state.state in DEAD_JOBS:
         return DEAD_JOBS[job_state.state], _scheduler_text(job_state)
     if job_state.native == NOT_LISTED:

@@ -4,23 +4,30 @@ Missing, stale and partial files are tolerated: what can't be known is left out.
 scheduler passes its answer in; it only tells a running job from one that was killed without recording an end.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from hpc_rl.files import Row
+from hpc_rl.name_resolve import stored_names_dir
+from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.records import EndedRecord, Event, EventKind, EventLog, LineageRecord, TrialState
+from hpc_rl.requeue import JobEvent
 from hpc_rl.schedulers.base import JobState, State
+from hpc_rl.stats.idle import IdleSteps, count_idle
 from hpc_rl.stats.read import History, MetricsReader, lineages
 from hpc_rl.status.attempts import STOPPING_EVENTS, AttemptStatus, roles_of, silences_of
-from hpc_rl.status.formatting import format_duration, format_rate, format_time
+from hpc_rl.status.formatting import format_duration, format_number, format_rate, format_time
+from hpc_rl.status.heartbeat import Heartbeat, SupervisorSilence
 from hpc_rl.status.rollout_report import RolloutReport, read_rollout
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.status.trial_state import describe_exit, describe_job_exit, determine_state
 from hpc_rl.supervise.server_array import ServerArray, read_arrays
 from hpc_rl.trial import AttemptId, Trial, read_json, read_object
 
+SUSPENDED = "SUSPENDED"  # Slurm's name of the state of a job whose processes are stopped
 KILLED_WITH_NODE = "ended without a record (its node failed, or the scheduler killed it)"
 TAKEN_BACK = "ended without a record (preempted, or its node failed); the scheduler starts the job again"
 RATE_STEPS = 50  # newest steps over which the rate is taken
@@ -33,7 +40,7 @@ BETWEEN_STEPS = {
 }
 # What `status --json` prints of a trial under the names that it has here.
 JSON_FIELDS = ("state", "reason", "step", "total_steps", "doing", "ends_at", "last_sign", "exports")
-JSON_COMPUTED = ("eta_s", "since", "last_end")
+JSON_COMPUTED = ("silent_hosts", "eta_s", "since", "last_end")
 JSON_RECORDS = ("lineages", "servers", "attempts")
 
 
@@ -58,8 +65,21 @@ class TrialStatus:
     last_sign: float | None = None  # newest change of a file, Unix seconds by the file server's clock
     ends_at: float | None = None  # when the scheduler ends the newest job, Unix seconds
     rollout: RolloutReport | None = None  # of the newest attempt
+    last_rollout: RolloutReport | None = None  # the newest of all attempts
     doing: str = ""  # what the trainer does now, such as `train` or `evaluate`
     doing_step: int = 0
+    supervisor_silence: SupervisorSilence | None = None  # of a live attempt
+
+    @property
+    def silent_hosts(self) -> list[str]:
+        """Sentences about the hosts of a live attempt without a sign of life, the supervisor's first."""
+        if self.live is None or self.over:
+            return []
+        lines = [one.text(True) for one in self.live.silences if one.until is None]
+        if silence := self.supervisor_silence:
+            lasts = format_duration(silence.silent_s)
+            lines.insert(0, f"the supervisor on {silence.node} has given no sign of life for {lasts}")
+        return lines
 
     @property
     def over(self) -> bool:
@@ -72,8 +92,43 @@ class TrialStatus:
         return max(0.0, (self.total_steps - self.step) / self.rate)
 
     @property
+    def idle(self) -> IdleSteps:
+        """The steps that taught the model nothing."""
+        return count_idle(self.history.steps)
+
+    @property
+    def learns_nothing(self) -> bool:
+        """Whether `status` warns of steps that taught the model nothing."""
+        return self.idle.is_notable(self.over)
+
+    @property
+    def rejected(self) -> dict[str, int]:
+        """How many prompts were rejected, by reason, the most frequent first."""
+        counts = self.last_rollout.rejected if self.last_rollout else {}
+        return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
+
+    def held_out_text(self, values: Sequence[tuple[int, float | None]]) -> str:
+        """Return the first and the last value of a held-out measure, and over how many rows they are."""
+        ends = values[:1] if len(values) == 1 else [values[0], values[-1]]
+        rows = self.history.held_out_rows
+        over = [f"over {counts[0]} of {sum(counts)} rows" if (counts := rows.get(step)) and counts[1] else ""
+                for step, _ in ends]  # fmt: skip
+        same = len(set(over)) == 1
+        places = [f"step {step}" + ("" if same or not text else f", {text}")
+                  for (step, _), text in zip(ends, over, strict=True)]  # fmt: skip
+        curve = " -> ".join(
+            f"{format_number(value)} ({place})" for (_, value), place in zip(ends, places, strict=True)
+        )
+        return f"{curve}, {over[0]}" if same and over[0] else curve
+
+    @property
     def pace(self) -> str:
-        """How fast it trains and how much time is left, or what the trainer does between steps."""
+        """How fast it trains and how much time is left, or what the trainer does between steps.
+
+        Empty while a host is silent: what the trial did before tells nothing about now.
+        """
+        if self.silent_hosts:
+            return ""
         parts = (
             [f"{BETWEEN_STEPS[self.doing]} at step {self.doing_step}"] if self.doing in BETWEEN_STEPS else []
         )
@@ -104,6 +159,8 @@ class TrialStatus:
         """Return what `status --json` prints."""
         values = {name: getattr(self, name) for name in JSON_FIELDS + JSON_COMPUTED}
         records = {name: [asdict(one) for one in getattr(self, name)] for name in JSON_RECORDS}
+        evaluated = list(self.history.held_out_rows.values())
+        scored, left_out = evaluated[-1] if evaluated else (None, None)
         return {
             **values,
             **records,
@@ -115,6 +172,9 @@ class TrialStatus:
             "jobs": [asdict(job) | {"event": job.event or ""} for job in self.jobs],
             "metrics": self.history.steps[-1] if self.history.steps else None,
             "evaluations": self.history.evaluations,
+            "rejected_prompts": {"total": sum(self.rejected.values()), "reasons": self.rejected},
+            "held_out_rows": {"scored": scored, "left_out": left_out},
+            "idle_steps": asdict(self.idle) | {"notable": self.learns_nothing},
         }
 
 
@@ -125,19 +185,26 @@ class StatusReader:
         self.trial = trial
         self._metrics = MetricsReader(trial)
         self._events: dict[str, EventLog] = {}
+        self._heartbeat: Heartbeat | None = None
 
-    def read(self, job_state: JobState | None = None, asked_at: float | None = None) -> TrialStatus:
+    def read(
+        self,
+        job_state: JobState | None = None,
+        asked_at: float | None = None,
+        patience_s: float = 0.0,
+    ) -> TrialStatus:
         """Return the status now.
 
         Args:
             job_state: The scheduler's answer for the newest job; None where it was not queried.
             asked_at: When it was queried, Unix seconds; None for just now.
+            patience_s: How long to wait for a sign of life where files look old; 0 for a reader that stays.
         """
         jobs = read_jobs(self.trial)
         lines = lineages(self.trial)
         history = self._metrics.poll()
         newest = newest_generation(self.trial)
-        attempts = self._attempts(jobs, lines, newest)
+        attempts = self._attempts(jobs, lines)
         last_sign = _last_sign(self.trial, attempts)
         job, job_state = jobs[-1] if jobs else TrialJob(""), job_state or JobState("", State.UNKNOWN)
         own = attempts[-1] if attempts else None
@@ -146,14 +213,15 @@ class StatusReader:
         if isinstance(read_json(self.trial.done), dict):
             state, reason = TrialState.DONE, _not_saved(self.trial)
         else:
-            state, reason = determine_state(job, own, job_state, asked_at, last_sign, newest)
+            state, reason = determine_state(job, own, job_state, asked_at, last_sign)
         _close_attempt(attempts, state, reason, job)
         from_step = lines[-1].from_step if lines else 0
         step = max(history.last_step, from_step)
         reached = step if state is TrialState.DONE else None
         alive = state in (TrialState.RUNNING, TrialState.STOPPING)
         doing = self._doing(attempts)
-        return TrialStatus(
+        rollout = read_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None
+        status = TrialStatus(
             trial=self.trial,
             state=state,
             reason=reason,
@@ -170,10 +238,27 @@ class StatusReader:
             servers=read_arrays(self.trial),
             last_sign=last_sign,
             ends_at=self._ends_at(attempts, job_state) if alive else None,
-            rollout=read_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None,
+            rollout=rollout,
+            last_rollout=rollout or self._earlier_rollout(attempts),
             doing=str(doing.get("doing", "")),
             doing_step=at if isinstance(at := doing.get("step"), int) else 0,
+            supervisor_silence=self._silence(attempts, job_state, patience_s) if alive else None,
         )
+        return replace(status, rate=None) if status.silent_hosts else status
+
+    def _silence(
+        self, attempts: list[AttemptStatus], job_state: JobState, patience_s: float
+    ) -> SupervisorSilence | None:
+        """Return whether the supervisor of a live attempt is silent; one that is suspended may be."""
+        if not attempts or not _runs(attempts[-1]) or job_state.native == SUSPENDED:
+            return None
+        if self._heartbeat is None:
+            self._heartbeat = Heartbeat(NameResolve(stored_names_dir(self.trial)))
+        return self._heartbeat.silence(attempts[-1].id, patience_s)
+
+    def _earlier_rollout(self, attempts: list[AttemptStatus]) -> RolloutReport | None:
+        reports = (read_rollout(self.trial.attempt(one.id)) for one in reversed(attempts[:-1]))
+        return next(filter(None, reports), None)
 
     def _event_rows(self, attempt: str) -> list[Event]:
         return self._events.setdefault(attempt, EventLog(self.trial.attempt(attempt))).poll()
@@ -203,26 +288,31 @@ class StatusReader:
         attempt = self.trial.attempt(attempts[-1].id)
         return read_object(attempt.activity("trainer", 0, trainer.incarnation)) if trainer else {}
 
+    def _final_step(self, own: list[LineageRecord], last_step: int | None) -> int | None:
+        """Return where the last start of training of an attempt ended; `last_step` without its record."""
+        if not own:
+            return last_step
+        known = self._metrics.last_steps_of_starts()
+        return known.get((own[-1].attempt, own[-1].incarnation), own[-1].from_step)
+
     def _ends_at(self, attempts: list[AttemptStatus], job_state: JobState) -> float | None:
         """Return when the job ends: by the scheduler's answer, else as the supervisor recorded it."""
         events = self._event_rows(attempts[-1].id) if attempts else []
         known = [event.ends_at for event in events if event.kind is EventKind.END_TIME]
         return job_state.end_time or next(filter(None, reversed(known)), None)
 
-    def _attempts(
-        self, jobs: list[TrialJob], lines: list[LineageRecord], newest: int | None
-    ) -> list[AttemptStatus]:
+    def _attempts(self, jobs: list[TrialJob], lines: list[LineageRecord]) -> list[AttemptStatus]:
         """Return the attempts in the order of submission, then of restart."""
         submitted = {job.job_id: number for number, job in enumerate(jobs)}
         last_steps = self._metrics.last_steps()
+        makers = makers_of_generations(self.trial)
         found = []
         for folder in self.trial.attempts.glob("*"):
             known = AttemptId.parse(folder.name)
             if known is not None and folder.is_dir():
                 number = submitted.get(known.job_id, len(jobs))
                 job = jobs[number] if number < len(jobs) else TrialJob(known.job_id)
-                attempt = self._attempt(folder.name, job, last_steps.get(folder.name), newest)
-                attempt.lineages = [line for line in lines if line.attempt == attempt.id]
+                attempt = self._attempt(folder.name, job, last_steps.get(folder.name), lines, makers)
                 found.append(((number, attempt.started or 0.0, known.restart), attempt, job))
         found.sort(key=lambda one: one[0])
         for (_, earlier, job), (_, later, _) in pairwise(found):
@@ -230,15 +320,26 @@ class StatusReader:
             if lost or _runs(earlier):  # a later start means that it is over
                 earlier.state, earlier.cause = TrialState.KILLED, lost or KILLED_WITH_NODE
                 if not lost and job.ended and later.job_id != job.job_id:
-                    earlier.state, earlier.cause = describe_job_exit(job, earlier.last_step, newest)
+                    steps = earlier.final_step, earlier.saved_step
+                    earlier.state, earlier.cause = describe_job_exit(job, *steps)
         return [attempt for _, attempt, _ in found]
 
-    def _attempt(self, name: str, job: TrialJob, last_step: int | None, newest: int | None) -> AttemptStatus:
+    def _attempt(
+        self,
+        name: str,
+        job: TrialJob,
+        last_step: int | None,
+        lines: list[LineageRecord],
+        makers: dict[int, str],
+    ) -> AttemptStatus:
         attempt, events = self.trial.attempt(name), self._event_rows(name)
         ended = EndedRecord.read(attempt.ended)
+        own = [line for line in lines if line.attempt == name]
+        final_step = self._final_step(own, last_step)
+        saved_step = _saved_step(name, own, lines, events, makers)
         state, cause = TrialState.RUNNING, ""
         if ended is not None:
-            state, cause = describe_exit(ended, job, last_step, newest)
+            state, cause = describe_exit(ended, job, final_step, saved_step)
         stopping = [event.reason or "it is stopping" for event in events if event.kind in STOPPING_EVENTS]
         return AttemptStatus(
             id=name,
@@ -248,8 +349,10 @@ class StatusReader:
             exit_code=ended.exit_code if ended else None,
             started=min((event.time for event in events if event.time is not None), default=None),
             ended=ended.time if ended else None,
-            lineages=[],
+            lineages=own,
             last_step=last_step,
+            final_step=final_step,
+            saved_step=saved_step,
             roles=roles_of(attempt, events),
             stopping=stopping[-1] if stopping else "",
             silences=silences_of(events),
@@ -257,10 +360,10 @@ class StatusReader:
 
 
 def read_status(
-    trial: Trial, job_state: JobState | None = None, asked_at: float | None = None
+    trial: Trial, job_state: JobState | None = None, asked_at: float | None = None, patience_s: float = 0.0
 ) -> TrialStatus:
     """Return the status of a trial as its files are now; arguments as of `StatusReader.read`."""
-    return StatusReader(trial).read(job_state, asked_at)
+    return StatusReader(trial).read(job_state, asked_at, patience_s)
 
 
 def _runs(attempt: AttemptStatus) -> bool:
@@ -268,12 +371,13 @@ def _runs(attempt: AttemptStatus) -> bool:
 
 
 def killed_with_node(attempt: AttemptStatus, job: TrialJob, otherwise: str) -> str:
-    """Return that the first node of an attempt was lost, or `otherwise` where that is not known."""
+    """Return that a watch gave an attempt back, and why, or `otherwise` where that is not known."""
     known = AttemptId.parse(attempt.id)
-    lost_at = job.lost_starts.get(known.restart) if known and known.job_id == job.job_id else None
-    if lost_at is None:
+    lost = job.lost_starts.get(known.restart) if known and known.job_id == job.job_id else None
+    if lost is None:
         return otherwise
-    return f"its first node was lost: a watch on another node gave the job back at {format_time(lost_at)}"
+    what = "job script was killed" if lost.event is JobEvent.SCRIPT_KILLED else "first node was lost"
+    return f"its {what}: a watch on another node gave the job back at {format_time(lost.time)}"
 
 
 def _close_attempt(attempts: list[AttemptStatus], state: TrialState, reason: str, job: TrialJob) -> None:
@@ -292,6 +396,32 @@ def newest_generation(trial: Trial) -> int | None:
     """Return the step of the newest checkpoint that has a manifest; it is not verified."""
     steps = [path.parent.name.removeprefix("gen-") for path in trial.recover.glob("gen-*/manifest.json")]
     return max((int(step) for step in steps if step.isdecimal()), default=None)
+
+
+def makers_of_generations(trial: Trial) -> dict[int, str]:
+    """Return the attempts that made the checkpoints that have a manifest, by step; '' where it has none."""
+    makers = {}
+    for path in trial.recover.glob("gen-*/manifest.json"):
+        step = path.parent.name.removeprefix("gen-")
+        if step.isdecimal():
+            makers[int(step)] = str(read_object(path).get("attempt") or "")
+    return makers
+
+
+def _saved_step(
+    attempt: str,
+    own: list[LineageRecord],
+    lines: list[LineageRecord],
+    events: list[Event],
+    makers: dict[int, str],
+) -> int | None:
+    """Return the newest checkpoint that an attempt made or started from, also one that is gone by now."""
+    numbers = {line.lineage for line in own}
+    steps = [event.step for event in events if event.kind is EventKind.PROGRESS and event.step is not None]
+    steps += [line.from_step for line in own if line.from_lineage is not None]
+    steps += [line.from_step for line in lines if line.from_lineage in numbers]
+    steps += [step for step, maker in makers.items() if maker in ("", attempt)]
+    return max(steps, default=None)
 
 
 def _not_saved(trial: Trial) -> str:

@@ -128,6 +128,7 @@ def test_help_of_a_section_that_does_not_exist(capsys):
         ("submit", ["--n-nodes=4", "a.b=1", "--a.b", "-1"], ["--overrides=--n-nodes=4", "a.b=1", "a.b -1"]),
         ("submit", ["--preset", "cpu", "hello"], ["--preset", "cpu", "hello"]),
         ("recover", ["first", "--from", "4", "--lr", "1"], ["first", "--from", "4", "lr 1"]),
+        ("recover", ["first", "~ref"], ["first", "--overrides=~ref"]),
         ("attach", ["t", "--exec", "--", "ls", "-l"], ["t", "--exec", "--run=ls", "--run=-l"]),
         ("logs", ["t", "-n", "5"], ["t", "-n", "5"]),
     ],

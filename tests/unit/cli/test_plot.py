@@ -2,6 +2,7 @@
 
 import pytest
 
+from hpc_rl.cli import plot
 from hpc_rl.cli.__main__ import main
 from hpc_rl.submit import trial_index
 
@@ -38,3 +39,16 @@ def test_one_trial_has_its_evaluations_and_its_reward(capsys):
 def test_a_metric_that_no_trial_has_is_refused_with_the_nearest(capsys):
     assert main(["plot", "short", "--metric", "rewrd"]) != 0
     assert "did you mean reward?" in capsys.readouterr().err
+
+
+def test_only_steps_are_smoothed(make_fake_trial, tmp_path, monkeypatch, capsys):
+    fake = make_fake_trial(tmp_path / "runs", name="evaluated")
+    fake.run_to(4)
+    fake.evaluation("7.0", 4, 0.75)
+    trial_index.record(fake.trial)
+    drawn = {}
+    monkeypatch.setattr(plot, "plotted", lambda lines, _dots, metric, *_: drawn.update({metric: lines}) or "")
+    assert main(["plot", "evaluated", "--metric", "held-out,eval_reward,reward", "--smooth", "10"]) == 0
+    assert drawn["held-out"] == {"held-out": [(0, 0.31), (4, 0.75)]}
+    assert drawn["eval_reward"] == {"eval_reward": [(0, 0.31), (4, 0.75)]}
+    assert drawn["reward"]["reward"][-1] == (4, pytest.approx(0.025))

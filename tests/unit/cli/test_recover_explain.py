@@ -150,7 +150,7 @@ def test_the_generation_asked_for_is_read_whole_where_that_is_quick(trial, capsy
     assert "not read     " not in said
     assert "checkpoint   9, lineage 0, job job-1: looks sound; its content was not read\n" in said
     assert "checkpoint   6, lineage 0, job job-1: valid\n" in said
-    assert "; of this start resume\n" in said
+    assert " (this start: resume)\n" in said
     monkeypatch.setattr(start_facts, "IN_PASSING_BYTES", 8)
     assert main(["recover", "small", "--from", "6", "--explain"]) == 0
     assert "the start reads them before it sets" in capsys.readouterr().out
@@ -317,11 +317,11 @@ def test_starts_that_come_to_nothing_end_the_trial_for_good(trial, capsys):
         begun.attempt.make_dirs()
         begin(begun)
         with begun.attempt.events.open("a") as file:
-            file.write(json.dumps({"event": "stopping", "reason": "the job's time is nearly over"}) + "\n")
+            file.write(json.dumps({"event": "stopping", "cause": "time_limit"}) + "\n")
             file.write(
                 json.dumps({"event": "exited", "role": "trainer", "incarnation": 0, "code": 75}) + "\n"
             )
-        write_json(begun.attempt.ended, {"exit_code": 75, "reason": "the job's time is nearly over"})
+        write_json(begun.attempt.ended, {"exit_code": 75, "cause": "time_limit"})
     last = dataclasses.replace(start(trial, "job-2"), attempt=trial.attempt("job-2.3"))
     with pytest.raises(
         GivenUp,
@@ -345,7 +345,8 @@ def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_pat
     )
     spoken, waits = tmp_path / "spoken", tmp_path / "waits"
     waits.write_text(
-        f"#!/bin/bash\nwhile [[ ! -e {shlex.quote(str(spoken))} ]]; do sleep 0.1; done\nexit 1\n"
+        f'#!/bin/bash\n[[ $1 == -c || " $* " == *" hpc_rl.app.job "* ]] && exec {shlex.quote(sys.executable)} "$@"\n'
+        f"while [[ ! -e {shlex.quote(str(spoken))} ]]; do sleep 0.1; done\nexit 1\n"
     )
     waits.chmod(0o755)
     command = [

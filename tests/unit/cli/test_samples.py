@@ -4,9 +4,11 @@ import json
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.stats.kept_samples import SampleWriter
+from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, NOT_KEPT, SampleWriter, short_columns
 from hpc_rl.stats.sinks import JsonlSink
 from hpc_rl.submit import trial_index
 from hpc_rl.types import Trajectory, TrajectoryGroup
@@ -101,3 +103,32 @@ def test_text_for_people_and_what_to_do_where_nothing_matches(trial, capsys):
     assert "steps with completions: 1 to 3" in capsys.readouterr().out
     assert main(["samples", "t1", "--reward", "3"]) == 64
     assert "'3'; it must be A..B" in capsys.readouterr().err
+
+
+def test_the_columns_of_the_row_stand_with_each_completion(fake_trial, capsys):
+    fake_trial.run_to(1)
+    sink = JsonlSink(fake_trial.trial.attempt("7.0").samples(0))
+    row = {"prompt": "p", "answer": "42", "tests": ["a", "b"], "story": "s" * 5000, "input_ids": [1]}
+    columns, shortened = short_columns(row)
+    one = TrajectoryGroup(3, [trajectory([1, 2, 3], 2, 0.5, [5])], columns, shortened)
+    SampleWriter(sink, letters, num_groups=1).write_step(1, [one], [], [])
+    sink.close()
+    trial_index.record(fake_trial.trial)
+    (kept,) = ask(capsys)
+    assert kept["columns"] == {"answer": "42", "tests": ["a", "b"], "story": "s" * MAX_COLUMN_CHARS}
+    assert kept["shortened"] == ["story"]
+    assert main(["samples", "t1"]) == 0
+    shown = capsys.readouterr().out
+    assert "row         | answer: 42\n" in shown and "(shortened)" in shown
+
+
+@given(
+    st.dictionaries(
+        st.text(max_size=5), st.one_of(st.text(max_size=3000), st.lists(st.integers())), max_size=9
+    )
+)
+def test_a_row_takes_a_bounded_place(row):
+    columns, shortened = short_columns(row)
+    assert columns.keys() == row.keys() - set(NOT_KEPT)
+    assert sum(len(value) for value in columns.values() if isinstance(value, str)) <= MAX_ROW_CHARS
+    assert all(columns[name] == row[name] for name in columns.keys() - set(shortened))

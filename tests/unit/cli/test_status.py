@@ -111,7 +111,7 @@ def test_starts_that_led_nowhere_are_shown_with_what_ended_each(fake_trial, sche
     fake_trial.ended("7.0", 75)
     fake_trial.started("7.1", "trainer", at=50)
     fake_trial.lineage(1, 0, "7.1")
-    fake_trial.event("7.1", "stopping", at=55, reason="the job's time is nearly over")
+    fake_trial.event("7.1", "stopping", at=55, reason="the job's time is nearly over", cause="time_limit")
     fake_trial.exited("7.1", "trainer", 75, at=60)
     fake_trial.ended("7.1", 75, "the job's time is nearly over", at=61)
     scheduler.answers["7"] = State.PENDING
@@ -138,6 +138,7 @@ def test_what_a_step_measured_and_what_its_seconds_went_to(fake_trial, scheduler
         "lineage": 0,
         "reward": 0.4,
         "reward/format": 0.9,
+        "agent/turns": 2.5,
         "accuracy": 0.75,
     }
     batch = {"completion_len": 12.5, "zero_advantage_groups": 0.25, "given_up": 0, "behave_approx_kl": 0.25}
@@ -149,7 +150,7 @@ def test_what_a_step_measured_and_what_its_seconds_went_to(fake_trial, scheduler
     main(["status", "t1", "--offline"])
     out = capsys.readouterr().out
     assert re.search(r"step 4 of 100 \(4 %\)   evaluating at step 4; then .* steps/min, done in about", out)
-    assert "metrics     step 4: reward 0.4, reward/format 0.9, accuracy 0.75\n" in out
+    assert "metrics     step 4: reward 0.4, reward/format 0.9, agent/turns 2.5, accuracy 0.75\n" in out
     assert (
         "batch       completion length 12.5, share of zero-advantage groups 0.25, KL to the policy that generated 0.25\n"
         in out

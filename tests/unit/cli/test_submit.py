@@ -7,16 +7,15 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from command_line import TOKENIZER
+from command_line import NO_TENSORS, TOKENIZER, make_python
 from model_shapes import QWEN3_8B
 
-from hpc_rl.cli import submit as submitting
 from hpc_rl.cli.__main__ import main
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.records import JobRecord
 from hpc_rl.schedulers.base import State
 from hpc_rl.schedulers.sinfo import Node
-from hpc_rl.submit import needs, trial_index
+from hpc_rl.submit import checklist, needs, storage, trial_index
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trial import read_json, write_json
 
@@ -108,7 +107,8 @@ def test_a_scheduler_that_refuses_leaves_nothing(config, scheduler, tmp_path, ca
 
 def test_nodes_that_failed_the_trial_are_avoided_if_enough_are_left(config, scheduler, monkeypatch, capsys):
     nodes = [Node("main", name, 64, 256_000, is_default=True) for name in ("n1", "n2")]
-    monkeypatch.setattr(submitting, "SlurmScheduler", lambda: SimpleNamespace(nodes=lambda: nodes))
+    monkeypatch.setattr(checklist, "SlurmScheduler", lambda: SimpleNamespace(nodes=lambda: nodes))
+    monkeypatch.setattr(checklist, "require", lambda program: None)
     scheduler.name = "slurm"
     assert submitted(config, "launcher.type=slurm") == 0
     trial = trial_index.resolve("small")
@@ -152,6 +152,19 @@ def test_recover_submits_the_stored_configuration_as_a_resume(stopped, capsys):
         "auto",
         "small",
     )
+
+
+def test_a_note_is_printed_by_the_first_submission_only(config, scheduler, capsys, make_generation):
+    assert submitted(config) == 0
+    first = capsys.readouterr().out
+    assert "note: actor.dtype is float32" in first
+    scheduler.answers["job-1"] = State.CANCELLED
+    make_generation(trial_index.resolve("small"), 5)
+    assert main(["recover", "small", "total_train_steps=30"]) == 0
+    assert "note: actor." not in capsys.readouterr().out
+    scheduler.answers["job-2"] = State.CANCELLED
+    assert main(["recover", "small", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"]
 
 
 def test_recover_refuses_what_the_state_can_not_take_and_changes_nothing(stopped, scheduler, capsys):
@@ -211,7 +224,7 @@ def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler,
     capsys.readouterr()
     assert submitted(config, "seed=7", "actor.eps_clip=0.3") == 0
     assert (
-        "dropped    what other options, rows or code made, in no batch (segment-0000.ledger, current.json)"
+        "dropped    unused rollouts from an earlier configuration (segment-0000.ledger, current.json)"
         in capsys.readouterr().out
     )
     assert not ledger.exists() and not stopped.current_weights.exists()
@@ -230,7 +243,7 @@ def test_what_never_trained_can_be_rendered_with_other_options(stopped, config, 
     ledger.write_bytes(b"groups of the old seed")
     assert main(["render", "--config", str(config), "seed=7"]) == 0
     assert (
-        "dropped    what other options, rows or code made, in no batch (segment-0000.ledger)"
+        "dropped    unused rollouts from an earlier configuration (segment-0000.ledger)"
         in capsys.readouterr().out
     )
     assert not ledger.exists()
@@ -245,7 +258,7 @@ def test_what_never_trained_can_be_submitted_with_corrected_rows(stopped, config
     rows.write_text(rows.read_text().replace("1+1", "2+1"))
     assert submitted(config) == 0
     assert (
-        "dropped    what other options, rows or code made, in no batch (segment-0000.ledger)"
+        "dropped    unused rollouts from an earlier configuration (segment-0000.ledger)"
         in capsys.readouterr().out
     )
     assert not ledger.exists()
@@ -333,14 +346,10 @@ def test_recover_sets_batches_of_an_abandoned_policy_aside(
     first = 4 if "--from" in words else 6
     expected = list(range(first, 8)) if renews else []
     assert main(["recover", "small", *words, "--explain"]) == 0
-    sentence = (
-        f"batches {first} to 7, made by a policy or under options that this start gives up, are set aside"
-    )
+    sentence = f"batches {first} to 7 came from the old policy or old options, and will be regenerated"
     said = capsys.readouterr().out
     assert (sentence in said) == renews
-    assert ("although a policy or options that this start gives up made them" in said) == (
-        "--replay" in words
-    )
+    assert ("although they came from the old policy or old options" in said) == ("--replay" in words)
     assert ("at learning rate 1e-06 (2e-05 before)" in said) == ("actor.optimizer.lr=1e-6" in words)
     assert main(["recover", "small", *words, "--json"]) == 0
     said = json.loads(capsys.readouterr().out)
@@ -349,7 +358,41 @@ def test_recover_sets_batches_of_an_abandoned_policy_aside(
     job = JobRecord.read(stopped.job("job-2"))
     assert job.new_batches == renews
     script = next(stopped.scripts.glob("local.sh")).read_text()
-    assert ("new_batches=1\n" in script) == renews  # should the job start before its record is there
+    assert ("new_batches=1 " in script) == renews  # should the job start before its record is there
+
+
+@pytest.fixture
+def decaying(config, scheduler, capsys, make_generation):
+    """sums/small with a linear schedule from 0.3 to 0 over 10 steps, stopped after step 5."""
+    submitted(config, "actor.optimizer.lr=0.3", "actor.optimizer.lr_scheduler_type=linear")
+    capsys.readouterr()
+    scheduler.answers["job-1"] = State.CANCELLED
+    trial = trial_index.resolve("small")
+    for step in (3, 5):
+        make_generation(trial, step)
+    return trial
+
+
+@pytest.mark.parametrize(
+    ("words", "rate", "before", "raised"),
+    [
+        ([], 0.15, 0.18, False),
+        (["--from", "3"], 0.21, 0.24, False),
+        (["actor.optimizer.lr=0.1"], 0.05, 0.18, False),
+        (["total_train_steps=60"], 0.275, 0.18, True),
+        (["actor.ppo_n_minibatches=2"], 0.15, 0.18, False),
+    ],
+)
+def test_the_rate_of_the_next_step_is_the_schedules(decaying, capsys, words, rate, before, raised):
+    assert main(["recover", "small", *words, "--explain"]) == 0
+    said = capsys.readouterr().out
+    assert ("the schedule runs over all steps, and there are more now" in said) == raised
+    assert (f"at learning rate {rate:g} ({before:g} before)" in said) == (bool(words) and not raised)
+    assert main(["recover", "small", *words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["learning_rate"] == pytest.approx(rate)
+    assert found["learning_rate_before"] == pytest.approx(before)
+    assert (found["raised_by_length"], found["learning_rate_exact"]) == (raised, True)
 
 
 def test_a_dry_run_says_what_the_next_step_trains_on(stopped, config, capsys, make_seal):
@@ -435,13 +478,12 @@ def large(config, tmp_path):
     return config
 
 
-def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(
-    large, scheduler, tmp_path, capsys, monkeypatch
-):
-    assert submitted(large, "--dry_run", *LARGE) == 64
-    said = capsys.readouterr()
-    assert "contains no weights (*.safetensors)" in said.err
-    assert "cluster.gpu_mem_gb" in said.out  # a note: the size is not known
+def test_a_plan_alone_needs_nothing_but_config_json(large, scheduler, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")  # no Slurm
+    alone = ("--dry_run", "--no_check", "launcher.type=slurm", *LARGE)
+    assert submitted(large, *alone) == 0
+    said = capsys.readouterr().out
+    assert "cluster.gpu_mem_gb" in said  # a note: the size is not known
     for words in (
         "10 steps, each of 256 sequences",
         "rows is ",
@@ -450,27 +492,41 @@ def test_a_dry_run_estimates_from_config_json_alone_and_then_refuses(
         "Adam moments",
         "checkpoint 91.5 GB",
     ):
-        assert words in said.out
+        assert words in said
+    assert submitted(large, *alone, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["estimate"]["rank"]["items"]["parameters"] == 8_190_735_360
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dry_run_of_config_json_alone_is_refused_before_it_shows_a_plan(
+    large, scheduler, capsys, monkeypatch
+):
+    assert submitted(large, "--dry_run", *LARGE) == 64
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "contains no weights (*.safetensors)" in said.err
     assert submitted(large, "--dry_run", "--json", *LARGE) == 64
     said = json.loads(capsys.readouterr().out)
     assert said["estimate"]["rank"]["items"]["parameters"] == 4 * 8_190_735_360 / 4
-    assert "contains no weights" in said["refused"]
+    assert any("contains no weights" in line for line in said["refusals"])
     here = ["launcher.type=local", "cluster.n_gpus_per_node=0"]
     monkeypatch.setattr(needs, "usable_memory_bytes", lambda: 64 << 30)
     assert submitted(large, "--dry_run", *LARGE, *here) == 64
     assert (
         "Adam moments, and this machine has 64.0 GB of memory: use a smaller model" in capsys.readouterr().err
     )
-    assert not (tmp_path / "runs").exists()
 
 
 def test_what_can_not_fit_is_refused_before_anything_is_written(
     large, scheduler, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    (tmp_path / "model" / "model.safetensors").write_text("{}")
+    monkeypatch.setattr(storage, "free_bytes", lambda path: 1 << 50)
+    (tmp_path / "model" / "model.safetensors").write_bytes(NO_TENSORS)
     (tmp_path / "model" / "tokenizer.json").write_text(TOKENIZER)
-    small = [*LARGE, "cluster.gpu_mem_gb=24"]
+    servers = make_python(tmp_path / "python", packages={"sglang": "0.5.23"})
+    given = [*LARGE, f"launcher.inference_server_python={servers}"]
+    small = [*given, "cluster.gpu_mem_gb=24"]
     assert submitted(large, *small) == 64
     said = capsys.readouterr()
     assert "cluster.gpu_mem_gb is 24" in said.err
@@ -479,10 +535,12 @@ def test_what_can_not_fit_is_refused_before_anything_is_written(
     assert main(["render", "--config", str(large), *small]) == 64
     assert submitted(large, "--dry_run", *small) == 64
     said = capsys.readouterr()
-    assert "Adam moments" in said.out
-    assert "cluster.gpu_mem_gb is 24" in said.err
+    assert said.out == "" and "cluster.gpu_mem_gb is 24" in said.err
+    assert submitted(large, "--dry_run", "--no_check", *small) == 0
+    said = capsys.readouterr().out
+    assert "Adam moments" in said and "cluster.gpu_mem_gb is 24" in said
     assert not (tmp_path / "runs").exists()
-    assert submitted(large, *LARGE, "cluster.gpu_mem_gb=80") == 0
+    assert submitted(large, *given, "cluster.gpu_mem_gb=80") == 0
 
 
 def test_a_model_that_is_not_known_is_not_estimated(config, scheduler, capsys):

@@ -1,17 +1,23 @@
 """`hpc-rl templates`: what an admin sees, writes, compares and checks."""
 
+import base64
 import functools
+import hashlib
+import importlib.metadata
 import json
 import re
+import shutil
+import subprocess
+from types import SimpleNamespace
 
 import pytest
 
 from hpc_rl.cli import templates
 from hpc_rl.cli.__main__ import main
-from hpc_rl.cli.templates import KINDS, samples
+from hpc_rl.cli.templates import samples
 from hpc_rl.config.loading.load import Loaded, load
 from hpc_rl.config.loading.profiles import site_dirs
-from hpc_rl.render import lint
+from hpc_rl.render import lint, overrides
 from hpc_rl.render.jinja_environment import template_root
 from hpc_rl.render.overrides import shipped
 
@@ -74,7 +80,7 @@ def test_eject_edit_diff_check(site, capsys):
     capsys.readouterr()
     assert main(["templates", "diff"]) == 1
     said = capsys.readouterr().out
-    assert said.count("+module load cuda") == len(KINDS) and "-#SBATCH" not in said
+    assert said.count("+module load cuda") == 1 and "@@ every sample\n" in said and "-#SBATCH" not in said
     assert main(["templates", "check"]) == 0
     assert str(path) in capsys.readouterr().out
 
@@ -121,7 +127,6 @@ BRANCHES = (
         "layout=jobs",
         "recover_mode=disabled",
     ),
-    *(r"pre_job_hooks=\(hook", "scheduler=local", "knows_gpus=0", "knows_gpus=1"),
 )
 
 
@@ -159,11 +164,14 @@ def test_an_undefined_variable_of_the_second_component_is_refused(site, capsys):
             '{% extends "below/sbatch/trial.sbatch.j2" %}{% block sight %}x{% endblock %}',
             "has no block 'sight'",
         ),
-        ('{% extends "below/sbatch/trial.sbatch.j2" %}{% block site %}x{% endblock %}', "eject site"),
+        (
+            '{% extends "below/sbatch/trial.sbatch.j2" %}{% block site %}x{% endblock %}',
+            "templates/site.sh.j2 has it",
+        ),
         ("#!/bin/bash\ntrue\n", "replaces the whole file"),
         (
             '{% extends "below/sbatch/trial.sbatch.j2" %}{% block environment %}\n#SBATCH --mem=1\n{% endblock %}',
-            "comes after the first command",
+            "2: sbatch ignores it, because it comes after the first command",
         ),
     ],
 )
@@ -171,6 +179,136 @@ def test_check_finds_what_can_not_be_meant(site, capsys, without_shellcheck, tex
     override(site_dirs()[1], text)
     assert main(["templates", "check", "--json"]) == 64
     assert any(words in wrong for wrong in json.loads(capsys.readouterr().out)["wrong"])
+
+
+def check(layer, template, block, text, capsys):
+    """Return what `templates check` says of an override of one block, with the file as FILE."""
+    path = override(
+        layer,
+        f'{{% extends "below/{template}" %}}\n{{% block {block} %}}\n{text}\n{{% endblock %}}\n',
+        template,
+    )
+    assert main(["templates", "check", "--json"]) == 64
+    return [wrong.replace(str(path), "FILE") for wrong in json.loads(capsys.readouterr().out)["wrong"]]
+
+
+@pytest.mark.parametrize(
+    ("template", "block", "text", "wrong"),
+    [
+        (
+            "templates/steps.sh.j2",
+            "trainer",
+            '{{ super() | replace("--wait=31", "--wait=120") }}',
+            'FILE:3: replace("--wait=31", …) matches nothing in any sample script',
+        ),
+        (
+            TRIAL,
+            "resources",
+            '{{ super() | without("--memm", "--time") }}',
+            'FILE:3: without("--memm") matches',
+        ),
+        (
+            TRIAL,
+            "site_directives",
+            "#SBATCH --licences=x",
+            "FILE:3: sbatch has no option --licences; did you mean --licenses?",
+        ),
+        (TRIAL, "accounting", "# SBATCH --qos=x", "FILE:3: sbatch takes it for a comment; write #SBATCH"),
+        (SITE, "site", "#SBATCH --qos=x", "FILE:3: sbatch reads #SBATCH lines only in the job script"),
+        (SITE, "site", "true\nfi", "FILE:4: bash -n: syntax error near unexpected token `fi'"),
+    ],
+)
+def test_a_mistake_of_an_override_is_told_once_with_its_file_and_line(
+    site, capsys, without_shellcheck, template, block, text, wrong
+):
+    problems = check(site / "etc", template, block, text, capsys)
+    assert sum(problem.startswith(wrong) for problem in problems) == 1, problems
+
+
+def test_a_mistake_that_bash_notices_at_the_end_names_the_overrides_of_the_script(
+    site, capsys, without_shellcheck
+):
+    [problem] = check(site / "etc", SITE, "site", "echo $( y", capsys)
+    assert "bash -n: unexpected EOF" in problem and problem.endswith("(changed by FILE)")
+
+
+def test_filters_that_have_an_effect_in_some_sample_and_options_of_plugins_are_fine(
+    site, capsys, without_shellcheck
+):
+    text = '{{ super() | without("--array") | replace("sbatch", "sbatch") }}#SBATCH --licen=a --container-mounts=/x\n'
+    override(
+        site / "etc",
+        f'{{% extends "below/{SERVERS}" %}}{{% block resources %}}{text}{{% endblock %}}',
+        SERVERS,
+    )
+    main(["templates", "check", "--json"])
+    wrong = json.loads(capsys.readouterr().out)["wrong"]
+    assert len(wrong) == 1 and 'replace("sbatch"' in wrong[0]
+
+
+@pytest.mark.parametrize("hook", ["pre_node", "post_node"])
+def test_a_hook_on_every_node_leaves_out_the_layout_that_has_none(site, capsys, without_shellcheck, hook):
+    (site / "etc" / "hooks.d").mkdir(parents=True)
+    (site / "etc" / "hooks.d" / hook).write_text("true\n")
+    assert main(["templates", "diff"]) in (0, 1)
+    assert main(["templates", "check"]) == 0
+    said = capsys.readouterr().out
+    assert f"note: sample hetjob is left out: the site's hooks {hook} do not work" in said
+
+
+def test_the_environment_of_a_site_is_listed_and_its_mistakes_have_a_place(site, capsys, without_shellcheck):
+    path = site / "etc" / "hooks.d" / "environment"
+    path.parent.mkdir(parents=True)
+    path.write_text("export A=1\nesac\n")
+    assert main(["templates", "list"]) == 0
+    assert f"environment: {path}" in capsys.readouterr().out
+    assert main(["templates", "check"]) == 64
+    assert f"{path}:2: bash -n: syntax error near unexpected token `esac'" in capsys.readouterr().out
+
+
+def test_a_change_that_only_some_samples_have_names_them(site, capsys):
+    block = "{% block resources_of_servers %}{{ super() }}#SBATCH --hold\n{% endblock %}"
+    override(site / "etc", f'{{% extends "below/{TRIAL}" %}}{block}')
+    assert main(["templates", "diff"]) == 1
+    said = capsys.readouterr().out
+    assert re.search(r"@@ hetjob\n(?: .*\n)*\+#SBATCH --hold", said) and said.count("+# changed by") == 1
+
+
+def test_templates_of_a_checkout_that_were_edited_are_told(tmp_path, monkeypatch):
+    run = functools.partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True)
+    for folder in overrides.FOLDERS:
+        shutil.copytree(template_root() / folder, tmp_path / folder)
+    run(["git", "init"])
+    run(["git", "add", "."])
+    run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "as shipped"])
+    monkeypatch.setattr(overrides, "template_root", lambda: tmp_path)
+    assert overrides.edited() == []
+    with (tmp_path / SITE).open("a") as file:
+        file.write("ulimit -n 4096\n")
+    assert overrides.edited() == [tmp_path / SITE]
+
+
+def test_templates_of_a_wheel_that_were_edited_are_told(tmp_path, monkeypatch):
+    root = tmp_path / "_data"
+    shutil.copytree(template_root() / "sbatch", root / "sbatch")
+    digest = (
+        base64.urlsafe_b64encode(hashlib.sha256((root / TRIAL).read_bytes()).digest()).rstrip(b"=").decode()
+    )
+    file = importlib.metadata.PackagePath(TRIAL)
+    file.hash = importlib.metadata.FileHash(f"sha256={digest}")
+    file.dist = SimpleNamespace(locate_file=lambda name: root / name)
+    monkeypatch.setattr(overrides, "template_root", lambda: root)
+    monkeypatch.setattr(overrides.importlib.metadata, "files", lambda name: [file])
+    assert overrides.edited() == []
+    (root / TRIAL).write_text("#!/bin/bash\n")
+    assert overrides.edited() == [root / TRIAL]
+
+
+def test_check_names_a_shipped_template_that_was_edited(site, capsys, monkeypatch, without_shellcheck):
+    monkeypatch.setattr(overrides, "edited", lambda: [template_root() / SITE])
+    assert main(["templates", "check"]) == 0
+    said = capsys.readouterr().out
+    assert f"note: {template_root() / SITE} was edited" in said and "nothing overridden" not in said
 
 
 def test_a_broken_template_is_told_with_its_line(site, capsys):

@@ -52,6 +52,7 @@ def plain(prompt, generate):
     return None
 def sync(prompt):
     return None
+number = 3
 """
 
 
@@ -132,6 +133,23 @@ def test_refusals_of_rules_and_of_the_machine_are_told_together(config, capsys):
     assert "nowhere.jsonl does not exist" in said and f"{taken}" in said
 
 
+def test_what_is_not_a_function_and_where_modules_are_searched_for(config, capsys):
+    code, said = submit(config, capsys, reward_fn="mine:number")
+    assert code == 64 and "mine:number is 3 of type int, not a function" in said
+    code, said = submit(config, capsys, reward_fn="mien:good")
+    assert code == 64 and f"Did you mean mine? Modules of yours are searched for in {config.parent};" in said
+    code, said = submit(config, capsys, reward_fn="mine:of_trl")
+    assert code == 64 and "write `of_trl.batched = True` below the function" in said
+
+
+def test_a_misspelt_option_of_the_command_and_a_misspelt_file_are_told(config, capsys):
+    assert main(["check", str(config), "--epsiode"]) == 64
+    assert "there is no option --epsiode: did you mean --episode?" in capsys.readouterr().err
+    (config.parent / "train.jsonl").write_text("{}\n")
+    assert main(["check", str(config), f"train_dataset.path={config.parent}/trian.jsonl"]) == 64
+    assert "trian.jsonl does not exist; did you mean train.jsonl?" in capsys.readouterr().err
+
+
 def test_what_is_tried_is_refused_with_option_and_place(config, monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     bad = config.parent / "bad"
@@ -201,7 +219,10 @@ def test_prompts_that_user_code_rejected_are_issued_again_when_it_has_changed(
     helper.write_text("def value(): return 1.0\n")
     assert main(["recover", "small", "--explain"]) == 0
     said = capsys.readouterr().out
-    assert "changed    code of rollout.reward_fn: " in said and "finished groups, made by" in said
+    assert (
+        "changed    code of rollout.reward_fn: " in said
+        and "finished groups came from the old policy" in said
+    )
     assert "3 prompts that the earlier reward or workflow rejected are generated again" in said
     assert main(["recover", "small", "--replay", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

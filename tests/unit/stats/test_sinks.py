@@ -8,7 +8,7 @@ import pytest
 
 from hpc_rl.config.sections.operations import StatsLoggerConfig, SwanlabConfig, WandBConfig
 from hpc_rl.errors import ConfigError
-from hpc_rl.stats.sinks import JsonlSink, RunIdentity, TensorBoardSink, open_sinks
+from hpc_rl.stats.sinks import JsonlSink, RunIdentity, TensorBoardSink, open_sinks, tag_of
 from hpc_rl.stats.tracker import Tracker
 
 
@@ -127,8 +127,28 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
         for event in events
         for value in event.summary.value
     ]
-    assert scalars == [(5, "loss", 0.25), (6, "eval_loss", 0.75)]
+    assert scalars == [(5, "train/loss", 0.25), (6, "eval/loss", 0.75)]
     assert [event.step for event in events if event.HasField("session_log")] == [5]
+
+
+def test_tensorboard_has_metrics_in_groups():
+    of_rl = {
+        "rollout": ["reward", "reward_std", "truncated", "staleness_mean", "zero_advantage_groups", "leak"],
+        "train": ["loss", "grad_norm", "lr", "entropy", "behave_approx_kl"],
+        "time": ["step_s", "wait_s", "eval_s"],
+        "eval": ["eval_reward", "eval_pass@4", "eval_algebra/reward"],
+    }
+    for group, names in of_rl.items():
+        for name in names:
+            assert (
+                tag_of(name, has_reward=True)
+                == f"{group}/{name.removeprefix('eval_') if group == 'eval' else name}"
+            )
+    assert [tag_of(name, has_reward=True) for name in ("agent/turns", "reward/format")] == [
+        "agent/turns",
+        "reward/format",
+    ]
+    assert tag_of("accuracy", has_reward=False) == "train/accuracy"
 
 
 def test_sinks_need_no_torch(tmp_path):
@@ -234,7 +254,7 @@ def test_tensorboard_shows_the_starts_of_a_trial_as_one_series(tmp_path):
         sink.close()
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path)).Reload().Scalars("loss")
+    events = EventAccumulator(str(tmp_path)).Reload().Scalars("train/loss")
     assert [(event.step, event.value) for event in events] == [
         (1, 0), (2, 0), (3, 2), (4, 2), (5, 2),
     ]  # fmt: skip

@@ -11,6 +11,7 @@ from hpc_rl.files import Tail, last_lines
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.status import scheduler_view as asking
 from hpc_rl.status.follow import ChangeReporter, exit_code, failing_role, follow, progress_text
+from hpc_rl.status.scheduler_view import TrialWatch
 from hpc_rl.status.trial_status import read_status
 
 
@@ -61,6 +62,24 @@ def test_it_ends_when_the_trial_is_done(fake_trial, capsys):
     assert out.rstrip().endswith("exp/t1: done")
 
 
+def test_the_last_status_has_what_was_written_before_the_end(fake_trial, monkeypatch):
+    """Also if that file was read before the end was written."""
+    fake_trial.run_to(3)
+    fake_trial.ended("7.0", 0)
+    fake_trial.trial.done.write_text("{}")
+    watch = TrialWatch(fake_trial.trial)
+    read = watch._reader.read
+
+    def read_early(*args):
+        monkeypatch.setattr(watch._reader, "read", read)
+        status = read(*args)
+        fake_trial.evaluation("7.0", 3, 0.92)
+        return status
+
+    monkeypatch.setattr(watch._reader, "read", read_early)
+    assert watch.poll().history.held_out[1][-1] == (3, 0.92)
+
+
 def test_a_failure_shows_its_reason_and_the_first_failed_roles_log(fake_trial, capsys):
     fake_trial.run_to(3)
     fake_trial.trial.attempt("7.0").log("rollout", 0, 0).write_text("fine\nValueError: bad reward\n")
@@ -71,7 +90,7 @@ def test_a_failure_shows_its_reason_and_the_first_failed_roles_log(fake_trial, c
     assert failing_role(read_status(fake_trial.trial).attempts[-1]).name == "rollout-0"
     assert follow(fake_trial.trial, tick_s=0.01) == 70
     out = capsys.readouterr().out
-    assert "exp/t1: failed (failed: rollout-0 gave up)" in out
+    assert "exp/t1: failed (rollout-0 gave up)" in out
     assert out.rstrip().endswith("ValueError: bad reward")
 
 

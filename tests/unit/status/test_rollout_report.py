@@ -10,11 +10,14 @@ import time
 import pytest
 
 from hpc_rl.cli.status import role_line, text
+from hpc_rl.records import TrialState
 from hpc_rl.rollout import report
 from hpc_rl.status.attempts import RoleStatus
-from hpc_rl.status.rollout_report import RolloutReport, problems, read_rollout, summary
+from hpc_rl.status.rollout_report import RolloutReport, environment_lines, problems, read_rollout, summary
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.trial import write_json
+
+T0 = 1_790_000_000.0
 
 
 def test_rejections_and_the_last_exception_are_in_status(fake_trial):
@@ -79,6 +82,10 @@ def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
             "nothing has finished for 4 min 50 s, and the oldest prompt has been running for 5 min",
         ),
         ({"oldest_running_s": 300, "quiet_s": None}, "does the reward function or the workflow hang?"),
+        (
+            {"blocked": {"own.py:7, in run": 12.0}},
+            "own.py:7, in run has blocked the event loop of its worker",
+        ),
         ({"servers": 0, "oldest_running_s": 30}, "no generation server is alive"),
         ({"time": 1_790_000_000.0}, "has not reported for"),
     ],
@@ -149,12 +156,39 @@ def test_an_environment_role_is_shown_with_its_name():
 
 def test_a_trial_that_waits_for_environments_says_so():
     rollout = RolloutReport(time=time.time(), servers=1, takes_groups=True)
-    assert any("no environment is connected" in line for line in problems(rollout, live=True))
+    assert problems(rollout, live=True) == []  # environments wait for the trainer
+    rollout.trainer_s = 5.0
+    (line,) = problems(rollout, live=True)
+    assert line == "no environment has connected yet; they do so once the trainer has started"
+    rollout.trainer_s = 90.0
+    assert any("no environment is connected: look at" in line for line in problems(rollout, live=True))
     assert summary(rollout, live=True).startswith("0 groups ready, 0 batches cut, 0 rejected")
 
 
+@pytest.mark.parametrize(
+    ("wait", "said"),
+    [
+        (
+            {"kind": "sequences", "parts": 3},
+            "12 of 16 sequences are ready; 3 more are of groups that are not",
+        ),
+        ({"kind": "combination"}, "the groups of 4 and 6 that are ready do not add up to 16 sequences yet"),
+        ({"kind": "sizes"}, "groups of 4 and 6 never add up to the 16 sequences of a batch: connect"),
+        (
+            {"kind": "share", "environment": "sums_0"},
+            "12 of the 16 sequences are ready that are kept for sums_0",
+        ),
+    ],
+)
+def test_what_the_next_batch_waits_for_is_shown(wait, said):
+    given = {"ready": 12, "needed": 16, "sizes": [4, 6], **wait}
+    rollout = RolloutReport.parse({"takes_groups": True, "waits_for": given})
+    assert environment_lines(rollout, live=True)[0].startswith(f"next batch: {said}")
+    assert environment_lines(rollout, live=False) == []
+
+
 async def test_the_report_is_written_while_it_changes_and_at_the_end(tmp_path):
-    path, state = tmp_path / "rollout.0.json", {"accepted": 0}
+    path, state = tmp_path / "rollout.0.json", {"accepted": 0, "blocked": {"mine.py:3, in run": 9.0}}
     task = asyncio.create_task(
         report.keep_reporting(path, lambda: dict(state), lambda: {"servers": 2}, every_s=0.01)
     )
@@ -168,7 +202,8 @@ async def test_the_report_is_written_while_it_changes_and_at_the_end(tmp_path):
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
-    assert json.loads(path.read_text())["accepted"] == 8
+    last = json.loads(path.read_text())
+    assert last["accepted"] == 8 and not last["blocked"], "the workers ended with the role"
 
 
 async def test_a_file_system_that_fails_does_not_end_the_role(tmp_path, caplog):
@@ -179,3 +214,40 @@ async def test_a_file_system_that_fails_does_not_end_the_role(tmp_path, caplog):
     task.cancel()
     with contextlib.suppress(asyncio.CancelledError):
         await task
+
+
+def test_a_trial_that_is_done_tells_what_was_rejected_and_left_out(fake_trial):
+    fake_trial.run_to(3)
+    counts = {"accepted": 192, "rejected": {"too_long": 4, "reward_failed": 60}}
+    write_json(fake_trial.trial.attempt("7.0").rollout_report(0), counts)
+    fake_trial.ended("7.0", 75, at=20)
+    fake_trial.job("8", at=30)
+    fake_trial.started("8.0", "trainer", at=31)  # its rollout role left no report
+    fake_trial.row("8.0", {"step": 4, "time": 1_790_000_060.0, "lineage": 0})
+    evaluation = {"step": 4, "eval_reward": 0.15, "eval_num_prompts": 84, "eval_left_out": 16.0}
+    fake_trial.row("8.0", evaluation)
+    fake_trial.ended("8.0", 0, at=60)
+    write_json(fake_trial.trial.done, {"job_id": "8"})
+    status = read_status(fake_trial.trial)
+    assert status.state is TrialState.DONE
+    said = "\n".join(text(status))
+    assert "64 rejected" in said and "rejected: reward_failed 60, too_long 4" in said
+    assert "held-out    reward 0.31 (step 0) -> 0.15 (step 4, over 84 of 100 rows)" in said
+    told = status.to_json()
+    assert told["rejected_prompts"] == {"total": 64, "reasons": {"reward_failed": 60, "too_long": 4}}
+    assert told["held_out_rows"] == {"scored": 84, "left_out": 16}
+
+
+def test_steps_that_teach_nothing_and_clipped_rewards_are_told(fake_trial):
+    for step in range(1, 13):
+        idle = {"grad_norm": 0.0, "zero_advantage_groups": 1.0, "reward": 45.0, "reward_std": 4.0}
+        fake_trial.row("7.0", {"step": step, "time": T0 + step, "reward_clipped": 1.0, **idle})
+    status = read_status(fake_trial.trial)
+    told = status.to_json()["idle_steps"]
+    assert (told["in_a_row"], told["since_step"], told["notable"]) == (12, 1, True)
+    assert told["reasons"] == ("zero_gradient", "zero_advantage")
+    said = "\n".join(text(status))
+    assert (
+        "NOTHING IS LEARNED" in said
+        and "a share of 1 of the newest rewards is beyond actor.reward_clip" in said
+    )

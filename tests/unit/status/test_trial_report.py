@@ -9,8 +9,8 @@ import pytest
 from hpc_rl.cli.__main__ import main
 from hpc_rl.stats.kept_samples import Sample
 from hpc_rl.status.goodput import Bucket, Span
-from hpc_rl.status.report_page import merged, page, sample_tables, spread
-from hpc_rl.status.trial_report import make_report, staleness, thinned
+from hpc_rl.status.report_page import figures, merged, other_curves, page, sample_tables, spread
+from hpc_rl.status.trial_report import facts, make_report, staleness, thinned
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.submit import trial_index
 from hpc_rl.trial import write_json
@@ -116,3 +116,62 @@ def test_curves_spans_and_ages_of_a_long_trial_stay_small():
     assert staleness(SAMPLE) == 1  # made by the weights of steps 1 and 2, for step 3
     assert staleness(replace(SAMPLE, versions=["-1.-1"])) is None  # an environment did not tell
     assert staleness(replace(SAMPLE, versions=["3.9"])) == 0  # of a lineage that was given up
+
+
+def test_own_metrics_have_a_chart_and_a_row_each(trials):
+    fake = trials[0]
+    own = {"reward/format": 0.5, "agent/turns": 2.0}
+    fake.row("7.0", {"step": 9, "time": T0 + 20, "lineage": 0, **own})
+    fake.row(
+        "7.0",
+        {"step": 9, "eval_reward": 0.5, "eval_pass@4": 0.75, "eval_num_prompts": 10, "eval_left_out": 2},
+    )
+    report = make_report("low", read_status(fake.trial), T0 + 40)
+    assert {"curve-reward/format", "curve-agent/turns", "curve-eval_pass@4"} <= figures([report]).keys()
+    assert not {*own, "eval_pass@4"} & other_curves([report]).keys()
+    told = facts(report)
+    assert told["mean agent/turns of the last 10 steps"] == "2"
+    assert told["held-out pass@4"] == "0.75 (step 9), over 10 of 12 rows"
+
+
+def test_rejected_prompts_and_steps_without_learning_are_facts(trials, capsys):
+    fake = trials[0]
+    write_json(fake.trial.attempt("7.0").rollout_report(0), {"rejected": {"too_long": 4}})
+    for step in range(9, 29):
+        fake.row("7.0", {"step": step, "time": T0 + 20, "lineage": 0, "grad_norm": 0.0})
+    assert main(["report", "low", "--json"]) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert told["rejected_prompts"] == {"total": 4, "reasons": {"too_long": 4}}
+    assert told["idle_steps"]["in_a_row"] == 20 and told["idle_steps"]["notable"]
+    assert told["facts"]["rejected prompts"] == "4 (too_long 4)"
+    assert told["facts"]["steps without learning"].startswith("20 of 28")
+
+
+def test_options_that_differ_come_first(trials, capsys):
+    assert main(["report", "low", "high"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("option that differs")
+    html = page([make_report(fake.trial.name, read_status(fake.trial), T0 + 40) for fake in trials], T0)
+    assert html.index("options differ") < html.index(">state<")
+
+
+def test_what_a_workflow_said_is_marked_and_the_row_is_shown(trials):
+    report = make_report("low", read_status(trials[0].trial), T0 + 40)
+    report.samples = [replace(SAMPLE, completion="one<two>three", given=((3, 8),), columns={"answer": "42"})]
+    html = page([report], T0)
+    assert re.search(r'<pre>one</pre>\s*<div class="note">given by the workflow</div>\s*<pre class="given">&lt;two&gt;</pre>\s*<pre>three</pre>', html)  # fmt: skip
+    assert "answer: 42" in html
+
+
+def test_the_page_smooths_curves_of_many_steps_and_no_evaluation(make_fake_trial, tmp_path, state_home):
+    fake = make_fake_trial(tmp_path / "runs", name="long")
+    fake.run_to(100)
+    for step in range(1, 61):
+        fake.evaluation("7.0", step, float(step % 2))
+    report = make_report("long", read_status(fake.trial), T0 + 400)
+    drawn = figures([report])
+    pale, mean = drawn["curve-reward"]["data"]
+    assert "(mean of 5 steps)" in drawn["curve-reward"]["layout"]["title"]["text"]
+    assert pale["opacity"] < 1 and pale["y"][-1] == 1.0 and mean["y"][-1] == pytest.approx(0.98)
+    (values,) = drawn["curve-held-out"]["data"]
+    assert set(values["y"][1:]) == {0.0, 1.0}

@@ -4,16 +4,22 @@ missing.
 
 import os
 import time
+from dataclasses import replace
 
 import pytest
 
+from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli.status import text
+from hpc_rl.errors import ExitCode
+from hpc_rl.name_resolve.shared_fs import NameResolve
+from hpc_rl.requeue import AFTER_EXIT
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED
 from hpc_rl.status.trial_status import StatusReader, read_status
 from hpc_rl.trial import write_json
 
 T0 = 1_790_000_000.0  # of the fake trial
+RUNNING = JobState("7", State.RUNNING, native="RUNNING")
 
 
 def cancelled_and_recovered(fake) -> None:
@@ -457,3 +463,104 @@ def test_what_a_start_says_after_a_later_one_has_begun_does_not_count(fake_trial
     story = read_status(fake_trial.trial)
     assert (story.state, story.reason) == ("running", "")
     assert "its first node was lost" in story.attempts[0].cause
+
+
+def test_what_an_attempt_saved_does_not_depend_on_later_checkpoints(fake_trial):
+    """Attempt 7.0 saved its last step 9, and a person went back to 5; 8.0 lost steps 7 and 8; 9.0 saved 20."""
+    fake_trial.run_to(9)
+    fake_trial.event("7.0", "progress", at=20, step=9)
+    fake_trial.ended("7.0", 75, "asked", at=21)
+    fake_trial.job("8", at=30, start_mode="resume")
+    fake_trial.started("8.0", "trainer", at=31)
+    line = {"from_lineage": 0, "submission": "8", "reason": "", "incarnation": 0}
+    trial = fake_trial.trial
+    write_json(trial.lineage(1), line | {"lineage": 1, "from_step": 5, "attempt": "8.0"})
+    fake_trial.steps("8.0", 6, 8, lineage=1, at=32)
+    fake_trial.event("8.0", "progress", at=33, step=6)
+    fake_trial.ended("8.0", 75, "no space", at=40)
+    fake_trial.job("9", at=50, start_mode="resume")
+    fake_trial.started("9.0", "trainer", at=51)
+    write_json(trial.lineage(2), line | {"lineage": 2, "from_step": 6, "from_lineage": 1, "attempt": "9.0"})
+    fake_trial.steps("9.0", 7, 20, lineage=2, at=52)
+    trial.generation(20).mkdir(parents=True)
+    write_json(trial.generation(20) / "manifest.json", {"step": 20, "attempt": "9.0"})
+    fake_trial.ended("9.0", 75, "asked", at=90)
+    causes = [one.cause for one in read_status(trial).attempts]
+    assert ["state saved" in cause for cause in causes] == [True, False, True]
+    assert "steps after checkpoint 6 were not saved" in causes[1]
+
+
+def test_steps_that_a_restart_made_again_are_not_called_lost(fake_trial):
+    """Incarnation 0 reached 9 and crashed; incarnation 1 continued from 6 and stopped, saved, after 7."""
+    fake_trial.run_to(9)
+    fake_trial.event("7.0", "progress", at=20, step=6)
+    fake_trial.started("7.0", "trainer", incarnation=1, at=30)
+    fake_trial.lineage(1, 6, "7.0", incarnation=1)
+    fake_trial.steps("7.0", 7, 7, lineage=1, incarnation=1, at=31)
+    fake_trial.event("7.0", "progress", at=33, step=7)
+    fake_trial.ended("7.0", 75, "asked", at=40)
+    (attempt,) = read_status(fake_trial.trial).attempts
+    assert (attempt.last_step, attempt.final_step, attempt.saved_step) == (9, 7, 7)
+    assert "state saved" in attempt.cause
+
+
+def test_a_job_that_saves_nothing_is_nowhere_called_saved(fake_trial):
+    fake_trial.run_to(3)
+    fake_trial.job("7", start_mode="disabled")
+    fake_trial.ended("7.0", 75, "SIGUSR1: asked to save and stop")
+    why = f"{AFTER_EXIT[ExitCode.STOPPED].reason}, and recover.mode is disabled"  # as supervise/job_policy.py
+    fake_trial.script_said("7", "ended", code=75, reason=why)
+    reason = read_status(fake_trial.trial).reason
+    assert "nothing is saved" in reason and "state saved" not in reason
+
+
+@pytest.mark.parametrize(
+    ("ends_at", "cause"), [(None, "was stopped"), (5000.0, "was stopped"), (300.0, "ran into its time limit")]
+)
+def test_a_signal_sent_by_hand_is_not_called_the_time_limit(fake_trial, ends_at, cause):
+    """Slurm sends the same signal some minutes before the job ends."""
+    fake_trial.run_to(3)
+    if ends_at is not None:
+        fake_trial.event("7.0", "end_time", at=5, ends_at=T0 + ends_at)
+    fake_trial.event("7.0", "stopping", at=20, cause="user_signal", reason="SIGUSR1")
+    fake_trial.exited("7.0", "trainer", 75, at=21)
+    fake_trial.ended("7.0", 75, "SIGUSR1", at=22)
+    (start,) = fruitless_starts(fake_trial.trial, "7")
+    assert start.cause == cause
+
+
+def test_silent_hosts_come_first_and_no_rate_is_told(fake_trial):
+    fake_trial.run_to(36)
+    lease = NameResolve(fake_trial.trial.names).lease("owner", {"attempt": "7.0", "host": "n1"})
+    NameResolve(fake_trial.trial.names).lease("server/default/0", {})
+    assert read_status(fake_trial.trial, RUNNING).rate == pytest.approx(1.0)
+    os.utime(lease.path, (time.time() - 40,) * 2)
+    fake_trial.event("7.0", "node_silent", at=60, node="n3", silent_s=12)
+    told = read_status(fake_trial.trial, RUNNING)
+    assert (told.state, told.rate, told.eta_s) == ("running", None, None)
+    headline, first, second, *others = "\n".join(text(told)).splitlines()
+    assert headline.endswith("step 36 of 100 (36 %)")
+    assert "the supervisor on n1 has given no sign of life for 40 s" in first
+    assert "n3 has not answered since" in second
+    assert not any("n3" in line for line in others)
+    assert told.to_json()["silent_hosts"] == [first.strip(), second.strip()]
+    fake_trial.event("7.0", "node_answers", at=80, node="n3", silent_s=20)
+    lease.renew()
+    told = read_status(fake_trial.trial, RUNNING)
+    assert told.silent_hosts == [] and told.rate == pytest.approx(1.0)
+    assert any("n3 did not answer for" in line for line in text(told))
+
+
+def test_a_supervisor_that_is_suspended_with_its_job_is_not_called_silent(fake_trial):
+    fake_trial.run_to(36)
+    lease = NameResolve(fake_trial.trial.names).lease("owner", {"attempt": "7.0", "host": "n1"})
+    os.utime(lease.path, (time.time() - 4000,) * 2)
+    assert read_status(fake_trial.trial, replace(RUNNING, native="SUSPENDED")).silent_hosts == []
+
+
+def test_the_node_that_is_cut_off_is_named_and_not_those_that_it_does_not_reach(fake_trial):
+    fake_trial.run_to(36)
+    fake_trial.event("7.0", "node_cut_off", at=60, node="n1", silent_s=12)
+    told = read_status(fake_trial.trial, RUNNING)
+    [line] = told.silent_hosts
+    assert line.startswith("n1 has been cut off from the other nodes since ") and told.rate is None

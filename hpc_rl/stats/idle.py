@@ -1,0 +1,84 @@
+"""Steps in which a trial learned nothing, by their metrics: counted while it trains and read back later."""
+
+import enum
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MIN_IN_A_ROW = 10  # from which steps without learning are reported
+
+
+class IdleReason(enum.StrEnum):
+    """Why a step taught the model nothing."""
+
+    NO_UPDATE = "no_update"
+    ZERO_GRADIENT = "zero_gradient"
+    ZERO_ADVANTAGE = "zero_advantage"
+    ZERO_REWARD = "zero_reward"
+
+
+MEANINGS = {
+    IdleReason.NO_UPDATE: "the optimizer made no update",
+    IdleReason.ZERO_GRADIENT: "the gradient is 0",
+    IdleReason.ZERO_ADVANTAGE: "every completion has advantage 0",
+    IdleReason.ZERO_REWARD: "every reward is 0",
+}
+
+
+def reasons_of(row: Mapping[str, Any]) -> list[IdleReason]:
+    """Return why the step of a row of metrics taught nothing; none for a step that did."""
+    facts = {
+        IdleReason.NO_UPDATE: row.get("update_successful") == 0,
+        IdleReason.ZERO_GRADIENT: row.get("grad_norm") == 0,
+        IdleReason.ZERO_ADVANTAGE: row.get("zero_advantage_groups") == 1,
+        IdleReason.ZERO_REWARD: row.get("reward") == 0 and row.get("reward_std") == 0,
+    }
+    return [reason for reason, holds in facts.items() if holds]
+
+
+@dataclass
+class IdleSteps:
+    """The steps of a trial that taught nothing."""
+
+    num_steps: int = 0  # all that were counted
+    total: int = 0  # of them without learning
+    in_a_row: int = 0  # up to the newest
+    since_step: int | None = None  # the first of those in a row
+    reasons: tuple[IdleReason, ...] = ()  # of the newest step
+
+    def add(self, step: int, row: Mapping[str, Any]) -> None:
+        """Count a step by its row of metrics."""
+        self.num_steps += 1
+        self.reasons = tuple(reasons_of(row))
+        if not self.reasons:
+            self.in_a_row, self.since_step = 0, None
+            return
+        self.total += 1
+        self.since_step = step if not self.in_a_row else self.since_step
+        self.in_a_row += 1
+
+    def is_notable(self, is_over: bool) -> bool:
+        """Return whether to tell people: many in a row, half of a training, or all of one that is over."""
+        if is_over and self.in_a_row == self.num_steps:
+            return self.num_steps > 0
+        return self.in_a_row >= MIN_IN_A_ROW or (
+            self.total >= MIN_IN_A_ROW and 2 * self.total >= self.num_steps
+        )
+
+    @property
+    def text(self) -> str:
+        """Return a sentence for people."""
+        if not self.in_a_row:
+            return f"{self.total} of {self.num_steps} steps taught the model nothing"
+        why = " and ".join(MEANINGS[reason] for reason in self.reasons)
+        if self.in_a_row == self.num_steps and self.since_step == 1:
+            return f"none of the {self.num_steps} steps taught the model anything: {why}"
+        return f"the last {self.in_a_row} steps, from step {self.since_step}, taught the model nothing: {why}"
+
+
+def count_idle(rows: Iterable[Mapping[str, Any]]) -> IdleSteps:
+    """Return the count over the rows of metrics of a trial, oldest first."""
+    counted = IdleSteps()
+    for row in rows:
+        counted.add(row["step"], row)
+    return counted

@@ -1,0 +1,43 @@
+"""Steps that taught the model nothing."""
+
+import pytest
+
+from hpc_rl.stats.idle import IdleReason, count_idle
+
+LEARNS = {"grad_norm": 0.5, "zero_advantage_groups": 0.5, "reward": 0.25, "reward_std": 0.5}
+
+
+def rows(*steps: dict) -> list[dict]:
+    return [{"step": number, **LEARNS, **row} for number, row in enumerate(steps, 1)]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"grad_norm": 0.0}, IdleReason.ZERO_GRADIENT),
+        ({"zero_advantage_groups": 1.0}, IdleReason.ZERO_ADVANTAGE),
+        ({"reward": 0.0, "reward_std": 0.0}, IdleReason.ZERO_REWARD),
+        ({"grad_norm": None, "update_successful": 0.0}, IdleReason.NO_UPDATE),
+    ],
+)
+def test_each_kind_of_step_without_learning_is_counted(row, reason):
+    counted = count_idle(rows({}, row, row))
+    assert (counted.num_steps, counted.total, counted.in_a_row, counted.since_step) == (3, 2, 2, 2)
+    assert counted.reasons == (reason,)
+
+
+def test_a_step_that_learns_ends_those_in_a_row():
+    counted = count_idle(rows({"grad_norm": 0.0}, {}))
+    assert (counted.total, counted.in_a_row, counted.since_step, counted.reasons) == (1, 0, None, ())
+
+
+def test_a_mean_of_0_with_differing_rewards_is_learned_from():
+    assert not count_idle(rows({"reward": 0.0, "reward_std": 1.0})).total
+
+
+def test_a_few_steps_are_told_only_where_nothing_follows():
+    idle = {"grad_norm": 0.0}
+    few, many = count_idle(rows(idle, idle)), count_idle(rows({}, *[idle] * 10))
+    assert few.is_notable(is_over=True) and not few.is_notable(is_over=False)
+    assert many.is_notable(is_over=False)
+    assert not count_idle(rows(idle, {})).is_notable(is_over=True)
