@@ -16,6 +16,7 @@ ALGORITHMS: dict[str, Algorithm] = {
         overlong_penalty=areal.overlong_penalty,
         informative_rows=areal.informative_rows,
         drops_groups_first=False,
+        compares_given_rewards=False,
         zeroes_truncated=True,
         zero_reference=True,
         recomputes_at_temperature=False,

@@ -17,6 +17,15 @@ def shape_rewards(
     return ((rewards_B.float() + bias) * scaling).clamp(-clip, clip)
 
 
+def clipped_share(
+    rewards_B: torch.Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float = 20.0
+) -> float:
+    """Return the share of rewards that `shape_rewards` changes to `clip` or -`clip`."""
+    if not len(rewards_B):
+        return 0.0
+    return float((((rewards_B.float() + bias) * scaling).abs() > clip).float().mean())
+
+
 def overlong_penalty(
     lengths_B: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float
 ) -> torch.Tensor:
@@ -32,8 +41,9 @@ def overlong_penalty(
 def informative_rows(rewards_B: torch.Tensor, group_B: torch.Tensor, group_size: int) -> list[int]:
     """Return the rows of groups whose rewards differ: nothing can be learnt from the others.
 
-    This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2). `group_size` is not needed: groups
-    are known by their number in `group_B`, int64 [B].
+    This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2), whose equation 11 looks at the
+    answers alone: the caller gives the rewards without the overlong penalty. `group_size` is not needed:
+    groups are known by their number in `group_B`, int64 [B].
     """
     flat = {g for g in group_B.unique().tolist() if len(rewards_B[group_B == g].unique()) == 1}
     return [row for row, group in enumerate(group_B.tolist()) if group not in flat]

@@ -2,8 +2,9 @@
 
 Differences from grpo.py: a completion counts as truncated if its row is the longest of the batch; the
 recursion of GAE runs through every token, not only the model's own; a group is `group_size` consecutive rows,
-and rows beyond the last whole group are divided by eps; the overlong penalty has no bound; a missing
-reference model has log-probability 0, so `kl_ctl` rewards improbable tokens.
+unless environments sent groups of other sizes, which AReaL does not have; rows beyond the last whole group
+are divided by eps; the overlong penalty has no bound; a missing reference model has log-probability 0, so
+`kl_ctl` rewards improbable tokens.
 """
 
 import torch
@@ -47,7 +48,7 @@ def advantages(
     mask_BT, lengths_B, token_rewards_BT = batch.mask_BT, batch.lengths_B, batch.token_rewards_BT
     assert lengths_B is not None, "rewards are placed by the length of the row"
     shaped_B = shape_rewards(batch.rewards_B, reward_bias, reward_scaling, reward_clip)
-    group_B = consecutive_groups(len(shaped_B), batch.group_size)
+    group_B = batch.group_B if batch.mixed_sizes else consecutive_groups(len(shaped_B), batch.group_size)
     if reward_norm is not None:
         shaped_B = normalize(shaped_B, reward_norm, group_B)
     if zero_truncated:

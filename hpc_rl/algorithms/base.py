@@ -18,6 +18,7 @@ class RewardBatch(NamedTuple):
     group_B: torch.Tensor | None = None  # int64, number of each row's group; None makes each row a group
     lengths_B: torch.Tensor | None = None  # int64, tokens of each row, prompt included
     group_size: int = 1  # trajectories per prompt, as configured
+    mixed_sizes: bool = False  # environments sent groups of other sizes
     # float32, added as they are once the trajectory's reward is shaped and placed
     token_rewards_BT: torch.Tensor | None = None
 
@@ -49,6 +50,8 @@ class Algorithm:
     # (rewards, group_B, group_size) -> the rows that dynamic sampling keeps
     informative_rows: Callable[[torch.Tensor, torch.Tensor, int], list[int]]
     drops_groups_first: bool = True  # dynamic sampling comes before the normalization
+    # dynamic sampling compares the rewards as they were given, without the overlong penalty
+    compares_given_rewards: bool = True
     # a truncated trajectory is trained on with reward 0; otherwise it is left out of the loss
     zeroes_truncated: bool = False
     zero_reference: bool = False  # a missing reference model has log-probability 0 in the KL rewards

@@ -30,6 +30,7 @@ import xxhash
 from hpc_rl import checked_file
 from hpc_rl.checked_file import FileRecord
 from hpc_rl.errors import Damaged, RoleFailed
+from hpc_rl.files import format_size
 from hpc_rl.trial import Trial, entries, fsync_dir, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
@@ -230,14 +231,20 @@ def verify(found: Found, max_bytes: int | None = None) -> Found:
 def room_problem(trial: Trial, size: int) -> str:
     """Return why a generation of `size` bytes does not fit, or ''; a quota is met only later."""
     there = os.statvfs(trial.recover)
-    free = there.f_bavail * there.f_frsize
-    margin = MARGIN_BYTES + size // WEIGHTS_SHARE
-    if there.f_blocks and free < size + margin:
-        kept = f"{margin / 1e9:.3g} GB stay free for publishing, the batch log and metrics"
-        return f"it takes {size / 1e9:.3g} GB and {free / 1e9:.3g} GB are free ({kept})"
+    if there.f_blocks and (problem := lack_of_space(there.f_bavail * there.f_frsize, size)):
+        return problem
     if there.f_files and there.f_favail < 16:
         return "no inodes are left"
     return ""
+
+
+def lack_of_space(free: int, size: int) -> str:
+    """Return why a generation of `size` bytes does not fit into `free` bytes, or ''."""
+    margin = MARGIN_BYTES + size // WEIGHTS_SHARE
+    if free >= size + margin:
+        return ""
+    kept = f"{format_size(margin)} stay free for publishing, the batch log and metrics"
+    return f"it takes {format_size(size)} and {format_size(free)} are free ({kept})"
 
 
 def set_aside(path: Path, problem: str, asked: bool = False) -> Path:

@@ -1,6 +1,7 @@
 """Gathers what a start of the trainer is decided by: generations, lineages, past starts. Reads files only."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 from hpc_rl.checkpoint import generation
@@ -8,6 +9,7 @@ from hpc_rl.checkpoint.decide import Cause, Decision, GenerationInfo, PastStart,
 from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Found
 from hpc_rl.errors import ExitCode, FailureClass, StopCause
 from hpc_rl.records import EndedRecord, Event, EventKind, JobRecord, LineageRecord, read_events, read_lineages
+from hpc_rl.requeue import WARNING_S
 from hpc_rl.trial import Attempt, Trial, entries, read_object
 
 _SEAL = re.compile(r"(\d+)\.seal")
@@ -232,16 +234,24 @@ def cause_of(trial: Trial, record: LineageRecord, now: str) -> tuple[Cause, str]
 
 CAUSES = {
     StopCause.TIME_LIMIT: Cause.WALLTIME,
-    StopCause.USER_SIGNAL: Cause.WALLTIME,  # the script's warning comes some time before the limit
     StopCause.PREEMPTION: Cause.PREEMPTED,
 }
 
 
 def _cause_of_stop(attempt: Attempt) -> tuple[Cause, str]:
-    asked = [event for event in read_events(attempt) if event.kind is EventKind.STOPPING]
+    events = read_events(attempt)
+    asked = [event for event in events if event.kind is EventKind.STOPPING]
     if not asked or asked[-1].cause is None:
         return Cause.STOPPED, asked[-1].reason if asked else ""
+    if asked[-1].cause is StopCause.USER_SIGNAL and _is_warning(asked[-1], events):
+        return Cause.WALLTIME, asked[-1].reason
     return CAUSES.get(asked[-1].cause, Cause.STOPPED), asked[-1].reason
+
+
+def _is_warning(stop: Event, events: Sequence[Event]) -> bool:
+    """Return whether a SIGUSR1 came so shortly before the end of the job that Slurm sent it."""
+    ends = [event.ends_at for event in events if event.kind is EventKind.END_TIME and event.ends_at]
+    return bool(ends) and stop.time is not None and ends[-1] - stop.time < WARNING_S
 
 
 def trainer_exit(attempt: Attempt, incarnation: int) -> Event | None:

@@ -39,7 +39,8 @@ class Sequences:
     """This rank's rows, ragged: row i has ids[i] int32 [L_i] and per-token columns of the same length.
 
     A column is float32 or bool (then its name ends in `mask`); position t belongs to token ids[i][t]. With a
-    column `loss_mask`, log-probabilities are computed only for the tokens it selects.
+    column `loss_mask`, log-probabilities are computed only for the tokens it selects; with a column
+    `temperature`, at the temperature of each token instead of the one of the call.
     """
 
     ids: list[np.ndarray]
@@ -158,8 +159,3 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
 def sum_over_data_ranks(mesh: Mesh, values: Sequence[float]) -> list[float]:
     """Return the sums of a few numbers, which peers have alike, over all data ranks. Collective."""
     return sum_over_ranks(values if mesh.is_data_leader else [0.0] * len(values))
-
-
-def whole_weights(engine: Engine) -> dict[str, torch.Tensor]:
-    """Return all of `Engine.weights` at once; {} above rank 0. Collective."""
-    return {name: tensor for bucket in engine.weights() for name, tensor in bucket}

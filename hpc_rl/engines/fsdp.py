@@ -256,7 +256,7 @@ class FSDPEngine(TrainedEngine):
             inputs.position_ids,
             inputs.source_N,
             inputs.targets_N,
-            temperature,
+            temperature if inputs.temperature_N is None else inputs.temperature_N,
             inputs.rows,
         )
         return inputs, logprobs_N, entropy_N

@@ -21,14 +21,14 @@ def token_logprobs(
     hidden_NH: torch.Tensor,
     head_VH: torch.Tensor,
     targets_N: torch.Tensor,
-    temperature: float = 1.0,
+    temperature: float | torch.Tensor = 1.0,
     chunk_rows: int | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p(target) and the entropy of softmax(hidden @ head.T / temperature), float32 [N].
 
-    hidden_NH: [tokens, width]. head_VH: [vocabulary, width]. targets_N: int64 token ids. Only log p has a
-    gradient.
+    hidden_NH: [tokens, width]. head_VH: [vocabulary, width]. targets_N: int64 token ids. temperature: one for
+    all, or float32 [N]. Only log p has a gradient.
 
     With `group`, head_VH is this rank's equal part of the vocabulary, in the order of ranks, and all else is
     the same on its ranks, the gradient of log p too. Each gets the gradient of its head_VH and the whole one
@@ -51,7 +51,7 @@ class _TokenLogprobs(torch.autograd.Function):
         hidden_NH: torch.Tensor,
         head_VH: torch.Tensor,
         targets_N: torch.Tensor,
-        temperature: float,
+        temperature: float | torch.Tensor,
         chunk_rows: int,
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +63,7 @@ class _TokenLogprobs(torch.autograd.Function):
         kept: list[torch.Tensor] = []
         for start in range(0, len(targets_N), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits_NV = _logits(hidden_NH[rows], head_VH, temperature)
+            logits_NV = _logits(hidden_NH[rows], head_VH, _part(temperature, rows))
             logprobs_N[rows], entropy_N[rows], log_sum_N[rows] = _statistics(
                 logits_NV, targets_N[rows], group
             )
@@ -86,10 +86,10 @@ class _TokenLogprobs(torch.autograd.Function):
             if kept:
                 softmax_NV = kept[0].exp()
             else:
-                logits_NV = _logits(hidden_NH[rows], head_VH, ctx.temperature)
+                logits_NV = _logits(hidden_NH[rows], head_VH, _part(ctx.temperature, rows))
                 softmax_NV = logits_NV.sub_(log_sum_N[rows, None]).exp_()
                 del logits_NV
-            scale_N1 = (grad_N[rows] / ctx.temperature)[:, None]
+            scale_N1 = (grad_N[rows] / _part(ctx.temperature, rows))[:, None]
             grad_logits_NV = softmax_NV.mul_(-scale_N1)  # (onehot - softmax) * grad
             here_N, place_N = _own(targets_N[rows], len(head_VH), ctx.group)
             grad_logits_NV.scatter_add_(1, place_N[:, None], scale_N1 * here_N[:, None])
@@ -105,12 +105,20 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden_NH, grad_head_VH.to(head_VH.dtype), None, None, None, None
 
 
-def _logits(hidden_NH: torch.Tensor, head_VH: torch.Tensor, temperature: float) -> torch.Tensor:
+def _part(temperature: float | torch.Tensor, rows: slice) -> float | torch.Tensor:
+    return temperature[rows] if isinstance(temperature, torch.Tensor) else temperature
+
+
+def _logits(
+    hidden_NH: torch.Tensor, head_VH: torch.Tensor, temperature: float | torch.Tensor
+) -> torch.Tensor:
     """Return logits in float32; on a GPU they are never rounded to a smaller compute type."""
     if hidden_NH.is_cuda and hidden_NH.dtype != torch.float32:
         logits_NV = torch.mm(hidden_NH, head_VH.T, out_dtype=torch.float32)
     else:
         logits_NV = (hidden_NH @ head_VH.T).float()
+    if isinstance(temperature, torch.Tensor):
+        return logits_NV.div_(temperature[:, None])
     return logits_NV if temperature == 1.0 else logits_NV.div_(temperature)
 
 

@@ -36,6 +36,7 @@ class Inputs:
     wanted_N: torch.Tensor
     num_tokens: int  # T
     rows: PackedRows | None = None  # of the packed layout
+    temperature_N: torch.Tensor | None = None  # of a column `temperature`
 
     def flat(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return [T] with the values at the wanted tokens and 0 elsewhere."""
@@ -97,9 +98,10 @@ def inputs_of(
     """Return model inputs for the rows of one group; without rows a lone token, to take part in collectives.
 
     Wanted are the tokens that the bool column `loss_mask` selects (by default all), except the first of each
-    row. shift: 1 reads at the token before the wanted one, 0 at the token itself (a model that ends in a
-    number). pad_to: add unused tokens up to this number. context: (rank, number of ranks) that have equal
-    parts of the tokens of a packed row; wanted are then those whose source is in the rank's part.
+    row; they get the values of a column `temperature`. shift: 1 reads at the token before the wanted one, 0
+    at the token itself (a model that ends in a number). pad_to: add unused tokens up to this number. context:
+    (rank, number of ranks) that have equal parts of the tokens of a packed row; wanted are then those whose
+    source is in the rank's part.
     """
     lengths = np.array([len(rows.ids[row]) for row in group], dtype=np.int64)
     ids_T = np.concatenate([np.zeros(0, dtype=np.int64), *(rows.ids[row] for row in group)])
@@ -147,6 +149,7 @@ def inputs_of(
         put(wanted_N),
         len(ids_T),
         None if lengths_R is None else _packed_rows(lengths_R, put),
+        put(_column(rows, "temperature", group)[wanted_N]) if "temperature" in rows.columns else None,
     )
 
 

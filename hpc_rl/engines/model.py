@@ -51,7 +51,7 @@ class LanguageModel(nn.Module):
         position_ids: torch.Tensor | None,
         source_N: torch.Tensor,
         targets_N: torch.Tensor,
-        temperature: float,
+        temperature: float | torch.Tensor,
         rows: attention.PackedRows | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         more: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
@@ -64,7 +64,7 @@ class LanguageModel(nn.Module):
         return self.hf.get_decoder()
 
     def outputs(
-        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float
+        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probability and entropy of each target, float32 [N]."""
         head_VH = local_of(self.hf.get_output_embeddings().weight)
@@ -92,7 +92,7 @@ class ScoreModel(LanguageModel):
         return self.hf.base_model
 
     def outputs(
-        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float
+        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         scores_N = (hidden_NH @ self.hf.score.weight.T).squeeze(1).float()
         return scores_N, torch.zeros_like(scores_N, requires_grad=False)

@@ -4,7 +4,7 @@ Shards are plain tensors that share storage with the model's parameters: nothing
 tensors.
 """
 
-import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -16,17 +16,13 @@ from torch.distributed.tensor import DTensor
 from hpc_rl.config.sections.training import OptimizerConfig
 from hpc_rl.engines.pieces import Kind, Piece, StatePiece, cut_dimension, offset_of
 
+# names of norms and biases, as in Hugging Face's Trainer
+_NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
-def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:
-    """Return the rate of an update: linear warm-up, then constant, linear or cosine to min_lr_ratio."""
-    warmup = int(config.warmup_steps_proportion * num_updates)
-    if update < warmup:
-        return config.lr * (update + 1) / warmup
-    if config.lr_scheduler_type == "constant":
-        return config.lr
-    share = min((update - warmup) / max(num_updates - warmup, 1), 1.0)
-    left = 1 - share if config.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * share))
-    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * left)
+
+def is_decayed(config: OptimizerConfig, name: str) -> bool:
+    """Return whether the parameter with this Hugging Face name has weight decay."""
+    return config.decay_norms_and_biases or not _NOT_DECAYED.search(name.lower())
 
 
 @dataclass
@@ -84,12 +80,16 @@ class Optimizer:
             shard.name: shard.local.to("cpu", copy=True) if config.offload else shard.local
             for shard in shards
         }
+        by_decay: dict[float, list[torch.Tensor]] = {}
+        for shard in self.shards:
+            decay = config.weight_decay if is_decayed(config, shard.name) else 0.0
+            by_decay.setdefault(decay, []).append(self.updated[shard.name])
+        groups = [{"params": params, "weight_decay": decay} for decay, params in by_decay.items()]
         self.adam = torch.optim.AdamW(
-            [self.updated[shard.name] for shard in self.shards] or [torch.zeros(1)],
+            groups or [torch.zeros(1)],
             lr=config.lr,
             betas=(config.beta1, config.beta2),
             eps=config.eps,
-            weight_decay=config.weight_decay,
             fused=True,
         )
         self.moments: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -134,7 +134,8 @@ class Optimizer:
         for shard in self.shards:
             updated, gradient = self.updated[shard.name], shard.gradient()
             updated.grad = None if gradient is None else gradient.to(updated.device)
-        self.adam.param_groups[0]["lr"] = lr
+        for group in self.adam.param_groups:
+            group["lr"] = lr
         self.adam.step()
         if self.config.offload:
             for shard in self.shards:

@@ -32,7 +32,6 @@ from hpc_rl.engines.pieces import StatePiece, overlap, shifted
 from hpc_rl.errors import Damaged
 
 FORMAT = 3
-ROWS_FORMAT = 2  # of fsdp alone: rows of each tensor, in files without the name of an engine
 ALIGN_BYTES = 4096  # of the first tensor in a file
 GROUP_BYTES = 1 << 30  # read at once through CPU memory for a GPU
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
@@ -127,8 +126,7 @@ class RankState:
         theirs: dict[str, list[int]] = {}
         for saved_rank in range(saved_num_ranks):
             path = folder / file_name(saved_rank, self.engine)
-            older = folder / f"rank-{saved_rank:05d}.safetensors"
-            with _open(older if older.exists() and not path.exists() else path, files) as reader:
+            with _open(path, files) as reader:
                 header = Header.read(reader, saved_rank, saved_num_ranks)
                 theirs |= header.state["shapes"]
                 self._check_shapes(folder / header.name, theirs, last=saved_rank == saved_num_ranks - 1)
@@ -162,19 +160,6 @@ class RankState:
             )
 
 
-def _from_rows(state: dict[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state of ROWS_FORMAT in the present one; any other as it is."""
-    if state["format"] != ROWS_FORMAT:
-        return state
-    pieces, shapes = {}, {name: shard["shape"] for name, shard in state["shards"].items()}
-    for key in tensors:
-        kind, _, name = key.partition("/")
-        if name in shapes:
-            offset = [state["shards"][name]["offset"], *[0] * (len(shapes[name]) - 1)]
-            pieces[key] = {"kind": kind, "name": name, "offset": offset[: len(shapes[name])]}
-    return state | {"format": FORMAT, "shapes": shapes, "pieces": pieces}
-
-
 def _open(path: Path, files: Mapping[str, FileRecord] | None) -> CheckedReader:
     try:
         return CheckedReader(path, files[path.name] if files is not None else None)
@@ -197,7 +182,7 @@ class Header:
         try:
             begin = 8 + int.from_bytes(reader.read(0, 8), "little")
             tensors = json.loads(reader.read(8, begin))
-            state = _from_rows(json.loads(tensors.pop("__metadata__")["state"]), tensors)
+            state = json.loads(tensors.pop("__metadata__")["state"])
             found = (state["format"], state["rank"], state["num_ranks"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise Damaged(f"{name} is not a shard of a recover state: {error}") from error

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from hpc_rl.checked_file import FileRecord
+from hpc_rl.config.schedule import learning_rate
 from hpc_rl.engines import state
 from hpc_rl.engines.base import Snapshot, sum_over_ranks
-from hpc_rl.engines.optimizer import LossScale, learning_rate
+from hpc_rl.engines.optimizer import LossScale
 
 
 class TrainedEngine:

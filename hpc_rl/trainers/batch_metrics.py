@@ -4,10 +4,13 @@ import logging
 from collections.abc import Sequence
 from statistics import pstdev
 
+import numpy as np
+
 from hpc_rl.checkpoint.lineage import ancestors_of
 from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.records import read_lineages
 from hpc_rl.stats.tracker import Tracker
+from hpc_rl.trainers.minibatches import is_useful
 from hpc_rl.trial import Trial
 from hpc_rl.types import Trajectory, TrajectoryGroup
 
@@ -23,6 +26,8 @@ class BatchMetrics:
         self._all_stats = isinstance(config, TeacherConfig)  # all that the workflow `teacher` measures
         self._reported_missing: set[str] = set()
         self._trial = trial
+        self._reward_clip = config.actor.reward_clip
+        self._reported_clipped = False
         self._ancestors: tuple[int, dict[int, int]] = (
             0,
             {},
@@ -41,14 +46,37 @@ class BatchMetrics:
             self._own_stats(stats, row)
         self._warn_of_missing(rows)
         stats.value("reward_std", pstdev(row.reward for row in rows) if rows else 0.0)
-        # nothing is learned from these where a reward is compared with those of its group
         alike = sum(len({row.reward for row in group.trajectories}) == 1 for group in groups)
         stats.value("groups_alike", alike)
-        stats.value("zero_advantage_groups", alike / len(groups) if groups else 0.0)
         stats.value("staleness_max", max(staleness, default=0))
         # their age still counts by their step
         stats.value("given_up", sum(self._is_given_up(row, lineage) for row in rows))
         stats.value("num_tokens", sum(len(row.ids) for row in rows))
+
+    def shaped(
+        self,
+        stats: Tracker,
+        groups: Sequence[TrajectoryGroup],
+        rows: Sequence[Trajectory],
+        advantages: Sequence[np.ndarray],
+        clipped_share: float,
+    ) -> None:
+        """Report what shaping left of the rewards: `advantages` are those of `rows`, float32 [L].
+
+        Groups that dynamic sampling dropped have none of these rows.
+        """
+        useful = {id(row) for row, one in zip(rows, advantages, strict=False) if is_useful(one)}
+        idle = sum(not any(id(row) in useful for row in group.trajectories) for group in groups)
+        stats.value("zero_advantage_groups", idle / len(groups) if groups else 0.0)
+        stats.value("reward_clipped", clipped_share)
+        if clipped_share and not self._reported_clipped:
+            self._reported_clipped = True
+            logger.warning(
+                "%.0f %% of the rewards of this batch are beyond actor.reward_clip %g and count as that; "
+                "raise actor.reward_clip, or lower actor.reward_scaling",
+                100 * clipped_share,
+                self._reward_clip,
+            )
 
     def _is_given_up(self, row: Trajectory, lineage: int) -> bool:
         """Return whether weights made its tokens which those that are trained do not descend from."""

@@ -14,8 +14,10 @@ import numpy as np
 import torch
 
 from hpc_rl.algorithms import ALGORITHMS, grpo, kl
+from hpc_rl.algorithms.advantages import clipped_share, informative_rows
 from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.config.schedule import updates_per_step
 from hpc_rl.config.sections.experiment import GRPOConfig, total_steps
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
 from hpc_rl.engines.base import Engine, MicroBatch, Sequences
@@ -23,6 +25,7 @@ from hpc_rl.engines.packing import balance
 from hpc_rl.errors import DataUnusable
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
+from hpc_rl.servers.sampling import logprob_temperature, sampling_temperature
 from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.trainers.batch_metrics import BatchMetrics
 from hpc_rl.trainers.minibatches import (
@@ -33,6 +36,7 @@ from hpc_rl.trainers.minibatches import (
     sent_advantages,
     sent_or,
     shares,
+    temperature_column,
 )
 from hpc_rl.trainers.run import Run
 from hpc_rl.types import Batch, Trajectory, decode
@@ -79,8 +83,7 @@ class GRPO:
         self.actor = run.config.actor
         self.algorithm = ALGORITHMS[self.actor.algorithm]
         self.total_steps = total_steps(run.config, num_prompts)
-        # greedy sampling has temperature 0: log-probabilities are those of the plain distribution
-        self.temperature = self.config.gconfig.temperature or 1.0
+        self.temperature = logprob_temperature(sampling_temperature(self.config.gconfig))
         self.recomputes = self.actor.recompute_logprob or self.actor.use_decoupled_loss
         self.has_kl_rewards = self.actor.kl_ctl > 0 and (
             reference is not None or self.algorithm.zero_reference
@@ -116,6 +119,8 @@ class GRPO:
     def update(self, step: int, batch: Batch) -> None:
         """Train on a batch. Raises DataUnusable after too many steps in a row without an optimizer update."""
         scored = self._score(step, batch)
+        actor = self.actor
+        clipped = clipped_share(scored.rewards_B, actor.reward_bias, actor.reward_scaling, actor.reward_clip)
         if self.algorithm.drops_groups_first:
             scored = scored.select(self._informative_rows(scored))
         rows = scored.rows
@@ -125,6 +130,7 @@ class GRPO:
             known = self._logprobs_of_all(rows) if self.has_kl_rewards else None
             advantages = self._advantages(scored, known)
             minibatches = self._minibatches(scored, advantages)
+        self._describe.shaped(self.run.stats, batch.groups, rows, advantages, clipped)
         if self.samples is not None:
             self.samples.write_step(step, batch.groups, rows if advantages else [], advantages)
         mine = [minibatch.rows[self.run.engine.mesh.data_rank] for minibatch in minibatches]
@@ -169,7 +175,11 @@ class GRPO:
         run.sinks.log(step, {"time": time.time(), "lineage": run.lineage, **numbers})
         if self.samples is not None:
             self.samples.write_evaluation(step, result.reward, result.groups)
-        logger.info("step %d: held-out reward %.4f over %d prompts", step, result.reward, result.num_prompts)
+        left_out = int(result.stats.get("left_out", 0))
+        of = f" of {result.num_prompts + left_out}" if left_out else ""
+        logger.info(
+            "step %d: held-out reward %.4f over %d%s rows", step, result.reward, result.num_prompts, of
+        )
         return numbers
 
     def position(self, step: int) -> tuple[int, int]:
@@ -191,7 +201,7 @@ class GRPO:
         self._describe(self.run.stats, step, self.run.lineage, batch.groups)
         rewards_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
         if not self.actor.overlong_reward_penalty:
-            return ScoredRows(rows, rewards_B, group_B)
+            return ScoredRows(rows, rewards_B, rewards_B, group_B)
         tail, factor = self.actor.overlong_tokens, self.actor.overlong_penalty_factor
         assert tail is not None and factor is not None, "the configuration is refused without them"
         lengths_B = torch.tensor([int(row.loss_mask.sum()) for row in rows])
@@ -199,18 +209,25 @@ class GRPO:
             lengths_B, self.config.gconfig.max_new_tokens, tail, factor
         )
         self.run.stats.mean("overlong_penalty", float(penalty_B.sum()), len(rows))
-        return ScoredRows(rows, rewards_B + penalty_B, group_B)
+        return ScoredRows(rows, rewards_B, rewards_B + penalty_B, group_B)
 
     def _informative_rows(self, scored: ScoredRows) -> list[int]:
         """Return the rows that dynamic sampling keeps; all without it."""
         if not self.actor.dynamic_sampling:
             return list(range(len(scored.rows)))
-        kept = self.algorithm.informative_rows(
-            scored.rewards_B, scored.group_B, self.config.gconfig.n_samples
-        )
+        rewards_B = scored.given_B if self.algorithm.compares_given_rewards else scored.rewards_B
+        informative = self.algorithm.informative_rows
+        if self._has_mixed_sizes(scored):
+            informative = informative_rows
+        kept = informative(rewards_B, scored.group_B, self.config.gconfig.n_samples)
         num_dropped = len(scored.group_B.unique()) - len(scored.group_B[kept].unique())
         self.run.stats.add("groups_dropped", num_dropped)
         return kept
+
+    def _has_mixed_sizes(self, scored: ScoredRows) -> bool:
+        """Return whether environments sent groups of other sizes than the trial's own."""
+        sizes_G = torch.unique(scored.group_B, return_counts=True)[1]
+        return self.config.environments is not None and bool((sizes_G != self.config.gconfig.n_samples).any())
 
     def _advantages(self, scored: ScoredRows, known: Known | None) -> list[np.ndarray]:
         """Return float32 [L] per row of the whole batch."""
@@ -221,6 +238,7 @@ class GRPO:
             group_B=scored.group_B,
             lengths_B=torch.tensor([len(row.ids) for row in scored.rows]),
             group_size=self.config.gconfig.n_samples,
+            mixed_sizes=self._has_mixed_sizes(scored),
             token_rewards_BT=self._kl_rewards(scored.rows, mask_BT, known),
         )
         truncated = {"zero_truncated": self.actor.mask_no_eos_with_zero}
@@ -307,7 +325,10 @@ class GRPO:
         if not rows:
             return Known(None, None)
         masks = [rows[i].loss_mask for i in numbers]
-        sequences = Sequences([rows[i].ids for i in numbers], {"loss_mask": masks})
+        columns = {"loss_mask": masks}
+        if self.algorithm.recomputes_at_temperature:
+            columns |= temperature_column([rows[i] for i in numbers], self.temperature)
+        sequences = Sequences([rows[i].ids for i in numbers], columns)
         temperature = self.temperature if self.algorithm.recomputes_at_temperature else 1.0
 
         def by_row(engine: Engine | None) -> dict[int, np.ndarray] | None:
@@ -334,6 +355,7 @@ class GRPO:
             "advantages": [advantages[i] for i in part],
             "prox": [prox for prox, _ in pairs],
             "behav": [behav for _, behav in pairs],
+            **temperature_column([rows[i] for i in part], self.temperature),
         }
         if known.reference is not None and self.actor.beta:
             columns["ref"] = [sent_or(rows[i].ref_logprobs, known.reference[i]) for i in part]
@@ -400,10 +422,6 @@ def max_steps_without_update(actor: PPOActorConfig) -> int:
         return MAX_STEPS_WITHOUT_UPDATE
     halvings = math.ceil(math.log2(scale.initial_loss_scale / scale.min_loss_scale))
     return MAX_STEPS_WITHOUT_UPDATE + halvings + scale.hysteresis
-
-
-def updates_per_step(config: GRPOConfig) -> int:
-    return min(config.actor.ppo_n_minibatches, config.train_dataset.batch_size * config.gconfig.n_samples)
 
 
 def levels(norm: NormConfig | None) -> Levels | None:

@@ -25,11 +25,13 @@ class ScoredRows:
     """Trajectories with their rewards, float32 [B], and the numbers of their groups, int64 [B]."""
 
     rows: list[Trajectory]
-    rewards_B: torch.Tensor
+    given_B: torch.Tensor  # rewards as the reward function or the environment gave them
+    rewards_B: torch.Tensor  # with the overlong penalty
     group_B: torch.Tensor
 
     def select(self, kept: list[int]) -> ScoredRows:
-        return ScoredRows([self.rows[i] for i in kept], self.rewards_B[kept], self.group_B[kept])
+        rows = [self.rows[i] for i in kept]
+        return ScoredRows(rows, self.given_B[kept], self.rewards_B[kept], self.group_B[kept])
 
 
 @dataclass(frozen=True)
@@ -85,6 +87,20 @@ def sent_advantages(row: Trajectory, computed: np.ndarray) -> np.ndarray:
 
 def sent_or(sent: np.ndarray | None, computed: np.ndarray) -> np.ndarray:
     return computed if sent is None else sent
+
+
+def temperature_column(rows: list[Trajectory], default: float) -> dict[str, list[np.ndarray]]:
+    """Return the column `temperature` of rows, float32 [L] each; none where all were sampled at `default`.
+
+    A server reports the log-probabilities of greedy tokens, of temperature 0, at temperature 1.
+    """
+    if all(row.temperatures is None for row in rows):
+        return {}
+    sampled = (
+        np.full(len(row.ids), default, np.float32) if row.temperatures is None else row.temperatures
+        for row in rows
+    )
+    return {"temperature": [np.where(values > 0, values, np.float32(1.0)) for values in sampled]}
 
 
 def rectangle(rows: list[np.ndarray]) -> torch.Tensor:

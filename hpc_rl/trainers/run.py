@@ -24,6 +24,7 @@ from hpc_rl.config.sections.operations import FrequencyConfig
 from hpc_rl.engines.base import Engine
 from hpc_rl.errors import CannotWrite, ExitCode
 from hpc_rl.records import check_newest_lineage
+from hpc_rl.stats.idle import MIN_IN_A_ROW, IdleSteps
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.activity import Activity
@@ -90,6 +91,7 @@ class Run(TrainerContext):
     loaded: str = ""  # version of the generation that was loaded; '' after a fresh start
     owes_evaluation: bool = False  # an evaluation was due, and was postponed by a stop
     activity: Activity | None = None  # what this process does, for the supervisor; rank 0 only
+    idle: IdleSteps = field(default_factory=IdleSteps)  # of this incarnation
     _line_at: float = field(default_factory=time.monotonic)
     _request: object = None  # id of the last one of `hpc-rl checkpoint now`
     _look_at: float = 0.0  # for the next one; of the monotonic clock
@@ -195,6 +197,14 @@ class Run(TrainerContext):
         shown = {name: row[name] for name in sorted(names, key=_place) if isinstance(row.get(name), float)}
         self._log_info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in shown.items()))
         self._line_at = now
+        self._warn_of_idle(step, row)
+
+    def _warn_of_idle(self, step: int, row: dict[str, float | int | str]) -> None:
+        """Log that nothing has been learned for some steps: for 10, 20, 40 and so on."""
+        self.idle.add(step, row)
+        times, rest = divmod(self.idle.in_a_row, MIN_IN_A_ROW)
+        if times and not rest and times.bit_count() == 1 and self.ranks.rank == 0:
+            logger.warning("NOTHING IS LEARNED: %s", self.idle.text)
 
     def save(self, recipe: Any, step: int, last: bool = False) -> None:
         """Save a generation, unless the mode forbids it or it exists; then apply retention.

@@ -181,7 +181,8 @@ class PolicyModel(GPTModel):
             hidden = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False
             )
-        logprobs_n, entropy_n = self._numbers(hidden[:, 0][batch.source_n], batch.targets_n, temperature)
+        at = temperature if batch.temperature_n is None else batch.temperature_n
+        logprobs_n, entropy_n = self._numbers(hidden[:, 0][batch.source_n], batch.targets_n, at)
         return self._of_all_tokens(logprobs_n, batch), self._of_all_tokens(entropy_n, batch)
 
     def _embedded(self, batch: RankBatch) -> torch.Tensor:
@@ -195,7 +196,7 @@ class PolicyModel(GPTModel):
         return torch.where(is_padding_t[:, None, None], embedded_t1H.detach(), embedded_t1H)
 
     def _numbers(
-        self, hidden_nH: torch.Tensor, targets_n: torch.Tensor, temperature: float
+        self, hidden_nH: torch.Tensor, targets_n: torch.Tensor, temperature: float | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.output_layer is None:
             scores_n = self.score(hidden_nH).squeeze(1).float()

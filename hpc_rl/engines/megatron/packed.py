@@ -52,6 +52,7 @@ class RankBatch:
     targets_n: torch.Tensor
     place_n: torch.Tensor  # index into N
     num_wanted: int  # N
+    temperature_n: torch.Tensor | None = None
 
 
 def share(
@@ -111,6 +112,7 @@ def share(
         put(inputs.targets_N.numpy()[place_n]),
         put(place_n),
         len(source_N),
+        None if inputs.temperature_N is None else put(inputs.temperature_N.numpy()[place_n]),
     )
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer
+from megatron.core.optimizer.optimizer_config import ParamPredicate
 from torch import nn
 
 from hpc_rl.config.sections.megatron import MegatronConfig
 from hpc_rl.config.sections.training import OptimizerConfig
 from hpc_rl.engines.megatron.weight_stream import RankParameter
 from hpc_rl.engines.model import DTYPES
+from hpc_rl.engines.optimizer import is_decayed
 from hpc_rl.engines.pieces import Kind, Piece, StatePiece, flat_pieces
 
 
@@ -57,7 +59,7 @@ def wrapped(chunks: list[Any], config: Any, options: MegatronConfig) -> list[Dis
 
 
 class ShardedOptimizer:
-    """AdamW by Megatron: all parameters are decayed, and moments exist from the start, as with FSDP."""
+    """AdamW by Megatron; the same parameters are decayed, and moments exist from the start, as with FSDP."""
 
     def __init__(
         self,
@@ -86,9 +88,22 @@ class ShardedOptimizer:
             overlap_param_gather=options.ddp.overlap_param_gather,
             clip_grad=0.0,
         )
-        # without overrides, which would leave norms without weight decay
-        made = get_megatron_optimizer(settings, chunks, config_overrides={}, use_gloo_process_groups=False)
+        bare = {
+            id(parameter.value)
+            for parameter in parameters
+            if parameter.rectangles and not is_decayed(config, parameter.rectangles[0].name)
+        }
+        without_decay = ParamPredicate(name="not_decayed", fn=lambda value: id(value) in bare)
+        # Megatron's own overrides, which this replaces, would leave every norm without weight decay
+        made = get_megatron_optimizer(
+            settings,
+            chunks,
+            config_overrides={ParamKey(predicate=without_decay): {"wd_mult": 0.0}},
+            use_gloo_process_groups=False,
+        )
         self.megatron: Any = made
+        for group in made.param_groups:
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
         self.parts: list[Any] = [one for one in made.chained_optimizers if not one.is_stub_optimizer]
         known = {one.value: one for one in parameters}
         self.shards = [

@@ -22,7 +22,7 @@ from hpc_rl.checkpoint.start_facts import (
     gather,
     trimmed,
 )
-from hpc_rl.errors import TrialStateError
+from hpc_rl.errors import StopCause, TrialStateError
 from hpc_rl.records import read_lineages
 from hpc_rl.stats.read import lineages
 from hpc_rl.trial import Attempt, Trial, write_json
@@ -220,16 +220,18 @@ def test_failures_are_counted_since_the_last_progress_over_all_attempts(trial):
     assert failures_without_progress([]) == 0
 
 
-def drained(one: Attempt, why: str) -> None:
+def drained(one: Attempt, why: StopCause) -> None:
+    """The attempt stopped five minutes before the end of its job."""
     event(one, event="started", role="trainer", index=0, incarnation=0)
-    event(one, event="stopping", reason=why)
+    event(one, event="end_time", ends_at=2000.0)
+    event(one, event="stopping", cause=why, time=1700.0)
     event(one, event="exited", role="trainer", incarnation=0, code=75)
-    write_json(one.ended, {"exit_code": 75, "reason": why})
+    write_json(one.ended, {"exit_code": 75, "cause": why})
 
 
 def test_starts_without_a_generation_are_counted_over_requeues(trial):
     """A job whose time is too short for one generation must not come back for ever."""
-    for restart, why in enumerate(["the job's time is nearly over", "SIGTERM", "SIGUSR1", ""]):
+    for restart, why in enumerate([StopCause.TIME_LIMIT, StopCause.PREEMPTION, StopCause.USER_SIGNAL, None]):
         one = attempt(trial, f"7.{restart}")
         next_lineage(trial, one, 0, FRESH)
         if why:

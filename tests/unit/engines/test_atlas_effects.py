@@ -16,6 +16,7 @@ from training import Starter
 from hpc_rl.app.rollout_worker import open_rewards
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.config.schedule import learning_rate
 from hpc_rl.config.sections.experiment import total_steps
 from hpc_rl.config.sections.operations import RecoverConfig
 from hpc_rl.config.tables.vllm_versions import FLAGS
@@ -23,7 +24,7 @@ from hpc_rl.datasets.encode import Prompts
 from hpc_rl.engines import fsdp
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.micro_batches import cut
-from hpc_rl.engines.optimizer import Optimizer, learning_rate, shards_of
+from hpc_rl.engines.optimizer import Optimizer, shards_of
 from hpc_rl.rollout.rewards import each, weighted
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.teacher.teaching import TeacherWorkflow
@@ -49,7 +50,7 @@ def test_the_model():
 
 def test_learning_rate_and_warm_up():
     made = configured("learning_rate=0.25", "warmup_ratio=0.5").actor.optimizer
-    assert [learning_rate(made, update, 8) for update in (0, 1, 3, 4)] == [0.0625, 0.125, 0.25, 0.25]
+    assert [learning_rate(made, update, 8) for update in (0, 1, 3, 4)] == [0, 0.0625, 0.1875, 0.25]
 
 
 @pytest.mark.parametrize(

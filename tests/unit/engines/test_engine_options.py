@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from engine_rows import micro_batches_of, plain_logprobs, some_rows
+from engine_weights import whole_weights
+from transformers import Trainer
 
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.engines import fsdp
-from hpc_rl.engines.base import whole_weights
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.engines.optimizer import LossScale
 from hpc_rl.trainers.supervised import sequence_loss
@@ -73,6 +74,20 @@ def test_updates_equal_those_of_plain_torch(model_dir) -> None:
         torch.testing.assert_close(
             ours, theirs, atol=1e-4, rtol=0, msg=lambda text, name=name: f"{name}: {text}"
         )
+
+
+def test_norms_and_biases_are_decayed_unless_it_is_turned_off(model_dir) -> None:
+    """The names that are not decayed are those of Hugging Face's Trainer."""
+    rest, changes = "optimizer.lr=1e-9 optimizer.weight_decay=1e8", {}
+    for value in ("true", "false"):
+        engine = engine_of(model_dir, f"{rest} optimizer.decay_norms_and_biases={value}")
+        before = {name: one.detach().clone() for name, one in engine.model.named_parameters()}
+        engine.train_batch(some_rows((9, 3), 1), sequence_loss, 8.0, 1.0)
+        pairs = zip(before.items(), engine.model.parameters(), strict=True)
+        changes[value] = {name for (name, old), new in pairs if old.any() and not torch.allclose(old, new)}
+    hugging_face = {*Trainer.get_decay_parameter_names(None, engine.model)}
+    assert changes["true"] - hugging_face  # norms
+    assert changes["false"] == changes["true"] & hugging_face
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,22 @@ def test_values_and_gradients_equal_full_logits(temperature: float, chunk_rows: 
         torch.testing.assert_close(grad, want_grad, atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+def test_each_token_may_have_its_own_temperature(chunk_rows: int | None) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(40, 16, generator=generator, requires_grad=True)
+    head = torch.randn(50, 16, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 50, (40,), generator=generator)
+    temperature = torch.tensor([0.1, 0.7, 1.0, 2.0]).repeat(10)
+    want, want_entropy = full(hidden, head, targets, temperature[:, None])
+    want_grads = torch.autograd.grad(want.sum(), (hidden, head))
+    got, entropy = token_logprobs(hidden, head, targets, temperature, chunk_rows)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=1e-5)
+    for grad, want_grad in zip(torch.autograd.grad(got.sum(), (hidden, head)), want_grads, strict=True):
+        torch.testing.assert_close(grad, want_grad, atol=1e-4, rtol=1e-5)
+
+
 def test_no_rows_still_give_a_gradient_of_zero() -> None:
     hidden = torch.zeros(0, 4, requires_grad=True)
     head = torch.ones(5, 4, requires_grad=True)

@@ -8,10 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_weights import whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines.base import Sequences, whole_weights
+from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.trainers.supervised import pair_loss
 

@@ -137,6 +137,16 @@ def test_agent_stats_that_are_named_are_logged(tmp_path):
     assert "agent/num_turns" not in trained(tmp_path, keys).run.stats.take()
 
 
-def test_log_probabilities_are_of_the_temperature_of_generation(tmp_path):
-    ((_, _, temperature),) = trained(tmp_path, "gconfig.temperature=0.7").run.engine.updates
-    assert temperature == 0.7
+@pytest.mark.parametrize(
+    ("sampling", "wanted"),
+    [
+        ("gconfig.temperature=0.7", 0.7),
+        ("gconfig.temperature=0", 1.0),
+        # servers sample at 0 and report log-probabilities at 1
+        ("gconfig.temperature=0.7 gconfig.greedy=true", 1.0),
+    ],
+)
+def test_log_probabilities_are_of_the_temperature_of_generation(tmp_path, sampling, wanted):
+    recipe = trained(tmp_path, f"{sampling} gconfig.n_samples=1", ([3.0], [-1.0]))
+    ((_, _, temperature),) = recipe.run.engine.updates
+    assert temperature == wanted

@@ -360,7 +360,7 @@ def test_a_generation_that_does_not_fit_is_not_begun(starter, monkeypatch, caplo
     monkeypatch.setattr(FakeEngine, "state_bytes", lambda self: 10**18)
     with pytest.raises(Killed):
         starter(5, {5: kill})
-    assert "it takes 1e+09 GB and" in caplog.text
+    assert "it takes 931322574.6 GB and" in caplog.text
     assert list(starter.trial.recover.iterdir()) == []
 
 

@@ -3,8 +3,10 @@
 import dataclasses
 
 import numpy as np
+import pytest
 from recipes import RecordingEngine
 
+from hpc_rl.config.sections.environments import EnvironmentsConfig
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 from hpc_rl.types import Batch, TrajectoryGroup, encode
 from tests.unit.trainers.test_recipes import FakeRollout, grpo_recipe, trajectory
@@ -45,6 +47,28 @@ def test_a_row_with_zero_advantage_counts_in_its_group_only(tmp_path):
     (sequences, weight, _), *_ = recipe.run.engine.updates
     found = sorted(column[-1] for column in sequences.columns["advantages"])
     assert found == [-0.5, -0.5, 0.5] and weight == 12.0
+
+
+def test_rows_sampled_at_another_temperature_bring_their_own(tmp_path):
+    recipe = grpo_recipe(tmp_path)  # the trial samples at 0.7
+    rows = [trajectory(1.0), trajectory(0.0), trajectory(1.0), trajectory(0.0)]
+    own = np.array([0.7, 0.7, 0.25, 0.25, 0.0], np.float32)  # greedy at the end
+    recipe.update(6, batch(with_(rows[0], temperatures=own), *rows[1:]))
+    (sequences, *_), *_ = recipe.run.engine.updates
+    sent = sorted(column.tolist() for column in sequences.columns["temperature"])
+    assert sent == [pytest.approx([0.7, 0.7, 0.25, 0.25, 1.0]), *[pytest.approx([0.7] * 5)] * 3]
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "areal"])
+def test_groups_of_other_sizes_are_normalized_as_they_are(tmp_path, algorithm):
+    recipe = grpo_recipe(tmp_path, algorithm=algorithm, kl_ctl=0.0)  # n_samples is 2
+    recipe.config.environments = EnvironmentsConfig()
+    groups = ((1.0, 0.0, 0.5), (4.0,), (2.0, 0.0))
+    made = [TrajectoryGroup(FIRST_OUTSIDE + i, list(map(trajectory, one))) for i, one in enumerate(groups)]
+    recipe.update(6, Batch(6, made))
+    (sequences, *_), *_ = recipe.run.engine.updates
+    found = sorted(float(column[-1]) for column in sequences.columns["advantages"])
+    assert found == [-1.0, -0.5, 0.5, 1.0]  # of 0.5 and 4.0 too, but they are 0
 
 
 def test_sent_reference_values_are_used_for_their_rows(tmp_path):

@@ -433,3 +433,55 @@ def test_another_number_of_mini_batches_keeps_the_share_of_the_schedule(tmp_path
     assert engine.counters()["updates"] == 10 == num_updates(config, 100) // 2
     place_schedule(engine, 5, config)
     assert engine.counters()["updates"] == 10
+
+
+def test_rewards_beyond_the_clip_are_counted_and_their_groups_have_no_advantage(tmp_path, caplog):
+    recipe = grpo_recipe(tmp_path)
+    recipe.update(6, batch_of([40.0, 54.0], [45.0, 50.0], [1.0, 0.0], [-30.0, 2.0]))
+    numbers = recipe.run.stats.take()
+    assert numbers["groups_alike"] == 0
+    assert numbers["zero_advantage_groups"] == 0.5
+    assert numbers["reward_clipped"] == 5 / 8
+    assert "actor.reward_clip 20" in caplog.text
+    recipe.update(7, batch_of([20.0, 0.0]))
+    assert recipe.run.stats.take()["reward_clipped"] == 0.0
+
+
+def test_a_group_of_one_reward_has_an_advantage_where_it_is_compared_with_the_batch(tmp_path):
+    recipe = grpo_recipe(tmp_path, reward_norm=NormConfig(mean_level="batch", std_level=None))
+    recipe.update(6, batch_of([1.0, 1.0], [0.0, 0.0]))
+    numbers = recipe.run.stats.take()
+    assert (numbers["groups_alike"], numbers["zero_advantage_groups"]) == (2, 0.0)
+
+
+def test_groups_that_dynamic_sampling_drops_have_no_advantage(tmp_path):
+    recipe = grpo_recipe(tmp_path, dynamic_sampling=True)
+    recipe.update(6, batch_of([1.0, 1.0], [1.0, 0.0]))
+    assert recipe.run.stats.take()["zero_advantage_groups"] == 0.5
+    recipe.update(7, batch_of([1.0, 1.0], [0.0, 0.0]))
+    assert recipe.run.stats.take()["zero_advantage_groups"] == 1.0
+
+
+@pytest.mark.parametrize(("algorithm", "num_dropped"), [("grpo", 1), ("areal", 0)])
+def test_dynamic_sampling_looks_at_rewards_without_the_overlong_penalty(tmp_path, algorithm, num_dropped):
+    """DAPO's constraint (equation 11) counts right answers; AReaL v0.3 compared penalized rewards."""
+    overlong = {"overlong_reward_penalty": True, "overlong_tokens": 4, "overlong_penalty_factor": 1.0}
+    recipe = grpo_recipe(tmp_path, algorithm=algorithm, dynamic_sampling=True, kl_ctl=0.0, **overlong)
+    recipe.config.gconfig.max_new_tokens = 20
+    alike = TrajectoryGroup(0, [trajectory(1.0, 3), trajectory(1.0, 19)])  # the second is penalized
+    differ = TrajectoryGroup(1, [trajectory(1.0, 3), trajectory(0.0, 3)])
+    recipe.update(6, Batch(6, [alike, differ]))
+    assert recipe.run.stats.take()["groups_dropped"] == num_dropped
+    assert len(recipe.run.engine.updates[0][0]) == (2 if num_dropped else 4)
+
+
+def test_a_trial_that_learns_nothing_says_so_while_it_runs(tmp_path, caplog):
+    recipe = grpo_recipe(tmp_path)
+    for step in range(1, 12):
+        recipe.update(step, batch_of([1.0, 1.0], [0.0, 0.0]))
+        recipe.run.log(step)
+        assert ("NOTHING IS LEARNED" in caplog.text) == (step >= 10)
+    assert caplog.text.count("NOTHING IS LEARNED") == 1
+    recipe.update(12, batch_of([1.0, 0.0]))
+    recipe.run.log(12)
+    assert recipe.run.idle.in_a_row == 0
