@@ -8,7 +8,7 @@ clients without headers.
 import enum
 import hmac
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -58,19 +58,15 @@ def json_object(body: bytes) -> dict[str, Any]:
     return found
 
 
-def json_value(body: bytes, parse: Callable[[bytes], Any] = json.loads) -> Any:
+def json_value(body: bytes) -> Any:
     """Return what a request's body holds; numbers may be NaN or infinite.
 
-    `parse` is tried first; it may be stricter. Raises ValueError for what is not JSON, for deep nesting, and
-    for half a surrogate pair.
+    Raises ValueError for what is not JSON, for deep nesting, and for half a surrogate pair.
     """
     if _depth(body) > MAX_DEPTH:
         raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
     try:
-        try:
-            found = parse(body)
-        except ValueError:
-            found = json.loads(body)  # takes NaN
+        found = json.loads(body)
         if b"\\u" in body:
             json.dumps(found, ensure_ascii=False).encode()
     except ValueError as error:

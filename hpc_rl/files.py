@@ -3,6 +3,7 @@
 Nothing is lost while a process waits for space: what it writes next stays in memory.
 """
 
+import difflib
 import errno
 import json
 import logging
@@ -22,6 +23,14 @@ _SHARED = (
 )  # fmt: skip
 AWAY_S = 60.0  # that a mount may be away when something starts again: its inputs were there before
 PAUSE_S = (0.5, 10.0)  # between two tries: first, longest
+
+
+def format_size(num_bytes: float) -> str:
+    """Return a size as text, in the largest unit (of 1024) that has at least a tenth of it."""
+    for unit, size in (("GB", 1 << 30), ("MB", 1 << 20)):
+        if num_bytes >= size / 10:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes / 1024:.1f} KB"
 
 
 def is_full(error: BaseException | None) -> bool:
@@ -176,6 +185,16 @@ def _json_object(line: bytes) -> Row | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
+
+
+def similar_file(path: Path) -> str:
+    """Return the name in the same directory that a path may misspell; empty if there is none."""
+    try:
+        names = os.listdir(path.parent)
+    except OSError:
+        return ""
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.75)
+    return near[0] if near and len(path.stem) > 2 else ""
 
 
 def is_shared(kind: str) -> bool:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.errors import ConfigError
-from hpc_rl.files import is_shared, mount_of
+from hpc_rl.files import format_size, is_shared, mount_of
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -170,8 +170,8 @@ def _copy(source: Path, files: _Files, place: Path) -> None:
 def _check_room(folder: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(folder).free
     if free < num_bytes + SPARE_BYTES:
-        needed, spare = (number / 1e9 for number in (num_bytes, SPARE_BYTES))
-        message = f"{needed:.3f} GB and {spare:.3f} GB to spare are needed, {free / 1e9:.3f} GB are free in"
+        needed, spare, free_text = map(format_size, (num_bytes, SPARE_BYTES, free))
+        message = f"{needed} and {spare} to spare are needed, {free_text} are free in"
         raise OSError(errno.ENOSPC, message, str(folder))
 
 

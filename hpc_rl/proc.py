@@ -1,4 +1,4 @@
-"""Processes of this host: resource limits, commands that end with this process, and what another one is.
+"""Processes of this host: commands that end with this process, and what another one is.
 
 A process is known by pid and kernel start time together, never by name or command line.
 """
@@ -6,7 +6,6 @@ A process is known by pid and kernel start time together, never by name or comma
 import contextlib
 import os
 import re
-import resource
 import signal
 import subprocess
 import sys
@@ -16,40 +15,35 @@ from pathlib import Path
 from typing import IO
 
 POLL_S = 0.05
-# Programs that loop over every possible descriptor become slow beyond it.
-MAX_OPEN_FILES = 1 << 20
 
 
-def raise_limits() -> None:
-    """Raise the soft limits of open files and locked memory to the hard ones; allow no core dumps."""
-    for number, most in ((resource.RLIMIT_NOFILE, MAX_OPEN_FILES), (resource.RLIMIT_MEMLOCK, None)):
-        soft, hard = resource.getrlimit(number)
-        wanted = hard
-        if most is not None and (hard == resource.RLIM_INFINITY or hard > most):
-            wanted = most
-        # A container may forbid it, even up to the hard limit.
-        with contextlib.suppress(OSError, ValueError):
-            if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or wanted > soft):
-                resource.setrlimit(number, (wanted, hard))
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
-
-
-# Becomes the command. Sets a watch beside it, which the kernel's own tie needs: what the command started does
-# not always end with it, and a program with rights of its own (apptainer may be one) loses the tie.
+# Becomes the command. Leaves a watch in its session, because the kernel's own tie is not enough: it does not
+# cover the processes that the command starts, and a program with privileges (apptainer may be one) loses it.
+# Once the command has ended, the watch kills the session; after a TERM to the whole session, the other
+# processes first get time to end by themselves.
 _TIE = """
 import ctypes, os, signal, sys, time
 parent, main = int(sys.argv[1]), os.getpid()
-def is_child():
+def stat(pid):
     try:
-        with open('/proc/%d/stat' % main) as file:
-            return int(file.read().rpartition(')')[2].split()[1]) == parent
+        with open('/proc/%%s/stat' %% pid) as file:
+            return file.read().rpartition(')')[2].split()
     except OSError:
-        return True
+        return ['X', '0', '0', '0']
+def others():
+    for pid in os.listdir('/proc'):
+        if pid.isdigit() and int(pid) != os.getpid():
+            fields = stat(pid)
+            if int(fields[3]) == main and fields[0] not in 'ZX':
+                return True
+    return False
 if os.fork() == 0:
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    while os.getppid() == main and is_child():
-        time.sleep(0.5)
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(time.monotonic()))
+    while os.getppid() == main and int(stat(main)[1]) == parent:
+        time.sleep(0.05 if asked else 0.5)
+    while asked and time.monotonic() < asked[0] + %(grace_s)d and stat(parent)[0] not in 'ZX' and others():
+        time.sleep(0.05)
     os.killpg(0, signal.SIGKILL)
 ctypes.CDLL(None, use_errno=True).prctl(1, 9, 0, 0, 0)  # PR_SET_PDEATHSIG, SIGKILL; exec keeps it
 if os.getppid() != parent:  # it died before the tie was set
@@ -59,9 +53,11 @@ for number in (signal.SIGPIPE, signal.SIGXFSZ):  # which Python ignores, and exe
 try:
     os.execvp(sys.argv[2], sys.argv[2:])
 except OSError as error:
-    print("%r can't be started: %s" % (sys.argv[2], error), file=sys.stderr)
+    print("%%r can't be started: %%s" %% (sys.argv[2], error), file=sys.stderr)
     sys.exit(127)
 """
+# the longest time that a session gets to end by itself after its first process
+SESSION_GRACE_S = 60
 
 
 class TiedProcess(subprocess.Popen[bytes]):
@@ -79,7 +75,7 @@ class TiedProcess(subprocess.Popen[bytes]):
         stdin: int = subprocess.DEVNULL,
     ) -> None:
         super().__init__(
-            [sys.executable, "-I", "-S", "-c", _TIE, str(os.getpid()), *argv],
+            [sys.executable, "-I", "-S", "-c", _TIE % {"grace_s": SESSION_GRACE_S}, str(os.getpid()), *argv],
             env=env,
             stdin=stdin,
             stdout=output,
@@ -95,15 +91,23 @@ class TiedProcess(subprocess.Popen[bytes]):
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def end(self, grace_s: float, whole_session: bool = False) -> None:
-        """TERM to the command, or to its whole session; then KILL to the session. Waits for the command."""
+        """TERM to the command, or to its whole session, and wait for them; then KILL to the session."""
         if self.poll() is None:
+            deadline = time.monotonic() + grace_s
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if whole_session else os.kill)(self.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.wait(grace_s)
+            while whole_session and time.monotonic() < deadline and self._has_session():
+                time.sleep(POLL_S)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
         self.wait()
+
+    def _has_session(self) -> bool:
+        """Return whether a process of the session still runs. Its watch runs until the others have ended."""
+        fields = (_read_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
+        return any(stat is not None and int(stat[3]) == self.pid for stat in fields)
 
 
 def oom_kills(root: Path = Path("/")) -> int:
@@ -121,13 +125,19 @@ def oom_kills(root: Path = Path("/")) -> int:
     return 0
 
 
-def start_ticks(pid: int) -> int | None:
-    """Return the kernel start time of a process, in clock ticks; None where it has ended or is a zombie."""
+def _read_stat(pid: int) -> list[str] | None:
+    """Return the fields of /proc/PID/stat from the state on; None if the process has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in "ZX" else fields
+
+
+def start_ticks(pid: int) -> int | None:
+    """Return the kernel start time of a process, in clock ticks; None if it has ended or is a zombie."""
+    fields = _read_stat(pid)
+    return None if fields is None else int(fields[19])
 
 
 def is_alive(pid: int, ticks: int | None) -> bool:

@@ -35,6 +35,7 @@ from hpc_rl.errors import FailureClass, Stale, StopCause
 from hpc_rl.files import JsonLines
 from hpc_rl.log import redact
 from hpc_rl.proc import start_ticks
+from hpc_rl.requeue import JobEvent
 from hpc_rl.trial import Attempt, Trial, entries, read_json
 
 
@@ -57,14 +58,16 @@ class TrialState(enum.StrEnum):
         return self not in (TrialState.PENDING, TrialState.RUNNING, TrialState.STOPPING, TrialState.UNKNOWN)
 
 
-class JobEvent(enum.StrEnum):
-    """What the job script reports in `jobs/<job id>.state`."""
+class BatchWait(enum.StrEnum):
+    """Why a batch can't be made of the groups of environments that are ready."""
 
-    STARTED = "started"
-    SUPERVISOR_KILLED = "supervisor_killed"
-    REQUEUED = "requeued"
-    FIRST_NODE_LOST = "first_node_lost"  # by a step on another node, which then requeues or cancels the job
-    ENDED = "ended"
+    SEQUENCES = "sequences"  # there are too few
+    SHARE = "share"  # too few of an environment that has a share of each batch
+    COMBINATION = "combination"  # their sizes add up to another number
+    SIZES = "sizes"  # no number of groups of such sizes makes a batch
+
+
+GIVEN_BACK = (JobEvent.FIRST_NODE_LOST, JobEvent.SCRIPT_KILLED)
 
 
 class EventKind(enum.StrEnum):
@@ -80,6 +83,7 @@ class EventKind(enum.StrEnum):
     PROGRESS = "progress"  # a new generation
     NETWORK_UNCHECKED = "network_unchecked"  # whether the nodes reach each other could not be found out
     NODE_SILENT = "node_silent"  # a node of the job does not answer any more
+    NODE_CUT_OFF = "node_cut_off"  # the supervisor's own node reaches none of the others any more
     NODE_ANSWERS = "node_answers"  # and answers again
     HUNG = "hung"
     UNPLACED = "unplaced"  # the scheduler starts no process of a unit
@@ -108,6 +112,8 @@ def _convert(value: Any, hint: Any) -> Any:
         if (record := hint.parse(value)) is None:
             raise ValueError(f"expected {hint}, got {value!r}")
         return record
+    if hint is Any:
+        return value
     if hint is float and type(value) is int:
         value = float(value)
     if type(value) is not hint or (hint is float and not math.isfinite(value)):
@@ -131,7 +137,6 @@ class JsonRecord:
         """Return the record in parsed JSON, or None where a required field is missing or of another type."""
         if not isinstance(data, dict):
             return None
-        data = {"cause": _cause_in_prose(data.get("reason"))} | data
         values = {}
         for name, key, hint in cls._fields():
             try:
@@ -160,6 +165,18 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return value.to_json() if isinstance(value, JsonRecord) else value
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchWaitRecord(JsonRecord):
+    """What the next batch waits for."""
+
+    kind: BatchWait
+    ready: int  # sequences
+    needed: int  # sequences: of a batch, or of a share of it
+    sizes: list[int] = field(default_factory=list)  # of the groups that are ready
+    parts: int = 0  # sequences of groups that are not whole yet
+    environment: str = ""  # whose share it is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,7 +351,7 @@ class Event(JsonRecord):
     step: int | None = None  # of PROGRESS
     ends_at: float | None = None  # of END_TIME, Unix seconds
     pause_s: float | None = None  # of RESTARTING and GAVE_UP
-    node: str = ""  # of NODE_SILENT and NODE_ANSWERS
+    node: str = ""  # of NODE_SILENT, NODE_CUT_OFF and NODE_ANSWERS
     silent_s: float | None = None  # for how long that node has not answered
 
     @property
@@ -425,21 +442,3 @@ class ProcessFile:
 
 
 _PROCESS_FILE = re.compile(r"(client-)?([a-z]+)-(\d+)\.(\d+)(?:-rank(\d+))?\.(?:json|log)")
-
-
-# Early versions recorded a cause as its English message. This is the only place that reads a message.
-_PROSE = {
-    "the job's time is nearly over": StopCause.TIME_LIMIT,
-    "the time limit": StopCause.TIME_LIMIT,
-    "SIGUSR1": StopCause.USER_SIGNAL,
-    "SIGTERM": StopCause.PREEMPTION,
-    "told to end by a signal": StopCause.PREEMPTION,
-    "SIGINT": StopCause.INTERRUPTED,
-    "cancelled by a person": StopCause.CANCELLED,
-    "the batch script that started the supervisor was killed": StopCause.SCRIPT_KILLED,
-}
-
-
-def _cause_in_prose(reason: Any) -> StopCause | None:
-    """Return the cause that a message of an earlier version tells; None for any other message."""
-    return next((cause for start, cause in _PROSE.items() if str(reason).startswith(start)), None)

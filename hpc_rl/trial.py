@@ -14,10 +14,9 @@ import json
 import os
 import re
 import secrets
-import shlex
 import stat
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +24,8 @@ from typing import Any
 from hpc_rl.errors import ConfigError, NotPrivate, TrialStateError
 from hpc_rl.private_files import read_secret, writable_by_others
 
+ORPHAN_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # of _written_beside
+ORPHAN_S = 24 * 3600
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,63}")
 
 
@@ -53,16 +54,36 @@ def state_home() -> Path:
     return home / "hpc-rl"
 
 
+_swept: set[Path] = set()  # folders in which this process has looked for orphans
+
+
+def _remove_orphans(folder: Path, now: float) -> None:
+    """Remove temporary files of writers that were killed.
+
+    Writing takes seconds: one that is a day old has no writer, even if a job was suspended. Both times are of
+    the file server's clock.
+    """
+    with contextlib.suppress(OSError), os.scandir(folder) as found:
+        old = [one for one in found if ORPHAN_NAME.fullmatch(one.name) and one.is_file(follow_symlinks=False)]
+        for entry in old:
+            if now - entry.stat(follow_symlinks=False).st_mtime > ORPHAN_S:
+                os.unlink(entry)
+
+
 @contextlib.contextmanager
 def _written_beside(path: Path, data: bytes | str, mode: int, durable: bool = True) -> Iterator[Path]:
     """Yield a file with this content in the folder of `path`; it is removed where an exception comes."""
     temp = path.with_name(f".{path.name}.{uuid.uuid4().hex[:12]}.tmp")
+    remove_orphans = path.parent not in _swept
     try:
         with open(temp, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             if durable:
                 os.fsync(file.fileno())
+        if remove_orphans:
+            _swept.add(path.parent)
+            _remove_orphans(path.parent, temp.stat().st_mtime)
         yield temp
     except BaseException:
         temp.unlink(missing_ok=True)
@@ -153,6 +174,16 @@ def entries(folder: Path) -> list[os.DirEntry[str]]:
 def write_json(path: Path, value: Any, mode: int = 0o644) -> None:
     """Replace `path` atomically by a JSON document. Raises OSError."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True) + "\n", mode)
+
+
+def new_token() -> str:
+    """Return a token that may be a part of a URL's path.
+
+    It does not begin with `v1`: clients of atroposlib remove every `/v1` from the URL of a server.
+    """
+    while (token := secrets.token_urlsafe(32)).startswith("v1"):
+        pass
+    return token
 
 
 def _set_mode(path: Path, mode: int) -> None:
@@ -269,6 +300,7 @@ class Trial:
     batches = _Path("rollout/batches")  # seals of the batch log, `<step>.seal`
     # `{"step"}`: batches up to this one are gone from the batch log, or are about to be
     trimmed = _Path("rollout/trimmed.json")
+    rollout_port = _Path("rollout/port.json")  # `{"host", "port"}` where environments last found it
     weights = _Path("weights")
     # `{"label", "path", "lineage", "step"}` of the newest published weights
     current_weights = _Path("weights/current.json")
@@ -327,13 +359,11 @@ class Trial:
         num_own = 2 if self.dir.parent.parent.name == account() else 1
         fileroot = self.dir.parents[num_own : num_own + 1]
         for path in (*fileroot, *self.dir.parents[num_own - 1 :: -1], self.dir):
-            problem = writable_by_others(path, only_by_all=path in fileroot)
-            if problem:
-                raise NotPrivate(
-                    f"{path} {problem}, so another account could change what trial {self} runs. "
-                    f"If it is yours, run chmod go-w {shlex.quote(str(path))}; else choose a directory "
-                    "of your own as cluster.fileroot, or as --output of hpc-rl render."
-                )
+            exposed = writable_by_others(path, only_by_all=path in fileroot)
+            if exposed:
+                what = f"{path} {exposed.problem}, so another account could change what trial {self} runs"
+                remedy = f"{exposed.remedy[0].upper()}{exposed.remedy[1:]}"
+                raise NotPrivate(f"{what}. {remedy} as cluster.fileroot, or as --output of hpc-rl render.")
 
     def make_dirs(self, umask: int = 0o077) -> None:
         """Create the directory with its fixed folders. Raises OSError, TrialStateError."""
@@ -349,13 +379,22 @@ class Trial:
 
         Raises OSError, TrialStateError as `tokens`.
         """
-        tokens = {"control": secrets.token_urlsafe(32), "data": secrets.token_urlsafe(32)}
+        tokens = {"control": new_token(), "data": new_token()}
         create_exclusive(self.secret, json.dumps(tokens), mode=0o600)
         self.tokens()
 
     def tokens(self) -> dict[str, str]:
-        """Return `{"control": …, "data": …}`. Raises OSError; TrialStateError where others may know them."""
-        text = read_secret(self.secret)
+        """Return `{"control": …, "data": …}`.
+
+        Raises OSError; TrialStateError where the file is missing or damaged, or others may know them.
+        """
+        try:
+            text = read_secret(self.secret)
+        except FileNotFoundError as error:
+            remedy = "Stop the trial if it runs, and submit it again: that makes new tokens."
+            raise TrialStateError(
+                f"{self.secret}, with the tokens of the trial, is missing. {remedy}"
+            ) from error
         try:
             return {name: str(json.loads(text)[name]) for name in ("control", "data")}
         except (ValueError, KeyError, TypeError) as error:
@@ -370,6 +409,21 @@ class Trial:
         path = self.secret_variables(option)
         pairs = read_secret(path).split("\0") if path.exists() else []
         return {name: value for name, equals, value in (pair.partition("=") for pair in pairs) if equals}
+
+    def read_secret_files(self) -> dict[Path, str]:
+        """Return the texts of the files with secrets, tokens and variables of launcher. Raises OSError."""
+        paths = [path for path in (self.secret, *self.dir.glob(f"{self.secret.name}.*")) if path.exists()]
+        return {path: read_secret(path) for path in paths}
+
+    def restore_secret_files(self, texts: Mapping[Path, str]) -> list[Path]:
+        """Write those of the files again that are missing; return which they were. Raises OSError."""
+        if not self.dir.is_dir():
+            return []
+        return [
+            path
+            for path, text in texts.items()
+            if not path.exists() and create_exclusive(path, text, mode=0o600)
+        ]
 
     def every_secret(self) -> list[str]:
         """Return the values of its tokens and of all its secret variables. Raises as `tokens`."""

@@ -79,6 +79,7 @@ class Trajectory:
     advantages: np.ndarray | None = None  # float32 [L]: instead of those that the trainer computes
     ref_logprobs: np.ndarray | None = None  # float32 [L]: instead of the reference model's
     zero_advantage: bool = False  # counts in its group, but is not trained on
+    temperatures: np.ndarray | None = None  # float32 [L], at which tokens were sampled; None: the trial's
 
     def oldest_step(self) -> int:
         """The smallest step among the model's own tokens, 0 when it made none."""
@@ -92,6 +93,9 @@ class TrajectoryGroup:
 
     index: int  # prompt index: counts issued prompts over all epochs, from 0
     trajectories: list[Trajectory]
+    # the row of the prompt for people, as `stats.kept_samples.short_columns` returns it
+    columns: dict[str, Any] = field(default_factory=dict)
+    shortened: list[str] = field(default_factory=list)  # names of columns that are not whole
 
     def oldest_step(self) -> int:
         return min((t.oldest_step() for t in self.trajectories), default=0)

@@ -1,8 +1,8 @@
 """One prompt of a configuration as the job would run it, against the embedded engine in this process.
 
-Reads `{"config", "folder", "timeout_s"}` as JSON from standard input and prints what came of the prompt to
-standard output, as JSON. With a `folder`, models are tiny, and their weights random; their sizes are written
-there.
+Reads `{"config", "folder", "progress", "timeout_s"}` as JSON from standard input and prints what came of
+the prompt to standard output, as JSON. With a `folder`, models are tiny, and their weights random; their
+sizes are written there. The file `progress` says meanwhile how far it is.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -42,10 +42,13 @@ from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.servers.base import Backend, ReplicaPlace
 from hpc_rl.servers.client import HttpServerClient
 from hpc_rl.servers.embedded.backend import EmbeddedBackend
+from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.router import Router
-from hpc_rl.trial import read_json
+from hpc_rl.submit.episode import EpisodeProgress, EpisodeStage
+from hpc_rl.trial import read_json, write_json
 from hpc_rl.types import Trajectory, TrajectoryGroup, WeightVersion, decode
 
+PROGRESS_S = 0.5
 MAX_THREADS = 4  # a login node is others' too
 VERSION = WeightVersion(0, 0)
 NOWHERE = ReplicaPlace(0, "cpu", 0, Path(os.devnull), Path(os.devnull))  # an engine here needs no place
@@ -84,11 +87,32 @@ def first_prompt(config: GRPOConfig, tokenizer: Tokenizer) -> Prompt:
     raise ConfigError(f"train_dataset.path {dataset.path}: none of the first rows can be a prompt.")
 
 
-async def episode(config: GRPOConfig, timeout_s: float, scratch: bool) -> dict[str, Any]:
+class ProgressWriter:
+    """A thread that writes how far the episode is: user code may hold the event loop."""
+
+    def __init__(self, path: Path) -> None:
+        self.stage = EpisodeStage.STARTING
+        self.engines: list[EmbeddedEngine] = []
+        self._path = path
+        threading.Thread(target=self._write, daemon=True).start()
+
+    def _write(self) -> None:
+        # The folder is removed when the parent has given up.
+        with contextlib.suppress(OSError):
+            while True:
+                num_tokens = sum(engine.num_tokens for engine in self.engines)
+                write_json(self._path, asdict(EpisodeProgress(self.stage, num_tokens)))
+                time.sleep(PROGRESS_S)
+
+
+async def episode(
+    config: GRPOConfig, timeout_s: float, scratch: bool, progress: ProgressWriter
+) -> dict[str, Any]:
     """Return what came of one prompt: `trajectories`, or `error` and `trace`.
 
     With `scratch`, the weights of all models are random.
     """
+    progress.stage = EpisodeStage.LOADING
     unused = {
         name: one for name, one in _NOT_EMBEDDED.items() if getattr(config.gconfig, name) not in (one, [])
     }
@@ -104,11 +128,12 @@ async def episode(config: GRPOConfig, timeout_s: float, scratch: bool) -> dict[s
 
     async with contextlib.AsyncExitStack() as stack:
         keys = {name: os.environ.get(pool.api_key_env, "") for name, pool in config.pools.items()}
-        open_pool = partial(_open_pool, stack, config, timeout_s, scratch)
+        open_pool = partial(_open_pool, stack, config, timeout_s, scratch, progress)
         worker = await open_worker(stack, config, keys, write, open_pool)
         tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
         prompt = first_prompt(config, tokenizer)
         asked: dict[str, Any] = {"row": prompt.row, "prompt": tokenizer.decode(prompt.input_ids, False)}
+        progress.stage = EpisodeStage.RUNNING
         running = asyncio.create_task(worker.answer(run_prompt(0, 0, prompt, VERSION)))
         await asyncio.wait({running}, timeout=timeout_s - (time.monotonic() - began))
         if not running.done():
@@ -141,7 +166,12 @@ def _awaited(coroutine: Any) -> traceback.StackSummary:
 
 
 async def _open_pool(
-    stack: contextlib.AsyncExitStack, config: GRPOConfig, timeout_s: float, scratch: bool, name: str
+    stack: contextlib.AsyncExitStack,
+    config: GRPOConfig,
+    timeout_s: float,
+    scratch: bool,
+    progress: ProgressWriter,
+    name: str,
 ) -> ServerPool:
     """Return a pool on an engine of this process, which the stack stops."""
     view = as_pool(config, name)
@@ -152,6 +182,7 @@ async def _open_pool(
     stack.push_async_callback(backend.stop)
     if isinstance(backend, EmbeddedBackend):
         backend.engine.version = str(VERSION)
+        progress.engines.append(backend.engine)
     client = cast(Router, EngineClient(backend, timeout_s))
     tokenizer = Tokenizer(view.tokenizer_path or view.actor.path)
     return ServerPool(name, client, tokenizer, view.gconfig, context_of(config, name))
@@ -222,6 +253,7 @@ def main() -> int:
         tell(_late(traceback.extract_stack(frame)))
         os._exit(0)
 
+    progress = ProgressWriter(Path(given["progress"]))
     disable_progress_bar()
     alarm = threading.Timer(given["timeout_s"] + 5, give_up)
     alarm.daemon = True
@@ -236,7 +268,7 @@ def main() -> int:
     try:
         if given["folder"]:
             config = with_tiny_models(config, Path(given["folder"]))
-        found = asyncio.run(episode(config, given["timeout_s"], bool(given["folder"])))
+        found = asyncio.run(episode(config, given["timeout_s"], bool(given["folder"]), progress))
     except HpcRlError as error:
         found = {"error": str(error), "trace": ""}
     alarm.cancel()

@@ -12,7 +12,7 @@ import inspect
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import ConfigError
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import Rejection, import_object
-from hpc_rl.rollout.rewards.reward_process import is_batched, scores
+from hpc_rl.rollout.rewards.reward_process import call, is_batched, scores_in
 from hpc_rl.rollout.user_errors import MISTAKES, Raised
 from hpc_rl.rollout.workflow import for_rewards
 from hpc_rl.rollout.workflows import load_workflow
@@ -66,16 +66,27 @@ def _reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[tuple[str, 
     except (ConfigError, OSError) as error:
         yield "refusals", str(error)
         return
+    if not callable(function):
+        yield "refusals", f"rollout.reward_fn {path} is {_kind(function)}, not a function."
+        return
     for name, row in first.items():
         prompt, columns = for_rewards(row)
         try:
-            inspect.signature(function).bind(prompt, [], **columns)
+            signature = inspect.signature(function)
+            signature.bind(prompt, [], **columns)
         except TypeError as error:
             takes = "completions" if is_batched(function) else "completion"
             given = ", ".join(["prompt", takes, *columns])
-            told = f"{path} is called with {given} for rows of {name}, and can't be: {error}."
-            form = f"A reward is reward(prompt, {takes}, **columns); this is {_shown(function)}"
-            yield "refusals", f"rollout.reward_fn {told} {form}"
+            problem = f"{path} can't take the arguments ({given}) of rows of {name}: {error}."
+            form = f"A reward is reward(prompt, {takes}, **columns); this is {_shown(function)}."
+            hint = ""
+            if not is_batched(function) and "completions" in signature.parameters:
+                name = path.partition(":")[2]
+                hint = (
+                    " To score all completions of a prompt at once, take (prompt, completions, **columns), "
+                    f"return a list, and write `{name}.batched = True` below the function."
+                )
+            yield "refusals", f"rollout.reward_fn {problem} {form}{hint}"
             return
         except ValueError:  # a function without a signature
             pass
@@ -86,13 +97,24 @@ def _reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[tuple[str, 
     what = f"rollout.reward_fn {path}, for the first row and the completion {COMPLETION!r},"
     yield CALLS, what
     try:
-        asyncio.run(scores(function, prompt, completions, columns))
+        value = call(function, prompt, completions, columns)
+        value = asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value
+        scores_in(value, is_batched(function), len(completions))
     except Rejection as rejection:
         yield "refusals", f"{what} does not return a reward: {rejection.message}."
     except (*MISTAKES, SystemExit, KeyboardInterrupt) as error:
         yield "refusals", f"{what} raises {_noted(error)}"
     except Exception as error:
         yield "notes", f"{what} raises {_noted(error)}: the job rejects a prompt where that happens"
+
+
+async def _awaited(value: Awaitable[Any]) -> Any:
+    return await value
+
+
+def _kind(value: Any) -> str:
+    shown = repr(value)
+    return f"{shown if len(shown) < 40 else 'an object'} of type {type(value).__name__}"
 
 
 def _noted(error: BaseException) -> str:

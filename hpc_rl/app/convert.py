@@ -14,11 +14,11 @@ from pathlib import Path
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Commit, Manifest, config_hash
 from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.schedule import updates_per_step
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.errors import Damaged, ExitCode, HpcRlError
 from hpc_rl.files import is_full
 from hpc_rl.trainers.exports import RECORD_NAME
-from hpc_rl.trainers.grpo_recipe import updates_per_step
 from hpc_rl.trainers.run import tokenizer_folder, versions
 from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
@@ -51,8 +51,8 @@ def import_(trial: Trial, step: int, source: Path) -> None:
     commit.begin()
     try:
         model = config.actor if isinstance(config, GRPOConfig) else config.model
-        per_step = updates_per_step(config) if isinstance(config, GRPOConfig) else 1
-        files, counters = import_weights(model, config.seed, source, step * per_step, commit.folder)
+        updates = step * updates_per_step(config)
+        files, counters = import_weights(model, config.seed, source, updates, commit.folder)
         commit.rank_done(0, files)
         commit.commit(
             Manifest(

@@ -1,8 +1,8 @@
 """The environment role: runs the command of one environment beside the trial, with the URLs that it needs.
 
-The command gets a YAML file by `--config`, in the form that environments of hpc-rl and of atroposlib read.
-Where the rollout role comes back under another URL, the command is started again. Nothing of it outlives this
-process: no environment feeds a trial that has ended.
+The command gets a YAML file by `--config`, in the form that environments of hpc-rl and of atroposlib read;
+what the command itself says counts more. When the rollout role comes back under another URL, the command is
+started again. Nothing of it outlives this process: no environment feeds a trial that has ended.
 """
 
 import logging
@@ -47,13 +47,23 @@ def body(context: role.Context) -> int:
         settings = environment_file(context.config, name, url, context.tokens["data"])
         file = context.attempt.dir / f"environment-{context.index}.yaml"
         write_atomic(file, yaml.safe_dump(settings), mode=0o600)
-        code = _run(context, names, [*shlex.split(command), "--config", str(file)], url)
+        code = _run(context, names, with_settings(shlex.split(command), str(file)), url)
         if code == 0:
             logger.info("environment %s has finished", name)
             return ExitCode.DONE
         if code is not None:
             raise RoleFailed(f"environment {name} exited with code {code}; its output is in this log")
     return ExitCode.STOPPED
+
+
+def with_settings(command: list[str], file: str) -> list[str]:
+    """Return a command with a settings file: of `hpc-rl env serve` before a file that the command has."""
+    option, at = ["--config", file], len(command)
+    for i in range(len(command) - 1):
+        if command[i : i + 2] == ["env", "serve"]:
+            at = i + 2
+            break
+    return [*command[:at], *option, *command[at:]]
 
 
 def _run(context: role.Context, names: NameResolve, argv: list[str], url: str) -> int | None:

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import NoReturn
 
 from hpc_rl import log, net
 from hpc_rl.app import control
@@ -28,12 +29,21 @@ from hpc_rl.app.mpi_ranks import MpiRanks
 from hpc_rl.app.node_environment import NodeDirectory, correct
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.sections.experiment import Config, GRPOConfig
-from hpc_rl.errors import ConfigError, ExitCode, FailureClass, GivenUp, HpcRlError, NodeFailed, TrialBusy
+from hpc_rl.errors import (
+    ConfigError,
+    ExitCode,
+    FailureClass,
+    GivenUp,
+    HpcRlError,
+    NodeFailed,
+    TrialBusy,
+    TrialStateError,
+)
 from hpc_rl.files import FULL, is_full
 from hpc_rl.node_copies import NodeCopies
 from hpc_rl.plan.schema import Plan
-from hpc_rl.proc import raise_limits
 from hpc_rl.records import ExitRecord, ProcessRecord
+from hpc_rl.resource_limits import raise_limits
 from hpc_rl.schedulers.hostlist import job_hosts, peer_hosts
 from hpc_rl.trial import Attempt, Trial, write_json
 
@@ -101,9 +111,12 @@ def run(role: str, body: Callable[[Context], int | None], *, uses_node: bool = T
     steps = os.environ.get("HPC_RL_STEPS")
     num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
     trial = Trial(args.trial_dir)
-    attempt, tokens = trial.attempt(args.attempt), trial.tokens()
-    variables = trial.variables(VARIABLES_OF[role]) if role in VARIABLES_OF else {}
-    os.environ |= variables
+    attempt = trial.attempt(args.attempt)
+    try:
+        tokens = trial.tokens()
+        os.environ |= trial.variables(VARIABLES_OF[role]) if role in VARIABLES_OF else {}
+    except TrialStateError as error:
+        _end_without_secrets(attempt, args, error)
     stopping, deadline, stacks = threading.Event(), Deadline(), Stacks()
     if steps == "mpiexec":
         control.connect(os.environ["HPC_RL_SUPERVISOR"], tokens["control"])
@@ -153,6 +166,25 @@ def run(role: str, body: Callable[[Context], int | None], *, uses_node: bool = T
     os._exit(record.code)  # threads of engines and HTTP servers must not hold the exit
 
 
+def _end_without_secrets(attempt: Attempt, args: argparse.Namespace, error: TrialStateError) -> NoReturn:
+    """End this process for good, with the reason: no start of the same submission has other secrets."""
+    log.setup(args.role, f"{args.index}")
+    logger.error("%s", error)
+    rank = int(
+        os.environ.get("SLURM_PROCID" if os.environ.get("HPC_RL_STEPS") == "srun" else "HPC_RL_RANK", 0)
+    )
+    record = ExitRecord(
+        code=int(ExitCode.BAD_CONFIG),
+        reason=str(error),
+        failure=FailureClass.USER,
+        final=True,
+        time=time.time(),
+    )
+    with contextlib.suppress(OSError):
+        write_json(attempt.exit_record(args.role, args.index, args.incarnation, rank), record.to_json())
+    os._exit(ExitCode.BAD_CONFIG)
+
+
 def own_log(path: Path) -> None:
     """Write to a file of this process: mpiexec mixes what all ranks write."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -169,6 +201,7 @@ def arguments(role: str) -> argparse.Namespace:
     parser.add_argument("--attempt", required=True)
     parser.add_argument("--index", type=int, default=0)
     parser.add_argument("--incarnation", type=int, default=0)
+    parser.set_defaults(role=role)
     return parser.parse_args()
 
 

@@ -60,11 +60,16 @@ def rules(config: GRPOConfig) -> Rules:
     )
 
 
-async def serve(context: role.Context, config: GRPOConfig) -> int:
+def open_prompts(config: GRPOConfig) -> tuple[Prompts, Prompts | None]:
+    """Return the prompts to train on, none where environments have them, and the held-out ones, if any."""
     tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
     dataset = config.train_dataset if has_own_prompts(config) else None
     prompts = Prompts(dataset, tokenizer, config.seed)
-    held_out = Prompts(config.valid_dataset, tokenizer, config.seed) if config.valid_dataset else None
+    return prompts, Prompts(config.valid_dataset, tokenizer, config.seed) if config.valid_dataset else None
+
+
+async def serve(context: role.Context, config: GRPOConfig) -> int:
+    prompts, held_out = open_prompts(config)
     names = open_names(context.trial, config)
     sequencer = Sequencer(rules(config))
     trial = context.trial

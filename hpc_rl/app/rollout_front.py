@@ -1,7 +1,8 @@
 """Holds the listening socket of a rollout role that environments talk to, and starts the role again.
 
 Environments of atroposlib end after a few refused connections. While the role itself is away, the kernel
-keeps their connections waiting on the socket that this process holds.
+keeps their connections waiting on the socket that this process holds. When this process itself was killed,
+the next one on this host takes the same port again.
 """
 
 import contextlib
@@ -9,6 +10,7 @@ import json
 import logging
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,10 +19,13 @@ from pathlib import Path
 
 from hpc_rl import log, net
 from hpc_rl.app.rollout import LISTENER_VARIABLE
+from hpc_rl.trial import Trial, read_object, write_json
 
 logger = logging.getLogger(__name__)
 MAX_RESTARTS = 5  # in a row; then the supervisor decides
 HEALTHY_LIFE_S = 60.0
+PORT_WAIT_S = 5.0  # for the port of the last time; a role that was killed frees it at its end
+PORT_POLL_S = 0.1
 
 
 class RolloutFront:
@@ -83,8 +88,37 @@ def main(arguments: list[str]) -> int:
     trial_dir = Path(arguments[arguments.index("--trial_dir") + 1])
     log.setup("rollout-front")
     section = json.loads((trial_dir / "config.json").read_bytes()).get("environments") or {}
-    listener = net.bind(port=section.get("port", 0))
+    listener = listen(Trial(trial_dir), section.get("port", 0))
     return RolloutFront(arguments, listener.fileno()).run()
+
+
+def listen(trial: Trial, port: int) -> socket.socket:
+    """Return a socket that listens on a port, 0 for the one of the last time on this host, or a free one.
+
+    Raises OSError where the port that was asked for is taken.
+    """
+    if port:
+        return net.bind(port=port)
+    host, last = socket.gethostname(), read_object(trial.rollout_port)
+    listener = None
+    if last.get("host") == host and isinstance(last.get("port"), int):
+        listener = _bind_again(last["port"])
+    listener = listener or net.bind()
+    write_json(trial.rollout_port, {"host": host, "port": listener.getsockname()[1]})
+    return listener
+
+
+def _bind_again(port: int) -> socket.socket | None:
+    """Return a socket that listens on a port; None if it stays taken, for longer than by an earlier role."""
+    until_s = time.monotonic() + PORT_WAIT_S
+    while True:
+        try:
+            return net.bind(port=port)
+        except OSError as error:
+            if time.monotonic() > until_s:
+                logger.warning("port %d is taken (%s): environments need the new URL", port, error)
+                return None
+            time.sleep(PORT_POLL_S)
 
 
 if __name__ == "__main__":

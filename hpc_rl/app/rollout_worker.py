@@ -13,13 +13,14 @@ from hpc_rl import log
 from hpc_rl.app.role import arguments
 from hpc_rl.config.loading.stored import from_dict
 from hpc_rl.config.pool_view import as_pool, reward_models, trained_pool
-from hpc_rl.config.rules.file_rules import context_of
+from hpc_rl.config.rules.file_rules import context_of, vocab_size_of
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.pools import PoolConfig
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.name_resolve import open_names
 from hpc_rl.rollout import pipes
+from hpc_rl.rollout.loop_watch import LoopWatch
 from hpc_rl.rollout.pipes import EndpointState
 from hpc_rl.rollout.rewards import BUILTINS, LIMITED, BatchReward, built_in, each, weighted
 from hpc_rl.rollout.rewards.judge import Judge, scored_by
@@ -35,29 +36,36 @@ from hpc_rl.trial import Trial
 
 def main() -> int:
     pipes.die_with_parent()
-    out = pipes.reserve_stdout()
+    writer = pipes.PipeWriter(pipes.reserve_stdout())
     args = arguments("rollout_worker")
     trial = Trial(args.trial_dir)
-    tokens = trial.tokens()
     try:
+        tokens = trial.tokens()
         config = from_dict(json.loads(trial.config_json.read_bytes()))
         assert isinstance(config, GRPOConfig)
         keys = {name: os.environ.get(pool.api_key_env, "") for name, pool in config.pools.items()}
         log.setup("rollout-worker", args.index, [*trial.every_secret(), *keys.values()])
-        asyncio.run(work(trial, config, tokens["data"], keys, out))
+        asyncio.run(work(trial, config, tokens["data"], keys, writer.write))
     except HpcRlError as error:
         print(error, file=sys.stderr)
-        os.write(out, pipes.pack({"op": "ends", "error": log.redact(str(error))}))
+        writer.write(pipes.pack({"op": "ends", "error": log.redact(str(error))}))
+        writer.close()
         return ExitCode.BAD_CONFIG if isinstance(error, ConfigError) else ExitCode.FAILED
     return ExitCode.DONE
 
 
-async def work(trial: Trial, config: GRPOConfig, data_token: str, keys: dict[str, str], out: int) -> None:
+async def work(
+    trial: Trial,
+    config: GRPOConfig,
+    data_token: str,
+    keys: dict[str, str],
+    write: Callable[[bytes], None],
+) -> None:
     """Serve the rollout role; `keys` are those of pools elsewhere."""
-    write = await pipes.pipe_writer(out)
     async with contextlib.AsyncExitStack() as stack:
         open_pool = partial(open_servers, stack, trial, config, data_token)
         worker = await open_worker(stack, config, keys, write, open_pool)
+        LoopWatch(worker.tell_blocked).start()
         await worker.serve(await pipes.stdin_reader())
     os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
 
@@ -80,7 +88,8 @@ async def open_worker(
             others[name] = await open_pool(name)
     rewards = await open_rewards(config, others, own.tokenizer)
     answering = {name: pool for name, pool in others.items() if name not in reward_models(config)}
-    return Worker(config, own, answering, workflow, rewards, write)
+    vocab_size = vocab_size_of(config) or own.tokenizer.size
+    return Worker(config, own, answering, workflow, rewards, write, vocab_size)
 
 
 async def open_servers(
@@ -152,7 +161,10 @@ async def _open_reward(
     if name == "judge" and rollout.judge is not None:
         judge = Judge(pools[rollout.judge.pool], rollout.judge, config.seed, rollout.enable_rollout_tracing)
         return each(judge.reward)
-    process = RewardProcess(LIMITED.get(name, name), rollout.reward_timeout_s)
+    options = None
+    if name == "code_tests":
+        options = {"timeout_s": rollout.reward_timeout_s, "sandbox": rollout.sandbox}
+    process = RewardProcess(LIMITED.get(name, name), rollout.reward_timeout_s, options=options)
     await process.start()
     return process.rewards
 

@@ -4,11 +4,12 @@ import asyncio
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import logging
 import signal
 import sys
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,8 @@ from hpc_rl.environments.inference_servers import InferenceServers, MadeUpServer
 from hpc_rl.environments.rollout_api import RolloutApi
 from hpc_rl.environments.serving import Serving, process
 from hpc_rl.environments.settings import APIServerConfig, EnvConfig, EnvironmentSettings
-from hpc_rl.errors import ConfigError, ExitCode, HpcRlError
+from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, UserCodeFailed
+from hpc_rl.rollout.user_errors import Raised
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +67,43 @@ def parser() -> ArgumentParser:
         "--max_n_completions", type=int, default=8, help="completions that one request asks for"
     )
     return made
+
+
+def parse(argv: list[str]) -> Any:
+    """Return the settings that a command line and its files make. Raises ArgumentError.
+
+    Options count more than files, wherever `--config` is; a later file counts more than an earlier one. An
+    option `--openai.NAME` is for every server of a list.
+    """
+    files, rest = _split_options(argv, lambda name: name == "--config")
+    of_servers, rest = _split_options(rest, lambda name: name.startswith("--openai."))
+    made = parser()
+    args = made.parse_args([*files, *rest])
+    if of_servers:
+        servers = args.openai if isinstance(args.openai, list) else [args.openai]
+        args.openai = [_with_options(one, of_servers) for one in servers]
+    return made.instantiate(args)
+
+
+def _split_options(argv: list[str], is_wanted: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """Return the options with a wanted name, each with its value, and the rest."""
+    wanted: list[str] = []
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        name, has_value, _ = word.partition("=")
+        if not is_wanted(name):
+            rest.append(word)
+            continue
+        wanted += [word] if has_value else [word, *itertools.islice(words, 1)]
+    return wanted, rest
+
+
+def _with_options(server: Any, options: list[str]) -> Any:
+    """Return a server's settings with these options. Raises ArgumentError."""
+    made = ArgumentParser(prog="hpc-rl env", exit_on_error=False)
+    made.add_argument("--openai", type=APIServerConfig, default=APIServerConfig())
+    return made.parse_args(["--openai", json.dumps(server.as_dict()), *options]).openai
 
 
 def settings_of(args: Any) -> EnvironmentSettings:
@@ -145,7 +184,12 @@ async def run(args: Any, cls: type[Environment]) -> int:
             print(f"{written} groups of {settings.env.group_size}; to read: {page}")
             return ExitCode.DONE if written == settings.env.total_steps else ExitCode.FAILED
         await environment.setup()
-        metrics = await environment.evaluate()
+        try:
+            metrics = await environment.evaluate()
+        except HpcRlError:
+            raise
+        except Exception as error:
+            raise UserCodeFailed(f"the evaluation failed: {Raised.of(error).text}") from error
         print(json.dumps(metrics) if args.json else "\n".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         return ExitCode.DONE
 
@@ -169,8 +213,7 @@ def main(argv: list[str]) -> int:
     """Run the command; return its exit code."""
     log.setup("environment", "")
     try:
-        given = parser()
-        args = given.instantiate(given.parse_args(argv))
+        args = parse(argv)
         return asyncio.run(run(args, load_environment(args.environment)))
     except ArgumentError as error:
         print(f"hpc-rl env: {error}", file=sys.stderr)

@@ -17,8 +17,8 @@ from hpc_rl.config.sections.experiment import Config
 from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.files import AWAY_S, Room
 from hpc_rl.plan.schema import Plan
-from hpc_rl.proc import raise_limits
 from hpc_rl.records import EndedRecord
+from hpc_rl.resource_limits import raise_limits
 from hpc_rl.supervise.agents import open_steps
 from hpc_rl.supervise.deadline import JobEndTime
 from hpc_rl.supervise.mpiexec import with_mpiexec

@@ -8,6 +8,7 @@ very same ones.
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,8 +36,8 @@ def check_same_rows(path: str | Path, before: Mapping[str, Any], now: Mapping[st
         return
     there = f"{now['rows']} rows" if before["rows"] != now["rows"] else "as many with other content"
     raise ConfigError(
-        f"train_dataset.path {path} had {before['rows']} rows when {when}, and has {there} now: "
-        "some would be trained on twice, others never. Put the former rows back; to train on these, "
+        f"train_dataset.path {path} had {before['rows']} rows when {when}, and has {there} now. "
+        "Resuming would repeat some rows and skip others. Restore the original file; to train on these rows, "
         "give another trial_name (`hpc-rl checkpoint export` makes a "
         "model of this trial's state, for actor.path or model.path)."
     )
@@ -55,6 +56,25 @@ def fingerprint_in_passing(path: str | Path) -> dict[str, Any]:
             return _fingerprint(line for raw in lines if (line := raw.strip()))
     except OSError:
         return {}
+
+
+def count_rows(path: str | Path, at_most: int) -> int | None:
+    """Return the number of rows of a .jsonl or .parquet file, `at_most` of them counted.
+
+    None for any other, and for what can't be read.
+    """
+    path = Path(path).expanduser()
+    try:
+        if path.suffix in JSONL and path.is_file():
+            with path.open("rb") as lines:
+                return sum(1 for _ in islice((line for line in lines if line.strip()), at_most))
+        if path.suffix == ".parquet" and path.is_file():
+            import pyarrow.parquet
+
+            return min(at_most, pyarrow.parquet.ParquetFile(path).metadata.num_rows)
+    except (OSError, ImportError, ValueError):  # pyarrow's errors are ValueErrors
+        return None
+    return None
 
 
 def load_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> Rows[dict[str, Any]]:

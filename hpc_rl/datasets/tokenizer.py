@@ -58,6 +58,20 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
+    def unknown(self, text: str) -> list[str]:
+        """Return the parts of a text that the tokenizer has no token for."""
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        unknown_id = None if unknown is None else self._tokenizer.token_to_id(unknown)
+        if unknown_id is None:
+            return []
+        encoded = self._tokenizer.encode(text, add_special_tokens=False)
+        parts = (
+            text[slice(*offsets)]
+            for token, offsets in zip(encoded.ids, encoded.offsets, strict=True)
+            if token == unknown_id
+        )
+        return [part for part in parts if part and part != unknown]
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
@@ -107,11 +121,14 @@ class Tokenizer:
     def _json(self, name: str) -> dict[str, Any]:
         path = self.folder / name
         try:
-            return json.loads(path.read_text())
+            found = json.loads(path.read_text())
         except FileNotFoundError:
             return {}
         except ValueError as error:
             raise ConfigError(f"{path} is not valid JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise ConfigError(f"{path} is not a JSON object.")
+        return found
 
 
 class _GenerationTag(Extension):

@@ -22,3 +22,8 @@ def server(pool: str, index: int) -> str:
 def rendezvous(attempt: str, incarnation: int) -> str:
     """Record of rank 0 of one trainer incarnation: {"address", "port"} of the process group's store."""
     return f"trainer/{attempt}/{incarnation}"
+
+
+def watch(number: int) -> str:
+    """Lease of a watch over the first node: {"attempt", "host"}. It only tells which watch is the newest."""
+    return f"watch/{number}"

@@ -100,8 +100,11 @@ def estimate(
     )
     notes = list(_notes(section, found, config))
     problems = [*_gpu_problems(section, found), *(server.problem for server in found.servers)]
-    # without a limit of a micro-batch, what a CPU rank holds depends on the rows
-    if (host := _host_problem(found, unit)) and (load.on_gpu or engine.mb_spec.max_tokens_per_mb):
+    # Without a limit of a micro-batch, what a CPU rank holds depends on the rows; of one row it is certain.
+    certain = replace(found, trainer=rank_memory(_certain(found)))
+    if host := _host_problem(certain, unit):
+        (problems if requests_memory else notes).append(host)
+    elif (host := _host_problem(found, unit)) and (load.on_gpu or engine.mb_spec.max_tokens_per_mb):
         (problems if requests_memory and load.on_gpu else notes).append(host)
     return replace(found, problems=list(filter(None, problems)), notes=notes)
 

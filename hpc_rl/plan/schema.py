@@ -131,14 +131,12 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Return a stored plan; those that were made before there were pools have one backend."""
-        data = dict(data)
-        data.pop("not_built", None)  # of earlier versions, which did not start every plan
-        backend = data.pop("server_backend", None)
-        pools = data.get("pools") or ([{"name": DEFAULT_POOL, "backend": backend}] if backend else [])
-        groups = [Group(**group) for group in data.get("groups", [])]
-        units = [_unit(unit) for unit in data["units"]]
-        return cls(**{**data, "units": units, "groups": groups, "pools": [Pool(**pool) for pool in pools]})
+        """Return a stored plan."""
+        groups = [Group(**group) for group in data["groups"]]
+        pools = [Pool(**pool) for pool in data["pools"]]
+        return cls(
+            **{**data, "units": [_unit(unit) for unit in data["units"]], "groups": groups, "pools": pools}
+        )
 
     def group(self, name: Literal["trial", "servers"]) -> Group:
         """Return a group of nodes; in layout allocation, where there are none, that of all nodes."""
@@ -172,9 +170,8 @@ class Plan:
 
 def _unit(data: dict[str, Any]) -> Unit:
     container, mpi = data.get("container"), data.get("mpi")
-    pool = data.get("pool") or (DEFAULT_POOL if data["role"] == "server" else "")
     parts = {
         "container": Container(**container) if container else None,
         "mpi": MpiStart(**mpi) if mpi else None,
     }
-    return Unit(**{**data, "pool": pool, **parts})
+    return Unit(**{**data, **parts})
