@@ -47,7 +47,7 @@ check: $(VENV)/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	@# mypy has one core while pytest starts
-	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n $(WORKERS) tests/unit tests/golden; tests=$$?; \
+	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n $(WORKERS) -m "not soak" tests/unit tests/golden; tests=$$?; \
 	wait $$types && exit $$tests
 
 test: check

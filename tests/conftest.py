@@ -13,6 +13,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from patience import extend, set_slowness
 
 STARTED_ONCE = ("slurm", "sglang", "vllm")
 # The tests with a Slurm mostly wait. These take half of the time, and run beside the others on a cluster of their own.
@@ -26,6 +27,7 @@ LONG += ("test_memory_estimate.py", "test_new_user.py", "test_quickstart.py", "t
 LONG += ("test_teacher_page.py", "test_rows.py", "test_check_episode.py", "test_bad_input.py")
 # A test that starts processes ends by what happens, whatever the load: this only guards.
 GUARD_S = 300
+QUICK_S = 60
 HERE = Path(__file__).parent
 # No test measures time.
 hypothesis.settings.register_profile("any load", deadline=None)
@@ -34,6 +36,7 @@ OWN = pytest.StashKey[Path]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    set_slowness()
     config.stash[OWN] = own = Path(tempfile.mkdtemp(prefix="hpc-rl-account-"))
     os.environ |= {"XDG_STATE_HOME": str(own / "state"), "XDG_CONFIG_HOME": str(own / "config")}
     os.environ["LANGUAGE"] = "C"  # argparse looks for no catalogue of messages, file by file, for each word
@@ -46,8 +49,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: rank(process_of(item.nodeid)))
     for item in items:
         is_quick = item.path.is_relative_to(HERE / "unit") or item.path.is_relative_to(HERE / "golden")
-        if not is_quick and item.get_closest_marker("timeout") is None:
-            item.add_marker(pytest.mark.timeout(GUARD_S))
+        marker = item.get_closest_marker("timeout")
+        limit_s = marker.args[0] if marker is not None else QUICK_S if is_quick else GUARD_S
+        item.add_marker(pytest.mark.timeout(extend(limit_s)), append=False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

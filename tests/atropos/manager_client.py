@@ -5,6 +5,7 @@ manager_client.py SCENARIO URL TOKEN MODEL [LENGTH]     prints one JSON object
 
 import asyncio
 import json
+import resource
 import sys
 import warnings
 
@@ -96,12 +97,35 @@ async def long(url, token, model, length):
     return {"samples": made, "healthy": [server.server_healthy for server in servers.servers]}
 
 
+async def many(url, token, model):
+    """Play a thousand chats at once, each in a managed server of its own."""
+    raise_limits()
+    servers = manager("sglang", url, token, model)
+
+    async def chat(number):
+        async with servers.managed_server() as session:
+            said = [{"role": "user", "content": f"{number % 10}+{number // 10 % 10}"}]
+            answer = await session.chat_completion(messages=said, n=1, max_tokens=4, temperature=1.0)
+            return answer.choices[0].finish_reason
+
+    results = await asyncio.gather(*map(chat, range(1000)), return_exceptions=True)
+    return {
+        "answered": len([one for one in results if isinstance(one, str)]),
+        "errors": [repr(one) for one in results if not isinstance(one, str)][:5],
+    }
+
+
+def raise_limits():
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 def main() -> None:
     scenario, *where = sys.argv[1:]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        if scenario in ("openai", "long"):
-            result = asyncio.run({"openai": openai, "long": long}[scenario](*where))
+        if scenario in ("openai", "long", "many"):
+            result = asyncio.run({"openai": openai, "long": long, "many": many}[scenario](*where))
         else:
             result = asyncio.run(managed(scenario, *where))
     ours = [str(one.message) for one in caught if "atroposlib" in one.filename]

@@ -123,7 +123,7 @@ def logged_completions(trial) -> set[tuple[bytes, bytes, bytes, tuple]]:
     found = set()
     for path in trial.gateway.glob("segment-*.log"):
         with path.open("rb") as file:
-            for prompt_hash, _, _, _, ids, logprobs, spans in msgpack.Unpacker(file):
+            for prompt_hash, _, _, _, ids, logprobs, spans, _ in msgpack.Unpacker(file):
                 found.add((prompt_hash, ids, logprobs, tuple(map(tuple, spans))))
     return found
 

@@ -16,6 +16,7 @@ from managed import (  # noqa: E402
 )
 
 from hpc_rl.config.sections.inference import EmbeddedConfig  # noqa: E402
+from hpc_rl.resource_limits import raise_limits  # noqa: E402
 from hpc_rl.servers.embedded.backend import EmbeddedBackend  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)
@@ -33,6 +34,13 @@ def served(tmp_path_factory):
 class TestManagedEmbedded(Managed):
     async def test_managed_server_of_a_vllm_server(self, caller, atropos_python):  # noqa: F811
         await check_managed(caller, atropos_python, "vllm")
+
+    async def test_a_thousand_chats_at_once(self, caller, atropos_python):  # noqa: F811
+        raise_limits()
+        got = await run(atropos_python, "many", caller)
+        assert got["errors"] == [] and got["answered"] == 1000
+        assert caller.gateway.counters.requests == 1000  # none was tried again
+        check_counters(caller)
 
     async def test_requests_are_held_while_weights_are_updated(self, caller, served, atropos_python):  # noqa: F811
         await check_update(caller, served, atropos_python, "retract", self.LENGTH)

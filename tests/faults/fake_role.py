@@ -3,7 +3,8 @@ script says.
 
 The script is a file `script.json` in the trial directory: {"<role>": [what its first start does, what its
 second does, …]}, the last entry for all that follow. Words: `serve` (until told to stop, then 75), `save N`
-(the same, after N seconds), `train` (commits a generation every 0.2 s, until `total`, then 0), `die` (kill -9
+(the same, after N seconds), `slow S N` (reports steps of S and saves of N seconds; told to stop it
+saves for N, commits a generation, then 75), `train` (commits a generation every 0.2 s, until `total`, then 0), `die` (kill -9
 of itself), `exit N`, `deaf` (never ends by itself), `commit exit N`. Every line of `writes.log` says who was
 alive when. `spin` loops for ever with the interpreter's lock held, in rank 1 alone; `eat` takes memory until
 it is killed.
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from hpc_rl.app import control
 from hpc_rl.proc import start_ticks
-from hpc_rl.trial import Trial, write_json
+from hpc_rl.trial import Attempt, Trial, write_json
 
 STOPPING = threading.Event()
 
@@ -61,7 +62,7 @@ def main(role: str) -> int:
         args.attempt.rpartition(".")[2]
     )  # of this role, where each attempt before had one
     word, *rest = todo[min(starts, len(todo) - 1)].split()
-    code = behave(word, rest, trial, name, rank, script)
+    code = behave(word, rest, attempt, name, rank, script)
     write_json(
         attempt.exit_record(role, args.index, args.incarnation, rank),
         {"code": code, "reason": f"said {word}"},
@@ -69,7 +70,8 @@ def main(role: str) -> int:
     return code
 
 
-def behave(word: str, rest: list[str], trial: Trial, name: str, rank: int, script: dict) -> int:
+def behave(word: str, rest: list[str], attempt: Attempt, name: str, rank: int, script: dict) -> int:
+    trial = attempt.trial
     if word == "commit":
         commit(trial, 1 + newest(trial))
         word, *rest = rest
@@ -86,6 +88,10 @@ def behave(word: str, rest: list[str], trial: Trial, name: str, rank: int, scrip
         while True:
             eaten.append(bytearray(os.urandom(1 << 20)) * 8)
             time.sleep(0.05)
+    if word == "slow":
+        step_s, save_s = map(float, rest)
+        row = {"step": 1, "step_s": step_s, "save_s": save_s}
+        attempt.metrics(0).write_text(json.dumps(row) + "\n")
     while True:
         with (trial.dir / "writes.log").open("a") as file:
             file.write(f"{time.time()} {name} {os.getpid()}\n")
@@ -95,7 +101,9 @@ def behave(word: str, rest: list[str], trial: Trial, name: str, rank: int, scrip
             if newest(trial) >= script["total"]:
                 return 0
         if STOPPING.is_set() and word != "deaf":
-            time.sleep(float(rest[0]) if word == "save" else 0)
+            time.sleep(float(rest[-1]) if word in ("save", "slow") else 0)
+            if word == "slow":
+                commit(trial, 1 + newest(trial))
             return 75
         time.sleep(0.2 if word == "train" else 0.05)
 

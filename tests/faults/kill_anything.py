@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import extend
 from promises import Promises, every_row, story
 from toy_trials import make_toy, pid_of
 
@@ -284,7 +285,7 @@ class Killed:
         return sum(not is_evaluation(row) for row in every_row(self.trial))
 
     def until(self, what: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + extend(timeout_s)
         while not what():
             self.promises.look()
             assert time.monotonic() < deadline, (

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+from patience import extend
 from toy_plans import toy_plan
 from toy_trials import is_running, pid_of
 
@@ -112,7 +113,7 @@ class Fake:
         os.kill(pid_of(vars(record)), signal.SIGKILL)
 
     def until(self, what, timeout_s: float = 90.0) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + extend(timeout_s)
         while not what():
             assert time.monotonic() < deadline, self.story()
             time.sleep(0.02)

@@ -5,16 +5,12 @@ import os
 import random
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from command_line import Shell
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
-
-from test_stored_trial import folder, trial_of
+from stored_trials import folder, trial_of
 
 from hpc_rl.errors import ExitCode
 from hpc_rl.submit import trial_index

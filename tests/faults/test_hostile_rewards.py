@@ -14,6 +14,7 @@ from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial, wa
 
 from hpc_rl.proc import start_ticks
 from hpc_rl.rollout.batch_log.ledger import RejectReason, RejectRecord, read_segment, segments
+from hpc_rl.status.rollout_report import RolloutReport
 
 pytestmark = pytest.mark.timeout(180)
 REWARD = """import os, sys, time
@@ -72,6 +73,48 @@ def test_their_prompts_are_rejected_and_the_others_make_batches(tmp_path):
         server.close()
     forked = [int(line) for line in (tmp_path / "forked").read_text().split()]
     wait_until(lambda: not any(start_ticks(pid) for pid in forked))
+
+
+BLOCKING = """import os, time
+
+async def run(prompt, generate):
+    wait_for(os.path.join(os.path.dirname(__file__), "release"))
+    return None
+
+def wait_for(path):
+    while not os.path.exists(path):
+        time.sleep(0.1)
+"""
+
+
+def test_a_workflow_that_blocks_its_event_loop_is_reported_with_its_place(tmp_path):
+    (tmp_path / "blocking.py").write_text(BLOCKING)
+    trial = make_trial(tmp_path, batch_size=2, num_rows=2, workflow="blocking:run", num_workers=1)
+    begin_lineage(trial, 0)
+    server = FakeServer(trial)
+    role = RolloutRole(trial, {"PYTHONPATH": f"{tmp_path}:{os.pathsep.join(filter(None, sys.path))}"}).start()
+    client = role.client()
+
+    def blocked() -> dict[str, float]:
+        reports = map(RolloutReport.read, trial.attempts.glob("*/rollout.*.json"))
+        return {place: since_s for one in reports if one for place, since_s in one.blocked.items()}
+
+    def asks() -> bool:
+        with pytest.raises(TimeoutError):
+            client.batch_bytes(1, 0, within_s=1.0)
+        return bool(blocked())
+
+    try:
+        wait_until(asks)
+        assert [*blocked()] == ["blocking.py:9, in wait_for"]
+        log = role.log.read_text()
+        assert "blocking.py:9, in wait_for blocks the event loop" in log and ", line 4, in run" in log
+        (tmp_path / "release").touch()
+        wait_until(lambda: not blocked())
+    finally:
+        role.stop()
+        client.close()
+        server.close()
 
 
 def rejected(trial) -> dict[int, str]:

@@ -115,6 +115,24 @@ def test_servers_and_rollout_restart_alone(fake):
     assert len(fake.events("started", "trainer")) == 1
 
 
+def test_secrets_that_are_removed_while_a_trial_runs_are_written_again(fake):
+    fake.write({"trainer": ["serve"]})
+    secrets = fake.trial.secret_variables("trainer_env_vars")
+    secrets.write_text("HF_TOKEN=x\0")
+    secrets.chmod(0o600)
+    tokens = fake.trial.tokens()
+    supervisor = fake.start()
+    fake.until(lambda: fake.newest("server", 0) and fake.newest("trainer", 0))
+    fake.trial.secret.unlink()
+    secrets.unlink()
+    fake.until(lambda: fake.trial.secret.exists() and secrets.exists())
+    assert fake.trial.tokens() == tokens and fake.trial.variables("trainer_env_vars") == {"HF_TOKEN": "x"}
+    assert fake.trial.secret.stat().st_mode & 0o777 == 0o600
+    assert f"{fake.trial.secret} was removed while the trial runs" in fake.story()
+    supervisor.terminate()
+    assert supervisor.wait(60) == 75
+
+
 def test_one_replica_that_gives_up_costs_only_itself(fake):
     script = {"trainer": ["train"], "server-0": ["exit 1"], "server-1": ["serve"], "total": 75}
     fake.write(script, units=[unit("server", 0), unit("server", 1), unit("rollout"), unit("trainer")])

@@ -17,8 +17,7 @@ from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.render.jinja_environment import template_root
-from hpc_rl.render.lint import directive_problems, shellcheck
+from hpc_rl.render.lint import check_directives, shellcheck
 from hpc_rl.render.scripts import Stamp, render
 from hpc_rl.trial import Trial
 
@@ -99,10 +98,10 @@ SPECIAL = {  # of one configuration only: the other layouts, and options that ch
 }
 WITH_SERVERS = "grpo_sglang"
 PARENT = f"{WITH_SERVERS}.slurm-4"
-SAME = ("site.sh", "exit_policy.sh")  # in every trial
+SAME = ("site.sh",)  # in every trial
 # Texts that are stored whole; every other has one of them as its parent.
 WHOLE = {
-    *(f"{PARENT}.{name}" for name in ("trial.sbatch", "steps.sh", "site.sh", "exit_policy.sh")),
+    *(f"{PARENT}.{name}" for name in ("trial.sbatch", "steps.sh", "site.sh")),
     f"{WITH_SERVERS}.hetjob-two-kinds.trial.sbatch",
     *(f"{WITH_SERVERS}.jobs-spare.{name}" for name in ("trial.sbatch", "servers.sbatch")),
     f"{WITH_SERVERS}.apptainer-4.steps.sh",
@@ -197,7 +196,7 @@ def test_scripts_are_as_they_were(rendered, update_golden):
     seen: set[str] = set()
     for name, text in rendered.items():
         file = name.split(".", 2)[2]
-        if file in ("plan.json", "job_policy.sh") or (file in SAME and name not in WHOLE):
+        if file == "plan.json" or (file in SAME and name not in WHOLE):
             continue
         if ".hook." in name or file == "steps.sh":
             if text in seen and name not in WHOLE:
@@ -238,11 +237,9 @@ def test_a_job_script_is_read_in_a_minute(scripts):
             assert re.search(r"^# nodes? [\d,-]+  +trainer  ", text, re.MULTILINE), name
 
 
-def test_the_policy_is_one_text(scripts):
+def test_what_all_trials_share_is_one_text(scripts):
     for file in SAME:
         assert len({text for name, text in scripts.items() if name.endswith(f".{file}")}) == 1
-    policies = {text for name, text in scripts.items() if name.endswith(".job_policy.sh")}
-    assert policies == {(template_root() / "templates" / "job_policy.sh").read_text()}
 
 
 def distinct(scripts: dict[str, str]) -> dict[str, str]:
@@ -279,7 +276,7 @@ def test_shellcheck_has_no_complaint(scripts, tmp_path):
 
 def test_directives_are_one_block_before_the_first_command(scripts):
     for name, text in scripts.items():
-        assert directive_problems(text) == [], name
+        assert check_directives(text) == [], name
         if name.endswith(".sbatch"):
             lines = text.splitlines()
             first = next(i for i, line in enumerate(lines) if line and not line.startswith("#"))

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -15,10 +16,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest import mock
 
+from patience import extend
+
 from hpc_rl.cli.__main__ import main
 
 PROGRAM = Path(sys.executable).with_name("hpc-rl")
-TOKENIZER = '{"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}'
+TOKENIZER = json.dumps(  # every text is one token
+    {
+        "normalizer": {"type": "Replace", "pattern": {"Regex": r"[\s\S]+"}, "content": "a"},
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "<unk>"},
+    }
+)
 
 
 @dataclass
@@ -60,7 +68,7 @@ class Shell:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=timeout_s,
+            timeout=extend(timeout_s),
         )
 
     def type(self, command: str, timeout_s: float) -> str:
@@ -71,7 +79,7 @@ class Shell:
             env=self.environ,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=extend(timeout_s),
         )
         assert done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout
@@ -129,7 +137,7 @@ class Shell:
 
     def wait_for(self, trial: str, pattern: str, timeout_s: float = 120) -> str:
         """Until the first line of `hpc-rl status` matches."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + extend(timeout_s)
         while not re.search(pattern, line := self.state(trial)):
             assert time.monotonic() < deadline, (
                 f"{trial} is not {pattern}:\n{self.run('status', trial).stdout}"
@@ -138,13 +146,35 @@ class Shell:
         return line
 
 
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a whole file of weights, without any
+
+
 def make_checkpoint(folder: Path, context: int = 64) -> None:
     """Make a checkpoint that passes all checks and is never loaded; every text is one token."""
     folder.mkdir(exist_ok=True)
     settings = {"model_type": "qwen3", "max_position_embeddings": context}
     (folder / "config.json").write_text(json.dumps(settings))
     (folder / "tokenizer.json").write_text(TOKENIZER)
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
+
+
+TRAINER_PACKAGES = {"torch": "2.13.0", "transformers": "5.0", "safetensors": "0.8", "tensorboard": "2.0"}
+
+
+def make_python(path: Path, text: str = "", packages: dict[str, str] = TRAINER_PACKAGES) -> Path:
+    """Make a program that names these packages where it is asked for its own, as an interpreter would.
+
+    In place of the supervisor it runs the bash text; other modules run in the interpreter of the tests.
+    """
+    answer = shlex.quote(json.dumps(packages))
+    path.write_text(
+        "#!/bin/bash\n"
+        f"[[ $1 == -c ]] && echo {answer} && exit\n"
+        f'[[ $1 == -m && $2 != hpc_rl.app.supervisor ]] && exec {shlex.quote(sys.executable)} "$@"\n'
+        f"{text}\n"
+    )
+    path.chmod(0o755)
+    return path
 
 
 def small_trial(root: Path, launcher: str = "{}") -> Shell:

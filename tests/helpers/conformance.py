@@ -17,6 +17,7 @@ from typing import Any
 import aiohttp
 import pytest
 import torch
+from patience import extend
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -141,7 +142,7 @@ class ServedReplica:
 
     def start(self, timeout_s: float) -> None:
         self._thread.start()
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + extend(timeout_s)
         while self.lease().get("state") != "serving":
             if self._failure:
                 raise self._failure
@@ -369,7 +370,7 @@ class Conformance:
         try:
             begin = time.monotonic()
             health = await api.client.health()
-            assert time.monotonic() - begin < 1.0
+            assert time.monotonic() - begin < extend(1.0)
             assert health["state"] == "paused"
             assert health["weight_version"] == api.served.label and health["epoch"] >= 1
         finally:
@@ -414,7 +415,7 @@ class Conformance:
         served.step += 1
         served.model = served.models[served.step % 2]
         served.point(served.model)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + extend(20)
         while (await api.client.health())["weight_version"] != served.label:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.2)
@@ -440,7 +441,7 @@ class Conformance:
         assert second["meta_info"]["finish_reason"]["type"] == "abort"
 
     async def test_flush_cache(self, api):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + extend(20)
         # SGLang refuses for as long as a request that was aborted is not gone
         while (await api.post("/flush_cache", {}, "control"))[0] != 200:
             assert time.monotonic() < deadline

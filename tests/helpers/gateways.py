@@ -9,12 +9,14 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
+from hpc_rl import net
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.environments.balance import BalancingRouter
 from hpc_rl.environments.gateway import Gateway, GatewaySettings
 from hpc_rl.environments.gateway_log import GatewayLog
 from hpc_rl.environments.gateway_requests import Bounds
 from hpc_rl.environments.gateway_routes import gateway_routes
+from hpc_rl.http_service import HttpService
 from hpc_rl.name_resolve import keys
 from hpc_rl.rollout.routes import application
 
@@ -118,14 +120,12 @@ async def open_gateway(
     router = BalancingRouter(names, tokens["data"], setup_timeout_s=0.3, request_retries=0, poll_s=0.02)
     async with router, aiohttp.ClientSession() as session:
         gateway = Gateway(router, tokenizer, log, bounds, settings, "toy")
-        runner = web.AppRunner(
-            application(gateway_routes(gateway), tokens), access_log=None, shutdown_timeout=0.1
-        )
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        url = f"http://127.0.0.1:{runner.addresses[0][1]}"
+        service = HttpService(application(gateway_routes(gateway), tokens), close_timeout_s=0.1)
+        listener = net.bind("127.0.0.1")
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        await service.start(listener)
         try:
             yield Caller(gateway, url, session, tokens["data"])
         finally:
-            await runner.cleanup()
+            await service.close()
             log.close()

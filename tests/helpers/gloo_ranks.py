@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
+from patience import extend
 
 from hpc_rl.engines.distributed import init_ranks, shutdown
 from hpc_rl.trial import read_json, write_json
@@ -50,7 +51,7 @@ def main(scenarios: Mapping[str, Callable[[Path, int, int], None]]) -> None:
         write_json(record, [address, port])
 
     def find() -> tuple[str, int]:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + extend(60)
         while (found := read_json(record)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError("rank 0 did not publish its store")

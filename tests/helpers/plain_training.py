@@ -8,12 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from engine_weights import whole_weights
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_rl.checked_file import record
 from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines.base import Engine, Sequences, whole_weights
+from hpc_rl.engines.base import Engine, Sequences
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.engines.packing import balance
 from hpc_rl.trainers.supervised import sequence_loss

@@ -6,10 +6,10 @@ from typing import Any
 
 import gloo_ranks
 import torch
+from engine_weights import whole_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines.base import whole_weights
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.engines.mesh import Mesh
 from hpc_rl.trial import read_json, write_json

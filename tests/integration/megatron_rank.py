@@ -2,6 +2,7 @@
 
 import faulthandler
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,8 +60,9 @@ def engine_of(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -
         "mb_spec": MicroBatchSpec(n_mbs=2, max_tokens_per_mb=layout.get("max_tokens")),
         **layout.get("config", {}),
     }
+    optimizer = replace(OPTIMIZER, **layout.get("optimizer", {}))
     config = TrainEngineConfig(
-        path=str(folder / layout["kind"]), optimizer=OPTIMIZER, megatron=megatron, **options
+        path=str(folder / layout["kind"]), optimizer=optimizer, megatron=megatron, **options
     )
     # here, for the test that imports this module must not have its PyTorch changed for Megatron on a CPU
     if layout.get("engine") == "fsdp":

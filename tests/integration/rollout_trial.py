@@ -17,6 +17,7 @@ from pathlib import Path
 import tokenizers
 import xxhash
 from aiohttp import web
+from patience import extend
 from toy_plans import toy_plan
 
 from hpc_rl.allocation import DEFAULT_POOL
@@ -275,7 +276,7 @@ class RolloutRole:
 
 
 def wait_until(condition, timeout_s: float = 90.0) -> None:
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + extend(timeout_s)
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)

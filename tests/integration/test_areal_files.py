@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from patience import extend
 from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, status
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -76,7 +77,7 @@ def trials(place) -> dict[str, Trial]:
         if name == "sft":
             text = yaml.safe_dump(saved_config(file)).replace("/storage/experiments", str(toy / "runs"))
             config.write_text(text.replace("/storage/models/Qwen2.5-1.5B-Instruct", str(path)))
-        more = []
+        more = ["actor.log_agent_stats=true", "actor.log_agent_stats_keys=[turns]"] * (name == "multi_turn")
         if name in MESHES:
             more = [f"trial_name={name}", f"allocation_mode={MESHES[name]}", f"ref.path={path}"]
         said = hpc_rl(
@@ -90,7 +91,7 @@ def trials(place) -> dict[str, Trial]:
 
 
 def wait_for(trial: Trial, place: Path, limit_s: float) -> None:
-    deadline = time.monotonic() + limit_s
+    deadline = time.monotonic() + extend(limit_s)
     while not trial.done.exists():
         state = status(place, str(trial))["state"]
         assert state not in ("failed", "cancelled"), logs_of(trial)
@@ -113,6 +114,9 @@ def test_it_runs_to_its_end(trials, place, name):
         assert all(row["num_tokens"] >= 256 * 4 for row in history.steps)
     if name == "multi_turn":  # of the random model one completion in 250 ends in the right number
         assert config["rollout"]["reward_fn"] == "math_verify"
+        assert config["rollout"]["workflow"] == "multi_turn"  # the file names none
+        # a second turn, if the first answer is wrong
+        assert all(row["agent/turns"] > 1 for row in history.steps)
         assert any(row["reward"] > 0 for row in history.steps)
 
 

@@ -10,7 +10,7 @@ import unicodedata
 from pathlib import Path
 
 import pytest
-from command_line import PROGRAM, Shell, small_trial
+from command_line import PROGRAM, Shell, make_python, small_trial
 
 from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial, account
@@ -228,7 +228,7 @@ def test_a_refusing_sbatch(shell, tmp_path):
     message = shell.refused(
         69, *SUBMIT, "launcher.type=slurm", "--n_nodes", "2", "--partition", "nowhere", process=True
     )
-    assert "sbatch refused the job: sbatch: error: invalid account or partition" in message
+    assert "sbatch refused the job: invalid account or partition" in message
     (programs / "sbatch").unlink()
     assert "sbatch is not on the PATH" in shell.refused(69, *SUBMIT, "launcher.type=slurm")
 
@@ -252,10 +252,7 @@ def test_nothing_to_resume(shell):
 @pytest.fixture
 def sleeper(tmp_path: Path) -> Path:
     """A sleep that stands in for the supervisor of a job."""
-    path = tmp_path / "python"
-    path.write_text("#!/bin/sh\nexec sleep 60\n")
-    path.chmod(0o755)
-    return path
+    return make_python(tmp_path / "python", "exec sleep 60")
 
 
 def test_a_trial_that_runs(shell, sleeper):

@@ -1,6 +1,8 @@
 """`hpc-rl check --episode`: one prompt through model, workflow and reward before anything is submitted."""
 
+import getpass
 import json
+import shutil
 
 import pytest
 from command_line import Shell
@@ -48,6 +50,7 @@ async def holds(prompt, generate):
 """
 CONFIG = """
 experiment_name: sums
+total_train_steps: 10
 trial_name: small
 cluster: {fileroot: runs, n_gpus_per_node: 0}
 train_dataset: {path: rows.jsonl, batch_size: 2}
@@ -83,6 +86,25 @@ def test_an_episode_shows_turns_rewards_parts_and_what_is_trained_on(shell):
     assert not (shell.here / "runs").exists()
 
 
+def test_an_episode_runs_after_a_trial_of_that_name_and_shows_progress(shell):
+    trial = shell.here / "runs" / getpass.getuser() / "sums" / "over"
+    trial.mkdir(parents=True)
+    try:
+        (trial / "done.json").write_text(json.dumps({"step": 3, "lineage": 0}))
+        plain = shell.run("check", "small.yaml", "trial_name=over")
+        assert plain.returncode == 3 and "has reached its end" in plain.stderr
+        done = shell.run("check", "small.yaml", "trial_name=over", "--episode")
+    finally:
+        shutil.rmtree(shell.here / "runs")
+    assert done.returncode == 0, done.stderr
+    assert (
+        "note: submit refuses this trial as it is now:" in done.stdout
+        and "has reached its end" in done.stdout
+    )
+    assert "sample 1: reward" in done.stdout and "next " not in done.stdout
+    assert "episode: " in done.stderr and " s)\n" in done.stderr, "progress"
+
+
 def test_an_episode_as_text_with_a_tiny_model_in_place_of_one_that_is_too_large(shell):
     config = shell.here / "model" / "config.json"
     content = json.loads(config.read_text())
@@ -100,7 +122,7 @@ def test_an_episode_as_text_with_a_tiny_model_in_place_of_one_that_is_too_large(
     assert "sample 1: reward 0.5 (reward/short" in done.stdout
     assert "1 turn, 4 of 8 tokens are trained on; length" in done.stdout
     assert "all rewards are equal" in done.stdout
-    assert "next       hpc-rl submit small.yaml" in done.stdout
+    assert "note: submit refuses this trial as it is now: sbatch is not on the PATH" in done.stdout
 
 
 # so that the plan has room for the large model, which this machine has not
@@ -114,7 +136,7 @@ ROOM = (
 def test_an_error_of_user_code_has_its_place_and_its_traceback(shell):
     done = shell.run("check", "small.yaml", "--episode", "rollout.reward_fn=mine:later")
     assert done.returncode == 64
-    assert "the episode failed: KeyError: 'anwser' (mine.py:28, in helper)" in done.stderr
+    assert "the episode failed: prompt 0: KeyError: 'anwser' (mine.py:28, in helper)" in done.stderr
     assert 'columns["anwser"]' in done.stdout and "in later" in done.stdout
 
 

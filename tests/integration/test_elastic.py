@@ -65,6 +65,7 @@ def run(toy: Path, name: str, parts: list[tuple[int, int]], again_from: int | No
     return trial
 
 
+@pytest.mark.soak
 def test_any_number_of_ranks_after_a_restart_trains_as_one_unbroken_run(toy):
     whole = run(toy, "whole", [(1, NUM_STEPS)])
     elastic = run(toy, "elastic", [(4, 2), (2, 4), (3, NUM_STEPS)], again_from=1)

@@ -13,10 +13,16 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    Trainer,
+    get_cosine_schedule_with_warmup,
+)
 
+from hpc_rl.config.schedule import learning_rate
 from hpc_rl.engines.base import MicroBatch
-from hpc_rl.engines.optimizer import learning_rate
 from hpc_rl.trainers.supervised import sequence_loss
 from hpc_rl.trial import read_json, write_json
 
@@ -57,6 +63,12 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4},
 }
+AS_HUGGING_FACE = {  # much decay, so that it matters where there is none
+    "decay_norms_and_biases": False,
+    "weight_decay": 20.0,
+    "warmup_from_zero": True,
+    "warmup_steps_proportion": 0.25,
+}
 LAYOUTS: dict[int, list[dict[str, Any]]] = {
     2: [
         {"name": "d2", "kind": "qwen2"},
@@ -75,6 +87,9 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {
         {"name": "c2", "kind": "qwen3", "context": 2},
         {"name": "e2", "kind": "qwen3_moe", "experts": 2},
         {"name": "t2e2", "kind": "mixtral", "tensor": 2, "experts": 2},
+        {"name": "d2-as-hf", "kind": "qwen2", "optimizer": AS_HUGGING_FACE},
+        {"name": "t2-as-hf", "kind": "qwen3", "tensor": 2, "optimizer": AS_HUGGING_FACE},
+        {"name": "fsdp-as-hf", "kind": "qwen2", "engine": "fsdp", "optimizer": AS_HUGGING_FACE},
         {"name": "fsdp", "kind": "qwen2", "engine": "fsdp"},
         {"name": "fsdp-experts", "kind": "qwen3_moe", "engine": "fsdp"},
     ],
@@ -199,7 +214,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Plain:
     """What a model of transformers and AdamW of PyTorch do with the same batches, a row at a time."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, as_hugging_face: bool = False) -> None:
+        self.as_hugging_face = as_hugging_face
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         self.logprobs = [one.tolist() for one in self.forward(0)]
         self.gradients: dict[str, torch.Tensor] = {}
@@ -217,12 +233,21 @@ class Plain:
 
     def train(self) -> list[dict[str, float]]:
         config, out = megatron_rank.OPTIMIZER, []
-        adam = torch.optim.AdamW(
-            self.model.parameters(),
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-        )
+        settings = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+        adam = torch.optim.AdamW(self.model.parameters(), weight_decay=config.weight_decay, **settings)
+        schedule = None
+        if self.as_hugging_face:
+            decayed = Trainer.get_decay_parameter_names(None, self.model)
+            parts: tuple[list, list] = ([], [])
+            for name, one in self.model.named_parameters():
+                parts[name in decayed].append(one)
+            bare, rest = (
+                {"params": part, "weight_decay": decay}
+                for part, decay in zip(parts, (0.0, 20.0), strict=True)
+            )
+            adam = torch.optim.AdamW([bare, rest], **settings)
+            # a quarter of ten updates, rounded up
+            schedule = get_cosine_schedule_with_warmup(adam, 3, megatron_rank.NUM_STEPS)
         for step in range(megatron_rank.NUM_STEPS):
             logprobs_T = torch.cat(self.forward(step))
             masks = np.concatenate(megatron_rank.batch(step).columns["loss_mask"])
@@ -237,15 +262,21 @@ class Plain:
             norm = torch.stack([one.norm() for one in grads.values()]).norm().item()
             if step == 0:
                 self.gradients = {name: one.clone() for name, one in grads.items()}
-            adam.param_groups[0]["lr"] = learning_rate(config, step, megatron_rank.NUM_STEPS)
+            if schedule is None:
+                adam.param_groups[0]["lr"] = learning_rate(config, step, megatron_rank.NUM_STEPS)
             adam.step()
+            if schedule is not None:
+                schedule.step()
             out.append({"loss": loss.item(), "grad_norm": norm})
         return out
 
 
 @pytest.fixture(scope="module")
 def plain(folder: Path) -> dict[str, Plain]:
-    return {kind: Plain(folder / kind) for kind in MODELS}
+    known = {kind: Plain(folder / kind) for kind in MODELS}
+    return known | {
+        f"{kind}-as-hf": Plain(folder / kind, as_hugging_face=True) for kind in ("qwen2", "qwen3")
+    }
 
 
 def run(folder: Path, num_ranks: int) -> None:
@@ -327,7 +358,8 @@ def check(folder: Path, layout: dict[str, Any], num_ranks: int, want: Plain) -> 
 
 @pytest.mark.parametrize("layout", LAYOUTS[2], ids=lambda layout: layout["name"])
 def test_two_ranks_compute_what_transformers_does(folder, plain, two_ranks, layout):
-    check(folder, layout, 2, plain[layout["kind"]])
+    kind = layout["kind"]
+    check(folder, layout, 2, plain[f"{kind}-as-hf" if "optimizer" in layout else kind])
 
 
 @pytest.mark.parametrize(("saved_by", "name"), MOVES, ids=lambda name: name)

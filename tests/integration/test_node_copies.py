@@ -141,7 +141,7 @@ def test_without_room_the_original_is_read_and_the_log_says_so(tmp_path, monkeyp
     model, copies = make_model(tmp_path / "model", 4096), NodeCopies(tmp_path / "disk")
     monkeypatch.setattr(node_copies, "SPARE_BYTES", 1 << 60)
     assert copies.path_of(str(model)) == str(model)
-    assert "0.000 GB" in caplog.text and "are free in" in caplog.text
+    assert "and 1073741824.0 GB to spare are needed" in caplog.text and "are free in" in caplog.text
     assert not list((tmp_path / "disk").glob("**/*.safetensors"))
 
 

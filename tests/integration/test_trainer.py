@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine_weights import whole_weights
 from recipes import make_run
 from toy_trials import make_toy
 from trainer_processes import Roles, make_trial, write_plan
@@ -15,7 +16,6 @@ from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.sections.experiment import GRPOConfig
 from hpc_rl.config.sections.inference import GenerationHyperparameters
 from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
-from hpc_rl.engines.base import whole_weights
 from hpc_rl.engines.fsdp import FSDPEngine
 from hpc_rl.trainers.grpo_recipe import GRPO
 from hpc_rl.trial import Trial, read_json, write_json

@@ -107,7 +107,7 @@ def test_it_renders_from_the_root_directory(installed, tmp_path, name, scheduler
     assert site.is_relative_to(installed.parent)
     shipped = site / "_data" / "configs" / f"{name}.yaml"
     data, model = tmp_path / "data.jsonl", tmp_path / "model"
-    data.write_text('{"prompt": "1+1=", "answer": "2", "completion": "2"}\n')
+    data.write_text('{"prompt": "1+1=", "answer": "2", "completion": "2"}\n' * 64)
     make_checkpoint(model, context=8192)
     section = "model" if name == "sft" else "actor"
     places = [
@@ -129,9 +129,7 @@ def test_it_renders_from_the_root_directory(installed, tmp_path, name, scheduler
         XDG_STATE_HOME=str(tmp_path / "state"),
     )
     script = out / "scripts" / {"local": "local.sh", "slurm": "trial.sbatch"}[scheduler]
-    policy = (script.parent / "job_policy.sh").read_text()
-    assert policy == (ROOT / "templates" / "job_policy.sh").read_text()
     call("bash", "-n", script)
     assert str(installed / "python") in script.read_text()
     (code,) = (out / "scripts").glob("*.zip")
-    assert "hpc_rl/app/supervisor.py" in zipfile.ZipFile(code).namelist()
+    assert {"hpc_rl/app/supervisor.py", "hpc_rl/app/job.py"} <= set(zipfile.ZipFile(code).namelist())

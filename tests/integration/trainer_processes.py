@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import extend
 from toy_plans import toy_plan
 
+from hpc_rl.allocation import DEFAULT_POOL
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.loading.stored import to_dict
 from hpc_rl.config.rules.check import check
@@ -54,8 +56,15 @@ def write_plan(trial: Trial, kind: str, num_ranks: int) -> None:
     tasks = {"trainer": num_ranks} if kind != "grpo" else {"server": 1, "rollout": 1, "trainer": num_ranks}
     size = {"index": 0, "nodes": [0], "cpus_per_task": 1, "mem_mb_per_task": 1024, "gpus_per_task": 0}
     units = [
-        Unit(role=role, tasks_per_node=count, module=modules[role], **size) for role, count in tasks.items()
-    ]  # type: ignore[arg-type]
+        Unit(
+            role=role,
+            tasks_per_node=count,
+            module=modules[role],
+            pool=DEFAULT_POOL if role == "server" else "",
+            **size,  # type: ignore[arg-type]
+        )
+        for role, count in tasks.items()
+    ]
     plan = toy_plan(
         units,
         sys.executable,
@@ -63,7 +72,7 @@ def write_plan(trial: Trial, kind: str, num_ranks: int) -> None:
         trial_name=trial.name,
         trainer=kind,
         allocation=f"embedded:d1+fsdp:d{num_ranks}" if kind == "grpo" else f"fsdp:d{num_ranks}",
-        pools=[Pool(name="rollout", backend="embedded")] if kind == "grpo" else [],
+        pools=[Pool(name=DEFAULT_POOL, backend="embedded")] if kind == "grpo" else [],
     )
     write_json(trial.plan_json, plan.to_json())
 
@@ -140,7 +149,7 @@ class Roles:
         return [json.loads(line) for line in lines]
 
     def wait_for_step(self, step: int, incarnation: int = 0, timeout_s: float = 180.0) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + extend(timeout_s)
         while not any(row["step"] >= step and "loss" in row for row in self.rows(incarnation)):
             assert time.monotonic() < deadline, (
                 f"step {step} was not reached:\n{self.log('trainer').read_text()[-3000:]}"

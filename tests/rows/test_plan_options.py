@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.app.rollout import rules
+from hpc_rl.app.rollout import open_prompts, rules
 from hpc_rl.app.rollout_worker import open_servers
+from hpc_rl.config.environment_file import environment_file
 from hpc_rl.config.loading.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.examples.toy import make_tokenizer
+from hpc_rl.datasets.encode import Prompts
+from hpc_rl.datasets.order import locate
+from hpc_rl.examples.toy import ALPHABET, make_tokenizer
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render.scripts import Stamp, render
@@ -100,6 +103,48 @@ def test_a_server_is_started_as_the_configuration_says():
     assert backend.process.env["X"] == "1"
     embedded = planned("grpo", "cluster.n_gpus_per_node=0", "launcher.inference_server_env_vars=X=1").units
     assert next(unit.env["X"] for unit in embedded if unit.role == "server") == "1"
+
+
+def test_a_server_has_the_setup_time_to_start():
+    config = checked("grpo", "rollout.setup_timeout=77").config
+    backend = SGLangBackend.create(config, ReplicaPlace(0, "cuda", 1, Path("log"), Path("key")))
+    assert backend.process.ready_timeout_s == 77
+
+
+def rollout_prompts(tmp_path: Path, *overrides: str) -> tuple[Prompts, Prompts | None]:
+    """What the rollout role opens of two files, with the tokenizer of the model or another one."""
+    for name, alphabet in (("model", ALPHABET), ("other", ALPHABET[::-1])):
+        make_tokenizer(alphabet).save_pretrained(tmp_path / name)
+    for name, start in (("train", 10), ("valid", 50)):
+        rows = (f'{{"prompt": "{start + i}", "answer": "1"}}' for i in range(8))
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    words = [f"actor.path={tmp_path}/model", f"train_dataset.path={tmp_path}/train.jsonl"]
+    words += [f"valid_dataset.path={tmp_path}/valid.jsonl", *overrides]
+    return open_prompts(checked("grpo", *words).config)
+
+
+def test_the_rollout_role_orders_prompts_by_the_seed(tmp_path):
+    for seed in (5, 6):
+        prompts, held_out = rollout_prompts(tmp_path, f"seed={seed}")
+        order = [locate(index, seed, 8, True)[1] for index in range(8)]
+        assert [prompts.at(index).columns["prompt"] for index in range(8)] == [f"{10 + i}" for i in order]
+        assert held_out is not None and held_out.in_file_order(1).columns["prompt"] == "51"
+    # an environment brings its own prompts
+    prompts, held_out = rollout_prompts(tmp_path, "environments={}", "total_train_steps=3")
+    assert (len(prompts), len(held_out or ())) == (0, 8)
+    assert rollout_prompts(tmp_path, "valid_dataset=null")[1] is None
+
+
+def test_the_rollout_role_takes_the_tokenizer_of_another_folder(tmp_path):
+    own, other = (
+        rollout_prompts(tmp_path, f"tokenizer_path={path}")[0] for path in ("''", f"{tmp_path}/other")
+    )
+    assert own.at(0).columns == other.at(0).columns and own.at(0).input_ids != other.at(0).input_ids
+
+
+def test_an_environment_is_told_of_the_tokenizer_of_another_folder():
+    config = checked("grpo", "environments={}", "total_train_steps=3", "tokenizer_path=/other").config
+    assert environment_file(config, "a", "http://h", "token")["env"]["tokenizer_name"] == "/other"
 
 
 async def test_workers_and_servers_take_the_tokenizer_of_another_folder(tmp_path):

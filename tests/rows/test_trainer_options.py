@@ -127,8 +127,12 @@ def trained(tmp_path, monkeypatch):
     monkeypatch.setattr(Engine, "now", 0.0)
     monkeypatch.setattr(compose, "resolve_name", lambda _name: Engine)
     monkeypatch.setattr(compose, "RolloutClient", Rollout)
-    monkeypatch.setattr(compose, "Publisher", lambda *_: SimpleNamespace(close=lambda: None))
-    monkeypatch.setitem(compose.TRANSPORTS, "disk", lambda *_: SimpleNamespace(publish=lambda *_: None))
+    monkeypatch.setattr(compose, "Publisher", lambda *args: SimpleNamespace(close=lambda: None, args=args))
+    monkeypatch.setitem(
+        compose.TRANSPORTS,
+        "disk",
+        lambda _, publisher: SimpleNamespace(publish=lambda *_: None, publisher=publisher),
+    )
     monkeypatch.setattr(Timer.__init__, "__defaults__", (lambda: Engine.now,))
     attempts = iter(range(9))
 
@@ -204,6 +208,11 @@ def test_the_tokenizer_of_another_folder(trained, trainer):
     assert names == ["model", "other"]
     if trainer != "grpo":
         assert own.seen != other.seen
+
+
+def test_servers_are_awaited_for_the_setup_time_at_a_publish(trained):
+    done = trained("grpo", "rollout.setup_timeout=77", "total_train_steps=1")
+    assert done.recipe.transport.publisher.args[-1] == 77
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)

@@ -1,8 +1,18 @@
-"""Files: which mount holds a path."""
+"""Files: sizes as text, and which mount holds a path."""
 
 from pathlib import Path
 
-from hpc_rl.files import mount_of
+import pytest
+
+from hpc_rl.files import format_size, mount_of
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "text"),
+    [(0, "0.0 KB"), (1300, "1.3 KB"), (1_340_000, "1.3 MB"), (64 << 20, "64.0 MB"), (3 << 29, "1.5 GB")],
+)
+def test_a_size_is_readable(num_bytes, text):
+    assert format_size(num_bytes) == text
 
 
 def test_the_longest_mount_point_above_a_path_counts(tmp_path):

@@ -29,8 +29,6 @@ INSTEAD = {
     r"\(ours\)": "leave it out",
 }
 DIALECT = re.compile("|".join(rf"(?<![\w-])(?:{word})(?![\w-])" for word in INSTEAD), re.IGNORECASE)
-# What may remain: the messages that earlier versions wrote, which records.py reads.
-ALLOWED: dict[str, tuple[str, ...]] = {"records.py": ("told", "a person")}
 
 
 @cache
@@ -52,9 +50,8 @@ def dialect(path: Path) -> Iterator[str]:
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
             where = f"{path.relative_to(ROOT)}:{node.lineno}"
             for match in DIALECT.finditer(node.value):
-                if match[0] not in ALLOWED.get(str(path.relative_to(ROOT)), ()):
-                    around = node.value[max(match.start() - 30, 0) : match.end() + 30]
-                    yield f"{where}: {match[0]!r} in {around!r}"
+                around = node.value[max(match.start() - 30, 0) : match.end() + 30]
+                yield f"{where}: {match[0]!r} in {around!r}"
 
 
 def test_plain_english_in_the_docs():

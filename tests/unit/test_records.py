@@ -1,10 +1,10 @@
-"""Records: one tolerant reader each; what earlier versions told by a message alone is still understood."""
+"""Records: one tolerant reader each."""
 
 import json
 
 import pytest
 
-from hpc_rl.errors import FailureClass, StopCause
+from hpc_rl.errors import FailureClass
 from hpc_rl.records import (
     DrainIntent,
     Event,
@@ -92,28 +92,10 @@ def test_events_are_read_on_and_anew_where_the_file_was_replaced(trial):
     assert [event.step for event in log.poll()] == [5]
 
 
-@pytest.mark.parametrize(
-    ("reason", "cause"),
-    [
-        ("the job's time is nearly over", StopCause.TIME_LIMIT),
-        ("SIGTERM of the scheduler: a cancel, a preemption or the time limit", StopCause.PREEMPTION),
-        ("SIGUSR1: asked to save and stop", StopCause.USER_SIGNAL),
-        ("SIGINT: interrupted by a person", StopCause.INTERRUPTED),
-        ("cancelled by a person", StopCause.CANCELLED),
-        ("the batch script that started the supervisor was killed", StopCause.SCRIPT_KILLED),
-        ("something else", None),
-    ],
-)
-def test_causes_of_an_earlier_version_are_known_by_their_messages(reason, cause):
-    stopping = Event.parse({"event": "stopping", "reason": reason})
-    assert stopping is not None and stopping.cause is cause
-    intent = DrainIntent.parse({"reason": reason})
-    assert (intent.cause if intent else None) is cause
-
-
-def test_a_cause_on_record_comes_before_the_message():
-    stopping = Event.parse({"event": "stopping", "reason": "SIGTERM", "cause": "time_limit"})
-    assert stopping is not None and stopping.cause is StopCause.TIME_LIMIT
+def test_a_message_decides_nothing():
+    stopping = Event.parse({"event": "stopping", "reason": "SIGTERM of the scheduler"})
+    assert stopping is not None and stopping.cause is None
+    assert DrainIntent.parse({"reason": "cancelled by a person"}) is None
 
 
 def test_a_file_name_tells_its_process(trial):

@@ -107,6 +107,24 @@ def test_directories_of_others_are_refused(trial, level):
 
 
 @needs_root
+def test_who_can_close_a_directory_is_named(trial, monkeypatch):
+    trial.make_dirs()
+    user = trial.dir.parents[1]
+    user.chmod(0o777)
+    monkeypatch.setattr(os, "geteuid", lambda: OTHER)
+    for owner, words in ((0, "Ask your administrators"), (OTHER, "Run")):
+        os.chown(user, owner, owner)
+        with pytest.raises(TrialStateError, match=rf"{words}( to run)? chmod go-w {user}, or choose"):
+            trial.refuse_others()
+    os.chown(user, OTHER + 1, OTHER + 1)
+    with pytest.raises(
+        TrialStateError, match=rf"account {OTHER + 1}.*\. Choose a directory of your own"
+    ) as told:
+        trial.refuse_others()
+    assert "chmod" not in str(told.value)
+
+
+@needs_root
 def test_a_link_of_another_account_is_refused_whatever_it_leads_to(trial, tmp_path):
     trial.make_dirs()
     user = trial.dir.parents[1]
@@ -162,6 +180,12 @@ def test_a_secret_of_another_account_is_never_used(trial):
     os.chown(trial.secret, OTHER, OTHER)
     with pytest.raises(TrialStateError, match=f"belongs to account {OTHER}"):
         trial.make_secret()
+
+
+def test_a_missing_secret_is_told_of(trial):
+    trial.make_dirs()
+    with pytest.raises(TrialStateError, match=r"secret, with the tokens of the trial, is missing\. Stop"):
+        trial.tokens()
 
 
 def test_a_link_is_no_secret(trial, tmp_path):

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from patience import extend
 
 from hpc_rl.app.control import SAME_TERM_S, Deadline, Stacks, obey
 
@@ -52,7 +53,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen]]:
 
 
 def wait_for(condition) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + extend(30)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.05)

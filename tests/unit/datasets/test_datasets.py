@@ -23,7 +23,7 @@ from hpc_rl.datasets.encode import (
     save_encoded,
 )
 from hpc_rl.datasets.order import locate, permutation, sample_seed
-from hpc_rl.datasets.rows import Rows, load_rows
+from hpc_rl.datasets.rows import Rows, count_rows, load_rows
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.errors import ConfigError
 
@@ -54,6 +54,19 @@ def model(tmp_path):
 def write(path, rows):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def test_rows_are_counted_up_to_a_number(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"prompt": str(number)} for number in range(5)])
+    path.write_text(path.read_text() + "\n\n")
+    assert (count_rows(path, 3), count_rows(path, 100)) == (3, 5)
+    assert count_rows(tmp_path / "none.jsonl", 3) is None and count_rows(tmp_path, 3) is None
+
+
+def test_a_tokenizer_names_text_without_a_token(model):
+    tokenizer = Tokenizer(model)
+    assert tokenizer.unknown("1+1 ist 2") == []
+    assert tokenizer.unknown("é = ü") == ["é", "ü"]
 
 
 def test_rows_of_a_jsonl_file(tmp_path):
@@ -340,3 +353,10 @@ def test_encoded_rows_are_the_same_after_a_file(tmp_path):
     for before, after in zip(rows, again, strict=True):
         for one, other in zip(before, after, strict=True):
             assert one.dtype == other.dtype and one.tolist() == other.tolist()
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "config.json", "generation_config.json"])
+def test_settings_beside_a_tokenizer_that_are_no_object_are_refused(model, name):
+    (model / name).write_text("[]")
+    with pytest.raises(ConfigError, match=rf"{name} is not a JSON object"):
+        Tokenizer(model)

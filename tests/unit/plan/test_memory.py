@@ -60,6 +60,7 @@ TINY = {
     "num_key_value_heads": 2,
     "vocab_size": 96,
 }
+TINY_QWEN3 = {"model_type": "qwen3", **TINY}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -228,6 +229,14 @@ def test_cpu_memory_that_the_plan_requests_must_hold_the_ranks():
     fits = int(problem.partition("What fits: launcher.trainer_mem_per_gpu ")[2].rstrip("."))
     assert fits == approx((8 * (49.1 + 3.5) + 5) / 8 * 1e9 / 2**20, rel=CLOSE)
     assert not needed(QWEN3_32B, *saves, f"launcher.trainer_mem_per_gpu={fits}").problems
+
+
+def test_cpu_ranks_are_refused_only_for_what_they_need_without_a_doubt():
+    cpus = "cluster.n_gpus_per_node=0"
+    [problem] = needed(TINY_QWEN3, cpus, "launcher.trainer_mem_per_gpu=50").problems
+    assert "launcher.trainer_mem_per_gpu 50: " in problem and "but have 50 MB" in problem
+    roomy = needed(TINY_QWEN3, cpus, "launcher.trainer_mem_per_gpu=4000")
+    assert not roomy.problems and not any("trainer_mem_per_gpu" in note for note in roomy.notes)
 
 
 def grpo(content: dict, *overrides: str, reference: dict | None = None) -> Estimate:

@@ -96,14 +96,6 @@ def test_one_pool_follows_the_trainer(mode, words):
         plan(*STUDENT, f"allocation_mode={mode}")
 
 
-def test_a_stored_plan_without_pools_has_the_usual_one():
-    made = plan("--n_nodes=4").to_json()
-    del made["pools"]
-    for unit in made["units"]:
-        del unit["pool"]
-    assert Plan.from_json(made | {"server_backend": "embedded"}) == plan("--n_nodes=4")
-
-
 def test_four_nodes_without_gpus():
     made = plan("--n_nodes=4")
     assert where(made) == [

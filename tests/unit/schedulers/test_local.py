@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
+from job_scripts import RUN_JOB_IN_PYTHON
+from patience import extend
 from toy_plans import sft_plan
 
 from hpc_rl.config.loading.stored import from_dict
@@ -22,6 +24,7 @@ from hpc_rl.trial import Trial
 
 # Start number n does line n of `acts` (the last line again and again) and notes signals.
 FAKE_PYTHON = f"""#!{sys.executable} -S
+{RUN_JOB_IN_PYTHON}
 import os, signal, sys, time
 options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 log = open(options["--trial_dir"] + "/fake.log", "a", buffering=1)
@@ -36,6 +39,7 @@ if act != "deaf":
 else:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 signal.signal(signal.SIGUSR1, stop)
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])
 print("start", options["--attempt"], os.getpid(), file=log)
 if act in ("hang", "deaf"):
     time.sleep(100)
@@ -110,7 +114,7 @@ class Job:
         return JsonLines(self.trial.job_state(self.id)).poll()[-1]
 
     def until(self, condition, timeout_s: float = 20) -> None:
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + extend(timeout_s)
         while not condition():
             assert time.monotonic() < deadline, (
                 self.state,

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import extend
 
 pytest.importorskip("submitit")
 
@@ -60,7 +61,7 @@ def until():
     import time
 
     def wait(condition) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + extend(60)
         while not condition():
             assert time.monotonic() < deadline
             time.sleep(0.05)

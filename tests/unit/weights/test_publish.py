@@ -9,6 +9,7 @@ import time
 
 import pytest
 from aiohttp import web
+from patience import extend
 
 from hpc_rl.errors import RoleFailed, Stale
 from hpc_rl.name_resolve import keys, open_names
@@ -136,13 +137,13 @@ async def test_slow_dead_and_lying_servers_are_left_out_and_none_stays_paused(pu
     result = await publish(publisher, trial, 1)
     assert result.acknowledged == ["server/rollout/2"]
     assert set(result.failed) == {"server/rollout/0", "server/rollout/1"}
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < extend(5)
     assert slow.calls[-1] == "/continue_generation"
     assert good.version == "0.1"
     good.calls.clear()
     start = time.monotonic()
     await publish(publisher, trial, 2)  # neither is asked again: no time is lost on them
-    assert time.monotonic() - start < 0.4
+    assert time.monotonic() - start < extend(0.4)
     assert slow.calls[-1] == "/continue_generation" and len(slow.calls) == 3
 
 

@@ -1,0 +1,36 @@
+"""Limits of time in tests. They only guard, are written for a usual machine, and grow on a slow one.
+
+The speed of the machine is measured once per session of pytest, by a loop and by the start of a Python that
+imports a large module. Both are compared with assumed times of a usual machine, LOOP_S and START_S.
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+VARIABLE = "HPC_RL_TEST_SLOWNESS"
+LOOP_S = 0.25
+START_S = 0.15
+MOST = 6.0
+
+
+def measure_slowness() -> float:
+    """Return how many times slower this machine is than a usual one, from 1 to 6."""
+    begun = time.perf_counter()
+    sum(number * number for number in range(4_000_000))
+    looped = time.perf_counter()
+    subprocess.run([sys.executable, "-c", "import asyncio, numpy"], check=True)
+    started = time.perf_counter()
+    return min(max((looped - begun) / LOOP_S, (started - looped) / START_S, 1.0), MOST)
+
+
+def set_slowness() -> None:
+    """Measure it, for this process and for those that it starts."""
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = f"{measure_slowness():.2f}"
+
+
+def extend(limit_s: float) -> float:
+    """Return a limit for this machine, in seconds."""
+    return limit_s * float(os.environ.get(VARIABLE, "1"))
