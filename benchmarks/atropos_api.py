@@ -98,13 +98,8 @@ async def serve_ours(folder: Path, port: int, shape: Shape) -> None:
         folder / "rollout", Sequencer(rules), prompts, None, lambda: (0, []), NoWorkers()
     )  # type: ignore[arg-type]
     log = GatewayLog(folder / "gateway")
-
-    def lookup(ids: np.ndarray, mask: np.ndarray) -> tuple[np.ndarray, ...]:
-        found = log.match(ids, mask)
-        return found.logprobs, found.has_logprob, found.lineages, found.steps
-
     facts = TrialFacts(SequenceLimits(150_000, 4096), "", None, "", 100, 10**6)
-    api = AtroposApi(OutsideGroups(service), lookup, facts, max_queued_batches=10**6)  # type: ignore[arg-type]
+    api = AtroposApi(OutsideGroups(service), log.match, facts, max_queued_batches=10**6)
     runner = web.AppRunner(application([*atropos_routes(api), *routes(service)], TOKENS), access_log=None)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
