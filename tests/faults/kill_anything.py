@@ -181,7 +181,9 @@ class Killed:
         }
         env["XDG_STATE_HOME"] = str(self.folder / "state")  # the index of trials
         command = [sys.executable, "-m", "hpc_rl.cli", "submit", "--json", *words]
-        done = subprocess.run(command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, cwd=self.folder, env=env, capture_output=True, text=True, timeout=extend(60)
+        )
         assert done.returncode == 0, done.stderr
         self.job_id = json.loads(done.stdout)["job_id"]
         return self

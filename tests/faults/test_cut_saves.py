@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from patience import extend
 
 HERE = Path(__file__).parent
 HOWS = ("before", "torn", "lossy", "threads")
@@ -15,7 +16,7 @@ HOWS = ("before", "torn", "lossy", "threads")
 def cut_saves(folder: Path, stride: int) -> list[dict]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE.parents[1])}
     command = [sys.executable, str(HERE / "cut_saves.py"), str(folder), ",".join(HOWS), str(stride)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1500)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=extend(1500))
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 

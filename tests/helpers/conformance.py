@@ -168,7 +168,7 @@ class ServedReplica:
 
     def stop(self) -> None:
         self._stopping.set()
-        self._thread.join(30)
+        self._thread.join(extend(30))
         if self._failure:
             raise self._failure
 
@@ -180,7 +180,7 @@ class Api:
         self.served, self.session = served, session
         self.url = served.lease()["url"]
         self.client = HttpServerClient(
-            session, self.url, served.tokens["data"], served.tokens["control"], 60.0
+            session, self.url, served.tokens["data"], served.tokens["control"], extend(60)
         )
 
     async def turn(self, ids: list[int] | None = None, min_version: str = "", **sampling: Any) -> Turn:

@@ -32,7 +32,7 @@ def run(script: Path, scenario: str, num_ranks: int, folder: Path, timeout_s: fl
     ]
     try:
         for rank, process in enumerate(ranks):
-            _, errors = process.communicate(timeout=timeout_s)
+            _, errors = process.communicate(timeout=extend(timeout_s))
             assert process.returncode == 0, f"rank {rank}: {errors[-3000:]}"
     finally:
         for process in ranks:
@@ -58,7 +58,7 @@ def main(scenarios: Mapping[str, Callable[[Path, int, int], None]]) -> None:
             time.sleep(0.05)
         return found[0], found[1]
 
-    init_ranks(rank, num_ranks, "cpu", publish, find, timeout_s=60)
+    init_ranks(rank, num_ranks, "cpu", publish, find, timeout_s=extend(60))
     scenarios[f"scenario_{scenario}"](folder, rank, num_ranks)
     shutdown()
     print(json.dumps({"done": rank}))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from patience import extend
 
 
 @dataclass
@@ -24,7 +25,7 @@ class NetworkHost:
     def run(self, *argv: str, timeout_s: float = 30) -> str:
         """Run a command on this host; returns its output. Raises CalledProcessError."""
         command = ["nsenter", "-t", str(self.pid), "--net", "--mount", "--", *argv]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=extend(timeout_s))
         assert done.returncode == 0, f"{self.name}: {argv}: {done.stderr}"
         return done.stdout.strip()
 
@@ -71,7 +72,7 @@ def two_hosts(
 
 def _namespaces() -> subprocess.Popen[bytes]:
     process = subprocess.Popen(["unshare", "--net", "--mount", "--propagation", "private", "sleep", "600"])
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + extend(10)
     # unshare has its namespaces once it has become sleep
     while Path(f"/proc/{process.pid}/comm").read_text() != "sleep\n":
         assert process.poll() is None and time.monotonic() < deadline, "no namespaces could be made"

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from patience import extend
+
 from hpc_rl.examples import toy
 from hpc_rl.proc import is_alive
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, read_segment, segments
@@ -50,7 +52,7 @@ def hpc_rl(
         env=env,
         capture_output=True,
         text=True,
-        timeout=timeout_s,
+        timeout=extend(timeout_s),
     )
     assert not check or done.returncode == 0, (
         f"hpc-rl {' '.join(map(str, argv))}: exit {done.returncode}\n{done.stdout}{done.stderr}"

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from command_line import PROGRAM, Shell, make_python, small_trial
+from patience import extend
 
 from hpc_rl.submit import trial_index
 from hpc_rl.trial import Trial, account
@@ -291,7 +292,7 @@ def test_an_interrupt_of_follow_leaves_the_trial_and_says_so(shell, sleeper):
         assert process.stdout
         assert any("sums/small: running" in line for line in process.stdout)
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=extend(30))
         assert process.returncode == 130
         assert said == "\nhpc-rl: interrupted; the trial continues. Stop it with: hpc-rl cancel sums/small\n"
         assert "running" in shell.state("small")
@@ -333,7 +334,7 @@ def test_a_reader_that_leaves_early_is_no_error(shell):
     for command in ("--help", "submit --help", "list"):
         piped = f"set -o pipefail; {PROGRAM} {command} | true"
         done = subprocess.run(
-            ["bash", "-c", piped], env=shell.environ, capture_output=True, text=True, timeout=60
+            ["bash", "-c", piped], env=shell.environ, capture_output=True, text=True, timeout=extend(60)
         )
         assert done.returncode in (0, 141), done.stderr
         assert done.stderr == ""
@@ -357,7 +358,7 @@ def test_an_interrupt_of_quickstart_ends_its_trial_and_says_so(shell):
     assert process.stdout
     assert any("quickstart/sft-" in line and ": running" in line for line in process.stdout)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=extend(60))
     assert process.returncode == 130
     assert (
         "interrupted; the trial saves its state and stops. To resume it: hpc-rl recover quickstart/sft-"

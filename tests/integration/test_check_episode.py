@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 from command_line import Shell
+from patience import extend
 
 from hpc_rl.examples.toy import make_model
 
@@ -151,7 +152,11 @@ def test_a_workflow_may_reject_a_prompt_and_print_much(shell):
 )
 def test_an_episode_over_its_time_limit_says_where_it_is(shell, workflow, line):
     done = shell.run(
-        "check", "small.yaml", "--episode", f"rollout.workflow=mine:{workflow}", "--timeout_s=12"
+        "check",
+        "small.yaml",
+        "--episode",
+        f"rollout.workflow=mine:{workflow}",
+        f"--timeout_s={extend(8):.0f}",
     )
     assert done.returncode == 64
     assert "--timeout_s" in done.stderr

@@ -23,6 +23,7 @@ import pytest
 import yaml
 from command_line import Shell
 from markdown_it import MarkdownIt
+from patience import extend
 
 from hpc_rl.allocation import parse as parse_allocation
 from hpc_rl.cli import options as command_options
@@ -126,7 +127,7 @@ def inline_code(page: str) -> list[str]:
 def test_the_site_builds_without_a_warning(tmp_path):
     environ = os.environ | {"NO_MKDOCS_2_WARNING": "1"}  # a remark about a later mkdocs
     argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=extend(120))
     assert done.returncode == 0, done.stderr
     assert "WARNING" not in done.stderr
     built = {
@@ -222,7 +223,7 @@ def test_python_of_a_page_runs(page, shell, typed):
         env=shell.environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=extend(120),
     )
     assert done.returncode == 0, done.stderr
 

@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from patience import extend
 from toy_trials import hpc_rl, logs_of, make_quickstart, status, trial_of
 
 from hpc_rl.stats.read import read
@@ -15,7 +16,7 @@ CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
 
 def run_script(trial: Trial) -> subprocess.CompletedProcess[str]:
     script = ["bash", str(trial.scripts / "local.sh")]
-    return subprocess.run(script, capture_output=True, text=True, timeout=280)
+    return subprocess.run(script, capture_output=True, text=True, timeout=extend(280))
 
 
 @pytest.mark.timeout(300)

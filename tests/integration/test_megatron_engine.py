@@ -11,6 +11,7 @@ import gloo_ranks
 import numpy as np
 import pytest
 import torch
+from patience import extend
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import (
@@ -442,7 +443,9 @@ print(AutoModelForCausalLM.from_pretrained(sys.argv[1]).model.rotary_emb.inv_fre
 
 def test_models_that_transformers_loads_beside_megatron_are_whole(folder):
     path = folder / "tied"
-    done = subprocess.run([sys.executable, "-c", LOADED, path], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED, path], capture_output=True, text=True, timeout=extend(120)
+    )
     want = AutoModelForCausalLM.from_pretrained(path).model.rotary_emb.inv_freq.tolist()
     assert done.stdout.splitlines()[-1:] == [str(want)], done.stderr[-2000:]
 

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from patience import extend
 
 from hpc_rl import node_copies
 from hpc_rl.node_copies import NodeCopies
@@ -60,7 +61,7 @@ def check_readers(count: int, model: Path, disk: Path) -> None:
     processes = [start(disk, model) for _ in range(count)]
     for process in processes:
         go(process)
-    answers = [process.communicate(timeout=900)[0].split() for process in processes]
+    answers = [process.communicate(timeout=extend(900))[0].split() for process in processes]
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     assert {(Path(path).name, int(read)) for path, _, read in answers} == {(model.name, num_bytes)}
     assert all(Path(path).is_relative_to(disk) for path, *_ in answers)
@@ -85,7 +86,7 @@ def check_kills(tmp_path: Path, num_kills: int, num_bytes: int) -> int:
     before = time.monotonic()
     warm_up = start(tmp_path / "warm", model)
     go(warm_up)
-    warm_up.communicate(timeout=300)
+    warm_up.communicate(timeout=extend(300))
     duration_s = time.monotonic() - before
     for number in range(num_kills):
         disk = tmp_path / f"disk{number}"
@@ -94,7 +95,7 @@ def check_kills(tmp_path: Path, num_kills: int, num_bytes: int) -> int:
         time.sleep(random.uniform(0, duration_s))
         killed.send_signal(signal.SIGKILL)
         go(waits)
-        answer = waits.communicate(timeout=300)[0].split()
+        answer = waits.communicate(timeout=extend(300))[0].split()
         copy = Path(answer[0])
         assert copy.is_relative_to(disk) and int(answer[2]) == sum(
             path.stat().st_size for path in model.glob("*.safetensors")
@@ -102,7 +103,7 @@ def check_kills(tmp_path: Path, num_kills: int, num_bytes: int) -> int:
         for path in model.iterdir():
             assert (copy / path.name).read_bytes() == path.read_bytes()
         assert not list(disk.glob("**/.partial-*"))
-        killed_answer = killed.communicate(timeout=60)[0]
+        killed_answer = killed.communicate(timeout=extend(60))[0]
         cut += not killed_answer
     return cut
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from command_line import Shell, small_trial
+from patience import extend
 
 from hpc_rl.cli.recover import stored
 from hpc_rl.config.loading.stored import from_dict
@@ -62,7 +63,9 @@ def test_what_is_no_secret_stays_where_it_was(rendered):
 def test_the_processes_get_them(rendered):
     _, trial = rendered
     script = f"set +eu; source {trial.scripts}/site.sh; printf '%s' \"$HF_TOKEN/$SITE_LICENSE_KEY\""
-    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=20, check=True)
+    done = subprocess.run(
+        ["bash", "-c", script], capture_output=True, text=True, timeout=extend(20), check=True
+    )
     assert done.stdout == "/".join(SECRETS["env"].values()), done.stderr
     assert {name: trial.variables(name) for name in SECRETS} == SECRETS
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from command_line import make_checkpoint
+from patience import extend
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -20,7 +21,12 @@ def call(*argv: str | Path, cwd: Path = Path("/"), **env: str) -> str:
         name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
     }
     done = subprocess.run(
-        [str(arg) for arg in argv], cwd=cwd, env=clean | env, capture_output=True, text=True, timeout=500
+        [str(arg) for arg in argv],
+        cwd=cwd,
+        env=clean | env,
+        capture_output=True,
+        text=True,
+        timeout=extend(500),
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -90,7 +96,10 @@ def test_the_console_script_of_this_environment_imports_no_torch():
     program = Path(sys.executable).with_name("hpc-rl")
     for words in (["--help"], ["submit", "--help"]):
         done = subprocess.run(
-            [sys.executable, "-X", "importtime", program, *words], capture_output=True, text=True, timeout=120
+            [sys.executable, "-X", "importtime", program, *words],
+            capture_output=True,
+            text=True,
+            timeout=extend(120),
         )
         imported = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
         assert done.returncode == 0

@@ -132,7 +132,7 @@ class Roles:
         """Exit codes, with the supervisor's record of them; the next start of the trainer is a new
         incarnation.
         """
-        codes = [process.wait(timeout_s) for process in processes]
+        codes = [process.wait(extend(timeout_s)) for process in processes]
         incarnation = self.incarnations["trainer"]
         row = {"event": "exited", "role": "trainer", "incarnation": incarnation, "code": codes[0]}
         with self.trial.attempt(self.attempt_id).events.open("a") as file:

@@ -30,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from packages import Slurm, find_or_fetch
+from patience import extend
 
 LEAKS = ("SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCONTROL_", "SCANCEL_")
 
@@ -86,7 +87,12 @@ class Cluster:
     def run(self, *argv: str, timeout_s: float = 60) -> str:
         """Output of a client command. Raises CalledProcessError, TimeoutExpired."""
         done = subprocess.run(
-            argv, env=self.env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+            argv,
+            env=self.env,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=extend(timeout_s),
         )
         if done.returncode != 0:
             raise subprocess.CalledProcessError(done.returncode, argv, done.stdout, done.stderr)
@@ -228,7 +234,7 @@ class Cluster:
                     stdout=log,
                     stderr=log,
                     check=True,
-                    timeout=30,
+                    timeout=extend(30),
                 )
 
     def _pid(self, pid_file: str, program: str) -> int | None:

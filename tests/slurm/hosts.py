@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from patience import extend
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster import Cluster, Slurm, speak_to
@@ -134,7 +136,7 @@ class HostsCluster(Cluster):
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=timeout_s,
+            timeout=extend(timeout_s),
         )
         if done.returncode != 0:
             raise subprocess.CalledProcessError(done.returncode, argv, done.stdout, done.stderr)
@@ -201,7 +203,7 @@ class HostsCluster(Cluster):
                 env=self.env,
             )
         self.hosts[name] = process
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + extend(30)
         while not ready.exists():
             if process.poll() is not None or time.monotonic() > deadline:
                 log_text = (self.dir / "log" / f"host.{name}.log").read_text()
@@ -211,12 +213,12 @@ class HostsCluster(Cluster):
     def _daemon(self, name: str, argv: list[str]) -> None:
         with (self.dir / "log" / "start.log").open("ab") as log:
             command = self.on(name, argv, self.dir)
-            subprocess.run(command, env=self.env, stdout=log, stderr=log, check=True, timeout=30)
+            subprocess.run(command, env=self.env, stdout=log, stderr=log, check=True, timeout=extend(30))
 
     def _in(self, name: str, argv: list[str], check: bool = True) -> None:
         """Run a command of this machine in the network of a host."""
         command = ["nsenter", "-t", str(self._first_pid(name)), "-n", "--", *argv]
-        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=extend(20))
         assert done.returncode == 0 or not check, f"{name}: {argv}: {done.stderr}"
 
     def _first_pid(self, name: str) -> int:

@@ -236,7 +236,7 @@ def _require(*tools: str) -> None:
 def _run(argv: list[str | Path], folder: Path) -> str:
     try:
         done = subprocess.run(
-            argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=300
+            argv, cwd=folder, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1200
         )
     except subprocess.TimeoutExpired as error:
         raise NoSlurm(f"{' '.join(map(str, argv[:2]))} took longer than 300 s") from error

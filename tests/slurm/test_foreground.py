@@ -51,14 +51,14 @@ def test_two_nodes_of_an_allocation_train_and_what_does_not_fit_is_refused(clust
     small = below_salloc(
         clone, "run", CONFIG, "trial_name=first", "--n_nodes=3", salloc=("salloc", "-N2", "-c2", "--mem=3000")
     )
-    said, _ = small.communicate(timeout=200)
+    said, _ = small.communicate(timeout=extend(200))
     assert small.returncode == 64
     assert "it needs 3 nodes, and has 2" in said
     assert "CPUs on each node, and has 2" in said
     assert not trial_of(clone, "first").dir.exists()
 
     trains = below_salloc(clone, *IN_README[2].split(), "trial_name=first", "total_train_steps=3")
-    said, _ = trains.communicate(timeout=200)
+    said, _ = trains.communicate(timeout=extend(200))
     assert trains.returncode == 0, said + logs_of(trial_of(clone, "first"))
     assert "sums/first: done" in said
     trial = trial_of(clone, "first")
@@ -82,14 +82,14 @@ def test_a_ctrl_c_and_a_kill_save_and_recover_continues(cluster, clone, until):
 
     first, pid = run_until_step(3)
     os.kill(pid, signal.SIGINT)
-    said, _ = first.communicate(timeout=200)
+    said, _ = first.communicate(timeout=extend(200))
     assert first.returncode == 75, said
     assert status(clone, "first")["state"] == "cancelled"
     stopped_at = read(trial).last_step
 
     second, pid = run_until_step(stopped_at + 3)
     os.kill(pid, signal.SIGKILL)
-    second.communicate(timeout=200)
+    second.communicate(timeout=extend(200))
     until(lambda: status(clone, "first")["state"] in ("stopped", "killed"))
     until(lambda: not cluster.run("squeue", "--noheader"))
     newest = status(clone, "first")["checkpoint"]
@@ -109,11 +109,11 @@ def test_a_cancel_from_elsewhere_ends_the_command_and_submit_tells_of_run(cluste
     again = hpc_rl("submit", CONFIG, "trial_name=first", cwd=clone, check=False)
     assert again.returncode == 69 or "is running" in again.stderr, again.stderr
     hpc_rl("cancel", "first", cwd=clone)
-    running.communicate(timeout=200)
+    running.communicate(timeout=extend(200))
     assert running.returncode == 75
     until(lambda: not cluster.run("squeue", "--noheader"))
     nested = below_salloc(clone, "submit", CONFIG, "trial_name=second", "total_train_steps=2")
-    said, _ = nested.communicate(timeout=200)
+    said, _ = nested.communicate(timeout=extend(200))
     assert nested.returncode == 0
     assert "`hpc-rl run` uses the nodes" in said
     deadline = time.monotonic() + extend(200)

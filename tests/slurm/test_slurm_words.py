@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from packages import NEWEST
+from patience import extend
 
 from hpc_rl.schedulers.base import State
 from hpc_rl.schedulers.slurm_states import SLURM_STATES, find_state
@@ -31,7 +32,7 @@ def test_the_table_has_every_word_of_the_library(slurm_of, version):
         env=os.environ | slurm.env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=extend(60),
     )
     assert done.returncode == 0, done.stderr
     pairs = {tuple(line.split()) for line in done.stdout.splitlines()} - {("?", "?")}

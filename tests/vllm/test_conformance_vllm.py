@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from patience import extend
 
 pytest.register_assert_rewrite("conformance")
 
@@ -40,7 +41,7 @@ def served(tmp_path_factory, vllm_python):
     yield replica
     replica.stop()
     assert not folder.exists()
-    assert not psutil.wait_procs(processes, timeout=5)[1]
+    assert not psutil.wait_procs(processes, timeout=extend(5))[1]
 
 
 def _tree(pid: int) -> list[psutil.Process]:
@@ -115,6 +116,6 @@ async def test_nothing_is_left_when_vllm_is_killed(tmp_path, vllm_python):
     os.kill(backend.process.pid, 9)
     await asyncio.sleep(0.5)
     assert "SIGKILL" in backend.alive()
-    assert not psutil.wait_procs(processes, timeout=10)[1]
+    assert not psutil.wait_procs(processes, timeout=extend(10))[1]
     await backend.stop()
     assert not Path(backend.socket).parent.exists()
