@@ -34,16 +34,16 @@ import aiohttp
 import numpy as np
 from aiohttp import web
 
+from hpc_rl.atropos.api import AtroposApi, TrialFacts
+from hpc_rl.atropos.intake import SequenceLimits
+from hpc_rl.atropos.routes import atropos_routes
+from hpc_rl.core.types import Turn
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.environments.atropos_api import AtroposApi, TrialFacts
-from hpc_rl.environments.atropos_routes import atropos_routes
-from hpc_rl.environments.gateway_log import GatewayLog
-from hpc_rl.environments.intake import SequenceLimits
+from hpc_rl.gateway.gateway_log import GatewayLog
 from hpc_rl.rollout.outside import OutsideGroups
 from hpc_rl.rollout.routes import application, routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import RolloutService
-from hpc_rl.types import Turn
 
 POLL_S = 0.1
 GROUPS_PER_BATCH = 8

@@ -36,18 +36,18 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit, Manifest
 from hpc_rl.checkpoint.retention import RetentionPolicy, retain
-from hpc_rl.config.sections.training import OptimizerConfig
-from hpc_rl.engines import state
+from hpc_rl.config.options.training import OptimizerConfig
+from hpc_rl.core.checked_file import FileRecord
+from hpc_rl.core.trial import Trial
 from hpc_rl.engines.base import Snapshot
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.engines.optimizer import Optimizer, shards_of
+from hpc_rl.engines.shared import state
+from hpc_rl.engines.shared.mesh import Mesh
+from hpc_rl.engines.shared.optimizer import Optimizer, shards_of
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
-from hpc_rl.trial import Trial
 
 TENSOR_BYTES = 8 << 20
 SETTLE_S = 5.0

@@ -29,16 +29,16 @@ from cluster import Cluster  # noqa: E402
 from packages import find_or_fetch  # noqa: E402
 from supervised import HERE, Fake, unit  # noqa: E402
 
+from hpc_rl.core.proc import is_alive  # noqa: E402
+from hpc_rl.core.records import ProcessRecord  # noqa: E402
+from hpc_rl.core.trial import write_json  # noqa: E402
 from hpc_rl.name_resolve import keys, open_names  # noqa: E402
-from hpc_rl.proc import is_alive  # noqa: E402
-from hpc_rl.records import ProcessRecord  # noqa: E402
-from hpc_rl.trial import write_json  # noqa: E402
 
 COMMANDS = ("srun", "sbatch", "scontrol", "squeue", "sinfo", "sacct", "scancel")
 WRAPPER = '#!/bin/bash\necho "$EPOCHREALTIME $$ {name} $*" >> "{calls}"\nexec "{program}" "$@"\n'
 SCRIPT = f"""#!/bin/bash
 export PYTHONPATH={HERE}:{ROOT} SLURM_EXPORT_ENV=ALL
-exec {sys.executable} -m hpc_rl.app.supervisor --trial_dir "$1" --attempt $SLURM_JOB_ID.0 --steps srun
+exec {sys.executable} -m hpc_rl.roles.supervisor --trial_dir "$1" --attempt $SLURM_JOB_ID.0 --steps srun
 """
 CHANGES = re.compile(
     r"^(rename|link|symlink|unlink|mkdir|rmdir|creat|truncate|chmod)|O_CREAT|O_WRONLY|O_RDWR"

@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hpc_rl import __version__
-from hpc_rl.trial import account
+from hpc_rl.core.trial import account
 
 ROOT = Path(__file__).resolve().parents[1]
 AREAL = ROOT / "tests" / "unit" / "config" / "areal" / "gsm8k_grpo.yaml"

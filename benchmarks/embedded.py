@@ -26,7 +26,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from hpc_rl.config.sections.inference import EmbeddedConfig
+from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.servers.embedded.backend import EmbeddedBackend
 
 

@@ -36,11 +36,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hpc_rl.allocation import TRAIN_BACKENDS
-from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.options.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.core.allocation import TRAIN_BACKENDS
 from hpc_rl.engines.base import Sequences
-from hpc_rl.engines.logprobs import token_logprobs
-from hpc_rl.engines.micro_batches import cut
+from hpc_rl.engines.shared.logprobs import token_logprobs
+from hpc_rl.engines.shared.micro_batches import cut
 from hpc_rl.trainers.supervised import sequence_loss
 
 Shape = dict[str, int]

@@ -38,8 +38,8 @@ from cluster import Cluster  # noqa: E402
 from kill_anything import IN_ORDER, Killed, make_workplace  # noqa: E402
 from packages import find_or_fetch  # noqa: E402
 
+from hpc_rl.core.trial import Attempt, read_json  # noqa: E402
 from hpc_rl.stats.read import JsonLines  # noqa: E402
-from hpc_rl.trial import Attempt, read_json  # noqa: E402
 
 OPTIONS = {
     **IN_ORDER,

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import hpc_rl
-from hpc_rl.records import JobEvent, read_job_state
+from hpc_rl.core.records import JobEvent, read_job_state
 from hpc_rl.stats.read import JsonLines
 
 ROOT = Path(__file__).resolve().parents[1]

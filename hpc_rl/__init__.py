@@ -12,8 +12,8 @@ __version__ = "0.1.0"
 _MODULES = {
     "Conversation": "rollout.conversation",
     "MultiTurn": "rollout.multi_turn",
-    "Trajectory": "types",
-    "TrajectoryGroup": "types",
+    "Trajectory": "core.types",
+    "TrajectoryGroup": "core.types",
     "trajectory": "rollout.workflow",
 }
 __all__ = ["Conversation", "MultiTurn", "Trajectory", "TrajectoryGroup", "__version__", "trajectory"]

@@ -24,7 +24,7 @@ import enum
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_rl.errors import ExitCode
+from hpc_rl.core.errors import ExitCode
 
 OUTSIDE_FACTOR = 10
 MAX_NAMED = 3  # past starts in a reason

@@ -27,11 +27,11 @@ from typing import Any
 
 import xxhash
 
-from hpc_rl import checked_file
-from hpc_rl.checked_file import FileRecord
-from hpc_rl.errors import Damaged, RoleFailed
-from hpc_rl.files import format_size
-from hpc_rl.trial import Trial, entries, fsync_dir, read_json, write_atomic, write_json
+from hpc_rl.core import checked_file
+from hpc_rl.core.checked_file import FileRecord
+from hpc_rl.core.errors import Damaged, RoleFailed
+from hpc_rl.core.files import format_size
+from hpc_rl.core.trial import Trial, entries, fsync_dir, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
 MARGIN_BYTES = 64 << 20  # free space that a save leaves for logs, metrics and the batch log

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision
-from hpc_rl.records import LineageRecord, lineage_files
-from hpc_rl.trial import Attempt, Trial, create_exclusive, entries, fsync_dir
+from hpc_rl.core.records import LineageRecord, lineage_files
+from hpc_rl.core.trial import Attempt, Trial, create_exclusive, entries, fsync_dir
 
 _LABEL = re.compile(r"(\d+)\.\d+")  # of published weights
 

@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hpc_rl.checkpoint.generation import LIGHT_BYTES, Found, scan, verify
-from hpc_rl.errors import NothingToResume
-from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
+from hpc_rl.core.errors import NothingToResume
+from hpc_rl.core.trial import Trial, fsync_dir, read_json, write_json
 
 logger = logging.getLogger(__name__)
 BEAT_S = 5.0  # between two counts of a hold

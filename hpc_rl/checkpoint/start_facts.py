@@ -7,10 +7,17 @@ from dataclasses import replace
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Cause, Decision, GenerationInfo, PastStart, Situation, decide
 from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Found
-from hpc_rl.errors import ExitCode, FailureClass, StopCause
-from hpc_rl.records import EndedRecord, Event, EventKind, JobRecord, LineageRecord, read_events, read_lineages
-from hpc_rl.requeue import WARNING_S
-from hpc_rl.trial import Attempt, Trial, entries, read_object
+from hpc_rl.core.errors import WARNING_S, ExitCode, FailureClass, StopCause
+from hpc_rl.core.records import (
+    EndedRecord,
+    Event,
+    EventKind,
+    JobRecord,
+    LineageRecord,
+    read_events,
+    read_lineages,
+)
+from hpc_rl.core.trial import Attempt, Trial, entries, read_object
 
 _SEAL = re.compile(r"(\d+)\.seal")
 # a command reads a whole generation up to this size before it submits a start from it

@@ -15,20 +15,20 @@ from jsonargparse import ArgumentError
 from hpc_rl import __version__
 from hpc_rl.cli import options
 from hpc_rl.cli.options import CommandParser
-from hpc_rl.errors import ExitCode, HpcRlError
-from hpc_rl.log import printable
+from hpc_rl.core.errors import ExitCode, HpcRlError
+from hpc_rl.core.log import printable
 
 COMMANDS = {  # name -> (module, one line of help)
     "quickstart": ("quickstart", "make a toy model and task, train it here, show what it learnt"),
-    "check": ("checking", "tell what submit would refuse, and try one episode; submit nothing"),
+    "check": ("check", "tell what submit would refuse, and try one episode; submit nothing"),
     "submit": ("submit", "check a configuration and submit it as a job"),
-    "run": ("foreground", "run a configuration in the Slurm job that this is typed in (salloc)"),
+    "run": ("run", "run a configuration in the Slurm job that this is typed in (salloc)"),
     "render": ("render", "write the job scripts of a configuration, submit nothing"),
     "status": ("status", "what a trial does, and what happened to it"),
     "logs": ("logs", "show the logs of a trial's roles"),
     "samples": ("samples", "what the model wrote: prompts, completions, rewards"),
     "top": ("top", "what trials do now, redrawn"),
-    "report": ("reporting", "what trials reached, and what their time went to; also as one HTML page"),
+    "report": ("report", "what trials reached, and what their time went to; also as one HTML page"),
     "plot": ("plot", "curves of metrics in the terminal, several trials in one chart"),
     "attach": ("attach", "the command that opens a shell where a role runs"),
     "cancel": ("cancel", "stop a trial for good, with its state saved"),
@@ -41,7 +41,7 @@ COMMANDS = {  # name -> (module, one line of help)
     "config": ("config", "show a resolved configuration, compare two; schema, reference, completion"),
     "templates": ("templates", "what job scripts are made of; override, compare and check a site's blocks"),
     "remove": ("remove", "remove the directory of a trial, after asking"),
-    "list": ("listing", "the trials that this account submitted"),
+    "list": ("list", "the trials that this account submitted"),
     "du": ("du", "what trials hold on disk"),
     "env": ("env", "run an environment: tasks of your own that feed a trainer"),
     "doctor": ("doctor", "check this machine, the cluster and the shared directory, with fixes"),

@@ -6,11 +6,11 @@ import shlex
 import sys
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, print_json
-from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.core.errors import ConfigError, SchedulerError
 from hpc_rl.schedulers.slurm import clean_environment
 from hpc_rl.status.scheduler_view import current_status
-from hpc_rl.submit import trial_index
-from hpc_rl.submit.attachment import attach_command, choose_process, role_processes
+from hpc_rl.trials import trial_index
+from hpc_rl.trials.attachment import attach_command, choose_process, role_processes
 
 ROLES = ("trainer", "rollout", "server", "environment", "supervisor")
 EPILOG = """The command is printed to standard output, so `$(hpc-rl attach TRIAL)` runs it too. On Slurm it is

@@ -1,14 +1,14 @@
 """`hpc-rl cancel <trial>`: stop a trial permanently and keep its state for `hpc-rl recover`."""
 
 from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_result
-from hpc_rl.errors import ExitCode
-from hpc_rl.records import TrialState
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.records import TrialState
+from hpc_rl.core.trial import Trial
 from hpc_rl.status.formatting import format_duration, one_line
 from hpc_rl.status.trial_state import NOTHING_SAVED
 from hpc_rl.status.trial_status import read_status
-from hpc_rl.submit import trial_index
-from hpc_rl.submit.cancellation import CancelledJob, CancelOutcome, cancel, wait_until_over
-from hpc_rl.trial import Trial
+from hpc_rl.trials import trial_index
+from hpc_rl.trials.cancellation import CancelledJob, CancelOutcome, cancel, wait_until_over
 
 OUTCOMES = {
     CancelOutcome.OVER: "is over already ({was})",

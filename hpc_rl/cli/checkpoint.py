@@ -1,6 +1,6 @@
 """`hpc-rl checkpoint`: list, verify and request checkpoints of a trial, convert from and to Hugging Face.
 
-What needs torch is run by `python -m hpc_rl.app.convert`.
+What needs torch is run by `python -m hpc_rl.tools.convert`.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.retention import best, hold
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
-from hpc_rl.cli import listing
+from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import (
     Action,
     CommandParser,
@@ -30,17 +30,20 @@ from hpc_rl.cli.options import (
     print_result,
     require_torch,
 )
-from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.rules.consistency import METRICS
+from hpc_rl.core.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
+from hpc_rl.core.records import TrialState
+from hpc_rl.core.trial import Trial, fsync_dir, read_json, write_json
 from hpc_rl.datasets.rows import fingerprint_in_passing
-from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, TrialStateError
-from hpc_rl.records import TrialState
 from hpc_rl.status.formatting import one_line
 from hpc_rl.status.scheduler_view import TrialWatch
-from hpc_rl.submit import submission, trial_index
-from hpc_rl.submit.first_start import check_end, sound_steps
-from hpc_rl.submit.lock import TrialLock
-from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
+from hpc_rl.trials import (
+    submission,
+    trial_index,
+)
+from hpc_rl.trials.first_start import check_end, sound_steps
+from hpc_rl.trials.lock import TrialLock
 
 POLL_S = 0.5  # of the folder with the checkpoints
 RENEW_EVERY_S = 60.0  # of the lock, while the process with torch works
@@ -354,7 +357,7 @@ def run_converter(
     """Run the process with torch and return its exit code; it is killed when this process exits."""
     require_torch(f"checkpoint {action} reads a model")
     where = ["--trial_dir", str(trial.dir), "--step", str(step)]
-    command = [sys.executable, "-m", "hpc_rl.app.convert", action, *where, *rest]
+    command = [sys.executable, "-m", "hpc_rl.tools.convert", action, *where, *rest]
     sys.stdout.flush()
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         try:

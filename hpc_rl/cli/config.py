@@ -9,16 +9,16 @@ from typing import Any
 
 from hpc_rl.cli.options import Action, CommandParser, Namespace, print_result
 from hpc_rl.config.json_schema import schema
-from hpc_rl.config.loading.load import Loaded, load
-from hpc_rl.config.loading.parser import add_options
+from hpc_rl.config.load.load import Loaded, load
+from hpc_rl.config.load.parser import add_options
+from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.config.reference import reference
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.experiment import CONFIGS
 from hpc_rl.config.show import DEFAULT, ResolvedValue, as_yaml, derived_values, diff, show
+from hpc_rl.core.trial import read_object
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.submit import trial_index
-from hpc_rl.submit.user_code import code_differences
-from hpc_rl.trial import read_object
+from hpc_rl.trials import trial_index
+from hpc_rl.trials.user_code import code_differences
 
 # Commands whose options of a configuration are completed; the others take them too, but seldom.
 COMPLETED = (("submit",), ("check",), ("render",), ("recover",), ("config", "show"))

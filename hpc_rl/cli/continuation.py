@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hpc_rl.submit.first_start import Continuation
+from hpc_rl.trials.first_start import Continuation
 
 
 def continuation_json(found: Continuation) -> dict[str, Any]:

@@ -9,22 +9,22 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, Seconds, columns, print_result
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.cluster import SlurmLauncherConfig
+from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.rules.slurm_rules import DERIVED
-from hpc_rl.config.sections.cluster import SlurmLauncherConfig
-from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.core.errors import ConfigError, HpcRlError
 from hpc_rl.doctor import job_probe
 from hpc_rl.doctor.filesystem import check_directory
 from hpc_rl.doctor.finding import Finding, Requirements, Status, ok, run_checks
 from hpc_rl.doctor.machine import MACHINE_CHECKS
 from hpc_rl.doctor.node import NodeReport
 from hpc_rl.doctor.slurm_checks import check_capacity, check_slurm
-from hpc_rl.errors import ConfigError, HpcRlError
 from hpc_rl.plan.schema import Group
 from hpc_rl.render.slurm_options import directives
 from hpc_rl.schedulers import pick
-from hpc_rl.submit.checklist import CHECKS, FIX, Planned, Verdict, judge
-from hpc_rl.submit.refusal import WRONG, CheckState
+from hpc_rl.trials.checklist import CHECKS, FIX, Planned, Verdict, judge
+from hpc_rl.trials.refusal import WRONG, CheckState
 
 FAILED = 1  # exit code where a check failed
 # Checks of what a login node has less of than the nodes that run the trial.

@@ -3,13 +3,13 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from hpc_rl.cli.listing import NO_TRIALS
+from hpc_rl.cli.list import NO_TRIALS
 from hpc_rl.cli.options import CommandParser, Namespace, columns, print_result
-from hpc_rl.errors import ExitCode
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.trial import Trial
 from hpc_rl.status.formatting import one_line, size_text
-from hpc_rl.submit import trial_index
-from hpc_rl.submit.removal import HOLDS, REST, contents
-from hpc_rl.trial import Trial
+from hpc_rl.trials import trial_index
+from hpc_rl.trials.removal import HOLDS, REST, contents
 
 KINDS = [*dict.fromkeys(HOLDS.values()), REST]
 

@@ -1,4 +1,4 @@
-"""`hpc-rl env`: the URLs of a trial; the rest is handed over to `python -m hpc_rl.app.run_environment`."""
+"""`hpc-rl env`: the URLs of a trial; the rest is handed over to `python -m hpc_rl.tools.run_environment`."""
 
 import json
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
-from hpc_rl.errors import TrialStateError
+from hpc_rl.core.errors import TrialStateError
 
 HANDED_OVER = ("serve", "process", "evaluate")
 
@@ -28,11 +28,11 @@ def parser() -> CommandParser:
 
 def run(args: Namespace) -> int:
     from hpc_rl.config.environment_file import environment_file
-    from hpc_rl.config.loading.stored import from_dict
-    from hpc_rl.config.sections.experiment import GRPOConfig
+    from hpc_rl.config.load.stored import from_dict
+    from hpc_rl.config.options.experiment import GRPOConfig
+    from hpc_rl.core.trial import write_atomic
     from hpc_rl.name_resolve import keys, open_names
-    from hpc_rl.submit.trial_index import resolve
-    from hpc_rl.trial import write_atomic
+    from hpc_rl.trials.trial_index import resolve
 
     trial = resolve(args.trial)
     config = from_dict(json.loads(trial.config_json.read_bytes()))
@@ -60,4 +60,4 @@ def run(args: Namespace) -> int:
 def hand_over(argv: list[str]) -> None:
     """Become the environment process. Never returns."""
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, "-m", "hpc_rl.app.run_environment", *argv])
+    os.execv(sys.executable, [sys.executable, "-m", "hpc_rl.tools.run_environment", *argv])

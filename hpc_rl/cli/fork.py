@@ -4,14 +4,17 @@ from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.cli import recover, submit
 from hpc_rl.cli.options import CommandParser, Namespace, print_result
-from hpc_rl.config.sections.experiment import Config, last_step
+from hpc_rl.config.options.experiment import Config, last_step
+from hpc_rl.core.errors import ConfigError, NothingToResume
+from hpc_rl.core.trial import Trial
 from hpc_rl.datasets.rows import fingerprint_in_passing
-from hpc_rl.errors import ConfigError, NothingToResume
-from hpc_rl.submit import submission, trial_index
-from hpc_rl.submit.checklist import plan_of
-from hpc_rl.submit.first_start import Recovery, sound_steps
-from hpc_rl.submit.forking import changes_of_fork, give_checkpoint, new_trial
-from hpc_rl.trial import Trial
+from hpc_rl.trials import (
+    submission,
+    trial_index,
+)
+from hpc_rl.trials.checklist import plan_of
+from hpc_rl.trials.first_start import Recovery, sound_steps
+from hpc_rl.trials.forking import changes_of_fork, give_checkpoint, new_trial
 
 NAMES = ("experiment_name", "trial_name")  # which differ in each fork
 DESCRIPTION = """Submit a new trial that begins with a checkpoint of another one: its weights, optimizer and

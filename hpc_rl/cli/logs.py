@@ -8,17 +8,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.cli import listing
+from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import CommandParser, Count, Namespace, print_result
-from hpc_rl.errors import ConfigError, TrialStateError
-from hpc_rl.files import Tail, last_lines
-from hpc_rl.records import successors
+from hpc_rl.core.errors import ConfigError, TrialStateError
+from hpc_rl.core.files import Tail, last_lines
+from hpc_rl.core.records import successors
+from hpc_rl.core.trial import Trial
 from hpc_rl.status.attempts import log_files
 from hpc_rl.status.formatting import format_time
 from hpc_rl.status.scheduler_view import TrialWatch, current_status
 from hpc_rl.status.trial_status import TrialStatus, read_status
 from hpc_rl.supervise.agents import agent_name
-from hpc_rl.trial import Trial
 
 ROLES = (
     "trainer",

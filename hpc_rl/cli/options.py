@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from jsonargparse import ArgumentParser, Namespace
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 __all__ = ["Namespace"]
 T = TypeVar("T", int, float)
@@ -179,7 +179,7 @@ def _misspelt_flag(own: dict[str, argparse.Action], token: str) -> str:
     near = difflib.get_close_matches(f"--{name}", flags, n=1, cutoff=0.8)
     if not near or "." in name:
         return ""
-    from hpc_rl.config.loading.names import is_top_level
+    from hpc_rl.config.load.names import is_top_level
 
     return "" if is_top_level(name) else near[0]
 

@@ -4,8 +4,8 @@ import difflib
 import shutil
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace
-from hpc_rl.cli.reporting import named_trials, unique_names
-from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.cli.report import named_trials, unique_names
+from hpc_rl.core.errors import ConfigError, ExitCode
 from hpc_rl.stats.read import HELD_OUT, History, is_held_out, read
 from hpc_rl.status.curve import plotted, smoothed
 

@@ -1,10 +1,10 @@
-"""`hpc-rl quickstart`: hands over to `python -m hpc_rl.app.quickstart_trial`, which needs torch."""
+"""`hpc-rl quickstart`: hands over to `python -m hpc_rl.tools.quickstart_trial`, which needs torch."""
 
 import os
 import sys
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace, require_torch
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.examples.methods import METHODS
 from hpc_rl.render.jinja_environment import template_root
 
@@ -29,7 +29,7 @@ def run(args: Namespace) -> int:
     config = f"{METHODS[args.method].config}.yaml"
     load([template_root() / "configs" / "quickstart" / config], args.overrides)
     where = os.path.abspath(os.path.expanduser(args.dir))
-    command = [sys.executable, "-m", "hpc_rl.app.quickstart_trial", "--method", args.method]
+    command = [sys.executable, "-m", "hpc_rl.tools.quickstart_trial", "--method", args.method]
     command += ["--dir", where, "--seed", str(args.seed)]
     sys.stdout.flush()
     os.execv(sys.executable, [*command, *(["--only_prepare"] if args.only_prepare else []), *args.overrides])

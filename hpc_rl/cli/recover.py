@@ -9,17 +9,20 @@ from hpc_rl.checkpoint.decide import Decision, Situation
 from hpc_rl.cli import submit
 from hpc_rl.cli.continuation import continuation_json, continuation_lines
 from hpc_rl.cli.options import CommandParser, Namespace, print_result
-from hpc_rl.config.loading.load import Loaded, load
-from hpc_rl.config.loading.stored import VARIABLES, with_secrets
+from hpc_rl.config.load.load import Loaded, load
+from hpc_rl.config.load.stored import VARIABLES, with_secrets
 from hpc_rl.config.rules.check import check
-from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
-from hpc_rl.records import read_lineages
+from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, TrialStateError
+from hpc_rl.core.records import read_lineages
+from hpc_rl.core.trial import Trial
 from hpc_rl.schedulers import pick, slurm
-from hpc_rl.submit import submission, trial_index
-from hpc_rl.submit.checklist import Planned, plan_of
-from hpc_rl.submit.first_start import FirstStart, Recovery
-from hpc_rl.submit.lock import check_unlocked
-from hpc_rl.trial import Trial
+from hpc_rl.trials import (
+    submission,
+    trial_index,
+)
+from hpc_rl.trials.checklist import Planned, plan_of
+from hpc_rl.trials.first_start import FirstStart, Recovery
+from hpc_rl.trials.lock import check_unlocked
 
 EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state allows it:
   hpc-rl recover first total_train_steps=200 actor.optimizer.lr=1e-6

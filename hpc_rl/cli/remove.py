@@ -4,15 +4,20 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_rl.cli import du, listing
+from hpc_rl.cli import (
+    du,
+)
+from hpc_rl.cli import (
+    list as listing,
+)
 from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json
-from hpc_rl.errors import ConfigError, ExitCode, SchedulerError, TrialBusy
-from hpc_rl.records import TrialState
+from hpc_rl.core.errors import ConfigError, ExitCode, SchedulerError, TrialBusy
+from hpc_rl.core.records import TrialState
+from hpc_rl.core.trial import Trial
 from hpc_rl.status.formatting import size_text
-from hpc_rl.submit import trial_index
-from hpc_rl.submit.removal import remove
-from hpc_rl.submit.submission import check_idle
-from hpc_rl.trial import Trial
+from hpc_rl.trials import trial_index
+from hpc_rl.trials.removal import remove
+from hpc_rl.trials.submission import check_idle
 
 EPILOG = """examples:
   hpc-rl remove first second

@@ -4,9 +4,12 @@ from pathlib import Path
 
 from hpc_rl.cli import submit
 from hpc_rl.cli.options import CommandParser, Namespace, print_json, print_result
-from hpc_rl.submit import preflight, submission
-from hpc_rl.submit.checklist import plan_of
-from hpc_rl.submit.refusal import CheckResult
+from hpc_rl.trials import (
+    preflight,
+    submission,
+)
+from hpc_rl.trials.checklist import plan_of
+from hpc_rl.trials.refusal import CheckResult
 
 
 def parser() -> CommandParser:

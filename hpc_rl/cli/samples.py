@@ -7,14 +7,14 @@ import sys
 import textwrap
 from dataclasses import asdict
 
-from hpc_rl.cli import listing
+from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import CommandParser, Count, Namespace
-from hpc_rl.errors import ConfigError, ExitCode
-from hpc_rl.log import printable
+from hpc_rl.core.errors import ConfigError, ExitCode
+from hpc_rl.core.log import printable
+from hpc_rl.core.trial import Trial
 from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, Sample, read_samples
 from hpc_rl.status.formatting import format_number
 from hpc_rl.status.sample_text import column_text
-from hpc_rl.trial import Trial
 
 DEFAULT_N = 5
 MAX_WIDTH = 120

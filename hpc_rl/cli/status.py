@@ -11,11 +11,12 @@ from typing import Any
 
 from hpc_rl.checkpoint.decide import PastStart
 from hpc_rl.checkpoint.start_facts import fruitless_starts
-from hpc_rl.cli import listing
+from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import CommandParser, Namespace, print_json
-from hpc_rl.errors import ConfigError, ExitCode, TrialStateError
-from hpc_rl.files import Row
-from hpc_rl.records import DoneRecord, ForkRecord, JobRecord, LineageRecord, TrialState
+from hpc_rl.core.errors import ConfigError, ExitCode, TrialStateError
+from hpc_rl.core.files import Row
+from hpc_rl.core.records import DoneRecord, ForkRecord, JobRecord, LineageRecord, TrialState
+from hpc_rl.core.trial import Trial
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.stats.read import is_number
 from hpc_rl.status import formatting
@@ -26,9 +27,8 @@ from hpc_rl.status.heartbeat import WATCH_S
 from hpc_rl.status.rollout_report import environment_lines, problems, reasons_text, summary
 from hpc_rl.status.scheduler_view import query
 from hpc_rl.status.trial_status import TrialStatus, names_of_replicas, read_status
-from hpc_rl.submit import trial_index
 from hpc_rl.supervise.server_array import array_line
-from hpc_rl.trial import Trial
+from hpc_rl.trials import trial_index
 
 WIDTH = 12  # of the first column
 FROM_START = "the start"

@@ -11,16 +11,24 @@ from hpc_rl.cli.config import print_resolved
 from hpc_rl.cli.continuation import continuation_json, continuation_lines
 from hpc_rl.cli.options import TRIAL_NAMES, CommandParser, Namespace, print_json
 from hpc_rl.cli.status import follow
-from hpc_rl.config.loading.fields import names_in
-from hpc_rl.config.loading.load import Loaded, UnusableOptions, load
+from hpc_rl.config.changes import Change
+from hpc_rl.config.load.fields import names_in
+from hpc_rl.config.load.load import Loaded, UnusableOptions, load
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.tables.changes import Change
-from hpc_rl.errors import ConfigError, HpcRlError
+from hpc_rl.core.errors import ConfigError, HpcRlError
+from hpc_rl.core.trial import Trial
 from hpc_rl.render.steps import plan_lines
 from hpc_rl.schedulers import pick
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.submit import dependency, needs, preflight, submission, trial_index
-from hpc_rl.submit.checklist import (
+from hpc_rl.supervise import bad_nodes
+from hpc_rl.trials import (
+    dependency,
+    needs,
+    preflight,
+    submission,
+    trial_index,
+)
+from hpc_rl.trials.checklist import (
     ALL,
     WITHOUT_A_PLAN,
     Planned,
@@ -29,12 +37,10 @@ from hpc_rl.submit.checklist import (
     judge,
     judge_unreadable,
 )
-from hpc_rl.submit.first_start import Recovery
-from hpc_rl.submit.refusal import CheckResult, CheckState
-from hpc_rl.submit.submission import Submission
-from hpc_rl.submit.surrounding_job import is_inside
-from hpc_rl.supervise import bad_nodes
-from hpc_rl.trial import Trial
+from hpc_rl.trials.first_start import Recovery
+from hpc_rl.trials.refusal import CheckResult, CheckState
+from hpc_rl.trials.submission import Submission
+from hpc_rl.trials.surrounding_job import is_inside
 
 T = TypeVar("T")
 

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_rl.cli.options import Action, CommandParser, Namespace, print_result
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.profiles import known_profiles, profile_dirs, site_dirs
-from hpc_rl.errors import CannotWrite, ConfigError, ExitCode
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.profiles import known_profiles, profile_dirs, site_dirs
+from hpc_rl.core.errors import CannotWrite, ConfigError, ExitCode
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render import lint, overrides
 from hpc_rl.render.hooks import ENVIRONMENT, EVENTS, FOLDER
 from hpc_rl.render.jinja_environment import filter_effects
 from hpc_rl.render.layouts import hooks_without_place
 from hpc_rl.render.scripts import Stamp, render
-from hpc_rl.trial import Trial
 
 # A small trial of every kind, in which every template and every branch of it is rendered.
 SAMPLE = [

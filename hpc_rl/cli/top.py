@@ -7,12 +7,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from hpc_rl.cli import listing
+from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import CommandParser, Namespace
-from hpc_rl.errors import ConfigError, ExitCode
-from hpc_rl.log import printable
-from hpc_rl.submit import trial_index
-from hpc_rl.trial import Trial
+from hpc_rl.core.errors import ConfigError, ExitCode
+from hpc_rl.core.log import printable
+from hpc_rl.core.trial import Trial
+from hpc_rl.trials import trial_index
 
 DESCRIPTION = """Show what trials do now, redrawn until all are over or Ctrl-C ends the view: progress, wall
 time left, next save, curves, where the seconds of a step go, staleness, queue, roles with their nodes and

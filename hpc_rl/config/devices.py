@@ -2,10 +2,10 @@
 
 from dataclasses import replace
 
-from hpc_rl.allocation import Allocation, Servers, Train, parse, usual_server_backend
+from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.rules.training_rules import trained
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
-from hpc_rl.errors import ConfigError, DoesNotFit
+from hpc_rl.core.allocation import Allocation, Servers, Train, parse, usual_server_backend
+from hpc_rl.core.errors import ConfigError, DoesNotFit
 
 
 def data_ranks(config: Config) -> int | None:

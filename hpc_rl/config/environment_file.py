@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.options.experiment import GRPOConfig
 
 
 def environment_file(config: GRPOConfig, name: str, url: str, token: str) -> dict[str, Any]:

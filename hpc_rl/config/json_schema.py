@@ -8,7 +8,9 @@ import json
 import typing
 from typing import Any
 
-from hpc_rl.config.loading.fields import (
+from hpc_rl.config.compat.areal_names import AT_TOP
+from hpc_rl.config.compat.atlas import ALIASES
+from hpc_rl.config.load.fields import (
     FREE_KEY,
     alternatives,
     base_of,
@@ -18,11 +20,9 @@ from hpc_rl.config.loading.fields import (
     is_optional,
     section_of,
 )
-from hpc_rl.config.loading.parser import config_parser, docstring_texts
-from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.sections.limits import AsWritten, Grammar, Limits
-from hpc_rl.config.tables.areal_names import AT_TOP
-from hpc_rl.config.tables.atlas import ALIASES
+from hpc_rl.config.load.parser import config_parser, docstring_texts
+from hpc_rl.config.options.experiment import CONFIGS
+from hpc_rl.config.options.limits import AsWritten, Grammar, Limits
 
 REFERENCE = {"$ref": "#/$defs/reference"}
 _BOUNDS = {

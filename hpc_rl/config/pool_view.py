@@ -4,11 +4,11 @@ import json
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
-from hpc_rl.allocation import DEFAULT_POOL, SERVER_BACKENDS, Allocation, parse
-from hpc_rl.config.loading.fields import alternatives, base_of, hints, is_optional
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
-from hpc_rl.config.sections.inference import REWARDS, GenerationHyperparameters
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.load.fields import alternatives, base_of, hints, is_optional
+from hpc_rl.config.options.experiment import Config, GRPOConfig
+from hpc_rl.config.options.inference import REWARDS, GenerationHyperparameters
+from hpc_rl.core.allocation import DEFAULT_POOL, SERVER_BACKENDS, Allocation, parse
+from hpc_rl.core.errors import ConfigError
 
 
 def trained_pool(config: Config) -> str:

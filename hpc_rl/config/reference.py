@@ -7,16 +7,16 @@ import argparse
 import json
 from collections.abc import Iterator
 
-from hpc_rl.config.loading.fields import hints, section_of
-from hpc_rl.config.loading.names import ALIASES
-from hpc_rl.config.loading.parser import config_parser, describe_options, sections
-from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.tables.areal_names import AS_UNWRITTEN, NAMES, OF_WORKFLOWS, WORKFLOW, WORKFLOW_ARGS
-from hpc_rl.config.tables.areal_options import DEPARTURES, MODEL_UNAVAILABLE, UNAVAILABLE
-from hpc_rl.config.tables.atlas import ALIASES as ATLAS
-from hpc_rl.config.tables.atlas import PRESET_DEPARTURES
-from hpc_rl.config.tables.other_names import ROWS
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.compat.areal_names import AS_UNWRITTEN, NAMES, OF_WORKFLOWS, WORKFLOW, WORKFLOW_ARGS
+from hpc_rl.config.compat.areal_options import DEPARTURES, MODEL_UNAVAILABLE, UNAVAILABLE
+from hpc_rl.config.compat.atlas import ALIASES as ATLAS
+from hpc_rl.config.compat.atlas import PRESET_DEPARTURES
+from hpc_rl.config.compat.other_names import ROWS
+from hpc_rl.config.load.fields import hints, section_of
+from hpc_rl.config.load.names import ALIASES
+from hpc_rl.config.load.parser import config_parser, describe_options, sections
+from hpc_rl.config.options.experiment import CONFIGS
+from hpc_rl.core.errors import ConfigError
 
 _HEAD = """# Configuration
 

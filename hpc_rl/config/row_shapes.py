@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.errors import ConfigError
-from hpc_rl.trial import read_json
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import read_json
 
 NUM_FIRST = 64
 JSONL = (".jsonl", ".json", ".ndjson")

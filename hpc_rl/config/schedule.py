@@ -2,8 +2,8 @@
 
 import math
 
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, last_step
-from hpc_rl.config.sections.training import OptimizerConfig
+from hpc_rl.config.options.experiment import Config, GRPOConfig, last_step
+from hpc_rl.config.options.training import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, update: int, num_updates: int) -> float:

@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.loading.fields import defaults, is_mapping, options
-from hpc_rl.config.loading.source import literal
-from hpc_rl.config.loading.stored import Loaded, redact
+from hpc_rl.config.load.fields import defaults, is_mapping, options
+from hpc_rl.config.load.source import literal
+from hpc_rl.config.load.stored import Loaded, redact
+from hpc_rl.config.options.experiment import ABSENT, Config, GRPOConfig, value_of
 from hpc_rl.config.rules.consistency import FOLLOWS, members_in
 from hpc_rl.config.rules.training_rules import trained
-from hpc_rl.config.sections.experiment import ABSENT, Config, GRPOConfig, value_of
 
 _PLAIN = re.compile(r"[A-Za-z_./~][A-Za-z0-9_./+-]*")
 _UNPRINTABLE = re.compile(

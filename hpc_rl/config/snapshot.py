@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import hpc_rl
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.core.errors import ConfigError
 
 MAX_BYTES = 64 << 20
 MAX_FILES = 1000

@@ -11,13 +11,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.row_shapes import check_row, messages_of
-from hpc_rl.config.sections.dataset import DatasetConfig
 from hpc_rl.config.text_templates import as_text
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.datasets.order import locate
 from hpc_rl.datasets.rows import Rows, load_rows, named_in_errors
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

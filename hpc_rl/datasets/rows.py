@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import xxhash
 
 from hpc_rl.config.row_shapes import JSONL, jsonl_rows, renamed
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 T = TypeVar("T")
 # a command reads a dataset of this size before it submits a trial that continues with it

@@ -15,7 +15,7 @@ import tokenizers
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 

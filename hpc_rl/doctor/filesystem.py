@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hpc_rl.core.files import is_shared, mount_of
 from hpc_rl.doctor.finding import Finding, Verdict, fail, finding_from_json, finding_of, judge, ok, warn
-from hpc_rl.files import is_shared, mount_of
 
 TIMEOUT_S = 60.0
 GB = 10**9

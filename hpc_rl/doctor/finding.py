@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
-from hpc_rl.errors import SchedulerError
+from hpc_rl.core.errors import SchedulerError
 
 Subject = TypeVar("Subject")
 SLURM_FIX = "check SLURM_CONF and that munge is running; otherwise contact your administrators."

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
+from hpc_rl.core.errors import CannotWrite, SchedulerError
+from hpc_rl.core.trial import read_json, write_json
 from hpc_rl.doctor.finding import Finding, Requirements, Verdict, fail, finding_of, ok, warn
 from hpc_rl.doctor.node import MAX_PEERS, MEET, NEEDS, STALE_NAME_S, NodeReport
-from hpc_rl.errors import CannotWrite, SchedulerError
 from hpc_rl.render import code_zip
 from hpc_rl.schedulers.slurm import clean_environment
-from hpc_rl.trial import read_json, write_json
 
 SLOW_S = 5.0
 STALE_S = 1.0

@@ -17,12 +17,15 @@ from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
-from hpc_rl import net
-from hpc_rl.config.tables import sglang_versions, vllm_versions
+from hpc_rl.config import (
+    sglang_versions,
+    vllm_versions,
+)
+from hpc_rl.core import net
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.node_copies import local_place
 from hpc_rl.doctor import mpi_check
 from hpc_rl.doctor.finding import Requirements, Verdict, fail, judge, ok, warn
-from hpc_rl.errors import ConfigError
-from hpc_rl.node_copies import local_place
 from hpc_rl.plan.schema import GPU_VARIABLES
 from hpc_rl.sandbox import REQUIRED, find_sandbox
 from hpc_rl.schedulers.hostlist import peer_hosts

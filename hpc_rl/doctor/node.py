@@ -16,12 +16,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_rl import net
+from hpc_rl.core import net
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import create_exclusive, read_json, read_object, write_json
 from hpc_rl.doctor.filesystem import lock
 from hpc_rl.doctor.finding import Finding, Requirements, finding_from_json, run_checks
 from hpc_rl.doctor.machine import MACHINE_CHECKS, address_for, version_of
-from hpc_rl.errors import ConfigError
-from hpc_rl.trial import create_exclusive, read_json, read_object, write_json
 
 POLL_S = 0.05
 STALE_NAME_S = 5.0  # for which a node looks for a name without listing its folder

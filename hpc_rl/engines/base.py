@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from hpc_rl import checked_file
-from hpc_rl.checked_file import FileRecord
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.trial import fsync_dir
+from hpc_rl.core import checked_file
+from hpc_rl.core.checked_file import FileRecord
+from hpc_rl.core.trial import fsync_dir
+from hpc_rl.engines.shared.mesh import Mesh
 
 BUCKET_BYTES = 1 << 30  # of weights that are gathered before the next ones
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.core.trial import Trial, read_object
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.trial import Trial, read_object
 
 
 def open_names(trial: Trial, config: Any = None) -> NameResolve:

@@ -30,9 +30,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.errors import ConfigError, Stale
-from hpc_rl.files import is_full
-from hpc_rl.trial import create_exclusive, overwrite, write_atomic
+from hpc_rl.core.errors import ConfigError, Stale
+from hpc_rl.core.files import is_full
+from hpc_rl.core.trial import create_exclusive, overwrite, write_atomic
 
 LEASE_TTL_S = 60.0  # file servers may be away, and names be remembered as absent, for this long
 HEARTBEATS_PER_TTL = 6

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Literal
 
+from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.rules.container_rules import PYTHONS, SEPARATORS, Role, binds_of, bound_paths, image_of
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.schema import Container, Plan, Unit
 
-LOCAL_IMAGE = "hpc_rl.app.local_image"  # copies an image to the node, then gives way to apptainer
+LOCAL_IMAGE = "hpc_rl.roles.local_image"  # copies an image to the node, then gives way to apptainer
 _HUB_CACHE = ("models--", "datasets--")
 # Packages of the home directory belong to the node's Python, not to the image's of the same version.
 _PYTHON = {"PYTHONNOUSERSITE": "1", "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hpc_rl.config.options.experiment import Config, GRPOConfig
+from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.config.rules.training_rules import trained
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
-from hpc_rl.config.sections.operations import FrequencyConfig
 from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
 
 TOKEN_BYTES = 17.5  # of a trajectory in the batch log: id, log-probability, mask, version

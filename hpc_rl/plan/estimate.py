@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpc_rl.allocation import TRAIN_BACKENDS, Train, parse
+from hpc_rl.config.options.experiment import Config, GRPOConfig, RWConfig, last_step
 from hpc_rl.config.rules.training_rules import trained
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, RWConfig, last_step
+from hpc_rl.core.allocation import TRAIN_BACKENDS, Train, parse
 from hpc_rl.plan.disk_use import DiskUse, disk_use
 from hpc_rl.plan.memory import GB, MB, Items, RankLoad, RankMemory, rank_memory, with_tokens
 from hpc_rl.plan.model_shape import Models, ModelShape

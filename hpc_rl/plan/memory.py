@@ -13,17 +13,17 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 
-from hpc_rl.allocation import Train
-from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.core.allocation import Train
 from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
 
 GB = 1 << 30
 MB = 1 << 20
-# As in engines/logprobs.py, which needs torch; a test compares them.
+# As in engines/shared/logprobs.py, which needs torch; a test compares them.
 CHUNK_ROWS = 128
 CHUNK_LOGITS = 1 << 22
 CHUNK_LOGITS_ON_GPU = 320 << 20
-FILE_BYTES = 5_000_000_000  # of a published or exported file, as in engines/hf_io.py
+FILE_BYTES = 5_000_000_000  # of a published or exported file, as in engines/shared/hf_io.py
 CUDA_BYTES = 2 * GB  # of the GPU, for CUDA's context, NCCL and the libraries' workspaces
 PROCESS_BYTES = {True: 3 * GB, False: GB // 2}  # Python and PyTorch; with CUDA, and without
 LOADING_BYTES = 300 * MB  # pieces of weights on their way from the files

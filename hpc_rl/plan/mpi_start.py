@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import DoesNotFit
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.core.errors import DoesNotFit
 from hpc_rl.plan.schema import MpiStart, Unit
 
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 from itertools import islice
 from typing import Literal
 
-from hpc_rl.allocation import (
+from hpc_rl.config import pool_view
+from hpc_rl.config.devices import allocation_of, fill_stars, without_environment_nodes
+from hpc_rl.config.load.stored import open_variables, trainer_of
+from hpc_rl.config.options.experiment import Config, GRPOConfig, value_of
+from hpc_rl.config.rules.slurm_rules import asks_for_gpus, job_threads_limit, threads_limit
+from hpc_rl.core.allocation import (
     SERVER_BACKENDS,
     Allocation,
     Train,
     usual_server_backend,
 )
-from hpc_rl.config import pool_view
-from hpc_rl.config.devices import allocation_of, fill_stars, without_environment_nodes
-from hpc_rl.config.loading.stored import open_variables, trainer_of
-from hpc_rl.config.rules.slurm_rules import asks_for_gpus, job_threads_limit, threads_limit
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
-from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
+from hpc_rl.core.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers, train_mesh
 from hpc_rl.plan.mpi_start import mpi_start, refuse_shared_gpus
 from hpc_rl.plan.placement import Demand, Placement, PoolDemand, nearest, place
@@ -261,7 +261,7 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         cpus_per_task=launcher.trainer_cpus_per_gpu,
         mem_mb_per_task=launcher.trainer_mem_per_gpu,
         gpus_per_task=int(on_gpus),
-        module="hpc_rl.app.trainer",
+        module="hpc_rl.roles.trainer",
         env=_trainer_env(open_variables(config, "trainer_env_vars"), on_gpus, allocation.train),
     )
     if not allocation.pools:
@@ -278,7 +278,7 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
             mem_mb_per_task=launcher.inference_server_mem_per_gpu * servers.units_per_replica,
             gpus_per_task=servers.units_per_replica if on_gpus else 0,
             gpu_offset=gpu,
-            module="hpc_rl.app.server",
+            module="hpc_rl.roles.server",
             # A process of the backend gets them from the role, which must not have them itself.
             env={} if SERVER_BACKENDS[servers.backend].is_process else server_env,
         )
@@ -291,7 +291,7 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         nodes=[0],
         cpus_per_task=launcher.rollout_cpus,
         mem_mb_per_task=launcher.rollout_mem_mb,
-        module="hpc_rl.app.rollout_front" if has_environments else "hpc_rl.app.rollout",
+        module="hpc_rl.roles.rollout_front" if has_environments else "hpc_rl.roles.rollout",
     )
     return [*replicas, rollout, trainer]
 
@@ -323,7 +323,7 @@ def _environment_units(config: Config) -> list[Unit]:
             nodes=[nodes[index % len(nodes)]],
             cpus_per_task=section.cpus,
             mem_mb_per_task=section.mem_mb,
-            module="hpc_rl.app.environment_role",
+            module="hpc_rl.roles.environment_role",
         )
         for index in range(len(section.commands))
     ]

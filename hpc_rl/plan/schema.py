@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hpc_rl.allocation import DEFAULT_POOL
+from hpc_rl.core.allocation import DEFAULT_POOL
 
 GPU_VARIABLES = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "ROCR_VISIBLE_DEVICES"}
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_rl.allocation import SERVER_BACKENDS, Servers, parse
+from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.pool_view import as_pool
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
+from hpc_rl.core.allocation import SERVER_BACKENDS, Servers, parse
 from hpc_rl.plan.memory import GB, MB, PROCESS_BYTES
 from hpc_rl.plan.model_shape import DTYPE_BYTES, Models, ModelShape
 from hpc_rl.plan.schema import Plan

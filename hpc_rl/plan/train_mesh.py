@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpc_rl.allocation import TRAIN_BACKENDS, Allocation, Train, parse
+from hpc_rl.config.megatron_models import odd_layers, rotary_type
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.training_rules import models, trained
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.config.tables.megatron_models import odd_layers, rotary_type
-from hpc_rl.errors import ConfigError, DoesNotFit
+from hpc_rl.core.allocation import TRAIN_BACKENDS, Allocation, Train, parse
+from hpc_rl.core.errors import ConfigError, DoesNotFit
 from hpc_rl.plan.model_shape import Models, ModelShape
 from hpc_rl.plan.schema import Plan
 

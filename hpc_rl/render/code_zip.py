@@ -15,7 +15,14 @@ from pathlib import Path
 import hpc_rl
 
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
-COMPILED: tuple[str, ...] = ("__init__", "errors", "requeue", "resource_limits", "app/__init__", "app/job")
+COMPILED: tuple[str, ...] = (
+    "__init__",
+    "core/__init__",
+    "core/errors",
+    "core/resource_limits",
+    "roles/__init__",
+    "roles/job",
+)
 COMPILED += ("supervise/__init__", "supervise/job_hooks", "supervise/job_loop", "supervise/job_policy")
 COMPILED += ("supervise/job_runner",)
 _NEVER_CHECKED = 1  # flags of a compiled file that names the hash of its source

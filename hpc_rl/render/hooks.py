@@ -4,9 +4,9 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from hpc_rl.config.sections.cluster import HooksConfig
-from hpc_rl.config.sections.limits import Place
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.options.cluster import HooksConfig
+from hpc_rl.config.options.limits import Place
+from hpc_rl.core.errors import ConfigError
 
 EVENTS = ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
 FOLDER = "hooks.d"

@@ -24,7 +24,7 @@ import jinja2
 from jinja2.bccache import Bucket
 from jinja2.loaders import split_template_path
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 BELOW, BUILTIN = "below", "builtin"
 PLAIN = re.compile(r"[A-Za-z0-9_@%+=:,./\[\]-]+")

@@ -5,12 +5,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hpc_rl import slurm_time
-from hpc_rl.config.sections.cluster import SlurmLauncherConfig
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.options.cluster import SlurmLauncherConfig
+from hpc_rl.core import slurm_time
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan.schema import Group, Plan
 from hpc_rl.render.slurm_options import Option, directives, of_component, signal_lead_s, words
-from hpc_rl.trial import Trial
 
 ELASTIC = ("max_running", "idle_s")  # of launcher.slurm.servers; the rest are sbatch's
 UNLIMITED_MIN = 365 * 24 * 60

@@ -13,7 +13,7 @@ from pathlib import Path
 import jinja2
 from jinja2 import nodes
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.render.jinja_environment import FilterCall, LayeredEnvironment, template_root
 
 FOLDERS = ("sbatch", "templates")

@@ -8,9 +8,10 @@ from typing import Any
 
 import jinja2
 
-from hpc_rl.config.loading.stored import open_variables, secret_variables
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.load.stored import open_variables, secret_variables
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan import containers
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import layouts, steps
@@ -18,7 +19,6 @@ from hpc_rl.render.hooks import environment_files, gather, removal, unpacked_rem
 from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment
 from hpc_rl.render.overrides import refuse_overrides
 from hpc_rl.schedulers.submitit import PARAMETERS
-from hpc_rl.trial import Trial
 
 TRIAL, LOCAL = "trial.sbatch", "local.sh"
 SERVERS = "servers.sbatch"  # of layout jobs, in addition to the trial's own

@@ -3,10 +3,10 @@
 import shlex
 from collections.abc import Mapping
 
-from hpc_rl import slurm_time
+from hpc_rl.config.options.cluster import SlurmLauncherConfig
 from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
-from hpc_rl.config.sections.cluster import SlurmLauncherConfig
-from hpc_rl.errors import ConfigError
+from hpc_rl.core import slurm_time
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.schema import Group
 from hpc_rl.render.jinja_environment import LINE_BREAK
 

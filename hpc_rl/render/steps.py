@@ -7,8 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.allocation import DEFAULT_POOL
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.allocation import DEFAULT_POOL
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.containers import command_of
 from hpc_rl.plan.plan import SUPERVISOR_CPUS, SUPERVISOR_MEM_MB
 from hpc_rl.plan.schema import Plan, Unit

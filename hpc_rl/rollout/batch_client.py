@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
-from hpc_rl import net
-from hpc_rl.errors import RoleFailed, Stale
+from hpc_rl.core import net
+from hpc_rl.core.errors import RoleFailed, Stale
+from hpc_rl.core.types import EvalResult, decode
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.types import EvalResult, decode
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,8 @@ conversation again would not promise.
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from hpc_rl.core.types import Turn
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.types import Turn
 
 # Stands for a reply in a rendering of the chat template; no template changes such a text.
 REPLY = "hpc-rl-reply"

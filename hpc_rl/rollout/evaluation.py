@@ -9,14 +9,14 @@ from functools import partial
 from math import comb
 from statistics import fmean
 
-from hpc_rl.config.sections.operations import EvaluatorConfig
+from hpc_rl.config.options.operations import EvaluatorConfig
+from hpc_rl.core.errors import Stale
+from hpc_rl.core.types import EvalResult, WeightVersion, decode
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.errors import Stale
 from hpc_rl.rollout.executor import Executor, run_prompt
 from hpc_rl.rollout.pipes import Outcome, PromptScored
 from hpc_rl.rollout.user_errors import Faults
 from hpc_rl.stats.tracker import means
-from hpc_rl.types import EvalResult, WeightVersion, decode
 
 logger = logging.getLogger(__name__)
 EVALUATIONS_KEPT = 4

@@ -10,11 +10,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from hpc_rl.core.errors import ConfigError, EndpointUnavailable, ExitCode, RoleFailed
+from hpc_rl.core.types import WeightVersion
 from hpc_rl.datasets.encode import Prompt
-from hpc_rl.errors import ConfigError, EndpointUnavailable, ExitCode, RoleFailed
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.pipes import CancelPrompt, NoteKept, NoteMade, Outcome, Request, RunPrompt
-from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 

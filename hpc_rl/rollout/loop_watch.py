@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable
 from types import FrameType
 
-from hpc_rl.log import redact
+from hpc_rl.core.log import redact
 from hpc_rl.rollout.user_errors import place_in
 
 LOOK_S = 1.0

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from hpc_rl.config.row_shapes import messages_of
+from hpc_rl.core.types import Trajectory, TrajectoryGroup, Turn
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.conversation import Conversation
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.tool_call import ToolFailed, call_tool
 from hpc_rl.rollout.workflow import Sampler, trajectory
-from hpc_rl.types import Trajectory, TrajectoryGroup, Turn
 
 logger = logging.getLogger(__name__)
 FEEDBACK = "Your answer is either wrong or can't be read. Please try again."

@@ -15,10 +15,10 @@ from typing import Any
 
 import xxhash
 
+from hpc_rl.core.types import TrajectoryGroup, decode, encode
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE, GroupRecord, OutsideRecord
 from hpc_rl.rollout.batch_log.replay import LogState
 from hpc_rl.rollout.service import RolloutService
-from hpc_rl.types import TrajectoryGroup, decode, encode
 
 UNSURE_S = 60.0  # a client that got no answer has sent its group again by then
 UNSURE_GROUPS = 256  # of an earlier incarnation, whose acknowledgement may be lost

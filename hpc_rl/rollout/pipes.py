@@ -17,7 +17,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, BinaryIO, Literal, NotRequired, TypedDict
 
-from hpc_rl.types import decode, encode
+from hpc_rl.core.types import decode, encode
 
 
 class RunPrompt(TypedDict):

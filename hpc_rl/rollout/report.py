@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.core.trial import write_json
+from hpc_rl.core.types import WeightVersion
 from hpc_rl.rollout.service import RolloutService
-from hpc_rl.trial import write_json
-from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 

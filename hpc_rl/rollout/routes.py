@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterable
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from hpc_rl import http_service
-from hpc_rl.auth import Access, Tokens, json_object
-from hpc_rl.errors import RoleFailed, Stale
-from hpc_rl.http_service import access_of, read_body
+from hpc_rl.core import http_service
+from hpc_rl.core.auth import Access, Tokens, json_object
+from hpc_rl.core.errors import RoleFailed, Stale
+from hpc_rl.core.http_service import access_of, read_body
+from hpc_rl.core.types import WeightVersion, encode
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.report import counters
 from hpc_rl.rollout.service import Refused, RolloutService
-from hpc_rl.types import WeightVersion, encode
 
 LONG_POLL_S = 10.0
 MAX_BODY_BYTES = 1 << 20  # of a route that states no limit of its own

@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from hpc_rl.errors import Stale
-from hpc_rl.records import BatchWait, BatchWaitRecord
+from hpc_rl.core.errors import Stale
+from hpc_rl.core.records import BatchWait, BatchWaitRecord
 from hpc_rl.rollout.batch_fill import adds_up, fill
 from hpc_rl.rollout.batch_log.ledger import (
     FIRST_OUTSIDE,

@@ -8,15 +8,15 @@ import uuid
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol, Self, TypeVar
 
-from hpc_rl.config.sections.inference import GenerationHyperparameters
+from hpc_rl.config.options.inference import GenerationHyperparameters
+from hpc_rl.core.errors import InputRefused, RoleFailed, ServerUnavailable
+from hpc_rl.core.types import Reply, Turn
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import InputRefused, RoleFailed, ServerUnavailable
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.servers.router import Router
 from hpc_rl.servers.sampling import sampling_temperature
-from hpc_rl.types import Reply, Turn
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,9 +14,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.core.errors import ConfigError, HpcRlError, Stale, UserCodeFailed
+from hpc_rl.core.records import LineageRecord
+from hpc_rl.core.types import EvalResult, WeightVersion
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.errors import ConfigError, HpcRlError, Stale, UserCodeFailed
-from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
@@ -34,7 +35,6 @@ from hpc_rl.rollout.issue_clock import IssueClock
 from hpc_rl.rollout.pipes import NoteKept, NoteMade, Outcome
 from hpc_rl.rollout.sequencer import Sequencer
 from hpc_rl.rollout.user_errors import Faults
-from hpc_rl.types import EvalResult, WeightVersion
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hpc_rl.config.snapshot import is_users
-from hpc_rl.errors import DataUnusable, RoleFailed, UserCodeFailed
-from hpc_rl.log import redact
+from hpc_rl.core.errors import DataUnusable, RoleFailed, UserCodeFailed
+from hpc_rl.core.log import redact
 from hpc_rl.rollout.batch_log.ledger import OF_USER_CODE, RejectReason
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,10 @@ from dataclasses import astuple
 from functools import partial
 from typing import Any
 
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.errors import EndpointUnavailable, InputRefused
-from hpc_rl.log import redact
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.core.errors import EndpointUnavailable, InputRefused
+from hpc_rl.core.log import redact
+from hpc_rl.core.types import TrajectoryGroup, WeightVersion, encode
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
 from hpc_rl.rollout.pipes import (
@@ -30,7 +31,6 @@ from hpc_rl.rollout.workflow import Sampler, Workflow, check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
 from hpc_rl.stats.kept_samples import short_columns
 from hpc_rl.stats.tracker import means
-from hpc_rl.types import TrajectoryGroup, WeightVersion, encode
 
 logger = logging.getLogger(__name__)
 

@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.types import Reply, Trajectory, TrajectoryGroup, Turn, WeightVersion, decode, encode
 from hpc_rl.datasets.order import sample_seed
-from hpc_rl.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason, check_note
 from hpc_rl.rollout.pipes import RunPrompt
 from hpc_rl.rollout.rewards import BatchReward, Rejection, parts_of
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.servers.client import GenerateRequest
-from hpc_rl.types import Reply, Trajectory, TrajectoryGroup, Turn, WeightVersion, decode, encode
 
 Workflow = Callable[[dict[str, Any], "Sampler"], Awaitable[TrajectoryGroup | None]]
 NOT_FOR_REWARDS = ("prompt", "completion", "input_ids")  # columns that a reward has otherwise, or not at all
@@ -111,7 +111,7 @@ class Sampler:
         """Return what `make()` returns, and the same when the prompt runs again, after a kill or an error.
 
         It is kept on disk until the prompt has its group: use it for what does not depend on the weights that
-        are trained. It is made of what `hpc_rl.types.encode` takes. In an evaluation it is not kept.
+        are trained. It is made of what `hpc_rl.core.types.encode` takes. In an evaluation it is not kept.
         """
         check_note(key)
         async with self._making[key]:

@@ -4,14 +4,14 @@ import functools
 import inspect
 from typing import Any
 
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.types import TrajectoryGroup
 from hpc_rl.rollout.multi_turn import MultiTurn
 from hpc_rl.rollout.rewards import import_object
 from hpc_rl.rollout.teacher.teaching import TeacherWorkflow
 from hpc_rl.rollout.user_errors import MISTAKES, Raised
 from hpc_rl.rollout.workflow import Sampler, Workflow, trajectory
-from hpc_rl.types import TrajectoryGroup
 
 
 async def single_turn(prompt: dict[str, Any], generate: Sampler) -> TrajectoryGroup | None:

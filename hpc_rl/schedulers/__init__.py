@@ -3,11 +3,11 @@
 import shutil
 from collections.abc import Callable
 
-from hpc_rl.errors import SchedulerError
+from hpc_rl.core.errors import SchedulerError
+from hpc_rl.core.trial import Trial
 from hpc_rl.schedulers.base import Scheduler
 from hpc_rl.schedulers.local import AllocationScheduler, LocalScheduler
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.trial import Trial
 
 SCHEDULERS: dict[str, Callable[[Trial], Scheduler]] = {
     "slurm": lambda trial: SlurmScheduler(),

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from hpc_rl.records import JsonRecord
+from hpc_rl.core.records import JsonRecord
 
 
 class State(enum.StrEnum):

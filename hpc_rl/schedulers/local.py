@@ -13,14 +13,13 @@ import subprocess
 import time
 from dataclasses import replace
 
-from hpc_rl.errors import ExitCode, SchedulerError
-from hpc_rl.proc import start_ticks
-from hpc_rl.records import JobStateLine, ProcessRecord, read_job_state
-from hpc_rl.requeue import JobEvent
+from hpc_rl.core.errors import ExitCode, JobEvent, SchedulerError
+from hpc_rl.core.proc import start_ticks
+from hpc_rl.core.records import JobStateLine, ProcessRecord, read_job_state
+from hpc_rl.core.trial import Trial
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED, Poller
 from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment
-from hpc_rl.trial import Trial
 
 START_TIMEOUT_S = 10.0
 ANSWER_S = 5.0  # for the query of another process, where nothing is known of the job

@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
-from hpc_rl.errors import SchedulerError
-from hpc_rl.records import JsonRecord
+from hpc_rl.core.errors import SchedulerError
+from hpc_rl.core.records import JsonRecord
+from hpc_rl.core.trial import create_exclusive, state_home, write_json
 from hpc_rl.schedulers import slurm
 from hpc_rl.schedulers.base import JobState, SchedulerAnswer, State
 from hpc_rl.schedulers.slurm_states import sum_up
-from hpc_rl.trial import create_exclusive, state_home, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
 
-from hpc_rl import slurm_time
-from hpc_rl.errors import ConfigError
+from hpc_rl.core import slurm_time
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.schedulers.hostlist import expand
 
 SINFO = ["sinfo", "-h", "-a", "-N", "-o", "%P|%a|%l|%s|%N|%c|%m|%f|%G|%Z"]

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_rl.errors import NoScheduler, SchedulerError
+from hpc_rl.core.errors import NoScheduler, SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.hostlist import expand
 from hpc_rl.schedulers.sinfo import SINFO, Node, read_sinfo
@@ -26,7 +26,7 @@ LEAKS = (
 )  # fmt: skip
 # How a client authenticates, and which cluster it talks to.
 KEPT = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
-# Read as defaults of the configuration (config/loading/load.py), which the script states.
+# Read as defaults of the configuration (config/load/load.py), which the script states.
 OF_CONFIGURATION = (
     "SBATCH_ACCOUNT",
     "SBATCH_PARTITION",

@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from hpc_rl.errors import FailureClass
+from hpc_rl.core.errors import FailureClass
 from hpc_rl.schedulers.base import JobState, State
 
 

@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Iterator
 
-from hpc_rl.errors import ConfigError, SchedulerError
+from hpc_rl.core.errors import ConfigError, SchedulerError
 from hpc_rl.schedulers.base import JobSpec
 from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment
 from hpc_rl.schedulers.submitit_task import TrialTask

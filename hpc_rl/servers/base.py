@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpc_rl.config.sections.experiment import GRPOConfig
+from hpc_rl.config.options.experiment import GRPOConfig
 
 Answer = tuple[int, Any]  # HTTP status and JSON body
 

@@ -7,8 +7,8 @@ import time
 import uuid
 from typing import Any
 
+from hpc_rl.core.errors import ConfigError, RequestRefused
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import ConfigError, RequestRefused
 
 # keys of OpenAI, and of vLLM and SGLang beside them, and what they are called in a native request
 SAMPLING = {

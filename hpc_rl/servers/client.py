@@ -11,9 +11,9 @@ from typing import Any
 
 import aiohttp
 
-from hpc_rl import net
-from hpc_rl.errors import InputRefused, RequestRefused, ServerStale, ServerUnavailable
-from hpc_rl.types import Turn
+from hpc_rl.core import net
+from hpc_rl.core.errors import InputRefused, RequestRefused, ServerStale, ServerUnavailable
+from hpc_rl.core.types import Turn
 
 MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
 CONTROL_TIMEOUT_S = 600.0

@@ -20,9 +20,15 @@ from typing import Any
 
 import aiohttp
 
-from hpc_rl.config.sections.pools import PoolConfig
-from hpc_rl.errors import ConfigError, EndpointUnavailable, InputRefused, RequestRefused, ServerUnavailable
-from hpc_rl.types import Reply
+from hpc_rl.config.options.pools import PoolConfig
+from hpc_rl.core.errors import (
+    ConfigError,
+    EndpointUnavailable,
+    InputRefused,
+    RequestRefused,
+    ServerUnavailable,
+)
+from hpc_rl.core.types import Reply
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0

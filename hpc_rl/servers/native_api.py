@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.errors import RequestRefused
+from hpc_rl.core.errors import RequestRefused
 
 _KEYS = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
 _KEYS |= {"stream", "logprob_start_len", "top_logprobs_num"}

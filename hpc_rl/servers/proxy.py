@@ -20,8 +20,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from hpc_rl.auth import Access, Tokens, json_object
-from hpc_rl.http_service import HttpService, access_of, application, read_body
+from hpc_rl.core.auth import Access, Tokens, json_object
+from hpc_rl.core.http_service import HttpService, access_of, application, read_body
 from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.client import MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older

@@ -18,15 +18,15 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.allocation import DEFAULT_POOL
-from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed, Stale
+from hpc_rl.core.allocation import DEFAULT_POOL
+from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, RoleFailed, Stale
+from hpc_rl.core.net import bind_published, http_url
+from hpc_rl.core.trial import Trial, read_json, write_atomic
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
-from hpc_rl.net import bind_published, http_url
 from hpc_rl.servers.base import Backend
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.router import is_older
-from hpc_rl.trial import Trial, read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 

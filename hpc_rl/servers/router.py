@@ -17,12 +17,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
-from hpc_rl.allocation import DEFAULT_POOL
-from hpc_rl.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
+from hpc_rl.core.allocation import DEFAULT_POOL
+from hpc_rl.core.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
+from hpc_rl.core.types import Turn, WeightVersion
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import READS_PER_S, LeaseView, NameResolve
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient, PartialTurn, open_session
-from hpc_rl.types import Turn, WeightVersion
 
 logger = logging.getLogger(__name__)
 MAX_PAUSE_S = 30.0

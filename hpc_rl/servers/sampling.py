@@ -9,8 +9,8 @@ unknown.
 from dataclasses import dataclass, fields
 from typing import Any
 
-from hpc_rl.config.sections.inference import GenerationHyperparameters
-from hpc_rl.errors import RequestRefused
+from hpc_rl.config.options.inference import GenerationHyperparameters
+from hpc_rl.core.errors import RequestRefused
 from hpc_rl.servers.native_api import unknown_key
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {

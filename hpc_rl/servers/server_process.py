@@ -21,12 +21,12 @@ from typing import Any
 
 import aiohttp
 
-from hpc_rl.config.loading.stored import open_variables
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.tables.flags import Flags
-from hpc_rl.errors import ConfigError, RoleFailed
-from hpc_rl.files import last_lines
-from hpc_rl.proc import TiedProcess
+from hpc_rl.config.flags import Flags
+from hpc_rl.config.load.stored import open_variables
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.core.errors import ConfigError, RoleFailed
+from hpc_rl.core.files import last_lines
+from hpc_rl.core.proc import TiedProcess
 from hpc_rl.servers.base import Answer, ReplicaPlace
 
 logger = logging.getLogger(__name__)

@@ -17,16 +17,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.sections.inference import SGLangConfig
-from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
-from hpc_rl.errors import RoleFailed
-from hpc_rl.net import bind
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.inference import SGLangConfig
+from hpc_rl.config.sglang_versions import DROPPED, FLAGS
+from hpc_rl.core.errors import RoleFailed
+from hpc_rl.core.net import bind
+from hpc_rl.core.trial import read_json, write_atomic
 from hpc_rl.servers.base import Answer, ReplicaPlace
 from hpc_rl.servers.client import open_session
 from hpc_rl.servers.native_api import refused
 from hpc_rl.servers.server_process import ServerProcess, Setting, arguments, given, table_for, tokenizer_of
-from hpc_rl.trial import read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 

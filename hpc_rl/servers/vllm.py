@@ -20,10 +20,10 @@ from typing import Any, ClassVar
 
 import aiohttp
 
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.sections.inference import VLLMConfig
-from hpc_rl.config.tables.vllm_versions import FLAGS, NO_FLAGS
-from hpc_rl.errors import RequestRefused, RoleFailed
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.inference import VLLMConfig
+from hpc_rl.config.vllm_versions import FLAGS, NO_FLAGS
+from hpc_rl.core.errors import RequestRefused, RoleFailed
 from hpc_rl.servers.base import Answer, ReplicaPlace
 from hpc_rl.servers.native_api import NativeRequest, pause_mode, refused, split, to_answer, unknown_key
 from hpc_rl.servers.server_process import ServerProcess, Setting, arguments, given, table_for, tokenizer_of

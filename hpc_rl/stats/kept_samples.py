@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from hpc_rl.records import JsonRecord
+from hpc_rl.core.records import JsonRecord
+from hpc_rl.core.trial import Trial
+from hpc_rl.core.types import Trajectory, TrajectoryGroup, WeightVersion
 from hpc_rl.stats.read import MetricsReader
 from hpc_rl.stats.sinks import JsonlSink
-from hpc_rl.trial import Trial
-from hpc_rl.types import Trajectory, TrajectoryGroup, WeightVersion
 
 MAX_COLUMN_CHARS = 1000  # of one column of a row; the rest is not kept
 MAX_ROW_CHARS = 4000  # of all columns of a row

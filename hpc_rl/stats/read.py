@@ -11,10 +11,10 @@ from pathlib import Path
 from sys import float_info
 from typing import Any, TypeGuard
 
-from hpc_rl.errors import TrialStateError
-from hpc_rl.files import JsonLines, Row
-from hpc_rl.records import LineageRecord, read_lineages
-from hpc_rl.trial import Trial
+from hpc_rl.core.errors import TrialStateError
+from hpc_rl.core.files import JsonLines, Row
+from hpc_rl.core.records import LineageRecord, read_lineages
+from hpc_rl.core.trial import Trial
 
 HELD_OUT = "held-out"  # name of the curve of what evaluations measured
 MEASURES = (

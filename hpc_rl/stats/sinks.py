@@ -17,8 +17,8 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any, Protocol
 
-from hpc_rl.errors import ConfigError
-from hpc_rl.files import is_full
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.files import is_full
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_rl.records import Event, EventKind, LineageRecord, ProcessFile, TrialState
+from hpc_rl.core.records import Event, EventKind, LineageRecord, ProcessFile, TrialState
+from hpc_rl.core.trial import Attempt
 from hpc_rl.status.formatting import format_duration, format_time
-from hpc_rl.trial import Attempt
 
 ROLE_ORDER = {"supervisor": 0, "trainer": 1, "rollout": 2, "server": 3, "environment": 4}
 STOPPING_EVENTS = (EventKind.STOPPING, EventKind.FAILING, EventKind.ABANDONING)

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 Points = Sequence[tuple[int, float]]
 

@@ -15,16 +15,16 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from hpc_rl.errors import ExitCode
-from hpc_rl.files import last_lines
-from hpc_rl.log import printable
-from hpc_rl.records import TrialState
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.files import last_lines
+from hpc_rl.core.log import printable
+from hpc_rl.core.records import TrialState
+from hpc_rl.core.trial import Trial
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
 from hpc_rl.status.formatting import exit_text, format_number
 from hpc_rl.status.rollout_report import problems
 from hpc_rl.status.scheduler_view import TrialWatch
 from hpc_rl.status.trial_status import TrialStatus
-from hpc_rl.trial import Trial
 
 TICK_S = 0.5
 PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal

@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_rl.log import printable
+from hpc_rl.core.log import printable
 
 
 def format_duration(seconds: float) -> str:

@@ -11,14 +11,13 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from hpc_rl.errors import ExitCode
-from hpc_rl.files import JsonLines, Row
-from hpc_rl.records import EndedRecord, Event, EventKind, LineageRecord, read_events, read_job_state
-from hpc_rl.requeue import JobEvent
+from hpc_rl.core.errors import ExitCode, JobEvent
+from hpc_rl.core.files import JsonLines, Row
+from hpc_rl.core.records import EndedRecord, Event, EventKind, LineageRecord, read_events, read_job_state
+from hpc_rl.core.trial import Attempt, AttemptId, Trial, entries, read_object
 from hpc_rl.stats.read import is_evaluation, is_number
 from hpc_rl.status.formatting import format_number
 from hpc_rl.status.trial_status import TrialStatus
-from hpc_rl.trial import Attempt, AttemptId, Trial, entries, read_object
 
 
 class Bucket(enum.StrEnum):

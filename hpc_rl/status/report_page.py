@@ -11,8 +11,8 @@ from typing import Any
 import jinja2
 import yaml
 
-from hpc_rl.errors import ConfigError
-from hpc_rl.log import redact
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.log import redact
 from hpc_rl.stats.kept_samples import Sample
 from hpc_rl.stats.read import HELD_OUT, is_held_out
 from hpc_rl.status.curve import smoothed

@@ -4,9 +4,9 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hpc_rl.records import BatchWait, BatchWaitRecord, JsonRecord
+from hpc_rl.core.records import BatchWait, BatchWaitRecord, JsonRecord
+from hpc_rl.core.trial import Attempt
 from hpc_rl.status.formatting import format_duration
-from hpc_rl.trial import Attempt
 
 HANGING_S = 60.0  # a prompt that runs for longer is reported where nothing else has finished meanwhile
 SILENT_ENVIRONMENT_S = 30  # an environment polls several times a second

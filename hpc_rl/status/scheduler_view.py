@@ -10,14 +10,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.errors import SchedulerError
-from hpc_rl.records import TrialState
+from hpc_rl.core.errors import SchedulerError
+from hpc_rl.core.records import TrialState
+from hpc_rl.core.trial import Trial
 from hpc_rl.schedulers import make_scheduler
 from hpc_rl.schedulers.base import Scheduler, SchedulerAnswer
 from hpc_rl.schedulers.shared_query import Poller, cluster_name
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.status.trial_status import StatusReader, TrialStatus
-from hpc_rl.trial import Trial
 
 WAIT_FOR_OTHERS_S = 5.0  # for another command's query, where nothing is known yet
 MIN_INTERVAL_S = 2.0  # between two queries of one view, which is redrawn twice a second

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from hpc_rl.records import GIVEN_BACK, JobRecord, JobStateLine, newest_job, read_job_state
-from hpc_rl.requeue import JobEvent
-from hpc_rl.trial import Trial, read_object
+from hpc_rl.core.errors import JobEvent
+from hpc_rl.core.records import GIVEN_BACK, JobRecord, JobStateLine, newest_job, read_job_state
+from hpc_rl.core.trial import Trial, read_object
 
 
 @dataclass

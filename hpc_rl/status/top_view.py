@@ -8,16 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.core.records import ProcessFile, ProcessRecord, TrialState
+from hpc_rl.core.trial import Trial, read_object
 from hpc_rl.name_resolve import keys, stored_names_dir
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.records import ProcessFile, ProcessRecord, TrialState
 from hpc_rl.stats.read import HELD_OUT, is_number
 from hpc_rl.status.formatting import format_duration, format_number, one_line
 from hpc_rl.status.goodput import RECENT_STEPS, step_text
 from hpc_rl.status.rollout_report import problems, summary
 from hpc_rl.status.scheduler_view import TrialWatch
 from hpc_rl.status.trial_status import TrialStatus, names_of_replicas
-from hpc_rl.trial import Trial, read_object
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LABEL = 10  # columns of the first word of a line

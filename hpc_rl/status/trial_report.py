@@ -4,15 +4,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.records import TrialState
+from hpc_rl.core.records import TrialState
+from hpc_rl.core.trial import read_object
+from hpc_rl.core.types import WeightVersion
 from hpc_rl.stats.kept_samples import Sample, read_samples
 from hpc_rl.stats.read import Curve, History, is_held_out
 from hpc_rl.status.formatting import format_duration, format_number, format_time
 from hpc_rl.status.goodput import Bucket, Goodput, goodput
 from hpc_rl.status.rollout_report import reasons_text
 from hpc_rl.status.trial_status import TrialStatus
-from hpc_rl.trial import read_object
-from hpc_rl.types import WeightVersion
 
 MAX_POINTS = 1500  # of a curve; more are thinned evenly
 IDENTITY = ("experiment_name", "trial_name", "fileroot")  # last parts of options that differ by nature

@@ -5,9 +5,8 @@ What files tell for certain comes before the scheduler's answer, and that before
 
 import time
 
-from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.records import EndedRecord, TrialState
-from hpc_rl.requeue import JobEvent
+from hpc_rl.core.errors import ExitCode, JobEvent, StopCause
+from hpc_rl.core.records import EndedRecord, TrialState
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED
 from hpc_rl.schedulers.slurm_states import find_state, why_pending

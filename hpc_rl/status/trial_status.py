@@ -10,11 +10,12 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
-from hpc_rl.files import Row
+from hpc_rl.core.errors import JobEvent
+from hpc_rl.core.files import Row
+from hpc_rl.core.records import EndedRecord, Event, EventKind, EventLog, LineageRecord, TrialState
+from hpc_rl.core.trial import AttemptId, Trial, read_json, read_object
 from hpc_rl.name_resolve import stored_names_dir
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.records import EndedRecord, Event, EventKind, EventLog, LineageRecord, TrialState
-from hpc_rl.requeue import JobEvent
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.stats.idle import IdleSteps, count_idle
 from hpc_rl.stats.read import History, MetricsReader, lineages
@@ -25,7 +26,6 @@ from hpc_rl.status.rollout_report import RolloutReport, read_rollout
 from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
 from hpc_rl.status.trial_state import describe_exit, describe_job_exit, determine_state
 from hpc_rl.supervise.server_array import ServerArray, read_arrays
-from hpc_rl.trial import AttemptId, Trial, read_json, read_object
 
 SUSPENDED = "SUSPENDED"  # Slurm's name of the state of a job whose processes are stopped
 KILLED_WITH_NODE = "ended without a record (its node failed, or the scheduler killed it)"

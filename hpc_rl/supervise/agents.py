@@ -1,6 +1,6 @@
 """The agents of the nodes: one srun for each node and role starts all replicas there, and starts them again.
 
-A replica is a unit like any other, with a handle of its own: the agent (app/node_agent.py) is asked by the
+A replica is a unit like any other, with a handle of its own: the agent (roles/node_agent.py) is asked by the
 standard input of its srun, and answers by its standard output. An agent lives as long as one of its replicas;
 its death is theirs, and the next start of one brings a new agent.
 """
@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+from hpc_rl.core.trial import Attempt
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.schedulers.hostlist import expand
 from hpc_rl.supervise.processes import KILL_STEP_S, STOP, Handle, ProcessSteps, SrunHandle, SrunSteps
-from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ class AgentSteps(SrunSteps):
         number, log = next((number, log) for number, log in logs if not log.exists())
         flags = ["--trial_dir", str(attempt.trial.dir), "--attempt", attempt.id]
         flags += ["--index", str(index), "--incarnation", str(number)]
-        command = [argv[0], "-m", "hpc_rl.app.node_agent", unit.role, *flags]
+        command = [argv[0], "-m", "hpc_rl.roles.node_agent", unit.role, *flags]
         agent = AgentHandle(name, log, attempt.processes)
         read_end, write_end = os.pipe()
         try:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.trial import Attempt, Trial, read_object, write_atomic, write_json
+from hpc_rl.core.trial import Attempt, Trial, read_object, write_atomic, write_json
 
 OUT_OF_CONTACT_SHARE = 1 / 24  # of the time for which a node is avoided that failed
 BadNode = dict[str, Any]  # until, since (Unix seconds), reason, attempt, trouble

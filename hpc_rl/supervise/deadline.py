@@ -12,12 +12,11 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from hpc_rl.errors import SchedulerError, StopCause
-from hpc_rl.files import JsonLines
-from hpc_rl.requeue import WARNING_S
+from hpc_rl.core.errors import WARNING_S, SchedulerError, StopCause
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.trial import Attempt
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.stats.tracker import p95
-from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
 QUERY_EVERY_S = 600.0  # limits can be changed, and the controller is shared

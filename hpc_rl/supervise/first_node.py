@@ -17,14 +17,13 @@ import threading
 import time
 from dataclasses import dataclass
 
-from hpc_rl.errors import SchedulerError
+from hpc_rl.core.errors import JobEvent, SchedulerError
+from hpc_rl.core.records import GIVEN_BACK, read_job_state
+from hpc_rl.core.trial import Trial
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
-from hpc_rl.records import GIVEN_BACK, read_job_state
-from hpc_rl.requeue import JobEvent
 from hpc_rl.schedulers import slurm
 from hpc_rl.supervise.host_watch import HostWatch
-from hpc_rl.trial import Trial
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0

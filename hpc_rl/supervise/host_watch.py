@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 
-from hpc_rl.net import DISCARD_PORT
+from hpc_rl.core.net import DISCARD_PORT
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0

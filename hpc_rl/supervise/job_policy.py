@@ -5,12 +5,12 @@ used with (job_loop.py, job_hooks.py, job_runner.py), import only a little of th
 standard library. They have paths as text; a test compares these with the paths of trial.py.
 """
 
+import enum
 import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.requeue import AFTER_EXIT, AFTER_OTHER_EXIT, AFTER_SIGNAL, AFTER_STOP, ScriptAction, ScriptRule
+from hpc_rl.core.errors import ExitCode, StopCause
 
 KILLED_BY_SYSTEM = int(ExitCode.KILLED_BY_SYSTEM)
 SERVERS = "servers.sbatch"
@@ -22,6 +22,42 @@ SLURM_DEFAULTS = (
 )
 STEP_PREFIXES = ("SLURM_STEP", "SLURM_CPU_BIND")
 STEP_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_PID", "SLURM_DISTRIBUTION")
+
+
+class ScriptAction(enum.StrEnum):
+    """What the job script does once its supervisor has exited."""
+
+    DONE = "done"
+    START_AGAIN = "start_again"  # requeue, or a successor; on this machine in place
+    RESTART_SUPERVISOR = "restart_supervisor"  # in place, within `recover.retries`
+    END = "end"
+
+
+class ScriptRule(NamedTuple):
+    """An action of the job script, and the reason that it reports where the job ends with it."""
+
+    action: ScriptAction
+    reason: str
+
+
+# A stop that the script knows of comes before the exit code, but for code 0. With recover.mode disabled
+# nothing is started again. Its last line in `jobs/<job id>.state` has the cause of the stop under `cause`.
+AFTER_STOP: dict[StopCause, ScriptRule] = {
+    StopCause.CANCELLED: ScriptRule(ScriptAction.END, "cancelled by the user"),
+    StopCause.TIME_LIMIT: ScriptRule(ScriptAction.START_AGAIN, "the time limit was reached"),
+    # A requeue of a cancelled job would revive it; the scheduler itself requeues preempted jobs.
+    StopCause.PREEMPTION: ScriptRule(ScriptAction.END, "stopped by a signal"),
+}
+AFTER_EXIT: dict[ExitCode, ScriptRule] = {
+    ExitCode.DONE: ScriptRule(ScriptAction.DONE, "done"),
+    ExitCode.STOPPED: ScriptRule(ScriptAction.START_AGAIN, "stopped on request"),
+}
+# of a code above 128
+AFTER_SIGNAL = ScriptRule(
+    ScriptAction.RESTART_SUPERVISOR,
+    "the supervisor was killed more often in a row without a new checkpoint than recover.retries allows",
+)
+AFTER_OTHER_EXIT = ScriptRule(ScriptAction.END, "the supervisor gave up; see events.jsonl of the attempt")
 
 
 class JobSettings(NamedTuple):

@@ -13,16 +13,17 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.requeue import AFTER_STOP, JobEvent, ScriptAction
-from hpc_rl.resource_limits import raise_limits
+from hpc_rl.core.errors import ExitCode, JobEvent, StopCause
+from hpc_rl.core.resource_limits import raise_limits
 from hpc_rl.supervise.job_hooks import HookRun, HookStep, describe_failures
 from hpc_rl.supervise.job_loop import Child, JobLoop
 from hpc_rl.supervise.job_policy import (
+    AFTER_STOP,
     KILLED_BY_SYSTEM,
     Decision,
     Facts,
     JobSettings,
+    ScriptAction,
     choose_excluded,
     choose_rule,
     decide,
@@ -171,7 +172,7 @@ class JobRunner:
         settings, names = self.settings, self.names
         if settings.n_nodes < 2 or not settings.is_slurm:
             return None
-        argv = [settings.python, "-m", "hpc_rl.app.first_node_watch", "keep"]
+        argv = [settings.python, "-m", "hpc_rl.roles.first_node_watch", "keep"]
         argv += ["--trial_dir", settings.trial_dir, "--job_id", names.job_id, "--restart", str(names.restart)]
         argv += ["--slurm_job", os.environ["SLURM_JOB_ID"], "--first_node", os.environ["SLURMD_NODENAME"]]
         log = os.open(f"{settings.trial_dir}/jobs/{names.job_id}.watch.log", APPEND, 0o666)
@@ -314,7 +315,7 @@ class JobRunner:
         return code
 
     def _run_supervisor(self) -> int:
-        argv = [self.settings.python, "-m", "hpc_rl.app.supervisor", "--trial_dir", self.settings.trial_dir]
+        argv = [self.settings.python, "-m", "hpc_rl.roles.supervisor", "--trial_dir", self.settings.trial_dir]
         argv += ["--attempt", self.names.attempt, "--steps", self.settings.steps]
         env = {"HPC_RL_SCRIPT_PID": str(os.getpid())}
         # USR1 waits until the supervisor listens: it must not kill one that starts.
@@ -512,7 +513,7 @@ class JobRunner:
         return False
 
     def _submit_again(self, what: str) -> list[str]:
-        argv = [self.settings.python, "-m", "hpc_rl.app.submit_again", what]
+        argv = [self.settings.python, "-m", "hpc_rl.roles.submit_again", what]
         return [*argv, "--trial_dir", self.settings.trial_dir, "--job_id", self.names.job_id]
 
     def _nodes_to_exclude(self) -> str:

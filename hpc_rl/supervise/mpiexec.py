@@ -1,7 +1,7 @@
 """The trainer by mpiexec. Its ranks are tied to the supervisor by connections of their own.
 
 mpiexec hands its standard input to rank 0 alone, Open MPI's not even the end of it, and ends all ranks as
-soon as one has exited. So each rank first of all connects to the supervisor (app/control.py) and takes that
+soon as one has exited. So each rank first of all connects to the supervisor (roles/control.py) and takes that
 for its standard input: lines ask it to stop or to dump its stacks, the end of the connection ends it. When it
 has left its exit record it says so, and exits once all have: none is ended by mpiexec before it has saved.
 """
@@ -19,16 +19,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_rl import net
-from hpc_rl.errors import ExitCode
+from hpc_rl.core import net
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.proc import is_alive
+from hpc_rl.core.records import ProcessRecord
+from hpc_rl.core.trial import Attempt
 from hpc_rl.plan.containers import common_env
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.proc import is_alive
-from hpc_rl.records import ProcessRecord
 from hpc_rl.schedulers.hostlist import peer_hosts
 from hpc_rl.supervise import processes
 from hpc_rl.supervise.processes import STEPS_SCRIPT, Handle, ProcessSteps, SrunHandle, SrunSteps, Steps
-from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
 STRANGER_S = 10.0  # for a connection to show the token

@@ -20,9 +20,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import IO, Any
 
-from hpc_rl.errors import ExitCode
+from hpc_rl.core.errors import ExitCode
 from hpc_rl.schedulers.hostlist import expand
-from hpc_rl.supervise.exit_policy import UnitExit, classify
+from hpc_rl.supervise.failure_policy import UnitExit, classify
 from hpc_rl.supervise.network_node import MARK
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ import socket
 import sys
 from typing import Any
 
-from hpc_rl import net
-from hpc_rl.errors import ConfigError
+from hpc_rl.core import net
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.schedulers.hostlist import peer_hosts
 
 MARK = "HPC_RL_PREFLIGHT "  # a site's TaskProlog may print other lines

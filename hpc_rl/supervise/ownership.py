@@ -13,12 +13,12 @@ import threading
 import time
 from contextlib import suppress
 
-from hpc_rl.errors import ExitCode, TrialBusy
+from hpc_rl.core.errors import ExitCode, TrialBusy
+from hpc_rl.core.proc import end_processes, is_alive, start_ticks
+from hpc_rl.core.records import EventKind, JobRecord, ProcessFile, ProcessRecord, read_events
+from hpc_rl.core.trial import Attempt, AttemptId, Trial, submission_of
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import LEASE_TTL_S, Lease, LeaseView, NameResolve
-from hpc_rl.proc import end_processes, is_alive, start_ticks
-from hpc_rl.records import EventKind, JobRecord, ProcessFile, ProcessRecord, read_events
-from hpc_rl.trial import Attempt, AttemptId, Trial, submission_of
 
 logger = logging.getLogger(__name__)
 CHECK_EVERY_S = 2.0  # whether another supervisor has taken over

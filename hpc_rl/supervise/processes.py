@@ -19,20 +19,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
-from hpc_rl.errors import ConfigError, ExitCode
-from hpc_rl.files import last_lines
+from hpc_rl.core.errors import ConfigError, ExitCode
+from hpc_rl.core.files import last_lines
+from hpc_rl.core.proc import TiedProcess
+from hpc_rl.core.records import ProcessRecord
+from hpc_rl.core.trial import Attempt
 from hpc_rl.plan.containers import command_of, common_env, container_env
 from hpc_rl.plan.schema import GPU_VARIABLES, Plan, Unit
-from hpc_rl.proc import TiedProcess
-from hpc_rl.records import ProcessRecord
-from hpc_rl.trial import Attempt
 
 logger = logging.getLogger(__name__)
 AFTER_CLEAN_S = 30.0  # for the other tasks, once one has exited with 0 or 75
 AFTER_FAILURE_S = 5.0  # enough for peers to put their own failure on record
 KILL_STEP_S = 10.0  # for srun to end its step, before the client itself is killed
 START_EVERY_S = 0.05  # between two starts of srun: slurmctld limits what one account asks for in a second
-STOP, STACKS = "stop", "stacks"  # lines of the pipe; see app/control.py
+STOP, STACKS = "stop", "stacks"  # lines of the pipe; see roles/control.py
 STEPS_SCRIPT = "steps.sh"  # below scripts/ of the trial
 _WAITING = re.compile(r"step creation (?:temporarily|still) disabled, retrying")  # srun's message
 

@@ -8,23 +8,26 @@ from contextlib import suppress
 from dataclasses import replace
 
 from hpc_rl.checkpoint.start_facts import failures_without_progress
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import ExitCode, FailureClass, Stale, StopCause
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.core.errors import ExitCode, FailureClass, Stale, StopCause
+from hpc_rl.core.records import DoneRecord, DrainIntent, EventKind, JobRecord, ProcessRecord, read_events
+from hpc_rl.core.trial import Attempt, read_object, write_json
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.records import DoneRecord, DrainIntent, EventKind, JobRecord, ProcessRecord, read_events
-from hpc_rl.requeue import RESUME, STOPS
 from hpc_rl.schedulers.slurm import scheduler_answers
-from hpc_rl.supervise import exit_policy, ownership
+from hpc_rl.supervise import failure_policy, ownership
 from hpc_rl.supervise.bad_nodes import NodeTrouble
-from hpc_rl.supervise.exit_policy import UnitExit
+from hpc_rl.supervise.failure_policy import (
+    RESUME,
+    STOPS,
+    UnitExit,
+)
 from hpc_rl.supervise.host_watch import ISOLATED_S, HostWatch
 from hpc_rl.supervise.network_check import NetworkFindings, Preflight
 from hpc_rl.supervise.processes import Steps, unplaced_reason
 from hpc_rl.supervise.state_machine import DRAIN_GRACE_S, AttemptMachine, Avoid, Finish, Key, Phase
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop, tolerant
-from hpc_rl.trial import Attempt, read_object, write_json
 from hpc_rl.weights import disk
 
 OBSERVE_EVERY_S = 1.0
@@ -109,8 +112,8 @@ class TrialRunner(UnitLoop):
     def _check_fruitless_attempts(self) -> None:
         """End a job whose attempts lead to nothing new, whatever ends them."""
         earlier = [one for one in self.trial.attempts_of(self.attempt.job_id) if one.id != self.attempt.id]
-        count = exit_policy.fruitless_attempts([read_events(one) for one in earlier])
-        if count >= max(exit_policy.MAX_FRUITLESS_ATTEMPTS, self.rules.retries + 1):
+        count = failure_policy.fruitless_attempts([read_events(one) for one in earlier])
+        if count >= max(failure_policy.MAX_FRUITLESS_ATTEMPTS, self.rules.retries + 1):
             why = f"{count} attempts in a row ended without a new checkpoint; see why, {RESUME}"
             self.do(self.machine.abandon(self.clock(), ExitCode.FAILED, why))
 
@@ -141,7 +144,7 @@ class TrialRunner(UnitLoop):
         self.do([Avoid(found.bad_nodes, why, NodeTrouble.OUT_OF_CONTACT)])
         failure = UnitExit(ExitCode.FAILED, why, FailureClass.NODE, found.bad_nodes)
         rules = (self.plan.recover_mode, self.machine.failures, self.rules.retries)
-        follows = exit_policy.after_failure("preflight", failure, *rules)
+        follows = failure_policy.after_failure("preflight", failure, *rules)
         self.do(self.machine.abandon(self.clock(), follows.exit_code, follows.reason))
 
     def _is_interrupted(self) -> bool:

@@ -9,13 +9,12 @@ import json
 import time
 from dataclasses import dataclass, field
 
-from hpc_rl.errors import ExitCode
+from hpc_rl.core.errors import ExitCode, JobEvent
+from hpc_rl.core.records import EndedRecord, JobRecord, newest_job, read_job_state
+from hpc_rl.core.trial import Trial, create_exclusive
 from hpc_rl.plan.schema import Plan
-from hpc_rl.records import EndedRecord, JobRecord, newest_job, read_job_state
-from hpc_rl.requeue import JobEvent
 from hpc_rl.schedulers.base import JobSpec, Scheduler
 from hpc_rl.supervise.successor import comment_option
-from hpc_rl.trial import Trial, create_exclusive
 
 SCRIPT = "servers.sbatch"  # as render names it; importing that would bring jinja2 to every `status`
 # A trainer job that starts at once waits this long for the submitter of its servers.

@@ -9,17 +9,17 @@ import os
 import sys
 from collections.abc import Callable
 
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.errors import ExitCode, StopCause
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.core.errors import ExitCode, JobEvent, StopCause
+from hpc_rl.core.records import DoneRecord, EventKind, read_job_state
+from hpc_rl.core.trial import Attempt, AttemptId, submission_of
 from hpc_rl.name_resolve import keys
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.records import DoneRecord, EventKind, read_job_state
-from hpc_rl.requeue import STOPS, JobEvent
 from hpc_rl.supervise import ownership
+from hpc_rl.supervise.failure_policy import STOPS
 from hpc_rl.supervise.processes import Steps
 from hpc_rl.supervise.state_machine import AttemptMachine, Finish
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop
-from hpc_rl.trial import Attempt, AttemptId, submission_of
 
 OBSERVE_EVERY_S = 2.0
 LEAD_S = 90.0  # a server has nothing to save; Slurm may end a job a minute early

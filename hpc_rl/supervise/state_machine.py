@@ -9,13 +9,12 @@ import enum
 from dataclasses import dataclass, field
 from typing import Any
 
-from hpc_rl.errors import ExitCode, FailureClass, StopCause
+from hpc_rl.core.errors import ExitCode, FailureClass, StopCause
+from hpc_rl.core.records import EventKind
 from hpc_rl.plan.schema import Unit
-from hpc_rl.records import EventKind
-from hpc_rl.requeue import STOPS
-from hpc_rl.supervise import exit_policy
+from hpc_rl.supervise import failure_policy
 from hpc_rl.supervise.bad_nodes import NodeTrouble
-from hpc_rl.supervise.exit_policy import Consequence, UnitExit
+from hpc_rl.supervise.failure_policy import STOPS, Consequence, UnitExit
 
 DRAIN_GRACE_S = 120.0
 END_GRACE_S = 15.0
@@ -128,7 +127,7 @@ class Slot:
     def was_healthy(self, now: float) -> bool:
         """Return whether an incarnation that exits now was not part of a crash loop."""
         since = self.served_at if self.unit.role == "server" else self.started_at
-        return since is not None and now - since >= exit_policy.HEALTHY_LIFE_S
+        return since is not None and now - since >= failure_policy.HEALTHY_LIFE_S
 
 
 class AttemptMachine:
@@ -191,7 +190,7 @@ class AttemptMachine:
         slot = self.slots[key]
         if not self._may_be_killed(slot):
             return []
-        slot.killed_as = UnitExit(exit_policy.KILLED, why, FailureClass.INFRASTRUCTURE)
+        slot.killed_as = UnitExit(failure_policy.KILLED, why, FailureClass.INFRASTRUCTURE)
         slot.kill_at = now + STACKS_S
         event = LogEvent(EventKind.HUNG, slot.about_incarnation | {"reason": why})
         return [event, *(DumpStacks(one.key, one is slot) for one in self._running())]
@@ -201,7 +200,7 @@ class AttemptMachine:
         slot = self.slots[key]
         if not self._may_be_killed(slot):
             return []
-        slot.killed_as = exit_policy.unplaced(slot.unit.role, why, is_first_start=slot.incarnation == 0)
+        slot.killed_as = failure_policy.unplaced(slot.unit.role, why, is_first_start=slot.incarnation == 0)
         slot.kill_at = float("inf")
         return [LogEvent(EventKind.UNPLACED, slot.about_incarnation | {"reason": why}), Kill(key)]
 
@@ -277,7 +276,7 @@ class AttemptMachine:
             late: list[Action] = [LogEvent(EventKind.KILLING, {"reason": reason})]
             return [*late, *([Kill(trainer.key)] if trainer else [])]
         if self.phase is Phase.DRAINING:
-            found = UnitExit(exit_policy.KILLED, "it could not be killed")
+            found = UnitExit(failure_policy.KILLED, "it could not be killed")
             return self._end_all(now, self._after_drain(found))
         return self._over("; left behind: " + ", ".join(slot.name for slot in self._running()))
 
@@ -294,10 +293,10 @@ class AttemptMachine:
             self.stop_cause = self._may_stop_for
             usual_reason, _ = STOPS[self._may_stop_for]
             found = UnitExit(found.code, f"{usual_reason}: no rollout would be finished")
-        follows = exit_policy.after_trainer(found, self.mode, self.failures, self.retries)
+        follows = failure_policy.after_trainer(found, self.mode, self.failures, self.retries)
         avoid = self._avoid(found)
         if follows.restart:
-            pause_s = found.policy.pause_s or exit_policy.pause_s(self.failures)
+            pause_s = found.policy.pause_s or failure_policy.pause_s(self.failures)
             return avoid + self._pause(slot, now, pause_s, follows.reason)
         return avoid + self._end_all(now, follows)
 
@@ -324,15 +323,15 @@ class AttemptMachine:
             why = f"{slot.name}: {found.reason} ({found.failure}: {policy.advice})"
             return self._give_up(slot, now, why, even_alone=True)
         if found.failure is FailureClass.INFRASTRUCTURE and self.failures > self.retries:
-            spent = exit_policy.after_failure(slot.name, found, self.mode, self.failures, self.retries)
+            spent = failure_policy.after_failure(slot.name, found, self.mode, self.failures, self.retries)
             return self._give_up(slot, now, spent.reason, even_alone=True)
         if slot.lost_node:
             return self._give_up(slot, now, f"{slot.name}: {found.reason}")
         if policy.pause_s:
             slot.exits_in_a_row = 0  # that is not a crash loop
             return self._pause(slot, now, policy.pause_s, found.reason)
-        if slot.exits_in_a_row < exit_policy.MAX_EXITS_IN_A_ROW:
-            return self._pause(slot, now, exit_policy.pause_s(slot.exits_in_a_row), found.reason)
+        if slot.exits_in_a_row < failure_policy.MAX_EXITS_IN_A_ROW:
+            return self._pause(slot, now, failure_policy.pause_s(slot.exits_in_a_row), found.reason)
         last = found.reason or f"code {found.code}"
         return self._give_up(
             slot, now, f"{slot.name} exited {slot.exits_in_a_row} times in a row, last: {last}"
@@ -341,15 +340,15 @@ class AttemptMachine:
     def _give_up(self, slot: Slot, now: float, why: str, even_alone: bool = False) -> list[Action]:
         """Leave a unit down for long; the attempt fails with the last one of a role, or `even_alone`."""
         slot.state = SlotState.GAVE_UP
-        slot.restart_at = float("inf") if slot.lost_node else now + exit_policy.GIVE_UP_PAUSE_S
-        pause = {} if slot.lost_node else {"pause_s": exit_policy.GIVE_UP_PAUSE_S}
+        slot.restart_at = float("inf") if slot.lost_node else now + failure_policy.GIVE_UP_PAUSE_S
+        pause = {} if slot.lost_node else {"pause_s": failure_policy.GIVE_UP_PAUSE_S}
         gave_up: list[Action] = [LogEvent(EventKind.GAVE_UP, slot.about | {"reason": why} | pause)]
         if even_alone:
             return gave_up + self._fail(now, ExitCode.FAILED, why)
         peers = [other for other in self.slots.values() if other.unit.role == slot.unit.role]
         if any(other.state is not SlotState.GAVE_UP for other in peers):
             return gave_up
-        if any(other.lost_node for other in peers) and self.mode in exit_policy.RESTARTING_MODES:
+        if any(other.lost_node for other in peers) and self.mode in failure_policy.RESTARTING_MODES:
             return gave_up + self._fail(now, ExitCode.STOPPED, f"{why}; other nodes are needed")
         return gave_up + self._fail(now, ExitCode.FAILED, why)
 
@@ -374,7 +373,7 @@ class AttemptMachine:
         return self._end_all(now, self._after_drain(None))
 
     def _after_drain(self, found: UnitExit | None) -> Consequence:
-        follows = exit_policy.after_drain(found, self.mode, self.failures, self.retries, self._stop_reason)
+        follows = failure_policy.after_drain(found, self.mode, self.failures, self.retries, self._stop_reason)
         if self._result is not None and follows.exit_code != ExitCode.DONE:
             return self._result
         return follows

@@ -11,11 +11,11 @@ import logging
 import time
 from pathlib import Path
 
-from hpc_rl.errors import TrialBusy
-from hpc_rl.records import SuccessorRecord
+from hpc_rl.core.errors import TrialBusy
+from hpc_rl.core.records import SuccessorRecord
+from hpc_rl.core.trial import Trial, create_exclusive, read_object
 from hpc_rl.schedulers.base import JobSpec
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.trial import Trial, create_exclusive, read_object
 
 logger = logging.getLogger(__name__)
 

@@ -14,21 +14,21 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from hpc_rl.allocation import DEFAULT_POOL
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
-from hpc_rl.errors import ExitCode, StopCause
-from hpc_rl.log import redact
+from hpc_rl.config.options.experiment import Config, GRPOConfig
+from hpc_rl.core.allocation import DEFAULT_POOL
+from hpc_rl.core.errors import ExitCode, StopCause
+from hpc_rl.core.log import redact
+from hpc_rl.core.records import EndedRecord, EventKind
+from hpc_rl.core.trial import Attempt, write_json
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import READS_PER_S, LeaseView
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.records import EndedRecord, EventKind
-from hpc_rl.supervise import bad_nodes, exit_policy, state_machine
+from hpc_rl.supervise import bad_nodes, failure_policy, state_machine
 from hpc_rl.supervise.deadline import MARGIN_S, JobDeadline, StepTimes
-from hpc_rl.supervise.exit_policy import UnitExit
+from hpc_rl.supervise.failure_policy import UnitExit
 from hpc_rl.supervise.hangs import HangDetector
 from hpc_rl.supervise.processes import STACKS, STOP, Handle, Steps
 from hpc_rl.supervise.state_machine import Action, AttemptMachine, Finish, Key, Phase
-from hpc_rl.trial import Attempt, write_json
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
@@ -261,7 +261,7 @@ class UnitLoop(ABC):
         try:
             handle = self.steps.start(unit, argv, self.attempt, incarnation)
         except OSError as error:
-            self._failed_starts.append((key, incarnation, exit_policy.start_failure(error)))
+            self._failed_starts.append((key, incarnation, failure_policy.start_failure(error)))
             return
         with tolerant("recording processes"):
             for record in handle.children:  # the roles do so only once they have loaded
@@ -285,7 +285,7 @@ class UnitLoop(ABC):
         with tolerant("listing the exit records"):
             os.listdir(self.attempt.dir / "exits")  # NFS forgets names that it did not find before
         unit = self.machine.slots[key].unit
-        found = exit_policy.unit_exit(self.attempt, unit, incarnation, launcher_code, handle.launcher_log)
+        found = failure_policy.unit_exit(self.attempt, unit, incarnation, launcher_code, handle.launcher_log)
         self.do(self.machine.exited(self.clock(), key, incarnation, found))
 
     def _end_lease(self, unit: Unit, incarnation: int) -> None:

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.files import is_full
-from hpc_rl.trial import overwrite, write_json
+from hpc_rl.core.files import is_full
+from hpc_rl.core.trial import overwrite, write_json
 
 logger = logging.getLogger(__name__)
 PERIOD_S = 2.0

@@ -7,12 +7,12 @@ from statistics import pstdev
 import numpy as np
 
 from hpc_rl.checkpoint.lineage import ancestors_of
-from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
-from hpc_rl.records import read_lineages
+from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
+from hpc_rl.core.records import read_lineages
+from hpc_rl.core.trial import Trial
+from hpc_rl.core.types import Trajectory, TrajectoryGroup
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.minibatches import is_useful
-from hpc_rl.trial import Trial
-from hpc_rl.types import Trajectory, TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 OF_REWARD = "reward/"  # what the names of a reward's parts begin with

@@ -10,18 +10,19 @@ from pkgutil import resolve_name
 from typing import Any
 
 from hpc_rl import __version__
-from hpc_rl.allocation import TRAIN_BACKENDS
-from hpc_rl.config.loading.stored import redact
+from hpc_rl.config.load.stored import redact
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.experiment import GRPOConfig, RWConfig, SFTConfig, has_own_prompts, total_steps
+from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.pool_view import trained_pool
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import GRPOConfig, RWConfig, SFTConfig, has_own_prompts, total_steps
-from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.core.allocation import TRAIN_BACKENDS
+from hpc_rl.core.node_copies import identity
+from hpc_rl.core.trial import read_json
 from hpc_rl.datasets.encode import Encoded, Prompts, read_encoded, save_encoded
 from hpc_rl.datasets.rows import Rows
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines.base import Engine
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.node_copies import identity
+from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.stats.sinks import JsonlSink, RunIdentity, Sinks, open_sinks
@@ -31,7 +32,6 @@ from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.run import Run, tokenizer_folder
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
-from hpc_rl.trial import read_json
 from hpc_rl.weights.publish import TRANSPORTS, Publisher
 
 logger = logging.getLogger(__name__)

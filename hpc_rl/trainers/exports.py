@@ -18,16 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_rl import files
-from hpc_rl.config.loading.stored import trainer_of
+from hpc_rl.config.changes import measured_by
+from hpc_rl.config.load.stored import trainer_of
+from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.rules.consistency import METRICS
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.config.tables.changes import measured_by
+from hpc_rl.core import files
+from hpc_rl.core.errors import RoleFailed
+from hpc_rl.core.trial import Trial, fsync_dir, read_json, write_json
 from hpc_rl.engines.base import Engine
-from hpc_rl.engines.hf_io import fsync_file
-from hpc_rl.errors import RoleFailed
+from hpc_rl.engines.shared.hf_io import fsync_file
 from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trial import Trial, fsync_dir, read_json, write_json
 
 logger = logging.getLogger(__name__)
 RECORD_NAME = "hpc_rl.json"  # in every export: step, version, trial

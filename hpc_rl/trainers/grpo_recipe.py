@@ -17,12 +17,13 @@ from hpc_rl.algorithms import ALGORITHMS, grpo, kl
 from hpc_rl.algorithms.advantages import clipped_share, informative_rows
 from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.config.options.experiment import GRPOConfig, total_steps
+from hpc_rl.config.options.training import NormConfig, PPOActorConfig
 from hpc_rl.config.schedule import updates_per_step
-from hpc_rl.config.sections.experiment import GRPOConfig, total_steps
-from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
+from hpc_rl.core.errors import DataUnusable
+from hpc_rl.core.types import Batch, Trajectory, decode
 from hpc_rl.engines.base import Engine, MicroBatch, Sequences
-from hpc_rl.engines.packing import balance
-from hpc_rl.errors import DataUnusable
+from hpc_rl.engines.shared.packing import balance
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 from hpc_rl.servers.sampling import logprob_temperature, sampling_temperature
@@ -39,7 +40,6 @@ from hpc_rl.trainers.minibatches import (
     temperature_column,
 )
 from hpc_rl.trainers.run import Run
-from hpc_rl.types import Batch, Trajectory, decode
 from hpc_rl.weights.publish import DiskTransport
 
 logger = logging.getLogger(__name__)

@@ -6,7 +6,7 @@ line is therefore the time spent on saving since the previous line.
 
 from typing import Any, Protocol
 
-from hpc_rl.errors import ConfigError, ExitCode
+from hpc_rl.core.errors import ConfigError, ExitCode
 from hpc_rl.trainers.run import Run
 
 

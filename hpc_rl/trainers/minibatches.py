@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from hpc_rl.engines.packing import balance
-from hpc_rl.types import Trajectory
+from hpc_rl.core.types import Trajectory
+from hpc_rl.engines.shared.packing import balance
 
 
 @dataclass(frozen=True)

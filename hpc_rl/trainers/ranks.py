@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from hpc_rl import errors
+from hpc_rl.core import errors
+from hpc_rl.core.errors import HpcRlError, RoleFailed
 from hpc_rl.engines.base import sum_over_ranks
-from hpc_rl.errors import HpcRlError, RoleFailed
 
 CHUNK_BYTES = 1 << 28  # of one broadcast: a whole batch may not fit into GPU memory next to the model
 

@@ -19,11 +19,13 @@ from typing import Any
 from hpc_rl import __version__
 from hpc_rl.checkpoint.generation import Manifest, config_hash, scan
 from hpc_rl.checkpoint.retention import RetentionPolicy
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.config.sections.operations import FrequencyConfig
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.config.options.operations import FrequencyConfig
+from hpc_rl.core.errors import CannotWrite, ExitCode
+from hpc_rl.core.records import check_newest_lineage
+from hpc_rl.core.trial import Trial, read_json, read_object, submission_of
+from hpc_rl.core.types import WeightVersion
 from hpc_rl.engines.base import Engine
-from hpc_rl.errors import CannotWrite, ExitCode
-from hpc_rl.records import check_newest_lineage
 from hpc_rl.stats.idle import MIN_IN_A_ROW, IdleSteps
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.stats.tracker import Tracker
@@ -31,8 +33,6 @@ from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.exports import Exports, Ranking, WeightWriter
 from hpc_rl.trainers.saving import Saving
 from hpc_rl.trainers.start import TrainerContext
-from hpc_rl.trial import Trial, read_json, read_object, submission_of
-from hpc_rl.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 LOGGED_METRICS = ("reward", "accuracy_delta", "loss", "grad_norm", "lr", "staleness_mean", "step_s")

@@ -13,14 +13,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hpc_rl.checked_file import Abandoned
 from hpc_rl.checkpoint.generation import Commit, Manifest, room_problem
 from hpc_rl.checkpoint.retention import Holds, RetentionPolicy, retain
+from hpc_rl.core.checked_file import Abandoned
+from hpc_rl.core.errors import CannotWrite
+from hpc_rl.core.records import check_newest_lineage
+from hpc_rl.core.trial import Trial
 from hpc_rl.engines.base import Engine, Snapshot, sum_over_ranks
-from hpc_rl.errors import CannotWrite
-from hpc_rl.records import check_newest_lineage
 from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trial import Trial
 
 logger = logging.getLogger(__name__)
 POLL_S = (0.02, 1.0)  # first and longest pause between checks for the other ranks' files

@@ -7,25 +7,33 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.allocation import Train
-from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation
 from hpc_rl.checkpoint.lineage import next_lineage, withdraw
 from hpc_rl.checkpoint.start_facts import decide_start
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.config.sections.operations import RecoverConfig
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.config.options.operations import RecoverConfig
+from hpc_rl.core.allocation import Train
+from hpc_rl.core.checked_file import FileRecord
+from hpc_rl.core.errors import (
+    ConfigError,
+    Damaged,
+    ExitCode,
+    GivenUp,
+    HpcRlError,
+    NothingToResume,
+    RoleFailed,
+)
+from hpc_rl.core.node_copies import NodeCopies
+from hpc_rl.core.records import JobRecord, read_lineages
+from hpc_rl.core.trial import Attempt, Trial
 from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.engines.base import Engine
-from hpc_rl.errors import ConfigError, Damaged, ExitCode, GivenUp, HpcRlError, NothingToResume, RoleFailed
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.node_copies import NodeCopies
-from hpc_rl.records import JobRecord, read_lineages
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.batch_log.replay import check_replay
 from hpc_rl.trainers import exports
 from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trial import Attempt, Trial
 from hpc_rl.weights import disk
 
 logger = logging.getLogger(__name__)

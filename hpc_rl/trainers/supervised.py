@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import RWConfig, SFTConfig, total_steps
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.experiment import RWConfig, SFTConfig, total_steps
 from hpc_rl.datasets.encode import load_pairs, load_sequences
 from hpc_rl.datasets.order import locate
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines.base import Engine, LossFn, MicroBatch, Sequences, sum_over_data_ranks
-from hpc_rl.engines.packing import balance
+from hpc_rl.engines.shared.packing import balance
 from hpc_rl.trainers.run import Run
 
 Row = tuple[np.ndarray, np.ndarray]

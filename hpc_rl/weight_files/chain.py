@@ -14,10 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from hpc_rl.checked_file import FileRecord
-from hpc_rl.errors import Damaged
-from hpc_rl.trial import read_object, write_json
-from hpc_rl.types import WeightVersion
+from hpc_rl.core.checked_file import FileRecord
+from hpc_rl.core.errors import Damaged
+from hpc_rl.core.trial import read_object, write_json
+from hpc_rl.core.types import WeightVersion
 from hpc_rl.weight_files import rank_file
 from hpc_rl.weight_files.rank_file import StoredRectangle
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import numpy as np
 
-from hpc_rl import checked_file
-from hpc_rl.checked_file import CheckedReader, FileRecord
-from hpc_rl.errors import Damaged
+from hpc_rl.core import checked_file
+from hpc_rl.core.checked_file import CheckedReader, FileRecord
+from hpc_rl.core.errors import Damaged
 from hpc_rl.weight_files.difference import (
     DTYPE_BYTES,
     Changes,

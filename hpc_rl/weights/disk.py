@@ -12,10 +12,10 @@ import uuid
 from collections.abc import Iterable
 from pathlib import Path
 
-from hpc_rl.errors import Stale
-from hpc_rl.records import check_newest_lineage
-from hpc_rl.trial import Trial, entries, read_json
-from hpc_rl.types import WeightVersion
+from hpc_rl.core.errors import Stale
+from hpc_rl.core.records import check_newest_lineage
+from hpc_rl.core.trial import Trial, entries, read_json
+from hpc_rl.core.types import WeightVersion
 
 logger = logging.getLogger(__name__)
 KEEP = 2  # newest versions

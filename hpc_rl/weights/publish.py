@@ -19,14 +19,14 @@ from typing import Any
 
 import aiohttp
 
-from hpc_rl.allocation import DEFAULT_POOL
-from hpc_rl.errors import HpcRlError, RoleFailed
+from hpc_rl.core.allocation import DEFAULT_POOL
+from hpc_rl.core.errors import HpcRlError, RoleFailed
+from hpc_rl.core.trial import Trial
+from hpc_rl.core.types import WeightVersion
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 from hpc_rl.servers.client import HttpServerClient, open_session
 from hpc_rl.servers.router import is_older
-from hpc_rl.trial import Trial
-from hpc_rl.types import WeightVersion
 from hpc_rl.weights import disk
 
 logger = logging.getLogger(__name__)

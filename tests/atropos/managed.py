@@ -15,7 +15,7 @@ from conformance import Api
 from gateways import open_gateway
 
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.environments.gateway_requests import Bounds
+from hpc_rl.gateway.requests import Bounds
 from hpc_rl.name_resolve import open_names
 
 CLIENT = Path(__file__).parent / "manager_client.py"

@@ -15,8 +15,8 @@ from managed import (  # noqa: E402
     run,
 )
 
-from hpc_rl.config.sections.inference import EmbeddedConfig  # noqa: E402
-from hpc_rl.resource_limits import raise_limits  # noqa: E402
+from hpc_rl.config.options.inference import EmbeddedConfig  # noqa: E402
+from hpc_rl.core.resource_limits import raise_limits  # noqa: E402
 from hpc_rl.servers.embedded.backend import EmbeddedBackend  # noqa: E402
 
 pytestmark = pytest.mark.timeout(240)

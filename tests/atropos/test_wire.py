@@ -12,8 +12,8 @@ import subprocess
 import aiohttp
 import pytest
 
-from hpc_rl.net import bind
-from tests.unit.environments.test_atropos_api import TRAINER, World, group
+from hpc_rl.core.net import bind
+from tests.unit.atropos.test_atropos_api import TRAINER, World, group
 
 pytestmark = pytest.mark.timeout(120)
 BATCH = TRAINER["batch_size"]  # sequences

@@ -22,18 +22,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from hpc_rl import checked_file
-from hpc_rl.checked_file import FileRecord
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit, Manifest, clear_leftovers, scan, verify
 from hpc_rl.checkpoint.retention import RetentionPolicy, retain
-from hpc_rl.config.sections.training import OptimizerConfig
-from hpc_rl.engines import state
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.engines.optimizer import Optimizer, Shard
+from hpc_rl.config.options.training import OptimizerConfig
+from hpc_rl.core import checked_file
+from hpc_rl.core.checked_file import FileRecord
+from hpc_rl.core.trial import Trial, write_json
+from hpc_rl.engines.shared import state
+from hpc_rl.engines.shared.mesh import Mesh
+from hpc_rl.engines.shared.optimizer import Optimizer, Shard
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
-from hpc_rl.trial import Trial, write_json
 
 CUT = 9  # exit code of a child that was cut
 NUM_RANKS, ROWS = 2, 40

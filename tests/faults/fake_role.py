@@ -19,9 +19,9 @@ import threading
 import time
 from pathlib import Path
 
-from hpc_rl.app import control
-from hpc_rl.proc import start_ticks
-from hpc_rl.trial import Attempt, Trial, write_json
+from hpc_rl.core.proc import start_ticks
+from hpc_rl.core.trial import Attempt, Trial, write_json
+from hpc_rl.roles import control
 
 STOPPING = threading.Event()
 

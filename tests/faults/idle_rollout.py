@@ -2,9 +2,9 @@
 
 import asyncio
 
-from hpc_rl.app import role
-from hpc_rl.errors import ExitCode
+from hpc_rl.core.errors import ExitCode
 from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.roles import role
 from hpc_rl.servers.router import Router
 
 

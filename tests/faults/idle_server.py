@@ -5,8 +5,8 @@ generates nothing.
 import asyncio
 from typing import Any
 
-from hpc_rl.app import role
 from hpc_rl.name_resolve import open_names
+from hpc_rl.roles import role
 from hpc_rl.servers.replica import Identity, Replica
 
 

@@ -23,11 +23,11 @@ from patience import extend
 from promises import Promises, every_row, story
 from toy_trials import make_toy, pid_of
 
-from hpc_rl.files import JsonLines
-from hpc_rl.proc import is_alive, start_ticks
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.proc import is_alive, start_ticks
+from hpc_rl.core.trial import Trial, read_json
 from hpc_rl.schedulers import make_scheduler
 from hpc_rl.stats.read import is_evaluation
-from hpc_rl.trial import Trial, read_json
 
 VICTIMS = ("trainer", "server", "worker", "sequencer", "supervisor")
 ROLES = {"sequencer": "rollout", "worker": "rollout"}

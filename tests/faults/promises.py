@@ -12,7 +12,9 @@ import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hpc_rl.files import JsonLines
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.trial import Trial
+from hpc_rl.core.types import TrajectoryGroup, decode
 from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
     LedgerDamaged,
@@ -25,8 +27,6 @@ from hpc_rl.rollout.batch_log.ledger import (
 from hpc_rl.rollout.batch_log.replay import LogState, read_state
 from hpc_rl.rollout.batch_log.seals import Seal, batch_bytes, read_seals
 from hpc_rl.stats import read as stats
-from hpc_rl.trial import Trial
-from hpc_rl.types import TrajectoryGroup, decode
 
 OF_THE_BATCH = (
     "reward",

@@ -13,11 +13,11 @@ from patience import extend
 from toy_plans import toy_plan
 from toy_trials import is_running, pid_of
 
-from hpc_rl.files import JsonLines
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.records import ProcessRecord
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.plan.schema import Unit
-from hpc_rl.records import ProcessRecord
 from hpc_rl.render.scripts import render_steps
-from hpc_rl.trial import Trial, write_json
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -73,7 +73,7 @@ class Fake:
         )
 
     def start(self, steps: str = "process", **env: str) -> subprocess.Popen:
-        argv = [sys.executable, "-m", "hpc_rl.app.supervisor", "--trial_dir", str(self.trial.dir)]
+        argv = [sys.executable, "-m", "hpc_rl.roles.supervisor", "--trial_dir", str(self.trial.dir)]
         argv += ["--attempt", self.attempt.id, "--steps", steps]
         environ = {**os.environ, "PYTHONPATH": f"{HERE}:{ROOT}", **env}
         with (self.trial.dir / f"supervisor.{len(self.supervisors)}.log").open("wb") as log:

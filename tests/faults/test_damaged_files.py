@@ -12,9 +12,9 @@ import pytest
 from command_line import Shell
 from stored_trials import folder, trial_of
 
-from hpc_rl.errors import ExitCode
-from hpc_rl.submit import trial_index
-from hpc_rl.trial import Trial
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.trial import Trial
+from hpc_rl.trials import trial_index
 
 __all__ = ["folder"]
 LIMIT_S = 20

@@ -18,8 +18,8 @@ import pytest
 from kill_anything import READY, Killed, Trials, make_workplace
 from probes import Probe, answer_to, probes
 
+from hpc_rl.core.trial import read_json
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.trial import read_json
 
 pytestmark = pytest.mark.timeout(300)
 AT_ONCE = 8

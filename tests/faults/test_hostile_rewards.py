@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial, wait_until
 
-from hpc_rl.proc import start_ticks
+from hpc_rl.core.proc import start_ticks
 from hpc_rl.rollout.batch_log.ledger import RejectReason, RejectRecord, read_segment, segments
 from hpc_rl.status.rollout_report import RolloutReport
 

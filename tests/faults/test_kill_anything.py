@@ -20,7 +20,7 @@ from kill_anything import (
     shuffled,
 )
 
-from hpc_rl.trial import read_json
+from hpc_rl.core.trial import read_json
 
 pytestmark = pytest.mark.timeout(600)
 KEPT = {"recover.keep": 50}  # only what comes before the first generation is trimmed

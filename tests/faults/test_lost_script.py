@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpc_rl.trial import read_json
+from hpc_rl.core.trial import read_json
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -17,7 +17,7 @@ from supervised import HERE, ROOT, Fake
 def test_a_supervisor_without_its_script_saves_and_ends(tmp_path):
     fake = Fake(tmp_path)
     fake.write({"trainer": ["serve"]})
-    argv = [sys.executable, "-m", "hpc_rl.app.supervisor", "--trial_dir", str(fake.trial.dir)]
+    argv = [sys.executable, "-m", "hpc_rl.roles.supervisor", "--trial_dir", str(fake.trial.dir)]
     argv += ["--attempt", fake.attempt.id, "--steps", "process"]
     script = subprocess.Popen(
         ["bash", "-c", f"{shlex.join(argv)} 2>{shlex.quote(str(fake.trial.dir))}/supervisor.0.log & wait"],

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.proc import is_alive
+from hpc_rl.core.proc import is_alive
 
 sys.path.insert(0, str(Path(__file__).parent))
 

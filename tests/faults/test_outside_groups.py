@@ -16,13 +16,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from rollout_trial import RolloutRole, make_trial, wait_until
 
-from hpc_rl.config.sections.environments import EnvironmentsConfig
-from hpc_rl.environments.groups import ScoredGroup
-from hpc_rl.environments.rollout_api import RolloutApi
-from hpc_rl.environments.settings import EnvConfig
+from hpc_rl.atropos.groups import ScoredGroup
+from hpc_rl.atropos.rollout_api import RolloutApi
+from hpc_rl.atropos.settings import EnvConfig
+from hpc_rl.config.options.environments import EnvironmentsConfig
+from hpc_rl.core.types import decode
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.types import decode
 
 pytestmark = pytest.mark.timeout(180)
 KILLS = 4
@@ -33,7 +33,7 @@ SIZES = (2, 4, 4, 8)  # of the groups of each environment
 class Role(RolloutRole):
     """The role behind the process that holds its listening socket, as a trial with environments runs it."""
 
-    module = "hpc_rl.app.rollout_front"
+    module = "hpc_rl.roles.rollout_front"
 
     def kill_behind_front(self) -> None:
         (child,) = self.children()

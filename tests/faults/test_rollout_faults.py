@@ -17,10 +17,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial, wait_until
 
-from hpc_rl.errors import RoleFailed
+from hpc_rl.core.errors import RoleFailed
+from hpc_rl.core.types import decode, encode
 from hpc_rl.rollout.batch_log.ledger import NoteRecord, read_segment, segments
 from hpc_rl.rollout.batch_log.replay import read_state
-from hpc_rl.types import decode, encode
 
 STEPS = 12
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from hpc_rl.core.trial import read_json, write_json
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.supervise import bad_nodes
-from hpc_rl.trial import read_json, write_json
 
 sys.path.insert(0, str(Path(__file__).parent))
 

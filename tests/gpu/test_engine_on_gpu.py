@@ -11,17 +11,17 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_rl.allocation import Train
-from hpc_rl.config.sections.training import (
+from hpc_rl.config.options.training import (
     FSDPEngineConfig,
     MicroBatchSpec,
     OptimizerConfig,
     TrainEngineConfig,
 )
-from hpc_rl.engines import attention
+from hpc_rl.core.allocation import Train
 from hpc_rl.engines.base import Sequences
-from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.engines.logprobs import token_logprobs
+from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared import attention
+from hpc_rl.engines.shared.logprobs import token_logprobs
 from hpc_rl.plan.memory import CUDA_BYTES, RankLoad, rank_memory
 from hpc_rl.plan.model_shape import ModelShape
 from hpc_rl.trainers.supervised import sequence_loss
@@ -54,7 +54,7 @@ SHAPES = {
         "vocab_size": 512,
     },
 }
-KERNELS = {  # attn_impl -> what it imports, and its name in engines/attention.py
+KERNELS = {  # attn_impl -> what it imports, and its name in engines/shared/attention.py
     "sdpa": ("torch", "torch"),
     "flash_attention_2": ("flash_attn", "fa2"),
     "flash_attention_3": ("flash_attn_interface", "fa3"),

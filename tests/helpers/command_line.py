@@ -170,7 +170,7 @@ def make_python(path: Path, text: str = "", packages: dict[str, str] = TRAINER_P
     path.write_text(
         "#!/bin/bash\n"
         f"[[ $1 == -c ]] && echo {answer} && exit\n"
-        f'[[ $1 == -m && $2 != hpc_rl.app.supervisor ]] && exec {shlex.quote(sys.executable)} "$@"\n'
+        f'[[ $1 == -m && $2 != hpc_rl.roles.supervisor ]] && exec {shlex.quote(sys.executable)} "$@"\n'
         f"{text}\n"
     )
     path.chmod(0o755)

@@ -25,10 +25,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hpc_rl.config.sections.inference import GenerationHyperparameters
-from hpc_rl.config.sections.pools import PoolConfig
+from hpc_rl.config.options.inference import GenerationHyperparameters
+from hpc_rl.config.options.pools import PoolConfig
+from hpc_rl.core.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerStale
+from hpc_rl.core.trial import Trial, write_json
+from hpc_rl.core.types import Turn, WeightVersion
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerStale
 from hpc_rl.examples.toy import make_tokenizer
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.rollout.rewards import Rejection
@@ -38,8 +40,6 @@ from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_sessio
 from hpc_rl.servers.external import Endpoint
 from hpc_rl.servers.replica import Identity, Replica
 from hpc_rl.servers.router import Router
-from hpc_rl.trial import Trial, write_json
-from hpc_rl.types import Turn, WeightVersion
 
 PROMPT = [4, 13, 5, 13, 6, 14]
 LONG = {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0}

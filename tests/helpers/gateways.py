@@ -9,14 +9,14 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from hpc_rl import net
+from hpc_rl.core import net
+from hpc_rl.core.http_service import HttpService
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.environments.balance import BalancingRouter
-from hpc_rl.environments.gateway import Gateway, GatewaySettings
-from hpc_rl.environments.gateway_log import GatewayLog
-from hpc_rl.environments.gateway_requests import Bounds
-from hpc_rl.environments.gateway_routes import gateway_routes
-from hpc_rl.http_service import HttpService
+from hpc_rl.gateway.balance import BalancingRouter
+from hpc_rl.gateway.gateway import Gateway, GatewaySettings
+from hpc_rl.gateway.gateway_log import GatewayLog
+from hpc_rl.gateway.requests import Bounds
+from hpc_rl.gateway.routes import gateway_routes
 from hpc_rl.name_resolve import keys
 from hpc_rl.rollout.routes import application
 

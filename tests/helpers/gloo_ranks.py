@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from patience import extend
 
-from hpc_rl.engines.distributed import init_ranks, shutdown
-from hpc_rl.trial import read_json, write_json
+from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.engines.shared.distributed import init_ranks, shutdown
 
 ROOT = Path(__file__).resolve().parents[2]
 

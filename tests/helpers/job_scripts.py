@@ -16,29 +16,29 @@ from typing import Any
 from patience import extend
 from toy_plans import sft_plan
 
-from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.files import JsonLines
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.trial import Trial
 from hpc_rl.render.scripts import Stamp, render, script_name
-from hpc_rl.trial import Trial
 
 ROOT = Path(__file__).resolve().parents[2]
 GUARD_S = 120.0
 STAGE = """stage() { : >"$HERE/at.$1"; while [[ -e $HERE/hold.$1 && ! -e $HERE/go.$1 ]]; do sleep 0.05; done; }
 """
 # Lines of a program that stands for Python: what runs the job itself is no stub.
-RUN_JOB = f"""case "$*" in *hpc_rl.app.job*) PYTHONPATH=${{PYTHONPATH:+$PYTHONPATH:}}{ROOT} exec {sys.executable} "$@" ;; esac
+RUN_JOB = f"""case "$*" in *hpc_rl.roles.job*) PYTHONPATH=${{PYTHONPATH:+$PYTHONPATH:}}{ROOT} exec {sys.executable} "$@" ;; esac
 """
 RUN_JOB_IN_PYTHON = f"""import os, sys
-if "hpc_rl.app.job" in sys.argv:
+if "hpc_rl.roles.job" in sys.argv:
     os.environ["PYTHONPATH"] = os.environ.get("PYTHONPATH", "") + ":{ROOT}"
     os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 """
 PYTHON = f"""#!/bin/bash
 {STAGE}
-if [[ "$*" == *hpc_rl.app.job* ]]; then stage python; fi
+if [[ "$*" == *hpc_rl.roles.job* ]]; then stage python; fi
 {RUN_JOB}
 case "$*" in
-  *app.supervisor*) exec {sys.executable} -S "$HERE/supervisor.py" "$@" ;;
+  *roles.supervisor*) exec {sys.executable} -S "$HERE/supervisor.py" "$@" ;;
   *"submit_again successor"*) echo "successor" >>"$HERE/calls"; stage successor; echo 8 ;;
   *) exit 0 ;;
 esac

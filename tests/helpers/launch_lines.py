@@ -5,9 +5,9 @@ from typing import Any
 
 from toy_plans import toy_plan
 
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan.schema import Unit
 from hpc_rl.render.scripts import render_steps
-from hpc_rl.trial import Trial
 
 
 def write_steps(

@@ -11,9 +11,9 @@ from other_pythons import install
 from patience import extend
 from toy_trials import ROOT, hpc_rl, is_running, logs_of, pid_of, status, trial_of
 
-from hpc_rl.records import ProcessRecord
+from hpc_rl.core.records import ProcessRecord
+from hpc_rl.core.trial import Trial, read_json
 from hpc_rl.stats.read import read
-from hpc_rl.trial import Trial, read_json
 
 NUM_STEPS = 200
 OPTIONS = ["allocation_mode=fsdp:d2", f"total_train_steps={NUM_STEPS}", "recover.freq_steps=10"]

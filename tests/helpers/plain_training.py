@@ -12,11 +12,11 @@ from engine_weights import whole_weights
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_rl.checked_file import record
-from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.options.training import OptimizerConfig, TrainEngineConfig
+from hpc_rl.core.checked_file import record
 from hpc_rl.engines.base import Engine, Sequences
-from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.engines.packing import balance
+from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared.packing import balance
 from hpc_rl.trainers.supervised import sequence_loss
 
 COMMON = {

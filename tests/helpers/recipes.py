@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from hpc_rl.allocation import Train
-from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.core.allocation import Train
+from hpc_rl.core.trial import Trial
 from hpc_rl.engines.base import LossFn, MicroBatch, Sequences
-from hpc_rl.engines.mesh import Mesh
+from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.stats.sinks import Sinks
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.run import Run
-from hpc_rl.trial import Trial
 
 
 class RecordingEngine:

@@ -12,7 +12,7 @@ from conformance import make_model, make_reward_model, plain_scores
 from toy_trials import ROOT, groups_in_ledger, hpc_rl, logs_of, make_quickstart, status, trial_of
 from transformers import AutoModelForCausalLM
 
-from hpc_rl.trial import Trial
+from hpc_rl.core.trial import Trial
 
 BATCH_SIZE = 8
 

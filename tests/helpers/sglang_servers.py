@@ -5,7 +5,7 @@ from pathlib import Path
 
 from conformance import ServedReplica
 
-from hpc_rl.config.sections.inference import SGLangConfig
+from hpc_rl.config.options.inference import SGLangConfig
 from hpc_rl.servers.server_process import ServerProcess
 from hpc_rl.servers.sglang import NAME, SGLangBackend, settings_of
 

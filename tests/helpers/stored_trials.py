@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from hpc_rl.trial import Trial, account
+from hpc_rl.core.trial import Trial, account
 
 STORED = Path(__file__).parents[1] / "fixtures" / "trials" / "trials.tar.gz"
 BINARY = (".zip", ".safetensors", ".ledger", ".seal")

@@ -14,11 +14,11 @@ from typing import Any
 
 from patience import extend
 
+from hpc_rl.core.proc import is_alive
+from hpc_rl.core.trial import Trial
+from hpc_rl.core.types import TrajectoryGroup, decode
 from hpc_rl.examples import toy
-from hpc_rl.proc import is_alive
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, read_segment, segments
-from hpc_rl.trial import Trial
-from hpc_rl.types import TrajectoryGroup, decode
 
 # how a command is run in a directory; a test on other hosts has another way
 on_host: Callable[[list[str], Path], list[str]] = lambda command, _cwd: command  # noqa: E731

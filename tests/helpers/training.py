@@ -4,23 +4,23 @@ import json
 import threading
 from pathlib import Path
 
-from hpc_rl import checked_file
-from hpc_rl.allocation import Train
-from hpc_rl.checked_file import CheckedReader, FileRecord
 from hpc_rl.checkpoint.generation import scan, verify
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import SFTConfig
-from hpc_rl.config.sections.operations import RecoverConfig
-from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.errors import ExitCode
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.experiment import SFTConfig
+from hpc_rl.config.options.operations import RecoverConfig
+from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.core import checked_file
+from hpc_rl.core.allocation import Train
+from hpc_rl.core.checked_file import CheckedReader, FileRecord
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.trial import Trial
+from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.name_resolve import open_names
 from hpc_rl.stats.sinks import JsonlSink, Sinks
 from hpc_rl.trainers import start
 from hpc_rl.trainers.loop import train
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.run import Run
-from hpc_rl.trial import Trial
 
 
 class FakeSnapshot:

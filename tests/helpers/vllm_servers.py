@@ -5,7 +5,7 @@ from pathlib import Path
 
 from conformance import ServedReplica
 
-from hpc_rl.config.sections.inference import VLLMConfig
+from hpc_rl.config.options.inference import VLLMConfig
 from hpc_rl.servers.server_process import ServerProcess
 from hpc_rl.servers.vllm import CPU_ENVIRONMENT, ENVIRONMENT, NAME, VLLMBackend, settings_of
 

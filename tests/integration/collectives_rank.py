@@ -6,9 +6,9 @@ import gloo_ranks
 import torch
 import torch.distributed as dist
 
-from hpc_rl.engines import collectives
-from hpc_rl.errors import NodeFailed, RoleFailed
-from hpc_rl.trial import write_json
+from hpc_rl.core.errors import NodeFailed, RoleFailed
+from hpc_rl.core.trial import write_json
+from hpc_rl.engines.shared import collectives
 
 NODES = ["n1", "n2", "n3", "n4"]
 

@@ -8,30 +8,30 @@ import gloo_ranks
 import numpy as np
 import torch
 
-from hpc_rl.allocation import Train
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Manifest
 from hpc_rl.checkpoint.retention import RetentionPolicy
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.operations import RecoverConfig
-from hpc_rl.config.sections.training import (
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.operations import RecoverConfig
+from hpc_rl.config.options.training import (
     FSDPEngineConfig,
     MicroBatchSpec,
     OptimizerConfig,
     TrainEngineConfig,
 )
-from hpc_rl.engines import state
+from hpc_rl.core.allocation import Train
+from hpc_rl.core.errors import Stale
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.engines.base import Sequences
-from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.engines.packing import balance
-from hpc_rl.errors import Stale
+from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared import state
+from hpc_rl.engines.shared.mesh import Mesh
+from hpc_rl.engines.shared.packing import balance
 from hpc_rl.trainers import ranks as ranks_module
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import sequence_loss
-from hpc_rl.trial import Trial, write_json
 
 LENGTHS = (9, 3, 30, 1, 12, 2, 30, 17)
 WEIGHT = 80.0

@@ -6,10 +6,10 @@ from pathlib import Path
 import gloo_ranks
 import plain_training
 
-from hpc_rl.allocation import parse
-from hpc_rl.config.sections.training import FSDPEngineConfig, MicroBatchSpec
-from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.engines.mesh import Mesh
+from hpc_rl.config.options.training import FSDPEngineConfig, MicroBatchSpec
+from hpc_rl.core.allocation import parse
+from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared.mesh import Mesh
 
 # case -> (architecture, allocation, layout of micro-batches, options)
 CASES = {

@@ -9,10 +9,10 @@ import torch
 from engine_weights import whole_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.trial import read_json, write_json
+from hpc_rl.config.options.training import OptimizerConfig, TrainEngineConfig
+from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared.mesh import Mesh
 
 SEED = 5
 

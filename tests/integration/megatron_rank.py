@@ -10,14 +10,14 @@ import gloo_ranks
 import numpy as np
 import torch
 
-from hpc_rl.config.sections.megatron import MegatronConfig, MegatronDDPConfig
-from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.options.megatron import MegatronConfig, MegatronDDPConfig
+from hpc_rl.config.options.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import read_json, write_json
 from hpc_rl.engines.base import Sequences
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.engines.packing import balance
-from hpc_rl.errors import ConfigError
+from hpc_rl.engines.shared.mesh import Mesh
+from hpc_rl.engines.shared.packing import balance
 from hpc_rl.trainers.supervised import sequence_loss
-from hpc_rl.trial import read_json, write_json
 
 LENGTHS = (9, 3, 30, 1, 12, 2, 30, 17)
 VOCABULARY = 37
@@ -66,9 +66,9 @@ def engine_of(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -
     )
     # here, for the test that imports this module must not have its PyTorch changed for Megatron on a CPU
     if layout.get("engine") == "fsdp":
-        from hpc_rl.engines.fsdp import FSDPEngine as Kind
+        from hpc_rl.engines.fsdp.engine import FSDPEngine as Kind
     else:
-        from hpc_rl.engines.megatron.megatron_engine import MegatronEngine as Kind
+        from hpc_rl.engines.megatron.engine import MegatronEngine as Kind
     return Kind(config, Mesh(rank, num_ranks, **sizes), seed=SEED, frozen=layout.get("frozen", False))
 
 

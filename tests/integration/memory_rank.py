@@ -10,11 +10,11 @@ import gloo_ranks
 import numpy as np
 import torch
 
-from hpc_rl.allocation import TRAIN_BACKENDS, parse
-from hpc_rl.config.sections.training import MicroBatchSpec, TrainEngineConfig
+from hpc_rl.config.options.training import MicroBatchSpec, TrainEngineConfig
+from hpc_rl.core.allocation import TRAIN_BACKENDS, parse
+from hpc_rl.core.trial import read_json, write_json
 from hpc_rl.engines.base import Engine, Sequences
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.trial import read_json, write_json
+from hpc_rl.engines.shared.mesh import Mesh
 
 NUM_ROWS = 4  # two of them in a micro-batch: the second one meets the gradients of the first
 

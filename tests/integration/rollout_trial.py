@@ -20,20 +20,20 @@ from aiohttp import web
 from patience import extend
 from toy_plans import toy_plan
 
-from hpc_rl.allocation import DEFAULT_POOL
-from hpc_rl.config.loading.stored import to_dict
-from hpc_rl.config.sections.cluster import ClusterSpecConfig
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.environments import EnvironmentsConfig
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
-from hpc_rl.config.sections.training import PPOActorConfig
+from hpc_rl.config.load.stored import to_dict
+from hpc_rl.config.options.cluster import ClusterSpecConfig
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.environments import EnvironmentsConfig
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.inference import GenerationHyperparameters, InferenceEngineConfig
+from hpc_rl.config.options.training import PPOActorConfig
+from hpc_rl.core.allocation import DEFAULT_POOL
+from hpc_rl.core.net import bind
+from hpc_rl.core.trial import Trial, write_json
+from hpc_rl.core.types import Batch, decode
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.net import bind
 from hpc_rl.rollout.batch_client import RolloutClient
-from hpc_rl.trial import Trial, write_json
-from hpc_rl.types import Batch, decode
 
 ALPHABET = "0123456789+=; "
 EOS = len(ALPHABET)
@@ -219,7 +219,7 @@ class DecodingClient(RolloutClient):
 class RolloutRole:
     """The rollout role's process; start it again after a kill with the next incarnation."""
 
-    module = "hpc_rl.app.rollout"
+    module = "hpc_rl.roles.rollout"
 
     def __init__(self, trial: Trial, env: dict[str, str] | None = None) -> None:
         self.trial = trial

@@ -13,8 +13,8 @@ from patience import extend
 from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, status
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hpc_rl.core.trial import Trial
 from hpc_rl.stats.read import read
-from hpc_rl.trial import Trial
 from tests.unit.config.test_areal import EXAMPLES, saved_config, written
 
 STEPS = 2

@@ -13,8 +13,8 @@ import pytest
 from command_line import PROGRAM, Shell, make_python, small_trial
 from patience import extend
 
-from hpc_rl.submit import trial_index
-from hpc_rl.trial import Trial, account
+from hpc_rl.core.trial import Trial, account
+from hpc_rl.trials import trial_index
 
 
 @pytest.fixture

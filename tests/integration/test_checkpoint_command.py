@@ -18,8 +18,8 @@ from trainer_processes import Roles, make_trial, write_plan
 
 from hpc_rl.checkpoint.generation import scan
 from hpc_rl.cli.__main__ import main
-from hpc_rl.errors import ExitCode
-from hpc_rl.trial import Trial
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.trial import Trial
 
 pytestmark = pytest.mark.timeout(600)
 OPTIONS = [
@@ -142,7 +142,7 @@ def test_the_half_with_torch_ends_with_the_command(trial, tmp_path):
     command = [
         sys.executable,
         "-m",
-        "hpc_rl.app.convert",
+        "hpc_rl.tools.convert",
         "export",
         "--trial_dir",
         str(trial.dir),

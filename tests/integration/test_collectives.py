@@ -5,7 +5,7 @@ from pathlib import Path
 import gloo_ranks
 import pytest
 
-from hpc_rl.trial import read_json
+from hpc_rl.core.trial import read_json
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -17,8 +17,8 @@ from conformance import (  # noqa: E402
     plain_scores,
 )
 
-from hpc_rl.config.sections.inference import EmbeddedConfig  # noqa: E402
-from hpc_rl.errors import ConfigError  # noqa: E402
+from hpc_rl.config.options.inference import EmbeddedConfig  # noqa: E402
+from hpc_rl.core.errors import ConfigError  # noqa: E402
 from hpc_rl.servers.embedded.backend import EmbeddedBackend  # noqa: E402
 from hpc_rl.servers.embedded.scorer import EmbeddedScorer  # noqa: E402
 

@@ -25,14 +25,15 @@ from command_line import Shell
 from markdown_it import MarkdownIt
 from patience import extend
 
-from hpc_rl.allocation import parse as parse_allocation
 from hpc_rl.cli import options as command_options
 from hpc_rl.cli.__main__ import COMMANDS, build_parsers, module
-from hpc_rl.config.loading.fields import generic, options
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.fields import generic, options
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import CONFIGS
+from hpc_rl.core.allocation import parse as parse_allocation
+from hpc_rl.core.types import Reply, Turn
 from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.plan.plan import make_plan
@@ -40,7 +41,6 @@ from hpc_rl.rollout.rewards import BUILTINS
 from hpc_rl.rollout.tool_call import call_tool
 from hpc_rl.rollout.workflow import check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
-from hpc_rl.types import Reply, Turn
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

@@ -9,11 +9,11 @@ from promises import read_groups
 from toy_trials import make_toy
 from trainer_processes import Roles, make_trial, write_plan
 
-from hpc_rl.files import JsonLines
-from hpc_rl.records import read_lineages
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.records import read_lineages
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.rollout.batch_log.seals import Seal, read_seals
 from hpc_rl.stats.read import read
-from hpc_rl.trial import Trial, write_json
 
 pytestmark = pytest.mark.timeout(1500)
 NUM_STEPS = 9

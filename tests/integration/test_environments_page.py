@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from command_line import Shell
 
-from hpc_rl.config.sections.environments import EnvironmentsConfig
+from hpc_rl.config.options.environments import EnvironmentsConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "environments.md").read_text()

@@ -12,9 +12,9 @@ import gloo_ranks  # noqa: E402
 import layout_rank  # noqa: E402
 import plain_training  # noqa: E402
 
-from hpc_rl.allocation import parse  # noqa: E402
-from hpc_rl.engines.fsdp import FSDPEngine  # noqa: E402
-from hpc_rl.engines.mesh import Mesh  # noqa: E402
+from hpc_rl.core.allocation import parse  # noqa: E402
+from hpc_rl.engines.fsdp.engine import FSDPEngine  # noqa: E402
+from hpc_rl.engines.shared.mesh import Mesh  # noqa: E402
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_rl.trial import read_json
+from hpc_rl.core.trial import read_json
 
 SCRIPT = Path(__file__).with_name("loading_rank.py")
 SIZES = {

@@ -8,8 +8,8 @@ import pytest
 from patience import extend
 from toy_trials import hpc_rl, logs_of, make_quickstart, status, trial_of
 
+from hpc_rl.core.trial import Trial
 from hpc_rl.stats.read import read
-from hpc_rl.trial import Trial
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
 

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from hpc_rl.config.schedule import learning_rate
+from hpc_rl.core.trial import read_json, write_json
 from hpc_rl.engines.base import MicroBatch
 from hpc_rl.trainers.supervised import sequence_loss
-from hpc_rl.trial import read_json, write_json
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

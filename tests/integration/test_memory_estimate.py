@@ -7,11 +7,11 @@ from pathlib import Path
 import gloo_ranks
 import pytest
 
-from hpc_rl.allocation import parse
-from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.core.allocation import parse
+from hpc_rl.core.trial import read_json
 from hpc_rl.plan.memory import RankLoad, RankMemory, rank_memory
 from hpc_rl.plan.model_shape import ModelShape
-from hpc_rl.trial import read_json
 
 pytestmark = [
     pytest.mark.timeout(240),

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from patience import extend
 
-from hpc_rl import node_copies
-from hpc_rl.node_copies import NodeCopies
+from hpc_rl.core import node_copies
+from hpc_rl.core.node_copies import NodeCopies
 
 READER = """
 import sys
 from pathlib import Path
 import filelock
-from hpc_rl.node_copies import NodeCopies
+from hpc_rl.core.node_copies import NodeCopies
 
 def bytes_read():
     return int(Path("/proc/self/io").read_text().split()[1])  # rchar: of all files, by all threads

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines import attention
+from hpc_rl.config.options.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines.base import Sequences
-from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.engines.micro_batches import cut
+from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared import attention
+from hpc_rl.engines.shared.micro_batches import cut
 from hpc_rl.trainers.supervised import sequence_loss
 
 LENGTHS = (9, 3, 17, 1, 12, 2, 17)

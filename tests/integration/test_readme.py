@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from command_line import Shell
 
-from hpc_rl.errors import ExitCode
+from hpc_rl.core.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
 README = (ROOT / "README.md").read_text()

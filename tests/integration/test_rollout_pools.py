@@ -14,16 +14,16 @@ from aiohttp import web
 from rollout_trial import FakeServer, RolloutRole, make_trial
 from toy_plans import toy_plan
 
-from hpc_rl.config.loading.stored import from_dict, to_dict
-from hpc_rl.config.sections.experiment import TeacherConfig
-from hpc_rl.config.sections.inference import InferenceEngineConfig, JudgeConfig
-from hpc_rl.config.sections.pools import PoolConfig
-from hpc_rl.config.sections.teacher import TeachingConfig, TemplatesConfig
-from hpc_rl.errors import ExitCode
-from hpc_rl.net import bind
+from hpc_rl.config.load.stored import from_dict, to_dict
+from hpc_rl.config.options.experiment import TeacherConfig
+from hpc_rl.config.options.inference import InferenceEngineConfig, JudgeConfig
+from hpc_rl.config.options.pools import PoolConfig
+from hpc_rl.config.options.teacher import TeachingConfig, TemplatesConfig
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.net import bind
+from hpc_rl.core.trial import write_json
 from hpc_rl.plan.schema import Pool
 from hpc_rl.status.rollout_report import problems, read_rollout
-from hpc_rl.trial import write_json
 
 KEY = "sk-of-the-judge"
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %};{% endif %}"

@@ -11,16 +11,16 @@ from recipes import make_run
 from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial
 from training import FakeEngine
 
-from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.config.sections.operations import KeepBestConfig
-from hpc_rl.errors import ExitCode, RoleFailed, Stale
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.config.options.operations import KeepBestConfig
+from hpc_rl.core.errors import ExitCode, RoleFailed, Stale
+from hpc_rl.core.trial import read_json
+from hpc_rl.core.types import encode
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.batch_log.replay import read_state
 from hpc_rl.stats.sinks import JsonlSink, Sinks
 from hpc_rl.trainers.grpo_recipe import GRPO
-from hpc_rl.trial import read_json
-from hpc_rl.types import encode
 from hpc_rl.weights.publish import DiskTransport
 
 
@@ -99,7 +99,7 @@ def test_a_run_with_evaluation_replay_trim_and_stop(run):
 
 WORKFLOW = """
 from hpc_rl.rollout.workflow import trajectory
-from hpc_rl.types import TrajectoryGroup
+from hpc_rl.core.types import TrajectoryGroup
 
 async def run(prompt, generate):
     ids = prompt["input_ids"]

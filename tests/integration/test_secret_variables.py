@@ -10,8 +10,8 @@ from command_line import Shell, small_trial
 from patience import extend
 
 from hpc_rl.cli.recover import stored
-from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.trial import Trial, account
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.trial import Trial, account
 
 SECRETS = {
     "env": {"HF_TOKEN": "hf_secretvalue1", "SITE_LICENSE_KEY": "key with 'quotes'\nand lines"},

@@ -15,9 +15,9 @@ import pytest
 import yaml
 from command_line import Shell
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.teacher import TeachingConfig
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.teacher import TeachingConfig
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of
 

@@ -17,9 +17,9 @@ from command_line import PROGRAM, Shell
 from toy_trials import groups_in_ledger, hpc_rl, logs_of
 from transformers import AutoModelForCausalLM
 
+from hpc_rl.core.trial import Trial, read_json
 from hpc_rl.examples import hints, toy
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.trial import Trial, read_json
 
 NUM_STEPS = 24
 TOKENIZER = toy.make_tokenizer(hints.ALPHABET)

@@ -12,14 +12,14 @@ from toy_trials import make_toy
 from trainer_processes import Roles, make_trial, write_plan
 
 from hpc_rl.checkpoint.generation import scan, verify
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.sections.inference import GenerationHyperparameters
-from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
-from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.inference import GenerationHyperparameters
+from hpc_rl.config.options.training import NormConfig, PPOActorConfig
+from hpc_rl.core.trial import Trial, read_json, write_json
+from hpc_rl.core.types import Batch, Trajectory, TrajectoryGroup
+from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.trainers.grpo_recipe import GRPO
-from hpc_rl.trial import Trial, read_json, write_json
-from hpc_rl.types import Batch, Trajectory, TrajectoryGroup
 
 pytestmark = pytest.mark.timeout(240)
 

@@ -141,4 +141,4 @@ def test_it_renders_from_the_root_directory(installed, tmp_path, name, scheduler
     call("bash", "-n", script)
     assert str(installed / "python") in script.read_text()
     (code,) = (out / "scripts").glob("*.zip")
-    assert {"hpc_rl/app/supervisor.py", "hpc_rl/app/job.py"} <= set(zipfile.ZipFile(code).namelist())
+    assert {"hpc_rl/roles/supervisor.py", "hpc_rl/roles/job.py"} <= set(zipfile.ZipFile(code).namelist())

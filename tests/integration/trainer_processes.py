@@ -15,12 +15,12 @@ from typing import Any
 from patience import extend
 from toy_plans import toy_plan
 
-from hpc_rl.allocation import DEFAULT_POOL
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.stored import to_dict
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.stored import to_dict
 from hpc_rl.config.rules.check import check
+from hpc_rl.core.allocation import DEFAULT_POOL
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.plan.schema import Pool, Unit
-from hpc_rl.trial import Trial, write_json
 
 
 def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Trial:
@@ -49,9 +49,9 @@ def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Tria
 
 def write_plan(trial: Trial, kind: str, num_ranks: int) -> None:
     modules = {
-        "server": "hpc_rl.app.server",
-        "rollout": "hpc_rl.app.rollout",
-        "trainer": "hpc_rl.app.trainer",
+        "server": "hpc_rl.roles.server",
+        "rollout": "hpc_rl.roles.rollout",
+        "trainer": "hpc_rl.roles.trainer",
     }
     tasks = {"trainer": num_ranks} if kind != "grpo" else {"server": 1, "rollout": 1, "trainer": num_ranks}
     size = {"index": 0, "nodes": [0], "cpus_per_task": 1, "mem_mb_per_task": 1024, "gpus_per_task": 0}
@@ -116,7 +116,7 @@ class Roles:
         env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
         with self.log(role, rank).open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", f"hpc_rl.app.{role}", *where],
+                [sys.executable, "-m", f"hpc_rl.roles.{role}", *where],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -6,7 +6,7 @@ import gloo_ranks
 import torch
 import torch.distributed as dist
 
-from hpc_rl.engines.logprobs import token_logprobs
+from hpc_rl.engines.shared.logprobs import token_logprobs
 
 
 def scenario_parts(folder: Path, rank: int, num_ranks: int) -> None:

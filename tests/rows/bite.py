@@ -39,9 +39,9 @@ from places import Place, place_at, places_of
 from test_parameters import CONFIGS, ENVIRONMENT, SECTIONS, Row, of
 
 import hpc_rl
-from hpc_rl.config.loading.fields import hints, options, section_of
-from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.config.tables import atlas
+from hpc_rl.config.compat import atlas
+from hpc_rl.config.load.fields import hints, options, section_of
+from hpc_rl.config.options.training import TrainEngineConfig
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.loading import load
+from hpc_rl.config.load import load
 
 TESTS = str(Path(__file__).resolve().parents[1]) + "/"
 SEES_VALUES = tuple(

@@ -5,22 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.app.rollout import open_prompts, rules
-from hpc_rl.app.rollout_worker import open_servers
 from hpc_rl.config.environment_file import environment_file
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.core.trial import Trial
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.order import locate
 from hpc_rl.examples.toy import ALPHABET, make_tokenizer
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render.scripts import Stamp, render
+from hpc_rl.roles.rollout import open_prompts, rules
+from hpc_rl.roles.rollout_worker import open_servers
 from hpc_rl.servers.base import ReplicaPlace
 from hpc_rl.servers.server_process import tokenizer_of
 from hpc_rl.servers.sglang import SGLangBackend
-from hpc_rl.submit.submission import trial_of
-from hpc_rl.trial import Trial
+from hpc_rl.trials.submission import trial_of
 
 TRAINERS = ("grpo", "sft", "rw")
 
@@ -48,7 +48,7 @@ def planned(trainer: str, *overrides: str) -> Plan:
     ids=lambda value: value if "/" not in value else "",
 )
 def test_a_trial_lies_where_its_names_say(trainer, option, place, monkeypatch):
-    monkeypatch.setattr("hpc_rl.submit.submission.account", lambda: "USER")
+    monkeypatch.setattr("hpc_rl.trials.submission.account", lambda: "USER")
     value = "/other" if "fileroot" in option else "other"
     overrides = ["cluster.fileroot=/r", f"{option}={value}"]
     assert str(trial_of(checked(trainer, *overrides).config).dir).endswith(place)

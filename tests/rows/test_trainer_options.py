@@ -18,12 +18,14 @@ import pytest
 from recipes import RecordingEngine
 from training import FakeEngine
 
-from hpc_rl.allocation import Train
 from hpc_rl.checkpoint.generation import scan
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.errors import GivenUp
+from hpc_rl.core.allocation import Train
+from hpc_rl.core.errors import GivenUp
+from hpc_rl.core.trial import Trial
+from hpc_rl.core.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 from hpc_rl.examples.toy import ALPHABET, make_tokenizer
 from hpc_rl.name_resolve import open_names
 from hpc_rl.stats.read import History, read
@@ -32,8 +34,6 @@ from hpc_rl.trainers.loop import train
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.run import Timer
 from hpc_rl.trainers.start import TrainerContext
-from hpc_rl.trial import Trial
-from hpc_rl.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 
 TRAINERS = ("grpo", "sft", "rw")
 NUM_ROWS, BATCH_SIZE, STEP_S = 8, 2, 10.0

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from other_pythons import flags_of_help, version_in, words_of
 
-from hpc_rl.config.tables.sglang_versions import FLAGS
+from hpc_rl.config.sglang_versions import FLAGS
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(300)]
 

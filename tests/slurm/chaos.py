@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from cluster import Cluster
 from kill_anything import PATIENCE_S, VICTIMS, Killed
 
-from hpc_rl.files import JsonLines
+from hpc_rl.core.files import JsonLines
 from hpc_rl.schedulers.base import JobState
 from hpc_rl.schedulers.slurm import SlurmScheduler
 

@@ -17,19 +17,19 @@ from cluster import Cluster, speak_to
 from supervised import HERE, unit
 from toy_plans import sft_plan
 
-from hpc_rl.config.loading.load import Loaded
-from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.errors import TrialBusy
-from hpc_rl.files import JsonLines
+from hpc_rl.config.load.load import Loaded
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.errors import TrialBusy
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.trial import Trial, read_json, write_json
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.status.scheduler_view import query
 from hpc_rl.status.trial_status import TrialStatus, read_status
-from hpc_rl.submit.cancellation import CancelOutcome, cancel
-from hpc_rl.submit.submission import check_idle, submit
 from hpc_rl.supervise import bad_nodes
-from hpc_rl.trial import Trial, read_json, write_json
+from hpc_rl.trials.cancellation import CancelOutcome, cancel
+from hpc_rl.trials.submission import check_idle, submit
 
 pytestmark = pytest.mark.timeout(400)
 UNITS = [unit("server", nodes=(0,)), unit("trainer", nodes=(1,))]
@@ -121,7 +121,7 @@ def submit_to(
     scheduler = SlurmScheduler(retry_wait_s=0.1)
     ours = _WithScript(scheduler, trial, script)
     through_submitit = _WithScript(SubmititScheduler(), trial, script)
-    monkeypatch.setattr("hpc_rl.submit.submission.SubmititScheduler", lambda: through_submitit)
+    monkeypatch.setattr("hpc_rl.trials.submission.SubmititScheduler", lambda: through_submitit)
     made = submit(
         Loaded(from_dict(data), {}), plan, command=["hpc-rl", "submit"], trial=trial, scheduler=ours
     )

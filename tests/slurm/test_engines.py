@@ -12,8 +12,8 @@ from kill_anything import EXACT, Killed, Trials, make_workplace
 from pytest import approx
 from toy_trials import hpc_rl
 
+from hpc_rl.core.trial import read_json
 from hpc_rl.stats.read import read
-from hpc_rl.trial import read_json
 
 pytestmark = pytest.mark.timeout(600)
 MESHES = ("fsdp:d2", "fsdp:t2", "megatron:t2", "megatron:p2")

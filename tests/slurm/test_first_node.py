@@ -14,8 +14,8 @@ from cluster import Cluster, speak_to
 from kill_anything import READY, make_workplace, new_luck
 from packages import NEWEST, SUITES
 
-from hpc_rl.records import read_job_state
-from hpc_rl.requeue import JobEvent
+from hpc_rl.core.errors import JobEvent
+from hpc_rl.core.records import read_job_state
 from hpc_rl.stats.read import read
 
 pytestmark = pytest.mark.one_host("the processes of a node are found by the files that they hold")

@@ -22,14 +22,14 @@ from patience import extend
 from toy_trials import ROOT, hpc_rl, logs_of, trial_of
 
 from hpc_rl.checkpoint.generation import scan, verify
-from hpc_rl.errors import ExitCode
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.records import Event, EventKind, read_events, read_lineages
+from hpc_rl.core.trial import Attempt, Trial
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.records import Event, EventKind, read_events, read_lineages
 from hpc_rl.rollout.batch_log.seals import read_seals
 from hpc_rl.stats.read import read
 from hpc_rl.supervise.host_watch import ISOLATED_S
-from hpc_rl.trial import Attempt, Trial
 
 pytestmark = pytest.mark.timeout(900)
 # Traps of real clusters: a name that means loopback, an address that all nodes have, two threads per core. There is
@@ -297,7 +297,7 @@ def running_on(
     """Return the pids, on that node, of the processes of roles."""
     command = cluster.on(node, ["ps", "-eo", "pid=,args="], cluster.dir)
     lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    programs = {f"-m hpc_rl.app.{role} " for role in roles}
+    programs = {f"-m hpc_rl.roles.{role} " for role in roles}
     found = [line.split(maxsplit=2) for line in lines if any(program in line for program in programs)]
     return [pid for pid, program, _ in found if "python" in program]
 

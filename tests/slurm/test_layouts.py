@@ -9,12 +9,12 @@ from cluster import Cluster, speak_to
 from kill_anything import READY, Killed, Trials, make_workplace, short_name
 from toy_trials import hpc_rl
 
+from hpc_rl.core.trial import read_json
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.servers.router import is_older
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.supervise.server_array import read_arrays
-from hpc_rl.trial import read_json
 
 pytestmark = pytest.mark.timeout(900)
 JOBS = {

@@ -9,8 +9,8 @@ import time
 import pytest
 from toy_trials import hpc_rl
 
-from hpc_rl.submit import trial_index
-from hpc_rl.trial import Trial, write_json
+from hpc_rl.core.trial import Trial, write_json
+from hpc_rl.trials import trial_index
 
 
 def findings(said: str) -> dict[tuple[str, str], dict]:

@@ -6,8 +6,8 @@ import pytest
 from mpi_trials import by_mpiexec, kill_stop_and_continue, mpi_python, submit, wait_for, weights
 from toy_trials import ROOT, hpc_rl, make_quickstart, trial_of
 
+from hpc_rl.core.trial import read_json
 from hpc_rl.stats.read import read
-from hpc_rl.trial import read_json
 
 pytestmark = pytest.mark.timeout(600)
 

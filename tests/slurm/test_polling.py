@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from toy_trials import hpc_rl
 
-from hpc_rl.submit import trial_index
-from hpc_rl.trial import Trial, write_json
+from hpc_rl.core.trial import Trial, write_json
+from hpc_rl.trials import trial_index
 
 NUM_TRIALS = 20
 COUNTED = ("squeue", "sacct", "scontrol", "sinfo")

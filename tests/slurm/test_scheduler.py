@@ -17,21 +17,21 @@ from pathlib import Path
 import pytest
 from toy_plans import sft_plan
 
-from hpc_rl.config.loading.load import Loaded
-from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.errors import SchedulerError, TrialBusy
-from hpc_rl.files import JsonLines
+from hpc_rl.config.load.load import Loaded
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.errors import SchedulerError, TrialBusy
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.trial import Trial
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.submit.submission import submit
-from hpc_rl.trial import Trial
+from hpc_rl.trials.submission import submit
 
 pytestmark = pytest.mark.timeout(300)
 
 # Start number n does line n of `acts` (the last line again and again) and notes signals.
 FAKE_PYTHON = f"""#!{sys.executable} -S
 import os, signal, sys, time
-if sys.argv[2] != "hpc_rl.app.supervisor":
+if sys.argv[2] != "hpc_rl.roles.supervisor":
     os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 options = dict(zip(sys.argv[3::2], sys.argv[4::2]))
 log = open(options["--trial_dir"] + "/fake.log", "a", buffering=1)

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.files import JsonLines
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.submit.submission import render_to
 from hpc_rl.supervise.deadline import JobEndTime
-from hpc_rl.trial import Trial
+from hpc_rl.trials.submission import render_to
 
 pytestmark = pytest.mark.timeout(300)
 SUPERVISOR = f"""#!{sys.executable} -S
 import os, signal, sys, time
-if sys.argv[2] != "hpc_rl.app.supervisor":
+if sys.argv[2] != "hpc_rl.roles.supervisor":
     os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 
 from test_endings import Job, submit_to
 
-from hpc_rl.files import JsonLines
+from hpc_rl.core.files import JsonLines
 from hpc_rl.schedulers.base import State
 
 pytestmark = pytest.mark.timeout(400)

@@ -18,16 +18,16 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "faults"))
 from supervised import HERE, ROOT, Fake, unit
 from toy_trials import is_running, pid_of
 
+from hpc_rl.core.records import ProcessRecord
+from hpc_rl.core.trial import read_json, write_json
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.records import ProcessRecord
-from hpc_rl.trial import read_json, write_json
 
 SCRIPT = f"""#!/bin/bash
 export PYTHONPATH={HERE}:{ROOT} SLURM_EXPORT_ENV=ALL
 told=0
 trap 'told=1; kill -TERM $pid' TERM
 for try in 1 2 3; do
-  {sys.executable} -m hpc_rl.app.supervisor --trial_dir "$1" --attempt $SLURM_JOB_ID.0 --steps srun &
+  {sys.executable} -m hpc_rl.roles.supervisor --trial_dir "$1" --attempt $SLURM_JOB_ID.0 --steps srun &
   pid=$!
   while :; do wait $pid; rc=$?; kill -0 $pid 2>/dev/null || break; done
   echo "rc $rc told $told"

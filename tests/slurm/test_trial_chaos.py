@@ -12,7 +12,7 @@ import pytest
 from chaos import EVENTS, Chaos
 from kill_anything import EXACT, READY, Killed, Trials, make_workplace, new_luck, short_name
 
-from hpc_rl.files import JsonLines
+from hpc_rl.core.files import JsonLines
 from hpc_rl.status.trial_status import read_status
 
 pytestmark = pytest.mark.timeout(900)

@@ -11,11 +11,11 @@ from collections.abc import Iterator
 import pytest
 from kill_anything import READY, Killed, Trials, make_workplace, short_name
 
-from hpc_rl.files import JsonLines
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.trial import read_json
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.supervise.deadline import SITE_END
-from hpc_rl.trial import read_json
 
 pytestmark = pytest.mark.timeout(600)
 SLOW_REWARD = """import time

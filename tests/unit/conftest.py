@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hpc_rl import checked_file
 from hpc_rl.checkpoint.generation import Commit, Manifest
-from hpc_rl.trial import Trial, write_json
+from hpc_rl.core import checked_file
+from hpc_rl.core.trial import Trial, write_json
 
 T0 = 1_790_000_000.0  # when the first job of a fake trial was submitted
 

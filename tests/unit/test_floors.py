@@ -9,32 +9,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2] / "hpc_rl"
 FLOORS = [
-    {"__init__", "errors"},
-    {"private_files"},
-    {
-        "types",
-        "trial",
-        "requeue",
-        "allocation",
-        "auth",
-        "log",
-        "net",
-        "proc",
-        "sandbox",
-        "slurm_time",
-        "checked_file",
-        "files",
-        "resource_limits",
-    },
-    {"records", "http_service", "node_copies"},
+    {"__init__"},
+    {"core", "sandbox"},
     {"config", "schedulers", "name_resolve", "stats", "algorithms", "weight_files"},
     {"plan", "engines", "datasets"},
     {"servers"},
     {"render", "checkpoint", "rollout", "weights"},
-    {"supervise", "doctor", "trainers", "environments"},
+    {"supervise", "doctor", "trainers", "gateway"},
+    {"atropos"},
     {"status", "examples"},
-    {"submit"},
-    {"cli", "app"},
+    {"trials"},
+    {"cli", "roles"},
+    {"tools"},
 ]
 FLOOR = {name: height for height, names in enumerate(FLOORS) for name in names}
 SOURCES = sorted(ROOT.rglob("*.py"))
@@ -67,17 +53,17 @@ def test_everything_has_a_floor():
 
 LIGHT = [
     "hpc_rl.cli.__main__",
-    "hpc_rl.submit.submission",
+    "hpc_rl.trials.submission",
     "hpc_rl.supervise.runner",
     "hpc_rl.doctor.job_probe",
     "hpc_rl.doctor.node",
     "hpc_rl.checkpoint.decide",
     "hpc_rl.rollout.routes",
-    "hpc_rl.environments.gateway_routes",
-    "hpc_rl.app.supervisor",
-    "hpc_rl.app.rollout",
-    "hpc_rl.app.rollout_worker",
-    "hpc_rl.app.run_environment",
+    "hpc_rl.gateway.routes",
+    "hpc_rl.roles.supervisor",
+    "hpc_rl.roles.rollout",
+    "hpc_rl.roles.rollout_worker",
+    "hpc_rl.tools.run_environment",
 ]
 
 
@@ -121,8 +107,8 @@ def test_the_server_role_needs_only_packages_of_a_sglang_image():
         "yarl",
     }
     code = (
-        "import sys, hpc_rl.app.server, hpc_rl.servers.sglang, hpc_rl.servers.vllm, hpc_rl.name_resolve.shared_fs\n"
-        "from hpc_rl.config.loading.stored import from_dict\n"
+        "import sys, hpc_rl.roles.server, hpc_rl.servers.sglang, hpc_rl.servers.vllm, hpc_rl.name_resolve.shared_fs\n"
+        "from hpc_rl.config.load.stored import from_dict\n"
         "from_dict({'experiment_name': 'e', 'trial_name': 't', 'train_dataset': {'path': '/d'}, 'actor': {'path': '/m'}})\n"
         "files = {name: getattr(module, '__file__', None) or '' for name, module in sys.modules.items()}\n"
         "print(*sorted({name.split('.')[0] for name, file in files.items() if 'site-packages' in file}))"

@@ -13,27 +13,37 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl import allocation
 from hpc_rl.checkpoint.decide import Cause, GenerationInfo, PastStart, Situation, decide
 from hpc_rl.cli.cancel import OUTCOMES, OUTCOMES_UNSAVED
 from hpc_rl.cli.status import text
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.changes import Change, refuse_unsafe
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.tables.changes import Change, refuse_unsafe
+from hpc_rl.core import allocation
+from hpc_rl.core.errors import CannotWrite, FailureClass, HpcRlError, StopCause
+from hpc_rl.core.trial import write_json
 from hpc_rl.datasets.rows import check_same_rows
-from hpc_rl.errors import CannotWrite, FailureClass, HpcRlError, StopCause
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.requeue import AFTER_EXIT, AFTER_STOP
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED
 from hpc_rl.schedulers.sinfo import Node
 from hpc_rl.status import scheduler_view
 from hpc_rl.status.submitted_jobs import TrialJob
 from hpc_rl.status.trial_status import read_status
-from hpc_rl.submit import attachment, cancellation, first_start, preflight, submission, trial_index
-from hpc_rl.submit.lock import check_unlocked
-from hpc_rl.supervise import exit_policy
-from hpc_rl.trial import write_json
+from hpc_rl.supervise import failure_policy
+from hpc_rl.supervise.job_policy import (
+    AFTER_EXIT,
+    AFTER_STOP,
+)
+from hpc_rl.trials import (
+    attachment,
+    cancellation,
+    first_start,
+    preflight,
+    submission,
+    trial_index,
+)
+from hpc_rl.trials.lock import check_unlocked
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "messages.txt"
 BASE = [
@@ -275,8 +285,8 @@ def status_of_a_rollout_that_makes_no_progress(fake):
 
 
 def after(code: int, reason: str, failure: FailureClass = FailureClass.UNKNOWN, failures: int = 1) -> str:
-    found = exit_policy.UnitExit(code, reason, failure)
-    return exit_policy.after_failure("trainer", found, "auto", failures, 3).reason
+    found = failure_policy.UnitExit(code, reason, failure)
+    return failure_policy.after_failure("trainer", found, "auto", failures, 3).reason
 
 
 @message
@@ -301,8 +311,8 @@ def a_trainer_that_failed_too_often(fake):
 
 @message
 def a_trainer_that_was_killed_before_it_could_save(fake):
-    found = exit_policy.UnitExit(137, "killed by SIGKILL")
-    return exit_policy.after_drain(found, "auto", 0, 3, AFTER_STOP[StopCause.CANCELLED].reason).reason
+    found = failure_policy.UnitExit(137, "killed by SIGKILL")
+    return failure_policy.after_drain(found, "auto", 0, 3, AFTER_STOP[StopCause.CANCELLED].reason).reason
 
 
 # -- attach, job script

@@ -26,7 +26,7 @@ from conformance import (  # noqa: E402
 )
 from vllm_servers import backend_of, served_vllm  # noqa: E402
 
-from hpc_rl.errors import InputRefused  # noqa: E402
+from hpc_rl.core.errors import InputRefused  # noqa: E402
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

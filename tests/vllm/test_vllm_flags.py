@@ -3,7 +3,7 @@
 import pytest
 from other_pythons import flags_of_help, version_in, words_of
 
-from hpc_rl.config.tables.vllm_versions import FLAGS, RESERVED
+from hpc_rl.config.vllm_versions import FLAGS, RESERVED
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(300)]
 

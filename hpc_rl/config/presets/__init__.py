@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.allocation import SERVER_BACKENDS
-from hpc_rl.config.loading.fields import did_you_mean
-from hpc_rl.config.loading.source import Settings, read_yaml
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.load.fields import did_you_mean
+from hpc_rl.config.load.source import Settings, read_yaml
+from hpc_rl.core.allocation import SERVER_BACKENDS
+from hpc_rl.core.errors import ConfigError
 
 BELOW = ("atlas", "atlas-teacher")
 OVER = ("cpu",)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import fields, replace
 from typing import Any
 
-from hpc_rl.allocation import SERVER_BACKENDS
-from hpc_rl.config.loading.fields import names_in
-from hpc_rl.config.loading.stored import Loaded, trainer_of
+from hpc_rl.config.load.fields import names_in
+from hpc_rl.config.load.stored import Loaded, trainer_of
+from hpc_rl.config.options.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, replaced, value_of
 from hpc_rl.config.rules import (
     consistency,
     container_rules,
@@ -30,8 +30,8 @@ from hpc_rl.config.rules import (
     vllm_rules,
     vocabulary_rules,
 )
-from hpc_rl.config.sections.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, replaced, value_of
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.allocation import SERVER_BACKENDS
+from hpc_rl.core.errors import ConfigError
 
 DEFAULT_RECOVER_SECS = 600
 

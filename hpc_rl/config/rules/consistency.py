@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Iterator
 
-from hpc_rl.allocation import SERVER_BACKENDS, Servers, parse, usual_server_backend
-from hpc_rl.config.loading.fields import defaults, is_mapping, members_of, options
-from hpc_rl.config.loading.stored import REDACTED, VARIABLES, is_secret, is_secret_variable, trainer_of
-from hpc_rl.config.sections.cluster import environment_of
-from hpc_rl.config.sections.experiment import (
+from hpc_rl.config.compat.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
+from hpc_rl.config.load.fields import defaults, is_mapping, members_of, options
+from hpc_rl.config.load.stored import REDACTED, VARIABLES, is_secret, is_secret_variable, trainer_of
+from hpc_rl.config.options.cluster import environment_of
+from hpc_rl.config.options.experiment import (
     ABSENT,
     LENGTH_OPTIONS,
     Config,
@@ -14,10 +14,10 @@ from hpc_rl.config.sections.experiment import (
     TeacherConfig,
     value_of,
 )
-from hpc_rl.config.sections.operations import FrequencyConfig
-from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
-from hpc_rl.errors import ConfigError
-from hpc_rl.trial import check_name
+from hpc_rl.config.options.operations import FrequencyConfig
+from hpc_rl.core.allocation import SERVER_BACKENDS, Servers, parse, usual_server_backend
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import check_name
 
 METRICS = {  # trainer -> the metrics of its evaluations; the first is the default of saver.keep_best.metric
     "grpo": ("eval_reward",),

@@ -9,9 +9,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Literal
 
+from hpc_rl.config.options.cluster import SlurmLauncherConfig
+from hpc_rl.config.options.experiment import Config, value_of
 from hpc_rl.config.rules.consistency import is_default
-from hpc_rl.config.sections.cluster import SlurmLauncherConfig
-from hpc_rl.config.sections.experiment import Config, value_of
 
 Role = Literal["server", "rollout", "trainer"]
 OPTION: dict[Role, str] = {

@@ -5,8 +5,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.loading.fields import did_you_mean
-from hpc_rl.config.loading.stored import trainer_of
+from hpc_rl.config.load.fields import did_you_mean
+from hpc_rl.config.load.stored import trainer_of
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig, has_own_prompts
+from hpc_rl.config.options.teacher import TRUTH_COLUMNS
 from hpc_rl.config.row_shapes import (
     Row,
     check_row,
@@ -21,12 +24,9 @@ from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.file_rules import DATA_FILES, file_of_split, hub_hint, relative_hint
 from hpc_rl.config.rules.generation_rules import BUILT_IN
 from hpc_rl.config.rules.training_rules import trained
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig, has_own_prompts
-from hpc_rl.config.sections.teacher import TRUTH_COLUMNS
-from hpc_rl.errors import ConfigError
-from hpc_rl.files import similar_file
-from hpc_rl.trial import read_json
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.files import similar_file
+from hpc_rl.core.trial import read_json
 
 _NEEDED = {"rl": ("prompt",), "sft": ("prompt", "completion"), "rw": ("chosen", "rejected")}
 _ALL_NEEDED = {name for names in _NEEDED.values() for name in names}

@@ -3,14 +3,14 @@
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from hpc_rl.allocation import parse
-from hpc_rl.config.loading.fields import options, section_of
+from hpc_rl.config.load.fields import options, section_of
+from hpc_rl.config.options.experiment import Config, GRPOConfig, value_of
+from hpc_rl.config.options.megatron import MegatronConfig
+from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.consistency import given
 from hpc_rl.config.rules.training_rules import models, trained
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
-from hpc_rl.config.sections.megatron import MegatronConfig
-from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.allocation import parse
+from hpc_rl.core.errors import ConfigError
 
 PARTS = ("core_attn", "layernorm", "mlp", "moe")  # of a layer, that can be recomputed alone
 _IN_PLACE = {  # option of another engine -> what to use with megatron

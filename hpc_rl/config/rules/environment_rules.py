@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.sections.experiment import GRPOConfig, has_own_prompts
+from hpc_rl.config.options.experiment import GRPOConfig, has_own_prompts
 
 
 def commands(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:

@@ -9,18 +9,18 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.options.experiment import Config, GRPOConfig, value_of
+from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.pool_view import as_pool, reward_models
 from hpc_rl.config.row_shapes import JSONL
 from hpc_rl.config.rules.consistency import context_option
 from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import models, samplings
 from hpc_rl.config.rules.weight_rules import weights_problem
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
-from hpc_rl.config.sections.training import TrainEngineConfig
 from hpc_rl.config.snapshot import snapshot_files
-from hpc_rl.errors import ConfigError
-from hpc_rl.files import appears, mount_of, similar_file
-from hpc_rl.trial import read_json
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.files import appears, mount_of, similar_file
+from hpc_rl.core.trial import read_json
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _OTHER_SENSES = ("vision_config", "audio_config", "vision_tower", "img_processor")

@@ -5,17 +5,17 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from hpc_rl.allocation import SERVER_BACKENDS
+from hpc_rl.config.compat.areal_names import OF_WORKFLOWS
 from hpc_rl.config.devices import data_ranks
-from hpc_rl.config.loading.fields import did_you_mean
-from hpc_rl.config.loading.parser import allowed, typed
-from hpc_rl.config.loading.source import with_origin
+from hpc_rl.config.load.fields import did_you_mean
+from hpc_rl.config.load.parser import allowed, typed
+from hpc_rl.config.load.source import with_origin
+from hpc_rl.config.options.experiment import Config, GRPOConfig, value_of
+from hpc_rl.config.options.inference import REWARDS, GenerationHyperparameters
+from hpc_rl.config.options.limits import NonNegativeFloat, PositiveFloat, PositiveInt
 from hpc_rl.config.rules.consistency import context_option, given, server_backend
 from hpc_rl.config.rules.training_rules import models, samplings
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, value_of
-from hpc_rl.config.sections.inference import REWARDS, GenerationHyperparameters
-from hpc_rl.config.sections.limits import NonNegativeFloat, PositiveFloat, PositiveInt
-from hpc_rl.config.tables.areal_names import OF_WORKFLOWS
+from hpc_rl.core.allocation import SERVER_BACKENDS
 
 BUILT_IN = {
     "workflow": ["single_turn", "multi_turn", "teacher"],

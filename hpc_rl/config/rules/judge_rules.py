@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.loading.fields import did_you_mean
+from hpc_rl.config.load.fields import did_you_mean
+from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.rules.teacher_rules import without_column
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
 from hpc_rl.config.text_templates import names_in
 
 VARIABLES = ("question", "completion")

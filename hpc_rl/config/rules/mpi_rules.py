@@ -2,10 +2,10 @@
 
 from collections.abc import Collection, Iterator
 
+from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.rules.consistency import given
 from hpc_rl.config.rules.container_rules import image_of
 from hpc_rl.config.rules.slurm_rules import option_of
-from hpc_rl.config.sections.experiment import Config
 
 _DERIVED = {  # of any mpiexec: what the plan sets
     "-n", "-np", "-c", "--n", "--np", "-N", "-ppn", "-perhost", "--map-by", "--npernode", "-npernode",

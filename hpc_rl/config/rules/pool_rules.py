@@ -5,18 +5,18 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.allocation import SERVER_BACKENDS, Allocation, Servers, Train, parse
-from hpc_rl.config.loading.fields import did_you_mean, hints
-from hpc_rl.config.loading.parser import allowed, typed
-from hpc_rl.config.loading.source import with_origin
+from hpc_rl.config.load.fields import did_you_mean, hints
+from hpc_rl.config.load.parser import allowed, typed
+from hpc_rl.config.load.source import with_origin
+from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig
+from hpc_rl.config.options.pools import PoolConfig
 from hpc_rl.config.pool_view import as_pool, reward_models, trained_pool_of, value_in_text
 from hpc_rl.config.row_shapes import messages_of, named_rows
 from hpc_rl.config.rules import consistency, sglang_rules, vllm_rules
 from hpc_rl.config.rules.consistency import given, is_default, server_backend, server_pools
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig
-from hpc_rl.config.sections.pools import PoolConfig
-from hpc_rl.errors import ConfigError
-from hpc_rl.trial import read_json
+from hpc_rl.core.allocation import SERVER_BACKENDS, Allocation, Servers, Train, parse
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import read_json
 
 _OF_ENDPOINTS = ("model", "api_key_env")
 _OF_SERVERS = ("tokenizer_path", "stop_token_ids", "python", "options")

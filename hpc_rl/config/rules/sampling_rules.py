@@ -7,9 +7,9 @@ log-probabilities as they are, but other tokens are sampled than these say; pena
 
 from collections.abc import Iterator
 
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.rules.consistency import server_backend
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.sections.inference import GenerationHyperparameters
 
 _CUT_OFF = ("top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty", "frequency_penalty")

@@ -2,11 +2,11 @@
 
 from collections.abc import Collection, Iterator
 
+from hpc_rl.config.flags import refusals
+from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.rules.consistency import server_pools
 from hpc_rl.config.rules.training_rules import samplings
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.tables.flags import refusals
-from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS, RESERVED
+from hpc_rl.config.sglang_versions import DROPPED, FLAGS, RESERVED
 
 
 def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:

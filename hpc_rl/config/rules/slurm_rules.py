@@ -8,9 +8,9 @@ import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator
 
+from hpc_rl.config.options.cluster import SlurmLauncherConfig
+from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.rules.consistency import given, is_default
-from hpc_rl.config.sections.cluster import SlurmLauncherConfig
-from hpc_rl.config.sections.experiment import Config, GRPOConfig
 
 DERIVED = "derived"  # the value of an option that the plan decides
 

@@ -3,14 +3,14 @@
 import re
 from collections.abc import Collection, Iterator
 
-from hpc_rl.allocation import Allocation, Servers, Train
-from hpc_rl.config.loading.fields import did_you_mean
+from hpc_rl.config.load.fields import did_you_mean
+from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig
+from hpc_rl.config.options.teacher import STUDENT, TRUTH_COLUMNS
 from hpc_rl.config.row_shapes import columns_in, named_rows
 from hpc_rl.config.rules.consistency import given, server_pools
 from hpc_rl.config.rules.generation_rules import BUILT_IN, IMPORT_PATH
-from hpc_rl.config.sections.experiment import Config, GRPOConfig, TeacherConfig
-from hpc_rl.config.sections.teacher import STUDENT, TRUTH_COLUMNS
 from hpc_rl.config.text_templates import names_in
+from hpc_rl.core.allocation import Allocation, Servers, Train
 
 VARIABLES = {  # template -> variables that it must have, and those that it may have
     "diagnostic": (("question",), ()),

@@ -3,8 +3,7 @@
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from hpc_rl.config.rules.consistency import is_default
-from hpc_rl.config.sections.experiment import (
+from hpc_rl.config.options.experiment import (
     Config,
     GRPOConfig,
     RWConfig,
@@ -12,8 +11,9 @@ from hpc_rl.config.sections.experiment import (
     replaced,
     value_of,
 )
-from hpc_rl.config.sections.inference import GenerationHyperparameters
-from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.config.options.inference import GenerationHyperparameters
+from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.config.rules.consistency import is_default
 
 _ONLY_FOR_TRAINING = (
     *("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype"),

@@ -2,9 +2,9 @@
 
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.tables.flags import refusals
-from hpc_rl.config.tables.vllm_versions import FLAGS, RESERVED
+from hpc_rl.config.flags import refusals
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.vllm_versions import FLAGS, RESERVED
 
 
 def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:

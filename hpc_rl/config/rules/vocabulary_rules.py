@@ -7,10 +7,10 @@ import filecmp
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import models, trained
-from hpc_rl.config.sections.experiment import Config
-from hpc_rl.trial import read_json
+from hpc_rl.core.trial import read_json
 
 MAX_EXAMPLES = 3
 SMALL_BYTES = 1 << 20

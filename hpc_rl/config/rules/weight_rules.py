@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from hpc_rl.trial import read_json
+from hpc_rl.core.trial import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _LENGTH_BYTES = 8  # of the number at the start of a file: the length of its header

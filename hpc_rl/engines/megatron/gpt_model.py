@@ -12,15 +12,15 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from hpc_rl.config.sections.training import TrainEngineConfig
-from hpc_rl.config.tables.megatron_models import odd_layers
-from hpc_rl.engines.logprobs import rows_of_a_chunk, token_logprobs
+from hpc_rl.config.megatron_models import odd_layers
+from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.engines.megatron.modules import AllTokens, Norm, PackedAttention
 from hpc_rl.engines.megatron.packed import RankBatch
 from hpc_rl.engines.megatron.weight_map import ARCHITECTURES, padded_vocabulary
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.engines.model import DTYPES
-from hpc_rl.errors import ConfigError
+from hpc_rl.engines.shared.logprobs import rows_of_a_chunk, token_logprobs
+from hpc_rl.engines.shared.mesh import Mesh
+from hpc_rl.engines.shared.model import DTYPES
 
 
 def check_architecture(hf: Any, path: str) -> None:

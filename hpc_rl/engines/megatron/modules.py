@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.transformer.module import MegatronModule
 
-from hpc_rl.engines import attention
 from hpc_rl.engines.megatron.packed import Chunk, RankRows
+from hpc_rl.engines.shared import attention
 
 
 class PackedAttention(MegatronModule):

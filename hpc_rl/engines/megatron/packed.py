@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from hpc_rl.engines.attention import PackedRows
-from hpc_rl.engines.micro_batches import Inputs
+from hpc_rl.engines.shared.attention import PackedRows
+from hpc_rl.engines.shared.micro_batches import Inputs
 
 
 @dataclass

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 
-from hpc_rl.engines.distributed import init_alone
-from hpc_rl.engines.mesh import Mesh
+from hpc_rl.engines.shared.distributed import init_alone
+from hpc_rl.engines.shared.mesh import Mesh
 
 _layout: tuple[Any, ...] | None = None
 

@@ -13,12 +13,12 @@ from megatron.core.optimizer import ParamKey, get_megatron_optimizer
 from megatron.core.optimizer.optimizer_config import ParamPredicate
 from torch import nn
 
-from hpc_rl.config.sections.megatron import MegatronConfig
-from hpc_rl.config.sections.training import OptimizerConfig
+from hpc_rl.config.options.megatron import MegatronConfig
+from hpc_rl.config.options.training import OptimizerConfig
 from hpc_rl.engines.megatron.weight_stream import RankParameter
-from hpc_rl.engines.model import DTYPES
-from hpc_rl.engines.optimizer import is_decayed
-from hpc_rl.engines.pieces import Kind, Piece, StatePiece, flat_pieces
+from hpc_rl.engines.shared.model import DTYPES
+from hpc_rl.engines.shared.optimizer import is_decayed
+from hpc_rl.engines.shared.pieces import Kind, Piece, StatePiece, flat_pieces
 
 
 @dataclass

@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hpc_rl.engines import hf_io
 from hpc_rl.engines.megatron.weight_map import Rectangle
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.engines.pieces import Piece
+from hpc_rl.engines.shared import hf_io
+from hpc_rl.engines.shared.mesh import Mesh
+from hpc_rl.engines.shared.pieces import Piece
 
 Pieces = dict[str, list[Piece]]
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offset and sizes of a piece

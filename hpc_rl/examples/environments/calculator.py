@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from hpc_rl.environments import Environment
+from hpc_rl.atropos import Environment
 from hpc_rl.rollout.conversation import Conversation
 
 MAX_TURNS = 4

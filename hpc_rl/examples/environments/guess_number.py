@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from hpc_rl.environments import Environment
+from hpc_rl.atropos import Environment
 from hpc_rl.rollout.conversation import Conversation
 
 LARGEST = 32

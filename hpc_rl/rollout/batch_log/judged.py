@@ -7,9 +7,9 @@ killed in between is followed by one that finds the same.
 
 from pathlib import Path
 
+from hpc_rl.core.trial import read_object, write_json
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE, OF_USER_CODE
 from hpc_rl.rollout.batch_log.replay import LogState
-from hpc_rl.trial import read_object, write_json
 
 NAME = "judged_by.json"
 

@@ -33,9 +33,9 @@ from typing import Any
 import msgpack
 import xxhash
 
-from hpc_rl.files import Room, is_full
-from hpc_rl.trial import fsync_dir
-from hpc_rl.types import TrajectoryGroup
+from hpc_rl.core.files import Room, is_full
+from hpc_rl.core.trial import fsync_dir
+from hpc_rl.core.types import TrajectoryGroup
 
 logger = logging.getLogger(__name__)
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.core.trial import read_object, write_json
 from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.rollout.batch_log.ledger import (
     FIRST_OUTSIDE,
@@ -29,7 +30,6 @@ from hpc_rl.rollout.batch_log.ledger import (
     segments,
 )
 from hpc_rl.rollout.batch_log.seals import Seal, read_seals
-from hpc_rl.trial import read_object, write_json
 
 ReadyGroup = tuple[GroupRecord, RecordPlace]
 NotePlace = tuple[bytes, RecordPlace]  # encoded value

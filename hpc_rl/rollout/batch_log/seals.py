@@ -17,9 +17,9 @@ from typing import Any
 import msgpack
 import xxhash
 
+from hpc_rl.core.trial import create_exclusive, fsync_dir, read_json, write_json
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, LedgerDamaged, RecordPlace, segment_path
 from hpc_rl.rollout.staleness import staleness
-from hpc_rl.trial import create_exclusive, fsync_dir, read_json, write_json
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from hpc_rl.config.loading.fields import did_you_mean
+from hpc_rl.config.load.fields import did_you_mean
 from hpc_rl.config.text_templates import filled
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards.answers import final_answer
 from hpc_rl.rollout.rewards.tasks import countdown, thinks_then_answers

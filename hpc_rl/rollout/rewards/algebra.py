@@ -6,7 +6,7 @@ many; the library limits its time by signals, in the main thread only; and a com
 
 from typing import Any
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.rollout.rewards.answers import MAX_SEARCHED_CHARS, final_answer, truth_of
 
 try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from hpc_rl.config.sections.teacher import TRUTH_COLUMNS
+from hpc_rl.config.options.teacher import TRUTH_COLUMNS
 
 MAX_PLAIN_CHARS = 100  # of a completion that is an answer as a whole
 MAX_NUMBER_CHARS = 200

@@ -10,7 +10,7 @@ from typing import Any
 
 import xxhash
 
-from hpc_rl.config.sections.inference import JudgeConfig
+from hpc_rl.config.options.inference import JudgeConfig
 from hpc_rl.datasets.encode import encode_scored, question_of
 from hpc_rl.datasets.order import sample_seed
 from hpc_rl.rollout.batch_log.ledger import RejectReason

@@ -25,10 +25,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hpc_rl import log
-from hpc_rl.config.loading.stored import is_secret_variable
+from hpc_rl.config.load.stored import is_secret_variable
 from hpc_rl.config.snapshot import is_users
-from hpc_rl.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
+from hpc_rl.core import log
+from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rejection, Score, import_object, score_of

@@ -16,7 +16,7 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.sandbox import Limits, find_sandbox, run_python, sandbox_problem
 
 logger = logging.getLogger(__name__)

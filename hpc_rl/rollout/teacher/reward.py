@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.rollout.rewards import checked, import_object
 
 HALF_LENGTH = 100  # tokens of a teaching that has half of `efficiency`

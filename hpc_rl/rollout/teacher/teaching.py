@@ -17,17 +17,17 @@ import logging
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
-from hpc_rl.config.sections.teacher import STUDENT, TemplatesConfig
+from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
+from hpc_rl.config.options.teacher import STUDENT, TemplatesConfig
+from hpc_rl.core.errors import ConfigError, InputRefused
+from hpc_rl.core.types import Reply, Trajectory, TrajectoryGroup, Turn
 from hpc_rl.datasets.encode import question_of
-from hpc_rl.errors import ConfigError, InputRefused
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import BUILTINS, LIMITED, Rejection, from_row
 from hpc_rl.rollout.rewards.answers import truth_of
 from hpc_rl.rollout.teacher.leak import leaks, teaching_in
 from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of
 from hpc_rl.rollout.workflow import Sampler, trajectory
-from hpc_rl.types import Reply, Trajectory, TrajectoryGroup, Turn
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.sections.inference import EmbeddedConfig
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.inference import EmbeddedConfig
+from hpc_rl.core.errors import ConfigError, RequestRefused
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import ConfigError, RequestRefused
 from hpc_rl.servers.base import Answer, Backend, ReplicaPlace
 from hpc_rl.servers.chat import to_completion, to_generate
 from hpc_rl.servers.embedded.decode_batch import Sequence

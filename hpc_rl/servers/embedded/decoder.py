@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 

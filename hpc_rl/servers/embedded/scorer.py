@@ -11,9 +11,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.sections.inference import EmbeddedConfig
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.inference import EmbeddedConfig
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.servers.base import Answer, ReplicaPlace
 from hpc_rl.servers.native_api import refused
 

@@ -38,10 +38,10 @@ cd "$workdir" || cd "$trial_dir"
 # node 0  rollout     1 process, 4 CPUs, 0 GPUs, 16384 MB
 # node 0  server      server 0-3: 1 process, 4 CPUs, 1 GPU, 65536 MB
 
-# ==== HAND-OVER: hpc_rl.app.job starts and watches the supervisor ====
+# ==== HAND-OVER: hpc_rl.roles.job starts and watches the supervisor ====
 # A request to stop must not end Python before it listens.
 trap '' USR1 USR2
-exec "$python" -m hpc_rl.app.job trial_dir="$trial_dir" workdir="$workdir" python="$python" \
+exec "$python" -m hpc_rl.roles.job trial_dir="$trial_dir" workdir="$workdir" python="$python" \
   stop_asked="$stop_asked" scheduler=local script_name=local.sh attempts=attempts \
   recover_mode=auto recover_retries=3 start_mode=auto from_step='' new_batches=0 n_nodes=1 \
   hook_limit_s=300 on_preempt_limit_s=20 -- "$@"

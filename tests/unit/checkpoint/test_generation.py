@@ -3,12 +3,12 @@ import os
 
 import pytest
 
-from hpc_rl import checked_file
 from hpc_rl.checkpoint import generation, retention
 from hpc_rl.checkpoint.generation import Commit, Manifest, check, clear_leftovers, scan, set_aside, verify
 from hpc_rl.checkpoint.retention import RetentionPolicy, hold, retain
-from hpc_rl.errors import RoleFailed, TrialStateError
-from hpc_rl.trial import Trial
+from hpc_rl.core import checked_file
+from hpc_rl.core.errors import RoleFailed, TrialStateError
+from hpc_rl.core.trial import Trial
 
 
 def facts(step: int, lineage: int = 0, num_ranks: int = 2) -> Manifest:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl import checked_file
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Cause, Decision, Situation
 from hpc_rl.checkpoint.generation import Commit, Manifest, set_aside
@@ -22,10 +21,11 @@ from hpc_rl.checkpoint.start_facts import (
     gather,
     trimmed,
 )
-from hpc_rl.errors import StopCause, TrialStateError
-from hpc_rl.records import read_lineages
+from hpc_rl.core import checked_file
+from hpc_rl.core.errors import StopCause, TrialStateError
+from hpc_rl.core.records import read_lineages
+from hpc_rl.core.trial import Attempt, Trial, write_json
 from hpc_rl.stats.read import lineages
-from hpc_rl.trial import Attempt, Trial, write_json
 
 FRESH = Decision("fresh", "because")
 

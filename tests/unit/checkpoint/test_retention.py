@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from hpc_rl.checkpoint import retention
 from hpc_rl.checkpoint.retention import Holds, RetentionPolicy, best, hold, keep, retain
-from hpc_rl.errors import TrialStateError
-from hpc_rl.trial import Trial, write_json
+from hpc_rl.core.errors import TrialStateError
+from hpc_rl.core.trial import Trial, write_json
 from tests.unit.checkpoint.test_generation import save, steps
 
 

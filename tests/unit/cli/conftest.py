@@ -8,7 +8,7 @@ import pytest
 from command_line import make_checkpoint
 
 from hpc_rl import schedulers
-from hpc_rl.errors import SchedulerError
+from hpc_rl.core.errors import SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 
 

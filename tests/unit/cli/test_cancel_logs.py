@@ -9,9 +9,9 @@ import time
 import pytest
 
 from hpc_rl.cli.__main__ import main
+from hpc_rl.core.trial import write_json
 from hpc_rl.schedulers.base import State
-from hpc_rl.submit import trial_index
-from hpc_rl.trial import write_json
+from hpc_rl.trials import trial_index
 
 pytestmark = pytest.mark.usefixtures("state_home")
 

@@ -1,7 +1,7 @@
 """`hpc-rl check --episode`: what it shows while it runs."""
 
-from hpc_rl.cli import checking
-from hpc_rl.submit.episode import EpisodeProgress, EpisodeStage
+from hpc_rl.cli import check as checking
+from hpc_rl.trials.episode import EpisodeProgress, EpisodeStage
 
 
 def test_progress_is_a_line_for_each_stage_and_some_while_one_lasts(capsys, monkeypatch):

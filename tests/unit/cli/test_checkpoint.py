@@ -17,8 +17,8 @@ from hpc_rl.checkpoint.retention import Holds
 from hpc_rl.checkpoint.start_facts import decide_start
 from hpc_rl.cli import checkpoint
 from hpc_rl.cli.__main__ import main
-from hpc_rl.errors import ExitCode
-from hpc_rl.trial import Trial, write_json
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.trial import Trial, write_json
 
 pytestmark = pytest.mark.usefixtures("state_home")
 

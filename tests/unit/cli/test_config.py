@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.stored import to_dict
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.stored import to_dict
 from hpc_rl.config.rules.check import check
-from hpc_rl.submit import trial_index
-from hpc_rl.trial import Trial
+from hpc_rl.core.trial import Trial
+from hpc_rl.trials import trial_index
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 GRPO = str(CONFIGS / "grpo.yaml")

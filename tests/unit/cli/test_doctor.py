@@ -8,7 +8,7 @@ import pytest
 from hpc_rl.cli.__main__ import build_parsers, main
 from hpc_rl.cli.doctor import requirements_of, srun_options
 from hpc_rl.cli.options import arranged
-from hpc_rl.config.sections.cluster import SlurmLauncherConfig
+from hpc_rl.config.options.cluster import SlurmLauncherConfig
 from hpc_rl.doctor.finding import Requirements
 from hpc_rl.doctor.slurm_checks import PROGRAMS
 

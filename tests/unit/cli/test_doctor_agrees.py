@@ -10,15 +10,15 @@ import pytest
 from command_line import TRAINER_PACKAGES, make_checkpoint, make_python
 from model_shapes import QWEN3_8B
 
-from hpc_rl import node_copies
 from hpc_rl.cli import doctor
 from hpc_rl.cli.__main__ import main
+from hpc_rl.core import node_copies
+from hpc_rl.core.trial import Trial, account, write_json
 from hpc_rl.doctor import machine
 from hpc_rl.doctor.slurm_checks import PROGRAMS
 from hpc_rl.render import lint
-from hpc_rl.submit import storage
-from hpc_rl.submit.refusal import WRONG
-from hpc_rl.trial import Trial, account, write_json
+from hpc_rl.trials import storage
+from hpc_rl.trials.refusal import WRONG
 
 NODE = "|up|1-00:00:00|1-infinite|n{}|16|256000|(null)|(null)|2"
 SINFO = "\\n".join(f"{name}{NODE.format(number)}" for name in ("gpu*", "cpu") for number in (1, 2))

@@ -8,12 +8,12 @@ import pytest
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.cli.__main__ import main
-from hpc_rl.config.sections.experiment import Config
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.core.trial import Trial, read_json, read_object
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.schedulers.base import State
-from hpc_rl.submit import trial_index
-from hpc_rl.submit.first_start import FirstStart, Recovery
-from hpc_rl.trial import Trial, read_json, read_object
+from hpc_rl.trials import trial_index
+from hpc_rl.trials.first_start import FirstStart, Recovery
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -68,7 +68,7 @@ def test_the_start_of_a_fork_loads_that_checkpoint_and_trains_on_other_rows(tria
 
 
 def _config(trial: Trial) -> Config:
-    from hpc_rl.config.loading.stored import from_dict
+    from hpc_rl.config.load.stored import from_dict
 
     return from_dict(read_object(trial.config_json))
 

@@ -11,7 +11,7 @@ import pytest
 
 from hpc_rl.cli import __main__ as cli
 from hpc_rl.cli import options
-from hpc_rl.errors import ConfigError, NothingToResume, SchedulerError, TrialBusy
+from hpc_rl.core.errors import ConfigError, NothingToResume, SchedulerError, TrialBusy
 
 HEAVY = (
     "torch",
@@ -178,7 +178,7 @@ def test_a_mistake_is_one_message_and_an_exit_code(monkeypatch, capsys, error, c
     def fail(args):
         raise error
 
-    monkeypatch.setattr("hpc_rl.cli.listing.run", fail)
+    monkeypatch.setattr("hpc_rl.cli.list.run", fail)
     assert cli.main(["list"]) == code
     message = capsys.readouterr().err
     assert message.startswith("hpc-rl: ")
@@ -186,7 +186,7 @@ def test_a_mistake_is_one_message_and_an_exit_code(monkeypatch, capsys, error, c
 
 
 def test_an_internal_error_says_where_and_how_to_see_more(monkeypatch, capsys):
-    monkeypatch.setattr("hpc_rl.cli.listing.run", lambda args: 1 / 0)
+    monkeypatch.setattr("hpc_rl.cli.list.run", lambda args: 1 / 0)
     cli.main(["list"])
     assert "HPC_RL_TRACEBACK=1" in capsys.readouterr().err
     monkeypatch.setenv("HPC_RL_TRACEBACK", "1")
@@ -209,7 +209,7 @@ except SystemExit:
     pass
 heavy = [name for name in {HEAVY!r} if name in sys.modules]
 if {argv[0]!r} != "submit":
-    heavy += [name for name in ("jinja2", "rich", "numpy", "hpc_rl.config.loading.load") if name in sys.modules]
+    heavy += [name for name in ("jinja2", "rich", "numpy", "hpc_rl.config.load.load") if name in sys.modules]
     heavy += [name for name in ("hpc_rl.cli.submit", "hpc_rl.cli.config", "shtab") if name in sys.modules]
 sys.exit(f"imported {{heavy}}" if heavy else 0)
 """
@@ -228,7 +228,7 @@ def test_quickstart_hands_over_with_an_absolute_directory(monkeypatch, tmp_path)
     monkeypatch.setattr("os.execv", lambda path, argv: handed.append(argv))
     monkeypatch.chdir(tmp_path)
     cli.main(["quickstart", "--dir", "here", "--seed", "3", "total_train_steps=20"])
-    assert handed[0][1:3] == ["-m", "hpc_rl.app.quickstart_trial"]
+    assert handed[0][1:3] == ["-m", "hpc_rl.tools.quickstart_trial"]
     own = ["--method", "grpo", "--dir", str(tmp_path / "here"), "--seed", "3"]
     assert handed[0][3:] == [*own, "total_train_steps=20"]
 

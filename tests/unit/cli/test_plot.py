@@ -4,7 +4,7 @@ import pytest
 
 from hpc_rl.cli import plot
 from hpc_rl.cli.__main__ import main
-from hpc_rl.submit import trial_index
+from hpc_rl.trials import trial_index
 
 
 @pytest.fixture(autouse=True)

@@ -17,25 +17,25 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.allocation import Train
 from hpc_rl.checkpoint import generation, start_facts
 from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.generation import scan
 from hpc_rl.checkpoint.lineage import next_lineage
 from hpc_rl.cli.__main__ import main
-from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.allocation import Train
+from hpc_rl.core.errors import ConfigError, GivenUp, NothingToResume
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.proc import start_ticks
+from hpc_rl.core.records import read_lineages
+from hpc_rl.core.trial import Trial, read_json, write_json
 from hpc_rl.datasets import rows as rows_module
 from hpc_rl.datasets.rows import load_rows
-from hpc_rl.errors import ConfigError, GivenUp, NothingToResume
-from hpc_rl.files import JsonLines
-from hpc_rl.proc import start_ticks
-from hpc_rl.records import read_lineages
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger
 from hpc_rl.rollout.batch_log.seals import Batches
 from hpc_rl.schedulers.base import State
-from hpc_rl.submit import trial_index
 from hpc_rl.trainers.start import TrainerContext, begin
-from hpc_rl.trial import Trial, read_json, write_json
+from hpc_rl.trials import trial_index
 
 pytestmark = pytest.mark.usefixtures("state_home")
 OTHERS = ("disabled", "fault", "resume")
@@ -345,7 +345,7 @@ def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_pat
     )
     spoken, waits = tmp_path / "spoken", tmp_path / "waits"
     waits.write_text(
-        f'#!/bin/bash\n[[ $1 == -c || " $* " == *" hpc_rl.app.job "* ]] && exec {shlex.quote(sys.executable)} "$@"\n'
+        f'#!/bin/bash\n[[ $1 == -c || " $* " == *" hpc_rl.roles.job "* ]] && exec {shlex.quote(sys.executable)} "$@"\n'
         f"while [[ ! -e {shlex.quote(str(spoken))} ]]; do sleep 0.1; done\nexit 1\n"
     )
     waits.chmod(0o755)

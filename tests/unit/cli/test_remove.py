@@ -6,11 +6,14 @@ import re
 
 import pytest
 
-from hpc_rl.cli import listing
+from hpc_rl.cli import list as listing
 from hpc_rl.cli.__main__ import main
-from hpc_rl.records import TrialState
+from hpc_rl.core.records import TrialState
 from hpc_rl.schedulers.base import SchedulerAnswer, State
-from hpc_rl.submit import removal, trial_index
+from hpc_rl.trials import (
+    removal,
+    trial_index,
+)
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
@@ -69,7 +72,7 @@ def test_filters_choose_trials_that_are_over(
         trial_index.record(one.trial)
     assert main(["remove"]) == 64 and "--older_than_days" in capsys.readouterr().err
     late = SchedulerAnswer(complaint="squeue: timed out")
-    monkeypatch.setattr("hpc_rl.cli.listing.query_all", lambda trials: {one.dir: late for one in trials})
+    monkeypatch.setattr("hpc_rl.cli.list.query_all", lambda trials: {one.dir: late for one in trials})
     states = {"t1": TrialState.FAILED, "t2": TrialState.DONE, "live": TrialState.RUNNING}
     row = listing._row
     monkeypatch.setattr(listing, "_row", lambda entry, _: row(entry, _) | {"state": states[entry.trial.name]})

@@ -2,10 +2,15 @@
 
 import pytest
 
-from hpc_rl.cli import foreground, submit
+from hpc_rl.cli import (
+    run as foreground,
+)
+from hpc_rl.cli import (
+    submit,
+)
 from hpc_rl.cli.options import Namespace
-from hpc_rl.errors import DoesNotFit
-from hpc_rl.submit.surrounding_job import JobNode, SurroundingJob
+from hpc_rl.core.errors import DoesNotFit
+from hpc_rl.trials.surrounding_job import JobNode, SurroundingJob
 
 LARGE = {"cpus": 64, "mem_mb": 256000, "gpus": 0}
 JOB = SurroundingJob("7", (JobNode("n1", **LARGE), JobNode("n2", cpus=1, mem_mb=1, gpus=0)))

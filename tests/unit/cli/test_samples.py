@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.cli.__main__ import main
+from hpc_rl.core.types import Trajectory, TrajectoryGroup
 from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, NOT_KEPT, SampleWriter, short_columns
 from hpc_rl.stats.sinks import JsonlSink
-from hpc_rl.submit import trial_index
-from hpc_rl.types import Trajectory, TrajectoryGroup
+from hpc_rl.trials import trial_index
 
 pytestmark = pytest.mark.usefixtures("state_home")
 

@@ -11,13 +11,18 @@ from command_line import NO_TENSORS, TOKENIZER, make_python
 from model_shapes import QWEN3_8B
 
 from hpc_rl.cli.__main__ import main
+from hpc_rl.core.records import JobRecord
+from hpc_rl.core.trial import read_json, write_json
 from hpc_rl.datasets.rows import load_rows
-from hpc_rl.records import JobRecord
 from hpc_rl.schedulers.base import State
 from hpc_rl.schedulers.sinfo import Node
-from hpc_rl.submit import checklist, needs, storage, trial_index
 from hpc_rl.supervise import bad_nodes
-from hpc_rl.trial import read_json, write_json
+from hpc_rl.trials import (
+    checklist,
+    needs,
+    storage,
+    trial_index,
+)
 
 pytestmark = pytest.mark.usefixtures("state_home")
 

@@ -15,8 +15,8 @@ import pytest
 from hpc_rl.cli import templates
 from hpc_rl.cli.__main__ import main
 from hpc_rl.cli.templates import samples
-from hpc_rl.config.loading.load import Loaded, load
-from hpc_rl.config.loading.profiles import site_dirs
+from hpc_rl.config.load.load import Loaded, load
+from hpc_rl.config.load.profiles import site_dirs
 from hpc_rl.render import lint, overrides
 from hpc_rl.render.jinja_environment import template_root
 from hpc_rl.render.overrides import shipped

@@ -6,14 +6,14 @@ import sys
 import pytest
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.trial import read_json
 from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import Ledger, RejectReason, RejectRecord
 from hpc_rl.schedulers.base import State
-from hpc_rl.submit import trial_index
-from hpc_rl.submit.user_code import judged_by
-from hpc_rl.trial import read_json
+from hpc_rl.trials import trial_index
+from hpc_rl.trials.user_code import judged_by
 
 pytestmark = pytest.mark.usefixtures("state_home", "scheduler")
 

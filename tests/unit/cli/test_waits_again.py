@@ -8,13 +8,13 @@ import time
 import pytest
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.errors import SchedulerError, TrialBusy
+from hpc_rl.core.errors import SchedulerError, TrialBusy
 from hpc_rl.schedulers.base import JobState, SchedulerAnswer, State
 from hpc_rl.status import scheduler_view as asking
 from hpc_rl.status.scheduler_view import TrialWatch
 from hpc_rl.status.trial_status import read_status
-from hpc_rl.submit import trial_index
-from hpc_rl.submit.submission import check_idle
+from hpc_rl.trials import trial_index
+from hpc_rl.trials.submission import check_idle
 
 pytestmark = pytest.mark.usefixtures("state_home")
 

@@ -14,17 +14,17 @@ import omegaconf
 import pytest
 import yaml
 
-from hpc_rl.config.loading.areal_files import translate
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.source import SourceValue
+from hpc_rl.config.compat.areal_files import translate
+from hpc_rl.config.compat.areal_names import OF_MULTI_TURN, OF_WORKFLOWS
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.source import SourceValue
+from hpc_rl.config.options.experiment import GRPOConfig, value_of
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.experiment import GRPOConfig, value_of
 from hpc_rl.config.show import as_yaml, show
-from hpc_rl.config.tables.areal_names import OF_MULTI_TURN, OF_WORKFLOWS
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.submit.submission import render_scripts
-from hpc_rl.trial import Trial
+from hpc_rl.trials.submission import render_scripts
 from tests.unit.config.test_parameters import SECTIONS, _value
 
 FOLDER = Path(__file__).parent / "areal"
@@ -481,7 +481,7 @@ def test_loading_and_planning_a_whole_file_needs_no_torch():
     code = f"""
 import sys
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.plan.plan import make_plan
 loaded = check(load([{str(FOLDER / "gsm8k_grpo.yaml")!r}], presets=["cpu"]), files=False)
 make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.experiment import value_of
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.experiment import value_of
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "actor.path=/m"]
 HELD_OUT = "valid_dataset.path=/v.jsonl"

@@ -4,10 +4,7 @@ in words.
 
 import pytest
 
-from hpc_rl.config.loading.fields import options, section_of
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.tables.changes import (
+from hpc_rl.config.changes import (
     MEASURES,
     NEW_BATCHES,
     NOT_WITH_REPLAY,
@@ -19,7 +16,10 @@ from hpc_rl.config.tables.changes import (
     classify,
     refuse_unsafe,
 )
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.load.fields import options, section_of
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.experiment import CONFIGS
+from hpc_rl.core.errors import ConfigError
 
 GIVEN = [
     "experiment_name=e",

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from command_line import NO_TENSORS
 
-from hpc_rl.app.supervisor import check_inputs
-from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.load.load import Loaded, load
+from hpc_rl.config.options.experiment import last_step, total_steps, value_of
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.file_rules import check_on_node
-from hpc_rl.config.sections.experiment import last_step, total_steps, value_of
-from hpc_rl.errors import ConfigError
-from hpc_rl.trial import Trial
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import Trial
+from hpc_rl.roles.supervisor import check_inputs
 
 GRPO = [
     "experiment_name=toy",

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 from command_line import NO_TENSORS
 
-from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.load.load import Loaded, load
 from hpc_rl.config.row_shapes import NUM_FIRST, first_rows
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.file_rules import hub_hint
 from hpc_rl.config.show import as_yaml, show
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.datasets.encode import Prompts, encode_prompt, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import ConfigError
 from hpc_rl.examples.toy import make_tokenizer
-from hpc_rl.submit.first_rows import check_first_rows
+from hpc_rl.trials.first_rows import check_first_rows
 
 GSM8K = {"question": "1+2=", "answer": "1+2 is <<1+2=3>>3.\n#### 3"}
 PAIR = {"chosen": "1+2=3", "rejected": "1+2=4"}

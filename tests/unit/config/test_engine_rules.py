@@ -2,9 +2,9 @@
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 BASE = [
     "experiment_name=e",

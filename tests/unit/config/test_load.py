@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_rl.config.loading.load import Loaded, load
-from hpc_rl.config.loading.source import literal
-from hpc_rl.config.loading.stored import from_dict, to_dict
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.load.load import Loaded, load
+from hpc_rl.config.load.source import literal
+from hpc_rl.config.load.stored import from_dict, to_dict
+from hpc_rl.core.errors import ConfigError
 
 BASE = """\
 experiment_name: toy

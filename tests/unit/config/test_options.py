@@ -2,11 +2,11 @@
 
 import pytest
 
-from hpc_rl.config.loading.load import SBATCH_DEFAULTS, load
-from hpc_rl.config.loading.profiles import site_dirs
+from hpc_rl.config.compat.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
+from hpc_rl.config.load.load import SBATCH_DEFAULTS, load
+from hpc_rl.config.load.profiles import site_dirs
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.schedulers.slurm import OF_CONFIGURATION
 

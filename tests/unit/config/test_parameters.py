@@ -16,16 +16,16 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.fields import default_of, hints, options, section_of
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.source import read_yaml
+from hpc_rl.atropos import APIServerConfig, EnvConfig, EnvironmentSettings
+from hpc_rl.atropos.settings import EvalHandling
+from hpc_rl.config.compat.areal_options import DEPARTURES
+from hpc_rl.config.compat.atlas import ALIASES, PRESET_DEPARTURES
+from hpc_rl.config.load.fields import default_of, hints, options, section_of
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.source import read_yaml
+from hpc_rl.config.options.experiment import ABSENT, CONFIGS, value_of
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.experiment import ABSENT, CONFIGS, value_of
-from hpc_rl.config.tables.areal_options import DEPARTURES
-from hpc_rl.config.tables.atlas import ALIASES, PRESET_DEPARTURES
-from hpc_rl.environments import APIServerConfig, EnvConfig, EnvironmentSettings
-from hpc_rl.environments.settings import EvalHandling
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 
 NUM_TODO = {"areal": 0, "atlas": 0, "atropos": 0}

@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-import hpc_rl.app
-from hpc_rl.config.loading.fields import options, section_of
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.parser import config_parser, describe_options, sections
+import hpc_rl.roles
+from hpc_rl.config.load.fields import options, section_of
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.parser import config_parser, describe_options, sections
+from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.config.reference import section_help
-from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 BASE = ["experiment_name=a", "trial_name=b", "actor.path=/m", "train_dataset.path=/t"]
 BAD = """\
@@ -147,11 +147,11 @@ def test_a_name_that_is_not_close_to_any_gets_no_suggestion(typed, answer):
 
 def test_no_role_imports_the_parser():
     """Roles read config.json; images of servers need not have jsonargparse."""
-    roles = [f"hpc_rl.app.{found.name}" for found in pkgutil.iter_modules(hpc_rl.app.__path__)]
+    roles = [f"hpc_rl.roles.{found.name}" for found in pkgutil.iter_modules(hpc_rl.roles.__path__)]
     made_on_the_login_side = {
-        "hpc_rl.app.quickstart_trial",
-        "hpc_rl.app.submit_again",
-        "hpc_rl.app.run_environment",  # a command; the role is app.environment_role
+        "hpc_rl.tools.quickstart_trial",
+        "hpc_rl.roles.submit_again",
+        "hpc_rl.tools.run_environment",  # a command; the role is roles.environment_role
     }
     roles = sorted(set(roles) - made_on_the_login_side)
     code = f"import importlib, json, sys\nfor name in {roles}: importlib.import_module(name)\n"
@@ -163,7 +163,7 @@ def test_no_role_imports_the_parser():
 def test_loading_imports_nothing_heavy():
     code = (
         "import sys, hpc_rl.config.rules.check, hpc_rl.plan.plan\n"
-        "from hpc_rl.config.loading.load import load\n"
+        "from hpc_rl.config.load.load import load\n"
         f"load([], {BASE})\n"
         "heavy = ['torch', 'transformers', 'omegaconf', 'numpy', 'aiohttp', 'shtab', 'rich', 'ruamel']\n"
         "print([m for m in heavy if m in sys.modules])"

@@ -5,12 +5,12 @@ import json
 import pytest
 from command_line import NO_TENSORS
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.file_rules import context_of
 from hpc_rl.config.rules.generation_rules import BUILT_IN
 from hpc_rl.config.rules.teacher_rules import REWARD_PARTS
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
 
 CPU = "cluster.n_gpus_per_node=0"

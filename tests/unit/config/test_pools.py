@@ -7,13 +7,11 @@ import json
 import pytest
 import yaml
 
+from hpc_rl.config.changes import changes, refuse_unsafe
 from hpc_rl.config.json_schema import schema
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.stored import from_dict, redact, to_dict
-from hpc_rl.config.reference import section_help, section_names
-from hpc_rl.config.rules.check import adapt
-from hpc_rl.config.rules.consistency import given, is_default
-from hpc_rl.config.sections.experiment import (
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.stored import from_dict, redact, to_dict
+from hpc_rl.config.options.experiment import (
     ABSENT,
     GRPOConfig,
     SFTConfig,
@@ -21,11 +19,13 @@ from hpc_rl.config.sections.experiment import (
     replaced,
     value_of,
 )
-from hpc_rl.config.sections.pools import PoolConfig
+from hpc_rl.config.options.pools import PoolConfig
+from hpc_rl.config.reference import section_help, section_names
+from hpc_rl.config.rules.check import adapt
+from hpc_rl.config.rules.consistency import given, is_default
 from hpc_rl.config.show import as_yaml, show
-from hpc_rl.config.tables.changes import changes, refuse_unsafe
-from hpc_rl.errors import ConfigError
-from hpc_rl.submit.submission import explicit_options
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.trials.submission import explicit_options
 
 GIVEN = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m"]
 BASE = "experiment_name: e\ntrial_name: t\ntrain_dataset: {path: /d}\nactor: {path: /m}\n"

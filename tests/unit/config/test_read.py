@@ -15,17 +15,20 @@ from pathlib import Path
 from textwrap import dedent
 from typing import get_args, get_type_hints
 
+from hpc_rl.config import (
+    sglang_versions,
+    vllm_versions,
+)
+from hpc_rl.config.compat.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.config.devices import allocation_of
-from hpc_rl.config.loading import stored
-from hpc_rl.config.loading.fields import hints, options, section_of
+from hpc_rl.config.load import stored
+from hpc_rl.config.load.fields import hints, options, section_of
+from hpc_rl.config.options.experiment import CONFIGS, has_own_prompts, last_step
+from hpc_rl.config.options.inference import InferenceEngineConfig
 from hpc_rl.config.pool_view import as_pool
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.rules.teacher_rules import VARIABLES
 from hpc_rl.config.schedule import count_warmup, learning_rate, updates_per_step
-from hpc_rl.config.sections.experiment import CONFIGS, has_own_prompts, last_step
-from hpc_rl.config.sections.inference import InferenceEngineConfig
-from hpc_rl.config.tables import sglang_versions, vllm_versions
-from hpc_rl.config.tables.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.plan.containers import PYTHONS
 from hpc_rl.plan.schema import Unit
 from hpc_rl.render.hooks import EVENTS

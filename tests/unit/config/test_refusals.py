@@ -13,16 +13,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.config.loading.fields import alternatives, is_mapping, options, section_of
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.names import ALIASES
-from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.sections.limits import Grammar, Limits, Place
+from hpc_rl.config.compat.areal_names import AS_UNWRITTEN, AT_TOP, NAMES
+from hpc_rl.config.compat.atlas import ALIASES as ATLAS
+from hpc_rl.config.compat.other_names import ANSWERS
+from hpc_rl.config.load.fields import alternatives, is_mapping, options, section_of
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.names import ALIASES
+from hpc_rl.config.options.experiment import CONFIGS
+from hpc_rl.config.options.limits import Grammar, Limits, Place
 from hpc_rl.config.show import scalar
-from hpc_rl.config.tables.areal_names import AS_UNWRITTEN, AT_TOP, NAMES
-from hpc_rl.config.tables.atlas import ALIASES as ATLAS
-from hpc_rl.config.tables.other_names import ANSWERS
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 BASE = "experiment_name: e\ntrial_name: t\ntrainer: {trainer}\n"
 BASE += "train_dataset: {{path: /d}}\n{model}: {{path: /m}}\n"

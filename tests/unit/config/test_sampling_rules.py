@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import RulesRefuse, check
 
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m"]

@@ -4,11 +4,11 @@ import pytest
 import torch
 import transformers
 
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.inference import GenerationHyperparameters
+from hpc_rl.config.options.training import OptimizerConfig, PPOActorConfig
 from hpc_rl.config.schedule import highest_rate, is_length_exact, learning_rate, rate_of_step
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import GRPOConfig
-from hpc_rl.config.sections.inference import GenerationHyperparameters
-from hpc_rl.config.sections.training import OptimizerConfig, PPOActorConfig
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.stored import from_dict, to_dict
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.stored import from_dict, to_dict
 from hpc_rl.config.rules.check import check
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan

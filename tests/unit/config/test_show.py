@@ -13,20 +13,20 @@ import yaml
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
+from hpc_rl.config.compat.areal_names import AT_TOP
+from hpc_rl.config.compat.atlas import ALIASES
 from hpc_rl.config.json_schema import schema
-from hpc_rl.config.loading.fields import alternatives, hints, is_mapping, options, section_of
-from hpc_rl.config.loading.load import load
-from hpc_rl.config.loading.source import literal
-from hpc_rl.config.loading.stored import REDACTED, is_secret, redact, to_dict
+from hpc_rl.config.load.fields import alternatives, hints, is_mapping, options, section_of
+from hpc_rl.config.load.load import load
+from hpc_rl.config.load.source import literal
+from hpc_rl.config.load.stored import REDACTED, is_secret, redact, to_dict
+from hpc_rl.config.options.experiment import CONFIGS
+from hpc_rl.config.options.limits import Grammar, Limits, Place
 from hpc_rl.config.reference import reference
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.consistency import members_in
-from hpc_rl.config.sections.experiment import CONFIGS
-from hpc_rl.config.sections.limits import Grammar, Limits, Place
 from hpc_rl.config.show import as_yaml, derived_values, diff, scalar, show
-from hpc_rl.config.tables.areal_names import AT_TOP
-from hpc_rl.config.tables.atlas import ALIASES
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl"]

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules import consistency, slurm_rules
 
 

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config import snapshot
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.snapshot import snapshot_files
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 
 BASE = ["experiment_name=e", "trial_name=t", "actor.path=/m", "train_dataset.path=/d.jsonl"]
 

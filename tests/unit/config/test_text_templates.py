@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_rl.config.sections.teacher import TemplatesConfig
+from hpc_rl.config.options.teacher import TemplatesConfig
 from hpc_rl.config.text_templates import filled, names_in
 
 EMPTY_BOX = r"{question} End with \boxed{}."

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.vocabulary_rules import vocabularies
 
 NUMBERS = {"<unk>": 0, "1": 1, "2": 2}

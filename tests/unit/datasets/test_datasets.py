@@ -11,7 +11,8 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.config.sections.dataset import DatasetConfig
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.datasets.encode import (
     Prompts,
     encode_pair,
@@ -25,7 +26,6 @@ from hpc_rl.datasets.encode import (
 from hpc_rl.datasets.order import locate, permutation, sample_seed
 from hpc_rl.datasets.rows import Rows, count_rows, load_rows
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import ConfigError
 
 
 @pytest.fixture
@@ -306,7 +306,7 @@ def test_long_prompts_can_keep_their_last_tokens(model, tmp_path):
 
 
 def test_no_torch_in_datasets_and_rollout():
-    code = "import sys, hpc_rl.datasets.encode, hpc_rl.app.rollout, hpc_rl.app.rollout_worker; print('torch' in sys.modules)"
+    code = "import sys, hpc_rl.datasets.encode, hpc_rl.roles.rollout, hpc_rl.roles.rollout_worker; print('torch' in sys.modules)"
     assert (
         subprocess.run(
             [sys.executable, "-c", code], capture_output=True, text=True, check=True

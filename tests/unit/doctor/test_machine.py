@@ -12,12 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl import net, node_copies
+from hpc_rl.core import (
+    net,
+    node_copies,
+)
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.doctor import machine
 from hpc_rl.doctor.finding import Requirements, Status, run_checks
 from hpc_rl.doctor.machine import MACHINE_CHECKS, LeftoverProcess, Problem, cgroup_memory, leftovers, versions
 from hpc_rl.doctor.mpi_check import MpiLook
-from hpc_rl.errors import ConfigError
 from hpc_rl.sandbox import Mechanism, Protection, Sandbox
 
 GB = 10**9
@@ -116,7 +119,7 @@ WRONG = [  # check, what is wrong, how severe, tokens of the finding and of the 
     ("host name", {"resolves": False}, "warn", socket.gethostname(), "DNS"),
     ("proxy", {"proxy": "http://proxy:3128"}, "warn", "http_proxy", "no_proxy"),
     ("sandbox", {"sandbox": Sandbox(Mechanism.LIMITS, frozenset())}, "fail", "nothing is protected", "Landlock"),
-    ("leftovers", {"leftovers": [LeftoverProcess(4711, "python -m hpc_rl.app.server", "12")]}, "warn",
+    ("leftovers", {"leftovers": [LeftoverProcess(4711, "python -m hpc_rl.roles.server", "12")]}, "warn",
      "4711 of job 12", "kill 4711"),
 ]  # fmt: skip
 
@@ -216,15 +219,15 @@ def test_a_process_whose_supervisor_has_ended_is_found_and_no_other(tmp_path):
         (folder / "cmdline").write_text(command.replace(" ", "\0") + "\0")
         (folder / "environ").write_text("A=b\0" + ("HPC_RL_STEPS=srun\0SLURM_JOB_ID=7\0" if ours else ""))
 
-    process(5, 1, "python -m hpc_rl.app.supervisor", ours=False)
+    process(5, 1, "python -m hpc_rl.roles.supervisor", ours=False)
     process(6, 1, "slurmstepd: [7.1]", comm="slurmstepd", ours=False)
-    process(10, 5, "python -m hpc_rl.app.rollout")
-    process(11, 10, "python -m hpc_rl.app.rollout_worker")
-    process(12, 6, "python -m hpc_rl.app.server")
+    process(10, 5, "python -m hpc_rl.roles.rollout")
+    process(11, 10, "python -m hpc_rl.roles.rollout_worker")
+    process(12, 6, "python -m hpc_rl.roles.server")
     process(13, 1, "sglang::scheduler")
     process(14, 1, "bash", ours=False)
     process(7, 1, "/lib/systemd/systemd --user", comm="systemd", ours=False)
-    process(15, 7, "python -m hpc_rl.app.trainer")
+    process(15, 7, "python -m hpc_rl.roles.trainer")
     (tmp_path / "self").mkdir()
     assert [(left.pid, left.job_id) for left in leftovers(tmp_path)] == [(13, "7"), (15, "7")]
 

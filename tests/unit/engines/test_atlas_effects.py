@@ -13,18 +13,19 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy
 from training import Starter
 
-from hpc_rl.app.rollout_worker import open_rewards
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.experiment import total_steps
+from hpc_rl.config.options.operations import RecoverConfig
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.schedule import learning_rate
-from hpc_rl.config.sections.experiment import total_steps
-from hpc_rl.config.sections.operations import RecoverConfig
-from hpc_rl.config.tables.vllm_versions import FLAGS
+from hpc_rl.config.vllm_versions import FLAGS
+from hpc_rl.core.types import Reply, Turn
 from hpc_rl.datasets.encode import Prompts
-from hpc_rl.engines import fsdp
 from hpc_rl.engines.base import Sequences
-from hpc_rl.engines.micro_batches import cut
-from hpc_rl.engines.optimizer import Optimizer, shards_of
+from hpc_rl.engines.fsdp import engine as fsdp
+from hpc_rl.engines.shared.micro_batches import cut
+from hpc_rl.engines.shared.optimizer import Optimizer, shards_of
+from hpc_rl.roles.rollout_worker import open_rewards
 from hpc_rl.rollout.rewards import each, weighted
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.teacher.teaching import TeacherWorkflow
@@ -33,7 +34,6 @@ from hpc_rl.servers.vllm import settings_of
 from hpc_rl.stats.sinks import RunIdentity, TensorBoardSink, open_sinks
 from hpc_rl.trainers import compose
 from hpc_rl.trainers.run import Timer, tokenizer_folder
-from hpc_rl.types import Reply, Turn
 
 WORDS = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.ppo_n_minibatches=1"]
 WORDS += ["model_name_or_path=/m", "num_generations=2"]

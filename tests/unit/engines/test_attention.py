@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from hpc_rl.engines import attention
+from hpc_rl.engines.shared import attention
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_rl.engines.collectives import Link, RankReport, judge, shifts
+from hpc_rl.engines.shared.collectives import Link, RankReport, judge, shifts
 
 NODES = ["a", "a", "b", "b", "c", "c", "d", "d"]
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from hpc_rl.engines.distributed import init_ranks
-from hpc_rl.errors import RoleFailed
+from hpc_rl.core.errors import RoleFailed
+from hpc_rl.engines.shared.distributed import init_ranks
 
 
 def test_missing_ranks_are_counted_long_before_a_collective_times_out():

@@ -9,11 +9,11 @@ from engine_rows import micro_batches_of, plain_logprobs, some_rows
 from engine_weights import whole_weights
 from transformers import Trainer
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.engines import fsdp
-from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.engines.optimizer import LossScale
+from hpc_rl.engines.fsdp import engine as fsdp
+from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared.optimizer import LossScale
 from hpc_rl.trainers.supervised import sequence_loss
 
 WORDS = [

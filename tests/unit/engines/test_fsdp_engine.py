@@ -17,17 +17,18 @@ from patience import extend
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
-from hpc_rl import checked_file
-from hpc_rl.config.sections.training import (
+from hpc_rl.config.options.training import (
     FSDPEngineConfig,
     MicroBatchSpec,
     OptimizerConfig,
     TrainEngineConfig,
 )
-from hpc_rl.engines import fsdp, model
+from hpc_rl.core import checked_file
+from hpc_rl.core.errors import ConfigError, Damaged
 from hpc_rl.engines.base import Sequences
-from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.errors import ConfigError, Damaged
+from hpc_rl.engines.fsdp import engine as fsdp
+from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared import model
 from hpc_rl.trainers.supervised import sequence_loss
 
 
@@ -368,7 +369,7 @@ def test_bfloat16_keeps_float32_weights_and_exports_bfloat16(model_dir, tmp_path
 
 
 def test_large_exports_are_cut_into_indexed_files(model_dir, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr("hpc_rl.engines.hf_io.MAX_FILE_BYTES", 20_000)
+    monkeypatch.setattr("hpc_rl.engines.shared.hf_io.MAX_FILE_BYTES", 20_000)
     engine = engine_of(model_dir)
     engine.export(tmp_path / "out")
     assert len(list((tmp_path / "out").glob("model-*-of-*.safetensors"))) > 1

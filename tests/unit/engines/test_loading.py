@@ -12,13 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines import loading, model
-from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.options.training import OptimizerConfig, TrainEngineConfig
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import Trial
+from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared import (
+    loading,
+    model,
+)
 from hpc_rl.trainers import start
 from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trial import Trial
 
 SIZES = {
     "vocab_size": 32,

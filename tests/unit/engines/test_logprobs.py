@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpc_rl.engines.logprobs import token_logprobs
+from hpc_rl.engines.shared.logprobs import token_logprobs
 
 
 def full(hidden, head, targets, temperature) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hpc_rl.config.sections.training import OptimizerConfig, TrainEngineConfig
-from hpc_rl.engines.fsdp import FSDPEngine
-from hpc_rl.engines.offline import import_weights
-from hpc_rl.errors import ConfigError, ExitCode, FailureClass
+from hpc_rl.config.options.training import OptimizerConfig, TrainEngineConfig
+from hpc_rl.core.errors import ConfigError, ExitCode, FailureClass
+from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared.offline import import_weights
 
 
 def config_of(path: Path, **options) -> TrainEngineConfig:

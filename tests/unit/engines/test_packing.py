@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.engines.packing import balance, length_buckets, pack
+from hpc_rl.engines.shared.packing import balance, length_buckets, pack
 
 lengths_st = st.lists(st.integers(0, 50), max_size=60)
 max_rows_st = st.one_of(st.none(), st.integers(1, 7))

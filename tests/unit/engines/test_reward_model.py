@@ -11,9 +11,9 @@ import torch
 from engine_weights import whole_weights
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from hpc_rl.config.sections.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
+from hpc_rl.config.options.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.engines.base import Sequences
-from hpc_rl.engines.fsdp import FSDPEngine
+from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.trainers.supervised import pair_loss
 
 

@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from hpc_rl.config.sections.training import OptimizerConfig
-from hpc_rl.engines import state
-from hpc_rl.engines.mesh import Mesh
-from hpc_rl.engines.optimizer import Optimizer, Shard
-from hpc_rl.engines.pieces import Piece, StatePiece, flat_pieces
-from hpc_rl.errors import Damaged
+from hpc_rl.config.options.training import OptimizerConfig
+from hpc_rl.core.errors import Damaged
+from hpc_rl.engines.shared import state
+from hpc_rl.engines.shared.mesh import Mesh
+from hpc_rl.engines.shared.optimizer import Optimizer, Shard
+from hpc_rl.engines.shared.pieces import Piece, StatePiece, flat_pieces
 
 
 def part(values: dict[str, torch.Tensor]) -> tuple[list[Shard], Optimizer]:

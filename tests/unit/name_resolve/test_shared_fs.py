@@ -12,10 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_rl.errors import ConfigError, Stale
+from hpc_rl.core.errors import ConfigError, Stale
+from hpc_rl.core.trial import Trial
 from hpc_rl.name_resolve import open_names
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.trial import Trial
 
 
 class Clock:

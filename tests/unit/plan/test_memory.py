@@ -10,15 +10,18 @@ from model_shapes import LLAMA3_70B, QWEN3_8B, QWEN3_30B_A3B, QWEN3_32B
 from pytest import approx
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_rl.allocation import parse
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.engines import hf_io, logprobs
+from hpc_rl.core.allocation import parse
+from hpc_rl.engines.shared import (
+    hf_io,
+    logprobs,
+)
 from hpc_rl.plan import disk_use, memory
 from hpc_rl.plan.estimate import Estimate, estimate
 from hpc_rl.plan.model_shape import ModelShape
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.submit import needs
+from hpc_rl.trials import needs
 from hpc_rl.weights import disk
 
 SFT = ["experiment_name=e", "trial_name=t", "train_dataset.path=/t", "train_dataset.batch_size=1024"]

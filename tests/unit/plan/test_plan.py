@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.errors import ConfigError, DoesNotFit, NotBuilt
+from hpc_rl.core.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan.plan import make_plan, with_threads_per_core
 from hpc_rl.plan.schema import Plan, Pool
 
@@ -105,9 +105,9 @@ def test_four_nodes_without_gpus():
         ("trainer", 0, [0, 1], 1),
     ]
     assert {unit.role: unit.module for unit in made.units} == {
-        "server": "hpc_rl.app.server",
-        "rollout": "hpc_rl.app.rollout",
-        "trainer": "hpc_rl.app.trainer",
+        "server": "hpc_rl.roles.server",
+        "rollout": "hpc_rl.roles.rollout",
+        "trainer": "hpc_rl.roles.trainer",
     }
     assert all(unit.gpus_per_task == 0 for unit in made.units)
     assert (made.device, made.python) == ("cpu", "/venv/bin/python")

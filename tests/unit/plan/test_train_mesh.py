@@ -3,10 +3,10 @@
 import pytest
 from model_shapes import QWEN3_8B, QWEN3_30B_A3B
 
-from hpc_rl.allocation import TRAIN_BACKENDS, Train, parse
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.errors import ConfigError, DoesNotFit
+from hpc_rl.core.allocation import TRAIN_BACKENDS, Train, parse
+from hpc_rl.core.errors import ConfigError, DoesNotFit
 from hpc_rl.plan import train_mesh
 from hpc_rl.plan.model_shape import ModelShape
 from hpc_rl.plan.plan import make_plan
@@ -217,8 +217,11 @@ def test_the_nearest_mesh_keeps_the_number_of_ranks_and_divides_the_model():
 def test_the_plan_knows_the_models_that_the_engines_can_divide():
     from transformers import AutoConfig
 
-    from hpc_rl.engines import attention, tensor_parallel
     from hpc_rl.engines.megatron.weight_map import ARCHITECTURES
+    from hpc_rl.engines.shared import (
+        attention,
+        tensor_parallel,
+    )
 
     assert set(TRAIN_BACKENDS["megatron"].model_types) == set(ARCHITECTURES)
     known = TRAIN_BACKENDS["fsdp"].divided_types

@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 from toy_plans import sft_plan
 
-from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan.schema import Unit
 from hpc_rl.render.scripts import Stamp, render, script_name
-from hpc_rl.trial import Trial
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ def test_what_the_job_script_imports_is_compiled_already(tmp_path):
     name, content = code_zip.build()
     (tmp_path / name).write_bytes(content)
     code = (
-        "import sys, hpc_rl.app.job, hpc_rl.supervise.job_runner\n"
+        "import sys, hpc_rl.roles.job, hpc_rl.supervise.job_runner\n"
         "own = [module for name, module in sys.modules.items() if name.partition('.')[0] == 'hpc_rl']\n"
         "print([one.__name__ for one in own if not one.__spec__.loader.get_filename(one.__name__).endswith('.pyc')])"
     )

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.container_rules import image_files
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.containers import check_places, command_of, common_env, container_env, with_paths
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Container, Plan, Unit
@@ -129,7 +129,7 @@ def test_a_sif_image_is_started_by_what_copies_it_to_the_node():
     assert words[:6] == [
         "/host/python",
         "-m",
-        "hpc_rl.app.local_image",
+        "hpc_rl.roles.local_image",
         "/scratch",
         "/images/s.sif",
         "apptainer",

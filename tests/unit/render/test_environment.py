@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.render.jinja_environment import LayeredEnvironment, comment, directive, sh
 
 

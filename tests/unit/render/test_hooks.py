@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from job_scripts import RUN_JOB
 
-from hpc_rl.config.sections.cluster import HooksConfig
-from hpc_rl.errors import ConfigError
-from hpc_rl.files import JsonLines
+from hpc_rl.config.options.cluster import HooksConfig
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.trial import Trial
 from hpc_rl.render.hooks import gather, removal
-from hpc_rl.trial import Trial
 
 SUPERVISOR = (
     f"#!/bin/bash\n{RUN_JOB}"

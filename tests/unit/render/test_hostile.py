@@ -15,17 +15,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from job_scripts import RUN_JOB
 
-from hpc_rl.config.loading.fields import options
-from hpc_rl.config.loading.load import Loaded, load
+from hpc_rl.config.load.fields import options
+from hpc_rl.config.load.load import Loaded, load
+from hpc_rl.config.options.cluster import HooksConfig
+from hpc_rl.config.options.experiment import SFTConfig
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.cluster import HooksConfig
-from hpc_rl.config.sections.experiment import SFTConfig
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.jinja_environment import LINE_BREAK
 from hpc_rl.render.lint import check_bash, check_directives
 from hpc_rl.render.scripts import Stamp, render, script_name
-from hpc_rl.trial import Trial
 
 BASE = [
     "experiment_name=e",
@@ -192,7 +192,7 @@ def _execute(texts: dict[str, str], trial: Trial, root: Path, here: Path, schedu
     done = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     said = (here / "argv").read_bytes().decode().split("\0")
-    assert said[:4] == ["-m", "hpc_rl.app.supervisor", "--trial_dir", str(trial.dir)]
+    assert said[:4] == ["-m", "hpc_rl.roles.supervisor", "--trial_dir", str(trial.dir)]
     assert said[8].startswith(f"{trial.dir}/scripts/w.zip:{root}")
     if scheduler == "slurm":
         # The launch line of a role: the words of a container and of the user's own options stay words.

@@ -5,13 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.scripts import Stamp, render
-from hpc_rl.submit.preflight import job_requests
-from hpc_rl.trial import Trial
+from hpc_rl.trials.preflight import job_requests
 
 BASE = [
     "experiment_name=e",

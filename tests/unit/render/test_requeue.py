@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from job_scripts import ROOT, write_programs
 
-from hpc_rl.files import JsonLines
+from hpc_rl.core.files import JsonLines
 
 PROGRAM = """#!/bin/bash
-if [[ "$*" == *app.supervisor* ]]; then exit 75; fi
+if [[ "$*" == *roles.supervisor* ]]; then exit 75; fi
 if [[ "$1 $2" == "show job" ]]; then
   [[ ! -e $CALLS.away ]] || { rm "$CALLS.away"; echo away >>"$CALLS"; exit 1; }
   echo "JobId=7 Restarts=$RESTARTS BatchFlag=1"
@@ -25,7 +25,7 @@ fi
 """
 # With less patience than the program has.
 RUN = "import sys; from hpc_rl.supervise import job_runner; job_runner.ASK_EVERY_S = 0.1; "
-RUN += "from hpc_rl.app.job import main; sys.exit(main())"
+RUN += "from hpc_rl.roles.job import main; sys.exit(main())"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,8 @@ def test_both_components_of_a_heterogeneous_job_get_them(tmp_path):
 def test_a_successor_is_told_the_same(tmp_path, told, own, flags):
     [call] = asked(tmp_path, told, exclude=own, continue_by="successor")
     assert (
-        call.startswith("python -m hpc_rl.app.submit_again successor ") and f"--after 7{flags} --name" in call
+        call.startswith("python -m hpc_rl.roles.submit_again successor ")
+        and f"--after 7{flags} --name" in call
     )
 
 

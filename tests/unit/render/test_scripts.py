@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.sections.cluster import SlurmLauncherConfig
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.options.cluster import SlurmLauncherConfig
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.schema import Group, Unit
 from hpc_rl.render import scripts as script_names
 from hpc_rl.render.slurm_options import directives, signal_lead_s

@@ -6,8 +6,8 @@ import subprocess
 import pytest
 from job_scripts import RUN_JOB
 
-from hpc_rl.config.loading.load import load
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.load.load import load
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.render.scripts import script_name
 
 STUB = (

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from job_scripts import RUN_JOB
 
-from hpc_rl.files import JsonLines
-from hpc_rl.trial import Trial
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.trial import Trial
 
 PROGRAM = """#!/bin/bash
 {first}
@@ -26,7 +26,7 @@ DOES = {
     "scancel": "",
     "scontrol": 'case $1 in hostnames | show) if [[ $2 == job ]]; then cat "$HERE/reason"; else echo "$3"; fi ;; '
     'requeue) exit "$(cat "$HERE/refuses")" ;; esac',
-    "python": 'if [[ $* == *app.submit_again* ]]; then cat "$HERE/next" && [[ -s $HERE/next ]]; else exit "$(cat "$HERE/code")"; fi',
+    "python": 'if [[ $* == *roles.submit_again* ]]; then cat "$HERE/next" && [[ -s $HERE/next ]]; else exit "$(cat "$HERE/code")"; fi',
 }
 
 
@@ -117,7 +117,7 @@ def job(scripts, tmp_path) -> Iterator[Script]:
 
 def test_a_cancel_while_the_nodes_are_counted_ends_it(job):
     job.tell_to_end_in(job.start(waits="sinfo"), "sinfo")
-    assert not job.called("scontrol requeue") and not job.called("app.submit_again"), job.said()
+    assert not job.called("scontrol requeue") and not job.called("roles.submit_again"), job.said()
     assert (job.last()["event"], job.last()["reason"], job.last()["cancelled"]) == (
         "ended",
         "stopped by a signal",
@@ -133,7 +133,7 @@ def test_the_time_limit_at_that_moment_does_not(job):
 
 
 def test_a_cancel_while_the_successor_is_submitted_takes_it_back(job):
-    job.tell_to_end_in(job.start(waits="app.submit_again", continue_by="successor"), "app.submit_again")
+    job.tell_to_end_in(job.start(waits="roles.submit_again", continue_by="successor"), "roles.submit_again")
     assert job.called("scancel") == ["scancel 8"], job.said()
     assert (job.last()["event"], job.last()["reason"]) == ("ended", "stopped by a signal")
 
@@ -157,7 +157,7 @@ def test_the_term_of_its_own_requeue_disturbs_nothing(job):
 def test_where_requeue_is_refused_the_nodes_are_counted_once(job):
     job.start(refuses=True).wait(60)
     assert job.last()["successor"] == "8" and len(job.called("sinfo")) == 1, job.said()
-    assert "--exclude n9 " in job.called("app.submit_again")[0]
+    assert "--exclude n9 " in job.called("roles.submit_again")[0]
 
 
 def test_where_neither_is_taken_it_is_told(job):

@@ -9,11 +9,11 @@ import pytest
 from launch_lines import write_steps
 from toy_plans import toy_plan
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.trial import Trial
 from hpc_rl.plan.schema import Group, MpiStart, Unit
 from hpc_rl.render.lint import problems
 from hpc_rl.render.steps import plan_lines
-from hpc_rl.trial import Trial
 
 GPUS = {"n_gpus_per_node": 8}
 

@@ -8,10 +8,10 @@ import sys
 import pytest
 from tokenizers import Tokenizer, models
 
-from hpc_rl.errors import ConfigError, EndpointUnavailable, FailureClass, RoleFailed
+from hpc_rl.core.errors import ConfigError, EndpointUnavailable, FailureClass, RoleFailed
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.rollout import executor as executor_module
 from hpc_rl.rollout.executor import Executor
-from hpc_rl.trial import Trial, write_json
 
 
 async def end_of(argv: list[str]) -> None:
@@ -39,7 +39,7 @@ async def test_a_reward_that_fails_to_import_is_told_in_its_own_words(tmp_path):
     argv = [
         sys.executable,
         "-m",
-        "hpc_rl.app.rollout_worker",
+        "hpc_rl.roles.rollout_worker",
         "--trial_dir",
         str(trial.dir),
         "--attempt",

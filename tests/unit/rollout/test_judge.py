@@ -4,7 +4,8 @@ import math
 
 import pytest
 
-from hpc_rl.config.sections.inference import GenerationHyperparameters, JudgeConfig
+from hpc_rl.config.options.inference import GenerationHyperparameters, JudgeConfig
+from hpc_rl.core.types import Reply
 from hpc_rl.datasets.encode import encode_pair
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.examples.toy import make_tokenizer
@@ -13,7 +14,6 @@ from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.rewards.judge import Judge, score_in, scored_by
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.workflow import for_rewards
-from hpc_rl.types import Reply
 
 
 class Pool:

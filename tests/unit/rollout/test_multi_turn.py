@@ -5,11 +5,11 @@ import asyncio
 import psutil
 import pytest
 
+from hpc_rl.core.types import Turn
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.multi_turn import MultiTurn
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.tool_call import ToolFailed, call_tool
-from hpc_rl.types import Turn
 
 
 class Letters:

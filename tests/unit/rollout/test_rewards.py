@@ -5,9 +5,10 @@ import time
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.types import Turn
 from hpc_rl.rollout.rewards import LIMITED, Rejection, built_in, each, score_of, tasks, weighted
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.rewards.tasks import (
@@ -19,7 +20,6 @@ from hpc_rl.rollout.rewards.tasks import (
 )
 from hpc_rl.rollout.workflow import trajectory
 from hpc_rl.sandbox import Mechanism, Protection, Sandbox
-from hpc_rl.types import Turn
 
 GRPO = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=8"]
 GRPO += ["actor.path=/m", "gconfig.n_samples=4"]

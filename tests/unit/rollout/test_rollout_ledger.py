@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hpc_rl.core.types import Batch, Trajectory, TrajectoryGroup, decode, encode
 from hpc_rl.rollout.batch_log.ledger import (
     FRAME,
     MAGIC,
@@ -24,7 +25,6 @@ from hpc_rl.rollout.batch_log.ledger import (
 )  # fmt: skip
 from hpc_rl.rollout.batch_log.replay import KEPT_REJECTIONS, IndexSet, read_state, replay
 from hpc_rl.rollout.batch_log.seals import Batches, batch_bytes, read_seals
-from hpc_rl.types import Batch, Trajectory, TrajectoryGroup, decode, encode
 
 
 def record(index: int, oldest: int = 0) -> GroupRecord:
@@ -122,7 +122,7 @@ def test_what_a_sync_finds_no_room_for_is_written_once_more_and_only_once(tmp_pa
     """As network file systems have it: the bytes seem to be written, the sync tells of the quota, and forgets
     them.
     """
-    monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.01, 0.01))
+    monkeypatch.setattr("hpc_rl.core.files.PAUSE_S", (0.01, 0.01))
     ledger = Ledger(tmp_path)
     ledger.append_group(record(0), b"before")
     ledger.commit()

@@ -9,18 +9,18 @@ import numpy as np
 import pytest
 import tokenizers
 
-from hpc_rl.app.rollout import rules
-from hpc_rl.app.rollout_worker import open_servers, open_worker
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.core.trial import Trial
+from hpc_rl.core.types import Trajectory, TrajectoryGroup, decode
 from hpc_rl.datasets.order import sample_seed
 from hpc_rl.name_resolve import open_names
+from hpc_rl.roles.rollout import rules
+from hpc_rl.roles.rollout_worker import open_servers, open_worker
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.sequencer import Sequencer
 from hpc_rl.rollout.workflow import check_group
-from hpc_rl.trial import Trial
-from hpc_rl.types import Trajectory, TrajectoryGroup, decode
 from tests.unit.servers.test_router import announce, answer_of, servers
 
 WORDS = [

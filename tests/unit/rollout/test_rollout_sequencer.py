@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.errors import Stale
+from hpc_rl.core.errors import Stale
 from hpc_rl.rollout.batch_log.ledger import BaseRecord, GroupRecord, NoteRecord, RecordPlace, RejectRecord
 from hpc_rl.rollout.batch_log.replay import replay
 from hpc_rl.rollout.batch_log.seals import Seal

@@ -16,11 +16,13 @@ import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
 from hpc_rl.checkpoint.start_facts import seals_of, trimmed
-from hpc_rl.config.sections.operations import EvaluatorConfig
+from hpc_rl.config.options.operations import EvaluatorConfig
+from hpc_rl.core.errors import ConfigError, Stale, UserCodeFailed
+from hpc_rl.core.records import LineageRecord
+from hpc_rl.core.trial import Trial
+from hpc_rl.core.types import TrajectoryGroup, WeightVersion, decode, encode
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.datasets.rows import Rows
-from hpc_rl.errors import ConfigError, Stale, UserCodeFailed
-from hpc_rl.records import LineageRecord
 from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, segments
 from hpc_rl.rollout.batch_log.replay import read_state
@@ -28,8 +30,6 @@ from hpc_rl.rollout.report import counters, progress
 from hpc_rl.rollout.routes import application, routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import Refused, RolloutService
-from hpc_rl.trial import Trial
-from hpc_rl.types import TrajectoryGroup, WeightVersion, decode, encode
 
 TOKENS = {"control": "c" * 8, "data": "d" * 8}
 CONTROL, DATA = ({"Authorization": f"Bearer {TOKENS[name]}"} for name in ("control", "data"))
@@ -345,7 +345,7 @@ async def test_after_a_failed_seal_the_next_role_cuts_the_same_batch(tmp_path, m
 
 
 async def test_on_a_full_disk_the_batch_waits_for_room(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.01, 0.01))
+    monkeypatch.setattr("hpc_rl.core.files.PAUSE_S", (0.01, 0.01))
     service = make(tmp_path)
     await service.batch(1, 0, 5)
     running = asyncio.create_task(service.run())

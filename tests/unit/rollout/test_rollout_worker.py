@@ -11,16 +11,17 @@ from typing import Any
 import numpy as np
 import pytest
 
+from hpc_rl.config.options.inference import GenerationHyperparameters, InferenceEngineConfig
+from hpc_rl.config.options.operations import EvaluatorConfig
 from hpc_rl.config.rules.generation_rules import WORKFLOW_ARGS
-from hpc_rl.config.sections.inference import GenerationHyperparameters, InferenceEngineConfig
-from hpc_rl.config.sections.operations import EvaluatorConfig
-from hpc_rl.errors import (
+from hpc_rl.core.errors import (
     ConfigError,
     EndpointUnavailable,
     InputRefused,
     RequestRefused,
     RoleFailed,
 )
+from hpc_rl.core.types import Reply, TrajectoryGroup, Turn, decode, encode
 from hpc_rl.rollout.batch_log.ledger import MAX_NOTE_BYTES, GroupRecord
 from hpc_rl.rollout.rewards import Rejection, built_in, checked, contains, each, exact_match, import_object
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
@@ -29,7 +30,6 @@ from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflow import trajectory
 from hpc_rl.rollout.workflows import WORKFLOWS, load_workflow, single_turn
-from hpc_rl.types import Reply, TrajectoryGroup, Turn, decode, encode
 
 
 class Tokenizer:
@@ -684,7 +684,7 @@ async def test_a_reward_that_raises_or_prints_a_secret_variable(tmp_path, monkey
     (tmp_path / "telling.py").write_text(source)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(path for path in sys.path if path)}")
     monkeypatch.setenv("HF_TOKEN", "hf_secretvalue1")
-    monkeypatch.setattr("hpc_rl.log._secrets", ["hf_secretvalue1"])
+    monkeypatch.setattr("hpc_rl.core.log._secrets", ["hf_secretvalue1"])
     process = RewardProcess("telling:score", 20.0)
     await process.start()
     with pytest.raises(Rejection, match=r"ValueError: \*\*\*x") as refused:
@@ -695,7 +695,7 @@ async def test_a_reward_that_raises_or_prints_a_secret_variable(tmp_path, monkey
 
 
 async def test_a_workflow_that_rejects_with_a_secret_variable_in_its_message(monkeypatch):
-    monkeypatch.setattr("hpc_rl.log._secrets", ["hf_secretvalue1"])
+    monkeypatch.setattr("hpc_rl.core.log._secrets", ["hf_secretvalue1"])
     for kind in (partial(Rejection, "exception"), ValueError):
 
         async def telling(prompt, generate, kind=kind):

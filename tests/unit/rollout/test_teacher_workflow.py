@@ -7,16 +7,16 @@ import string
 import pytest
 import tokenizers
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.core.errors import ConfigError, InputRefused
+from hpc_rl.core.types import Reply, Turn, decode
 from hpc_rl.datasets.encode import encode_prompt
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import ConfigError, InputRefused
 from hpc_rl.rollout.rewards import BUILTINS, built_in, each
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflows import load_workflow
-from hpc_rl.types import Reply, Turn, decode
 
 LETTERS = [*string.printable, "…", "<eos>"]
 EOS = len(LETTERS) - 1

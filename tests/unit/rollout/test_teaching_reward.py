@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.teacher.leak import leaks, occurs, teaching_in
 from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of

@@ -12,15 +12,15 @@ from job_scripts import RUN_JOB_IN_PYTHON
 from patience import extend
 from toy_plans import sft_plan
 
-from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.errors import SchedulerError
-from hpc_rl.files import JsonLines
-from hpc_rl.proc import start_ticks
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.errors import SchedulerError
+from hpc_rl.core.files import JsonLines
+from hpc_rl.core.proc import start_ticks
+from hpc_rl.core.trial import Trial
 from hpc_rl.render.scripts import Stamp, render, script_name
 from hpc_rl.schedulers import make_scheduler
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.local import LocalScheduler
-from hpc_rl.trial import Trial
 
 # Start number n does line n of `acts` (the last line again and again) and notes signals.
 FAKE_PYTHON = f"""#!{sys.executable} -S

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from hpc_rl.errors import SchedulerError
+from hpc_rl.core.errors import SchedulerError
 from hpc_rl.schedulers import shared_query
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED, Poller, SharedAnswer, cluster_key

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.errors import SchedulerError
+from hpc_rl.core.errors import SchedulerError
 from hpc_rl.schedulers import make_scheduler, pick, slurm
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment

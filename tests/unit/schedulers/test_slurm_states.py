@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.errors import FailureClass
+from hpc_rl.core.errors import FailureClass
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.slurm_states import (
     REASONS,

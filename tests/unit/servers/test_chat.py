@@ -6,8 +6,8 @@ import pytest
 import tokenizers
 from tokenizers import Regex, decoders, models, pre_tokenizers
 
+from hpc_rl.core.errors import ConfigError, RequestRefused
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.errors import ConfigError, RequestRefused
 from hpc_rl.servers.chat import to_completion, to_generate
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"

@@ -16,7 +16,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import FusedDecoder, HFDecoder, Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 import pytest
 from aiohttp import web
 
-from hpc_rl.app import rollout_worker
-from hpc_rl.config.sections.inference import InferenceEngineConfig
-from hpc_rl.config.sections.pools import PoolConfig
-from hpc_rl.errors import ConfigError, EndpointUnavailable, InputRefused, ServerUnavailable
+from hpc_rl.config.options.inference import InferenceEngineConfig
+from hpc_rl.config.options.pools import PoolConfig
+from hpc_rl.core.errors import ConfigError, EndpointUnavailable, InputRefused, ServerUnavailable
+from hpc_rl.core.types import Reply, decode, encode
+from hpc_rl.roles import rollout_worker
 from hpc_rl.rollout import pipes
 from hpc_rl.servers import external
 from hpc_rl.servers.external import Endpoint
-from hpc_rl.types import Reply, decode, encode
 
 CHAT = [{"role": "user", "content": "1+2"}]
 KEY = "sk-very-secret"

@@ -8,14 +8,14 @@ import time
 
 import pytest
 
-from hpc_rl.errors import ConfigError, RoleFailed
+from hpc_rl.core.errors import ConfigError, RoleFailed
+from hpc_rl.core.net import bind
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.name_resolve import keys, open_names, shared_fs
-from hpc_rl.net import bind
 from hpc_rl.servers import replica as replica_module
 from hpc_rl.servers.client import open_session
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.replica import Identity, Replica
-from hpc_rl.trial import Trial, write_json
 
 TOKENS = {"control": "c" * 8, "data": "d" * 8}
 

@@ -9,12 +9,12 @@ from collections import Counter
 
 import pytest
 
-from hpc_rl.errors import ExitCode
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.trial import Trial
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.servers import replica as replica_module
 from hpc_rl.servers.replica import Identity, Replica
-from hpc_rl.trial import Trial
 
 SPEED = 250.0  # of the simulated clock
 TOKENS = {"control": "c" * 8, "data": "d" * 8}

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 from aiohttp import web
 
-from hpc_rl.errors import RequestRefused, RoleFailed, ServerUnavailable
+from hpc_rl.core.errors import RequestRefused, RoleFailed, ServerUnavailable
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.servers import router as router_module

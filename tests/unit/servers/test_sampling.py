@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_rl.errors import RequestRefused
+from hpc_rl.core.errors import RequestRefused
 from hpc_rl.servers.sampling import SamplingParams, parse
 
 

@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.inference import SGLangConfig
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.inference import SGLangConfig
-from hpc_rl.config.tables.sglang_versions import DROPPED, FLAGS
+from hpc_rl.config.sglang_versions import DROPPED, FLAGS
 from hpc_rl.servers.server_process import arguments, table_for
 from hpc_rl.servers.sglang import NOT_FLAGS, settings_of
 

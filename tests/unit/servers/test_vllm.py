@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.inference import VLLMConfig
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.inference import VLLMConfig
-from hpc_rl.config.tables.vllm_versions import FLAGS, NO_FLAGS
-from hpc_rl.errors import RequestRefused
+from hpc_rl.config.vllm_versions import FLAGS, NO_FLAGS
+from hpc_rl.core.errors import RequestRefused
 from hpc_rl.servers.native_api import NativeRequest
 from hpc_rl.servers.server_process import arguments, table_for
 from hpc_rl.servers.vllm import is_checkpoint, native_answers, private_socket, sampling_of, settings_of

@@ -5,7 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.files import JsonLines
+from hpc_rl.core.files import JsonLines
 from hpc_rl.stats.read import MetricsReader, lineages, merge, read
 
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from hpc_rl.config.sections.operations import StatsLoggerConfig, SwanlabConfig, WandBConfig
-from hpc_rl.errors import ConfigError
+from hpc_rl.config.options.operations import StatsLoggerConfig, SwanlabConfig, WandBConfig
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.stats.sinks import JsonlSink, RunIdentity, TensorBoardSink, open_sinks, tag_of
 from hpc_rl.stats.tracker import Tracker
 

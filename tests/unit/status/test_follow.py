@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from hpc_rl.files import Tail, last_lines
+from hpc_rl.core.files import Tail, last_lines
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.status import scheduler_view as asking
 from hpc_rl.status.follow import ChangeReporter, exit_code, failing_role, follow, progress_text

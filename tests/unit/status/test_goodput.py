@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.records import TrialState
+from hpc_rl.core.records import TrialState
+from hpc_rl.core.trial import write_json
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.status.goodput import MEANINGS, Bucket, goodput
 from hpc_rl.status.trial_status import read_status
-from hpc_rl.trial import write_json
 
 T0 = 1_790_000_000.0  # of the fake trial
 

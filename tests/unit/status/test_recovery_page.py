@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from hpc_rl.requeue import POLICIES
+from hpc_rl.supervise.failure_policy import POLICIES
 
 PAGE = Path(__file__).parents[3] / "docs" / "recovery.md"
 SAID = {"end": "ends", "restart": "started again", "requeue": "requeued"}

@@ -10,12 +10,12 @@ import time
 import pytest
 
 from hpc_rl.cli.status import role_line, text
-from hpc_rl.records import TrialState
+from hpc_rl.core.records import TrialState
+from hpc_rl.core.trial import write_json
 from hpc_rl.rollout import report
 from hpc_rl.status.attempts import RoleStatus
 from hpc_rl.status.rollout_report import RolloutReport, environment_lines, problems, read_rollout, summary
 from hpc_rl.status.trial_status import read_status
-from hpc_rl.trial import write_json
 
 T0 = 1_790_000_000.0
 

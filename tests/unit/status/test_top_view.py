@@ -5,11 +5,11 @@ import time
 import pytest
 
 from hpc_rl.cli.__main__ import main
+from hpc_rl.core.trial import read_object, write_json
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.status.top_view import TrialEye, lines, sparkline
-from hpc_rl.submit import trial_index
-from hpc_rl.trial import read_object, write_json
+from hpc_rl.trials import trial_index
 
 
 @pytest.fixture

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from hpc_rl.cli.__main__ import main
+from hpc_rl.core.trial import write_json
 from hpc_rl.stats.kept_samples import Sample
 from hpc_rl.status.goodput import Bucket, Span
 from hpc_rl.status.report_page import figures, merged, other_curves, page, sample_tables, spread
 from hpc_rl.status.trial_report import facts, make_report, staleness, thinned
 from hpc_rl.status.trial_status import read_status
-from hpc_rl.submit import trial_index
-from hpc_rl.trial import write_json
+from hpc_rl.trials import trial_index
 
 T0 = 1_790_000_000.0
 SAMPLE = Sample(

@@ -10,13 +10,13 @@ import pytest
 
 from hpc_rl.checkpoint.start_facts import fruitless_starts
 from hpc_rl.cli.status import text
-from hpc_rl.errors import ExitCode
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.trial import write_json
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.requeue import AFTER_EXIT
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED
 from hpc_rl.status.trial_status import StatusReader, read_status
-from hpc_rl.trial import write_json
+from hpc_rl.supervise.job_policy import AFTER_EXIT
 
 T0 = 1_790_000_000.0  # of the fake trial
 RUNNING = JobState("7", State.RUNNING, native="RUNNING")

@@ -1,7 +1,7 @@
 """Nodes that failed are avoided for a while, by requeues and by later submissions."""
 
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.supervise import bad_nodes
-from hpc_rl.trial import Trial, write_json
 
 
 def test_nodes_are_kept_until_their_time_is_over(tmp_path):

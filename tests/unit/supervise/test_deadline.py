@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from hpc_rl.errors import StopCause
+from hpc_rl.core.errors import StopCause
+from hpc_rl.core.trial import Trial
 from hpc_rl.stats.tracker import p95
 from hpc_rl.supervise.deadline import (
     MARGIN_S,
@@ -16,7 +17,6 @@ from hpc_rl.supervise.deadline import (
     JobEndTime,
     StepTimes,
 )
-from hpc_rl.trial import Trial
 
 LEAD_S = 60 + 15 + MARGIN_S  # of the steps and saves below
 

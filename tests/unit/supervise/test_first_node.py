@@ -5,15 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.errors import SchedulerError
+from hpc_rl.core.errors import JobEvent, SchedulerError
+from hpc_rl.core.records import read_job_state
+from hpc_rl.core.trial import Trial
 from hpc_rl.name_resolve.shared_fs import LEASE_TTL_S
-from hpc_rl.records import read_job_state
-from hpc_rl.requeue import JobEvent
 from hpc_rl.schedulers import slurm
 from hpc_rl.schedulers.slurm import JobFacts
 from hpc_rl.supervise import first_node
 from hpc_rl.supervise.first_node import LOOK_EVERY_S, Suspicion, WatchedJob
-from hpc_rl.trial import Trial
 
 
 def asks(suspicion: Suspicion, times: range, lease_age_s=lambda now: 0.0, silent_s=0.0, lost=()) -> list[int]:

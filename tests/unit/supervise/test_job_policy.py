@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from job_scripts import ROOT, JobRun
 
+from hpc_rl.core.trial import Trial
 from hpc_rl.supervise.job_policy import (
     Facts,
     JobSettings,
@@ -16,7 +17,6 @@ from hpc_rl.supervise.job_policy import (
     name_job,
     parse_words,
 )
-from hpc_rl.trial import Trial
 
 WORDS = ["trial_dir=/t", "python=/p", "workdir=/w", "scheduler=slurm", "script_name=trial.sbatch"]
 WORDS += ["attempts=attempts", "recover_mode=auto", "recover_retries=3", "start_mode=auto"]
@@ -123,7 +123,7 @@ def test_the_program_imports_little():
         "subprocess",
     ]
     slow += ["tempfile", "threading", "urllib.parse", "yaml"]
-    code = f"import sys, hpc_rl.app.job, hpc_rl.supervise.job_runner; print([name for name in {slow} if name in sys.modules])"
+    code = f"import sys, hpc_rl.roles.job, hpc_rl.supervise.job_runner; print([name for name in {slow} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr
 

@@ -10,14 +10,14 @@ import pytest
 from launch_lines import write_steps
 from patience import extend
 
-from hpc_rl.net import LOOPBACK
+from hpc_rl.core.net import LOOPBACK
+from hpc_rl.core.proc import is_alive
+from hpc_rl.core.records import ProcessRecord
+from hpc_rl.core.trial import Attempt, Trial, write_json
 from hpc_rl.plan.schema import MpiStart, Unit
-from hpc_rl.proc import is_alive
-from hpc_rl.records import ProcessRecord
 from hpc_rl.supervise import mpiexec, processes
 from hpc_rl.supervise.mpiexec import MpiexecHandle, MpiexecSteps
 from hpc_rl.supervise.processes import ProcessSteps
-from hpc_rl.trial import Attempt, Trial, write_json
 
 # Ends its ranks as soon as one has exited, as MPICH and Open MPI do.
 FAKE_MPIEXEC = """#!/bin/bash
@@ -31,9 +31,9 @@ exit $code
 RANK = """
 import os, sys, threading, time
 from pathlib import Path
-from hpc_rl.app import control
-from hpc_rl.records import ProcessRecord
-from hpc_rl.trial import write_json
+from hpc_rl.roles import control
+from hpc_rl.core.records import ProcessRecord
+from hpc_rl.core.trial import write_json
 rank, how = int(os.environ["FAKE_RANK"]), os.environ["HOW"]
 here = Path(os.environ["HERE"])
 control.connect(os.environ["HPC_RL_SUPERVISOR"], "the token")

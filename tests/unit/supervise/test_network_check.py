@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from hpc_rl.net import answer_callers, find_unreached
+from hpc_rl.core.net import answer_callers, find_unreached
 from hpc_rl.supervise.network_check import Preflight, judge
 
 HOSTS = ["n1", "n2", "n3", "n4"]

@@ -6,12 +6,12 @@ import threading
 
 import pytest
 
-from hpc_rl.errors import Stale, TrialBusy
+from hpc_rl.core.errors import Stale, TrialBusy
+from hpc_rl.core.proc import start_ticks
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.proc import start_ticks
 from hpc_rl.supervise import ownership
-from hpc_rl.trial import Trial, write_json
 
 
 @pytest.fixture

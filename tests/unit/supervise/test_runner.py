@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import pytest
 from toy_plans import toy_plan
 
-from hpc_rl.app import supervisor as app
-from hpc_rl.config.loading.stored import from_dict
-from hpc_rl.errors import ExitCode, FailureClass, StopCause
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.errors import ExitCode, FailureClass, StopCause
+from hpc_rl.core.records import DrainIntent, EventKind, read_events
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.records import DrainIntent, EventKind, read_events
+from hpc_rl.roles import supervisor as app
 from hpc_rl.supervise import runner as driving
 from hpc_rl.supervise.hangs import PLACED_S
 from hpc_rl.supervise.host_watch import ISOLATED_S
@@ -18,7 +19,6 @@ from hpc_rl.supervise.network_check import NetworkFindings
 from hpc_rl.supervise.runner import TrialRunner
 from hpc_rl.supervise.state_machine import AttemptMachine, Phase
 from hpc_rl.supervise.unit_loop import StopRequests
-from hpc_rl.trial import Trial, write_json
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
 UNIT = Unit(

@@ -8,14 +8,14 @@ import pytest
 from patience import extend
 from toy_plans import toy_plan
 
-from hpc_rl.config.loading.stored import from_dict
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.trial import Trial, read_json, write_json
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.plan.schema import Group, Unit
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.supervise import bad_nodes, server_array, server_runner, state_machine, unit_loop
 from hpc_rl.supervise.server_array import array_line, ensure_servers, read_arrays
 from hpc_rl.supervise.server_runner import ServerRunner
-from hpc_rl.trial import Trial, read_json, write_json
 
 SERVER = Unit(
     role="server",

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.errors import FailureClass, StopCause
+from hpc_rl.core.errors import FailureClass, StopCause
+from hpc_rl.core.records import ExitRecord
 from hpc_rl.plan.schema import Unit
-from hpc_rl.records import ExitRecord
-from hpc_rl.supervise.exit_policy import UnitExit, combine_ranks, pause_s
+from hpc_rl.supervise.failure_policy import UnitExit, combine_ranks, pause_s
 from hpc_rl.supervise.state_machine import (
     DRAIN_GRACE_S,
     END_GRACE_S,

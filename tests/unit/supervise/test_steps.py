@@ -12,15 +12,15 @@ from launch_lines import write_steps
 from patience import extend
 from toy_plans import toy_plan
 
-from hpc_rl.errors import ConfigError
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.proc import end_processes, is_alive, start_ticks
+from hpc_rl.core.records import ProcessRecord
+from hpc_rl.core.trial import Attempt, Trial, read_json, write_json
 from hpc_rl.plan.schema import Unit
-from hpc_rl.proc import end_processes, is_alive, start_ticks
-from hpc_rl.records import ProcessRecord
 from hpc_rl.supervise import processes
 from hpc_rl.supervise.agents import AgentHandle
 from hpc_rl.supervise.ownership import kill_leftovers, next_incarnations
 from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, unplaced_reason
-from hpc_rl.trial import Attempt, Trial, read_json, write_json
 
 UNTIL_EOF = "import os, sys; print('up', flush=True)\nwhile d := os.read(0, 99): print(d.decode(), flush=True); sys.exit(75)"
 DEAF = "import time; print('up', flush=True); time.sleep(60)"

@@ -13,10 +13,10 @@ import pytest
 from launch_lines import write_steps
 from patience import extend
 
+from hpc_rl.core.proc import start_ticks
+from hpc_rl.core.trial import Attempt, Trial
 from hpc_rl.plan.schema import Container, Unit
-from hpc_rl.proc import start_ticks
 from hpc_rl.supervise.processes import STOP, ProcessSteps, SrunSteps
-from hpc_rl.trial import Attempt, Trial
 
 STAND_IN = Path(__file__).resolve().parents[2] / "helpers" / "bin" / "apptainer"
 STRANGE = "a b;$(touch broken) 'q' `id`"

@@ -4,13 +4,13 @@ dead.
 
 import pytest
 
-from hpc_rl.errors import TrialBusy
-from hpc_rl.records import newest_job
+from hpc_rl.core.errors import TrialBusy
+from hpc_rl.core.records import newest_job
+from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.schedulers.base import JobSpec
 from hpc_rl.status.submitted_jobs import read_jobs
-from hpc_rl.submit.cancellation import cancel
 from hpc_rl.supervise.successor import submit_successor
-from hpc_rl.trial import Trial, write_json
+from hpc_rl.trials.cancellation import cancel
 
 
 class FakeSlurm:
@@ -141,7 +141,7 @@ def test_cancel_reaches_the_newest_job_and_the_servers(trial, monkeypatch):
     )
     trial.successor("150_1", 1).write_text('{"job_id": "300"}')
     slurm.states = lambda ids, **_: {job: JobState(job, State.PENDING) for job in ids}
-    monkeypatch.setattr("hpc_rl.submit.cancellation.scheduler_of", lambda *_: slurm)
+    monkeypatch.setattr("hpc_rl.trials.cancellation.scheduler_of", lambda *_: slurm)
     done = cancel(trial)
     assert set(slurm.cancelled) == {"200", "150", "300"}
     assert [item.job.job_id for item in done] == ["150", "100"]

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from recipes import RecordingEngine, make_run
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.core.types import Batch, Trajectory, TrajectoryGroup
 from hpc_rl.trainers.grpo_recipe import GRPO
-from hpc_rl.types import Batch, Trajectory, TrajectoryGroup
 from hpc_rl.weights.publish import DiskTransport
 
 WORDS = [

@@ -8,9 +8,9 @@ import torch
 from hpc_rl.algorithms import grpo
 from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import consecutive_groups
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.training import PPOActorConfig
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.training import PPOActorConfig
 from hpc_rl.trainers.grpo_recipe import levels
 
 WORDS = [

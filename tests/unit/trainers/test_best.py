@@ -5,13 +5,13 @@ asked for.
 import pytest
 from training import FakeEngine, Starter
 
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.changes import measured_by
+from hpc_rl.config.load.load import load
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.operations import EvaluatorConfig, KeepBestConfig, RecoverConfig, SaverConfig
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.operations import EvaluatorConfig, KeepBestConfig, RecoverConfig, SaverConfig
-from hpc_rl.config.tables.changes import measured_by
-from hpc_rl.errors import ConfigError, ExitCode
-from hpc_rl.trial import read_json
+from hpc_rl.core.errors import ConfigError, ExitCode
+from hpc_rl.core.trial import read_json
 
 LOSSES = {2: {"eval_loss": 0.5}, 4: {"eval_loss": 0.2}, 6: {"eval_loss": 0.9}}
 
@@ -83,7 +83,7 @@ def test_a_restart_remembers_the_best(tmp_path):
 
 
 def test_a_stop_while_the_best_waits_for_space_leaves_it_to_the_next_start(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.001, 0.001))
+    monkeypatch.setattr("hpc_rl.core.files.PAUSE_S", (0.001, 0.001))
     start = starter(tmp_path)
     start.config.saver.freq_steps = None
 

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 import torch
 
-from hpc_rl.allocation import Train
-from hpc_rl.config.loading.load import load
+from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
+from hpc_rl.core.allocation import Train
+from hpc_rl.core.trial import Trial
 from hpc_rl.engines.base import Sequences
 from hpc_rl.trainers.compose import _engine
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.start import TrainerContext
-from hpc_rl.trial import Trial
 from tests.unit.engines.conftest import TINY
 
 

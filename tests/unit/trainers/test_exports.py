@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 from training import FakeEngine, Starter
 
-from hpc_rl.config.sections.operations import SaverConfig
-from hpc_rl.errors import ExitCode
+from hpc_rl.config.options.operations import SaverConfig
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.trial import read_json
 from hpc_rl.trainers import exports
-from hpc_rl.trial import read_json
 
 
 class Killed(BaseException):
@@ -31,7 +31,7 @@ def starter(tmp_path):
 @pytest.fixture
 def full_disk(starter, monkeypatch):
     """Exports fail while there is no room; what happens at the n-th try is a test's to say."""
-    monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.001, 0.001))
+    monkeypatch.setattr("hpc_rl.core.files.PAUSE_S", (0.001, 0.001))
     disk = SimpleNamespace(room=True, tries=0, at={})
     write = FakeEngine.export
 

@@ -12,12 +12,12 @@ from training import FakeEngine, FakeSnapshot, Starter, make_config
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit, scan
-from hpc_rl.config.sections.experiment import total_steps
-from hpc_rl.config.sections.operations import EvaluatorConfig, RecoverConfig, SaverConfig
-from hpc_rl.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, Stale
+from hpc_rl.config.options.experiment import total_steps
+from hpc_rl.config.options.operations import EvaluatorConfig, RecoverConfig, SaverConfig
+from hpc_rl.core.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, Stale
+from hpc_rl.core.trial import read_json, write_json
 from hpc_rl.status.trial_status import read_status
 from hpc_rl.trainers.exports import Exports
-from hpc_rl.trial import read_json, write_json
 
 
 @pytest.fixture

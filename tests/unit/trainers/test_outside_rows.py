@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from recipes import RecordingEngine
 
-from hpc_rl.config.sections.environments import EnvironmentsConfig
+from hpc_rl.config.options.environments import EnvironmentsConfig
+from hpc_rl.core.types import Batch, TrajectoryGroup, encode
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
-from hpc_rl.types import Batch, TrajectoryGroup, encode
 from tests.unit.trainers.test_recipes import FakeRollout, grpo_recipe, trajectory
 
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from hpc_rl.engines import hf_io
+from hpc_rl.core.trial import Trial, read_json
+from hpc_rl.core.types import WeightVersion
+from hpc_rl.engines.shared import hf_io
 from hpc_rl.trainers import exports
 from hpc_rl.trainers.grpo_recipe import GRPO
 from hpc_rl.trainers.ranks import Ranks
-from hpc_rl.trial import Trial, read_json
-from hpc_rl.types import WeightVersion
 from hpc_rl.weights.publish import DiskTransport
 
 
@@ -31,7 +31,7 @@ class Engine:
 
 @pytest.fixture
 def recipe(tmp_path, monkeypatch):
-    monkeypatch.setattr("hpc_rl.files.PAUSE_S", (0.001, 0.001))
+    monkeypatch.setattr("hpc_rl.core.files.PAUSE_S", (0.001, 0.001))
     trial, engine, stopping, published = Trial(tmp_path / "trial"), Engine(), threading.Event(), []
     trial.make_dirs()
     waited = []

@@ -13,16 +13,16 @@ from recipes import RecordingEngine, make_run
 
 from hpc_rl.algorithms import ALGORITHMS
 from hpc_rl.algorithms.base import TokenBatch
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import GRPOConfig, TeacherConfig
-from hpc_rl.config.sections.inference import GenerationHyperparameters
-from hpc_rl.config.sections.training import NormConfig, PPOActorConfig
-from hpc_rl.errors import DataUnusable
-from hpc_rl.records import LineageRecord
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
+from hpc_rl.config.options.inference import GenerationHyperparameters
+from hpc_rl.config.options.training import NormConfig, PPOActorConfig
+from hpc_rl.core.errors import DataUnusable
+from hpc_rl.core.records import LineageRecord
+from hpc_rl.core.trial import write_json
+from hpc_rl.core.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 from hpc_rl.trainers.grpo_recipe import GRPO, max_steps_without_update, num_updates, place_schedule
 from hpc_rl.trainers.minibatches import shares
-from hpc_rl.trial import write_json
-from hpc_rl.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 from hpc_rl.weights.publish import DiskTransport
 
 

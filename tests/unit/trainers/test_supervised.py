@@ -8,12 +8,12 @@ import pytest
 import torch
 from recipes import make_run
 
-from hpc_rl.config.sections.dataset import DatasetConfig
-from hpc_rl.config.sections.experiment import RWConfig, SFTConfig
-from hpc_rl.config.sections.training import TrainEngineConfig
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.experiment import RWConfig, SFTConfig
+from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.engines.base import MicroBatch, Sequences
-from hpc_rl.engines.logprobs import token_logprobs
+from hpc_rl.engines.shared.logprobs import token_logprobs
 from hpc_rl.trainers.supervised import (
     REWARD_MODEL,
     SFT,

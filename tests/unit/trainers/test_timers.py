@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.config.sections.operations import FrequencyConfig
+from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.trainers.run import Timer
 
 

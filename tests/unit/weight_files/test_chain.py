@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.checked_file import FileRecord
-from hpc_rl.errors import Damaged
-from hpc_rl.types import WeightVersion
+from hpc_rl.core.checked_file import FileRecord
+from hpc_rl.core.errors import Damaged
+from hpc_rl.core.types import WeightVersion
 from hpc_rl.weight_files import rank_file
 from hpc_rl.weight_files.chain import (
     INDEX_NAME,

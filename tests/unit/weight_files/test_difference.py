@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from hpc_rl import checked_file
-from hpc_rl.errors import Damaged
+from hpc_rl.core import checked_file
+from hpc_rl.core.errors import Damaged
 from hpc_rl.weight_files import rank_file
 from hpc_rl.weight_files.difference import MAX_GAP, Rectangle, apply_changes, find_changes
 from hpc_rl.weight_files.rank_file import compare

@@ -11,11 +11,11 @@ import pytest
 from aiohttp import web
 from patience import extend
 
-from hpc_rl.errors import RoleFailed, Stale
+from hpc_rl.core.errors import RoleFailed, Stale
+from hpc_rl.core.trial import Trial, write_json
+from hpc_rl.core.types import WeightVersion
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.trial import Trial, write_json
-from hpc_rl.types import WeightVersion
 from hpc_rl.weights import disk
 from hpc_rl.weights.publish import Publisher
 

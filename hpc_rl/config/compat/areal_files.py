@@ -1,0 +1,244 @@
+"""AReaL's own names and values: what they are here, or that they have no effect, each with a note.
+
+`translate` is for names and comes before references are resolved, `as_unwritten` for values and comes after.
+"""
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+from hpc_rl.config.compat.areal_names import (
+    ANY,
+    AS_UNWRITTEN,
+    MOUNT,
+    NAMES,
+    OF_MULTI_TURN,
+    OF_WORKFLOWS,
+    SRUN_ARGS,
+    WORKFLOW,
+    WORKFLOW_ARGS,
+)
+from hpc_rl.config.load.fields import defaults, options
+from hpc_rl.config.load.parser import typed
+from hpc_rl.config.load.source import Settings, SourceValue
+from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
+
+_NOT_TRAINED = "the reference model is not trained"
+_SHOWN = 3  # names in a note
+
+
+@dataclasses.dataclass
+class RenamedSettings:
+    """Settings with names of ours; those that were replaced, for references to them; notes and refusals."""
+
+    settings: Settings
+    replaced: Settings = dataclasses.field(default_factory=dict)
+    notes: list[str] = dataclasses.field(default_factory=list)
+    refusals: list[str] = dataclasses.field(default_factory=list)
+
+
+def translate(cls: type, given: Settings) -> RenamedSettings:
+    """Return settings without AReaL's names that `cls`, the configuration of a trainer, does not have."""
+    done = RenamedSettings({})
+    idle: dict[str, list[str]] = defaultdict(list)  # reason -> names
+    for name, item in _with_norms(_flat(given)).items():
+        row = NAMES.get(_known_part(name))
+        if name in options(cls) or (row is None and not _is_of_ref(name, cls)):
+            done.settings[name] = item
+            continue
+        done.replaced[name] = item
+        if row is None:
+            _check_type(name, item, done)
+            idle[_NOT_TRAINED].append(name)
+        elif row.to:
+            if row.to not in given:
+                done.settings[row.to] = item
+            done.notes.append(f"{name} ({item.origin}) is {row.to}.")
+        elif ANY in row.idle or item.plain() in row.idle or _is_idle(name, item, given):
+            idle[row.why].append(name)
+        else:
+            shown = "" if isinstance(item.value, dict) else f" {item.shown} can't be used:"
+            done.refusals.append(f"{name} ({item.origin}):{shown} {row.why}. Remove this option.")
+    done.notes += [f"{_few(names)}: no effect: {why}." for why, names in idle.items()]
+    if WORKFLOW_ARGS in options(cls):
+        if "teacher" not in options(cls):
+            _choose_workflow(done)
+        _collect_workflow_args(done)
+    return done
+
+
+def _flat(given: Settings) -> Settings:
+    """Return settings with the options of a section of AReaL, which is none here, by dotted names."""
+    found: Settings = {}
+    for name, item in given.items():
+        if name == "checkpointer" and isinstance(item.value, dict):
+            found |= {f"{name}.{key}": part for key, part in item.value.items()}
+        else:
+            found[name] = item
+    return found
+
+
+def _with_norms(given: Settings) -> Settings:
+    """Return settings with sections in place of the switches of v0.3.0 to v0.3.2, when adv_norm was on."""
+    found = dict(given)
+    for norm, switch in (("adv_norm", "group_adv_norm"), ("reward_norm", "group_reward_norm")):
+        by_group, section = found.pop(f"actor.{switch}", None), f"actor.{norm}"
+        is_on = found.pop(section) if section in found and isinstance(found[section].value, bool) else None
+        item = by_group or is_on
+        if item is None or any(name.startswith(f"{section}.") or name == section for name in found):
+            continue
+        level = "group" if by_group is not None and by_group.value is True else "batch"
+        if (is_on is not None and not is_on.value) or (norm == "reward_norm" and level == "batch"):
+            found[section] = dataclasses.replace(item, value=None, text=None)
+            continue
+        for name in ("mean_level", "std_level"):
+            found[f"{section}.{name}"] = dataclasses.replace(item, value=level, text=level)
+    return found
+
+
+def _known_part(name: str) -> str:
+    """Return the name, or the section of it that the table has."""
+    while name and name not in NAMES:
+        name = name.rpartition(".")[0]
+    return name
+
+
+def _is_of_ref(name: str, cls: type) -> bool:
+    """Return whether it is an option of the policy's loss in the section ref, which AReaL has as well."""
+    section, _, option = name.partition(".")
+    return (
+        section == "ref"
+        and section in options(cls)
+        and option in options(PPOActorConfig)
+        and option not in options(TrainEngineConfig)
+    )
+
+
+def _check_type(name: str, item: SourceValue, done: RenamedSettings) -> None:
+    if isinstance(item.value, dict) or "${" in str(item.value):
+        return
+    try:
+        typed(options(PPOActorConfig)[name.partition(".")[2]], item)
+    except ValueError as error:
+        done.refusals.append(f"{name} ({item.origin}): {item} can't be used; omit it. {error}".strip())
+
+
+def _is_idle(name: str, item: SourceValue, given: Settings) -> bool:
+    """Return whether a name has no effect beside what else is given."""
+    if name == "actor.kl_estimator":
+        return "actor.kl_ctl" in given and given["actor.kl_ctl"].value == 0
+    return name == "vllm.model" and "actor.path" in given and item.value == given["actor.path"].value
+
+
+def _few(names: list[str]) -> str:
+    more = len(names) - _SHOWN
+    return f"{', '.join(names[:_SHOWN])} and {more} more" if more > 1 else ", ".join(names)
+
+
+def _choose_workflow(done: RenamedSettings) -> None:
+    """Choose multi_turn for AReaL's multi-turn example; refuse its agents until a workflow is named.
+
+    Each of AReaL's examples is a script with its own workflow. The keys at the top level tell which it is.
+    """
+    named = done.settings.get(WORKFLOW)
+    found = {name: item for name, item in done.settings.items() if name.partition(".")[0] in OF_WORKFLOWS}
+    if not found or (named is not None and named.value is not None):
+        return
+    keys = {name.partition(".")[0] for name in found}
+    if keys <= OF_MULTI_TURN and ("turn_discount" in keys or {"max_turns"} < keys):
+        item = next(iter(found.values()))
+        done.settings[WORKFLOW] = dataclasses.replace(item, value="multi_turn", text="multi_turn")
+        done.notes.append(f"{WORKFLOW} is multi_turn, for {_few(list(found))} ({item.origin}).")
+        return
+    telling = [name for name in found if name.partition(".")[0] not in OF_MULTI_TURN] or list(found)
+    done.refusals.append(
+        f"{_few(telling)} ({found[telling[0]].origin}): {WORKFLOW} is not set. AReaL's examples with this "
+        "option run agents whose code hpc-rl does not have. Set the workflow, as "
+        f"{WORKFLOW}=my_module:MyAgent or {WORKFLOW}=multi_turn; it gets these options as {WORKFLOW_ARGS}."
+    )
+
+
+def _collect_workflow_args(done: RenamedSettings) -> None:
+    """Put what stands for arguments of the workflow into `rollout.workflow_args`.
+
+    Keys that the mapping has count more than those of AReaL's files, and arguments more than both.
+    """
+    known = done.settings
+    whole = known.get(WORKFLOW_ARGS, SourceValue({}, ""))
+    if not isinstance(whole.value, dict):
+        return
+    args: dict[str, SourceValue] = {}
+    typed_in: dict[str, SourceValue] = {}
+    for name in list(known):
+        item, inside = known[name], name.removeprefix(f"{WORKFLOW_ARGS}.")
+        if name == inside and name.partition(".")[0] not in OF_WORKFLOWS:
+            continue
+        del known[name]
+        _insert(typed_in if item.is_argument else args, inside.split("."), item)
+        if name == inside:
+            done.replaced[name] = item
+            done.notes.append(f"{name} ({item.origin}) is {WORKFLOW_ARGS}.{name}.")
+        if name == "n_trajs":
+            _set_n_samples(item, done)
+    args |= whole.value | typed_in
+    if args:
+        known[WORKFLOW_ARGS] = SourceValue(args, whole.origin or next(iter(args.values())).origin)
+
+
+def _type_of(name: str) -> type:
+    return type(AS_UNWRITTEN[name][0])
+
+
+def _insert(tree: dict[str, SourceValue], path: list[str], item: SourceValue) -> None:
+    for part in path[:-1]:
+        inside = tree.get(part)
+        members = dict(inside.value) if inside is not None and isinstance(inside.value, dict) else {}
+        tree[part] = SourceValue(members, item.origin)
+        tree = members
+    tree[path[-1]] = item
+
+
+def _set_n_samples(item: SourceValue, done: RenamedSettings) -> None:
+    """Let the group have the trajectories that AReaL's workflow makes of one prompt, with `n_samples` 1."""
+    own, count = done.settings.get("gconfig.n_samples"), item.value
+    is_free = own is None or (own.value == 1 and not own.is_argument)
+    if isinstance(count, int) and count > 1 and is_free:
+        done.settings["gconfig.n_samples"] = item
+        done.notes.append(f"gconfig.n_samples is {count}: n_trajs is the number of trajectories in a group.")
+
+
+def as_unwritten(cls: type, settings: Settings) -> list[str]:
+    """Take out what AReaL's files spell out and means nothing here; return notes. References are resolved."""
+    notes, of = [], defaults(cls)
+    for name, item in list(settings.items()):
+        if item.is_argument:
+            continue
+        value, leaf = item.plain(), name.rpartition(".")[2]
+        if leaf in ("mean_level", "std_level") and str(value).lower() == "none":
+            settings[name] = dataclasses.replace(item, value=None, text=None)
+        elif name in AS_UNWRITTEN and (type(value), value) == (_type_of(name), AS_UNWRITTEN[name][0]):
+            followed = AS_UNWRITTEN[name][1]
+            other = settings[followed].plain() if followed in settings else of.get(followed, ...)
+            if other != value:
+                del settings[name]
+            if other not in (value, ...):
+                notes.append(f"{name} ({item.origin}): {value} is AReaL's default; it is {followed} here.")
+        elif reason := _idle(name, value, settings):
+            del settings[name]
+            notes.append(f"{name} ({item.origin}): no effect: {reason}.")
+    return notes
+
+
+def _idle(name: str, value: Any, settings: Settings) -> str:
+    """Return why a value of AReaL's files has no effect; empty where it may have one."""
+    if name == "launcher.slurm.srun_additional_args" and value and set(str(value).split()) <= SRUN_ARGS:
+        return "the plan gives srun what it needs, and -K would end the roles before they save"
+    images = (f"launcher.slurm.{role}_image" for role in ("trainer", "inference_server", "rollout"))
+    if name == "launcher.slurm.mount" and value == MOUNT:
+        given = (settings[image].value for image in images if image in settings)
+        return "" if any(one not in (None, "none") for one in given) else "there is no container image"
+    daemons = {"cluster.name_resolve.etcd3_addr": "etcd3", "cluster.name_resolve.ray_actor_name": "ray"}
+    used = settings.get("cluster.name_resolve.type")
+    if name in daemons and isinstance(value, str) and (used is None or used.value == "nfs"):
+        return "cluster.name_resolve.type is nfs"
+    return ""

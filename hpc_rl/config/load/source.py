@@ -1,0 +1,326 @@
+"""Settings in YAML files and on the command line: each value by dotted name, with its origin.
+
+YAML is read as YAML 1.2: `24:00:00`, `0123`, `no` and `1_0` are text, `1e-6` is a number.
+"""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from hpc_rl.config.load.fields import generic, members_of, options, section_of
+from hpc_rl.config.options.experiment import CONFIGS
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.files import similar_file
+
+
+@dataclass(frozen=True)
+class SourceValue:
+    """A value with its origin. A mapping or a list holds SourceValues; `text` is the source text of a scalar.
+
+    An argument of the command line is text first: `--launcher.slurm.time 90` needs no quotes.
+    """
+
+    value: Any
+    origin: str
+    text: str | None = None
+    is_argument: bool = False
+    is_deletion: bool = False  # `~a.b`, or `~a.b=value`, whose value must be the one that is deleted
+
+    def plain(self) -> Any:
+        """Return the value without origins."""
+        if isinstance(self.value, dict):
+            return {key: item.plain() for key, item in self.value.items()}
+        return [item.plain() for item in self.value] if isinstance(self.value, list) else self.value
+
+    @property
+    def shown(self) -> str:
+        """The value as messages show it."""
+        value = self.plain()
+        if value is None:
+            return "nothing" if self.is_argument and not self.text else "null"
+        shown = self.text if self.text is not None else repr(value)
+        if not shown.isprintable():
+            shown = repr(shown)
+        if len(shown) > LONGEST_SHOWN:
+            shown = f"{shown[: LONGEST_SHOWN // 2]}… ({len(shown)} characters)"
+        return shown
+
+    def __str__(self) -> str:
+        """Return the value with its type, for messages about a wrong type."""
+        value = self.plain()
+        return (
+            self.shown
+            if value is None
+            else f"{self.shown} ({_TYPE_NAMES.get(type(value), type(value).__name__)})"
+        )
+
+
+LONGEST_SHOWN = 200  # characters of a value in a message
+Settings = dict[str, SourceValue]  # by dotted name; a section only where it is empty or null
+_TYPE_NAMES = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
+
+
+def with_origin(data: Any, origin: str) -> SourceValue:
+    """Return plain data as a SourceValue, all of one origin."""
+    if isinstance(data, dict):
+        return SourceValue({str(key): with_origin(item, origin) for key, item in data.items()}, origin)
+    if isinstance(data, list):
+        return SourceValue([with_origin(item, origin) for item in data], origin)
+    is_number = isinstance(data, int | float) and not isinstance(data, bool)
+    return SourceValue(data, origin, str(data) if is_number else None)
+
+
+class Yaml12(yaml.SafeLoader):
+    """PyYAML with the scalars of YAML 1.2's core schema, octal and hexadecimal left out."""
+
+    num_values = 0
+    has_references = True  # else `${` is text
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
+        first: [
+            (tag, rx)
+            for tag, rx in pairs
+            if tag.rsplit(":", 1)[1] not in {"bool", "int", "float", "timestamp"}
+        ]
+        for first, pairs in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+
+MOST_VALUES = 100_000  # in one file, aliases counted wherever they stand
+_REFERENCE = re.compile(r"(\\*)\$\{")
+_TAGS = {
+    f"tag:yaml.org,2002:{kind}"
+    for kind in ("map", "seq", "str", "int", "float", "bool", "null", "merge", "value")
+}
+_FLOAT = (
+    r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*)([eE][-+]?[0-9]+)?|[-+]?[0-9]+[eE][-+]?[0-9]+"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)"
+)
+for _tag, _regex, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("int", r"[-+]?(0|[1-9][0-9]*)", "-+0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
+):
+    Yaml12.add_implicit_resolver("tag:yaml.org,2002:" + _tag, re.compile(f"^(?:{_regex})$"), list(_first))
+
+
+MAX_FILE_BYTES = 1 << 19
+
+
+def read_yaml(path: Path) -> Settings:
+    """Return the settings in a file. Raises ConfigError: missing, not YAML, a key twice, not a mapping.
+
+    A .json file, as a trial's own, holds no references: `${` is text there.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)  # a device may never end
+        if len(data) > MAX_FILE_BYTES:
+            raise ConfigError(
+                f"config file {path} has more than {MAX_FILE_BYTES >> 10} KiB, which no configuration needs: "
+                "is it another file?"
+            )
+        text = data.decode("utf-8")
+    except OSError as error:
+        near = similar_file(path) if isinstance(error, FileNotFoundError) else ""
+        hint = f" Did you mean {path.with_name(near)}?" if near else ""
+        raise ConfigError(f"config file {path} can't be read: {error.strerror}.{hint}") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ConfigError(f"config file {path} can't be read: line {line} is not UTF-8 text.") from error
+    tree = _parse(text, str(path), has_references=path.suffix != ".json")
+    if not isinstance(tree.value, dict | None):
+        raise ConfigError(
+            f"config file {path} must hold a mapping of options (key: value), "
+            f"not {type(tree.value).__name__}."
+        )
+    return settings_of(tree) if tree.value else {}
+
+
+def settings_of(tree: SourceValue, prefix: str = "") -> Settings:
+    """Take a mapping apart where it is a section. Raises ConfigError for an option that stands twice."""
+    found: Settings = {}
+    for key, value in tree.value.items():
+        name, item = prefix + key, replace(value, is_argument=value.is_argument or tree.is_argument)
+        is_section = isinstance(item.value, dict) and item.value and _is_section(name)
+        for inner, setting in (settings_of(item, f"{name}.") if is_section else {name: item}).items():
+            if inner in found:
+                raise ConfigError(
+                    f"{inner} ({setting.origin}) stands twice in one file: also {found[inner].origin}."
+                )
+            found[inner] = setting
+    return found
+
+
+def _is_section(name: str) -> bool:
+    return any(generic(cls, name) in _section_names() for cls in CONFIGS.values())
+
+
+@cache
+def _section_names() -> frozenset[str]:
+    every = (item for cls in CONFIGS.values() for item in options(cls).items())
+    return frozenset(name for name, hint in every if section_of(hint))
+
+
+def merge(sources: Iterable[Settings]) -> Settings:
+    """Lay sources over each other. Null removes what a section has; a later option of it brings it back."""
+    merged: Settings = {}
+    for source in sources:
+        for name, item in source.items():
+            if item.value is None:
+                merged = {other: kept for other, kept in merged.items() if not other.startswith(f"{name}.")}
+            above = name
+            while above := above.rpartition(".")[0]:
+                if above in merged and merged[above].value is None:
+                    del merged[above]
+            merged[name] = item
+    return merged
+
+
+def without(settings: Settings, name: str) -> Settings:
+    """Return settings without an option, a section, or a key of a mapping."""
+    kept = {
+        other: item for other, item in settings.items() if other != name and not other.startswith(f"{name}.")
+    }
+    above = name
+    while above := above.rpartition(".")[0]:
+        item = kept.get(above)
+        if item is not None and isinstance(item.value, dict):
+            inside = without(item.value, name.removeprefix(f"{above}."))
+            kept[above] = replace(item, value=inside)
+    return kept
+
+
+def literal(value: Any) -> Any:
+    """Return plain data with each `${` escaped, which would begin a reference."""
+    if isinstance(value, dict):
+        return {key: literal(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [literal(item) for item in value]
+    return _REFERENCE.sub(lambda found: 2 * found[1] + r"\${", value) if isinstance(value, str) else value
+
+
+def is_reference(value: str) -> bool:
+    """Return whether a `${` in it begins a reference: one without an odd number of backslashes before it."""
+    return any(len(found[1]) % 2 == 0 for found in _REFERENCE.finditer(value))
+
+
+def read_argument(text: str, origin: str) -> SourceValue:
+    """Return the value of one argument: YAML where it can be read as that, else text."""
+    try:
+        value = _parse(text, origin).value
+    except ConfigError:
+        value = text
+    if value is None and text.strip() not in ("", "~", "null", "Null", "NULL"):
+        value = text  # as '#1': on the command line there are no comments
+    quoted = isinstance(value, str) and text[:1] in ("'", '"')
+    return SourceValue(value, origin, value if quoted else text, is_argument=True)
+
+
+def read_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
+    """Return (dotted name, value) of `a.b=c`, `--a.b=c`, `--a.b c` and `~a.b`, in their order.
+
+    As in Hydra, `+` and `++` may stand before a name. Raises ConfigError.
+    """
+    found: list[tuple[str, SourceValue]] = []
+    rest = iter(tokens)
+    for token in rest:
+        name, equals, value = token.partition("=")
+        if token.startswith("--") and len(name) > 2:
+            name = _underscored(name[2:])
+            if not equals:
+                value = next(rest, "--")
+                if value.startswith("--"):
+                    raise ConfigError(f"{token} needs a value: {token} VALUE, or {token}=VALUE.")
+        elif token.startswith("~") and len(name) > 1:
+            item = read_argument(value, f"command line: {token}")
+            found.append((name[1:], replace(item, text=value if equals else None, is_deletion=True)))
+            continue
+        elif token.startswith(("-", "~")) or not equals or not name:
+            raise ConfigError(
+                f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE, "
+                "and ~a.b deletes it."
+            )
+        found.append((name.lstrip("+"), read_argument(value, f"command line: {token.partition('=')[0]}")))
+    return found
+
+
+def _underscored(name: str) -> str:
+    """Return the name of a flag, `-` read as `_`, but in the key of a member, which is the user's own."""
+    member = next((one for cls in CONFIGS.values() for one in members_of(cls, [name])), "")
+    return member + name.removeprefix(member).replace("-", "_")
+
+
+def _parse(text: str, name: str, has_references: bool = True) -> SourceValue:
+    try:
+        loader = Yaml12(text)
+        loader.has_references = has_references
+        node = loader.get_single_node()
+        return SourceValue(None, name) if node is None else _convert(loader, node, name)
+    except RecursionError:
+        raise ConfigError(f"{name}: not usable YAML: it is nested too deeply, or holds itself.") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"{name}:{mark.line + 1}" if mark else name
+        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}.") from error
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{name}:{line}: not valid YAML: {error.reason}.") from error
+
+
+def _convert(loader: Yaml12, node: yaml.Node, name: str) -> SourceValue:
+    origin = f"{name}:{node.start_mark.line + 1}"
+    loader.num_values += 1
+    if loader.num_values > MOST_VALUES:
+        raise ConfigError(
+            f"{origin}: more than {MOST_VALUES} values; aliases (*name) that hold aliases multiply."
+        )
+    if node.tag not in _TAGS:
+        raise ConfigError(
+            f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here."
+        )
+    if isinstance(node, yaml.MappingNode):
+        return SourceValue(_mapping(loader, node, name), origin)
+    if isinstance(node, yaml.SequenceNode):
+        return SourceValue([_convert(loader, item, name) for item in node.value], origin)
+    try:
+        value = loader.construct_object(node)
+        return SourceValue(value if loader.has_references else literal(value), origin, node.value)
+    except ValueError as error:  # thousands of digits, or `!!int ten`
+        shown = node.value if len(node.value) < 40 else f"{node.value[:20]}… ({len(node.value)} characters)"
+        raise ConfigError(f"{origin}: {shown} can't be read as a number.") from error
+
+
+def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, SourceValue]:
+    own: dict[str, SourceValue] = {}
+    merged: dict[str, SourceValue] = {}
+    for key_node, value_node in node.value:
+        line = key_node.start_mark.line + 1
+        if not isinstance(key_node, yaml.ScalarNode):
+            raise ConfigError(f"{name}:{line}: a key must be a plain scalar.")
+        item = _convert(loader, value_node, name)
+        if key_node.tag == "tag:yaml.org,2002:merge":
+            for part in item.value if isinstance(item.value, list) else [item]:
+                if not isinstance(part.value, dict):
+                    raise ConfigError(f"{name}:{line}: << needs a mapping, or a list of mappings.")
+                merged = {**part.value, **merged}
+        elif key_node.value in own:
+            first = own[key_node.value].origin
+            raise ConfigError(
+                f"{name}:{line}: key {key_node.value} stands twice in one mapping; first at {first}."
+            )
+        else:
+            # The origin of a section is the line of its key.
+            own[key_node.value] = SourceValue(item.value, f"{name}:{line}", item.text)
+    return {**merged, **own}

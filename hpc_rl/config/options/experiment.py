@@ -1,0 +1,201 @@
+"""The configuration of a trial, one class for each trainer; its length in steps, and dotted access."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hpc_rl.config.options.cluster import ClusterSpecConfig, LauncherConfig
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.environments import EnvironmentsConfig
+from hpc_rl.config.options.inference import (
+    EmbeddedConfig,
+    GenerationHyperparameters,
+    InferenceEngineConfig,
+    SGLangConfig,
+    VLLMConfig,
+)
+from hpc_rl.config.options.limits import NonNegativeInt, PathText, PositiveInt
+from hpc_rl.config.options.operations import (
+    EvaluatorConfig,
+    RecoverConfig,
+    SaverConfig,
+    SchedulerConfig,
+    StatsLoggerConfig,
+)
+from hpc_rl.config.options.pools import PoolConfig, PoolName
+from hpc_rl.config.options.teacher import TeachingConfig
+from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
+from hpc_rl.core.errors import ConfigError
+
+
+@dataclass(kw_only=True)
+class BaseExperimentConfig:
+    """Options of every trial."""
+
+    experiment_name: str
+    """Name of the experiment; groups related trials."""
+    trial_name: str
+    """Name of the trial; unique within the experiment."""
+    trainer: Literal["grpo", "teacher", "sft", "rw"] | None = None
+    """Trainer; null derives it from the sections: `teacher` means teacher; `actor` grpo; `model` means rw if
+    train_dataset.type is rw, else sft."""
+    seed: NonNegativeInt = 1
+    """Random seed."""
+    allocation_mode: str = ""
+    """How devices are divided between generation servers and the trainer, such as `sglang:d4+fsdp:d4` or
+    `embedded:d1+fsdp:d1`; empty means derived."""
+    total_train_epochs: PositiveInt | None = 1
+    """Number of passes over the training data. Defaults to null (as many as needed) when either of the next
+    two options is set."""
+    total_train_steps: PositiveInt | None = None
+    """Stop after N steps; null means no such limit."""
+    total_train_n_seqs: PositiveInt | None = None
+    """Stop after N sequences (prompts times samples for grpo). Of several limits the earliest applies."""
+    tokenizer_path: PathText = ""
+    """Directory of the tokenizer; empty means the model's."""
+    cluster: ClusterSpecConfig = field(default_factory=ClusterSpecConfig)
+    """The cluster that the trial runs on."""
+    train_dataset: DatasetConfig
+    """Training data."""
+    valid_dataset: DatasetConfig | None = None
+    """Held-out data, read in the order of the file: `batch_size`, `shuffle` and `drop_last` mean nothing."""
+    saver: SaverConfig = field(default_factory=SaverConfig)
+    """Exports in Hugging Face format."""
+    evaluator: EvaluatorConfig = field(default_factory=EvaluatorConfig)
+    """When to evaluate."""
+    stats_logger: StatsLoggerConfig = field(default_factory=StatsLoggerConfig)
+    """Where metrics go."""
+    recover: RecoverConfig = field(default_factory=RecoverConfig)
+    """Checkpoints."""
+    sglang: SGLangConfig = field(default_factory=SGLangConfig)
+    """SGLang servers, if the allocation has them."""
+    launcher: LauncherConfig = field(default_factory=LauncherConfig)
+    """How processes are started."""
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    """AReaL's scheduler service, which hpc-rl does not have."""
+
+
+@dataclass(kw_only=True)
+class GRPOConfig(BaseExperimentConfig):
+    """A GRPO trial."""
+
+    async_training: bool = True
+    """Generate while training; false alternates the two: each batch is made by the newest weights."""
+    gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
+    """Sampling of completions."""
+    eval_gconfig: GenerationHyperparameters | None = None
+    """Sampling in evaluations, which make one completion of a held-out prompt, or n_samples and the mean of
+    their rewards. What is not given here is as in `gconfig`. hpc-rl extension."""
+    rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
+    """The rollout role."""
+    actor: PPOActorConfig
+    """The policy."""
+    ref: TrainEngineConfig | None = None
+    """The frozen reference model for actor.kl_ctl and actor.beta, in the trainer's ranks; null means none."""
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    """vLLM servers, if the allocation has them. hpc-rl extension."""
+    embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
+    """Embedded servers, if the allocation has them."""
+    pools: dict[PoolName, PoolConfig] = field(default_factory=dict)
+    """Models that are asked and never trained, by name: each pool of `allocation_mode` but the trained one,
+    and endpoints elsewhere. hpc-rl extension."""
+    environments: EnvironmentsConfig | None = None
+    """What feeds the trial from outside; null means nothing does."""
+
+
+@dataclass(kw_only=True)
+class TeacherConfig(GRPOConfig):
+    """A trial that trains a teacher, by GRPO, to make a student answer better."""
+
+    teacher: TeachingConfig = field(default_factory=TeachingConfig)
+    """How the student in pool `student` is probed and taught, and what the teacher is rewarded for."""
+
+
+@dataclass(kw_only=True)
+class SFTConfig(BaseExperimentConfig):
+    """A supervised fine-tuning trial."""
+
+    model: TrainEngineConfig
+    """The model."""
+
+
+@dataclass(kw_only=True)
+class RWConfig(BaseExperimentConfig):
+    """A reward-model trial, on rows with a chosen and a rejected text."""
+
+    model: TrainEngineConfig
+    """The model; its head is replaced by a scalar one."""
+
+
+Config = GRPOConfig | SFTConfig | RWConfig
+CONFIGS: dict[str, type] = {
+    "grpo": GRPOConfig,
+    "teacher": TeacherConfig,
+    "sft": SFTConfig,
+    "rw": RWConfig,
+}
+LENGTH_OPTIONS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")
+
+
+def has_own_prompts(config: Config) -> bool:
+    """Return whether `train_dataset` is read: always, but in a trial on environments alone."""
+    environments = config.environments if isinstance(config, GRPOConfig) else None
+    return environments is None or environments.own_prompts
+
+
+def total_steps(config: Config, num_rows: int) -> int:
+    """Return the number of steps of a trial: the smallest that `LENGTH_OPTIONS` give.
+
+    Raises ConfigError where the passes over the data make no whole batch.
+    """
+    steps = last_step(config, num_rows)
+    assert steps is not None, "rules/check.py requires one of LENGTH_OPTIONS"
+    if steps < 1:
+        size = config.train_dataset.batch_size
+        raise ConfigError(
+            f"train_dataset.batch_size {size}: {config.total_train_epochs} epoch(s) of {num_rows} rows make "
+            "no whole batch. Lower it, raise total_train_epochs, or set total_train_steps."
+        )
+    return steps
+
+
+def last_step(config: Config, num_rows: int | None) -> int | None:
+    """Return an upper bound of the number of steps, from the number of rows before `max_length` drops any.
+
+    None where only `total_train_epochs` is set and the number of rows is not known.
+    """
+    size = config.train_dataset.batch_size
+    bounds = [config.total_train_steps] if config.total_train_steps is not None else []
+    if config.total_train_n_seqs is not None:
+        num_samples = config.gconfig.n_samples if isinstance(config, GRPOConfig) else 1
+        bounds.append(-(-config.total_train_n_seqs // (size * num_samples)))
+    if config.total_train_epochs is not None and num_rows is not None and has_own_prompts(config):
+        rows = config.total_train_epochs * num_rows
+        bounds.append(rows // size if config.train_dataset.drop_last else -(-rows // size))
+    return min(bounds, default=None)
+
+
+class _Absent:
+    def __bool__(self) -> bool:
+        return False
+
+
+ABSENT: Any = _Absent()
+
+
+def value_of(config: Any, name: str) -> Any:
+    """Return the value of a dotted option, or ABSENT where a section is missing or null."""
+    for part in name.split("."):
+        config = config.get(part, ABSENT) if isinstance(config, dict) else getattr(config, part, ABSENT)
+    return config
+
+
+def replaced(section: Any, path: list[str], value: Any) -> Any:
+    """Return the same configuration with one option changed."""
+    if len(path) > 1:
+        value = replaced(value_of(section, path[0]), path[1:], value)
+    if isinstance(section, dict):
+        return section | {path[0]: value}
+    return dataclasses.replace(section, **{path[0]: value})

@@ -1,0 +1,82 @@
+"""Section `megatron` of a model in the trainer: the options of megatron-core, by the names that AReaL has."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpc_rl.config.options.limits import PositiveInt
+
+
+@dataclass(kw_only=True)
+class MegatronDDPConfig:
+    """How megatron-core sums gradients over data ranks."""
+
+    grad_reduce_in_fp32: bool = True
+    """Sum gradients in float32, otherwise in the type of the parameters."""
+    overlap_grad_reduce: bool = False
+    """Sum the gradients of a bucket during the backward pass."""
+    overlap_param_gather: bool = False
+    """Gather updated parameters during the next forward pass; needs `overlap_grad_reduce` and
+    `use_distributed_optimizer`."""
+    align_param_gather: bool = False
+    """Let all pipeline stages gather parameters at the same time; needs `overlap_param_gather`."""
+    use_distributed_optimizer: bool = True
+    """Divide float32 parameters and moments among the data ranks; false keeps them whole on each."""
+    check_for_nan_in_grad: bool = False
+    """End the trial at a gradient that is not a number, before it is summed."""
+    bucket_size: PositiveInt | None = None
+    """Parameters in a bucket; null means a number by the data ranks; needs `overlap_grad_reduce`."""
+    average_in_collective: bool = False
+    """Average gradients over ranks while they are summed; only false: losses are divided by the number of
+    tokens."""
+    fp8_param_gather: bool = False
+    """Gather parameters in FP8; only false."""
+
+
+@dataclass(kw_only=True)
+class MegatronConfig:
+    """Options of the megatron backend; its parallel sizes are those of `allocation_mode`."""
+
+    wrap_with_ddp: bool = True
+    """Sum gradients over data ranks; only true."""
+    use_torch_fsdp2: bool = False
+    """Only false: the fsdp backend is FSDP2."""
+    use_custom_fsdp: bool = False
+    """Only false: the fsdp backend shards parameters."""
+    ddp: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
+    """How gradients are summed over data ranks."""
+    virtual_pipeline_size: PositiveInt = 1
+    """Parts of the layers on each pipeline stage, interleaved: shorter idle times, more messages. hpc-rl
+    extension."""
+    overlap_param_gather_with_optimizer_step: bool = False
+    """Gather parameters while the optimizer updates others; only false."""
+    use_precision_aware_optimizer: bool = False
+    """Keep gradients, parameters and moments in the types below; only false: all are float32."""
+    main_grads_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type of gradients in the optimizer; only float32."""
+    main_params_dtype: Literal["float32", "float16"] = "float32"
+    """Data type of parameters in the optimizer; only float32."""
+    exp_avg_dtype: Literal["float32", "float16", "bfloat16", "fp8"] = "float32"
+    """Data type of first moments; only float32."""
+    exp_avg_sq_dtype: Literal["float32", "float16", "bfloat16", "fp8"] = "float32"
+    """Data type of second moments; only float32."""
+    async_save: bool = False
+    """Only false: `recover.async_save` writes checkpoints while training continues."""
+    use_checkpoint_opt_param_scheduler: bool = True
+    """Continue the learning-rate schedule at the step of the checkpoint; only true."""
+    use_deterministic_algorithms: bool = False
+    """Have PyTorch use deterministic algorithms only; slower."""
+    recompute_granularity: Literal["full", "selective"] | None = "full"
+    """What `gradient_checkpointing` recomputes: whole layers, or what `recompute_modules` names."""
+    recompute_method: Literal["uniform", "block"] | None = "uniform"
+    """With `full`: `uniform` keeps the input of each `recompute_num_layers` layers, a divisor of those of
+    a stage, `block` recomputes the first `recompute_num_layers` layers of each stage only. Null with
+    `selective`."""
+    recompute_num_layers: PositiveInt | None = 1
+    """Number of layers for `recompute_method`. Null with `selective`."""
+    distribute_saved_activations: bool | None = None
+    """Divide what is kept among tensor ranks; not true: sequence parallelism does it already."""
+    recompute_modules: list[str] | None = None
+    """With `selective`: parts of a layer that are recomputed, of core_attn, layernorm, mlp and moe; null
+    means core_attn."""

@@ -1,0 +1,204 @@
+"""Sections `saver`, `evaluator`, `recover` and `stats_logger`: what happens from time to time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from hpc_rl.config.options.limits import AboveOne, NonNegativeInt, PathText, PositiveInt
+
+
+@dataclass(kw_only=True)
+class FrequencyConfig:
+    """How often: whenever one of the three periods that are set has passed. All null means never."""
+
+    freq_epochs: PositiveInt | None = None
+    """Every N epochs."""
+    freq_steps: PositiveInt | None = None
+    """Every N steps."""
+    freq_secs: PositiveInt | None = None
+    """Every N seconds."""
+
+
+@dataclass(kw_only=True)
+class IdentityConfig:
+    """The trial's identity, which AReaL files repeat in many sections; other values are refused."""
+
+    experiment_name: str | None = None
+    """Must equal the trial's `experiment_name`; null follows it."""
+    trial_name: str | None = None
+    """Must equal the trial's `trial_name`; null follows it."""
+    fileroot: PathText | None = None
+    """Must equal `cluster.fileroot`; null follows it."""
+
+
+@dataclass(kw_only=True)
+class KeepBestConfig:
+    """Keep the best model by evaluation, as `exports/best`."""
+
+    metric: str | None = None
+    """Metric of an evaluation: `eval_reward` (grpo), `eval_loss` (sft, rw), `eval_accuracy` (rw),
+    `eval_token_accuracy` (sft), or `eval_accuracy_delta`, `eval_reward`, `eval_student_accuracy`,
+    `eval_baseline_accuracy` and `eval_reward_<part>` (teacher), or `eval_<name>` where a workflow of your own
+    has <name> in its `Trajectory.stats`; null means the first of these that the trainer has."""
+    mode: Literal["max", "min"] | None = None
+    """Whether larger or smaller is better; null means `min` for a loss, else `max`."""
+    as_final: bool = False
+    """Make `exports/final` the best model instead of the last one."""
+
+
+@dataclass(kw_only=True)
+class SaverConfig(FrequencyConfig, IdentityConfig):
+    """Exports in Hugging Face format, in `exports/`; one is always written at the end."""
+
+    keep_last: PositiveInt | None = None
+    """Number of most recent exports to keep, in addition to the final and the best one; null keeps all.
+    hpc-rl extension."""
+    keep_best: KeepBestConfig | None = None
+    """Keep the best model by evaluation; null disables it. After another held-out dataset, reward, workflow
+    or teacher, or other pools, the next evaluation is the best again. hpc-rl extension."""
+
+
+@dataclass(kw_only=True)
+class EvaluatorConfig(FrequencyConfig, IdentityConfig):
+    """Evaluation on `valid_dataset`.
+
+    With such a dataset one always runs after the last step, and in a GRPO trial also before the first.
+    """
+
+    keep_samples: NonNegativeInt = 32
+    """Prompts of each evaluation whose completions are kept, the first of `valid_dataset`, for `hpc-rl
+    samples`. hpc-rl extension."""
+    pass_reward: float = 1.0
+    """Least reward of a completion that passes, for `eval_pass@k` where `eval_gconfig.n_samples` is above 1.
+    hpc-rl extension."""
+    sets_column: str | None = None
+    """Column of `valid_dataset` that names the set of a row: each set has metrics of its own, as
+    `eval_NAME/reward`; null measures all rows together only. hpc-rl extension."""
+
+
+@dataclass(kw_only=True)
+class RecoverConfig(FrequencyConfig, IdentityConfig):
+    """Checkpoints, and what a start does with them."""
+
+    mode: Literal["disabled", "auto", "fault", "resume"] = "disabled"
+    """`disabled` neither saves nor loads checkpoints; `auto` loads the newest valid checkpoint, if any;
+    `fault` only one of the same submission; `resume` loads one or exits with code 3."""
+    retries: NonNegativeInt = 3
+    """Restarts in a row without a new checkpoint before the trial gives up."""
+    keep: PositiveInt = 2
+    """Number of most recent checkpoints to keep. hpc-rl extension."""
+    keep_every_steps: PositiveInt | None = None
+    """Additionally keep every checkpoint whose step is a multiple of this; null disables it. hpc-rl
+    extension."""
+    keep_best: NonNegativeInt = 0
+    """Additionally keep the N checkpoints with the best evaluation, by the metric of `saver.keep_best` or, if
+    that is null, the trainer's own (reward, accuracy or loss). hpc-rl extension."""
+    async_save: bool = False
+    """Write checkpoints while training continues, from a copy in memory; false pauses training. hpc-rl
+    extension."""
+    hang_factor: AboveOne = 10.0
+    """Treat the trial as hung after hang_factor × the 95th percentile of the step time without progress: dump
+    stacks and restart the hung role. hpc-rl extension."""
+    hang_min_s: PositiveInt = 300
+    """Shortest time without progress that counts as a hang, in seconds. hpc-rl extension."""
+    hang_max_s: PositiveInt = 3600
+    """Longest time without progress before it counts as a hang, in seconds; it also applies to start-up and
+    the first step. hpc-rl extension."""
+    avoid_hours: NonNegativeInt = 24
+    """Hours for which requeues and later submissions avoid a node that failed; 0 disables it. hpc-rl
+    extension."""
+
+
+@dataclass(kw_only=True)
+class TensorBoardConfig:
+    """TensorBoard files."""
+
+    path: PathText | None = None
+    """Directory; null means `tensorboard/` in the trial's, one series for all attempts."""
+
+
+@dataclass(kw_only=True)
+class WandBConfig:
+    """Weights & Biases, in addition to the files that are always written."""
+
+    mode: Literal["online", "offline", "disabled"] = "disabled"
+    """`online` sends metrics, `offline` writes files for `wandb sync`, `disabled` does neither."""
+    wandb_base_url: str = ""
+    """URL of the server; empty means the public one."""
+    wandb_api_key: str = ""
+    """Refused, because others may read the file. Run `wandb login`, or export WANDB_API_KEY before
+    submitting."""
+    entity: str | None = None
+    """Team or user; null means your default."""
+    project: str | None = None
+    """Project; null means the experiment name."""
+    name: str | None = None
+    """Name of the run; null means the trial name."""
+    job_type: str | None = None
+    """Job type."""
+    group: str | None = None
+    """Group; null means experiment and trial, which groups the attempts of a trial."""
+    notes: str | None = None
+    """Notes of the run."""
+    tags: list[str] | None = None
+    """Tags of the run."""
+    config: dict[str, Any] | None = None
+    """Configuration stored with the run; null means the whole configuration, secrets redacted."""
+    id_suffix: str = "train"
+    """Suffix of the run id, which consists of experiment and trial; a restart resumes the same run."""
+
+
+@dataclass(kw_only=True)
+class SwanlabConfig:
+    """SwanLab, in addition to the files that are always written."""
+
+    mode: Literal["cloud", "local", "offline", "disabled"] = "disabled"
+    """`cloud` sends metrics, `local` and `offline` write files, `disabled` does neither."""
+    project: str | None = None
+    """Project; null means the experiment name."""
+    name: str | None = None
+    """Name of the run; null means the trial name."""
+    config: dict[str, Any] | None = None
+    """Configuration stored with the run; null means the whole configuration, secrets redacted."""
+    logdir: PathText | None = None
+    """Directory of its files; null means the attempt's directory."""
+    api_key: str = ""
+    """Refused, because others may read the file. Run `swanlab login`, or export SWANLAB_API_KEY before
+    submitting."""
+
+
+@dataclass(kw_only=True)
+class StatsLoggerConfig(IdentityConfig):
+    """Where metrics go. JSON lines and TensorBoard files are always written."""
+
+    wandb: WandBConfig = field(default_factory=WandBConfig)
+    """Weights & Biases."""
+    swanlab: SwanlabConfig = field(default_factory=SwanlabConfig)
+    """SwanLab."""
+    tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
+    """TensorBoard files."""
+    every_steps: PositiveInt = 1
+    """TensorBoard and the services get the metrics of every N-th step, and all evaluations; metrics.jsonl has
+    every step. hpc-rl extension."""
+
+
+@dataclass(kw_only=True)
+class SchedulerConfig:
+    """AReaL's scheduler service, which hpc-rl does not have.
+
+    Slurm places the roles, and rewards run in the rollout role.
+    """
+
+    endpoint: str = "http://localhost:8081"
+    """Address of the service; only the default is accepted."""
+    deploy_mode: str = "separation"
+    """Deployment of AReaL; only `separation` is accepted."""
+    functioncall_service_domain: str = "http://localhost:8080"
+    """Address of a reward service; only the default is accepted. Use `rollout.reward_fn`."""
+    reward_functioncall_config: dict[str, str] = field(default_factory=dict)
+    """Options of a reward service; only an empty mapping is accepted."""
+    reward_model_path: str = ""
+    """Reward model of a service; only the empty default is accepted. Use `pools.reward_model.path`."""
+    reward_model_service_url: str = "http://localhost:30000/classify"
+    """Address of a reward model; only the default is accepted."""

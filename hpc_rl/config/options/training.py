@@ -1,0 +1,246 @@
+"""Sections `actor`, `ref` and `model`: train engine, optimizer, and the options of the policy loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from hpc_rl.config.options.limits import (
+    AboveOne,
+    NonNegativeFloat,
+    PathText,
+    PositiveFloat,
+    PositiveInt,
+    Share,
+    ShareBelowOne,
+    ShareInside,
+)
+from hpc_rl.config.options.megatron import MegatronConfig
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW and its learning-rate schedule."""
+
+    type: Literal["adam", "empty"] = "adam"
+    """`adam`, or `empty` for a model that is not trained (`ref`)."""
+    lr: NonNegativeFloat = 2e-5
+    """Peak learning rate."""
+    weight_decay: NonNegativeFloat = 0.05
+    """Decoupled weight decay."""
+    decay_norms_and_biases: bool = True
+    """Decay the weights of norms and biases, too. Hugging Face's Trainer does not, so ATLAS's `weight_decay`
+    sets false. hpc-rl extension."""
+    beta1: ShareBelowOne = 0.9
+    """Decay rate of the first moment."""
+    beta2: ShareBelowOne = 0.95
+    """Decay rate of the second moment."""
+    eps: PositiveFloat = 1e-5
+    """Term added to the denominator."""
+    min_lr_ratio: Share = 0.0
+    """Final learning rate as a share of the peak."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the schedule after the warm-up."""
+    warmup_steps_proportion: Share = 0.001
+    """Share of all updates spent on a linear warm-up; the number of updates is rounded down."""
+    warmup_from_zero: bool = False
+    """Start the warm-up at a rate of 0 and round its updates up, as Hugging Face's Trainer does; ATLAS's
+    `warmup_ratio` sets true. If false, the first update has a rate above 0. hpc-rl extension."""
+    gradient_clipping: PositiveFloat = 1.0
+    """Largest gradient norm."""
+    offload: bool = False
+    """Keep moments and a second copy of the parameters in CPU memory, and update them there."""
+    initial_loss_scale: PositiveFloat = 2.0**32
+    """Initial loss scale (float16)."""
+    min_loss_scale: PositiveFloat = 1.0
+    """Smallest loss scale (float16)."""
+    loss_scale_window: PositiveFloat = 5.0
+    """Updates in a row without overflow before the loss scale is doubled (float16)."""
+    hysteresis: PositiveInt = 2
+    """Overflows before the loss scale is halved; each one after that halves it again, until it is doubled
+    (float16)."""
+
+
+@dataclass(kw_only=True)
+class MicroBatchSpec:
+    """How a train batch is divided into micro-batches. The result does not depend on it."""
+
+    n_mbs: PositiveInt | None = 1
+    """Smallest number of micro-batches; null means 1."""
+    granularity: PositiveInt = 1
+    """Number of neighbouring sequences of a rank that stay in one micro-batch; 2 for a reward model (chosen
+    and rejected)."""
+    max_tokens_per_mb: PositiveInt | None = None
+    """Largest number of tokens in a micro-batch; null means no limit. Defaults to 32768 with GPUs, or
+    more for the longest sequence."""
+    max_seqs_per_mb: PositiveInt | None = None
+    """Largest number of sequences in a micro-batch; null means no limit. hpc-rl extension."""
+
+
+@dataclass(kw_only=True)
+class FSDPWrapPolicy:
+    """Which modules are sharded individually."""
+
+    transformer_layer_cls_to_wrap: list[str] | None = None
+    """Class names of modules; null means the layers that the model declares."""
+
+
+@dataclass(kw_only=True)
+class FSDPEngineConfig:
+    """Options of the fsdp backend."""
+
+    wrap_policy: FSDPWrapPolicy | None = None
+    """Which modules are sharded individually; null means the model's layers."""
+    offload_params: bool = False
+    """Keep parameters in CPU memory, and the moments and updates of a trained model; each layer is on the GPU
+    only while it is used."""
+    offload_activations: bool = False
+    """Keep the inputs of layers, from which `gradient_checkpointing` recomputes the rest, in CPU memory until
+    the backward pass. hpc-rl extension."""
+    reshard_after_forward: bool = True
+    """Give a layer's gathered parameters free after its forward pass, and gather them again for the backward
+    pass; false keeps them, which takes memory and saves messages. hpc-rl extension."""
+    replicate_size: PositiveInt = 1
+    """Number of groups that the data ranks form (HSDP): each has a whole copy of the model, divided among its
+    ranks. 1 divides one copy among all. hpc-rl extension."""
+
+
+@dataclass(kw_only=True)
+class DeepSpeedAutoTPEngineConfig:
+    """Options of AReaL's DeepSpeed backend, in place of which there is the fsdp backend."""
+
+    autotp_size: PositiveInt = 1
+    """Tensor-parallel size; only 1: it is `t` of `allocation_mode`."""
+
+
+@dataclass(kw_only=True)
+class TrainEngineConfig:
+    """A model in the trainer."""
+
+    experiment_name: str | None = None
+    """Must equal the trial's `experiment_name`; null follows it."""
+    trial_name: str | None = None
+    """Must equal the trial's `trial_name`; null follows it."""
+    path: PathText
+    """Directory of a Hugging Face checkpoint."""
+    init_from_scratch: bool = False
+    """Start from random weights, with the architecture at `path`."""
+    is_critic: bool = False
+    """Whether the model has a scalar head: true for a reward model, and only there."""
+    pad_to_maximum: bool = False
+    """Pad every micro-batch to `mb_spec.max_tokens_per_mb` tokens: no memory fragmentation, but more compute.
+    """
+    attn_impl: str = "flash_attention_2"
+    """Attention: sdpa, eager, and on GPUs flash_attention_2, flash_attention_3 (packages flash-attn and
+    flash-attn-3) and flex_attention. Defaults to the flash attention that the trainer's Python has, else to
+    sdpa, which on GPUs is PyTorch's flash attention; to sdpa without GPUs and with `dtype` float32."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Data type in which the model computes, and of published and exported weights; the parameters that the
+    optimizer updates, and its moments, are float32. Defaults to float32 without GPUs."""
+    grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which gradients are summed over ranks."""
+    backend: Literal["", "fsdp", "megatron"] = ""
+    """Train engine; empty means fsdp."""
+    fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
+    """Options of the fsdp backend."""
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
+    """Options of the megatron backend."""
+    ds_auto_tp: DeepSpeedAutoTPEngineConfig = field(default_factory=DeepSpeedAutoTPEngineConfig)
+    """Tensor parallelism as AReaL's DeepSpeed backend has it; `allocation_mode` has it here."""
+    gradient_checkpointing: bool = True
+    """Recompute activations in the backward pass."""
+    disable_dropout: bool = False
+    """Set all dropout probabilities to 0."""
+    mb_spec: MicroBatchSpec = field(default_factory=MicroBatchSpec)
+    """How a train batch is divided into micro-batches."""
+    optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
+    """Optimizer and schedule; null only for a model that is not trained (`ref`)."""
+
+
+@dataclass(kw_only=True)
+class NormConfig:
+    """Normalization of rewards or advantages."""
+
+    mean_level: Literal["batch", "group"] | None = "batch"
+    """Scope of the mean that is subtracted; null subtracts none."""
+    std_level: Literal["batch", "group"] | None = "batch"
+    """Scope of the standard deviation to divide by; null divides by none."""
+    group_size: PositiveInt | None = None
+    """Trajectories per group; null means `gconfig.n_samples`, which it must equal."""
+    mean_leave1out: bool = False
+    """Leave an entry out of its own mean."""
+    std_unbiased: bool = False
+    """Use the unbiased standard deviation."""
+    eps: PositiveFloat = 1e-5
+    """Term added to the standard deviation."""
+
+
+@dataclass(kw_only=True)
+class PPOActorConfig(TrainEngineConfig):
+    """The policy of GRPO and PPO."""
+
+    group_size: PositiveInt | None = None
+    """Trajectories per prompt; null means `gconfig.n_samples`, which it must equal."""
+    ppo_n_minibatches: PositiveInt = 4
+    """Optimizer updates per train batch, each on a part of its rows, of about as many tokens."""
+    eps_clip: ShareInside = 0.2
+    """Clip range of the probability ratio: [1 - eps_clip, 1 + eps_clip]."""
+    eps_clip_higher: PositiveFloat | None = None
+    """Upper clip range, if it differs."""
+    c_clip: AboveOne | None = None
+    """Dual clip for negative advantages, above 1; null disables it."""
+    temperature: PositiveFloat | None = None
+    """Sampling temperature of the behavior policy; null means `gconfig.temperature`, which it must equal."""
+    reward_norm: NormConfig | None = None
+    """Normalization of rewards; null means none."""
+    reward_scaling: PositiveFloat = 1.0
+    """Factor applied to rewards."""
+    reward_bias: float = 0.0
+    """Added to rewards before scaling."""
+    reward_clip: PositiveFloat = 20.0
+    """Rewards are clipped to plus and minus this value."""
+    overlong_reward_penalty: bool = False
+    """Reduce the reward of completions that reach into the last `overlong_tokens` tokens of
+    `gconfig.max_new_tokens`, linearly up to `overlong_penalty_factor` at the end."""
+    overlong_tokens: PositiveInt | None = None
+    """Number of tokens at the end of `gconfig.max_new_tokens` that are penalized."""
+    overlong_penalty_factor: NonNegativeFloat | None = None
+    """Largest penalty."""
+    max_new_tokens: PositiveInt | None = None
+    """Largest number of tokens in a completion; null means `gconfig.max_new_tokens`, which it must equal."""
+    mask_no_eos_with_zero: bool = False
+    """Leave truncated completions (finish_reason length) out of the loss; they still count in the baseline of
+    their group."""
+    dynamic_sampling: bool = False
+    """Drop groups whose rewards, without the overlong penalty, are all equal. They are dropped before
+    normalization, so batches differ in size. A step whose groups are all dropped makes no update."""
+    loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
+    """`token_mean`: every token of a minibatch has the same weight; `sequence_mean`: every completion has;
+    `constant_length`: the sum over a completion divided by `gconfig.max_new_tokens` (Dr.GRPO, with std_level
+    null). hpc-rl extension."""
+    algorithm: Literal["grpo", "areal"] = "grpo"
+    """Row of the table of algorithms: `grpo`, also for DAPO and Dr.GRPO by the options of this section;
+    `areal` computes rewards, advantages and dynamic sampling exactly as AReaL v0.3 did, mistakes included.
+    hpc-rl extension."""
+    log_agent_stats: bool = False
+    """Log the entries of `Trajectory.stats` that `log_agent_stats_keys` names."""
+    log_agent_stats_keys: list[str] = field(default_factory=list)
+    """Keys of `Trajectory.stats`, which the workflow fills."""
+    adv_norm: NormConfig | None = None
+    """Normalization of advantages; null means none."""
+    recompute_logprob: bool = False
+    """Recompute the old log-probabilities with the trainer at the start of the step."""
+    use_decoupled_loss: bool = False
+    """Clip around the recomputed (proximal) policy, and weight by proximal over behavior probabilities."""
+    behav_imp_weight_cap: AboveOne | None = None
+    """Leave out tokens whose behavior weight exceeds this, above 1; null disables it."""
+    discount: Share = 1.0
+    """Discount factor of later rewards."""
+    gae_lambda: Share = 1.0
+    """Lambda of generalized advantage estimation."""
+    kl_ctl: NonNegativeFloat = 0.1
+    """Coefficient of the KL divergence from the reference model as a reward per token (k1). Defaults to 0
+    without a section `ref`."""
+    beta: NonNegativeFloat = 0.0
+    """Coefficient of the KL divergence from the reference model in the loss (k3); needs a section `ref`.
+    ATLAS name; hpc-rl extension."""

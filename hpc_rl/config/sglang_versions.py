@@ -1,0 +1,49 @@
+"""The command-line flags of each supported SGLang version, and the options that it no longer has."""
+
+from hpc_rl.config.flags import Flags, Reserved, flags_of
+from hpc_rl.config.options.inference import SGLangConfig
+
+# version -> option of the section `sglang` that it lacks -> what to use
+DROPPED: dict[str, dict[str, str]] = {
+    "0.5.23": {
+        "enable_ep_moe": "use sglang.ep_size, and --moe-a2a-backend in sglang.extra_args",
+        "torchao_config": "use --quantization in sglang.extra_args",
+        "enable_nan_detection": "omit it",
+    }
+}
+NO_FLAGS = {"version", "extra_args", "dp_size", "enable_dp_attention"}
+_SET_BY_THE_ROLE = (
+    "tokenizer_path", "host", "port", "weight_version", "device", "sampling_defaults", "is_embedding",
+)  # fmt: skip
+_RENAMED_0_5_23: Flags = {
+    "tensor_parallel_size": "--tp-size",
+    "config_file": "--config",
+    "cuda_graph_max_bs": "--cuda-graph-max-bs-decode",
+    "cuda_graph_bs": "--cuda-graph-bs-decode",
+    "disable_cuda_graph": (
+        "--cuda-graph-backend-decode",
+        "disabled",
+        "--cuda-graph-backend-prefill",
+        "disabled",
+    ),
+}
+
+
+FLAGS: dict[str, Flags] = {
+    "0.5.23": flags_of(SGLangConfig, NO_FLAGS | DROPPED["0.5.23"].keys(), _SET_BY_THE_ROLE, _RENAMED_0_5_23)
+}
+RESERVED = Reserved(
+    also={
+        "--model": "--model-path",
+        "--tp": "--tp-size",
+        "--tensor-parallel-size": "--tp-size",
+        "--ep": "--ep-size",
+        "--expert-parallel-size": "--ep-size",
+        "--dp": "--dp-size",
+        "--data-parallel-size": "--dp-size",
+    },
+    set_by_the_trial=(
+        *("--model-path", "--dp-size", "--nnodes", "--node-rank", "--dist-init-addr"),
+        *("--api-key", "--admin-api-key"),
+    ),
+)

@@ -1,0 +1,229 @@
+"""HTTP services of the roles: their tokens, their connections, and what a malformed request is answered.
+
+Every process that reaches a port can open connections there. One that has shown no token of the trial is
+closed after a while. Strangers take only a part of the file descriptors: beyond it, further connections wait
+in the kernel until the oldest stranger has had time for a request, and gives way.
+"""
+
+import asyncio
+import logging
+import resource
+import socket
+import time
+import zlib
+
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp.typedefs import Handler, Middleware
+from aiohttp.web_protocol import RequestHandler
+
+from hpc_rl.core.auth import Access, Tokens
+
+logger = logging.getLogger(__name__)
+
+MAX_STRANGERS = 4096  # open connections that have shown no token
+SHARE_OF_FILES = 4  # they have at most one in so many of the files that the process may open
+FAIR_CHANCE_S = (
+    2.0  # for which none of them gives way to a new connection: a busy client connects, then sends
+)
+STRANGER_S = 20.0  # for which one of them stays open
+ACCEPTED_AT_ONCE = 32  # before other work gets its turn
+PAUSE_S = 0.1  # before the next try, when no connection can be accepted
+KERNEL_QUEUE = 4096  # connections that wait to be accepted
+MALFORMED = (web.RequestPayloadError, HttpProcessingError)
+PIECE_BYTES = 1 << 18  # that are decompressed at a time
+WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib, by Content-Encoding
+TOKENS = web.AppKey("tokens", Tokens)
+
+
+def application(tokens: Tokens, check: Middleware, max_body_bytes: int) -> web.Application:
+    """Return an application whose requests pass `check`, which calls access_of."""
+    app = web.Application(middlewares=[_refuse_malformed, check], client_max_size=max_body_bytes)
+    app[TOKENS] = tokens
+    return app
+
+
+class HttpService:
+    """An application that answers on a socket which listens.
+
+    Args:
+        app: Of `application`.
+        close_timeout_s: For what still runs when it is closed.
+        cancels: A client that hangs up cancels its handler.
+    """
+
+    def __init__(self, app: web.Application, close_timeout_s: float, cancels: bool = False) -> None:
+        app[SERVICE] = self
+        # aiohttp would decompress a body whatever its size: see read_body
+        self._runner = web.AppRunner(
+            app,
+            handler_cancellation=cancels,
+            access_log=None,
+            shutdown_timeout=close_timeout_s,
+            auto_decompress=False,
+        )
+        self._strangers: dict[RequestHandler, float] = {}  # since when, the oldest first
+        self._listener: socket.socket | None = None
+        self._connecting: dict[RequestHandler, asyncio.Task[None]] = {}  # accepted, without a transport yet
+        self._closing_old: asyncio.Task[None] | None = None
+
+    async def start(self, sock: socket.socket) -> None:
+        await self._runner.setup()
+        logging.getLogger("aiohttp.server").addFilter(_is_our_fault)
+        sock.setblocking(False)
+        sock.listen(KERNEL_QUEUE)
+        self._listener = sock
+        asyncio.get_running_loop().add_reader(sock, self._accept)
+        self._closing_old = asyncio.create_task(self._close_old())
+
+    async def close(self) -> None:
+        if self._closing_old:
+            self._closing_old.cancel()
+        if self._listener:
+            asyncio.get_running_loop().remove_reader(self._listener)
+            self._listener.close()
+            self._listener = None
+        await self._runner.cleanup()
+
+    def keep(self, connection: RequestHandler) -> None:
+        """Let a connection stay open: it has shown a token."""
+        self._strangers.pop(connection, None)
+
+    def _accept(self) -> None:
+        """Accept connections that wait, while strangers leave room."""
+        listener = self._listener
+        if listener is None:
+            return
+        for _ in range(ACCEPTED_AT_ONCE):
+            if not self._has_room():
+                return self._pause(listener)
+            try:
+                sock, _ = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                logger.warning("no connection can be accepted: %s", error)
+                return self._pause(listener)
+            self._begin(sock)
+
+    def _pause(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(listener)
+        loop.call_later(PAUSE_S, self._resume)
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            asyncio.get_running_loop().add_reader(self._listener, self._accept)
+
+    def _begin(self, sock: socket.socket) -> None:
+        assert self._runner.server is not None
+        sock.setblocking(False)
+        connection = self._runner.server()
+        self._strangers[connection] = time.monotonic()
+        self._connecting[connection] = asyncio.create_task(self._connect(connection, sock))
+
+    async def _connect(self, connection: RequestHandler, sock: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, sock)
+        except OSError as error:
+            logger.info("a connection was lost at once: %s", error)
+        finally:
+            del self._connecting[connection]
+
+    def _has_room(self) -> bool:
+        """Return whether one more stranger may connect; close old ones for it."""
+        limit = max_strangers()
+        while len(self._strangers) >= limit:
+            oldest, since = next(iter(self._strangers.items()))
+            if not self._has_gone(oldest) and since > time.monotonic() - FAIR_CHANCE_S:
+                return False
+            self._close(oldest)
+        return True
+
+    async def _close_old(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            old = time.monotonic() - STRANGER_S
+            for connection, since in list(self._strangers.items()):
+                if since < old or self._has_gone(connection):
+                    self._close(connection)
+
+    def _has_gone(self, connection: RequestHandler) -> bool:
+        return connection.transport is None and connection not in self._connecting
+
+    def _close(self, connection: RequestHandler) -> None:
+        del self._strangers[connection]
+        if connection.transport is not None:
+            connection.transport.abort()
+
+
+def max_strangers() -> int:
+    """Return how many connections without a token this process lets in at once."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_STRANGERS if soft == resource.RLIM_INFINITY else min(MAX_STRANGERS, soft // SHARE_OF_FILES)
+
+
+SERVICE = web.AppKey("service", HttpService)
+
+
+def access_of(request: web.Request) -> Access:
+    """Return what a request may do by its token, in a header or as the prefix of its path."""
+    prefix = request.path.split("/")[2] if request.path.startswith("/t/") else ""
+    access = request.app[TOKENS].access(request.headers.get("Authorization", ""), prefix)
+    service = request.app.get(SERVICE)
+    if access > Access.NONE and service is not None:
+        service.keep(request.protocol)
+    return access
+
+
+async def read_body(request: web.Request, max_bytes: int) -> bytes:
+    """Return the body of a request, decompressed, of at most `max_bytes`: no more is ever in memory.
+
+    Raises HTTPRequestEntityTooLarge, HTTPUnsupportedMediaType; RequestPayloadError for what is no such body.
+    """
+    body = await request.clone(client_max_size=max_bytes).read()
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    if encoding in ("", "identity"):
+        return body
+    if encoding not in WINDOW_BITS:
+        known = " or ".join(WINDOW_BITS)
+        raise web.HTTPUnsupportedMediaType(text=f"the body must be compressed with {known}, or not at all")
+    return await asyncio.to_thread(_decompress, body, WINDOW_BITS[encoding], max_bytes)
+
+
+def _decompress(data: bytes, window_bits: int, max_bytes: int) -> bytes:
+    """Return what was compressed. Raises as read_body."""
+    stream, found = zlib.decompressobj(window_bits), bytearray()
+    view, at = memoryview(data), 0
+    try:
+        while at < len(data) and not stream.eof:
+            piece: memoryview | bytes = view[at : at + PIECE_BYTES]
+            at += len(piece)
+            while piece:
+                found += stream.decompress(piece, PIECE_BYTES)
+                if len(found) > max_bytes:
+                    found.clear()  # the exception lasts for a while
+                    raise web.HTTPRequestEntityTooLarge(max_bytes)
+                piece = stream.unconsumed_tail
+    except zlib.error as error:
+        raise web.RequestPayloadError(f"it can't be decompressed: {error}") from error
+    if not stream.eof or stream.unused_data or at < len(data):
+        raise web.RequestPayloadError("it must be one compressed stream, and complete")
+    return bytes(found)
+
+
+@web.middleware
+async def _refuse_malformed(request: web.Request, handler: Handler) -> web.StreamResponse:
+    try:
+        return await handler(request)
+    except MALFORMED as error:
+        return web.Response(status=400, text=f"the request can't be read: {error}"[:200])
+    except ConnectionResetError:
+        if request.transport is not None and not request.transport.is_closing():
+            raise
+        return web.Response(status=499)  # the client hung up
+
+
+def _is_our_fault(record: logging.LogRecord) -> bool:
+    """Return whether to log it: any client can send what is not HTTP, and as often as it likes."""
+    return not (record.exc_info and isinstance(record.exc_info[1], MALFORMED))

@@ -1,0 +1,73 @@
+"""Which files other accounts could read or replace."""
+
+import contextlib
+import grp
+import os
+import pwd
+import shlex
+import stat
+from pathlib import Path
+from typing import NamedTuple
+
+from hpc_rl.core.errors import NotPrivate
+
+
+class Exposure(NamedTuple):
+    """What lets other accounts rename or replace what is in a directory, and what to do about it."""
+
+    problem: str
+    remedy: str
+
+
+def writable_by_others(path: Path, only_by_all: bool = False) -> Exposure | None:
+    """Return what exposes a directory to other accounts, or None.
+
+    Root is trusted, and the group that has the name of this account.
+    """
+    if not path.exists():
+        return None
+    found = path.stat()
+    strangers = {found.st_uid, path.lstat().st_uid} - {0, os.geteuid()}
+    if strangers and not only_by_all:
+        return Exposure(f"belongs to account {name_of(min(strangers))}", "choose a directory of your own")
+    writers = stat.S_IWOTH if only_by_all or _is_own_group(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
+    if found.st_mode & writers and not found.st_mode & stat.S_ISVTX:
+        command = f"chmod go-w {shlex.quote(str(path))}"
+        remedy = f"run {command}, or choose a directory of your own"
+        if os.geteuid() not in (0, found.st_uid):  # who alone can change the mode
+            owner = "your administrators" if found.st_uid == 0 else f"account {name_of(found.st_uid)}"
+            remedy = f"ask {owner} to run {command}, or choose a directory of your own"
+        mode = f"{stat.S_IMODE(found.st_mode):04o}"
+        return Exposure(f"can be written by other accounts (mode {mode})", remedy)
+    return None
+
+
+def name_of(uid: int) -> str:
+    """Return an account as people know it: its number, and its name where it has one."""
+    with contextlib.suppress(KeyError):
+        return f"{uid} ({pwd.getpwuid(uid).pw_name})"
+    return f"{uid}"
+
+
+def _is_own_group(number: int) -> bool:
+    with contextlib.suppress(KeyError):
+        group = grp.getgrgid(number)
+        name = pwd.getpwuid(os.geteuid()).pw_name
+        return group.gr_name == name and not {*group.gr_mem} - {name}
+    return False
+
+
+def read_secret(path: Path) -> str:
+    """Return the text of a file that this account alone can read.
+
+    Raises NotPrivate where others can, OSError.
+    """
+    with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
+        found = os.fstat(file.fileno())
+        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+            whose = f"account {found.st_uid} and has mode {stat.S_IMODE(found.st_mode):03o}"
+            raise NotPrivate(
+                f"{path} belongs to {whose}: its content is not used, as others may know it. "
+                "Remove the file and submit the trial again."
+            )
+        return file.read()

@@ -1,0 +1,342 @@
+"""The engine on Megatron-core: its GPTModel, pipeline schedules, gradient buffers and distributed optimizer.
+
+Rows are packed. Weights are read from, and written to, Hugging Face checkpoints by tables of rectangles
+(weight_map.py); recover state has them too, in place of Megatron's dist_checkpointing: it is checked, it
+needs no pickle, and any layout of either engine reads it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.core.checked_file import FileRecord
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, sum_over_ranks
+from hpc_rl.engines.megatron import shim
+from hpc_rl.engines.shared import (
+    attention,
+    drawing,
+    model,
+    state,
+)
+from hpc_rl.engines.shared.mesh import Mesh
+from hpc_rl.engines.shared.micro_batches import Inputs, inputs_of, micro_batch, shared_rounds
+from hpc_rl.engines.shared.optimizer import LossScale
+from hpc_rl.engines.shared.packing import Groups
+from hpc_rl.engines.shared.pieces import Piece
+from hpc_rl.engines.shared.trained import TrainedEngine
+
+shim.install()  # before any module of megatron is imported
+shim.repair()
+
+from megatron.core import parallel_state  # noqa: E402
+from megatron.core.distributed import finalize_model_grads  # noqa: E402
+from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
+
+from hpc_rl.engines.megatron import packed, process_groups, weight_map  # noqa: E402
+from hpc_rl.engines.megatron.gpt_model import (  # noqa: E402
+    PolicyModel,
+    check_architecture,
+    check_layout,
+    transformer_config,
+)
+from hpc_rl.engines.megatron.packed import RankBatch  # noqa: E402
+from hpc_rl.engines.megatron.sharded_optimizer import ShardedOptimizer, wrapped  # noqa: E402
+from hpc_rl.engines.megatron.weight_stream import RankParameter, WeightStream  # noqa: E402
+
+
+class Round(NamedTuple):
+    """One micro-batch, as the schedules hand it out."""
+
+    group: list[int]  # rows of this data rank
+    inputs: Inputs
+    batch: RankBatch
+
+
+class MegatronEngine(TrainedEngine):
+    """An Engine. With more than one rank, the process group must exist before `initialize`."""
+
+    def __init__(
+        self,
+        config: TrainEngineConfig,
+        mesh: Mesh | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        seed: int = 1,
+        frozen: bool = False,
+        name: str = "actor",
+    ) -> None:
+        """Check the configuration, the architecture and whether the mesh can divide it. Raises ConfigError.
+
+        `mesh` None: a single rank. `frozen` (a reference model): without an optimizer. `name` begins the
+        names of files of its state.
+        """
+        self.config = config
+        self.mesh = mesh or Mesh()
+        if self.mesh.experts == 1:  # then experts are divided as all else is
+            self.mesh = dataclasses.replace(self.mesh, expert_tensor=self.mesh.tensor)
+        self.name = name
+        self.device = torch.device(device)
+        self.pin_memory = False  # copy inputs to the GPU through page-locked memory
+        self.seed = seed
+        self.frozen = frozen
+        chunks = config.megatron.virtual_pipeline_size
+        self.virtual = chunks if chunks > 1 else None
+        self._stream: WeightStream | None = None
+        model.check(config, self.device)
+        architecture = model.architecture(Path(config.path))
+        check_architecture(architecture, config.path)
+        check_layout(architecture, self.mesh, self.virtual)
+        if getattr(architecture, "attention_dropout", 0.0) and not (config.disable_dropout or frozen):
+            raise ConfigError("the megatron backend has no dropout in attention; set disable_dropout: true")
+        if config.optimizer is not None and config.optimizer.offload:
+            raise ConfigError("optimizer.offload: the megatron backend has no such option; set it to false")
+
+    def initialize(self, num_train_steps: int, empty: bool = False) -> None:
+        self.num_train_steps = num_train_steps
+        self.num_updates = 0
+        # its tensors have names and shapes, but no memory
+        self.described = model.build(self.config, self.seed, True, self.device, "packed")
+        self.shapes = {name: tuple(one.shape) for name, one in self.described.hf.named_parameters()}
+        if self.config.megatron.use_deterministic_algorithms:
+            torch.use_deterministic_algorithms(True)
+        process_groups.enter(self.mesh, self.virtual, self.device, self.seed)
+        self._build()
+        if self.frozen:
+            self._fill([piece for one in self.parameters for piece in one.pieces()], empty)
+        else:
+            self._build_optimizer()
+            self._fill([piece for kind, piece, _ in self.local.pieces if kind == "model"], empty)
+            self.optimizer.parameters_from_main()
+        torch.manual_seed(self.seed * 1_000_003 + self.mesh.data_rank)
+
+    def _build(self) -> None:
+        """Build this rank's chunks of the model."""
+        options, hf = self.config.megatron, self.described.hf
+        more: dict[str, Any] = {"deterministic_mode": options.use_deterministic_algorithms}
+        if self.config.gradient_checkpointing and not self.frozen:
+            more["recompute_granularity"] = options.recompute_granularity
+            more["recompute_method"] = options.recompute_method
+            more["recompute_num_layers"] = options.recompute_num_layers
+            if options.recompute_modules is not None:
+                more["recompute_modules"] = options.recompute_modules
+        if self.virtual:
+            # messages in batches would be mixed up where both neighbours are the same rank
+            more |= {
+                "virtual_pipeline_model_parallel_size": self.virtual,
+                "overlap_p2p_comm": True,
+                "batch_p2p_comm": False,
+            }
+        # each loss is a share of the batch's, so gradients are only added up
+        more |= {"calculate_per_token_loss": True, "finalize_model_grads_func": _add_up_gradients}
+        self.layers = transformer_config(hf.config, self.config, self.mesh, self.device, **more)
+        angles = self.described.trunk().rotary_emb.inv_freq.float().to(self.device)
+        kernel = hf.config._attn_implementation
+        kernel = kernel.removeprefix("packed_") if kernel in attention.NAMES else "rows"
+        stages = range(self.virtual or 1)
+        self.chunks: list[Any] = [
+            PolicyModel(
+                hf.config, self.layers, angles, self.config.is_critic, kernel, at if self.virtual else None
+            )
+            for at in stages
+        ]
+        for chunk in self.chunks:
+            chunk.to(self.device)
+        self.parameters = [one for chunk in self.chunks for one in self._parameters(chunk)]
+        if self.frozen:
+            for one in self.parameters:
+                one.value.requires_grad_(False)
+
+    def _parameters(self, chunk: PolicyModel) -> Iterator[RankParameter]:
+        """Yield the parameters of a chunk; padding of the vocabulary becomes zero."""
+        hf, mesh = self.described.hf.config, self.mesh
+        experts = getattr(hf, weight_map.ARCHITECTURES[hf.model_type].num_experts or "none", 0)
+        place = weight_map.RankPlace(
+            mesh.tensor,
+            mesh.tensor_rank,
+            mesh.expert_tensor,
+            parallel_state.get_expert_tensor_parallel_rank(),
+            experts // mesh.experts * parallel_state.get_expert_model_parallel_rank(),
+        )
+        is_first_data_rank = {  # of experts (True), and of all else
+            False: mesh.data_rank == 0 and mesh.context_rank == 0,
+            True: parallel_state.get_expert_data_parallel_rank() == 0,
+        }
+        for name, value in chunk.named_parameters():
+            parts = name.split(".")
+            layer = 0
+            if name.startswith("decoder.layers."):
+                layer = chunk.first_layer + int(parts.pop(2))
+            found = weight_map.rectangles(".".join(parts), layer, place, self.shapes, hf.num_key_value_heads)
+            used = sum(math.prod(one.sizes) for one in found)
+            if used < value.numel():
+                value.data.view(-1)[used:].zero_()
+            whole = len(found) == 1 and found[0].sizes == found[0].shape
+            is_expert = mesh.experts > 1 and ".experts." in name
+            # tensor ranks have the same norms, routers and scores; the last stage copies tied embeddings
+            is_first = is_expert or mesh.tensor_rank == 0 or not whole
+            is_first = is_first and not getattr(value, "shared", False)
+            yield RankParameter(value, found, is_first, is_first and is_first_data_rank[is_expert])
+
+    def _build_optimizer(self) -> None:
+        assert self.config.optimizer is not None, "the plan refuses a trained model without an optimizer"
+        self.chunks = wrapped(self.chunks, self.layers, self.config.megatron)
+        self.optimizer = ShardedOptimizer(
+            self.config.optimizer,
+            self.config.megatron,
+            self.config.dtype,
+            self.chunks,
+            self.parameters,
+        )
+        self.local = state.RankState(self.mesh, list(self.optimizer.pieces()), self.shapes, engine=self.name)
+        self.scale = LossScale(self.config.optimizer, self.config.dtype == "float16")
+
+    def _fill(self, pieces: list[Piece], empty: bool) -> None:
+        if empty:
+            return
+        with drawing.into(pieces, self.described.hf):
+            model.fill(self.described, self.config, self.seed, pieces, self.mesh.rank, self.shapes)
+
+    def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
+        out = [np.zeros(len(ids), dtype=np.float32) for ids in rows.ids]
+        own, _ = self._groups(rows)
+
+        def found(item: Round, output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            flat_T = item.inputs.flat(output[0])
+            return flat_T.sum(), _one(self.device), flat_T
+
+        with torch.no_grad():
+            flats = self._run(rows, own, temperature, found, train=False)
+        for group, flat in zip(own, self._from_last_stage(rows, own, flats), strict=True):
+            ends = np.cumsum([len(out[row]) for row in group])
+            for row, end in zip(group, ends, strict=True):
+                out[row][:] = flat[end - len(out[row]) : end]
+        return out
+
+    def train_batch(
+        self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float
+    ) -> dict[str, float]:
+        own, total_rows = self._groups(rows)
+        if not total_rows:
+            raise ValueError("train_batch got no rows on any rank")
+
+        def weighed(item: Round, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+            logprobs_N, entropy_N = output
+            loss_sum, sums = loss(micro_batch(rows, item.group, item.inputs, logprobs_N, entropy_N))
+            if not loss_sum.requires_grad:  # earlier stages wait for a gradient
+                loss_sum = loss_sum + 0.0 * logprobs_N.sum()
+            reported = {**sums, "loss": loss_sum / loss_weight}
+            reported = {name: value.detach().double() for name, value in reported.items()}
+            return loss_sum * (self.scale.value / loss_weight), _one(self.device), reported
+
+        self.optimizer.zero_grad()
+        reports = self._run(rows, own, temperature, weighed, train=True)
+        totals: dict[str, torch.Tensor] = {}
+        for report in reports:
+            for name, value in report.items():
+                totals[name] = totals.get(name, 0) + value
+        return self._update(totals)
+
+    def _run(self, rows: Sequences, own: Groups, temperature: float, loss: Any, train: bool) -> list[Any]:
+        """Run micro-batches through the pipeline; return what `loss` says of each, on the last stage."""
+        rounds = [self._round(rows, group) for group in own]
+
+        def step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
+            item = next(iterator)
+            return chunk(item.batch, temperature), partial(loss, item)
+
+        for chunk in self.chunks:
+            chunk.train(train)
+        iterators = [iter(rounds) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=iterators if self.virtual else iterators[0],
+            model=self.chunks if self.virtual else self.chunks[0],
+            num_microbatches=len(rounds),
+            seq_length=rounds[0].batch.input_ids.shape[1],  # each says its own
+            micro_batch_size=1,
+            forward_only=not train,
+        )
+
+    def _round(self, rows: Sequences, group: list[int]) -> Round:
+        spec = self.config.mb_spec
+        pad_to = (spec.max_tokens_per_mb or 0) if self.config.pad_to_maximum else 0
+        shift = 0 if self.config.is_critic else 1
+        inputs = inputs_of(rows, group, "packed", torch.device("cpu"), shift)
+        mesh = self.mesh
+
+        def put(array: np.ndarray) -> torch.Tensor:
+            tensor = torch.from_numpy(array)
+            return (tensor.pin_memory() if self.pin_memory else tensor).to(self.device, non_blocking=True)
+
+        batch = packed.share(inputs, mesh.tensor, mesh.context, mesh.context_rank, put, pad_to)
+        inputs.wanted_N = put(inputs.wanted_N.numpy())
+        return Round(group, inputs, batch)
+
+    def _groups(self, rows: Sequences) -> tuple[Groups, int]:
+        """Return this data rank's micro-batches, as many as others have, and the number of all rows."""
+        # interleaved stages take micro-batches in such numbers
+        multiple = self.mesh.pipeline if self.virtual else 1
+        return shared_rounds(rows, "packed", self.config.mb_spec, self.mesh, multiple)
+
+    def _from_last_stage(self, rows: Sequences, own: Groups, flats: list[torch.Tensor]) -> list[np.ndarray]:
+        """Return numbers of the tokens of each micro-batch, which the last stage has, on all stages."""
+        sizes = [sum(len(rows.ids[row]) for row in group) for group in own]
+        if flats:
+            flat = torch.cat(flats)
+        else:
+            flat = torch.empty(sum(sizes), dtype=torch.float32, device=self.device)
+        if self.mesh.pipeline > 1:
+            last = parallel_state.get_pipeline_model_parallel_last_rank()
+            dist.broadcast(flat, last, group=parallel_state.get_pipeline_model_parallel_group())
+        return np.split(flat.cpu().numpy(), np.cumsum(sizes)[:-1])
+
+    def _update(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
+        self.optimizer.prepare()
+        stepped = self._step()
+        return {**self._sums(totals), **stepped}
+
+    def _sums(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
+        """Return the sums over data ranks of what the last stage knows, on all ranks."""
+        mesh = self.mesh
+        names = [sorted(totals)]
+        if mesh.pipeline > 1:
+            first_of_last = mesh.num_ranks // mesh.pipeline * (mesh.pipeline - 1)
+            dist.broadcast_object_list(names, first_of_last, device=self.device)
+        is_last = mesh.pipeline_rank == mesh.pipeline - 1
+        counts = is_last and mesh.tensor_rank == 0 and mesh.context_rank == 0
+        mine = [totals[name].item() if counts else 0.0 for name in names[0]]
+        return dict(zip(names[0], sum_over_ranks(mine), strict=True))
+
+    def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
+        super().load(folder, saved_num_ranks, files)
+        self.optimizer.parameters_from_main()
+
+    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
+        writes = self.mesh.rank == 0
+        hf = self.described.hf
+        model.write_export(folder, self.config, hf, self.weights(), tokenizer, durable, writes)
+
+    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        if not self.frozen:
+            self.optimizer.gather()
+        if self._stream is None:
+            dtype = model.DTYPES[self.config.dtype]
+            self._stream = WeightStream(self.described.hf, self.mesh, self.parameters, dtype)
+        yield from self._stream.buckets(bucket_bytes)
+
+
+def _add_up_gradients(chunks: list[Any], num_tokens: Any, **groups_of: Any) -> None:
+    finalize_model_grads(chunks, None, **groups_of)
+
+
+def _one(device: torch.device) -> torch.Tensor:
+    return torch.ones((), dtype=torch.int, device=device)

@@ -1,0 +1,181 @@
+"""From ragged rows to the tensors of one forward pass, and back to the flat `MicroBatch` that losses see.
+
+Two layouts with equal results:
+- padded: rows of similar length, padded on the right. Causal attention never sees the padding, so no mask is
+  needed;
+- packed: rows in sequence in a single row, whose position ids restart, and where each of them ends
+  (attention.py).
+
+The last token of a row is not an input if nothing is predicted from it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from hpc_rl.config.options.training import MicroBatchSpec
+from hpc_rl.engines.base import MicroBatch, Sequences, sum_over_data_ranks
+from hpc_rl.engines.shared.attention import Layout, PackedRows
+from hpc_rl.engines.shared.mesh import Mesh
+from hpc_rl.engines.shared.packing import Groups, length_buckets, pack
+
+# padding of the packed layout is in rows of at most this, to stay within what every model supports
+PADDING_ROW = 1024
+
+
+@dataclass
+class Inputs:
+    """Model inputs [B, W], and where to read: token `wanted_N[n]` is predicted at `source_N[n]`."""
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor | None  # None: 0, 1, 2, … in every row
+    source_N: torch.Tensor  # index into the flattened [B * W]
+    targets_N: torch.Tensor
+    wanted_N: torch.Tensor
+    num_tokens: int  # T
+    rows: PackedRows | None = None  # of the packed layout
+    temperature_N: torch.Tensor | None = None  # of a column `temperature`
+
+    def flat(self, values_N: torch.Tensor) -> torch.Tensor:
+        """Return [T] with the values at the wanted tokens and 0 elsewhere."""
+        zeros_T = torch.zeros(self.num_tokens, dtype=values_N.dtype, device=values_N.device)
+        return zeros_T.index_copy(0, self.wanted_N, values_N)
+
+
+def cut(rows: Sequences, layout: Layout, spec: MicroBatchSpec) -> Groups:
+    """Return the groups of rows that go through the model together; `granularity` neighbours stay together.
+
+    Raises ValueError if a row, or neighbours together, have more than `max_tokens_per_mb` tokens.
+    """
+    granularity, max_tokens, n_mbs = spec.granularity, spec.max_tokens_per_mb, spec.n_mbs or 1
+    max_blocks = spec.max_seqs_per_mb and spec.max_seqs_per_mb // granularity
+    together = [range(len(rows))[first : first + granularity] for first in range(0, len(rows), granularity)]
+    lengths = [[len(rows.ids[row]) for row in block] for block in together]
+    if layout == "packed":
+        blocks = pack([sum(block) for block in lengths], max_tokens, n_mbs, max_blocks)
+    else:
+        padded = [max(block) * granularity for block in lengths]
+        blocks = length_buckets(padded, max_tokens, n_mbs, max_blocks)
+    return [[row for block in group for row in together[block]] for group in blocks]
+
+
+def shared_rounds(
+    rows: Sequences, layout: Layout, spec: MicroBatchSpec, mesh: Mesh, multiple: int = 1
+) -> tuple[Groups, int]:
+    """Return this data rank's groups, with empty ones up to the most of any rank, and the number of all rows.
+
+    There is at least one group, and the number of groups is a multiple of `multiple`. Raises ValueError on
+    every rank if a row of any rank does not fit. Collective.
+    """
+    groups: Groups = []
+    refused = ""
+    try:
+        groups = cut(rows, layout, spec)
+    except ValueError as error:
+        refused = str(error)
+    mine = [0.0] * mesh.num_data_ranks
+    mine[mesh.data_rank] = float(len(groups))
+    numbers = [float(len(rows)), float(bool(refused)), *mine]
+    total_rows, num_refused, *counts = sum_over_data_ranks(mesh, numbers)
+    if num_refused:
+        raise ValueError(refused or "a row of another rank is longer than max_tokens_per_mb")
+    most = -(-max(1, int(max(counts))) // multiple) * multiple
+    return groups + [[] for _ in range(most - len(groups))], int(total_rows)
+
+
+def inputs_of(
+    rows: Sequences,
+    group: list[int],
+    layout: Layout,
+    device: torch.device,
+    shift: int = 1,
+    pad_to: int = 0,
+    pin_memory: bool = False,
+    context: tuple[int, int] = (0, 1),
+) -> Inputs:
+    """Return model inputs for the rows of one group; without rows a lone token, to take part in collectives.
+
+    Wanted are the tokens that the bool column `loss_mask` selects (by default all), except the first of each
+    row; they get the values of a column `temperature`. shift: 1 reads at the token before the wanted one, 0
+    at the token itself (a model that ends in a number). pad_to: add unused tokens up to this number. context:
+    (rank, number of ranks) that have equal parts of the tokens of a packed row; wanted are then those whose
+    source is in the rank's part.
+    """
+    lengths = np.array([len(rows.ids[row]) for row in group], dtype=np.int64)
+    ids_T = np.concatenate([np.zeros(0, dtype=np.int64), *(rows.ids[row] for row in group)])
+    row_T = np.repeat(np.arange(len(group)), lengths)
+    starts = np.cumsum(lengths) - lengths
+    place_T = np.arange(len(ids_T)) - starts[row_T]
+    width = max(int(lengths.max(initial=0)) - shift, 1)
+    fed_T = place_T < lengths[row_T] - shift
+    wanted_T = place_T >= shift
+    if "loss_mask" in rows.columns:
+        wanted_T &= _column(rows, "loss_mask", group).astype(bool, copy=False)
+    if layout == "padded":
+        before_T = row_T * width
+        input_ids = np.zeros((max(len(group), pad_to // width, 1), width), dtype=np.int64)
+        input_ids[row_T[fed_T], place_T[fed_T]] = ids_T[fed_T]
+        positions = lengths_R = None
+    else:
+        fed_lengths = np.maximum(lengths - shift, 0)
+        before_T = (np.cumsum(fed_lengths) - fed_lengths)[row_T]
+        padding = max(pad_to - int(fed_T.sum()), 0 if fed_T.any() else 1)
+        padding += -(int(fed_T.sum()) + padding) % context[1]
+        input_ids = np.concatenate([ids_T[fed_T], np.zeros(padding, dtype=np.int64)])[None]
+        positions = np.concatenate([place_T[fed_T], np.arange(padding) % PADDING_ROW])[None]
+        whole, rest = divmod(padding, PADDING_ROW)
+        lengths_R = np.concatenate([fed_lengths, np.full(whole, PADDING_ROW), [rest]])
+        lengths_R = lengths_R[lengths_R > 0]
+    wanted_N = np.flatnonzero(wanted_T)
+    source_N = (before_T + place_T - shift)[wanted_N]
+    if positions is not None and context[1] > 1:
+        length = positions.shape[1] // context[1]
+        part = slice(context[0] * length, (context[0] + 1) * length)
+        input_ids, positions = input_ids[:, part], positions[:, part]
+        here_N = source_N // length == context[0]
+        wanted_N, source_N = wanted_N[here_N], source_N[here_N] - part.start
+
+    def put(array: np.ndarray) -> torch.Tensor:
+        tensor = torch.from_numpy(array)
+        return (tensor.pin_memory() if pin_memory else tensor).to(device, non_blocking=True)
+
+    return Inputs(
+        put(input_ids),
+        None if positions is None else put(positions),
+        put(source_N),
+        put(ids_T[wanted_N]),
+        put(wanted_N),
+        len(ids_T),
+        None if lengths_R is None else _packed_rows(lengths_R, put),
+        put(_column(rows, "temperature", group)[wanted_N]) if "temperature" in rows.columns else None,
+    )
+
+
+def _packed_rows(lengths_R: np.ndarray, put: Callable[[np.ndarray], torch.Tensor]) -> PackedRows:
+    ends = np.concatenate([[0], np.cumsum(lengths_R)]).astype(np.int32)
+    return PackedRows(put(ends), int(lengths_R.max()), tuple(lengths_R.tolist()))
+
+
+def micro_batch(
+    rows: Sequences, group: list[int], inputs: Inputs, logprobs_N: torch.Tensor, entropy_N: torch.Tensor
+) -> MicroBatch:
+    """Return what a loss function sees of a group."""
+    device = logprobs_N.device
+    columns = {
+        name: torch.from_numpy(_column(rows, name, group)).to(device, non_blocking=True)
+        for name in rows.columns
+    }
+    row_T = np.repeat(np.arange(len(group)), [len(rows.ids[row]) for row in group])
+    return MicroBatch(
+        inputs.flat(logprobs_N), inputs.flat(entropy_N), columns, torch.from_numpy(row_T).to(device)
+    )
+
+
+def _column(rows: Sequences, name: str, group: list[int]) -> np.ndarray:
+    values = rows.columns[name]
+    if not group:  # no values show the type, so the name does
+        return np.zeros(0, dtype=bool if name.endswith("mask") else np.float32)
+    column = np.concatenate([values[row] for row in group])
+    return column if column.dtype == bool else column.astype(np.float32, copy=False)

@@ -1,0 +1,366 @@
+"""Hugging Face models, built from a directory; their forward pass ends in token log-probabilities.
+
+These are computed inside the forward pass of the outermost module, since only there FSDP has the output head
+gathered. Models that transform their logits after the head's product are refused.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.utils.logging import disable_progress_bar
+
+from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.config.rules.file_rules import untrainable
+from hpc_rl.core.errors import ConfigError, NotBuilt
+from hpc_rl.core.trial import read_json
+from hpc_rl.engines.shared import (
+    attention,
+    drawing,
+    hf_io,
+    loading,
+)
+from hpc_rl.engines.shared.expert_files import Shapes
+from hpc_rl.engines.shared.logprobs import token_logprobs
+from hpc_rl.engines.shared.pieces import Piece
+from hpc_rl.engines.shared.tensor_parallel import local_of
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+# key of config.json -> value without effect
+LOGIT_TRANSFORMS = {"final_logit_softcapping": None, "logit_scale": 1.0, "logits_scaling": 1.0}
+
+
+class LanguageModel(nn.Module):
+    """A causal model of transformers that returns log-probabilities and entropies of wanted tokens."""
+
+    def __init__(self, hf: Any, draws: drawing.Draws, layout: attention.Layout = "padded") -> None:
+        super().__init__()
+        self.hf = hf
+        self.draws = draws
+        self.tensor_group: dist.ProcessGroup | None = None  # ranks that have a part of each matrix
+        self.context_group: dist.ProcessGroup | None = None  # ranks that have a part of the tokens
+        self.layout = layout  # that its inputs must have
+        self.unread: Sequence[str] = ()  # names of tensors in its files that the model does not use
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None,
+        source_N: torch.Tensor,
+        targets_N: torch.Tensor,
+        temperature: float | torch.Tensor,
+        rows: attention.PackedRows | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        more: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
+        if rows is not None and self.hf.config._attn_implementation in attention.NAMES:
+            more |= {"packed_rows": rows, "context_group": self.context_group}
+        hidden = self.trunk()(input_ids=input_ids, use_cache=False, **more).last_hidden_state
+        return self.outputs(hidden.flatten(0, 1)[source_N], targets_N, temperature)
+
+    def trunk(self) -> Any:
+        return self.hf.get_decoder()
+
+    def outputs(
+        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log-probability and entropy of each target, float32 [N]."""
+        head_VH = local_of(self.hf.get_output_embeddings().weight)
+        return token_logprobs(hidden_NH, head_VH, targets_N, temperature, group=self.tensor_group)
+
+    def blocks(self, wanted: list[str] | None = None) -> list[nn.Module]:
+        """Return the layers that FSDP shards one by one: of the `wanted` classes, else the model's choice.
+
+        Raises ConfigError if no module is of these classes.
+        """
+        names = set(self.hf._no_split_modules or () if wanted is None else wanted)
+        found = [module for module in self.hf.modules() if type(module).__name__ in names]
+        if wanted and not found:
+            there = ", ".join(sorted({type(module).__name__ for module in self.hf.modules()}))
+            raise ConfigError(
+                f"fsdp.wrap_policy: the model has no module of {', '.join(wanted)}; it has {there}"
+            )
+        return found
+
+
+class ScoreModel(LanguageModel):
+    """A reward model: one number per token in place of log-probabilities."""
+
+    def trunk(self) -> Any:
+        return self.hf.base_model
+
+    def outputs(
+        self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float | torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        scores_N = (hidden_NH @ self.hf.score.weight.T).squeeze(1).float()
+        return scores_N, torch.zeros_like(scores_N, requires_grad=False)
+
+
+def check(config: TrainEngineConfig, device: torch.device) -> None:
+    """Raise ConfigError for what the engine can't do with the configuration on the device."""
+    if device.type == "cpu" and config.attn_impl.startswith(("flash", "flex")):
+        raise ConfigError(
+            f"attn_impl {config.attn_impl!r} needs a GPU and the trainer is on the CPU; use attn_impl: sdpa"
+        )
+    if not (Path(config.path) / "config.json").is_file():
+        raise ConfigError(
+            f"path {config.path!r} is not a directory with a Hugging Face checkpoint: config.json is missing"
+        )
+    if why := untrainable(read_json(Path(config.path) / "config.json"), config.is_critic):
+        raise ConfigError(f"path {config.path!r} {why}")
+
+
+def build(
+    config: TrainEngineConfig,
+    seed: int,
+    frozen: bool = False,
+    device: torch.device | str = "cpu",
+    layout: attention.Layout | None = None,
+) -> LanguageModel:
+    """Build the model with its parameters on `meta`, in float32; `fill` comes next.
+
+    It is to be used on `device`; `layout` asks for one of its inputs. Raises ConfigError, OSError.
+    """
+    torch.manual_seed(seed)
+    with _clear_errors(config):
+        read = architecture(Path(config.path), **_labels(config))
+        implementation, layout = attention.choose(
+            config.attn_impl, read, torch.device(device), config.dtype, config.disable_dropout, layout
+        )
+        with drawing.without_parameters(draw=config.init_from_scratch) as draws:
+            hf = _kind(config).from_config(read, dtype=torch.float32, attn_implementation=implementation)
+    if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
+        raise NotBuilt(
+            f"{hf.config.model_type} models can't be reward models yet: "
+            "their head is not a linear layer `score`"
+        )
+    if not config.is_critic:
+        _refuse_other_heads(hf)
+    if config.disable_dropout:
+        _disable_dropout(hf)
+    if config.gradient_checkpointing and not frozen:
+        _recompute_activations(hf)
+        if config.fsdp.offload_activations:
+            _offload_activations(hf)
+    return (ScoreModel if config.is_critic else LanguageModel)(hf, draws, layout)
+
+
+def fill(
+    model: LanguageModel,
+    config: TrainEngineConfig,
+    seed: int,
+    parts: Sequence[Piece],
+    rank: int,
+    shapes: Shapes | None = None,
+) -> None:
+    """Give a built and sharded model its first values: random ones, or the checkpoint's. Collective.
+
+    `parts` are this rank's pieces of its parameters and saved buffers, `shapes` those of all tensors that
+    some rank has, by default the same. Random values are those of the whole model on one rank. Raises
+    ConfigError with the names of tensors that are missing or have another shape, OSError.
+    """
+    if config.init_from_scratch:
+        drawing.draw_all(model.hf, model.draws)
+        return
+    head = {"score.weight"} if config.is_critic else set[str]()  # checkpoints of language models have none
+    with _clear_errors(config):
+        match = loading.load(
+            model.hf, Path(config.path), parts, head, lambda: _load_whole(config, seed), rank, shapes
+        )
+    if head - match.sources.keys():
+        torch.manual_seed(seed)
+        drawing.draw_module(model.hf, model.hf.score)
+    model.unread = match.unread
+
+
+@contextmanager
+def _clear_errors(config: TrainEngineConfig) -> Iterator[None]:
+    """Raise errors of transformers and safetensors as ConfigError that names the file, or as OSError."""
+    folder = Path(config.path)
+    try:
+        yield
+    except ConfigError:
+        raise  # it is a ValueError too
+    except (OSError, SafetensorError):
+        hf_io.refuse_damage(folder)  # their message names no file, and as an OSError it would be retried
+        raise
+    except (ImportError, ValueError) as error:  # a missing package, an unknown attention or architecture
+        hf_io.refuse_damage(folder)
+        raise ConfigError(
+            f"{folder} can't be built with attn_impl {config.attn_impl!r} here: {error} "
+            "Install what is missing in the trainer's environment, or use attn_impl: sdpa."
+        ) from error
+    except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # impossible sizes or names
+        hf_io.refuse_damage(folder)
+        raise ConfigError(
+            f"{folder / 'config.json'} does not describe a model that can be built: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def architecture(folder: Path, **more: Any) -> Any:
+    """Return the config.json of a checkpoint as transformers reads it.
+
+    Raises ConfigError with the file's name, OSError.
+    """
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True, **more)
+    except OSError:
+        hf_io.refuse_damage(folder)  # transformers' message names no file
+        raise
+    except Exception as error:  # contradicting keys raise errors of many types, some of huggingface_hub
+        hf_io.refuse_damage(folder)
+        problem = " ".join(str(error).split()).rstrip(".")
+        raise ConfigError(
+            f"{folder / 'config.json'} can't be read as an architecture: {problem}. "
+            "Correct it, or copy it again."
+        ) from error
+
+
+def _load_whole(config: TrainEngineConfig, seed: int) -> loading.Whole:
+    """Load the whole model by transformers; return its tensors, and the names of those that it does not use.
+
+    Raises ConfigError, ImportError, OSError, ValueError.
+    """
+    disable_progress_bar()
+    torch.manual_seed(seed)  # a missing head is drawn
+    loaded: Any = _kind(config).from_pretrained(
+        config.path,
+        dtype=torch.float32,
+        attn_implementation=config.attn_impl,
+        local_files_only=True,
+        output_loading_info=True,
+        **_labels(config),
+    )
+    hf, found = loaded
+    wrong = sorted({str(name) for problem in ("missing_keys", "mismatched_keys") for name in found[problem]})
+    wrong = [name for name in wrong if not (config.is_critic and name == "score.weight")]
+    if wrong:
+        raise ConfigError(
+            f"the weights at {config.path} lack {loading.some(wrong)}, or have them with another shape"
+        )
+    tensors = {**dict(hf.named_parameters()), **dict(hf.named_buffers())}
+    tensors = {name: tensor.detach() for name, tensor in tensors.items()}
+    return tensors, sorted(map(str, found["unexpected_keys"]))
+
+
+def _kind(config: TrainEngineConfig) -> Any:
+    return AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
+
+
+def _labels(config: TrainEngineConfig) -> dict[str, Any]:
+    return {"num_labels": 1} if config.is_critic else {}
+
+
+def _recompute_activations(hf: Any) -> None:
+    # newer versions of transformers have a new name, and warn of the old one
+    if hasattr(hf, "activation_checkpointing_enable"):
+        hf.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def _offload_activations(hf: Any) -> None:
+    """Keep what each recomputation starts from, the input of a layer, in CPU memory."""
+    for module in hf.modules():
+        if recompute := getattr(module, "_gradient_checkpointing_func", None):
+            module._gradient_checkpointing_func = functools.partial(_with_offload, recompute)
+
+
+def _with_offload(recompute: Callable[..., Any], *args: Any) -> Any:
+    # what is saved within has the hooks of the recomputation, so these get the input alone
+    with torch.autograd.graph.saved_tensors_hooks(to_cpu, from_cpu):
+        return recompute(*args)
+
+
+def to_cpu(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    """Copy a tensor to CPU memory, in the order of the GPU's work: nothing waits."""
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, held.copy_(tensor, non_blocking=True)
+
+
+def from_cpu(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    """Copy it back."""
+    device, held = packed
+    return held.to(device, non_blocking=True)
+
+
+def _refuse_other_heads(hf: Any) -> None:
+    for key, neutral in LOGIT_TRANSFORMS.items():
+        if getattr(hf.config, key, neutral) not in (neutral, None):
+            raise NotBuilt(f"{hf.config.model_type} models with {key} in config.json can't be trained yet")
+    if getattr(hf.get_output_embeddings(), "bias", None) is not None:
+        raise NotBuilt(f"{hf.config.model_type} models with a bias in the output head can't be trained yet")
+
+
+def _disable_dropout(hf: Any) -> None:
+    for name, value in vars(hf.config).items():
+        if isinstance(value, float) and ("dropout" in name or name.endswith("pdrop")):
+            setattr(hf.config, name, 0.0)
+    for module in hf.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        for name, value in vars(module).items():
+            if "dropout" in name and isinstance(value, float):
+                setattr(module, name, 0.0)
+
+
+def write_export(
+    folder: Path,
+    config: TrainEngineConfig,
+    hf: Any,
+    buckets: Iterable[Sequence[tuple[str, torch.Tensor]]],
+    tokenizer: Path | None,
+    durable: bool,
+    writes: bool,
+) -> None:
+    """Write a Hugging Face checkpoint of a model that was built from `config`, on the rank that `writes`.
+
+    On the others the buckets are run through, for they are collective. Raises OSError, when all are.
+    """
+    problem: OSError | None = None
+    try:
+        writer = hf_io.CheckpointWriter(folder) if writes else None
+    except OSError as error:
+        writer, problem = None, error
+    for bucket in buckets:
+        try:
+            for name, tensor in bucket if writer else ():
+                assert writer is not None
+                writer.add(name, tensor)
+        except OSError as error:  # the other ranks are in a collective
+            writer, problem = None, error
+    if problem:
+        raise problem
+    if writer is None:
+        return
+    source = Path(config.path)
+    others = [source / "generation_config.json"]
+    if tokenizer is not None:
+        others += [tokenizer / name for name in hf_io.TOKENIZER_FILES]
+    writer.finish(_exported_config(source, hf, config), others, durable)
+
+
+def _exported_config(path: Path, hf: Any, config: TrainEngineConfig) -> str:
+    """Return the config.json of an export: the user's own but for the type, so any server can read it.
+
+    A reward model's also has its class, its label, and the padding token by which transformers finds the end
+    of a row.
+    """
+    written = json.loads((path / "config.json").read_text())
+    written["torch_dtype" if "torch_dtype" in written else "dtype"] = config.dtype
+    written.setdefault("architectures", [type(hf).__name__])
+    if config.is_critic:
+        written["architectures"] = [type(hf).__name__]
+        written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+        if written.get("pad_token_id") is None:
+            eos = written.get("eos_token_id")
+            written["pad_token_id"] = (eos[0] if isinstance(eos, list) else eos) or 0
+    return json.dumps(written, indent=2) + "\n"

@@ -1,0 +1,65 @@
+"""What all engines do alike once they have gradients: the update, its schedule, and recover state."""
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hpc_rl.config.schedule import learning_rate
+from hpc_rl.core.checked_file import FileRecord
+from hpc_rl.engines.base import Snapshot, sum_over_ranks
+from hpc_rl.engines.shared import state
+from hpc_rl.engines.shared.optimizer import LossScale
+
+
+class TrainedEngine:
+    """Part of an Engine. `initialize` of the engine sets all but `_buffer`."""
+
+    device: torch.device
+    num_train_steps: int
+    num_updates: int  # position of the schedule: calls of train_batch, including skipped updates
+    optimizer: Any  # Optimizer or ShardedOptimizer
+    scale: LossScale
+    local: state.RankState
+    _buffer: state.Buffer | None = None  # of snapshots that are written while training continues
+
+    def pass_updates(self, count: int) -> None:
+        self.num_updates += count
+
+    def _step(self) -> dict[str, float]:
+        """Update the weights by the gradients, unless they are not finite. Collective.
+
+        Returns grad_norm, lr and update_successful.
+        """
+        squared_norm = sum_over_ranks([self.optimizer.squared_norm()])[0]
+        grad_norm = math.sqrt(squared_norm) / self.scale.value if squared_norm >= 0 else math.nan
+        lr = learning_rate(self.optimizer.config, self.num_updates, self.num_train_steps)
+        successful = math.isfinite(grad_norm)
+        if successful:
+            self.optimizer.step(lr, grad_norm, self.scale.value)
+        self.scale.update(not successful)
+        self.num_updates += 1
+        return {"grad_norm": grad_norm, "lr": lr, "update_successful": float(successful)}
+
+    def snapshot(self, copied: bool) -> Snapshot:
+        if copied and self._buffer is None:
+            self._buffer = state.Buffer(pin=self.device.type == "cuda")
+        counters = {**self.counters(), **self.scale.state()}
+        return self.local.take(counters, self._buffer if copied else None)
+
+    def save(self, folder: Path) -> list[FileRecord]:
+        return self.snapshot(copied=False).write(folder)
+
+    def state_bytes(self) -> int:
+        return self.local.size_bytes()
+
+    def counters(self) -> dict[str, Any]:
+        return {"updates": self.num_updates, "adam_steps": self.optimizer.num_steps}
+
+    def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
+        counters = self.local.load(folder, saved_num_ranks, files)
+        self.num_updates = counters["updates"]
+        self.optimizer.set_num_steps(counters["adam_steps"])
+        self.scale.restore(counters)

@@ -1,0 +1,134 @@
+"""Which server gets a request of the gateway: the one with the least load, or the one that knows the prompt.
+
+The load of a server is the number of our requests that it has, times the seconds that a token took it lately.
+A conversation returns to the server that has its earlier turns in its prefix cache, unless that server has
+much more to do than the others.
+"""
+
+import random
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from hpc_rl.core.types import Turn
+from hpc_rl.servers.client import GenerateRequest
+from hpc_rl.servers.router import Router, Server
+
+BLOCK_TOKENS = 32  # prefixes are compared at multiples of this
+MAX_REMEMBERED = 1 << 16  # conversations, two entries each
+BUSIER = 1.5  # how much more load a conversation's own server may have
+
+
+class ServerWindow:
+    """The latest answers of one server."""
+
+    def __init__(self, size: int) -> None:
+        self._answers: deque[tuple[float, int]] = deque(maxlen=size)  # seconds, tokens of the longest turn
+        self._elapsed_s, self._tokens = 0.0, 0
+
+    def add(self, elapsed_s: float, num_tokens: int) -> None:
+        if len(self._answers) == self._answers.maxlen:
+            oldest_s, oldest_tokens = self._answers[0]
+            self._elapsed_s -= oldest_s
+            self._tokens -= oldest_tokens
+        self._answers.append((elapsed_s, num_tokens))
+        self._elapsed_s += elapsed_s
+        self._tokens += num_tokens
+
+    @property
+    def s_per_token(self) -> float | None:
+        return self._elapsed_s / self._tokens if self._tokens else None
+
+    def summary(self) -> dict[str, float]:
+        """Return what a status page shows: mean and 99th percentile of an answer's time, time per token."""
+        if not self._answers:
+            return {}
+        times = [elapsed_s for elapsed_s, _ in self._answers]
+        mean, p99 = float(np.mean(times)), float(np.percentile(times, 99))
+        return {"request_time_avg_s": mean, "request_time_99p_s": p99, "s_per_token": self.s_per_token or 0.0}
+
+
+@dataclass
+class BalancingRouter(Router):
+    """A router with rolling metrics for each server, and affinity of conversations.
+
+    Args:
+        metrics_window: Number of answers of each server that count.
+    """
+
+    metrics_window: int = 1000
+    _windows: dict[str, ServerWindow] = field(default_factory=dict)
+    _places: OrderedDict[int, str] = field(default_factory=OrderedDict)  # prefix -> server
+
+    def choose(self, servers: list[Server], requests: Sequence[GenerateRequest]) -> Server:
+        if self.policy == "round_robin":
+            return super().choose(servers, requests)
+        speeds = [self._windows[s.lease.key].s_per_token for s in servers if s.lease.key in self._windows]
+        known = [speed for speed in speeds if speed]
+        typical = sum(known) / len(known) if known else 1.0
+
+        def load(server: Server) -> float:
+            window = self._windows.get(server.lease.key)
+            return (server.running + 1) * ((window and window.s_per_token) or typical)
+
+        least = min(servers, key=lambda server: (load(server), random.random()))
+        own = self._server_of(requests[0].input_ids)
+        for server in servers:
+            if server.lease.key == own and load(server) <= BUSIER * load(least) + typical:
+                return server
+        return least
+
+    def observe(
+        self, server: Server, requests: Sequence[GenerateRequest], turns: Sequence[Turn], elapsed_s: float
+    ) -> None:
+        window = self._windows.setdefault(server.lease.key, ServerWindow(self.metrics_window))
+        window.add(elapsed_s, max(len(turn.output_ids) for turn in turns))
+        for request, turn in zip(requests, turns, strict=True):
+            ids = request.input_ids
+            self._remember(ids, server.lease.key)
+            self._remember(ids + turn.output_ids, server.lease.key)
+
+    @property
+    def num_servers(self) -> int:
+        return len(self._servers)
+
+    def servers(self) -> list[dict[str, Any]]:
+        """Return what is known of each server, for status pages."""
+        shown = []
+        for key, server in self._servers.items():
+            window, version = self._windows.get(key), server.lease.value["version"]
+            state = {"key": key, "epoch": server.lease.epoch, "version": version, "state": server.state}
+            state |= {"suspect": server.suspect, "running": server.running}
+            shown.append({**state, **(window.summary() if window else {})})
+        return shown
+
+    def _remember(self, ids: Sequence[int], key: str) -> None:
+        """Note who has the whole blocks of these tokens in its cache."""
+        whole = len(ids) - len(ids) % BLOCK_TOKENS
+        if not whole:
+            return
+        prefix = xxhash.xxh3_64_intdigest(np.asarray(ids[:whole], np.int32).tobytes())
+        self._places[prefix] = key
+        self._places.move_to_end(prefix)
+        if len(self._places) > 2 * MAX_REMEMBERED:
+            self._places.popitem(last=False)
+
+    def _server_of(self, ids: Sequence[int]) -> str | None:
+        """Return the server that knows at least half of these tokens as a prefix, by the longest such."""
+        found = None
+        for length, prefix in _prefixes(ids):
+            if 2 * length >= len(ids):
+                found = self._places.get(prefix, found)
+        return found
+
+
+def _prefixes(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield length and hash of each prefix that consists of whole blocks, the shortest first."""
+    hashed, array = xxhash.xxh3_64(), np.asarray(ids, np.int32)
+    for end in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):
+        hashed.update(array[end - BLOCK_TOKENS : end].tobytes())
+        yield end, hashed.intdigest()

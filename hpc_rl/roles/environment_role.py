@@ -1,0 +1,112 @@
+"""The environment role: runs the command of one environment beside the trial, with the URLs that it needs.
+
+The command gets a YAML file by `--config`, in the form that environments of hpc-rl and of atroposlib read;
+what the command itself says counts more. When the rollout role comes back under another URL, the command is
+started again. Nothing of it outlives this process: no environment feeds a trial that has ended.
+"""
+
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import threading
+from urllib.parse import urlsplit
+
+import yaml
+
+from hpc_rl.config.environment_file import environment_file
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.core.errors import ConfigError, ExitCode, RoleFailed
+from hpc_rl.core.proc import TiedProcess
+from hpc_rl.core.trial import write_atomic
+from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.name_resolve.shared_fs import NameResolve
+from hpc_rl.roles import role
+from hpc_rl.roles.node_environment import correct
+
+logger = logging.getLogger(__name__)
+POLL_S = 1.0
+OWN_END_S = 3.0
+END_GRACE_S = 5.0
+# of a cluster's job, which atroposlib would take its servers from
+HIDDEN_VARIABLES = ("SLURM_JOB_NODELIST", "INFER_TP", "NUM_TRAINING_NODES")
+
+
+def body(context: role.Context) -> int:
+    """Run the command until it has finished, or until asked to stop."""
+    if not isinstance(context.config, GRPOConfig) or context.config.environments is None:
+        raise ConfigError("this trial has no section environments")
+    name, command = list(context.config.environments.commands.items())[context.index]
+    names = open_names(context.trial, context.config)
+    while not context.stopping.is_set():
+        url = _rollout_url(names)
+        if url is None:
+            context.stopping.wait(POLL_S)
+            continue
+        settings = environment_file(context.config, name, url, context.tokens["data"])
+        file = context.attempt.dir / f"environment-{context.index}.yaml"
+        write_atomic(file, yaml.safe_dump(settings), mode=0o600)
+        code = _run(context, names, with_settings(shlex.split(command), str(file)), url)
+        if code == 0:
+            logger.info("environment %s has finished", name)
+            return ExitCode.DONE
+        if code is not None:
+            raise RoleFailed(f"environment {name} exited with code {code}; its output is in this log")
+    return ExitCode.STOPPED
+
+
+def with_settings(command: list[str], file: str) -> list[str]:
+    """Return a command with a settings file: of `hpc-rl env serve` before a file that the command has."""
+    option, at = ["--config", file], len(command)
+    for i in range(len(command) - 1):
+        if command[i : i + 2] == ["env", "serve"]:
+            at = i + 2
+            break
+    return [*command[:at], *option, *command[at:]]
+
+
+def _run(context: role.Context, names: NameResolve, argv: list[str], url: str) -> int | None:
+    """Return the exit code of the command; None where it was ended, to stop or to start again."""
+    environment = {name: value for name, value in os.environ.items() if name not in HIDDEN_VARIABLES}
+    correct(environment, [urlsplit(url).hostname or ""])
+    logger.info("starting %s", shlex.join(argv))
+    process = TiedProcess(argv, environment, subprocess.PIPE)
+    relay = threading.Thread(target=_relay, args=(process, context.tokens["data"]), daemon=True)
+    relay.start()
+    try:
+        while (code := process.poll()) is None:
+            if context.stopping.wait(POLL_S):
+                return _own_end(process)
+            if _rollout_url(names) not in (None, url):
+                logger.warning("the rollout API has another URL: starting the environment again")
+                return None
+        return code if code >= 0 else 128 - code
+    finally:
+        process.end(END_GRACE_S, whole_session=True)
+        relay.join(END_GRACE_S)
+
+
+def _relay(process: TiedProcess, token: str) -> None:
+    """Write the command's output into the log of this role, without the token, which environments print."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        sys.stdout.buffer.write(line.replace(token.encode(), b"***"))
+        sys.stdout.buffer.flush()
+
+
+def _own_end(process: TiedProcess) -> int | None:
+    """Return 0 if the command finishes by itself, as it does after the trial's last step; else None."""
+    try:
+        return 0 if process.wait(OWN_END_S) == 0 else None
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def _rollout_url(names: NameResolve) -> str | None:
+    seen = names.leases(keys.ROLLOUT).get(keys.ROLLOUT)
+    return seen.value["url"] if seen is not None and seen.alive else None
+
+
+if __name__ == "__main__":
+    role.run("environment", body)

@@ -1,0 +1,69 @@
+"""Ranks that find each other by MPI: number, place on the node, and where rank 0 has its store.
+
+MPI only does that. It is left before training begins, so that torch's process group is the only one that
+communicates, and an exit is one of an ordinary process.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from hpc_rl.core.errors import ConfigError
+
+# Of the process managers, of srun last: for the files of a rank whose MPI does not start.
+_RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+
+class MpiRanks:
+    """This process in MPI_COMM_WORLD; `rank`, and `local_rank` among those of its node.
+
+    Where MPI does not start, `check` says why: the process can then leave a record.
+    """
+
+    def __init__(self, num_ranks: int) -> None:
+        self._mpi: Any = None
+        self._problem = ""
+        self.rank = int(next(filter(None, map(os.environ.get, _RANK)), 0))
+        self.local_rank = 0
+        try:
+            import mpi4py
+
+            mpi4py.rc.initialize = mpi4py.rc.finalize = False
+            from mpi4py import MPI
+        except ImportError as error:
+            self._problem = (
+                f"mpi4py is missing in the trainer's Python ({error}); pip install 'mpi4py>=4' there."
+            )
+            return
+        except RuntimeError as error:
+            self._problem = (
+                f"mpi4py finds no MPI library ({error}); load the one of mpiexec, or set MPI4PY_LIBMPI."
+            )
+            return
+        MPI.Init_thread(MPI.THREAD_FUNNELED)  # the main thread alone calls MPI
+        self._mpi = MPI
+        self._world = MPI.COMM_WORLD
+        size, library = self._world.Get_size(), MPI.Get_library_version().split("\n")[0].strip(" \0")
+        if size != num_ranks:
+            self._problem = (
+                f"MPI has {size} rank(s) where the plan has {num_ranks}: mpi4py's MPI ({library}) is not "
+                "that of what starts the ranks. Use its own mpiexec (launcher.mpi.mpiexec), or a value of "
+                "launcher.slurm.srun_mpi that it knows."
+            )
+            return
+        self.rank = self._world.Get_rank()
+        self.local_rank = self._world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
+
+    def check(self) -> None:
+        """Raise ConfigError where MPI did not start, or has not the ranks of the plan."""
+        if self._problem:
+            raise ConfigError(self._problem)
+
+    def share(self, value: Any) -> Any:
+        """Return on every rank the value of rank 0."""
+        return self._world.bcast(value, root=0)
+
+    def finish(self) -> None:
+        """Leave MPI; all ranks do."""
+        self._mpi.Finalize()

@@ -1,0 +1,208 @@
+"""The agent of a node: starts, watches and ends the replicas of one role there, all in one step of Slurm.
+
+The supervisor decides. Its lines `unit <index> <incarnation> <word>` come by standard input: `start`, `kill`,
+`stacks` (by a signal), and `send <line>` for the replica's own input. The agent answers by standard output:
+`exited <index> <incarnation> <code>`. Each replica has its own log and its part of the step's GPUs and CPUs.
+All are tied to the agent, and end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import queue
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from hpc_rl.core.errors import ConfigError, ExitCode, FailureClass
+from hpc_rl.core.proc import oom_kills
+from hpc_rl.core.records import ExitRecord
+from hpc_rl.core.trial import write_json
+from hpc_rl.plan.schema import GPU_VARIABLES, Unit
+from hpc_rl.roles import (
+    control,
+    role,
+)
+from hpc_rl.supervise.agents import agent_name
+from hpc_rl.supervise.failure_policy import KILLED
+from hpc_rl.supervise.processes import STOP, Handle
+
+logger = logging.getLogger(__name__)
+POLL_S = 0.1
+# Slurm sets some of them, each with all GPUs of the step.
+OF_STEP = (*GPU_VARIABLES.values(), "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def own_gpus(step: Sequence[Unit], unit: Unit, environ: Mapping[str, str], variable: str) -> dict[str, str]:
+    """Return the environment of a replica: in `variable` its GPUs, of those that its step has.
+
+    Other variables of that kind are left out: of AMD's, one counts within what another shows. Raises
+    ConfigError where the step has fewer than all its replicas need.
+    """
+    others = {name: value for name, value in environ.items() if name not in OF_STEP}
+    if variable in unit.env:
+        return {**others, variable: unit.env[variable]}
+    if not unit.gpus_per_task:
+        return dict(environ)
+    before, total = step.index(unit), sum(one.gpus_per_task for one in step)
+    first = sum(one.gpus_per_task for one in step[:before])
+    name = next((name for name in (variable, *OF_STEP) if environ.get(name)), "")
+    gpus = environ[name].split(",") if name else [str(number) for number in range(total)]
+    if len(gpus) < total:
+        raise ConfigError(f"the replicas of this node need {total} GPUs, but {name} is {','.join(gpus)}")
+    return {**others, variable: ",".join(gpus[first : first + unit.gpus_per_task])}
+
+
+def own_cpus(step: Sequence[Unit], unit: Unit, cpus: Sequence[int]) -> set[int]:
+    """Return a replica's part of the CPUs that its step is bound to, given core by core; none where unbound.
+
+    A step is unbound where it may use more than Slurm gave it, or fewer than its replicas need.
+    """
+    total = sum(one.cpus_per_task for one in step)
+    of_step = os.environ.get("SLURM_CPUS_ON_NODE", "")
+    if not of_step.isdecimal() or not total <= len(cpus) <= int(of_step):
+        return set()
+    first = sum(one.cpus_per_task for one in step[: step.index(unit)])
+    return set(cpus[first : first + unit.cpus_per_task])
+
+
+def core_by_core(cpus: set[int], topology: Path = TOPOLOGY) -> list[int]:
+    """Return CPUs with the threads of a core side by side, in the order of sockets and cores."""
+
+    def place(cpu: int) -> tuple[int, int, int]:
+        folder = topology / f"cpu{cpu}" / "topology"
+        try:
+            socket = int((folder / "physical_package_id").read_text())
+            # the first of its core: the number of a core may be that of one on another die as well
+            first = int(re.split("[,-]", (folder / "thread_siblings_list").read_text())[0])
+        except (OSError, ValueError):
+            return 0, cpu, cpu
+        return socket, first, cpu
+
+    return sorted(cpus, key=place)
+
+
+class Replicas:
+    """The replicas of one role on this node."""
+
+    def __init__(self, context: role.Context, name: str) -> None:
+        self._attempt = context.attempt
+        own = next(one for one in context.plan.units if (one.role, one.index) == (name, context.index))
+        self._step = context.plan.sharing_step(own)
+        self._gpu_variable = context.plan.gpu_variable
+        self._all_cpus = os.sched_getaffinity(0)
+        self._cores = core_by_core(self._all_cpus)
+        self._running: dict[tuple[int, int], Handle] = {}  # by index and incarnation
+        self._oom_kills = oom_kills()
+
+    def __bool__(self) -> bool:
+        return bool(self._running)
+
+    def obey(self, words: list[str]) -> None:
+        """Do what the supervisor asks: index, incarnation, a word and its value."""
+        index, incarnation, word, *rest = words
+        key = int(index), int(incarnation)
+        if word == "start":
+            self._start(*key)
+        elif handle := self._running.get(key):  # else it has exited meanwhile
+            match word:
+                case "kill":
+                    handle.kill()
+                case "stacks":
+                    handle.dump_stacks()
+                case "send":
+                    handle.send(" ".join(rest))
+
+    def stop(self) -> None:
+        for handle in self._running.values():
+            handle.send(STOP)
+
+    def poll(self) -> None:
+        """Report the replicas that have exited."""
+        for key, handle in list(self._running.items()):
+            if (code := handle.poll()) is not None:
+                del self._running[key]
+                self._note_oom_kill(key, code)
+                self._report(*key, code)
+
+    def _start(self, index: int, incarnation: int) -> None:
+        unit = next(one for one in self._step if one.index == index)
+        argv = [sys.executable, "-m", unit.module, "--trial_dir", str(self._attempt.trial.dir)]
+        argv += ["--attempt", self._attempt.id, "--index", str(index), "--incarnation", str(incarnation)]
+        handle = Handle(unit.role)
+        try:
+            env = own_gpus(self._step, unit, os.environ, self._gpu_variable)
+            # A child inherits the binding of the thread that starts it.
+            cpus = own_cpus(self._step, unit, self._cores)
+            os.sched_setaffinity(0, cpus or self._all_cpus)
+            handle.add(argv, env, self._attempt.log(unit.role, index, incarnation), is_tied=True)
+        except (ConfigError, OSError) as error:
+            self._not_started(unit, incarnation, error)
+            return
+        finally:
+            os.sched_setaffinity(0, self._all_cpus)
+        [record] = handle.children
+        logger.info("%s %d.%d is process %d", unit.role, index, incarnation, record.pid)
+        self._running[index, incarnation] = handle
+
+    def _not_started(self, unit: Unit, incarnation: int, error: ConfigError | OSError) -> None:
+        reason = f"can't be started: {error}"
+        if isinstance(error, ConfigError):
+            record = ExitRecord(code=ExitCode.BAD_CONFIG, reason=reason, failure=FailureClass.USER)
+        elif error.errno in role.CANNOT_WRITE:
+            record = ExitRecord(code=ExitCode.CANNOT_WRITE, reason=reason, failure=FailureClass.DISK_FULL)
+        else:
+            record = ExitRecord(code=ExitCode.FAILED, reason=reason)
+        logger.error("%s %d.%d %s", unit.role, unit.index, incarnation, reason)
+        with contextlib.suppress(OSError):  # of a full disk
+            path = self._attempt.exit_record(unit.role, unit.index, incarnation, 0)
+            write_json(path, record.to_json())
+        self._report(unit.index, incarnation, record.code)
+
+    def _note_oom_kill(self, key: tuple[int, int], code: int) -> None:
+        """Say in its log that a replica was killed for memory: Slurm tells it only at the end of a step."""
+        known, self._oom_kills = self._oom_kills, oom_kills()
+        if code in (-9, KILLED) and self._oom_kills > known:
+            path = self._attempt.log(self._step[0].role, *key)
+            try:
+                with path.open("a") as file:
+                    file.write(
+                        f"oom_kill: the kernel killed {self._oom_kills - known} processes for memory\n"
+                    )
+            except OSError as error:
+                logger.warning("%s can't be written: %s", path, error)
+
+    def _report(self, index: int, incarnation: int, code: int) -> None:
+        logger.info("%s %d.%d exited with %d", self._step[0].role, index, incarnation, code)
+        try:
+            os.write(1, f"exited {index} {incarnation} {code}\n".encode())
+        except OSError as error:
+            if error.errno != errno.EPIPE:  # srun is gone, and standard input ends
+                raise
+
+
+def body(context: role.Context) -> int:
+    """Serve the supervisor until asked to stop, and then until no replica is left."""
+    replicas = Replicas(context, ROLE)
+    was_told = False
+    while True:
+        try:
+            replicas.obey(control.about_units.get(timeout=POLL_S))
+        except queue.Empty:
+            replicas.poll()
+        if context.stopping.is_set() and not was_told:
+            was_told = True
+            replicas.stop()
+        if was_told and not replicas:
+            return ExitCode.STOPPED
+
+
+if __name__ == "__main__":
+    ROLE = sys.argv.pop(1)
+    # Its end is no end of the job: a single server that crashes finds its caches and copies again.
+    role.run(agent_name(ROLE), body, uses_node=False)

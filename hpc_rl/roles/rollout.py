@@ -1,0 +1,171 @@
+"""The rollout role: sequencer, ledger and service in this process, workflows in executor workers below it."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import sys
+from typing import Any
+
+from hpc_rl.atropos.hosting import hosted
+from hpc_rl.checkpoint.lineage import newest_number
+from hpc_rl.config.options.experiment import GRPOConfig, has_own_prompts
+from hpc_rl.config.pool_view import trained_pool
+from hpc_rl.config.rules.file_rules import context_of
+from hpc_rl.core import net
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.http_service import HttpService
+from hpc_rl.core.records import LineageRecord, read_lineages
+from hpc_rl.datasets.encode import Prompts
+from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.name_resolve.shared_fs import Lease
+from hpc_rl.roles import role
+from hpc_rl.rollout import routes
+from hpc_rl.rollout.batch_log.judged import Judged
+from hpc_rl.rollout.executor import Executor
+from hpc_rl.rollout.report import keep_reporting, progress
+from hpc_rl.rollout.sequencer import Rules, Sequencer
+from hpc_rl.rollout.service import RolloutService
+from hpc_rl.supervise.ownership import end_when_fenced
+from hpc_rl.trials.user_code import judged_by
+
+logger = logging.getLogger(__name__)
+
+LISTENER_VARIABLE = "HPC_RL_LISTENER_FD"
+
+
+def body(context: role.Context) -> int:
+    assert isinstance(context.config, GRPOConfig), "only its plan has a rollout role"
+    end_when_fenced(open_names(context.trial, context.config), context.attempt)
+    return asyncio.run(serve(context, context.config))
+
+
+def rules(config: GRPOConfig) -> Rules:
+    """What the configuration says of order, age and retries."""
+    batch_size, rollout = config.train_dataset.batch_size, config.rollout
+    n_samples, section = config.gconfig.n_samples, config.environments
+    return Rules(
+        batch_size=batch_size,
+        max_concurrent=rollout.max_concurrent_rollouts or 2 * batch_size,
+        eta=rollout.max_head_offpolicyness if config.async_training else 0,
+        bound=rollout.staleness_bound,
+        order=rollout.batch_order,
+        prompt_retries=rollout.prompt_retries,
+        queue_size=rollout.queue_size,
+        batch_sequences=None if section is None else batch_size * n_samples,
+        n_samples=n_samples,
+        own_prompts=has_own_prompts(config),
+    )
+
+
+def open_prompts(config: GRPOConfig) -> tuple[Prompts, Prompts | None]:
+    """Return the prompts to train on, none where environments have them, and the held-out ones, if any."""
+    tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
+    dataset = config.train_dataset if has_own_prompts(config) else None
+    prompts = Prompts(dataset, tokenizer, config.seed)
+    return prompts, Prompts(config.valid_dataset, tokenizer, config.seed) if config.valid_dataset else None
+
+
+async def serve(context: role.Context, config: GRPOConfig) -> int:
+    prompts, held_out = open_prompts(config)
+    names = open_names(context.trial, config)
+    sequencer = Sequencer(rules(config))
+    trial = context.trial
+
+    def lineages() -> tuple[int, list[LineageRecord]]:
+        return newest_number(trial), read_lineages(trial)
+
+    executor = Executor(lambda number: worker_argv(context, number), config.rollout.num_workers)
+    service = RolloutService(
+        trial.rollout, sequencer, prompts, held_out, lineages, executor, lambda: context.deadline.left_s
+    )
+    service.judged = Judged(trial.rollout, await asyncio.to_thread(judged_by, config, sys.path))
+    service.evaluations.options = config.evaluator
+    await executor.start()
+
+    def live_servers() -> dict[str, int]:
+        """Return how many servers of each pool are alive."""
+        pools = {pool.name: names.leases(keys.servers(pool.name)) for pool in context.plan.pools}
+        return {name: sum(seen.alive for seen in leases.values()) for name, leases in pools.items()}
+
+    trained = keys.servers(trained_pool(config))
+
+    def num_servers() -> int:
+        """Return how many servers of the pool that follows the trainer are alive."""
+        return sum(seen.alive for seen in names.leases(trained).values())
+
+    stack = contextlib.AsyncExitStack()
+    if config.environments is None:
+        defs = routes.routes(service, num_servers)
+    else:
+        own_names, length = open_names(trial, config), context_of(config)
+        hosting = hosted(service, config, own_names, trial, length, num_servers)
+        defs = await stack.enter_async_context(hosting)
+    app = routes.application(defs, context.tokens)
+    http = HttpService(app, close_timeout_s=1.0)
+    inherited = os.environ.get(LISTENER_VARIABLE)  # the socket that roles/rollout_front.py holds
+    listener = socket.socket(fileno=int(inherited)) if inherited else net.bind_published(context.address)
+    await http.start(listener)
+    url = net.http_url(context.address, listener.getsockname()[1])
+    who = {"attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
+    record = {"url": url, **who}
+    lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record)
+    logger.info("serving batches, epoch %d", lease.epoch)
+    report_to = context.attempt.rollout_report(context.incarnation)
+    report = keep_reporting(report_to, lambda: progress(service), lambda: servers_alive(live_servers()))
+    renewing = _renew(lease, record, service)
+    duties = {
+        asyncio.create_task(duty)
+        for duty in (service.run(), executor.failure(), renewing, _stopping(context), report)
+    }
+    try:
+        done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
+        for duty in done:
+            duty.result()
+        lease.release()
+        return ExitCode.STOPPED
+    finally:
+        for duty in duties:
+            duty.cancel()
+        await http.close()
+        await stack.aclose()
+        await executor.close()
+        await service.close()
+
+
+def servers_alive(by_pool: dict[str, int]) -> dict[str, Any]:
+    """Return what the report says of servers."""
+    return {"servers": sum(by_pool.values()), "pools": by_pool}
+
+
+def worker_argv(context: role.Context, number: int) -> list[str]:
+    where = ["--trial_dir", str(context.trial.dir), "--attempt", context.attempt.id]
+    return [sys.executable, "-m", "hpc_rl.roles.rollout_worker", *where, "--index", str(number)]
+
+
+async def _renew(lease: Lease, record: dict, service: RolloutService) -> None:
+    """Raises Stale once another incarnation has taken over."""
+    while True:
+        await asyncio.sleep(1.0)
+        try:
+            sequencer = service.sequencer
+            waits = {
+                keys.WAITS_FOR_ROOM: service.ledger.room.waiting,
+                keys.WAITS_FOR_GROUPS: sequencer.rules.batch_sequences is not None and not sequencer.running,
+            }
+            if lease.is_due(record | waits):
+                await asyncio.to_thread(lease.renew, record | waits)
+        # a shared file system may fail for a while; the ledger's own writes decide whether we live
+        except OSError as error:
+            logger.warning("can't renew the lease: %s", error)
+
+
+async def _stopping(context: role.Context) -> None:
+    while not context.stopping.is_set():
+        await asyncio.sleep(0.2)
+
+
+if __name__ == "__main__":
+    role.run("rollout", body)

@@ -1,0 +1,471 @@
+"""The one list of checks of a set-up. `check`, `submit`, `submit --dry_run` and `doctor` run it.
+
+CHECKS is in the order in which a submission happens. A check gets the subject, as far as the checks before it
+have made it: the adapted configuration, the plan, what that needs, the scripts. It yields refusals and notes,
+or raises one of the errors of this package, whose lines count one by one. All that is wrong is reported at
+once.
+"""
+
+import dataclasses
+import enum
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.load.stored import Loaded
+from hpc_rl.config.options.experiment import has_own_prompts, total_steps
+from hpc_rl.config.rules.check import RulesRefuse, check, with_origins
+from hpc_rl.core.errors import ConfigError, DoesNotFit, ExitCode, HpcRlError, SchedulerError
+from hpc_rl.core.trial import Trial
+from hpc_rl.datasets.rows import count_rows
+from hpc_rl.doctor.machine import Problem
+from hpc_rl.plan import train_mesh
+from hpc_rl.plan.estimate import Estimate
+from hpc_rl.plan.plan import make_plan
+from hpc_rl.plan.schema import Plan
+from hpc_rl.schedulers import pick
+from hpc_rl.schedulers.sinfo import UNKNOWN_THREADS_PER_CORE
+from hpc_rl.schedulers.slurm import SlurmScheduler, require
+from hpc_rl.supervise import bad_nodes
+from hpc_rl.trials import (
+    interpreters,
+    needs,
+    preflight,
+    storage,
+    submission,
+)
+from hpc_rl.trials.first_rows import check_first_rows
+from hpc_rl.trials.first_start import FirstStart, Recovery
+from hpc_rl.trials.lock import check_unlocked, check_writable
+from hpc_rl.trials.refusal import WRONG, CheckResult, CheckState, Refusal
+from hpc_rl.trials.user_code import check_user_code
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A checked configuration and its plan."""
+
+    loaded: Loaded
+    plan: Plan
+    # Nodes that failed the trial lately; None if the cluster was not asked.
+    avoid: tuple[str, ...] | None = None
+    needs: Estimate | None = None  # None if the model's config.json says nothing
+    problems: tuple[str, ...] = ()  # why the models can't be trained so
+
+    @property
+    def notes(self) -> list[str]:
+        estimated = self.needs.notes if self.needs else []
+        return [*self.loaded.notes, *self.plan.notes, *estimated]
+
+    def note_lines(self, known: Collection[str] = ()) -> list[str]:
+        """Return a line for each note but the known ones."""
+        return [f"note: {note}" for note in self.notes if note not in known]
+
+
+class Stage(enum.Enum):
+    """What a check needs beside the configuration."""
+
+    OPTIONS = enum.auto()  # nothing
+    HERE = enum.auto()  # models, data and code that this machine sees
+    PYTHONS = enum.auto()  # the packages of interpreters
+    TRIAL = enum.auto()  # the directory of the trial
+    SCRIPTS = enum.auto()
+    CLUSTER = enum.auto()  # one sinfo
+    SLURM = enum.auto()  # its programs
+    ACCEPTANCE = enum.auto()  # one `sbatch --test-only`, which a submission replaces
+
+
+ALL = frozenset(Stage)
+OF_A_PLAN = frozenset({Stage.OPTIONS, Stage.HERE, Stage.PYTHONS})
+WITHOUT_A_PLAN = frozenset({Stage.HERE})  # what can be said about a configuration that lacks options
+
+
+@dataclass
+class Subject:
+    """What the checks look at."""
+
+    loaded: Loaded
+    scheduler: str
+    stages: frozenset[Stage]
+    recovery: Recovery | None = None
+    counts_rows: bool = False
+    unreadable: set[str] = field(default_factory=set)  # sections of datasets that rules refuse
+    can_plan: bool = True
+    plan: Plan | None = None
+    needs: Estimate | None = None
+    problems: list[str] = field(default_factory=list)
+    start: FirstStart | None = None
+    avoid: tuple[str, ...] | None = None
+    scripts: dict[str, str] = field(default_factory=dict)
+    has_no_answer: bool = False  # of Slurm, to the sinfo
+
+    @property
+    def trial(self) -> Trial:
+        return submission.trial_of(self.loaded.config)
+
+    @property
+    def planned(self) -> Planned | None:
+        if self.plan is None:
+            return None
+        return Planned(self.loaded, self.plan, self.avoid, self.needs, tuple(self.problems))
+
+
+Finding = Refusal | CheckResult
+FIX = "correct the option."
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row of the list; `fix` is what to do if it refuses, for `hpc-rl doctor`."""
+
+    name: str
+    stage: Stage
+    look: Callable[[Subject], Iterable[Finding] | None]
+    fix: str = FIX
+    needs_plan: bool = True
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the checks found, and the plan that a submission would use: None if no plan can be made."""
+
+    results: list[CheckResult]
+    planned: Planned | None
+    start: FirstStart | None
+    of_scripts: list[CheckResult]  # those of the results that are about the scripts and the cluster
+
+    @property
+    def refusals(self) -> list[CheckResult]:
+        return [result for result in self.results if result.state in WRONG]
+
+    @property
+    def lines(self) -> list[str]:
+        """Return the refusals as text, each one once."""
+        return list(dict.fromkeys(result.text for result in self.refusals))
+
+    @property
+    def notes(self) -> list[str]:
+        return self.planned.notes if self.planned else []
+
+    @property
+    def exit_code(self) -> int:
+        return self.refusals[0].exit_code if self.refusals else ExitCode.DONE
+
+    def error(self) -> HpcRlError:
+        """Return the refusals as one error."""
+        error = ConfigError("\n".join(self.lines))
+        error.exit_code = ExitCode(self.exit_code)
+        return error
+
+    def require(self) -> Planned:
+        """Return the plan. Raises the error of the refusals."""
+        if self.refusals or self.planned is None:
+            raise self.error()
+        return self.planned
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return all results for --json."""
+        return list(map(vars, self.results))
+
+
+# -- the checks
+
+
+def _check_options(subject: Subject) -> Iterator[CheckResult]:
+    """Adapt the defaults, and ask every rule."""
+    try:
+        subject.loaded = check(subject.loaded, files=Stage.HERE in subject.stages)
+    except RulesRefuse as error:
+        subject.loaded, subject.unreadable = error.adapted, error.unreadable
+        subject.can_plan = error.is_about_files_only
+        for line in str(error).splitlines():  # with their places already
+            yield CheckResult("configuration", CheckState.REFUSED, line, exit_code=error.exit_code)
+
+
+def _check_rows(subject: Subject) -> None:
+    _note(subject, check_first_rows(subject.loaded.config, subject.unreadable))
+
+
+def _check_user_code(subject: Subject) -> None:
+    config = subject.loaded.config
+    _note(subject, check_user_code(config, config.launcher.python or sys.executable, Path.cwd()))
+
+
+def _note(subject: Subject, notes: Sequence[str]) -> None:
+    subject.loaded = dataclasses.replace(subject.loaded, notes=[*subject.loaded.notes, *notes])
+
+
+def _make_plan(subject: Subject) -> None:
+    if not subject.can_plan:
+        return
+    # The true number of threads is known only by sinfo.
+    threads = UNKNOWN_THREADS_PER_CORE if subject.scheduler == "slurm" else 1
+    subject.plan = make_plan(
+        subject.loaded.config,
+        subject.loaded.explicit,
+        interpreter=sys.executable,
+        scheduler=subject.scheduler,  # type: ignore[arg-type]
+        threads_per_core=threads,
+    )
+
+
+def _check_batch(subject: Subject) -> Iterator[Refusal]:
+    """Yield that the data has less rows than a batch, and refuse a trial without a step."""
+    config, rows = subject.loaded.config, subject.loaded.config.train_dataset
+    if not has_own_prompts(config) or "train_dataset" in subject.unreadable:
+        return
+    num_rows = count_rows(rows.path, rows.batch_size)
+    if num_rows is None or num_rows >= rows.batch_size:
+        return
+    total_steps(config, num_rows)
+    why = f"{rows.path} has {num_rows} rows, so each batch has some of them several times"
+    yield Refusal(option="train_dataset.batch_size", value=rows.batch_size, why=why, is_note=True)
+
+
+def _check_trainer(subject: Subject) -> Iterator[Finding]:
+    config, plan = subject.loaded.config, _plan(subject)
+    yield from _of_problems("torch", preflight.check_interpreter(config, plan, "trainer"))
+    yield from interpreters.check_trainer(config, plan)
+
+
+def _check_servers(subject: Subject, library: str) -> Iterator[Finding]:
+    config, plan = subject.loaded.config, _plan(subject)
+    if any(pool.backend == library for pool in plan.pools):
+        yield from _of_problems(library, preflight.check_interpreter(config, plan, "server"))
+        yield from interpreters.check_servers(config, plan, library)
+
+
+def _check_megatron(subject: Subject) -> None:
+    preflight.refuse_missing_engine(_plan(subject))
+
+
+def _check_libraries(subject: Subject) -> Iterator[Refusal]:
+    return interpreters.check_libraries(subject.loaded.config, _plan(subject))
+
+
+def _adapt_attention(subject: Subject) -> None:
+    subject.loaded = preflight.with_attention(subject.loaded, _plan(subject))
+
+
+def _check_mpi(subject: Subject) -> None:
+    subject.loaded = preflight.with_mpi(subject.loaded, _plan(subject), subject.scheduler)
+
+
+def _check_modules(subject: Subject) -> Iterator[CheckResult]:
+    return _of_problems("modules", preflight.check_modules(subject.loaded.config))
+
+
+def _check_address(subject: Subject) -> Iterator[CheckResult]:
+    return _of_problems("address", preflight.check_address(subject.loaded.config, subject.scheduler))
+
+
+def _check_gpus(subject: Subject) -> Iterator[CheckResult]:
+    return _of_problems("gpus", preflight.check_gpus(subject.loaded.config, subject.scheduler))
+
+
+def _check_local_dir(subject: Subject) -> Iterator[CheckResult]:
+    return _of_problems("local dir", preflight.check_local_dir(subject.loaded.config, subject.scheduler))
+
+
+def _check_sandbox(subject: Subject) -> Iterator[CheckResult]:
+    return preflight.check_sandbox(subject.loaded.config, subject.scheduler)
+
+
+def _check_memory(subject: Subject) -> Iterator[CheckResult]:
+    """Estimate what the trial needs; refuse what can't hold it."""
+    config, plan = subject.loaded.config, _plan(subject)
+    known = needs.known_models(config)
+    subject.needs = needs.needs_of(config, plan, known, subject.scheduler, subject.counts_rows)
+    estimated = subject.needs.problems if subject.needs else []
+    subject.problems = [*train_mesh.problems(config, plan, known), *estimated]
+    if subject.problems and Stage.HERE in subject.stages:
+        raise DoesNotFit("\n".join(subject.problems))
+    if Stage.HERE in subject.stages:
+        yield from preflight.check_memory(_plan(subject), subject.scheduler)
+
+
+def _check_accounts(subject: Subject) -> None:
+    subject.trial.refuse_others()
+
+
+def _check_lock(subject: Subject) -> None:
+    check_unlocked(subject.trial)
+
+
+def _check_fileroot(subject: Subject) -> Iterator[Refusal]:
+    yield from storage.check_places(subject.loaded.config)
+    check_writable(subject.trial)
+
+
+def _check_space(subject: Subject) -> Iterator[Refusal]:
+    return storage.check_space(subject.loaded.config, subject.trial, subject.needs)
+
+
+def _check_state(subject: Subject) -> None:
+    subject.start = submission.check_submittable(
+        subject.trial, subject.loaded, _plan(subject), subject.scheduler, subject.recovery
+    )
+
+
+def _check_programs(subject: Subject) -> None:
+    require("sbatch")
+
+
+def _check_capacity(subject: Subject) -> Iterator[CheckResult]:
+    """Compare the request with the cluster, and fit the plan to it."""
+    if subject.scheduler != "slurm":
+        yield CheckResult("capacity", CheckState.SKIPPED, preflight.HERE)
+        return
+    bad = list(bad_nodes.current(subject.trial, time.time()))
+    said = preflight.compare(subject.loaded.config, _plan(subject), SlurmScheduler(), bad)
+    subject.plan, subject.avoid, subject.has_no_answer = said.plan, said.avoid, said.has_no_answer
+    yield from said.refusals
+    yield from (CheckResult("capacity", CheckState.NOTE, note) for note in said.notes)
+    if not said.refusals and not said.notes:
+        fits = f"{said.plan.cpus_per_node} CPUs per node; the request fits"
+        yield CheckResult("capacity", CheckState.OK, fits)
+
+
+def _check_scripts(subject: Subject) -> Iterator[CheckResult]:
+    subject.scripts = submission.render_scripts(
+        subject.loaded, _plan(subject), subject.trial, subject.scheduler
+    )
+    yield from preflight.lint_checks(subject.scripts)
+
+
+def _check_acceptance(subject: Subject) -> list[CheckResult]:
+    return preflight.acceptance_checks(subject.scripts, SlurmScheduler())
+
+
+def _of_problems(name: str, problems: Iterable[Problem]) -> Iterator[CheckResult]:
+    """Yield what is wrong on the nodes as well as refused, what they may have as a note."""
+    for one in problems:
+        if one.text and one.is_certain:
+            yield CheckResult(name, CheckState.REFUSED, one.text, exit_code=ExitCode.REFUSED)
+        elif one.text:
+            yield CheckResult(name, CheckState.NOTE, f"{one.text}; the nodes must have it.")
+
+
+def _plan(subject: Subject) -> Plan:
+    assert subject.plan is not None, "`judge` runs the checks that need a plan only if there is one"
+    return subject.plan
+
+
+_INSTALL = "install it there, or correct the path."
+_STAGE = "correct the option, or stage the file."
+_DIRECTORY = "name a directory that can be written, or ask the administrators."
+_OWN_DIRECTORY = "do as shown, or set cluster.fileroot to a directory of your own."
+_SANDBOX = "allow user namespaces, or use a kernel with Landlock (5.13 or newer)."
+_LOGIN_NODE = "load Slurm's module, or use a login node of the cluster."
+_REQUEST = "change the request; what would fit is named."
+CHECKS: tuple[Check, ...] = (
+    Check("configuration", Stage.OPTIONS, _check_options, _STAGE, needs_plan=False),
+    Check("rows", Stage.HERE, _check_rows, _STAGE, needs_plan=False),
+    Check("user code", Stage.HERE, _check_user_code, "correct the code.", needs_plan=False),
+    Check("plan", Stage.OPTIONS, _make_plan, needs_plan=False),
+    Check("batch", Stage.HERE, _check_batch, needs_plan=False),
+    Check("torch", Stage.PYTHONS, _check_trainer, _INSTALL),
+    Check("sglang", Stage.PYTHONS, partial(_check_servers, library="sglang"), _INSTALL),
+    Check("vllm", Stage.PYTHONS, partial(_check_servers, library="vllm"), _INSTALL),
+    Check("megatron", Stage.HERE, _check_megatron, _INSTALL),
+    Check("libraries", Stage.PYTHONS, _check_libraries, _INSTALL),
+    Check("attention", Stage.HERE, _adapt_attention, _INSTALL),
+    Check("mpi", Stage.HERE, _check_mpi, _INSTALL),
+    Check("modules", Stage.HERE, _check_modules),
+    Check("address", Stage.HERE, _check_address),
+    Check("gpus", Stage.HERE, _check_gpus),
+    Check("local dir", Stage.HERE, _check_local_dir),
+    Check("sandbox", Stage.HERE, _check_sandbox, _SANDBOX),
+    Check("memory", Stage.OPTIONS, _check_memory, "use what fits."),
+    Check("accounts", Stage.TRIAL, _check_accounts, _OWN_DIRECTORY, needs_plan=False),
+    Check("fileroot", Stage.TRIAL, _check_fileroot, _DIRECTORY, needs_plan=False),
+    Check("space", Stage.TRIAL, _check_space, _DIRECTORY),
+    Check("trial", Stage.TRIAL, _check_lock, "wait for it.", needs_plan=False),
+    Check("state", Stage.TRIAL, _check_state, "see `hpc-rl status`."),
+    Check("slurm programs", Stage.SLURM, _check_programs, _LOGIN_NODE, needs_plan=False),
+    Check("capacity", Stage.CLUSTER, _check_capacity, _REQUEST),
+    Check("scripts", Stage.SCRIPTS, _check_scripts),
+    Check("sbatch --test-only", Stage.ACCEPTANCE, _check_acceptance, _REQUEST),
+)
+
+
+_ON_SLURM = (Stage.SLURM, Stage.ACCEPTANCE)
+_OF_SCRIPTS = (Stage.SCRIPTS, Stage.CLUSTER, Stage.ACCEPTANCE)
+
+
+def judge(
+    given: Loaded,
+    stages: frozenset[Stage] = ALL,
+    recovery: Recovery | None = None,
+    counts_rows: bool = False,
+) -> Verdict:
+    """Run the checks of some stages; with `counts_rows` the training data is read for the number of steps."""
+    subject = Subject(given, pick(given.config.launcher.type), stages, recovery, counts_rows)
+    results: list[CheckResult] = []
+    of_scripts: list[CheckResult] = []
+    for one in CHECKS:
+        is_wanted = one.stage in stages or one.name == "configuration"
+        if one.stage is Stage.ACCEPTANCE:
+            # A submission replaces it, unless Slurm did not answer; it has nothing to add to a refusal.
+            is_wanted |= subject.has_no_answer
+            is_wanted &= not any(row.state in WRONG for row in results)
+        is_wanted &= subject.scheduler == "slurm" or one.stage not in _ON_SLURM
+        if is_wanted and (subject.plan or not one.needs_plan):
+            found = _run(one, subject)
+            results += found
+            of_scripts += found if one.stage in _OF_SCRIPTS else []
+    _note(subject, [row.text for row in results if row.state is CheckState.NOTE])
+    return Verdict(results, subject.planned, subject.start, of_scripts)
+
+
+def judge_unreadable(error: ConfigError) -> Verdict:
+    """Return the verdict on a configuration that can't be read."""
+    return Verdict(_of_error("configuration", error), None, None, [])
+
+
+def _run(one: Check, subject: Subject) -> list[CheckResult]:
+    """Return the results of a check, at least one."""
+    results: list[CheckResult] = []
+    try:
+        for found in one.look(subject) or ():
+            results.append(_result(one.name, found) if isinstance(found, Refusal) else found)
+    except HpcRlError as error:
+        results += _of_error(one.name, error)
+    origins = subject.loaded.origins if one.name != "configuration" else {}
+    results = [
+        dataclasses.replace(row, detail=with_origins(row.detail, origins))
+        if row.state is CheckState.REFUSED and row.exit_code in _ABOUT_OPTIONS
+        else row
+        for row in results
+    ]
+    return results or [CheckResult(one.name, CheckState.OK)]
+
+
+_ABOUT_OPTIONS = (ExitCode.REFUSED, ExitCode.CANNOT_WRITE)
+
+
+def _result(name: str, found: Refusal) -> CheckResult:
+    state = CheckState.NOTE if found.is_note else CheckState.REFUSED
+    code = ExitCode.DONE if found.is_note else found.exit_code
+    return CheckResult(name, state, str(found), option=found.option, exit_code=code)
+
+
+def _of_error(name: str, error: HpcRlError) -> list[CheckResult]:
+    """Return the lines of an error; each line of a ConfigError is a refusal of its own."""
+    lines = str(error).splitlines() if isinstance(error, ConfigError) else [str(error)]
+    state = CheckState.UNREACHABLE if isinstance(error, SchedulerError) else CheckState.REFUSED
+    return [CheckResult(name, state, line, exit_code=error.exit_code) for line in lines]
+
+
+def plan_of(loaded: Loaded, pythons: bool = True, count_rows: bool = False) -> Planned:
+    """Check and plan: that data and models exist, and that this machine and memory suffice.
+
+    With `pythons` interpreters are asked for what the roles import; with `count_rows` the rows are counted,
+    for the number of steps. Raises ConfigError with all that is refused, one a line.
+    """
+    stages = OF_A_PLAN if pythons else OF_A_PLAN - {Stage.PYTHONS}
+    return judge(loaded, stages, counts_rows=count_rows).require()

@@ -1,0 +1,53 @@
+"""`submit --after`: sbatch's dependency of a new job on another: by its id, or as the newest of a trial."""
+
+from hpc_rl.config.options.experiment import Config
+from hpc_rl.core.errors import ConfigError, ExitCode, TrialStateError
+from hpc_rl.schedulers.base import State
+from hpc_rl.schedulers.slurm import SlurmScheduler
+from hpc_rl.status.submitted_jobs import read_jobs
+from hpc_rl.trials import trial_index
+
+
+def sbatch_options(after: str, only_if_done: bool, config: Config, scheduler: str) -> tuple[str, ...]:
+    """Return the option of sbatch for a job that waits for the end of another; none where that is over.
+
+    Args:
+        after: A job id, or a trial as commands name it.
+        only_if_done: The other job has to succeed.
+        config: Whose `launcher.slurm.dependency` holds as well.
+        scheduler: What the new job is for.
+
+    Raises ConfigError and TrialStateError, with what is wrong, TrialNameError, SchedulerError.
+    """
+    flag = "--after_ok" if only_if_done else "--after"
+    slurm = config.launcher.slurm
+    if scheduler != "slurm" or slurm.backend != "sbatch":
+        raise ConfigError(f"{flag} {after} needs Slurm, and launcher.slurm.backend sbatch.")
+    if "?" in (slurm.dependency or ""):
+        raise ConfigError(
+            f"{flag} can't be combined with `?` in launcher.slurm.dependency {slurm.dependency}."
+        )
+    job_id, code, is_over = after, None, False
+    if not after.isdigit():
+        job_id, code, is_over = _newest_job(after)
+    seen = SlurmScheduler().states([job_id])[job_id]
+    if seen.state.alive:
+        kind = "afterok" if only_if_done else "afterany"
+        words = [f"{kind}:{job_id}", *([slurm.dependency] if slurm.dependency else [])]
+        return (f"--dependency={','.join(words)}",)
+    if seen.state is State.UNKNOWN and not is_over:
+        raise ConfigError(f"{flag} {after}: Slurm knows no job {job_id} (squeue, sacct).")
+    if only_if_done and not (code == ExitCode.DONE if is_over else seen.state is State.DONE):
+        raise ConfigError(
+            f"{flag} {after}: job {job_id} has ended without success; fix that first, or use --after."
+        )
+    return ()
+
+
+def _newest_job(name: str) -> tuple[str, int | None, bool]:
+    """Return the id of a trial's newest job, its exit code, and whether it is over."""
+    trial = trial_index.resolve(name)
+    jobs = [job for job in read_jobs(trial) if job.scheduler == "slurm"]
+    if not jobs:
+        raise TrialStateError(f"{trial} has no job in Slurm: it was not submitted there.")
+    return jobs[-1].native_id, jobs[-1].code, jobs[-1].over

@@ -1,0 +1,108 @@
+"""One prompt of a configuration, run here in a process of its own before it is submitted."""
+
+import enum
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.load.stored import to_dict, without_secrets
+from hpc_rl.config.options.experiment import Config, GRPOConfig, has_own_prompts
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.records import JsonRecord
+from hpc_rl.core.trial import read_json
+from hpc_rl.doctor.machine import cgroup_memory
+from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
+from hpc_rl.trials.needs import known_models
+from hpc_rl.trials.user_code import run_apart
+
+GB = 1 << 30
+MOST_BYTES = 8 * GB  # of weights: more takes a CPU minutes for a completion
+MEMORY_SHARE = 0.5  # of what is free that they may take
+GRACE_S = 20.0  # beyond the time limit, for the process to say where it hangs
+SMALLER = "Give a smaller one by --model DIR, or add --tiny_model."
+
+
+class EpisodeStage(enum.StrEnum):
+    """What the process of an episode does at the moment."""
+
+    STARTING = "starting Python and importing torch"
+    LOADING = "loading the model"
+    RUNNING = "running the workflow"
+
+
+@dataclass(frozen=True)
+class EpisodeProgress(JsonRecord):
+    """How far an episode is: written by its process, read by who waits for it."""
+
+    stage: EpisodeStage = EpisodeStage.STARTING
+    num_tokens: int = 0  # that the models have made
+
+
+def run_episode(
+    config: Config,
+    timeout_s: float,
+    tiny: bool,
+    workdir: Path,
+    show: Callable[[EpisodeProgress], None] = lambda progress: None,
+) -> dict[str, Any]:
+    """Return what came of the first prompt: see tools/check_episode.py; and `log`, what was printed.
+
+    With `tiny`, models are tiny ones of random weights. `show` gets the progress about once a second. Raises
+    ConfigError if no episode can be run here.
+    """
+    if not isinstance(config, GRPOConfig) or not has_own_prompts(config):
+        raise ConfigError("--episode needs prompts of the trial's own: sft, rw and environments have none.")
+    if not tiny and (refusals := list(_too_large(config))):
+        raise ConfigError("\n".join(refusals))
+    with tempfile.TemporaryDirectory(prefix="hpc-rl-episode-") as folder:
+        progress = Path(folder) / "progress.json"
+        given = {
+            "config": to_dict(without_secrets(config)),
+            "folder": folder if tiny else "",
+            "progress": str(progress),
+            "timeout_s": timeout_s,
+        }
+        said, printed, code = run_apart(
+            "hpc_rl.tools.check_episode",
+            config,
+            given,
+            timeout_s + GRACE_S,
+            workdir,
+            lambda: show(EpisodeProgress.parse(read_json(progress)) or EpisodeProgress()),
+        )
+    try:
+        return json.loads(said) | {"log": printed}
+    except ValueError:
+        late = "it took more time than --timeout_s, and did not end"
+        error = late if code is None else f"its process ended with code {code}"
+        return {"error": error, "trace": "", "log": printed}
+
+
+def _too_large(config: GRPOConfig) -> Iterator[str]:
+    """Yield a refusal for each model that this machine should not load."""
+    room = min(MOST_BYTES, MEMORY_SHARE * _free_bytes())
+    paths = {"actor.path": config.actor.path}
+    paths |= {f"pools.{name}.path": pool.path for name, pool in config.pools.items() if not pool.url}
+    known = known_models(config)
+    for option, path in paths.items():
+        shape = ModelShape.of(known.get(path, {}))
+        files = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
+        size = DTYPE_BYTES[config.embedded.dtype] * shape.num_params if shape else files
+        if size > room:
+            has = f"--episode loads it on this machine's CPU and takes at most {room / GB:.1f} GB"
+            yield f"{option} {path} has {size / GB:.1f} GB of weights, and {has}. {SMALLER}"
+
+
+def _free_bytes() -> float:
+    """Return the memory that is free here, as far as the kernel and the control group say."""
+    free = float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            free = float(rest.split()[0]) * 1024
+    limit = cgroup_memory()
+    return free if limit is None else min(free, limit)

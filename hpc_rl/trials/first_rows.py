@@ -1,0 +1,121 @@
+"""The first rows of a trial as tokens, by the code of the job: what can't be encoded, or is too long."""
+
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from hpc_rl.config.load.stored import trainer_of
+from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.experiment import Config, GRPOConfig
+from hpc_rl.config.row_shapes import Row, messages_of, named_rows
+from hpc_rl.config.rules.file_rules import context_of
+from hpc_rl.config.rules.training_rules import trained
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.datasets.encode import encode_pair, encode_prompt, encode_sequence
+from hpc_rl.datasets.tokenizer import Tokenizer
+
+TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "answer")
+MAX_EXAMPLES = 5
+LENGTHS: dict[str, Callable[[Tokenizer, Row], int]] = {  # by trainer, in tokens
+    "sft": lambda tokenizer, row: len(encode_sequence(tokenizer, row)[0]),
+    "rw": lambda tokenizer, row: max(map(len, encode_pair(tokenizer, row))),
+}
+
+
+def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[str]:
+    """Return notes on rows that the job rejects or leaves out. Raises ConfigError where that is all of them.
+
+    Datasets and tokenizers that only the nodes see are left out, and the `unreadable` sections.
+    """
+    section, engine = trained(config)
+    option = "tokenizer_path" if config.tokenizer_path else f"{section}.path"
+    folder = Path(config.tokenizer_path or engine.path).expanduser()
+    sections = [("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)]
+    found = [
+        (name, one, rows)
+        for name, one in sections
+        if one and one.path and name not in unreadable and (rows := named_rows(one.path, one.columns))
+    ]
+    if not (folder / "tokenizer.json").is_file() or not found:
+        return []
+    try:
+        tokenizer = Tokenizer(folder)
+    except ConfigError as error:
+        raise ConfigError(f"{option}: {error}") from error
+    notes, refusals = list[str](), list[str]()
+    for name, one, rows in found:
+        try:
+            notes += _notes(config, name, one, rows, tokenizer)
+        except ConfigError as error:
+            refusals.append(str(error))
+    if refusals:
+        raise ConfigError("\n".join(refusals))
+    return notes
+
+
+def _notes(
+    config: Config, name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer
+) -> Iterator[str]:
+    lengths = []
+    length_of = LENGTHS.get(trainer_of(config), lambda tokenizer, row: len(encode_prompt(tokenizer, row)))
+    for number, row in enumerate(rows, 1):
+        try:
+            lengths.append(length_of(tokenizer, row))
+        except (ConfigError, UnicodeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{name}.path {dataset.path} row {number} can't be encoded: {error}") from error
+    sets = config.evaluator.sets_column
+    if name == "valid_dataset" and sets and not any(sets in row for row in rows):
+        raise ConfigError(
+            f"evaluator.sets_column {sets}: none of the first {len(rows)} rows of {name} has it."
+        )
+    context = context_of(config) if isinstance(config, GRPOConfig) else None
+    is_cut = dataset.too_long == "truncate_left"
+    most = min(
+        (limit for limit in (dataset.max_length, context and context - 1) if limit is not None), default=None
+    )
+    yield from _unknown(name, dataset, rows, tokenizer)
+    odd = sum(not length for length in lengths)
+    yield from _told(name, dataset, "have no token", odd, len(lengths))
+    if most is not None and not (is_cut and dataset.max_length):
+        long = sum(length > most for length in lengths)
+        remedy = f" Raise {name}.max_length." if most == dataset.max_length else ""
+        yield from _told(name, dataset, f"have more than {most} tokens", long, len(lengths), remedy)
+
+
+def _unknown(name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer) -> Iterator[str]:
+    """Yield a note if rows have characters without a token. Raises ConfigError if nothing has a token.
+
+    A model reads and writes only what has tokens.
+    """
+    unknown, num_rows, num_unknown, num_chars = dict[str, None](), 0, 0, 0
+    for row in rows:
+        texts = [str(row[column]) for column in TEXT_COLUMNS if isinstance(row.get(column), str | int)]
+        texts += [one["content"] for one in messages_of(row) or () if isinstance(one.get("content"), str)]
+        parts = [part for text in texts for part in tokenizer.unknown(text)]
+        unknown |= dict.fromkeys(parts)
+        num_rows += bool(parts)
+        num_unknown += sum(map(_num_visible, parts))
+        num_chars += sum(map(_num_visible, texts))
+    if not unknown:
+        return
+    shown = ", ".join(repr(part) for part in list(unknown)[:MAX_EXAMPLES])
+    what = f"{num_rows} of the first {len(rows)} rows have text without a token: {shown}"
+    if num_unknown == num_chars:
+        use = "use the tokenizer that the model was trained with, or one that has these characters"
+        raise ConfigError(f"{name}.path {dataset.path}: tokenizer {tokenizer.folder}: {what}; {use}.")
+    yield f"WARNING: {name}: {what} in tokenizer {tokenizer.folder}; the model neither reads nor writes it."
+
+
+def _num_visible(text: str) -> int:
+    return len("".join(text.split()))
+
+
+def _told(
+    name: str, dataset: DatasetConfig, what: str, num_bad: int, num: int, remedy: str = ""
+) -> Iterator[str]:
+    """Yield a note where some prompts are unusable. Raises ConfigError where all are."""
+    if num_bad and num_bad == num:
+        raise ConfigError(
+            f"{name}.path {dataset.path}: the first {num} rows {what}, and can't be trained on.{remedy}"
+        )
+    if num_bad:
+        yield f"{num_bad} of the first {num} rows of {name} {what}: they are left out, or rejected"

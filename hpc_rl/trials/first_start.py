@@ -1,0 +1,337 @@
+"""What the first start of a submission would do now, and why it may be refused. Only reads files.
+
+The decision is the trainer's own (checkpoint/decide.py). What takes longer than a moment to read is left to
+the start.
+"""
+
+import contextlib
+import functools
+import os
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.checkpoint import generation
+from hpc_rl.checkpoint.decide import Situation, decide
+from hpc_rl.checkpoint.start_facts import gather, read_limit, seals_of
+from hpc_rl.config.changes import Change, changes, refuse_unsafe
+from hpc_rl.config.load.stored import from_dict, without_secrets
+from hpc_rl.config.options.experiment import LENGTH_OPTIONS, Config, GRPOConfig, last_step
+from hpc_rl.config.schedule import highest_rate, is_length_exact, rate_of_step
+from hpc_rl.core.errors import ConfigError, NothingToResume, TrialBusy
+from hpc_rl.core.trial import Trial, account, entries, read_object
+from hpc_rl.datasets.rows import check_same_rows, fingerprint_in_passing
+from hpc_rl.rollout.batch_log.judged import Judged, rejected_by_user_code
+from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
+from hpc_rl.rollout.batch_log.replay import check_replay, read_state, rows_of
+from hpc_rl.trials import trial_index
+from hpc_rl.trials.user_code import CODE_OF, judged_by
+
+PLACEHOLDER_ATTEMPT = "next.0"  # an attempt id that no scheduler gives
+MAX_LOG_BYTES = 64 << 20  # up to which a command reads a batch log before it submits a start that replays it
+RATE_TOLERANCE = 1e-6  # by which two learning rates count as the same
+LOCATION_OPTIONS = ("cluster.fileroot", "experiment_name", "trial_name")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What `hpc-rl recover` adds to a submission: its first start resumes, whatever the stored mode is."""
+
+    from_step: int | None = None  # the checkpoint that the user named; None for the newest valid one
+    replay: bool = False  # train on batches that an abandoned policy made
+    parent: str | None = None  # job id of the submission that this one continues
+
+
+@dataclass(frozen=True, kw_only=True)
+class Continuation:
+    """What a first start trains on, and what becomes of what there is."""
+
+    step: int  # that it starts from
+    new_batches: bool
+    set_aside: tuple[int, ...]  # batches by step; their prompts are issued again
+    replayed: tuple[int, ...]  # batches by step that are trained on as they are
+    of_another_policy: bool  # a policy or options that are given up made those
+    learning_rate: float | None  # of the next step; None where it is not known
+    learning_rate_before: float | None  # of the step before it, under the options of that time
+    highest_learning_rate: float | None  # of the next step and all later ones
+    learning_rate_exact: bool  # `max_length` may drop rows, which makes epochs and the schedule shorter
+    raised_by_length: bool  # the schedule is longer now, so the rate rises
+    rejected: int | None  # prompts that user code rejected; None where that takes long to read
+    rejected_again: bool  # they are issued again
+
+
+class FirstStart:
+    """What the first start of a submission would find and do, as the files of the trial are now."""
+
+    def __init__(self, trial: Trial, config: Config, recovery: Recovery | None = None) -> None:
+        self.trial, self.config = trial, config
+        self.mode = "resume" if recovery else config.recover.mode
+        self.changes: list[Change] = []  # by find_changes
+        self._before: Config | None = None  # what they are changes of
+        self._replay = recovery is not None and recovery.replay
+        self.judged = Judged(trial.rollout, judged_by(config, [os.getcwd(), *sys.path]))
+        wanted = recovery.from_step if recovery else None
+        self.situation = Situation(
+            config.recover.mode, self.mode, retries=config.recover.retries, wanted=wanted
+        )
+        if os.path.isdir(trial.dir):
+            attempt = trial.attempt(PLACEHOLDER_ATTEMPT)
+            self.situation, _ = gather(trial, attempt, 0, self.situation, in_passing=True)
+        self.decision = decide(self.situation)
+        self.step = self.decision.step
+        # files of that checkpoint that only the start reads
+        self.unread = _unread(trial, self.step, wanted) if self.step is not None else ()
+
+    def check(self) -> None:
+        """Raise TrialBusy, NothingToResume or ConfigError where it would fail or ruin what the trial has."""
+        trial, situation = self.trial, self.situation
+        will_start = self.decision.action in ("load", "fresh")
+        if self.mode in ("disabled", "fault") and (trial.has_state() or not will_start):
+            raise TrialBusy(
+                f"trial {trial} has state already, and recover.mode={situation.mode} starts from step 0. "
+                f"{self._ways_to_resume()}"
+                f"For a fresh start give another trial_name, or remove {trial.dir}."
+            )
+        if not will_start:
+            raise NothingToResume(f"{self.decision.reason}. {self._advice()}".rstrip())
+        if self.step is not None:
+            check_end(self.step, trial, self.config, self._num_rows)
+        self.find_changes()
+        refuse_unsafe(self.changes, str(trial), self._replay)
+        path = self.config.train_dataset.path
+        when = "its batch log was begun" if self.step is None else f"checkpoint {self.step} was made"
+        check_same_rows(path, self._data, fingerprint_in_passing(path), when)
+        self._check_batches()
+        if situation.wanted is None:
+            self._check_finished()
+
+    @property
+    def new_batches(self) -> bool:
+        """Whether the batches after the step to start from are set aside, and their prompts issued again.
+
+        They are when the user goes back to a checkpoint, or changes the policy or what is generated.
+        """
+        if self._replay or not isinstance(self.config, GRPOConfig):
+            return False
+        return self.situation.wanted is not None or any(change.new_batches for change in self.changes)
+
+    def continuation(self, is_dropped: bool = False) -> Continuation:
+        """Return what this start trains on, as far as the batch log has it, which may be dropped before."""
+        cut = tuple(sorted(one for one in seals_of(self.trial) if one > (self.step or 0)))
+        new, step, before = self.new_batches, self.step or 0, self._before or self.config
+        num_rows = self._num_rows
+        rate = rate_of_step(self.config, step + 1, num_rows)
+        former = rate_of_step(before, max(step, 1), num_rows)
+        highest = highest_rate(self.config, step + 1, num_rows)
+        usual = max(former or 0.0, highest_rate(before, step + 1, num_rows) or 0.0)
+        rises = highest is not None and highest > usual * (1 + RATE_TOLERANCE)
+        longer = any(change.name in LENGTH_OPTIONS for change in self.changes)
+        given_up = self.situation.wanted is not None or any(change.new_batches for change in self.changes)
+        return Continuation(
+            step=self.step or 0,
+            new_batches=new,
+            set_aside=cut if new else (),
+            replayed=() if new else cut,
+            of_another_policy=given_up,
+            learning_rate=rate,
+            learning_rate_before=former,
+            highest_learning_rate=highest,
+            learning_rate_exact=is_length_exact(self.config, num_rows),
+            raised_by_length=rises and longer,
+            rejected=self.rejected(),
+            rejected_again=self.judges_anew or is_dropped,
+        )
+
+    @property
+    def judges_anew(self) -> bool:
+        """Whether prompts that user code rejected are issued again: that code or its options have changed.
+
+        Where nothing came of the trial they are, too, unless it is known that these are the same.
+        """
+        return bool(self.judged.changed) or not (self.judged.before or has_progress(self.trial))
+
+    def rejected(self) -> int | None:
+        """Return how many prompts user code rejected; None where the batch log is too large to read now.
+
+        Not those that are issued again with the batches of their time.
+        """
+        if not isinstance(self.config, GRPOConfig):
+            return 0
+        until = self.step or 0 if self.new_batches and not self.judges_anew else None
+        with contextlib.suppress(OSError, LedgerDamaged):
+            if _is_small_log(self.trial):
+                return rejected_by_user_code(read_state(self.trial.rollout), until)
+        return None
+
+    def find_changes(self) -> None:
+        """Find what differs from the configuration behind the trial's state, if it has any.
+
+        That is the configuration of the checkpoint to be loaded, which has nothing of what was submitted
+        since; where there are only batches, the trial's own file. Raises ConfigError where neither is
+        readable.
+        """
+        trial = self.trial
+        if not has_progress(trial):
+            return
+        step = self.step
+        copies = [trial.generation(step) / generation.CONFIG_NAME] if step is not None else []
+        for path in (*copies, trial.config_json):
+            if data := read_object(path):
+                try:
+                    self._before = from_dict(data)
+                    found = changes(without_secrets(self._before), without_secrets(self.config))
+                    self.changes = [self._allow_move(change) for change in found]
+                    self.changes += self._code_changes()
+                except ConfigError as error:
+                    raise ConfigError(
+                        f"{path}, from which trial {trial} would resume, is of another version: {error}"
+                    ) from error
+                return
+        raise ConfigError(
+            f"{trial.config_json} is lost or damaged, and no sound checkpoint has a copy: cannot verify that "
+            f"the state of trial {trial} is compatible with these options. Put the file back, or give "
+            "another trial_name."
+        )
+
+    def _code_changes(self) -> list[Change]:
+        """Return what differs of the user's code since the rollout role last ran, as checksums."""
+        found = []
+        for name in self.judged.changed:
+            if name.startswith(CODE_OF):
+                old, new = (f"sha256 {side[name][:12]}" for side in (self.judged.before, self.judged.now))
+                found.append(Change(name, old, new, safe=True, new_batches=True))
+        return found
+
+    def _allow_move(self, change: Change) -> Change:
+        """Return the change as safe where a path differs only because the same thing was moved."""
+        if change.name == "train_dataset.path" and self._data:
+            return replace(change, safe=True, reason="its rows must be the same, and are compared")
+        if change.name in LOCATION_OPTIONS:
+            config = self.config
+            names = (config.experiment_name, config.trial_name)
+            now = Trial.of(config.cluster.fileroot, account(), *names)
+            if os.path.realpath(now.dir) == os.path.realpath(self.trial.dir):
+                return replace(change, safe=True, reason="the trial is there now")
+        return change
+
+    def _ways_to_resume(self) -> str:
+        if sound_steps(self.trial, self.situation.trimmed):
+            return f"Resume it with `hpc-rl recover {self.trial}` or recover.mode=auto. "
+        return "" if self.situation.trimmed else "Resume it with recover.mode=auto. "
+
+    def _advice(self) -> str:
+        """Return what to do where there is nothing to start from as requested."""
+        trial, situation = self.trial, self.situation
+        if situation.wanted is not None and (steps := sound_steps(trial, situation.trimmed)):
+            return f"Allowed: {', '.join(map(str, steps))}."
+        if self.mode != "resume":
+            return ""
+        if situation.trimmed:
+            return (
+                f"Trial {trial} cannot start over either: batches 1 to {situation.trimmed} are gone. "
+                "Give another trial_name."
+            )
+        return f"`hpc-rl submit` with recover.mode=auto starts trial {trial} from step 0."
+
+    @functools.cached_property
+    def _num_rows(self) -> int | None:
+        """How many rows the dataset has, before `max_length` drops any; None where that is not known."""
+        rows = (self._data or fingerprint_in_passing(self.config.train_dataset.path)).get("rows")
+        return rows if isinstance(rows, int) else None
+
+    @property
+    def _data(self) -> dict[str, Any]:
+        """The fingerprint of the rows behind the state to start from; {} where none was taken."""
+        found = generation.check(self.trial.generation(self.step)).manifest if self.step is not None else None
+        has_log = _has_batches(self.trial)
+        return (found.data if found else {}) or (rows_of(self.trial.rollout) if has_log else {})
+
+    def _check_batches(self) -> None:
+        """Raise NothingToResume where a batch log, unless it is large, can't be replayed from the step."""
+        trial = self.trial
+        if not _has_batches(trial):
+            return
+        try:
+            if _is_small_log(trial):
+                check_replay(trial.rollout, self.step or 0)
+        except LedgerDamaged as error:
+            origin = f"checkpoint {self.step}" if self.step else "the start"
+            raise NothingToResume(
+                f"trial {trial} cannot resume from {origin}: {error}. Put the file back, or resume from a "
+                "later checkpoint; `hpc-rl checkpoint export` makes a model of its state for a new trial."
+            ) from error
+
+    def _check_finished(self) -> None:
+        trial = self.trial
+        if trial.done.exists() and not any(change.name in LENGTH_OPTIONS for change in self.changes):
+            end = "total_train_steps" if self.config.total_train_epochs is None else "total_train_epochs"
+            raise NothingToResume(
+                f"{trial} has reached its end. To train it longer: "
+                f"hpc-rl recover {trial_index.cli_name(trial)} {end}=N; its results are in {trial.exports}. "
+                "For a fresh start give another trial_name."
+            )
+
+
+def _unread(trial: Trial, step: int, wanted: int | None) -> tuple[str, ...]:
+    found = generation.check(trial.generation(step))
+    limit = read_limit(found, wanted, in_passing=True)
+    if found.manifest is None or limit is None:
+        return ()
+    return tuple(file.name for file in found.manifest.files if file.size > limit)
+
+
+def sound_steps(trial: Trial, first: int = 0) -> list[int]:
+    """Return the steps of checkpoints from `first` on, newest first, of which no small file is damaged."""
+    found = [one for one in generation.scan(trial) if one.step >= first]
+    return [one.step for one in found if not generation.verify(one, generation.LIGHT_BYTES).problem]
+
+
+def check_end(step: int, trial: Trial, config: Config, num_rows: int | None = None) -> None:
+    """Raise ConfigError where a trial ends before a checkpoint; `num_rows` of its dataset, where known."""
+    end = last_step(config, num_rows)
+    if end is not None and end < step:
+        values = {name: getattr(config, name) for name in LENGTH_OPTIONS}
+        given = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
+        raise ConfigError(
+            f"{given}: trial {trial} ends at step {end}, before checkpoint {step}. "
+            f"Allowed: an end at step {step} or later; for a shorter trial give another trial_name."
+        )
+
+
+def has_progress(trial: Trial) -> bool:
+    """Return whether a start could resume anything: a checkpoint, even a damaged one, or a batch."""
+    return _has_batches(trial) or any(trial.recover.glob("gen-*/manifest.json"))
+
+
+def _has_batches(trial: Trial) -> bool:
+    return trial.trimmed.exists() or any(trial.batches.glob("*.seal"))
+
+
+def _is_small_log(trial: Trial) -> bool:
+    """Return whether a command may read the batch log, or what there is of one."""
+    files = [entry for entry in entries(trial.rollout) if entry.is_file(follow_symlinks=False)]
+    return sum(entry.stat().st_size for entry in files) <= MAX_LOG_BYTES
+
+
+def stale_leftovers(trial: Trial, config: Config, start: FirstStart) -> list[Path]:
+    """Return files of earlier starts that no start may use, because other options or rows made them.
+
+    Only of a trial without checkpoints and batches: groups and rejections that are in no batch, and the
+    pointer to the weights that servers begin with.
+    Where user code rejected a prompt they are stale as well, unless it is known to be the same code.
+    """
+    if has_progress(trial):
+        return []
+    data, path = read_object(trial.config_json), config.train_dataset.path
+    with contextlib.suppress(ConfigError):
+        check_same_rows(path, rows_of(trial.rollout), fingerprint_in_passing(path), "the log was begun")
+        found = changes(from_dict(data), config) if data else []
+        # the policy that they were made by is still the initial one, whatever it is trained with
+        fit = [
+            change.safe and (not change.new_batches or change.name.startswith("actor.")) for change in found
+        ]
+        if data and all(fit) and not (start.rejected() and start.judges_anew):
+            return []
+    left = (*trial.rollout.glob("segment-*.ledger"), trial.current_weights)
+    return [path for path in left if path.exists()]

@@ -1,0 +1,375 @@
+"""Submission: a checked configuration and its plan become a trial directory and one job.
+
+A refusal leaves no files. `render_to` stops before the scheduler.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+import hpc_rl
+from hpc_rl.config.load.profiles import site_dirs
+from hpc_rl.config.load.source import literal
+from hpc_rl.config.load.stored import (
+    REDACTED,
+    VARIABLES,
+    Loaded,
+    secret_variables,
+    to_dict,
+    trainer_of,
+    without_secrets,
+)
+from hpc_rl.config.options.experiment import Config, value_of
+from hpc_rl.config.snapshot import snapshot_files
+from hpc_rl.core.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
+from hpc_rl.core.log import MIN_SECRET_CHARS
+from hpc_rl.core.records import JobRecord
+from hpc_rl.core.trial import Trial, account, read_object, write_json
+from hpc_rl.plan.schema import Plan
+from hpc_rl.render import code_zip
+from hpc_rl.render.scripts import Stamp, render, script_name
+from hpc_rl.schedulers import make_scheduler, pick
+from hpc_rl.schedulers.base import JobSpec, Scheduler
+from hpc_rl.schedulers.shared_query import cluster_name
+from hpc_rl.schedulers.submitit import SubmititScheduler
+from hpc_rl.status.scheduler_view import scheduler_of
+from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
+from hpc_rl.supervise import bad_nodes
+from hpc_rl.supervise.server_array import submit_servers
+from hpc_rl.trials import trial_index
+from hpc_rl.trials.first_start import Continuation, FirstStart, Recovery, stale_leftovers
+from hpc_rl.trials.lock import TrialLock
+from hpc_rl.trials.user_code import checkout_of, user_code
+
+GIT_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True)
+class Submission:
+    """The result of a submission. `job_id` is empty where only rendering was asked for."""
+
+    trial: Trial
+    script: Path
+    scheduler: str
+    tag: str  # finds the job after a submission whose answer was lost
+    start: FirstStart
+    dropped: tuple[Path, ...]  # removed leftovers of earlier starts under other options
+    allocation_was: str  # of the plan before, where there was one
+    continuation: Continuation  # before the job has started
+    job_id: str = ""
+    server_job_id: str = ""  # of layout jobs
+    notes_before: tuple[str, ...] = ()  # that the submission before this one printed
+
+
+def trial_of(config: Config) -> Trial:
+    """Return the trial of a configuration, for this account."""
+    return Trial.of(config.cluster.fileroot, account(), config.experiment_name, config.trial_name)
+
+
+def submit(
+    loaded: Loaded,
+    plan: Plan,
+    *,
+    command: Sequence[str],
+    trial: Trial | None = None,
+    recovery: Recovery | None = None,
+    scheduler: Scheduler | None = None,
+    avoid: Sequence[str] | None = None,
+    options: Sequence[str] = (),
+    is_checked: bool = False,
+) -> Submission:
+    """Write the trial directory and submit its job; `command` is for the records, `options` are sbatch's.
+
+    By default the configuration says in which directory and to which scheduler, and the nodes that failed the
+    trial recently are the ones to `avoid`. `is_checked` if `check_submittable` was called just before. Raises
+    TrialBusy, NothingToResume, CannotWrite, SchedulerError or ConfigError; no new directory is left.
+    """
+    trial = trial or trial_of(loaded.config)
+    scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
+    if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":
+        scheduler = SubmititScheduler()
+    if not is_checked:
+        check_submittable(trial, loaded, plan, scheduler.name, recovery)
+    with TrialLock(trial) as lock:
+        # Checked again: another process may have submitted while this one waited for the lock.
+        start = check_submittable(trial, loaded, plan, scheduler.name, recovery)
+        made = _prepare(lock, loaded, plan, list(command), start, scheduler.name, avoid)
+        lock.remove(trial.done)  # a trial that was done continues
+        job_id, server_job_id = _submit_jobs(made, plan, scheduler, options)
+        lock.keep()
+        record = JobRecord(
+            job_id=job_id,
+            scheduler=scheduler.name,
+            cluster=cluster_name() if scheduler.name == "slurm" else "",
+            time=time.time(),
+            command=tuple(_shown(command, loaded.config)),
+            tag=made.tag,
+            start_mode=start.mode,
+            from_step=start.situation.wanted,
+            new_batches=start.new_batches,
+            lineage_parent=recovery.parent if recovery else None,
+            changed=tuple(map(str, start.changes)),
+        )
+        write_json(trial.job(job_id), record.to_json())
+    trial_index.record(trial)
+    return replace(made, job_id=job_id, server_job_id=server_job_id)
+
+
+def _submit_jobs(
+    made: Submission, plan: Plan, scheduler: Scheduler, options: Sequence[str] = ()
+) -> tuple[str, str]:
+    """Submit the trial's job and, of layout `jobs`, that of its servers; return their ids.
+
+    Where the second one is refused, the first one is cancelled. Raises SchedulerError.
+    """
+    job_id = scheduler.submit(JobSpec(made.trial.job_name, made.script, made.tag, options=tuple(options)))
+    if plan.layout != "jobs":
+        return job_id, ""
+    try:
+        return job_id, submit_servers(made.trial, plan, job_id, made.tag, scheduler)
+    except SchedulerError as error:
+        scheduler.cancel(job_id)
+        raise SchedulerError(f"the servers' job: {error} The trial's job {job_id} was cancelled.") from error
+
+
+def render_to(
+    loaded: Loaded, plan: Plan, directory: Path | None = None, *, command: Sequence[str]
+) -> Submission:
+    """Write a whole trial directory without submitting it; its script runs by plain sbatch or bash.
+
+    Raises TrialBusy, NothingToResume, CannotWrite, ConfigError.
+    """
+    trial = Trial(Path(os.path.expanduser(directory)).absolute()) if directory else trial_of(loaded.config)
+    check_idle(trial)
+    with TrialLock(trial, "rendered") as lock:
+        start = FirstStart(trial, loaded.config)
+        if trial.has_state():  # without, what it starts from may still be imported
+            start.check()
+        return _prepare(lock, loaded, plan, list(command), start, pick(loaded.config.launcher.type))
+
+
+def check_submittable(
+    trial: Trial, loaded: Loaded, plan: Plan, scheduler: str, recovery: Recovery | None = None
+) -> FirstStart:
+    """Return what the first start of a submission would do now.
+
+    Reads files, queries the scheduler at most once. Raises TrialBusy, NothingToResume, ConfigError,
+    SchedulerError.
+    """
+    check_idle(trial)
+    start = FirstStart(trial, loaded.config, recovery)
+    start.check()
+    if scheduler == "local":
+        check_programs(plan, loaded)
+    return start
+
+
+def check_programs(plan: Plan, loaded: Loaded) -> None:
+    """Raise ConfigError where this machine, which is to run the trial, lacks a program that starts it."""
+    python = plan.python
+    if "launcher.python" in loaded.explicit and shutil.which(python) is None:
+        raise ConfigError(
+            f"launcher.python {python} is not an executable program here; omit it to use {sys.executable}."
+        )
+    for program in {unit.container.program for unit in plan.units if unit.container}:
+        if shutil.which(program) is None:
+            raise ConfigError(
+                f"launcher.slurm.container_program {program} is not an executable program here; "
+                "install it, or omit the images to run without containers."
+            )
+
+
+def check_idle(trial: Trial) -> None:
+    """Raise TrialBusy while a job of the trial is alive; SchedulerError where another cluster has it."""
+    jobs: dict[tuple[str, str], list[TrialJob]] = {}
+    for job in read_jobs(trial):
+        if not job.over:
+            jobs.setdefault((job.scheduler, job.cluster), []).append(job)
+    for group in jobs.values():
+        states = scheduler_of(trial, group[0]).states([job.native_id for job in group])
+        for job_id, state in states.items():
+            if state.state.alive:
+                raise TrialBusy(
+                    f"trial {trial} is {state.state} as job {job_id}. "
+                    f"See `hpc-rl status {trial}`; cancel it with `hpc-rl cancel {trial}`."
+                )
+
+
+def _prepare(
+    lock: TrialLock,
+    loaded: Loaded,
+    plan: Plan,
+    command: list[str],
+    start: FirstStart,
+    scheduler: str,
+    avoid: Sequence[str] | None = None,
+) -> Submission:
+    """Write everything that the job reads, and remove what no start may use."""
+    trial, config = lock.trial, without_secrets(loaded.config)
+    dropped = stale_leftovers(trial, config, start)
+    continuation = start.continuation(is_dropped=bool(dropped))
+    allocation_was = str(read_object(trial.plan_json).get("allocation") or "")
+    zip_name, zip_bytes = code_zip.build()
+    bad = tuple(bad_nodes.current(trial, time.time()) if avoid is None else avoid)
+    code = _snapshot(config)
+    stamp = replace(
+        _stamp(trial, config, zip_name, code),
+        avoid=bad,
+        start_mode=start.mode,
+        from_step=start.situation.wanted,
+        new_batches=start.new_batches,
+    )
+    files: dict[Path, str | bytes] = {
+        trial.config_json: _json(to_dict(config)),
+        trial.plan_json: _json(plan.to_json()),
+        trial.scripts / zip_name: zip_bytes,
+    }
+    files |= {trial.scripts / stamp.snapshot / name: data for name, data in code.items()}
+    scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
+    texts = {trial.scripts / name: text for name, text in scripts.items()}
+    hashes = {str(path.relative_to(trial.dir)): sha256(data) for path, data in (files | texts).items()}
+    try:
+        trial.make_dirs(int(config.launcher.umask, 8))
+        trial.make_secret()
+    except OSError as error:
+        raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
+    for name in VARIABLES:
+        variables = secret_variables(loaded.config, name)
+        text = "".join(f"{key}={value}\0" for key, value in variables.items())
+        if text or trial.secret_variables(name).exists():
+            lock.write(trial.secret_variables(name), text, mode=0o600)
+    explicit = literal(explicit_options(replace(loaded, config=config)))
+    config_yaml = yaml.safe_dump(explicit, sort_keys=False, allow_unicode=True)
+    lock.write(trial.config_yaml, config_yaml, mode=0o600)
+    about = provenance(_shown(command, loaded.config), stamp.workdir, hashes)
+    notes_before = tuple(read_object(trial.provenance_json).get("notes") or ())
+    about["notes"] = [*loaded.notes, *plan.notes]
+    about["code"] = user_code(config, stamp.workdir, git_state)
+    lock.write(trial.provenance_json, _json(about), mode=0o600)
+    for path, data in files.items():
+        lock.write(path, data, mode=0o600)
+    for path, text in texts.items():
+        lock.write(path, text, mode=0o755)
+    for path in dropped:
+        lock.remove(path)
+    script = trial.scripts / script_name(scheduler)
+    return Submission(
+        trial,
+        script,
+        scheduler,
+        stamp.tag,
+        start,
+        tuple(dropped),
+        allocation_was,
+        continuation,
+        notes_before=notes_before,
+    )
+
+
+def _shown(command: Sequence[str], config: Config) -> list[str]:
+    """Return the words of a command with secret variables starred."""
+    secrets = [item for name in VARIABLES for item in secret_variables(config, name).items()]
+    shown = list(command)
+    for name, value in secrets:
+        for i, word in enumerate(shown):
+            if len(value) >= MIN_SECRET_CHARS:
+                shown[i] = word.replace(value, REDACTED)
+            elif i and name in shown[i - 1] and word == value:
+                shown[i] = REDACTED
+            else:  # a short value may be part of other words
+                pair = rf"({re.escape(name)}\W*){re.escape(value)}(?!\w)"
+                shown[i] = re.sub(pair, rf"\1{REDACTED}", word)
+    return shown
+
+
+def _snapshot(config: Config) -> dict[str, bytes]:
+    """Return the user's code that travels with the trial, by name. Raises ConfigError."""
+    found = snapshot_files(config, Path.cwd())
+    try:
+        return {name: path.read_bytes() for name, path in found.items()}
+    except OSError as error:
+        raise ConfigError(f"launcher.snapshot: {error.filename} can't be read: {error.strerror}.") from error
+
+
+def _stamp(trial: Trial, config: Config, zip_name: str, code: Mapping[str, bytes]) -> Stamp:
+    return Stamp(
+        version=hpc_rl.__version__,
+        config_sha256=sha256(_json(to_dict(config))),
+        command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
+        tag=f"hpc-rl:{trial}:{secrets.token_hex(4)}",
+        wheel=zip_name,
+        snapshot=f"code-{sha256(repr(sorted(code.items())))[:12]}" if code else "",
+        workdir=Path.cwd(),
+        start_mode=config.recover.mode,
+    )
+
+
+def render_scripts(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict[str, str]:
+    """Return the scripts of a submission by their names below scripts/. Raises ConfigError."""
+    stamp = _stamp(trial, loaded.config, code_zip.build()[0], _snapshot(loaded.config))
+    return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
+
+
+def explicit_options(loaded: Loaded) -> dict[str, Any]:
+    """Return the options that were given explicitly, as a tree that loads to the same configuration."""
+    tree: dict[str, Any] = {"trainer": trainer_of(loaded.config)}
+    for name in sorted(loaded.origins):
+        *path, last = name.split(".")
+        branch = tree
+        for part in path:
+            branch = branch.setdefault(part, {})
+        branch[last] = value_of(loaded.config, name)
+    return tree
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, sort_keys=True) + "\n"
+
+
+def sha256(text: str | bytes) -> str:
+    return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
+
+
+def provenance(command: list[str], workdir: Path, hashes: dict[str, str]) -> dict[str, Any]:
+    """Return the content of provenance.json; the time is in the job's record."""
+    return {
+        "version": hpc_rl.__version__,
+        "git": git_state(Path(hpc_rl.__file__).parent.parent),
+        "command": command,
+        "workdir": str(workdir),
+        "workdir_git": git_state(checkout_of(workdir)),
+        "user": account(),
+        "host": socket.gethostname(),
+        "python": platform.python_version(),
+        "sha256": hashes,
+    }
+
+
+def git_state(checkout: Path) -> dict[str, Any] | None:
+    """Return the commit of a checkout, and whether it has changes; None for a folder that is none."""
+    if not (checkout / ".git").exists():
+        return None
+    describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "--no-optional-locks", "-C", str(checkout), *describe]
+    said = ""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        said = subprocess.run(command, capture_output=True, text=True, timeout=GIT_TIMEOUT_S).stdout
+    commit, _, dirty = said.strip().partition("-")
+    return {"commit": commit or None, "dirty": bool(dirty) if commit else None}

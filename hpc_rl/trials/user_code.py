@@ -1,0 +1,254 @@
+"""User code of a trial: whether it can be imported and called, and its files as they were at a submission.
+
+Files are found as Python would find them in the working directory.
+"""
+
+import ast
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from hpc_rl.config.changes import JUDGES, measured_by
+from hpc_rl.config.load.stored import open_variables, secret_variables, to_dict, without_secrets
+from hpc_rl.config.options.experiment import Config, GRPOConfig
+from hpc_rl.config.snapshot import is_users, snapshot_files
+from hpc_rl.core.errors import ConfigError
+
+CODE_OF = "code of "
+START_S = 60.0  # for the import of a user's module
+# Kinds of lines of tools/check_user_code.py, beside refusals and notes.
+IMPORTS, CALLS, DONE = "imports", "calls", "done"
+_FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
+
+
+def user_code(
+    config: Config, workdir: Path, git_state: Callable[[Path], dict[str, Any] | None]
+) -> dict[str, dict[str, Any]]:
+    """Return {option: {"file", "sha256", "git"}} of the options that name code of the user's.
+
+    The checksum is that of the file or, where it imports other code of the user's, of all these files. A file
+    that is not found here, or can't be read, is left out: the nodes may have it.
+    """
+    found, git_state = {}, functools.cache(git_state)  # a checkout is asked once
+    for name, (file, digest) in _code(config, [str(workdir), *sys.path]).items():
+        found[name] = {"file": str(file), "sha256": digest, "git": git_state(checkout_of(file.parent))}
+    return found
+
+
+def checkout_of(folder: Path) -> Path:
+    """Return the root of the git checkout that a folder is in, or the folder where it is in none."""
+    return next((one for one in (folder, *folder.parents) if (one / ".git").exists()), folder)
+
+
+def judged_by(config: Config, path: Sequence[str]) -> dict[str, str]:
+    """Return what decides which prompts are rejected, with digests: options, and `code of OPTION`.
+
+    `path` is where Python finds modules.
+    """
+    code = {f"{CODE_OF}{name}": digest for name, (_, digest) in _code(config, path).items()}
+    return measured_by(config, JUDGES) | code
+
+
+def _code(config: Config, path: Sequence[str]) -> dict[str, tuple[Path, str]]:
+    """Return the file and the checksum of the user's code, by the option that names it."""
+    if not isinstance(config, GRPOConfig):
+        return {}
+    rewards, found = config.rollout.reward_functions, {}
+    named = {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
+    for name, where in (named | {"rollout.workflow": config.rollout.workflow}).items():
+        module, colon, _ = where.partition(":")
+        file = source_file(module, path) if colon else None
+        digests = [hashlib.sha256(data).hexdigest() for data in _own_files(file, path).values()]
+        if file is not None and digests:
+            both = hashlib.sha256("".join(sorted(digests)).encode()).hexdigest()
+            found[name] = (file, both if digests[1:] else digests[0])
+    return found
+
+
+def _own_files(file: Path | None, path: Sequence[str]) -> dict[Path, bytes]:
+    """Return the content of a file and of the user's code that it imports, as far as it can be read."""
+    found: dict[Path, bytes] = {}
+    waiting = [file] if file is not None else []
+    while waiting:
+        one = waiting.pop()
+        try:
+            data = one.read_bytes()
+        except OSError:
+            continue
+        found[one] = data
+        with contextlib.suppress(SyntaxError, ValueError):
+            sources = (source_file(name, places) for name, places in _imports(ast.parse(data), one, path))
+            waiting += {one for one in sources if one and one not in found and is_users(one)}
+    return found
+
+
+def _imports(tree: ast.AST, file: Path, path: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
+    """Yield the modules that code may import, each with the directories in which it is found."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, path) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            places = [str(file.parents[node.level - 1])] if node.level else path
+            modules = [node.module] if node.module else []
+            yield from ((name, places) for name in modules)
+            yield from ((".".join([*modules, alias.name]), places) for alias in node.names)
+
+
+def source_file(module: str, path: Sequence[str]) -> Path | None:
+    """Return the file of a module, None where it is not found or has none."""
+    places: Sequence[str] | None = path
+    for depth, _ in enumerate(parts := module.split(".")):
+        spec = PathFinder.find_spec(".".join(parts[: depth + 1]), places)
+        if spec is None:
+            return None
+        places = spec.submodule_search_locations or []
+    return Path(spec.origin) if spec is not None and spec.origin and spec.has_location else None
+
+
+def code_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return the options whose code differs between two results of `user_code`, with both sides.
+
+    Code that one side has under another option is not a difference: a reward beside a second one.
+    """
+    digests = [{name: one.get("sha256") for name, one in side.items()} for side in (a, b)]
+    alike = {*digests[0].values()} & {*digests[1].values()}
+    found = {name: (a.get(name), b.get(name)) for name in sorted({*a, *b})}
+    sides = {name: {side.get(name) for side in digests} for name in found}
+    return {
+        name: pair
+        for name, pair in found.items()
+        if len(sides[name]) == 2 and not (None in sides[name] and sides[name] - {None} <= alike)
+    }
+
+
+def own_environment(config: Config, python: str) -> bool:
+    """Return whether the job has another environment than this process: what imports there may not here."""
+    launcher = config.launcher
+    images = (launcher.slurm.trainer_image, launcher.slurm.rollout_image)
+    return bool(launcher.modules or launcher.setup or any(images) or python != sys.executable)
+
+
+def run_apart(
+    module: str,
+    config: Config,
+    given: Mapping[str, Any],
+    limit_s: float,
+    workdir: Path,
+    watch: Callable[[], None] = lambda: None,
+) -> tuple[str, str, int | None]:
+    """Run a module of app in a process group of its own, which gets `given` as JSON and the job's variables.
+
+    Returns what it wrote to both outputs, and its exit code; None where it took more than `limit_s`. The
+    outputs are files, not pipes, and the group is killed: user code may leave processes behind. `watch` is
+    called about once a second meanwhile.
+    """
+    with contextlib.ExitStack() as stack:
+        outputs = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(2)]
+        process = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-m", module],
+                stdin=subprocess.PIPE,
+                stdout=outputs[0],
+                stderr=outputs[1],
+                cwd=workdir,
+                env=_environ(config, workdir),
+                start_new_session=True,
+            )
+        )
+        deadline = time.monotonic() + limit_s
+        data: bytes | None = json.dumps(given).encode()
+        try:
+            while (ended := _has_ended(process, data)) is False and time.monotonic() < deadline:
+                data = None  # communicate has it
+                watch()
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for file in outputs:
+            file.seek(0)
+        said, printed = (file.read().decode(errors="replace") for file in outputs)
+    return said, printed, process.returncode if ended else None
+
+
+def _has_ended(process: subprocess.Popen[bytes], data: bytes | None) -> bool:
+    """Wait a second for the end of a process."""
+    try:
+        process.communicate(data, timeout=1.0)
+    except subprocess.TimeoutExpired:
+        return False
+    return True
+
+
+def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
+    """Import the rewards and the workflow of the user and call each reward once; return notes.
+
+    Nothing is done where the job has another environment than this one: a container, modules, a setup or
+    another interpreter. Raises ConfigError for what the job would refuse, with the place in the user's code.
+    """
+    if not isinstance(config, GRPOConfig) or not _is_own_code(config):
+        return []
+    if own_environment(config, python):
+        return ["rewards and workflow are not tried here: the job has an environment of its own"]
+    num_tries = 1 + len(config.rollout.reward_functions)
+    limit_s = (START_S + config.rollout.reward_timeout_s) * num_tries
+    given = to_dict(without_secrets(config))
+    said, printed, code = run_apart("hpc_rl.tools.check_user_code", config, given, limit_s, workdir)
+    found: dict[str, list[str]] = {"refusals": [], "notes": []}
+    tried = kind = ""
+    for line in said.splitlines():
+        if line.startswith("["):
+            kind, text = json.loads(line)
+            if kind in found:
+                found[kind].append(text)
+            else:
+                tried = text
+    if kind != DONE:
+        is_refused, text = _unfinished(config, kind, tried or "rewards and workflow", said, printed, code)
+        found["refusals" if is_refused else "notes"].append(text)
+    if found["refusals"]:
+        raise ConfigError("\n".join(found["refusals"]))
+    return found["notes"]
+
+
+def _unfinished(
+    config: GRPOConfig, kind: str, tried: str, said: str, printed: str, code: int | None
+) -> tuple[bool, str]:
+    """Return whether a try that has no outcome is refused, and how it ended and where.
+
+    One over its time limit has left its stack, and exit code 1.
+    """
+    frames = [(Path(file), line, name) for file, line, name in _FRAME.findall(said)]
+    place = next((f" ({file.name}:{line}, in {name})" for file, line, name in frames if is_users(file)), "")
+    if code is not None and not (code == 1 and frames):
+        how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
+        last = (printed.strip().splitlines() or ["it printed nothing"])[-1]
+        return True, f"{tried} ends the process{place}, {how}: {last}"
+    if kind == CALLS:
+        limit = f"{config.rollout.reward_timeout_s:g} s (rollout.reward_timeout_s)"
+        return True, f"{tried} takes more than {limit}{place}: the job would reject each such prompt"
+    what = f"the import of {tried} took more than {START_S:g} s here{place}"
+    return False, f"rewards and workflow were not tried to their end: {what}"
+
+
+def _environ(config: Config, workdir: Path) -> dict[str, str]:
+    """Return the variables of the job, as far as they matter to what can be imported."""
+    environ = {**os.environ, **open_variables(config, "env"), **secret_variables(config, "env")}
+    roots = {str(path)[: -len(name)] for name, path in snapshot_files(config, workdir).items()}
+    paths = [*sorted(roots - {f"{workdir}/"}), environ.get("PYTHONPATH", "")]
+    return environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+
+
+def _is_own_code(config: GRPOConfig) -> bool:
+    return any(":" in path for path in (config.rollout.workflow, *config.rollout.reward_functions))
