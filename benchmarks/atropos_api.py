@@ -36,12 +36,12 @@ from aiohttp import web
 
 from hpc_rl.atropos.api import AtroposApi, TrialFacts
 from hpc_rl.atropos.intake import SequenceLimits
-from hpc_rl.atropos.routes import atropos_routes
+from hpc_rl.atropos.routes import make_routes
 from hpc_rl.core.types import Turn
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.gateway.gateway_log import GatewayLog
 from hpc_rl.rollout.outside import OutsideGroups
-from hpc_rl.rollout.routes import application, routes
+from hpc_rl.rollout.routes import make_application, make_rollout_routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import RolloutService
 
@@ -100,7 +100,9 @@ async def serve_ours(folder: Path, port: int, shape: Shape) -> None:
     log = GatewayLog(folder / "gateway")
     facts = TrialFacts(SequenceLimits(150_000, 4096), "", None, "", 100, 10**6)
     api = AtroposApi(OutsideGroups(service), log.match, facts, max_queued_batches=10**6)
-    runner = web.AppRunner(application([*atropos_routes(api), *routes(service)], TOKENS), access_log=None)
+    runner = web.AppRunner(
+        make_application([*make_routes(api), *make_rollout_routes(service)], TOKENS), access_log=None
+    )
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", port).start()
     await service.run()

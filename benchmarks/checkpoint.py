@@ -45,7 +45,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.engines.base import Snapshot
 from hpc_rl.engines.shared import state
 from hpc_rl.engines.shared.mesh import Mesh
-from hpc_rl.engines.shared.optimizer import Optimizer, shards_of
+from hpc_rl.engines.shared.optimizer import Optimizer, make_shards
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
 
@@ -62,7 +62,7 @@ class Subject:
         parameters = {
             f"layer.{i}.weight": nn.Parameter(torch.randn(2048, TENSOR_BYTES // 8192)) for i in range(count)
         }
-        self.shards = shards_of(parameters)
+        self.shards = make_shards(parameters)
         self.optimizer = Optimizer(OptimizerConfig(), self.shards)
         for first, second in self.optimizer.moments.values():
             first.normal_()
@@ -100,7 +100,7 @@ class Ours:
         self.step += 1
         commit = Commit(self.trial, self.step, "1.0", 0)
         commit.begin()
-        commit.rank_done(0, self.subject.snapshot(copied=False).write(commit.folder))
+        commit.record_rank(0, self.subject.snapshot(copied=False).write(commit.folder))
         commit.commit(manifest(self.step))
         retain(self.trial, RetentionPolicy(2))
 

@@ -83,7 +83,7 @@ class IdleTrial(Fake):
         return (self.trial.dir / "job.out").read_text()[-3000:]
 
     def num_serving(self) -> int:
-        seen = open_names(self.trial).leases(keys.servers("rollout"))
+        seen = open_names(self.trial).list_leases(keys.servers("rollout"))
         return sum(one.alive and one.value["state"] in keys.ROUTABLE for one in seen.values())
 
     def calls(self) -> list[tuple[float, int, str, str]]:

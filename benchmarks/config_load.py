@@ -20,7 +20,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from hpc_rl import __version__
-from hpc_rl.core.trial import account
+from hpc_rl.core.trial import find_account_name
 
 ROOT = Path(__file__).resolve().parents[1]
 AREAL = ROOT / "tests" / "unit" / "config" / "areal" / "gsm8k_grpo.yaml"
@@ -58,7 +58,7 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    trial = f"runs/{account()}/sums/small"
+    trial = f"runs/{find_account_name()}/sums/small"
     hpc_rl = ["-m", "hpc_rl.cli"]
     commands = {
         "python": ["-c", "pass"],

@@ -2,7 +2,7 @@
 
     python benchmarks/engines.py [--pairs 5] [--device cpu] [--out benchmarks/results/engines.json]
 
-Step: one update over rows of uneven lengths, from one checkpoint, by each engine of allocation.TRAIN_BACKENDS
+Step: one update over rows of uneven lengths, from one checkpoint, by each engine of core.backends.TRAIN_BACKENDS
 (fsdp in both layouts) and by plain transformers: padded micro-batches of the same rows with an attention mask,
 cross entropy of whole logits, AdamW. All report the same loss at the first step, else the run ends. Tokens
 are those of the rows, without padding.
@@ -37,11 +37,12 @@ import torch
 import torch.nn.functional as F
 
 from hpc_rl.config.options.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
-from hpc_rl.core.allocation import TRAIN_BACKENDS
+from hpc_rl.core.backends import TRAIN_BACKENDS
+from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.shared.logprobs import token_logprobs
 from hpc_rl.engines.shared.micro_batches import cut
-from hpc_rl.trainers.supervised import sequence_loss
+from hpc_rl.trainers.supervised import compute_sequence_loss
 
 Shape = dict[str, int]
 LR, BETAS, EPS = 1e-4, (0.9, 0.95), 1e-5
@@ -129,13 +130,11 @@ def config_of(folder: Path, shape: dict[str, Any], device: str, **changes: Any) 
 
 class EngineSide:
     def __init__(self, backend: str, folder: Path, shape: dict[str, Any], device: str, **more: Any) -> None:
-        self.engine = resolve_name(TRAIN_BACKENDS[backend].implementation)(
-            config_of(folder, shape, device), device=device, **more
-        )
+        self.engine = resolve_name(ENGINES[backend])(config_of(folder, shape, device), device=device, **more)
         self.engine.initialize(1000)
 
     def step(self, rows: Sequences) -> float:
-        return self.engine.train_batch(rows, sequence_loss, num_targets(rows), 1.0)["loss"]
+        return self.engine.train_batch(rows, compute_sequence_loss, num_targets(rows), 1.0)["loss"]
 
 
 class Plain:
@@ -185,7 +184,7 @@ def sides_of(folder: Path, shape: dict[str, Any], device: str) -> tuple[dict[str
     for name, make in makers.items():
         backend = TRAIN_BACKENDS.get(name.split()[0])
         if backend is not None and not backend.implementation:
-            missing[name] = "the engine is not in allocation.TRAIN_BACKENDS"
+            missing[name] = "the engine is not in core.backends.TRAIN_BACKENDS"
             continue
         try:
             sides[name] = make()

@@ -38,7 +38,7 @@ from cluster import Cluster  # noqa: E402
 from kill_anything import IN_ORDER, Killed, make_workplace  # noqa: E402
 from packages import find_or_fetch  # noqa: E402
 
-from hpc_rl.core.trial import Attempt, read_json  # noqa: E402
+from hpc_rl.core.trial import Attempt, load_json  # noqa: E402
 from hpc_rl.stats.read import JsonLines  # noqa: E402
 
 OPTIONS = {
@@ -59,7 +59,7 @@ def kill_once(one: Killed, luck: random.Random) -> tuple[float, int]:
     one.until(lambda: one.num_rows() >= enough)
     records = sorted(attempt_of(one).processes.glob("trainer-0.*-rank0.json"), key=incarnation_of)
     killed_at = time.time()
-    os.kill((read_json(records[-1]) or {})["pid"], 9)
+    os.kill((load_json(records[-1]) or {})["pid"], 9)
     return killed_at, incarnation_of(records[-1])
 
 

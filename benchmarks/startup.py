@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 import hpc_rl
-from hpc_rl.core.records import JobEvent, read_job_state
+from hpc_rl.core.records import JobEvent, load_job_state
 from hpc_rl.stats.read import JsonLines
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -89,7 +89,7 @@ def measure(folder: Path, name: str, options: dict, scheduler: str) -> dict[str,
     returned = time.time()
     trial.finish()
     attempt = trial.trial.attempt(f"{trial.job_id}.0")
-    job = next(one for one in read_job_state(trial.trial, trial.job_id) if one.event is JobEvent.STARTED)
+    job = next(one for one in load_job_state(trial.trial, trial.job_id) if one.event is JobEvent.STARTED)
     supervisor = next(
         row["time"] for row in JsonLines(attempt.events).poll() if row["event"] == "supervisor_started"
     )

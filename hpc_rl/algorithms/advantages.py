@@ -1,13 +1,12 @@
 """Rewards and advantages: scalars per trajectory in, per-token advantages out.
 
-Tokens that the model did not make (prompt, tool output, padding) are not time steps: the recursion of GAE
-steps from one of the model's tokens to the next. Position t belongs to token t itself. Left out: a critic;
-without one, values are 0.
+Tokens that the model did not generate (prompt, tool output, padding) are not time steps: the recursion of GAE
+skips them. Position t belongs to token t itself. There is no critic, so values are 0.
 """
 
 import torch
 
-BLOCK = 128  # tokens whose discounted sums are computed as one product with a triangular matrix
+BLOCK = 128  # tokens per product with a triangular matrix of discounts
 
 
 def shape_rewards(
@@ -17,7 +16,7 @@ def shape_rewards(
     return ((rewards_B.float() + bias) * scaling).clamp(-clip, clip)
 
 
-def clipped_share(
+def compute_clipped_share(
     rewards_B: torch.Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float = 20.0
 ) -> float:
     """Return the share of rewards that `shape_rewards` changes to `clip` or -`clip`."""
@@ -26,10 +25,10 @@ def clipped_share(
     return float((((rewards_B.float() + bias) * scaling).abs() > clip).float().mean())
 
 
-def overlong_penalty(
+def compute_overlong_penalty(
     lengths_B: torch.Tensor, max_new_tokens: int, overlong_tokens: int, factor: float
 ) -> torch.Tensor:
-    """Return what is added to the rewards of completions that enter the last `overlong_tokens` of the budget.
+    """Return the penalty on the rewards of completions that enter the last `overlong_tokens` of the budget.
 
     lengths_B: int64 [B], tokens of each completion. The penalty falls linearly from 0 to -factor at
     `max_new_tokens`: the soft overlong punishment of DAPO (Yu et al., arXiv 2503.14476, section 3.4).
@@ -38,12 +37,12 @@ def overlong_penalty(
     return (-excess_B / overlong_tokens * factor).clamp(-factor, 0.0)
 
 
-def informative_rows(rewards_B: torch.Tensor, group_B: torch.Tensor, group_size: int) -> list[int]:
-    """Return the rows of groups whose rewards differ: nothing can be learnt from the others.
+def select_informative_rows(rewards_B: torch.Tensor, group_B: torch.Tensor, group_size: int) -> list[int]:
+    """Return the rows of groups whose rewards differ; other groups teach nothing.
 
-    This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2), whose equation 11 looks at the
-    answers alone: the caller gives the rewards without the overlong penalty. `group_size` is not needed:
-    groups are known by their number in `group_B`, int64 [B].
+    This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2). Its equation 11 considers only the
+    answers, so the caller passes rewards without the overlong penalty. `group_B` has group numbers, int64
+    [B]; `group_size` is not used.
     """
     flat = {g for g in group_B.unique().tolist() if len(rewards_B[group_B == g].unique()) == 1}
     return [row for row, group in enumerate(group_B.tolist()) if group not in flat]
@@ -60,23 +59,23 @@ def place_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tenso
     return rewards_BT
 
 
-def gae(
+def compute_gae(
     rewards_BT: torch.Tensor, mask_BT: torch.Tensor, discount: float = 1.0, gae_lambda: float = 1.0
 ) -> torch.Tensor:
     """Return generalized advantage estimates at the masked tokens, 0 elsewhere, as a new float32 [B, T].
 
-    Over a row's masked tokens only: A_i = r_i + discount * lambda * A_{i+1} (Schulman et al., arXiv
+    Over the masked tokens of a row: A_i = r_i + discount * lambda * A_{i+1} (Schulman et al., arXiv
     1506.02438, equation 16, with values of 0).
     """
-    # masked tokens to the end of their row, in order
+    # move masked tokens to the end of their row, in order
     order_BT = torch.argsort(mask_BT.to(torch.uint8), dim=1, stable=True)
     valid_BT = mask_BT.gather(1, order_BT)
     ordered_BT = rewards_BT.float().gather(1, order_BT) * valid_BT
-    sums_BT = _discounted_sums(ordered_BT, discount * gae_lambda) * valid_BT
+    sums_BT = _sum_discounted(ordered_BT, discount * gae_lambda) * valid_BT
     return torch.zeros_like(sums_BT).scatter_(1, order_BT, sums_BT)
 
 
-def _discounted_sums(x_BT: torch.Tensor, decay: float) -> torch.Tensor:
+def _sum_discounted(x_BT: torch.Tensor, decay: float) -> torch.Tensor:
     """Return y_t = x_t + decay * y_{t+1}, computed from the last column back, in blocks of columns."""
     out_BT = torch.empty_like(x_BT)
     carry_B1 = torch.zeros(len(x_BT), 1)

@@ -1,9 +1,9 @@
 """GRPO (and PPO without a critic) on one page: rewards -> advantages; log-probabilities -> loss.
 
     batch = RewardBatch(rewards_B, mask_BT, group_B)
-    advantages_BT = grpo.advantages(batch, reward_norm=Levels("group", "group"))
-    prox, behav = grpo.reference_logprobs(inference, recomputed, decoupled=False)
-    loss, sums = grpo.policy_loss(TokenBatch(logprobs_T, prox_T, behav_T, …), eps_clip=0.2)
+    advantages_BT = grpo.compute_advantages(batch, reward_norm=Levels("group", "group"))
+    prox, behav = grpo.choose_logprobs(inference, recomputed, decoupled=False)
+    loss, sums = grpo.compute_policy_loss(TokenBatch(logprobs_T, prox_T, behav_T, …), eps_clip=0.2)
 
 GRPO: Shao et al., "DeepSeekMath", arXiv 2402.03300. With other numbers the same functions are DAPO (higher
 upper clip, dynamic sampling, overlong penalty; Yu et al., arXiv 2503.14476) and Dr.GRPO (no deviation,
@@ -14,15 +14,15 @@ from typing import TypeVar
 
 import torch
 
-from hpc_rl.algorithms.advantages import gae, place_rewards, shape_rewards
+from hpc_rl.algorithms.advantages import compute_gae, place_rewards, shape_rewards
 from hpc_rl.algorithms.base import RewardBatch, TokenBatch
-from hpc_rl.algorithms.kl import k3
+from hpc_rl.algorithms.kl import compute_k3
 from hpc_rl.algorithms.normalization import Levels, normalize
 
 T = TypeVar("T")
 
 
-def advantages(
+def compute_advantages(
     batch: RewardBatch,
     *,
     reward_bias: float = 0.0,
@@ -35,7 +35,7 @@ def advantages(
 ) -> torch.Tensor:
     """Return float32 [B, T], 0 outside of the mask.
 
-    To be called with the whole train batch, before rows are shared out over ranks.
+    Call it with the whole train batch, before rows are divided among ranks.
     """
     shaped_B = shape_rewards(batch.rewards_B, reward_bias, reward_scaling, reward_clip)
     if reward_norm is not None:
@@ -43,19 +43,19 @@ def advantages(
     rewards_BT = place_rewards(shaped_B, batch.mask_BT)
     if batch.token_rewards_BT is not None:
         rewards_BT = rewards_BT + batch.token_rewards_BT
-    advantages_BT = gae(rewards_BT, batch.mask_BT, discount, gae_lambda)
+    advantages_BT = compute_gae(rewards_BT, batch.mask_BT, discount, gae_lambda)
     if adv_norm is None:
         return advantages_BT
     return normalize(advantages_BT, adv_norm, batch.group_B, batch.mask_BT)
 
 
-def reference_logprobs(inference: T, recomputed: T | None, decoupled: bool) -> tuple[T, T]:
+def choose_logprobs(inference: T, recomputed: T | None, decoupled: bool) -> tuple[T, T]:
     """Return (proximal, behaviour) log-probabilities.
 
-    `inference`: the servers'. `recomputed`: the trainer's at the start of the step. Decoupled (Hilton et al.,
-    "Batch size invariance for policy optimization", arXiv 2110.00641): the recomputed and the servers'.
-    Otherwise both are the recomputed ones, or the servers' if there are none. Raises ValueError if decoupled
-    without recomputed ones.
+    `inference` come from the servers, `recomputed` from the trainer at the start of the step. If `decoupled`
+    (Hilton et al., "Batch size invariance for policy optimization", arXiv 2110.00641), returns (recomputed,
+    inference). Otherwise returns the recomputed ones twice, or the servers' if there are no recomputed ones.
+    Raises ValueError if decoupled without recomputed ones.
     """
     if recomputed is None:
         if decoupled:
@@ -64,7 +64,7 @@ def reference_logprobs(inference: T, recomputed: T | None, decoupled: bool) -> t
     return recomputed, inference if decoupled else recomputed
 
 
-def policy_loss(
+def compute_policy_loss(
     batch: TokenBatch,
     *,
     eps_clip: float = 0.2,
@@ -80,7 +80,7 @@ def policy_loss(
     -c_clip A (dual clip, Ye et al., arXiv 1912.09729); times proximal / behaviour (Hilton et al., arXiv
     2110.00641). A token whose behaviour weight is above the cap has weight 0: it is dropped, not clamped.
     With `ref_T`, beta * k3 is added at each masked token, also at dropped ones; `kl_loss` reports k3 itself.
-    `weights_T` weighs the loss, not what is reported. Raises ValueError for a `c_clip` or cap of 1 or less.
+    `weights_T` weighs the loss, not the reported sums. Raises ValueError for a `c_clip` or cap of 1 or less.
     """
     for name, bound in (("c_clip", c_clip), ("behav_imp_weight_cap", behav_imp_weight_cap)):
         if bound is not None and bound <= 1:
@@ -118,17 +118,17 @@ def policy_loss(
         "behave_approx_kl": masked(batch.behav_T - batch.logprobs_T.detach()).sum(),
     }
     if batch.ref_T is not None:
-        kl_T = k3(batch.logprobs_T, batch.ref_T, mask_T)
+        kl_T = compute_k3(batch.logprobs_T, batch.ref_T, mask_T)
         loss_T = loss_T + beta * kl_T
         sums["kl_loss"] = kl_T.detach().sum()
     return (loss_T if batch.weights_T is None else loss_T * batch.weights_T).sum(), sums
 
 
-def token_weights(num_tokens: int, aggregation: str, max_new_tokens: int) -> float:
+def compute_token_weight(num_tokens: int, aggregation: str, max_new_tokens: int) -> float:
     """Return the weight of a token in a completion of `num_tokens`.
 
-    The sum over the batch is then divided by its rows. `sequence_mean`: each completion counts the same, as
-    in the GRPO paper. `constant_length`: each token counts the same in every completion, and the divisor does
-    not depend on what was sampled, as in Dr.GRPO.
+    The sum over the batch is then divided by its number of rows. `sequence_mean`: each completion has the
+    same weight, as in the GRPO paper. `constant_length`: each token has the same weight, and the divisor does
+    not depend on the samples, as in Dr.GRPO.
     """
     return 1.0 / max(1, num_tokens if aggregation == "sequence_mean" else max_new_tokens)

@@ -1,7 +1,7 @@
 """Normalization of rewards and advantages over the batch or over groups.
 
-The deviation is taken around the chosen mean: without a mean it is a root mean square. Sums are float64,
-because a batch has millions of tokens. The caller passes the whole batch: there is no process group here.
+The deviation is taken around the chosen mean; without a mean it is a root mean square. Sums are float64,
+because a batch has millions of tokens. The caller passes the whole batch; no process group is used.
 """
 
 from typing import Literal, NamedTuple
@@ -12,14 +12,14 @@ Level = Literal["batch", "group"] | None
 
 
 class Levels(NamedTuple):
-    """Over what the mean and the deviation are taken; None leaves the mean or the scale as it is."""
+    """The levels of the mean and the deviation; None keeps the mean or the scale."""
 
     # GRPO takes the mean of the group (Shao et al., arXiv 2402.03300, section 4.1)
     mean: Level = "batch"
     # Dr.GRPO takes no deviation (Liu et al., arXiv 2503.20783)
     std: Level = "batch"
     eps: float = 1e-5  # added to the deviation
-    # an entry's mean is that of the others, 0 without others (RLOO; Ahmadian et al., arXiv 2402.14740)
+    # use the mean of the other entries, 0 if there are none (RLOO; Ahmadian et al., arXiv 2402.14740)
     leave_one_out: bool = False
     unbiased: bool = False  # the deviation divides by the count less one
 
@@ -33,7 +33,7 @@ def normalize(
     group_B: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return (x - mean) / (std + eps) over the entries that `mask` selects, float32; the others become 0.
+    """Return (x - mean) / (std + eps) over the entries that `mask` selects, float32; 0 elsewhere.
 
     x: [B] or [B, T]. group_B: the group number of each row, int64 [B]; rows of NO_GROUP have group mean and
     deviation 0. By default each row is a group. Raises ValueError for an unknown level.
@@ -46,16 +46,16 @@ def normalize(
     out = x64
     if levels.mean is not None:
         own = x64 if levels.leave_one_out else torch.zeros_like(x64)
-        total, count = _totals(x64, mask, levels.mean, group_B)
+        total, count = _sum_totals(x64, mask, levels.mean, group_B)
         out = out - (total - own) / (count - int(levels.leave_one_out)).clamp(min=1)
     if levels.std is not None:
         deviation = torch.where(mask, out, torch.zeros_like(out)).square()
-        total, count = _totals(deviation, mask, levels.std, group_B)
+        total, count = _sum_totals(deviation, mask, levels.std, group_B)
         out = out / ((total / (count - int(levels.unbiased)).clamp(min=1)).sqrt() + levels.eps)
     return torch.where(mask, out, torch.zeros_like(out)).float()
 
 
-def _totals(
+def _sum_totals(
     x: torch.Tensor, mask: torch.Tensor, level: Level, group_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sum of the masked entries and their count, in shapes that broadcast against x."""
@@ -75,7 +75,7 @@ def _totals(
     return per_row(x), per_row(mask)
 
 
-def consecutive_groups(num_rows: int, group_size: int) -> torch.Tensor:
+def number_groups(num_rows: int, group_size: int) -> torch.Tensor:
     """Return group numbers for groups of `group_size` consecutive rows, NO_GROUP for the remainder."""
     group_B = torch.arange(num_rows) // group_size
     group_B[num_rows // group_size * group_size :] = NO_GROUP

@@ -8,8 +8,8 @@
         async def episode(self, item, conversation):
             return float((await conversation.reply()).strip() == item["answer"])
 
-`hpc-rl env serve sums.py` runs it. It speaks the protocol of Atropos, so that an environment written for
-atroposlib works with hpc-rl, and this one with atroposlib's API server.
+`hpc-rl env serve sums.py` runs it. The protocol is that of Atropos: an environment written for atroposlib
+works with hpc-rl, and an environment of hpc-rl works with atroposlib's API server.
 """
 
 from hpc_rl.atropos.environment import Environment

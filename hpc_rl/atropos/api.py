@@ -1,8 +1,9 @@
 """The rollout API of Atropos on the rollout service: environments register, poll, and push scored groups.
 
-A group that is well formed is always answered with 200: environments give a group up after any 4xx, and end
-after a few refused connections. What can't be trained on is answered with its reason and counted. A group is
-durable before it is acknowledged; one that comes again, because its acknowledgement was lost, is taken once.
+A well-formed group is always answered with 200: environments drop a group after any 4xx, and end after a few
+refused connections. If a group can't be trained on, the answer gives the reason, and the group is counted. A
+group is durable before it is acknowledged. A group sent again, because its acknowledgement was lost, is taken
+once.
 """
 
 import asyncio
@@ -23,35 +24,35 @@ from hpc_rl.atropos.intake import (
     MalformedRequest,
     SequenceLimits,
     check_shape,
-    to_group,
-    unused_fields,
+    list_unused_fields,
+    make_group,
 )
 from hpc_rl.atropos.registry import RegisteredEnvironment, Registry
-from hpc_rl.rollout.batch_fill import fill
+from hpc_rl.rollout.batch_fill import choose_sizes
 from hpc_rl.rollout.outside import OutsideGroups
 
 logger = logging.getLogger(__name__)
 
 HOLD_POLL_S = 0.1
-HOLD_S = 20.0  # an acknowledgement waits so long for room in the queue
-HARD_BOUND = 16  # times max_queued_batches: beyond it nothing is taken
+HOLD_S = 20.0  # longest time that an acknowledgement waits for room in the queue
+HARD_BOUND = 16  # times max_queued_batches: groups beyond this are refused
 UNREGISTERED = -1
-MAX_TOLD = 32  # unused fields of an environment that are told
-LARGE_TOKENS = 50_000  # of a group, from which on it is looked at in a thread
+MAX_TOLD = 32  # unused fields listed for an environment
+LARGE_TOKENS = 50_000  # groups of this size or more are parsed in a thread
 
 
 @dataclass(frozen=True)
 class TrialFacts:
-    """What environments learn of the trial when they register.
+    """Facts about the trial that environments get when they register.
 
     Args:
-        limits: What a sequence may have.
+        limits: Limits of a sequence.
         wandb_group: Group of runs at Weights & Biases.
-        wandb_project: Project there; None means that environments wait for it.
+        wandb_project: Project there; environments wait while it is None.
         checkpoint_dir: Directory for files of environments.
-        checkpoint_interval: Steps between two of them.
+        checkpoint_interval: Steps between two of these files.
         num_steps: Training steps of the trial.
-        temperature: At which it samples; 0 is greedy.
+        temperature: Sampling temperature; 0 is greedy.
     """
 
     limits: SequenceLimits
@@ -64,17 +65,17 @@ class TrialFacts:
 
 
 class QueueFull(Exception):
-    """No room came free while the acknowledgement was held; the caller is to try again."""
+    """The queue stayed full while the acknowledgement waited; the caller should retry."""
 
 
 class AtroposApi:
-    """What the routes do.
+    """The operations behind the routes.
 
     Args:
         outside: The groups from outside in the rollout service.
-        lookup: What the gateway knows of tokens.
-        trial: What environments learn of it.
-        max_queued_batches: Batches of one environment that may wait before its acknowledgements are held.
+        lookup: Finds what the gateway knows about tokens.
+        trial: Facts for environments.
+        max_queued_batches: Batches of one environment that may wait before its acknowledgements are delayed.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class AtroposApi:
     ) -> None:
         self.outside = outside
         self.registry = Registry(outside.batch_size, trial.num_steps)
-        self.repeated: Counter[int] = Counter()  # groups that came again, by env_id
+        self.repeated: Counter[int] = Counter()  # repeated groups by env_id
         self._told_of_others: list[str] = []  # unused fields of senders that have not registered
         self.latest: dict[str, Any] = {}
         self._lookup = lookup
@@ -90,12 +91,12 @@ class AtroposApi:
         self._max_queued = max_queued_batches * outside.batch_size
         for facts in outside.environments:
             known = RegisteredEnvironment(**facts)
-            known.connected = False  # until it polls again
+            known.connected = False  # waits for its next poll
             self.registry.environments[known.env_id] = known
-        outside.claims = lambda: self.registry.allocations(time.monotonic())
-        outside.describe_by(self.describe)
+        outside.claims = lambda: self.registry.allocate(time.monotonic())
+        outside.register_describer(self.describe)
 
-    # the trainer's side; the trial has a trainer of its own, which no other replaces
+    # the trainer's side; the trial has its own trainer, and no other can replace it
 
     def register_trainer(self, batch_size: int) -> dict[str, Any]:
         """Answer a trainer that registers; nothing changes. Raises ValueError for another batch size."""
@@ -106,20 +107,20 @@ class AtroposApi:
             )
         return {"uuid": secrets.randbits(128)}
 
-    def batch_without_step(self) -> dict[str, Any]:
-        """Answer `GET /batch` of a trainer of Atropos: the batches are for the trial's own trainer."""
+    def answer_batch_request(self) -> dict[str, Any]:
+        """Answer a trainer of Atropos on `GET /batch`: the batches are for the trial's own trainer."""
         if self.outside.has_trainer:
             return {"batch": None}
         return {"status": "error", "message": "the trainer has not started", "batch": []}
 
-    def trainer_info(self) -> dict[str, Any]:
+    def get_trainer_info(self) -> dict[str, Any]:
         return {"batch_size": self.outside.batch_size, "max_token_len": self._trial.limits.max_tokens}
 
-    def sampling(self) -> dict[str, float]:
-        """Return what the trial's own prompts are sampled with; the protocol of Atropos does not have it."""
+    def get_sampling(self) -> dict[str, float]:
+        """Return the sampling settings of the trial's own prompts; an extension of the protocol."""
         return {"temperature": self._trial.temperature}
 
-    def wandb_info(self) -> dict[str, Any]:
+    def get_wandb_info(self) -> dict[str, Any]:
         project = self._trial.wandb_project
         return {"group": self._trial.wandb_group if project else None, "project": project}
 
@@ -129,13 +130,18 @@ class AtroposApi:
         """Register an environment. Raises ValueError for sizes that no batch can hold."""
         if not self.outside.has_trainer:
             return {"status": "wait for trainer to start"}
-        made = self.registry.register(asked, self.outside.own_group_size, time.monotonic())
-        await self._keep(made)
-        logger.info("environment %d registered as %s: groups of %d", made.env_id, made.name, made.group_size)
+        environment = self.registry.register(asked, self.outside.own_group_size, time.monotonic())
+        await self._keep(environment)
+        logger.info(
+            "environment %d registered as %s: groups of %d",
+            environment.env_id,
+            environment.name,
+            environment.group_size,
+        )
         return {
             "status": "success",
-            "env_id": made.env_id,
-            "wandb_name": made.name,
+            "env_id": environment.env_id,
+            "wandb_name": environment.name,
             "checkpoint_dir": self._trial.checkpoint_dir,
             "starting_step": self.outside.step,
             "checkpoint_interval": self._trial.checkpoint_interval,
@@ -153,32 +159,35 @@ class AtroposApi:
             return {"status": "success"}
         return {"status": "failure", "error": f"no connected environment has env_id {env_id}"}
 
-    def status_of(self, env_id: int) -> dict[str, Any]:
-        """Return what an environment's poll asks for."""
+    def get_queue_view(self, env_id: int) -> dict[str, Any]:
+        """Return the answer to an environment's poll."""
         now_s = time.monotonic()
-        self.registry.heard_of(env_id, now_s)
+        self.registry.note_seen(env_id, now_s)
         steps = (self.outside.step, self.outside.newest_batch)
-        view = self.registry.view(env_id, self.outside.waiting(), now_s, steps)
+        view = self.registry.make_view(env_id, self.outside.count_waiting(), now_s, steps)
         return {"current_step": self.outside.step, **asdict(view)}
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return what `hpc-rl status` shows of environments: those connected, and the latest of each name."""
-        now_s, waiting = time.monotonic(), self.outside.waiting()
-        newest = {one.desired_name: one.env_id for one in self.registry.environments.values()}
+        """Return the environments for `hpc-rl status`: the connected ones, and the latest of each name."""
+        now_s, waiting = time.monotonic(), self.outside.count_waiting()
+        newest = {
+            environment.desired_name: environment.env_id
+            for environment in self.registry.environments.values()
+        }
         return [
             {
-                "name": one.name,
-                "group_size": one.group_size,
-                "queued": waiting.get(one.env_id, 0) // one.group_size,
-                "accepted": self.outside.taken[one.env_id],
-                "rejected": one.rejected,
-                "too_old": self.outside.too_old[one.env_id],
-                "last_reason": one.last_reason,
-                "ignored": one.ignored,
-                "silent_s": round(now_s - one.seen_s) if one.connected else None,
+                "name": environment.name,
+                "group_size": environment.group_size,
+                "queued": waiting.get(environment.env_id, 0) // environment.group_size,
+                "accepted": self.outside.taken[environment.env_id],
+                "rejected": environment.rejected,
+                "too_old": self.outside.too_old[environment.env_id],
+                "last_reason": environment.last_reason,
+                "ignored": environment.ignored,
+                "silent_s": round(now_s - environment.seen_s) if environment.connected else None,
             }
-            for one in self.registry.environments.values()
-            if one.connected or newest[one.desired_name] == one.env_id
+            for environment in self.registry.environments.values()
+            if environment.connected or newest[environment.desired_name] == environment.env_id
         ]
 
     async def take(
@@ -188,14 +197,14 @@ class AtroposApi:
 
         Args:
             bodies: The groups.
-            key: Given by a client that may send them again; empty where it gave none.
-            content: The request's, which is the same when such a client sends it again.
-            connected: Whether the client is still there to read the answer.
+            key: Idempotency key from the client; empty if it sent none.
+            content: Body of the request; a repeated request has the same content.
+            connected: Returns whether the client still waits for the answer.
 
         Raises:
             MalformedRequest, QueueFull, Refused: Nothing was taken.
         """
-        checked = [_checked(body, is_only_one=len(bodies) == 1) for body in bodies]
+        checked = [_check_bodies(body, is_only_one=len(bodies) == 1) for body in bodies]
         for env_id in {body.get("env_id", UNREGISTERED) for body in checked if isinstance(body, dict)}:
             await self._wait_for_room(env_id)
         of_content = not key
@@ -206,14 +215,14 @@ class AtroposApi:
         ]
         await self.outside.commit()
         if of_content and not connected():
-            self.outside.unsure_of(keys)
+            self.outside.mark_unsure(keys)
         return answers
 
     async def _take_one(
         self, body: dict[str, Any] | MalformedRequest, key: str, of_content: bool
     ) -> dict[str, Any]:
         if isinstance(body, MalformedRequest):
-            return self._rejected(UNREGISTERED, body)
+            return self._reject(UNREGISTERED, body)
         env_id = body.get("env_id", UNREGISTERED)
         known = self.registry.environments.get(env_id)
         size = len(body["tokens"])
@@ -228,9 +237,9 @@ class AtroposApi:
             given = (body, self._lookup, self.outside.moment, trial.limits, trial.temperature)
             is_large = sum(map(len, body["tokens"])) > LARGE_TOKENS
             # environments poll meanwhile
-            group = await asyncio.to_thread(to_group, *given) if is_large else to_group(*given)
+            group = await asyncio.to_thread(make_group, *given) if is_large else make_group(*given)
         except GroupRejected as error:
-            return self._rejected(UNREGISTERED if known is None else env_id, error)
+            return self._reject(UNREGISTERED if known is None else env_id, error)
         self.latest = body
         ignored = self._note_unused(known, body)
         is_part = known is not None and size < known.group_size
@@ -243,8 +252,8 @@ class AtroposApi:
         return {"status": "buffered", "buffer_size": size, **ignored}
 
     def _note_unused(self, known: RegisteredEnvironment | None, body: dict[str, Any]) -> dict[str, list[str]]:
-        """Log once what the trial does not use; return what the answer says of it."""
-        unused = unused_fields(body)
+        """Log once the fields that the trial does not use; return the note about them for the answer."""
+        unused = list_unused_fields(body)
         told = self._told_of_others if known is None else known.ignored
         if new := [name for name in unused if name not in told][: MAX_TOLD - len(told)]:
             who = "a sender that has not registered" if known is None else f"environment {known.name}"
@@ -254,11 +263,11 @@ class AtroposApi:
             told += new
             if known is not None:
                 self.outside.keep_environment({**asdict(known), "seen_s": 0.0})
-        # of a key outside of the protocol the answer says nothing, as atroposlib's
+        # the answer is silent about keys outside of the protocol, like atroposlib's
         named = [name for name in unused if name in UNSUPPORTED]
         return {"ignored": named} if named else {}
 
-    def _rejected(self, env_id: int, error: Exception) -> dict[str, Any]:
+    def _reject(self, env_id: int, error: Exception) -> dict[str, Any]:
         if known := self.registry.environments.get(env_id):
             known.rejected, known.last_reason = known.rejected + 1, str(error)
             self.outside.keep_environment({**asdict(known), "seen_s": 0.0})
@@ -266,17 +275,17 @@ class AtroposApi:
         return {"status": "rejected", "reason": str(error)}
 
     async def _join_parts(self, env_id: int, size: int) -> int:
-        """Join parts that add up to a whole group. Returns the sequences that still wait."""
-        parts = self.outside.parts(env_id)
-        chosen = fill([num for _, num in parts], size)
+        """Join parts that add up to a whole group. Return the sequences that still wait."""
+        parts = self.outside.list_parts(env_id)
+        chosen = choose_sizes([num for _, num in parts], size)
         if chosen:
             await self.outside.join([parts[i][0] for i in chosen], env_id)
-        return sum(num for _, num in self.outside.parts(env_id))
+        return sum(num for _, num in self.outside.list_parts(env_id))
 
     async def _wait_for_room(self, env_id: int) -> None:
-        """Hold while an environment has its bound of batches in the queue. Raises QueueFull."""
+        """Wait while an environment has its maximum of batches in the queue. Raises QueueFull."""
         until_s = time.monotonic() + HOLD_S
-        while (waiting := self.outside.waiting().get(env_id, 0)) >= self._max_queued:
+        while (waiting := self.outside.count_waiting().get(env_id, 0)) >= self._max_queued:
             left_s = until_s - time.monotonic()
             if left_s <= 0:
                 if waiting >= HARD_BOUND * self._max_queued:
@@ -285,8 +294,8 @@ class AtroposApi:
             await asyncio.sleep(min(HOLD_POLL_S, left_s))
 
 
-def _checked(body: Any, *, is_only_one: bool) -> dict[str, Any] | MalformedRequest:
-    """Return a group without its absent fields; one of several that is malformed does not cost the others."""
+def _check_bodies(body: Any, *, is_only_one: bool) -> dict[str, Any] | MalformedRequest:
+    """Return a group without its absent fields; if one of several is malformed, the others still count."""
     try:
         return check_shape(body)
     except MalformedRequest as error:

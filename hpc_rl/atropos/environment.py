@@ -1,4 +1,4 @@
-"""Environment: the base class of tasks that people write.
+"""Environment: the base class for tasks that people write.
 
 A subclass gives tasks (`items`, or `next_item`) and plays one episode (`episode`). It may replace `collect`,
 which makes a group of episodes, and `evaluate`.
@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-from hpc_rl.atropos.groups import ScoredGroup, group_of
+from hpc_rl.atropos.groups import ScoredGroup, make_group
 from hpc_rl.atropos.inference_servers import InferenceServers
 from hpc_rl.atropos.settings import EnvConfig
 from hpc_rl.core.errors import ConfigError
@@ -24,47 +24,47 @@ MIN_ROOM_TOKENS = 1  # for a reply
 
 
 class NoRoom(Exception):
-    """The conversation has as many tokens as `max_token_length` allows."""
+    """The conversation has reached `max_token_length`."""
 
 
 class Environment:
-    """Tasks, and how they are played and scored.
+    """Tasks, and how to play and score them.
 
     Args:
-        config: Its settings.
-        servers: Where replies come from.
-        tokenizer: Of the model.
+        config: Settings of the environment.
+        servers: Source of replies.
+        tokenizer: The model's tokenizer.
     """
 
     items: Sequence[Any] = ()  # training tasks, in an order that changes with each epoch
     eval_items: Sequence[Any] = ()  # held-out tasks
-    # of training; without a temperature at the trainer's
-    sampling: dict[str, Any] = {}  # noqa: RUF012 (a default to be replaced)
+    # for training; without a temperature, the trainer's is used
+    sampling: dict[str, Any] = {}  # noqa: RUF012 (a default that subclasses replace)
     eval_sampling: dict[str, Any] = {"temperature": 0.0}  # noqa: RUF012
 
     def __init__(self, config: EnvConfig, servers: InferenceServers, tokenizer: Tokenizer) -> None:
         self.config = config
         self.servers = servers
         self.tokenizer = tokenizer
-        self.trainer_temperature = 1.0  # until it is known
+        self.trainer_temperature = 1.0  # until the trainer tells it
         self._waiting: list[Any] = []
         self._epoch = 0
         self._evaluating = asyncio.Semaphore(config.max_eval_workers)
 
     @property
     def name(self) -> str:
-        """Its name in logs and at the rollout API."""
+        """Name in logs and at the rollout API."""
         return self.config.wandb_name or type(self).__name__
 
     async def setup(self) -> None:
-        """Prepare, once, before anything else: load data, start a simulator."""
+        """Prepare once, before anything else: load data, start a simulator."""
 
     async def next_item(self) -> Any:
-        """Return the next training task; None when there are no more."""
+        """Return the next training task; None at the end."""
         if not self._waiting:
             self._waiting = list(self.items)
             if not self._waiting:
-                raise ConfigError(f"{type(self).__name__} has no `items` and no `next_item` of its own.")
+                raise ConfigError(f"{type(self).__name__} needs `items` or a method `next_item`.")
             random.Random(f"{self.config.seed}/{self._epoch}").shuffle(self._waiting)
             self._epoch += 1
         return self._waiting.pop()
@@ -74,7 +74,7 @@ class Environment:
         raise NotImplementedError(f"{type(self).__name__} needs a method `episode(item, conversation)`")
 
     def conversation(self, item: Any, evaluate: bool = False) -> Conversation:
-        """Return the conversation that an episode begins with: of `item["messages"]` or `item["prompt"]`."""
+        """Return an episode's conversation at its start, from `item["messages"]` or `item["prompt"]`."""
 
         async def sample(input_ids: list[int]) -> Turn:
             room = self.config.max_token_length - len(input_ids)
@@ -89,16 +89,16 @@ class Environment:
         if isinstance(item, dict) and isinstance(item.get("messages"), list):
             return Conversation(self.tokenizer, sample, messages=item["messages"])
         if isinstance(item, dict) and isinstance(item.get("prompt"), str):
-            said = [{"role": "user", "content": item["prompt"]}]
+            messages = [{"role": "user", "content": item["prompt"]}]
             ids = self.tokenizer.encode(item["prompt"])
-            return Conversation(self.tokenizer, sample, messages=said, input_ids=ids)
+            return Conversation(self.tokenizer, sample, messages=messages, input_ids=ids)
         raise ConfigError(
             f"an item needs `messages` (a list) or a `prompt` (text), got {item!r:.200}; "
             "or replace the method `conversation`."
         )
 
     async def collect(self, item: Any) -> ScoredGroup | list[ScoredGroup] | None:
-        """Return the group of a task, several, or None to drop it."""
+        """Return the group of a task, or several groups; None drops the task."""
 
         async def one() -> tuple[Conversation, float]:
             conversation = self.conversation(item)
@@ -110,7 +110,7 @@ class Environment:
         if not all(conversation.turns for conversation, _ in finished):
             logger.warning("an episode ended without a reply of the model: its group is dropped")
             return None
-        return group_of(finished, self.config.include_messages, self._training_sampling)
+        return make_group(finished, self.config.include_messages, self._training_sampling)
 
     @property
     def _training_sampling(self) -> dict[str, Any]:
@@ -119,19 +119,19 @@ class Environment:
     async def evaluate(self) -> dict[str, float]:
         """Return metrics of the current model: by default the mean score over `eval_items`.
 
-        Items whose episode fails are left out, logged and counted in `eval_failed`. Raises what the first one
-        raised if all fail.
+        If an item's episode fails, it is skipped, logged and counted in `eval_failed`. If all fail, the first
+        exception is raised.
         """
-        running = [asyncio.create_task(self._evaluated(item)) for item in self.eval_items]
+        running = [asyncio.create_task(self._evaluate_item(item)) for item in self.eval_items]
         try:
             outcomes = await asyncio.gather(*running)
         finally:
-            for one in running:
-                one.cancel()
-        scores = [one for one in outcomes if isinstance(one, float)]
-        failures = [one for one in outcomes if isinstance(one, Exception)]
+            for task in running:
+                task.cancel()
+        scores = [task for task in outcomes if isinstance(task, float)]
+        failures = [task for task in outcomes if isinstance(task, Exception)]
         by_place: dict[str, list[Raised]] = {}
-        for raised in map(Raised.of, failures):
+        for raised in map(Raised.from_error, failures):
             by_place.setdefault(raised.place, []).append(raised)
         for same in by_place.values():
             form = "%d of %d evaluation episodes failed: %s\n%s"
@@ -143,8 +143,8 @@ class Environment:
         )
         return {**metrics, "eval_failed": float(len(failures))} if failures else metrics
 
-    async def _evaluated(self, item: Any) -> float | Exception:
-        """Return an item's score, or what its episode raised. Raises ConfigError, NotImplementedError."""
+    async def _evaluate_item(self, item: Any) -> float | Exception:
+        """Return an item's score, or its episode's exception. Raises ConfigError, NotImplementedError."""
         async with self._evaluating:
             try:
                 return float(await self.episode(item, self.conversation(item, evaluate=True)))

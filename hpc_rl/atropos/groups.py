@@ -1,4 +1,4 @@
-"""ScoredGroup: what an environment sends, in the form of Atropos, and how it is kept and read by people."""
+"""ScoredGroup: an environment's message in the form of Atropos; and files of groups for people to read."""
 
 import html
 import json
@@ -10,19 +10,19 @@ from typing import Any
 
 from hpc_rl.rollout.conversation import Conversation
 
-NO_LOSS = -100  # in `masks`, where a token was not made by the model
-NO_LOGPROB = 1.0  # in `inference_logprobs`, there
+NO_LOSS = -100  # in `masks`, for tokens that the model did not make
+NO_LOGPROB = 1.0  # in `inference_logprobs`, for the same tokens
 
 
 @dataclass(kw_only=True)
 class ScoredGroup:
     """Episodes of one task with their scores; s sequences of t tokens.
 
-    Raises ValueError for what no trainer could use.
+    Raises ValueError for groups that no trainer can use.
     """
 
     tokens: list[list[int]]  # [s][t]
-    masks: list[list[int]]  # [s][t]: the token, or NO_LOSS where the model did not make it
+    masks: list[list[int]]  # [s][t]: the token, or NO_LOSS if the model did not make it
     scores: list[float]  # [s]
     inference_logprobs: list[list[float]] | None = None  # [s][t]
     advantages: list[list[float]] | None = None  # [s][t]
@@ -50,11 +50,11 @@ class ScoredGroup:
         return len(set(self.scores)) <= 1
 
     def payload(self) -> dict[str, Any]:
-        """Return the JSON object of the protocol; what is absent is left out."""
+        """Return the JSON object of the protocol, without absent fields."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def group_of(
+def make_group(
     episodes: Sequence[tuple[Conversation, float]], include_messages: bool, sampling: dict[str, Any]
 ) -> ScoredGroup:
     """Return the group of finished conversations and their scores."""
@@ -81,10 +81,10 @@ def group_of(
 
 
 class GroupFile:
-    """Groups as JSON lines, in a file that did not exist before, and an HTML page beside it.
+    """Groups as JSON lines in a new file, and an HTML page next to it.
 
     Args:
-        path: Of the JSON lines; where it exists, `_1`, `_2` … is added to its name.
+        path: Path of the JSON lines; if it exists, `_1`, `_2` … is added to its name.
         decode: Returns the text of token ids.
     """
 
@@ -111,12 +111,12 @@ class GroupFile:
         self._file.close()
         page = self.path.with_suffix(".html")
         with self.path.open() as lines:
-            page.write_text(to_html(self.path.name, (json.loads(line) for line in lines)))
+            page.write_text(render_html(self.path.name, (json.loads(line) for line in lines)))
         return page
 
 
-def to_html(title: str, groups: Any) -> str:
-    """Return one page that shows groups with their texts and scores; it loads nothing from elsewhere."""
+def render_html(title: str, groups: Any) -> str:
+    """Return one page with groups, their texts and scores; it loads nothing from elsewhere."""
     parts = [HEAD.replace("TITLE", html.escape(title))]
     for number, group in enumerate(groups):
         scores = group["scores"]
@@ -128,9 +128,9 @@ def to_html(title: str, groups: Any) -> str:
         for ids, mask, text, score in zip(
             group["tokens"], group["masks"], group["texts"], scores, strict=True
         ):
-            made = sum(entry != NO_LOSS for entry in mask)
+            num_made = sum(entry != NO_LOSS for entry in mask)
             parts.append(
-                f"<h3>score {score:.3g}, {len(ids)} tokens, {made} of them made by the model</h3>"
+                f"<h3>score {score:.3g}, {len(ids)} tokens, {num_made} of them made by the model</h3>"
                 f"<pre>{html.escape(text)}</pre>"
             )
         parts.append("</details>")

@@ -1,7 +1,7 @@
 """The inference servers of an environment: token ids in, turns out, and the plain OpenAI API.
 
-Requests go to the server with the fewest sequences under way; what fails is sent again, to another server
-where there is one. Training and evaluation have limits of their own.
+Requests go to the server with the fewest open sequences. A failed request is sent again, to another server if
+there are several. Training and evaluation have separate limits.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
 LONGEST_PAUSE_S = 10.0  # between two attempts
-FIRST_PORT = 9000  # of the servers of a node, where Slurm's environment names the nodes
+FIRST_PORT = 9000  # ports of the servers on a node, if Slurm's environment names the nodes
 LOCAL_URLS = [f"http://localhost:{port}/v1" for port in range(9004, 9008)]
 
 
@@ -45,22 +45,22 @@ class InferenceServer:
             )
         self.config = config
         self.base_url = config.base_url.rstrip("/")
-        # the native API is beside the OpenAI one
+        # the native API has the same root as the OpenAI API
         self.native_url = self.base_url.removesuffix("/v1")
         self.weight = 1.0
         self.ignores_n = config.n_kwarg_is_ignored
         self.num_running = 0
         self.latencies_s: deque[float] = deque(maxlen=config.rolling_buffer_length)
-        self._training = Gate(lambda: self._limit(config.num_max_requests_at_once))
-        self._evaluation = Gate(lambda: self._limit(config.num_requests_for_eval))
+        self._training = Gate(lambda: self._find_limit(config.num_max_requests_at_once))
+        self._evaluation = Gate(lambda: self._find_limit(config.num_requests_for_eval))
 
-    def _limit(self, most: int) -> int:
+    def _find_limit(self, most: int) -> int:
         return max(1, round(most * self.weight))
 
     async def post(
         self, session: aiohttp.ClientSession, url: str, body: dict[str, Any], evaluate: bool
     ) -> Any:
-        """Return the JSON answer of one request.
+        """Return the JSON answer to one request.
 
         Raises RequestRefused for a status below 500, ServerUnavailable for a failure that may pass.
         """
@@ -97,7 +97,7 @@ class InferenceServers:
 
     Args:
         configs: The servers.
-        max_n_completions: Completions that one request asks for.
+        max_n_completions: Most completions in one request.
     """
 
     def __init__(self, configs: Sequence[APIServerConfig], max_n_completions: int = 8) -> None:
@@ -131,21 +131,21 @@ class InferenceServers:
         def part(count: int) -> dict[str, Any]:
             return {**body, "sampling_params": {**sampling, "n": count}}
 
-        answers = await self._in_parts("native", "/generate", part, n, evaluate)
-        return [_turn(one) for answer in answers for one in _native_answers(answer)]
+        answers = await self._request_in_parts("native", "/generate", part, n, evaluate)
+        return [_parse_turn(turn) for answer in answers for turn in _split_native_answers(answer)]
 
     def set_weight(self, weight: float) -> None:
-        """Use only this share of the requests that each server may have at once, as others use it too."""
+        """Use only this share of each server's request limit, because others use the server too."""
         for server in self.servers:
             server.weight = weight
 
     async def chat_completion(self, evaluate: bool = False, n: int = 1, **body: Any) -> dict[str, Any]:
-        """Return an OpenAI chat completion with n choices. Raises as generate does."""
-        return await self._openai("/chat/completions", body, n, evaluate)
+        """Return an OpenAI chat completion with n choices. Raises the same as generate."""
+        return await self._request_openai("/chat/completions", body, n, evaluate)
 
     async def completion(self, evaluate: bool = False, n: int = 1, **body: Any) -> dict[str, Any]:
-        """Return an OpenAI completion with n choices. Raises as generate does."""
-        return await self._openai("/completions", body, n, evaluate)
+        """Return an OpenAI completion with n choices. Raises the same as generate."""
+        return await self._request_openai("/completions", body, n, evaluate)
 
     def metrics(self) -> list[ServerMetrics]:
         return [
@@ -158,36 +158,40 @@ class InferenceServers:
             for server in self.servers
         ]
 
-    async def _openai(self, path: str, body: dict[str, Any], n: int, evaluate: bool) -> dict[str, Any]:
-        answers = await self._in_parts("openai", path, lambda count: {**body, "n": count}, n, evaluate)
+    async def _request_openai(
+        self, path: str, body: dict[str, Any], n: int, evaluate: bool
+    ) -> dict[str, Any]:
+        answers = await self._request_in_parts(
+            "openai", path, lambda count: {**body, "n": count}, n, evaluate
+        )
         first = answers[0]
         choices = [choice for answer in answers for choice in answer["choices"]]
         return {**first, "choices": [{**choice, "index": i} for i, choice in enumerate(choices)]}
 
-    async def _in_parts(self, api: str, path: str, body: Any, n: int, evaluate: bool) -> list[Any]:
+    async def _request_in_parts(self, api: str, path: str, body: Any, n: int, evaluate: bool) -> list[Any]:
         """Return the answers of as many requests as n completions need."""
         most = 1 if any(server.ignores_n for server in self.servers) else self.max_n_completions
         counts = [min(most, n - start) for start in range(0, n, most)]
         answers = await asyncio.gather(
             *(self._post(api, path, body(count), count, evaluate) for count in counts)
         )
-        num_made = sum(_num_completions(api, answer) for answer in answers)
+        num_made = sum(_count_completions(api, answer) for answer in answers)
         if 0 < num_made < n and most > 1:
-            answers += await self._in_parts(api, path, body, n - num_made, evaluate)
+            answers += await self._request_in_parts(api, path, body, n - num_made, evaluate)
         return answers
 
     async def _post(self, api: str, path: str, body: dict[str, Any], count: int, evaluate: bool) -> Any:
         assert self._session is not None, "use `async with`"
         failed: list[InferenceServer] = []
         for attempt in range(ATTEMPTS):
-            server = self._least_loaded(failed)
+            server = self._choose_server(failed)
             base = server.base_url if api == "openai" else server.native_url
             if api == "openai":
                 body = {"model": server.config.model_name, **body}
             server.num_running += count
             try:
                 answer = await server.post(self._session, base + path, body, evaluate)
-                if 0 < _num_completions(api, answer) < count and not server.ignores_n:
+                if 0 < _count_completions(api, answer) < count and not server.ignores_n:
                     server.ignores_n = True
                     form = "%s returned fewer completions than n = %d: asking for one at a time from now on"
                     logger.warning(form, server.base_url, count)
@@ -201,17 +205,17 @@ class InferenceServers:
             finally:
                 server.num_running -= count
 
-    def _least_loaded(self, failed: list[InferenceServer]) -> InferenceServer:
+    def _choose_server(self, failed: list[InferenceServer]) -> InferenceServer:
         candidates = [server for server in self.servers if server not in failed] or self.servers
         return min(candidates, key=lambda server: server.num_running)
 
 
 class MadeUpServers(InferenceServers):
-    """No server at all: completions of random tokens, for trying an environment out.
+    """Random tokens in place of a server, to try an environment out.
 
     Args:
-        vocabulary: Number of tokens to choose from.
-        seed: Of the tokens.
+        vocabulary: Number of distinct tokens.
+        seed: Seed of the tokens.
     """
 
     def __init__(self, vocabulary: int, seed: int = 0) -> None:
@@ -234,20 +238,22 @@ class MadeUpServers(InferenceServers):
             turns.append(Turn(ids, [-1.0] * count, [("0.0", 0, count)], "stop"))
         return turns
 
-    async def _openai(self, path: str, body: dict[str, Any], n: int, evaluate: bool) -> dict[str, Any]:
+    async def _request_openai(
+        self, path: str, body: dict[str, Any], n: int, evaluate: bool
+    ) -> dict[str, Any]:
         content = {"message": {"role": "assistant", "content": "made up"}, "text": "made up"}
         return {"choices": [{"index": i, "finish_reason": "stop", **content} for i in range(n)]}
 
 
-def servers_of_job(config: APIServerConfig, environ: Mapping[str, str]) -> list[APIServerConfig]:
+def find_job_servers(config: APIServerConfig, environ: Mapping[str, str]) -> list[APIServerConfig]:
     """Return the servers of the Slurm job, one for each tensor-parallel group of GPUs.
 
-    As in atroposlib they run on the nodes after the first NUM_TRAINING_NODES, at ports from 9000 on; INFER_TP
-    GPUs make one. With fewer than two nodes they are on this host. Raises ConfigError.
+    As in atroposlib, they run on the nodes after the first NUM_TRAINING_NODES, at ports from 9000 on; each
+    uses INFER_TP GPUs. With fewer than two nodes they are on this host. Raises ConfigError.
     """
     hosts = expand(environ.get("SLURM_JOB_NODELIST", ""))
     if len(hosts) < 2:
-        return [_at(config, url) for url in LOCAL_URLS]
+        return [_make_local_server(config, url) for url in LOCAL_URLS]
     num_training = _count(environ, "NUM_TRAINING_NODES", 0)
     # "8", "8(x2)", or a list of GPU numbers
     on_node = environ.get("SLURM_GPUS_ON_NODE", "8").partition("(")[0]
@@ -259,24 +265,24 @@ def servers_of_job(config: APIServerConfig, environ: Mapping[str, str]) -> list[
             "servers. Lower it, or give openai.base_url."
         )
     return [
-        _at(config, f"http://{host}:{FIRST_PORT + number}/v1")
+        _make_local_server(config, f"http://{host}:{FIRST_PORT + number}/v1")
         for host in hosts[num_training:]
         for number in range(num_servers)
     ]
 
 
-def discover(
+def find_servers(
     configs: Sequence[APIServerConfig], slurm: bool, environ: Mapping[str, str] = os.environ
 ) -> list[APIServerConfig]:
-    """Return the servers to use: those with a URL, else those of the Slurm job, else those of this host."""
+    """Return the servers to use: the configured URLs, else the Slurm job's servers, else this host's."""
     with_url = [config for config in configs if config.base_url]
     if with_url:
         return with_url
     template = configs[0] if configs else APIServerConfig()
-    return servers_of_job(template, environ if slurm else {})
+    return find_job_servers(template, environ if slurm else {})
 
 
-def _at(config: APIServerConfig, url: str) -> APIServerConfig:
+def _make_local_server(config: APIServerConfig, url: str) -> APIServerConfig:
     return APIServerConfig(**{**vars(config), "base_url": url})
 
 
@@ -287,19 +293,21 @@ def _count(environ: Mapping[str, str], name: str, default: int) -> int:
     return int(value)
 
 
-def _native_answers(answer: Any) -> list[Any]:
+def _split_native_answers(answer: Any) -> list[Any]:
     return answer if isinstance(answer, list) else [answer]
 
 
-def _num_completions(api: str, answer: Any) -> int:
-    return len(_native_answers(answer) if api == "native" else answer["choices"])
+def _count_completions(api: str, answer: Any) -> int:
+    return len(_split_native_answers(answer) if api == "native" else answer["choices"])
 
 
-def _turn(answer: dict[str, Any]) -> Turn:
-    """Return the turn of a native answer; its tokens are those of the log-probabilities."""
+def _parse_turn(answer: dict[str, Any]) -> Turn:
+    """Return the turn of a native answer; its tokens come from the log-probabilities."""
     meta = answer["meta_info"]
-    made = meta["output_token_logprobs"]
-    turn = Turn([entry[1] for entry in made], [entry[0] for entry in made], [], meta["finish_reason"]["type"])
-    version = {"version": meta.get("weight_version", ""), "start": 0, "end": len(made)}
+    tokens = meta["output_token_logprobs"]
+    turn = Turn(
+        [entry[1] for entry in tokens], [entry[0] for entry in tokens], [], meta["finish_reason"]["type"]
+    )
+    version = {"version": meta.get("weight_version", ""), "start": 0, "end": len(tokens)}
     append_spans(turn.versions, meta.get("weight_versions") or [version], 0)
     return turn

@@ -1,8 +1,8 @@
-"""From a group in the form of Atropos to a group that can be trained on, or the reason why it can't.
+"""Convert a group in the form of Atropos to a group for training, or tell why this is impossible.
 
-Environments send token ids, masks and scores; the log-probabilities and weight versions of the tokens, which
-they rarely send, are those that the gateway logged. What neither has stays absent: the trainer computes such
-log-probabilities itself, and the tokens count as made by the weights of the moment.
+Environments send token ids, masks and scores. They rarely send log-probabilities and weight versions: these
+come from the gateway's log. Values in neither source stay absent. The trainer then computes such
+log-probabilities itself, and the tokens count as made by the current weights.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,21 +14,21 @@ import numpy as np
 from hpc_rl.atropos.groups import NO_LOSS
 from hpc_rl.core.types import Trajectory, TrajectoryGroup
 from hpc_rl.gateway.gateway_log import Behavior
-from hpc_rl.rollout.workflow import LARGEST_NUMBER, token_id_problem
+from hpc_rl.rollout.workflow import LARGEST_NUMBER, find_bad_token
 
-# ids [L], mask [L] -> what is known of the tokens; its arrays are new
+# ids [L], mask [L] -> what the gateway knows about the tokens, in new arrays
 Lookup = Callable[[np.ndarray, np.ndarray], Behavior]
 
 
 @dataclass(frozen=True)
 class SequenceLimits:
-    """What the model can take: token ids below `vocab_size`, `max_tokens` of them in a sequence."""
+    """Limits of the model: token ids below `vocab_size`, at most `max_tokens` in a sequence."""
 
     vocab_size: int
     max_tokens: int
 
 
-# of the protocol, and neither used nor stored
+# in the protocol, but neither used nor stored
 UNSUPPORTED = ("distill_token_ids", "distill_logprobs", "images")
 _USED = {
     "": {"tokens", "masks", "scores", "advantages", "ref_logprobs", "inference_logprobs", "messages"}
@@ -39,7 +39,7 @@ _USED = {
 
 
 class MalformedRequest(ValueError):
-    """The JSON is not of the protocol: fields are missing or of a wrong type. `place` names the field."""
+    """The JSON breaks the protocol: fields are missing or have a wrong type. `place` names the field."""
 
     def __init__(self, place: str, message: str) -> None:
         super().__init__(f"{place}: {message}")
@@ -47,11 +47,11 @@ class MalformedRequest(ValueError):
 
 
 class GroupRejected(ValueError):
-    """A group of the protocol that no trainer could use."""
+    """A valid group of the protocol that no trainer can use."""
 
 
 def check_shape(body: Any) -> dict[str, Any]:
-    """Return a scored group with its absent fields left out. Raises MalformedRequest."""
+    """Return a scored group without its absent fields. Raises MalformedRequest."""
     if not isinstance(body, dict):
         raise MalformedRequest("body", f"a group is an object, got {type(body).__name__}")
     for name in ("tokens", "masks", "scores"):
@@ -69,27 +69,27 @@ def check_shape(body: Any) -> dict[str, Any]:
     for name in ("overrides", "messages"):
         if body.get(name) is not None and not isinstance(body[name], list):
             raise MalformedRequest(name, "must be a list")
-    if not all(isinstance(one, dict) for one in body.get("overrides") or ()):
+    if not all(isinstance(override, dict) for override in body.get("overrides") or ()):
         raise MalformedRequest("overrides", "must be a list of objects")
     _check_messages(body.get("messages") or ())
     env_id = body.get("env_id")
     if env_id is not None and not _is_int(env_id):
         raise MalformedRequest("env_id", "must be an integer")
-    # an empty list or object says the same as null
+    # an empty list or object means the same as null
     return {name: value for name, value in body.items() if value not in (None, [], {})} | {
         name: body[name] for name in ("tokens", "masks", "scores")
     }
 
 
-def unused_fields(body: dict[str, Any]) -> list[str]:
-    """Return the names of what a checked group has and the trial does not use."""
+def list_unused_fields(body: dict[str, Any]) -> list[str]:
+    """Return the names of the fields of a checked group that the trial does not use."""
     parts = [("", body), ("group_overrides", body.get("group_overrides", {}))]
-    parts += [("overrides", one) for one in body.get("overrides", ())]
+    parts += [("overrides", override) for override in body.get("overrides", ())]
     names = {f"{where}.{key}".lstrip(".") for where, part in parts for key in part.keys() - _USED[where]}
     return sorted(names)
 
 
-def to_group(
+def make_group(
     body: dict[str, Any],
     lookup: Lookup,
     moment: tuple[int, int],
@@ -99,15 +99,15 @@ def to_group(
     """Return the group of a checked body.
 
     Args:
-        body: What check_shape returned.
-        lookup: What the gateway knows of the tokens of a sequence.
+        body: Result of check_shape.
+        lookup: Finds what the gateway knows about the tokens of a sequence.
         moment: Lineage and step of the trainer; unknown tokens count as made by its weights.
-        limits: Of the model.
-        temperature: The trial's; a sequence that was sampled at another one carries its own.
+        limits: Limits of the model.
+        temperature: The trial's; a sequence sampled at another one carries its own.
 
     Raises:
-        GroupRejected: Lengths differ, the model can't take a sequence, a mask has what is not the token,
-            numbers are not finite or too large, there is no token to learn from.
+        GroupRejected: Lengths differ, a sequence breaks the model's limits, a mask holds values other than
+            the token and NO_LOSS, numbers are not finite or too large, or no token can be learned from.
     """
     num = len(body["tokens"])
     if not num:
@@ -116,11 +116,11 @@ def to_group(
         if name in body and len(body[name]) != num:
             raise GroupRejected(f"{name} has {len(body[name])} entries, tokens has {num}")
     return TrajectoryGroup(
-        -1, [_trajectory(body, i, lookup, moment, limits, temperature) for i in range(num)]
+        -1, [_make_trajectory(body, i, lookup, moment, limits, temperature) for i in range(num)]
     )
 
 
-def _trajectory(
+def _make_trajectory(
     body: dict[str, Any],
     i: int,
     lookup: Lookup,
@@ -128,14 +128,14 @@ def _trajectory(
     limits: SequenceLimits,
     temperature: float,
 ) -> Trajectory:
-    ids = _array(body["tokens"][i], f"tokens[{i}]", np.int32)
+    ids = _make_array(body["tokens"][i], f"tokens[{i}]", np.int32)
     if not len(ids):
         raise GroupRejected(f"tokens[{i}] is empty")
     if len(ids) > limits.max_tokens:
         raise GroupRejected(f"tokens[{i}] has {len(ids)} tokens; at most {limits.max_tokens} are allowed")
-    if problem := token_id_problem(ids, limits.vocab_size):
+    if problem := find_bad_token(ids, limits.vocab_size):
         raise GroupRejected(f"tokens[{i}] has {problem}: does the environment use the model's tokenizer?")
-    mask = _loss_mask(body["masks"][i], i, ids)
+    mask = _make_loss_mask(body["masks"][i], i, ids)
     if not mask.any():
         raise GroupRejected(f"masks[{i}] marks no token, so there is nothing to learn from")
     if not abs(body["scores"][i]) <= LARGEST_NUMBER:
@@ -143,9 +143,9 @@ def _trajectory(
         raise GroupRejected(f"scores[{i}] is {shown}; allowed: -{LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}")
     known = lookup(ids, mask)
     logprobs, has_logprob, lineages, steps = known.logprobs, known.has_logprob, known.lineages, known.steps
-    # what the servers said stands before what the environment says of it
+    # the servers' finish reason has priority over the environment's
     if "inference_logprobs" in body and not has_logprob[mask].all():
-        given = _array(body["inference_logprobs"][i], f"inference_logprobs[{i}]", np.float32, len(ids))
+        given = _make_array(body["inference_logprobs"][i], f"inference_logprobs[{i}]", np.float32, len(ids))
         use = mask & ~has_logprob & (given <= 0)
         logprobs, has_logprob = np.where(use, given, logprobs), has_logprob | use
     unknown = mask & (steps < 0)
@@ -161,16 +161,16 @@ def _trajectory(
         finish_reason=known.finish_reason or "stop",
         stats={"unknown_version_tokens": float(unknown.sum())},
         has_logprobs=bool(has_logprob[mask].all()),
-        advantages=_optional(body, "advantages", i, len(ids)),
-        ref_logprobs=_optional(body, "ref_logprobs", i, len(ids)),
+        advantages=_get_optional(body, "advantages", i, len(ids)),
+        ref_logprobs=_get_optional(body, "ref_logprobs", i, len(ids)),
         zero_advantage=bool(override.get("set_advantage_to_zero")),
-        temperatures=_temperatures(body, i, mask, known.temperatures, temperature),
+        temperatures=_find_temperatures(body, i, mask, known.temperatures, temperature),
     )
 
 
-def _loss_mask(given: Sequence[int], i: int, ids: np.ndarray) -> np.ndarray:
-    """Return where the tokens are trained on. Raises GroupRejected for entries of another meaning."""
-    masks = _array(given, f"masks[{i}]", np.int64, len(ids))
+def _make_loss_mask(given: Sequence[int], i: int, ids: np.ndarray) -> np.ndarray:
+    """Return which tokens are trained on. Raises GroupRejected for entries of another meaning."""
+    masks = _make_array(given, f"masks[{i}]", np.int64, len(ids))
     mask = masks != NO_LOSS
     wrong = np.flatnonzero(mask & (masks != ids))
     if len(wrong):
@@ -182,38 +182,43 @@ def _loss_mask(given: Sequence[int], i: int, ids: np.ndarray) -> np.ndarray:
     return mask
 
 
-def _temperatures(
+def _find_temperatures(
     body: dict[str, Any], i: int, mask: np.ndarray, known: np.ndarray, default: float
 ) -> np.ndarray | None:
-    """Return the sampling temperature of each token, None where all are the trial's.
+    """Return the sampling temperature of each token; None if all have the trial's.
 
-    The gateway's knowledge counts before what the environment says: for the sequence, then for the group.
+    The gateway's knowledge has priority. Then follow the environment's values for the sequence and for the
+    group.
     """
     override = body["overrides"][i] if "overrides" in body else {}
     sources = (override, body.get("generation_params", {}), body.get("group_overrides", {}))
-    said = next((one["temperature"] for one in sources if one.get("temperature") is not None), default)
-    if not isinstance(said, int | float) or not 0 <= said <= LARGEST_NUMBER:
-        raise GroupRejected(f"the temperature of sequence {i} must be a number from 0 on, got {said!r:.80}")
-    temperatures = np.where(np.isnan(known), np.float32(said), known)
+    temperature = next(
+        (source["temperature"] for source in sources if source.get("temperature") is not None), default
+    )
+    if not isinstance(temperature, int | float) or not 0 <= temperature <= LARGEST_NUMBER:
+        raise GroupRejected(
+            f"the temperature of sequence {i} must be a number from 0 on, got {temperature!r:.80}"
+        )
+    temperatures = np.where(np.isnan(known), np.float32(temperature), known)
     temperatures[~mask] = np.float32(default)
     return None if (temperatures == np.float32(default)).all() else temperatures
 
 
-def _optional(body: dict[str, Any], name: str, i: int, length: int) -> np.ndarray | None:
-    return _array(body[name][i], f"{name}[{i}]", np.float32, length) if name in body else None
+def _get_optional(body: dict[str, Any], name: str, i: int, length: int) -> np.ndarray | None:
+    return _make_array(body[name][i], f"{name}[{i}]", np.float32, length) if name in body else None
 
 
-def _array(values: Sequence[Any], place: str, dtype: Any, length: int | None = None) -> np.ndarray:
+def _make_array(values: Sequence[Any], place: str, dtype: Any, length: int | None = None) -> np.ndarray:
     if length is not None and len(values) != length:
         raise GroupRejected(f"{place} has {len(values)} entries for {length} tokens")
     try:
-        with np.errstate(over="ignore"):  # what overflows becomes infinite, and is found below
-            made = np.asarray(values, dtype)
+        with np.errstate(over="ignore"):  # overflowing values become infinite, and are refused below
+            array = np.asarray(values, dtype)
     except (OverflowError, ValueError):
         raise GroupRejected(f"{place} has a number that is out of range") from None
-    if dtype == np.float32 and not (np.abs(made) <= LARGEST_NUMBER).all():
+    if dtype == np.float32 and not (np.abs(array) <= LARGEST_NUMBER).all():
         raise GroupRejected(f"{place} has a number that is not finite, or above {LARGEST_NUMBER:g}")
-    return made
+    return array
 
 
 def _check_lists(body: dict[str, Any], name: str, kind: type) -> None:

@@ -20,13 +20,13 @@ from hpc_rl.servers.client import open_session
 logger = logging.getLogger(__name__)
 
 GZIP_FROM_BYTES = 1024
-POLL_S = 1.0  # while the trainer has not started, or the API is away
-AWAY_S = 600.0  # the API may be away so long
+POLL_S = 1.0  # while the trainer has not started, or the API is unreachable
+AWAY_S = 600.0  # longest time that the API may be unreachable
 
 
 @dataclass(frozen=True)
 class Registration:
-    """What the API answers an environment that registers."""
+    """The API's answer to an environment that registers."""
 
     env_id: int
     name: str
@@ -34,12 +34,12 @@ class Registration:
     starting_step: int
     num_steps: int
     batch_size: int  # sequences
-    temperature: float | None = None  # the trainer's own; None: it does not say
+    temperature: float | None = None  # the trainer's; None: the API does not say
 
 
 @dataclass(frozen=True)
 class EnvStatus:
-    """What the API says of an environment; sizes count groups of its own size."""
+    """The API's answer to a poll; sizes count groups of the environment's size."""
 
     current_step: int
     queue_size: int
@@ -51,11 +51,11 @@ class EnvStatus:
 class RolloutApi:
     """One environment's connection. Use it as an async context manager.
 
-    Every call waits for an API that is away, AWAY_S seconds at most; then it raises RoleFailed. A group that
-    is sent again after a failure has the same key: an API that knows keys takes it once.
+    Every call waits for an unreachable API, at most AWAY_S seconds; then it raises RoleFailed. A group sent
+    again after a failure has the same key: an API that knows keys takes it once.
 
     Args:
-        url: Of the API; that of a trial ends in `/t/<its data token>`.
+        url: Of the API; a trial's URL ends in `/t/<its data token>`.
     """
 
     def __init__(self, url: str) -> None:
@@ -94,11 +94,11 @@ class RolloutApi:
             starting_step=answer["starting_step"],
             num_steps=answer["num_steps"],
             batch_size=info["batch_size"],
-            temperature=await self._temperature(),
+            temperature=await self._fetch_temperature(),
         )
 
-    async def _temperature(self) -> float | None:
-        """Return the temperature that the trainer samples at; None of `run-api`, which has no such route."""
+    async def _fetch_temperature(self) -> float | None:
+        """Return the trainer's sampling temperature; None for `run-api`, which lacks this route."""
         try:
             return float((await self._call("GET", "/sampling"))["temperature"])
         except RequestRefused:
@@ -115,7 +115,7 @@ class RolloutApi:
         )
 
     async def send(self, groups: list[ScoredGroup], env_id: int) -> None:
-        """Send scored groups. Raises RequestRefused where the API finds them malformed."""
+        """Send scored groups. Raises RequestRefused if the API finds them malformed."""
         payloads = [{**group.payload(), "env_id": env_id} for group in groups]
         path = "/scored_data" if len(payloads) == 1 else "/scored_data_list"
         body = payloads[0] if len(payloads) == 1 else payloads
@@ -124,8 +124,8 @@ class RolloutApi:
     async def disconnect(self, env_id: int) -> None:
         await self._call("POST", "/disconnect-env", {"env_id": env_id})
 
-    async def wandb_info(self) -> tuple[str, str]:
-        """Return the trainer's group and project, waiting until there is a trainer."""
+    async def fetch_wandb_info(self) -> tuple[str, str]:
+        """Wait for a trainer; return its group and project."""
         while not (answer := await self._call("GET", "/wandb_info"))["project"]:
             await asyncio.sleep(POLL_S)
         return answer["group"], answer["project"]
@@ -133,7 +133,7 @@ class RolloutApi:
     async def _call(
         self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
     ) -> Any:
-        data, extra = _encoded(body)
+        data, extra = _encode(body)
         away_since: float | None = None
         while True:
             try:
@@ -162,8 +162,8 @@ class RolloutApi:
             return await response.json()
 
 
-def _encoded(body: Any) -> tuple[bytes, dict[str, str]]:
-    """Return a JSON body, compressed where that makes it smaller, and its headers."""
+def _encode(body: Any) -> tuple[bytes, dict[str, str]]:
+    """Return a JSON body, compressed if that is smaller, and its headers."""
     if body is None:
         return b"", {}
     data, headers = json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -1,4 +1,4 @@
-"""The routes of the rollout API of Atropos, a list for rollout.routes.application, which checks the tokens.
+"""The routes of the rollout API of Atropos, as a list; rollout.routes.make_application checks the tokens.
 
 Bodies may be compressed with gzip. A GET may have a body: environments poll `/status-env` so.
 """
@@ -14,8 +14,8 @@ from aiohttp.http_exceptions import HttpProcessingError
 from hpc_rl.atropos.api import UNREGISTERED, AtroposApi, QueueFull
 from hpc_rl.atropos.intake import MalformedRequest
 from hpc_rl.atropos.registry import RegisteredEnvironment
-from hpc_rl.core.auth import json_value
-from hpc_rl.core.http_service import read_body
+from hpc_rl.core.auth import parse_json_value
+from hpc_rl.core.http_service import receive_body
 from hpc_rl.rollout.service import Refused
 
 COMPRESS_FROM_BYTES = 1000
@@ -23,8 +23,8 @@ RETRY_AFTER_S = 5
 UNNAMED = "environment"
 MAX_NAME_CHARS = 100
 MAX_BODY_BYTES = 64 << 20  # of groups, decompressed
-MAX_SMALL_BODY_BYTES = 1 << 20  # of all else
-MAX_BODIES = 8  # that are read at once
+MAX_SMALL_BODY_BYTES = 1 << 20  # for all other bodies
+MAX_BODIES = 8  # bodies that are read at the same time
 BODY_TIMEOUT_S = 60.0
 GROUP_FIELDS = (
     "tokens", "masks", "scores", "advantages", "ref_logprobs", "messages", "generation_params",
@@ -43,29 +43,29 @@ class Unreadable(Exception):
     """A body that can't be decompressed."""
 
 
-def atropos_routes(api: AtroposApi) -> list[web.RouteDef]:
+def make_routes(api: AtroposApi) -> list[web.RouteDef]:
     """Return the routes of a rollout API."""
 
     async def root(_request: web.Request) -> dict[str, Any]:
         return {"message": "AtroposLib API"}
 
     async def wandb_info(_request: web.Request) -> dict[str, Any]:
-        return api.wandb_info()
+        return api.get_wandb_info()
 
     async def info(_request: web.Request) -> dict[str, Any]:
-        return api.trainer_info()
+        return api.get_trainer_info()
 
     async def sampling(_request: web.Request) -> dict[str, float]:
-        return api.sampling()
+        return api.get_sampling()
 
     async def register(request: web.Request) -> dict[str, Any]:
-        return api.register_trainer(_fields(await _body(request), **TRAINER_FIELDS)["batch_size"])
+        return api.register_trainer(_check_fields(await _load_body(request), **TRAINER_FIELDS)["batch_size"])
 
     async def register_env(request: web.Request) -> dict[str, Any]:
-        body = await _body(request)
+        body = await _load_body(request)
         if isinstance(body, dict) and body.get("desired_name", "") is None:
-            body["desired_name"] = UNNAMED  # that of environments whose wandb_name was not set
-        _fields(body, max_token_length=int, desired_name=str, weight=float, group_size=int)
+            body["desired_name"] = UNNAMED  # the name of environments without a wandb_name
+        _check_fields(body, max_token_length=int, desired_name=str, weight=float, group_size=int)
         shown = "".join(one if one.isprintable() else "_" for one in body["desired_name"][:MAX_NAME_CHARS])
         share = body.get("min_batch_allocation")
         if share is not None and not _is_a(share, float):
@@ -81,38 +81,38 @@ def atropos_routes(api: AtroposApi) -> list[web.RouteDef]:
         return await api.register(asked)
 
     async def disconnect_env(request: web.Request) -> dict[str, Any]:
-        return await api.disconnect(_fields(await _body(request), env_id=int)["env_id"])
+        return await api.disconnect(_check_fields(await _load_body(request), env_id=int)["env_id"])
 
     async def status_env(request: web.Request) -> dict[str, Any]:
-        return api.status_of(_fields(await _body(request), env_id=int)["env_id"])
+        return api.get_queue_view(_check_fields(await _load_body(request), env_id=int)["env_id"])
 
     async def reset_data(_request: web.Request) -> dict[str, Any]:
         raise web.HTTPForbidden(text="a trial's groups are not discarded by its environments")
 
     return [
-        web.get("/", _answered(root)),
-        web.get("/wandb_info", _answered(wandb_info)),
-        web.get("/info", _answered(info)),
-        web.get("/sampling", _answered(sampling)),
-        web.post("/register", _answered(register)),
-        web.post("/register-env", _answered(register_env)),
-        web.post("/disconnect-env", _answered(disconnect_env)),
-        web.get("/status-env", _answered(status_env)),
-        web.get("/reset_data", _answered(reset_data)),
-        *_group_routes(api),
+        web.get("/", _answer_errors(root)),
+        web.get("/wandb_info", _answer_errors(wandb_info)),
+        web.get("/info", _answer_errors(info)),
+        web.get("/sampling", _answer_errors(sampling)),
+        web.post("/register", _answer_errors(register)),
+        web.post("/register-env", _answer_errors(register_env)),
+        web.post("/disconnect-env", _answer_errors(disconnect_env)),
+        web.get("/status-env", _answer_errors(status_env)),
+        web.get("/reset_data", _answer_errors(reset_data)),
+        *_make_group_routes(api),
     ]
 
 
-def atropos_batch(api: AtroposApi) -> Callable[[web.Request], Awaitable[web.Response]]:
+def make_batch_handler(api: AtroposApi) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Return the handler of `GET /batch` without a step."""
 
     async def batch(_request: web.Request) -> dict[str, Any]:
-        return api.batch_without_step()
+        return api.answer_batch_request()
 
-    return _answered(batch)
+    return _answer_errors(batch)
 
 
-def _group_routes(api: AtroposApi) -> list[web.RouteDef]:
+def _make_group_routes(api: AtroposApi) -> list[web.RouteDef]:
     reading = asyncio.Semaphore(MAX_BODIES)
 
     async def take(request: web.Request, is_list: bool) -> list[dict[str, Any]]:
@@ -120,8 +120,8 @@ def _group_routes(api: AtroposApi) -> list[web.RouteDef]:
             return request.transport is not None and not request.transport.is_closing()
 
         async with reading:
-            content = await _content(request, MAX_BODY_BYTES)
-            bodies = _parsed(content)
+            content = await _receive_content(request, MAX_BODY_BYTES)
+            bodies = _parse(content)
         if not is_list:
             bodies = [bodies]
         elif not isinstance(bodies, list):
@@ -148,13 +148,13 @@ def _group_routes(api: AtroposApi) -> list[web.RouteDef]:
         return {name: api.latest.get(name, empty.get(name)) for name in GROUP_FIELDS}
 
     return [
-        web.post("/scored_data", _answered(scored_data)),
-        web.post("/scored_data_list", _answered(scored_data_list)),
-        web.get("/latest_example", _answered(latest_example)),
+        web.post("/scored_data", _answer_errors(scored_data)),
+        web.post("/scored_data_list", _answer_errors(scored_data_list)),
+        web.get("/latest_example", _answer_errors(latest_example)),
     ]
 
 
-def _answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _answer_errors(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Answer with JSON; 422 for malformed requests (FastAPI's format), 503 for requests to retry."""
 
     async def guarded(request: web.Request) -> web.Response:
@@ -163,7 +163,7 @@ def _answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Respons
             content, status = await handler(request), 200
         except Unreadable as error:
             response = web.json_response({"detail": str(error)}, status=400)
-            response.force_close()  # what follows on this connection can't be told apart
+            response.force_close()  # the rest of this connection can't be separated into requests
             return response
         except MalformedRequest as error:
             detail = [{"loc": ["body", error.place], "msg": error.message, "type": "value_error"}]
@@ -183,31 +183,31 @@ def _answered(handler: Handler) -> Callable[[web.Request], Awaitable[web.Respons
     return guarded
 
 
-async def _body(request: web.Request) -> Any:
-    """Return the JSON of a small request. Raises as _content and _parsed do."""
-    return _parsed(await _content(request, MAX_SMALL_BODY_BYTES))
+async def _load_body(request: web.Request) -> Any:
+    """Return the JSON of a small request. Raises the same as _receive_content and _parse."""
+    return _parse(await _receive_content(request, MAX_SMALL_BODY_BYTES))
 
 
-async def _content(request: web.Request, max_bytes: int) -> bytes:
+async def _receive_content(request: web.Request, max_bytes: int) -> bytes:
     """Return the body, decompressed. Raises Unreadable, HTTPRequestEntityTooLarge."""
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await read_body(request, max_bytes)
+            return await receive_body(request, max_bytes)
     except TimeoutError:
         raise Unreadable(f"the body did not arrive within {BODY_TIMEOUT_S:.0f} s") from None
     except (web.RequestPayloadError, HttpProcessingError) as error:
         raise Unreadable(f"the body can't be read: {error}") from None
 
 
-def _parsed(content: bytes) -> Any:
+def _parse(content: bytes) -> Any:
     """Return the JSON of a body. Raises MalformedRequest."""
     try:
-        return json_value(content)
+        return parse_json_value(content)
     except ValueError as error:
         raise MalformedRequest("body", str(error).removeprefix("the body ")) from None
 
 
-def _fields(body: Any, **kinds: type) -> dict[str, Any]:
+def _check_fields(body: Any, **kinds: type) -> dict[str, Any]:
     """Return an object that has these fields. Raises MalformedRequest."""
     if not isinstance(body, dict):
         raise MalformedRequest("body", f"must be an object, got {type(body).__name__}")

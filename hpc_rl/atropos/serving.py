@@ -1,4 +1,4 @@
-"""`serve`, `process` and `evaluate`: the three ways to run an environment."""
+"""`serve`, `make_groups` and `evaluate`: the three ways to run an environment."""
 
 import asyncio
 import json
@@ -21,11 +21,11 @@ POLL_S = 0.2
 
 
 class Serving:
-    """An environment at work for a trainer.
+    """An environment that serves a trainer.
 
     Args:
-        environment: What makes the groups.
-        api: Where they go.
+        environment: Makes the groups.
+        api: Takes the groups.
         stopping: Set to end early.
     """
 
@@ -42,15 +42,15 @@ class Serving:
         self._logged_step = 0
         self._sent_when_logged = 0
         self._wandb: Any = None
-        self._rollouts: deque[tuple[str, float]] = deque(maxlen=self._rows_to_keep())
+        self._rollouts: deque[tuple[str, float]] = deque(maxlen=self._count_rows_to_keep())
         path = self.config.data_path_to_save_groups
         self._file = GroupFile(Path(path), environment.tokenizer.decode) if path else None
 
     async def run(self) -> None:
-        """Make groups until the trainer has made its steps, or there are no more tasks."""
+        """Make groups until the trainer has made its steps, or the tasks end."""
         await self.environment.setup()
         if self.config.use_wandb:
-            self._wandb = start_wandb(*await self._api.wandb_info(), self.environment.name)
+            self._wandb = start_wandb(*await self._api.fetch_wandb_info(), self.environment.name)
         self._registration = await self._api.register(self.config, self.environment.name)
         self._step = self._logged_step = self._registration.starting_step
         if self.config.group_size > self._registration.batch_size:
@@ -77,14 +77,14 @@ class Serving:
             await self._close()
 
     async def _work(self, status: EnvStatus) -> None:
-        limit = self._num_workers(status)
+        limit = self._count_workers(status)
         handling = self.config.eval_handling
         if self._evaluation is not None and handling is not EvalHandling.NONE:
             if handling is EvalHandling.STOP_TRAIN:
                 await self.workers.pause()
                 limit = 0
             else:
-                limit = min(limit, int(self.config.eval_limit_ratio * self._most_workers()))
+                limit = min(limit, int(self.config.eval_limit_ratio * self._get_max_workers()))
         if self._is_far_ahead(status):
             await self.workers.pause()
             limit = 0
@@ -93,7 +93,7 @@ class Serving:
             self._finish_evaluation(self._evaluation)
 
     def _finish_evaluation(self, evaluation: asyncio.Task[dict[str, float]]) -> None:
-        """Log an evaluation that is done; count one that failed. Raises ConfigError."""
+        """Log a finished evaluation; count a failed one. Raises ConfigError."""
         self._evaluation = None
         try:
             self._log_evaluation(evaluation.result())
@@ -101,10 +101,10 @@ class Serving:
             raise
         except (Exception, BaseExceptionGroup) as error:
             self.evaluations_failed += 1
-            raised = Raised.of(error)
+            raised = Raised.from_error(error)
             logger.warning("the evaluation at step %d failed: %s\n%s", self._step, raised.text, raised.trace)
 
-    def _most_workers(self) -> int:
+    def _get_max_workers(self) -> int:
         own = self.config.max_num_workers
         return own if own > 0 else self.config.max_num_workers_per_node * max(1, len(self._servers))
 
@@ -112,12 +112,12 @@ class Serving:
     def _servers(self) -> list[Any]:
         return self.environment.servers.servers
 
-    def _num_workers(self, status: EnvStatus) -> int:
-        """Return the workers that may run: what this environment's share of the queue leaves room for."""
+    def _count_workers(self, status: EnvStatus) -> int:
+        """Return how many workers may run: this environment's share of the queue limits them."""
         assert self._registration is not None
         share = status.unallocated_fraction + (self.config.min_batch_allocation or 0.0)
         wanted = self.config.max_batches_offpolicy * self._registration.batch_size * min(1.0, share)
-        return max(0, min(self._most_workers(), int(wanted) // self.config.group_size - status.queue_size))
+        return max(0, min(self._get_max_workers(), int(wanted) // self.config.group_size - status.queue_size))
 
     def _is_far_ahead(self, status: EnvStatus) -> bool:
         assert self._registration is not None
@@ -153,7 +153,7 @@ class Serving:
             for i in rows:
                 self._rollouts.append((self.environment.tokenizer.decode(group.tokens[i]), group.scores[i]))
 
-    def _rows_to_keep(self) -> int:
+    def _count_rows_to_keep(self) -> int:
         per_group = self.config.num_rollouts_per_group_for_logging
         return max(0, self.config.num_rollouts_to_keep) * (
             self.config.group_size if per_group < 0 else per_group
@@ -196,8 +196,8 @@ class Serving:
             self._wandb.finish()
 
 
-async def process(environment: Environment, path: Path, stopping: asyncio.Event) -> tuple[int, Path]:
-    """Make `total_steps` groups without a trainer; return how many were written, and the HTML page."""
+async def make_groups(environment: Environment, path: Path, stopping: asyncio.Event) -> tuple[int, Path]:
+    """Make `total_steps` groups without a trainer; return the number of written groups, and the HTML page."""
     config = environment.config
     await environment.setup()
     file = GroupFile(path, environment.tokenizer.decode)
@@ -220,7 +220,7 @@ async def process(environment: Environment, path: Path, stopping: asyncio.Event)
 
 
 def start_wandb(group: str, project: str, name: str) -> Any:
-    """Begin a run beside the trainer's. Raises ConfigError where wandb is not installed."""
+    """Begin a run in the trainer's project and group. Raises ConfigError if wandb is not installed."""
     try:
         import wandb
     except ImportError:

@@ -1,4 +1,4 @@
-"""The settings of an environment process; names and defaults are those of atroposlib 0.4.0."""
+"""The settings of an environment process, with the names and defaults of atroposlib 0.4.0."""
 
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -6,7 +6,7 @@ from typing import Literal
 
 
 class EvalHandling(StrEnum):
-    """What happens to training episodes while an evaluation runs."""
+    """Treatment of training episodes while an evaluation runs."""
 
     STOP_TRAIN = "STOP_TRAIN"
     LIMIT_TRAIN = "LIMIT_TRAIN"
@@ -14,7 +14,7 @@ class EvalHandling(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> "EvalHandling | None":
-        """Accept any case, as `stop_train`."""
+        """Accept any case, such as `stop_train`."""
         return cls.__members__.get(str(value).upper())
 
 
@@ -24,33 +24,33 @@ class EnvConfig:
 
     Args:
         group_size: Episodes per task, scored together.
-        max_num_workers: Groups that are made at once; -1 means max_num_workers_per_node per server.
+        max_num_workers: Groups made at once; -1 means max_num_workers_per_node per server.
         max_eval_workers: Evaluation episodes that run at once.
-        max_num_workers_per_node: Groups that are made at once per server, where max_num_workers is -1.
-        steps_per_eval: Training steps between two evaluations; 0 or less means none.
+        max_num_workers_per_node: Groups made at once per server, if max_num_workers is -1.
+        steps_per_eval: Training steps between two evaluations; 0 or less turns evaluations off.
         max_token_length: Largest number of tokens of an episode, prompt included.
         eval_handling: STOP_TRAIN cancels training episodes during an evaluation, LIMIT_TRAIN makes fewer,
             NONE leaves them alone.
         eval_limit_ratio: Share of the workers that LIMIT_TRAIN leaves.
-        inference_weight: Share of the servers' capacity, relative to other environments: of the requests that
-            a server may have at once, as many are used as the share allows.
+        inference_weight: Share of the servers' capacity, relative to other environments: limits the requests
+            to each server.
         batch_size: Sequences per training batch; the trainer's value replaces it.
-        max_batches_offpolicy: Batches that may wait for the trainer before no more groups are made.
+        max_batches_offpolicy: Batches that may wait for the trainer before the environment pauses.
         tokenizer_name: Directory of the model's tokenizer.
         use_wandb: Log to Weights & Biases, in the trainer's project and group.
         rollout_server_url: URL of the rollout API: of a trial, or of atroposlib's `run-api`.
         total_steps: Training steps after which to end; -1 means the trainer's. In `process`, groups to make.
         wandb_name: Name of this environment in logs; null means the name of its class.
-        num_rollouts_to_keep: Groups in the table of rollouts that is logged.
+        num_rollouts_to_keep: Groups in the logged table of rollouts.
         num_rollouts_per_group_for_logging: Episodes of a group in that table; -1 means all.
         ensure_scores_are_not_same: Drop a group whose scores are all equal.
-        data_path_to_save_groups: File for the groups, one JSON object a line; a page to read them is written
-            beside it at the end.
-        min_items_sent_before_logging: Groups to be sent between two lines of metrics, at least.
+        data_path_to_save_groups: File for the groups, one JSON object a line; at the end a page to read them
+            is written next to it.
+        min_items_sent_before_logging: Least number of sent groups between two lines of metrics.
         include_messages: Send the messages of each episode with its tokens.
-        min_batch_allocation: Smallest share of each batch that is this environment's.
-        worker_timeout: Seconds after which a group that is still being made is given up.
-        seed: Of the order of tasks and of the sampling.
+        min_batch_allocation: Smallest share of each batch for this environment.
+        worker_timeout: Seconds after which an unfinished group is dropped.
+        seed: Seed of the order of tasks and of the sampling.
     """
 
     group_size: int = 4
@@ -89,15 +89,15 @@ class APIServerConfig:
 
     Args:
         timeout: Seconds that one request may take.
-        num_max_requests_at_once: Requests for training that it has at once, of up to max_n_completions
-            completions each.
-        num_requests_for_eval: Requests for evaluation that it has at once.
+        num_max_requests_at_once: Training requests to the server at once, each of up to max_n_completions
+            completions.
+        num_requests_for_eval: Evaluation requests to the server at once.
         model_name: Model to ask for.
-        rolling_buffer_length: Requests that the metrics of a server are taken over.
+        rolling_buffer_length: Latest requests that the metrics of a server cover.
         api_key: Sent as bearer token; the data token of a trial.
         base_url: Its OpenAI API, ending in /v1.
-        n_kwarg_is_ignored: The server returns one completion whatever `n` asks for: send n requests. This is
-            also noticed from its first answer.
+        n_kwarg_is_ignored: The server returns one completion for any `n`: send n requests. The first answer
+            also shows this.
         server_type: Its native API, which gives token ids: only sglang, which a gateway of hpc-rl has.
     """
 
@@ -119,9 +119,9 @@ class EnvironmentSettings:
     Args:
         env: How it works.
         openai: Its servers.
-        slurm: In a Slurm job, with no base_url given, take the servers of the job's nodes.
+        slurm: In a Slurm job without base_url, take the servers of the job's nodes.
         testing: Make up completions instead of asking a server.
-        max_n_completions: Completions that one request asks for; more are asked for by several.
+        max_n_completions: Completions in one request; larger numbers are split into several requests.
     """
 
     env: EnvConfig = field(default_factory=EnvConfig)

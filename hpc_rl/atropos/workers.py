@@ -1,4 +1,4 @@
-"""Workers: the groups that an environment makes at once, and what becomes of them."""
+"""Workers: make the groups of an environment concurrently, and deliver them."""
 
 import asyncio
 import logging
@@ -19,13 +19,14 @@ Deliver = Callable[[list[ScoredGroup]], Awaitable[None]]
 
 
 class Workers:
-    """Makes groups of an environment's tasks, each in a task of its own.
+    """Makes groups of an environment's tasks, each in its own asyncio task.
 
-    A task whose worker is cancelled is played again; one that fails or takes too long is dropped and counted.
+    If a worker is cancelled, its task is played again. If it fails or takes too long, the task is dropped and
+    counted.
 
     Args:
         environment: Makes the groups.
-        deliver: Takes them.
+        deliver: Takes the groups.
     """
 
     def __init__(self, environment: Environment, deliver: Deliver) -> None:
@@ -45,11 +46,11 @@ class Workers:
 
     @property
     def idle(self) -> bool:
-        """Whether nothing runs and nothing more will."""
+        """Whether nothing runs and nothing more will start."""
         return self.exhausted and not self._running and not self._backlog
 
     async def fill(self, limit: int) -> None:
-        """Start workers up to `limit`; give those up that take too long. Raises what ended one for good."""
+        """Start workers up to `limit`; cancel slow ones. Raises the fatal error of a worker."""
         self._collect_finished()
         for task, (item, begun) in list(self._running.items()):
             if time.monotonic() - begun > self.environment.config.worker_timeout:
@@ -91,7 +92,7 @@ class Workers:
         except (ConfigError, NotImplementedError):
             raise
         except (Exception, BaseExceptionGroup) as error:
-            self._failed(item, error)
+            self._count_failure(item, error)
             return
         self._failures = 0
         groups = [] if made is None else made if isinstance(made, list) else [made]
@@ -102,7 +103,7 @@ class Workers:
             self.counts["sent"] += len(kept)
             self.scores.extend(score for group in kept for score in group.scores)
 
-    def _failed(self, item: Any, error: BaseException) -> None:
+    def _count_failure(self, item: Any, error: BaseException) -> None:
         causes = error.exceptions if isinstance(error, BaseExceptionGroup) else (error,)
         if all(isinstance(cause, NoRoom) for cause in causes):
             self.counts["too_long"] += 1
@@ -113,7 +114,7 @@ class Workers:
                 raise cause
         self.counts["exception"] += 1
         self._failures += 1
-        raised = Raised.of(causes[0])
+        raised = Raised.from_error(causes[0])
         trace = "" if raised.place in self._logged else f"\n{raised.trace}"
         self._logged.add(raised.place)
         logger.warning("a task is dropped: %s: %.200r%s", raised.text, item, trace)

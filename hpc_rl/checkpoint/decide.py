@@ -1,6 +1,6 @@
-"""Decides what a start of the trainer does: fresh, load a generation, or nothing. Pure.
+"""Decides whether a start of the trainer begins fresh, loads a generation, or ends. Pure.
 
-The table (rows: mode; the first start of `hpc-rl recover` counts as `resume`):
+The table by mode (the first start of `hpc-rl recover` counts as `resume`):
 
 | mode     | first start                   | after a failure                   | continuation         |
 |----------|-------------------------------|-----------------------------------|----------------------|
@@ -10,14 +10,14 @@ The table (rows: mode; the first start of `hpc-rl recover` counts as `resume`):
 |          |                               | else fresh                        |                      |
 | resume   | newest valid, else exit 3     | ends                              | newest valid, else 3 |
 
-A continuation is a start after a stop on purpose, a preemption, the time limit or the loss of a node.
-`hpc-rl recover --from` names the generation of a first start: that one, or exit 3. No start is possible from
-a step whose later batches were trimmed from the batch log, 0 included. Mode fault refuses a fresh start where
-it is not known whether a generation belongs to the submission.
+A continuation is a start after an intended stop, a preemption, the time limit or the loss of a node. `hpc-rl
+recover --from` names the generation for the first start; if it can't be loaded, exit 3. A start from a step
+(also from 0) is impossible if later batches were trimmed from the batch log. Mode fault refuses a fresh start
+if a generation may belong to the submission but its records are lost.
 
-The loop guard comes before the table: it counts starts in a row that led to no new generation.
-`recover.retries` of them may fail or use up their whole time; ten times as many may be stopped from outside
-or find the disk full.
+The loop guard comes before the table. It counts starts in a row without a new generation: `recover.retries`
+of them may fail or use up their whole time; ten times as many may be stopped externally or find the disk
+full.
 """
 
 import enum
@@ -48,7 +48,7 @@ OWN_FAULT = frozenset({Cause.FAILED, Cause.WALLTIME})
 
 @dataclass(frozen=True)
 class GenerationInfo:
-    """A generation on disk; `problem` is why it is not valid. Unless `read` its content is unchecked."""
+    """A generation on disk. `problem` is why it is not valid. If not `read`, its content is unchecked."""
 
     step: int
     lineage: int
@@ -60,7 +60,7 @@ class GenerationInfo:
 
 @dataclass(frozen=True)
 class PastStart:
-    """A start of the trainer that led to no new generation, and how it ended."""
+    """A start of the trainer without a new generation, and how it ended."""
 
     attempt: str
     incarnation: int
@@ -75,27 +75,27 @@ class PastStart:
 
 @dataclass(frozen=True)
 class Situation:
-    """Everything that the decision depends on: what was requested, and what the trial directory has."""
+    """The input of the decision: the request, and the state of the trial directory."""
 
     mode: str  # recover.mode
     start_mode: str  # mode of the submission's first start; `resume` for `hpc-rl recover`
     first_start: bool = True  # no trainer of this submission has a lineage
-    generations: tuple[GenerationInfo, ...] = ()  # those in `recover/`
-    ancestry: frozenset[str] = frozenset()  # this submission and those whose state it continues
+    generations: tuple[GenerationInfo, ...] = ()  # in `recover/`
+    ancestry: frozenset[str] = frozenset()  # this submission and the submissions whose state it continues
     has_state: bool = False  # the trial directory has state of another submission
-    cause: Cause | None = None  # why the start before this one ended; None where there was none
+    cause: Cause | None = None  # why the previous start ended; None for the first start
     history: tuple[PastStart, ...] = ()  # starts of this submission since its last generation, oldest first
     retries: int = 3  # recover.retries
     wanted: int | None = None  # step of `hpc-rl recover --from`, for a first start
-    trimmed: int = 0  # batches up to this step are gone from the batch log; 0 where all are there
-    lost: tuple[int, ...] = ()  # lineages that this submission continues and of which nothing can be read
+    trimmed: int = 0  # batches up to this step were removed from the batch log
+    lost: tuple[int, ...] = ()  # ancestor lineages whose records and generations can't be read
 
 
 @dataclass(frozen=True)
 class Decision:
-    """What to do, and why. `step` and `lineage` are those of the generation to load.
+    """An action with the reason. `step` and `lineage` identify the generation to load.
 
-    `exit_code` is that of `refuse` and `end`; `set_aside` has the steps of generations that are moved away.
+    `exit_code` is for `refuse` and `end`. `set_aside` has the steps of generations to move away.
     """
 
     action: Literal["fresh", "load", "refuse", "end"]
@@ -107,45 +107,46 @@ class Decision:
 
 
 def decide(situation: Situation) -> Decision:
-    """Return what the table says, with the reason."""
+    """Return the decision from the table, with the reason."""
     if reason := guard(situation.history, situation.retries):
         return _end(reason)
-    return _first_start(situation) if situation.first_start else _later_start(situation)
+    return _decide_first_start(situation) if situation.first_start else _decide_later_start(situation)
 
 
 def _end(reason: str) -> Decision:
     return Decision("end", reason, exit_code=ExitCode.FAILED)
 
 
-def _nothing_to_resume(reason: str) -> Decision:
+def _refuse_to_resume(reason: str) -> Decision:
     return Decision("refuse", reason, exit_code=ExitCode.NOTHING_TO_RESUME)
 
 
 def guard(history: tuple[PastStart, ...], retries: int) -> str:
-    """Return why no further start may follow on these, or ""."""
+    """Return why no further start is allowed after these, or ""."""
     at_fault = [past for past in history if past.cause in OWN_FAULT]
     if len(at_fault) > retries:
-        return f"{_in_a_row(len(at_fault))}; recover.retries allows {retries}: {_named(at_fault)}"
+        count, starts = _describe_count(len(at_fault)), _describe_starts(at_fault)
+        return f"{count}; recover.retries allows {retries}: {starts}"
     most = OUTSIDE_FACTOR * (retries + 1)
     if len(history) > most:
         allowed = f"mostly stopped externally; {most} are allowed"
-        return f"{_in_a_row(len(history))}, {allowed}: {_named(list(history))}"
+        return f"{_describe_count(len(history))}, {allowed}: {_describe_starts(list(history))}"
     return ""
 
 
-def _in_a_row(count: int) -> str:
+def _describe_count(count: int) -> str:
     return f"{count} start{'' if count == 1 else 's'} in a row without a new checkpoint"
 
 
-def _named(history: list[PastStart]) -> str:
+def _describe_starts(history: list[PastStart]) -> str:
     earlier = f"{len(history) - MAX_NAMED} earlier; " if len(history) > MAX_NAMED else ""
     return earlier + "; ".join(map(str, history[-MAX_NAMED:]))
 
 
-def _first_start(situation: Situation) -> Decision:
+def _decide_first_start(situation: Situation) -> Decision:
     mode = situation.start_mode
     if situation.wanted is not None:
-        return _from(situation, situation.wanted)
+        return _decide_from(situation, situation.wanted)
     if mode in ("disabled", "fault"):
         if situation.has_state or situation.generations:
             reason = (
@@ -155,11 +156,11 @@ def _first_start(situation: Situation) -> Decision:
             return Decision("refuse", reason, exit_code=ExitCode.BAD_CONFIG)
         return Decision("fresh", f"first start, recover.mode {mode}")
     when = "resume" if mode == "resume" else f"first start, mode {mode}"
-    return _newest(situation, situation.generations, when, must_load=mode == "resume")
+    return _decide_newest(situation, situation.generations, when, must_load=mode == "resume")
 
 
-def _from(situation: Situation, step: int) -> Decision:
-    """Return the decision where the user named the generation."""
+def _decide_from(situation: Situation, step: int) -> Decision:
+    """Return the decision if the user named the generation."""
     when = f"from checkpoint {step} as asked"
     found = max(
         (one for one in situation.generations if one.step == step),
@@ -168,17 +169,17 @@ def _from(situation: Situation, step: int) -> Decision:
     )
     if found is None:
         there = ", ".join(str(one) for one in sorted({one.step for one in situation.generations})) or "none"
-        return _nothing_to_resume(f"{when}: there is no such checkpoint; the trial has {there}")
+        return _refuse_to_resume(f"{when}: there is no such checkpoint; the trial has {there}")
     if not found.valid:
-        return _nothing_to_resume(f"{when}: checkpoint {step} {found.problem}")
-    if trimmed := _trimmed(situation, step):
-        return _nothing_to_resume(f"{when}: {trimmed}")
+        return _refuse_to_resume(f"{when}: checkpoint {step} {found.problem}")
+    if trimmed := _explain_trimmed(situation, step):
+        return _refuse_to_resume(f"{when}: {trimmed}")
     later = tuple(sorted({one.step for one in situation.generations if one.step > step}))
     notes = f" (later ones are set aside: {', '.join(map(str, later))})" if later else ""
     return Decision("load", f"{when}: loading it{notes}", step, found.lineage, set_aside=later)
 
 
-def _later_start(situation: Situation) -> Decision:
+def _decide_later_start(situation: Situation) -> Decision:
     ended = f"the start before this one {situation.cause or Cause.FAILED}"
     continues = situation.cause in CONTINUATIONS
     if situation.mode == "disabled":
@@ -188,10 +189,10 @@ def _later_start(situation: Situation) -> Decision:
     eligible = situation.generations
     if situation.mode == "fault":
         eligible = tuple(one for one in eligible if one.submission in situation.ancestry)
-    return _newest(situation, eligible, ended, must_load=situation.mode == "resume")
+    return _decide_newest(situation, eligible, ended, must_load=situation.mode == "resume")
 
 
-def _trimmed(situation: Situation, step: int) -> str:
+def _explain_trimmed(situation: Situation, step: int) -> str:
     """Return why the batches after this step are not available, or ""."""
     if step >= situation.trimmed:
         return ""
@@ -199,10 +200,10 @@ def _trimmed(situation: Situation, step: int) -> str:
     return f"{batches} were trimmed from the batch log, so cannot resume from step {step}"
 
 
-def _newest(
+def _decide_newest(
     situation: Situation, eligible: tuple[GenerationInfo, ...], when: str, must_load: bool
 ) -> Decision:
-    usable = [one for one in eligible if one.valid and not _trimmed(situation, one.step)]
+    usable = [one for one in eligible if one.valid and not _explain_trimmed(situation, one.step)]
     newest = max(usable, key=lambda one: (one.step, one.lineage), default=None)
     passed_over = [
         f"checkpoint {one.step} {one.problem or 'is older than the batch log'}"
@@ -219,12 +220,12 @@ def _newest(
         return Decision("load", reason, newest.step, newest.lineage)
     if must_load:
         problem = f"no valid checkpoint to resume from{notes}"
-        return _nothing_to_resume(problem if when == "resume" else f"{when}: {problem}")
+        return _refuse_to_resume(problem if when == "resume" else f"{when}: {problem}")
     if situation.lost and len(eligible) < len(situation.generations):
         records = ", ".join(f"lineages/{number:04d}.json" for number in situation.lost)
         reason = f"{when}: no valid checkpoint{notes}, but some may be its own: {records} can't be read"
-        return _nothing_to_resume(f"{reason}; hpc-rl recover takes the newest valid one")
-    if trimmed := _trimmed(situation, 0):
+        return _refuse_to_resume(f"{reason}; hpc-rl recover takes the newest valid one")
+    if trimmed := _explain_trimmed(situation, 0):
         reason = f"{when}: no valid checkpoint{notes}, and {trimmed}; use another trial_name"
-        return _nothing_to_resume(reason)
+        return _refuse_to_resume(reason)
     return Decision("fresh", f"{when}: there is no valid checkpoint, so from step 0{notes}")

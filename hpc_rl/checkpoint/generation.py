@@ -1,12 +1,12 @@
-"""Generations: the state after one step, committed by all ranks together, and found again by a scan.
+"""Generations: the state after one step, committed by all ranks together and found by a scan.
 
-Commit: rank 0 makes `recover/.gen-<step>.<attempt>.<incarnation>.tmp`; every rank writes its files there (by
-the engine), then `rank_<k>.ok` with their sizes and checksums; rank 0 waits for all of these, compares them
-with the files, writes manifest.json last and renames the folder. A kill at any instant leaves the earlier
-generations, or these and the new one; never half of one.
+Commit: rank 0 makes `recover/.gen-<step>.<attempt>.<incarnation>.tmp`. Every rank writes its files there
+(with the engine), then `rank_<k>.ok` with their sizes and checksums. Rank 0 waits for these records, compares
+them with the files, writes manifest.json last and renames the folder. A kill at any time leaves only complete
+generations.
 
-The manifest has a checksum of itself, so every bit of a generation is covered; a generation without a valid
-one does not exist. No torch here: the barrier after `begin` is the caller's.
+The manifest has a checksum of itself, so every bit of a generation is covered. A generation without a valid
+manifest does not exist. No torch here; the caller needs a barrier after `begin`.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from hpc_rl.core import checked_file
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.core.errors import Damaged, RoleFailed
 from hpc_rl.core.files import format_size
-from hpc_rl.core.trial import Trial, entries, fsync_dir, read_json, write_atomic, write_json
+from hpc_rl.core.trial import Trial, fsync_dir, list_entries, load_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
 MARGIN_BYTES = 64 << 20  # free space that a save leaves for logs, metrics and the batch log
-# 1/3 of a generation is the model: a save leaves space for it to be published or exported
+# 1/3 of a generation is the model; a save leaves space to publish or export it
 WEIGHTS_SHARE = 3
 LIGHT_BYTES = 64 << 20  # files of this size are cheap to read twice
 SCHEMA = 2
 MANIFEST_NAME = "manifest.json"
 CONFIG_NAME = "config.json"
-# attempt and submission of a generation that the user made of other weights
+# attempt and submission of a generation that the user imported from other weights
 IMPORTED = "import"
 IMPORTED_LINEAGE = -1
 _FOLDER = re.compile(r"gen-(\d{8,})")
@@ -50,27 +50,27 @@ _LEFTOVER = re.compile(r"\.gen-.*\.(tmp|gone)")
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """State after `step` as `lineage` made it."""
+    """The state after a step of a lineage."""
 
-    step: int  # the last finished one
+    step: int  # the last finished step
     lineage: int
     attempt: str
     incarnation: int
     submission: str  # its job id
     version: str  # weight version label, `<lineage>.<step>`
-    num_ranks: int  # that wrote files
+    num_ranks: int  # ranks that wrote files
     config_hash: str  # of the configuration in force, to detect changes
     epoch: int = 0  # finished passes over the data
-    cursor: int = 0  # rows of the current pass that are used up
-    # fingerprint of the rows trained on (datasets/rows.py); {} if none was taken
+    cursor: int = 0  # used rows of the current pass
+    # fingerprint of the training rows (datasets/rows.py); {} if none was taken
     data: dict[str, Any] = field(default_factory=dict)
     # position of the batch log, {"sealed": newest batch in this state}; {} without such a log
     ledger: dict[str, int] = field(default_factory=dict)
     # position of the engine's schedule and optimizer, compared after loading
     counters: dict[str, int] = field(default_factory=dict)
-    timers: dict[str, Any] = field(default_factory=dict)  # what has elapsed of each, never the frequencies
+    timers: dict[str, Any] = field(default_factory=dict)  # elapsed counts of each, not the frequencies
     stats: dict[str, Any] = field(default_factory=dict)  # position of each sink
-    # numbers of the evaluation of this very state, as `eval_reward`; {} if it was not evaluated
+    # metrics of the evaluation of this state, as `eval_reward`; {} if it was not evaluated
     metrics: dict[str, float] = field(default_factory=dict)
     # of this package, the libraries and Python; `commit` of a checkout
     versions: dict[str, str] = field(default_factory=dict)
@@ -82,7 +82,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Manifest:
-        """Raise ValueError, with the reason, for anything that this version can't read."""
+        """Parse a manifest. Raises ValueError with the reason if this version can't read it."""
         if data.get("schema") != SCHEMA:
             raise ValueError(f"schema {data.get('schema')!r}, this version reads {SCHEMA}")
         try:
@@ -91,13 +91,13 @@ class Manifest:
             raise ValueError(f"not a manifest: {error}") from error
 
 
-def config_hash(config: dict[str, Any]) -> str:
+def hash_config(config: dict[str, Any]) -> str:
     """Return a stable hash of a configuration as JSON."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 class Commit:
-    """A generation that is being written. Every rank has one; `begin` and `commit` are rank 0's."""
+    """A generation during its commit. Every rank has one; only rank 0 calls `begin` and `commit`."""
 
     def __init__(self, trial: Trial, step: int, attempt: str, incarnation: int) -> None:
         self.step = step
@@ -111,41 +111,41 @@ class Commit:
             shutil.rmtree(self.folder)
         self.folder.mkdir(parents=True)
 
-    def rank_done(self, rank: int, files: Sequence[FileRecord]) -> None:
-        """Record this rank's files, which are written and synced. Raises OSError."""
+    def record_rank(self, rank: int, files: Sequence[FileRecord]) -> None:
+        """Record this rank's files, which must be written and synced. Raises OSError."""
         record = {"rank": rank, "files": [dataclasses.asdict(file) for file in files]}
         write_json(self.folder / f"rank_{rank}.ok", record)
 
-    def missing_ranks(self, num_ranks: int) -> list[int]:
+    def list_missing_ranks(self, num_ranks: int) -> list[int]:
         """Return the ranks that have not recorded their files yet. Raises OSError."""
         # a listing: NFS caches that a name does not exist
         names = {entry.name for entry in os.scandir(self.folder)}
         return [rank for rank in range(num_ranks) if f"rank_{rank}.ok" not in names]
 
     def abandon(self) -> None:
-        """Remove what was written. No rank may be writing."""
+        """Remove the unfinished generation. No rank may be writing."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def commit(self, manifest: Manifest) -> Manifest:
         """Check the ranks' files, add the configuration in force, seal, rename; return the manifest.
 
-        Raises RoleFailed if the files are not as the ranks recorded them, OSError.
+        Raises RoleFailed if the files differ from the ranks' records, OSError.
         """
         files = self._gather(manifest.num_ranks)
         if problem := check_sizes(self.folder, files):
             raise RoleFailed(f"checkpoint {self.step} is not complete: {problem}")
         manifest = dataclasses.replace(manifest, files=files)
-        write_atomic(self.folder / MANIFEST_NAME, sealed(manifest.to_json()))
+        write_atomic(self.folder / MANIFEST_NAME, seal(manifest.to_json()))
         fsync_dir(self.folder)
         self._rename(manifest)
         fsync_dir(self.final.parent)
         return manifest
 
     def _gather(self, num_ranks: int) -> list[FileRecord]:
-        os.listdir(self.folder)  # a listing drops what NFS remembers of names that were not there
+        os.listdir(self.folder)  # a listing refreshes NFS's cache of missing names
         files: list[FileRecord] = []
         for rank in range(num_ranks):
-            data = read_json(self.folder / f"rank_{rank}.ok")
+            data = load_json(self.folder / f"rank_{rank}.ok")
             if data is None:
                 raise RoleFailed(f"checkpoint {self.step} is not complete: rank_{rank}.ok is missing")
             files += [FileRecord(**file) for file in data["files"]]
@@ -163,7 +163,7 @@ class Commit:
         except OSError:
             found = check(self.final)
             if found.manifest == manifest and not self.folder.exists():
-                return  # it succeeded, and its reply was lost
+                return  # the rename succeeded, but its reply was lost
             found = verify(found)
             if found.manifest == manifest and not found.problem:
                 return  # it was committed before
@@ -171,13 +171,13 @@ class Commit:
                 raise
             lineage = found.manifest.lineage if found.manifest else "?"
             problem = found.problem or f"written by lineage {lineage}"
-        set_aside(self.final, problem)
+        move_aside(self.final, problem)
         os.rename(self.folder, self.final)
 
 
 @dataclass(frozen=True)
 class Found:
-    """A generation on disk; `problem` is '' if none was found."""
+    """A generation on disk. `problem` is '' if it is sound as far as it was checked."""
 
     step: int
     path: Path
@@ -194,11 +194,13 @@ class Found:
 
 
 def scan(trial: Trial) -> list[Found]:
-    """Return all generations, newest first, checked by manifest and listing; `verify` reads their content.
+    """Return all generations, newest first, checked by manifest and listing. `verify` checks their content.
 
-    Raises TrialStateError if `recover/` is not a folder: its content is unknown, so nothing may start.
+    Raises TrialStateError if `recover/` is not a folder: its content is unknown, so no start is possible.
     """
-    paths = [trial.recover / entry.name for entry in entries(trial.recover) if _FOLDER.fullmatch(entry.name)]
+    paths = [
+        trial.recover / entry.name for entry in list_entries(trial.recover) if _FOLDER.fullmatch(entry.name)
+    ]
     return sorted((check(path) for path in paths), key=lambda found: found.step, reverse=True)
 
 
@@ -207,7 +209,7 @@ def check(path: Path) -> Found:
     match = _FOLDER.fullmatch(path.name)
     step = int(match[1]) if match else -1
     try:
-        manifest = checked_file.retry_once(lambda: _read_manifest(path / MANIFEST_NAME))
+        manifest = checked_file.retry_once(lambda: _load_manifest(path / MANIFEST_NAME))
     except FileNotFoundError:
         return Found(step, path, None, "has no manifest")
     except (OSError, ValueError) as error:
@@ -218,37 +220,37 @@ def check(path: Path) -> Found:
 
 
 def verify(found: Found, max_bytes: int | None = None) -> Found:
-    """Return the same generation after reading every byte of it, or of its files up to `max_bytes`.
+    """Read every byte of a generation, or of its files up to `max_bytes`; return it with the problem found.
 
-    `LIGHT_BYTES` is enough for a start: larger files are checked while they are loaded, so each is read once.
+    `LIGHT_BYTES` is enough for a start: larger files are checked during loading, so each is read once.
     """
     if found.problem or found.manifest is None:
         return found
     files = [file for file in found.manifest.files if max_bytes is None or file.size <= max_bytes]
-    return dataclasses.replace(found, problem="; ".join(damages(found.path, files)))
+    return dataclasses.replace(found, problem="; ".join(find_damage(found.path, files)))
 
 
-def room_problem(trial: Trial, size: int) -> str:
-    """Return why a generation of `size` bytes does not fit, or ''; a quota is met only later."""
+def find_room_problem(trial: Trial, size: int) -> str:
+    """Return why a generation of `size` bytes does not fit, or ''. Quotas are not checked."""
     there = os.statvfs(trial.recover)
-    if there.f_blocks and (problem := lack_of_space(there.f_bavail * there.f_frsize, size)):
+    if there.f_blocks and (problem := explain_lack_of_space(there.f_bavail * there.f_frsize, size)):
         return problem
     if there.f_files and there.f_favail < 16:
         return "no inodes are left"
     return ""
 
 
-def lack_of_space(free: int, size: int) -> str:
+def explain_lack_of_space(free: int, size: int) -> str:
     """Return why a generation of `size` bytes does not fit into `free` bytes, or ''."""
     margin = MARGIN_BYTES + size // WEIGHTS_SHARE
     if free >= size + margin:
         return ""
-    kept = f"{format_size(margin)} stay free for publishing, the batch log and metrics"
-    return f"it takes {format_size(size)} and {format_size(free)} are free ({kept})"
+    kept = f"{format_size(margin)} must stay free for publishing, the batch log and metrics"
+    return f"it needs {format_size(size)}, but only {format_size(free)} are free ({kept})"
 
 
-def set_aside(path: Path, problem: str, asked: bool = False) -> Path:
-    """Move a generation, whole, into `set-aside/`; `asked` if the user asked for an older one.
+def move_aside(path: Path, problem: str, asked: bool = False) -> Path:
+    """Move a generation into `set-aside/`. `asked`: the user requested an older one.
 
     For the owner of the trial only. Raises OSError.
     """
@@ -266,20 +268,20 @@ def set_aside(path: Path, problem: str, asked: bool = False) -> Path:
 
 
 def clear_leftovers(trial: Trial) -> None:
-    """Remove what killed incarnations left half written or half deleted. For the owner of the trial only."""
+    """Remove the partial folders of killed incarnations. For the owner of the trial only."""
     for entry in os.scandir(trial.recover) if trial.recover.is_dir() else ():
         if _LEFTOVER.fullmatch(entry.name):
             shutil.rmtree(entry.path, ignore_errors=True)
 
 
-def sealed(data: dict[str, Any]) -> str:
+def seal(data: dict[str, Any]) -> str:
     """Return the text of a manifest with its own checksum."""
     checksum = xxhash.xxh3_128_hexdigest(json.dumps(data, sort_keys=True).encode())
     return json.dumps({**data, "xxh3": checksum}, indent=2, sort_keys=True) + "\n"
 
 
-def _read_manifest(path: Path) -> Manifest:
-    """Return the manifest in a file. Raises OSError, and ValueError with what is wrong with it."""
+def _load_manifest(path: Path) -> Manifest:
+    """Load the manifest in a file. Raises OSError, and ValueError with the problem."""
     if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe would never end
         raise ValueError("not a regular file")
     raw = path.read_bytes()
@@ -288,18 +290,18 @@ def _read_manifest(path: Path) -> Manifest:
         if not isinstance(data, dict):
             raise ValueError("damaged: not a JSON object")
         data.pop("xxh3", None)
-        is_whole = raw == sealed(data).encode()
+        is_whole = raw == seal(data).encode()
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError("damaged: not JSON") from error
     except RecursionError as error:
         raise ValueError("damaged: its content is nested too deeply") from error
     if not is_whole:
-        raise ValueError("damaged: its content is not what was written (checksum)")
+        raise ValueError("damaged: its content does not match its checksum")
     return Manifest.from_json(data)
 
 
 def check_sizes(folder: Path, files: list[FileRecord]) -> str:
-    """Return what is wrong with the files as far as a listing shows, or ''."""
+    """Return a problem with the names, types or sizes of files, or ''."""
     try:
         found = checked_file.retry_once(lambda: {path.name: path.stat() for path in folder.iterdir()})
     except OSError as error:
@@ -314,12 +316,12 @@ def check_sizes(folder: Path, files: list[FileRecord]) -> str:
     return ""
 
 
-def damages(folder: Path, files: list[FileRecord]) -> list[str]:
-    """Return the problem of each damaged file, by reading every byte; [] if there is none."""
-    return [problem for file in files if (problem := _damage(folder, file))]
+def find_damage(folder: Path, files: list[FileRecord]) -> list[str]:
+    """Read every byte of the files; return the problem of each damaged file."""
+    return [problem for file in files if (problem := _check_file(folder, file))]
 
 
-def _damage(folder: Path, file: FileRecord) -> str:
+def _check_file(folder: Path, file: FileRecord) -> str:
     try:
         with checked_file.CheckedReader(folder / file.name, file) as reader:
             reader.check()

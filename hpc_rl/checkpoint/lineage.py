@@ -1,4 +1,4 @@
-"""Lineages: which start continued from which state.
+"""Lineages: records of which start continued from which state.
 
 `lineages/<NNNN>.json` is created exclusively, so that two starts never share a number.
 """
@@ -10,18 +10,18 @@ from collections.abc import Sequence
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision
-from hpc_rl.core.records import LineageRecord, lineage_files
-from hpc_rl.core.trial import Attempt, Trial, create_exclusive, entries, fsync_dir
+from hpc_rl.core.records import LineageRecord, find_lineage_files
+from hpc_rl.core.trial import Attempt, Trial, create_exclusive, fsync_dir, list_entries
 
 _LABEL = re.compile(r"(\d+)\.\d+")  # of published weights
 
 
-def next_lineage(
+def create_lineage(
     trial: Trial, attempt: Attempt, incarnation: int, decision: Decision, new_batches: bool = False
 ) -> LineageRecord:
     """Create the record of this start under the next free number. Raises OSError."""
     trial.lineages.mkdir(exist_ok=True)
-    number = newest_number(trial) + 1
+    number = find_newest_number(trial) + 1
     while True:
         record = LineageRecord(
             lineage=number,
@@ -41,8 +41,8 @@ def next_lineage(
         number += 1
 
 
-def ancestors_of(lineage: int, records: Sequence[LineageRecord]) -> dict[int, int]:
-    """Return the lineages that this one continues: number -> the last step of it that led here."""
+def find_ancestors(lineage: int, records: Sequence[LineageRecord]) -> dict[int, int]:
+    """Return the ancestors of a lineage: number -> its last step that led to this lineage."""
     by_number = {record.lineage: record for record in records}
     found: dict[int, int] = {}
     while (record := by_number.get(lineage)) and record.from_lineage is not None:
@@ -54,15 +54,17 @@ def ancestors_of(lineage: int, records: Sequence[LineageRecord]) -> dict[int, in
     return found
 
 
-def newest_number(trial: Trial) -> int:
-    """Return the highest that a record, a generation or published weights bear; -1 where there is none."""
-    # also of generations and weights: where records are lost, no label may be used twice
+def find_newest_number(trial: Trial) -> int:
+    """Return the highest lineage number of records, generations and published weights, or -1."""
+    # includes generations and weights, so that no label is used twice even if records are lost
     made = [found.manifest.lineage for found in generation.scan(trial) if found.manifest]
-    published = [int(match[1]) for entry in entries(trial.weights) if (match := _LABEL.fullmatch(entry.name))]
-    return max([*lineage_files(trial), *made, *published], default=-1)
+    published = [
+        int(match[1]) for entry in list_entries(trial.weights) if (match := _LABEL.fullmatch(entry.name))
+    ]
+    return max([*find_lineage_files(trial), *made, *published], default=-1)
 
 
 def withdraw(trial: Trial, lineage: int) -> None:
-    """Remove the record of a start that loaded nothing and labelled no version. Raises OSError."""
+    """Remove the record of a start that loaded no state and published no version. Raises OSError."""
     trial.lineage(lineage).unlink(missing_ok=True)
     fsync_dir(trial.lineages)

@@ -1,4 +1,4 @@
-"""Gathers what a start of the trainer is decided by: generations, lineages, past starts. Reads files only."""
+"""Gathers the facts for the decision of a start: generations, lineages, past starts. Only reads files."""
 
 import re
 from collections.abc import Sequence
@@ -14,24 +14,23 @@ from hpc_rl.core.records import (
     EventKind,
     JobRecord,
     LineageRecord,
-    read_events,
-    read_lineages,
+    load_events,
+    load_lineages,
 )
-from hpc_rl.core.trial import Attempt, Trial, entries, read_object
+from hpc_rl.core.trial import Attempt, Trial, list_entries, load_object
 
 _SEAL = re.compile(r"(\d+)\.seal")
-# a command reads a whole generation up to this size before it submits a start from it
+# largest generation that a command reads whole before it submits a start from it
 IN_PASSING_BYTES = 1 << 30
 
 
 def decide_start(
     trial: Trial, attempt: Attempt, incarnation: int, asked: Situation
 ) -> tuple[Decision, list[Found]]:
-    """Return the decision for a trainer that starts now, and the generations to be set aside before it does.
+    """Decide how a trainer starts now; return the decision and the generations to set aside first.
 
-    Those are the damaged ones that it skips, and with `wanted` (`hpc-rl recover --from`) the later ones.
-    Reads every byte of the generations that it considers, newest first, up to the first that is valid and
-    eligible.
+    These are the skipped damaged ones, or with `wanted` (`hpc-rl recover --from`) the later ones. Reads
+    eligible generations, newest first, until one is valid.
     """
     situation, damaged = gather(trial, attempt, incarnation, asked)
     decision = decide(situation)
@@ -47,20 +46,20 @@ def decide_start(
 def gather(
     trial: Trial, attempt: Attempt, incarnation: int, asked: Situation, in_passing: bool = False
 ) -> tuple[Situation, list[Found]]:
-    """Return what decide() needs of the trial directory, and the generations that do not verify.
+    """Return the input of decide() from the trial directory, and the damaged generations.
 
-    `asked` has what was requested: modes, retries, wanted. `in_passing` is for a command that only asks what
-    a start would do: see read_limit.
+    `asked` has the request: modes, retries, wanted. `in_passing` is for commands that only predict a start;
+    see choose_read_limit.
     """
     submission = attempt.job_id
-    records = read_lineages(trial)
+    records = load_lineages(trial)
     own = [record for record in records if record.submission == submission]
     wanted = None if own else asked.wanted
     found = generation.scan(trial)
-    ancestors, lost = _ancestors(trial, records, own, found)
+    ancestors, lost = _find_ancestors(trial, records, own, found)
     ancestry = frozenset({submission}) | ancestors
     only = ancestry if asked.mode == "fault" and own else None
-    generations, damaged = _verified(found, only, wanted, in_passing)
+    generations, damaged = _verify_generations(found, only, wanted, in_passing)
     before = [record for record in own if (record.attempt, record.incarnation) != (attempt.id, incarnation)]
     situation = replace(
         asked,
@@ -68,45 +67,45 @@ def gather(
         generations=tuple(generations),
         ancestry=ancestry,
         has_state=len(own) < len(records),
-        cause=cause_of(trial, before[-1], attempt.id)[0] if before else None,
-        history=past_starts(trial, attempt.id, before, generations),
+        cause=find_cause(trial, before[-1], attempt.id)[0] if before else None,
+        history=list_past_starts(trial, attempt.id, before, generations),
         wanted=wanted,
-        trimmed=trimmed(trial),
+        trimmed=find_trimmed(trial),
         lost=lost,
     )
     return situation, damaged
 
 
-def fruitless_starts(trial: Trial, submission: str, running: str = "") -> tuple[PastStart, ...]:
-    """Return the starts of a job's trainer since the newest generation, oldest first, by manifests alone.
+def find_fruitless_starts(trial: Trial, submission: str, running: str = "") -> tuple[PastStart, ...]:
+    """Return the starts of a job's trainer since the newest generation, oldest first. Reads only manifests.
 
-    `running` is the attempt that runs, if one does.
+    `running` is the running attempt, if any.
     """
-    own = [record for record in read_lineages(trial) if record.submission == submission]
-    generations, _ = _verified(generation.scan(trial), frozenset(), None)
+    own = [record for record in load_lineages(trial) if record.submission == submission]
+    generations, _ = _verify_generations(generation.scan(trial), frozenset(), None)
     runs = running and own and own[-1].attempt == running
-    if runs and trainer_exit(trial.attempt(running), own[-1].incarnation) is None:
+    if runs and find_trainer_exit(trial.attempt(running), own[-1].incarnation) is None:
         own = own[:-1]
-    return past_starts(trial, running, own, generations)
+    return list_past_starts(trial, running, own, generations)
 
 
-def trimmed(trial: Trial) -> int:
-    """Return the step up to which batches are gone from the batch log; 0 where all are there."""
-    step = read_object(trial.trimmed).get("step")
-    return max(step if isinstance(step, int) else 0, min(seals_of(trial), default=1) - 1)
+def find_trimmed(trial: Trial) -> int:
+    """Return the step up to which batches were removed from the batch log, or 0."""
+    step = load_object(trial.trimmed).get("step")
+    return max(step if isinstance(step, int) else 0, min(list_seals(trial), default=1) - 1)
 
 
-def seals_of(trial: Trial) -> list[int]:
-    """Return the steps of the batches that are cut and kept, in no order."""
-    return [int(match[1]) for entry in entries(trial.batches) if (match := _SEAL.fullmatch(entry.name))]
+def list_seals(trial: Trial) -> list[int]:
+    """Return the steps of the batches in the batch log, in no order."""
+    return [int(match[1]) for entry in list_entries(trial.batches) if (match := _SEAL.fullmatch(entry.name))]
 
 
-def _ancestors(
+def _find_ancestors(
     trial: Trial, records: list[LineageRecord], own: list[LineageRecord], found: list[Found]
 ) -> tuple[frozenset[str], tuple[int, ...]]:
-    """Return the submissions whose lineages those of `own` continue, and the lineages that are lost.
+    """Return the ancestor submissions of the lineages `own`, and the lost lineages.
 
-    Where the record of a lineage is lost, its generations and the records of the submissions count.
+    If the record of a lineage is lost, its generations and the job records are used instead.
     """
     by_number = {record.lineage: record for record in records}
     makers = {one.manifest.lineage: one.manifest.submission for one in found if one.manifest}
@@ -126,15 +125,15 @@ def _ancestors(
             submissions.add(record.submission)
             todo += [] if record.from_lineage is None else [(record.from_lineage, record.submission)]
         else:
-            known = _recovered_from(trial, child) | ({makers[number]} if number in makers else set())
+            known = _find_recovered_from(trial, child) | ({makers[number]} if number in makers else set())
             submissions |= known
             todo += [(record.lineage, record.submission) for record in records if record.submission in known]
             lost |= set() if known else {number}
     return frozenset(submissions), tuple(sorted(lost))
 
 
-def _recovered_from(trial: Trial, submission: str) -> set[str]:
-    """Return the submissions that a submission continues, by the records that `hpc-rl recover` left."""
+def _find_recovered_from(trial: Trial, submission: str) -> set[str]:
+    """Return the submissions that a submission continues, by the job records of `hpc-rl recover`."""
     found: set[str] = set()
     while True:
         job = JobRecord.read(trial.job(submission))
@@ -145,35 +144,36 @@ def _recovered_from(trial: Trial, submission: str) -> set[str]:
         submission = parent
 
 
-def read_limit(found: Found, wanted: int | None, in_passing: bool = False) -> int | None:
-    """Return up to which size the files of a generation are read before it is chosen, in bytes; None for all.
+def choose_read_limit(found: Found, wanted: int | None, in_passing: bool = False) -> int | None:
+    """Return the size in bytes up to which files of a generation are read before it is chosen; None for all.
 
-    Large ones are checked while they are loaded, so that each is read once. Of the one that was asked for
-    (`wanted`) all are read, for later ones are set aside for it; `in_passing` only where that takes no time.
+    Large files are checked during loading, so that each is read once. If the user named the generation
+    (`wanted`), all are read, because later generations are set aside for it. With `in_passing`, only if the
+    generation is small.
     """
     size = sum(file.size for file in found.manifest.files) if found.manifest else 0
     return generation.LIGHT_BYTES if wanted is None or (in_passing and size > IN_PASSING_BYTES) else None
 
 
-def _verified(
+def _verify_generations(
     found: list[Found], only: frozenset[str] | None, wanted: int | None, in_passing: bool = False
 ) -> tuple[list[GenerationInfo], list[Found]]:
-    """Return all generations; those that may be loaded are read, newest first, up to a valid one."""
+    """Return all generations, and the damaged ones. Reads eligible ones, newest first, until one is valid."""
     infos, damaged, looking = [], [], True
     for one in found:
         lineage, submission = (one.manifest.lineage, one.manifest.submission) if one.manifest else (-1, "")
         eligible = one.step == wanted if wanted is not None else only is None or submission in only
         read = looking and eligible
         if read:
-            one = generation.verify(one, read_limit(one, wanted, in_passing))
+            one = generation.verify(one, choose_read_limit(one, wanted, in_passing))
             looking = bool(one.problem)
             damaged += [one] if one.problem else []
         infos.append(GenerationInfo(one.step, lineage, submission, not one.problem, one.problem, read))
     return infos, damaged
 
 
-def failures_without_progress(events: list[Event]) -> int:
-    """Return how many exits since the newest generation use up retries."""
+def count_failures(events: list[Event]) -> int:
+    """Count the exits since the newest generation that used a retry."""
     count = 0
     for event in events:
         if event.kind is EventKind.PROGRESS:
@@ -183,33 +183,33 @@ def failures_without_progress(events: list[Event]) -> int:
     return count
 
 
-def past_starts(
+def list_past_starts(
     trial: Trial, attempt_id: str, own: list[LineageRecord], found: list[GenerationInfo]
 ) -> tuple[PastStart, ...]:
-    """Return the starts since the last that led to a generation, oldest first.
+    """Return the starts since the last one that made a generation, oldest first.
 
-    They are known by their lineages, and those that failed before they had one by the events.
+    Lineages give the starts; events give starts that failed before they had a lineage.
     """
     submission = own[-1].submission if own else trial.attempt(attempt_id).job_id
     parents = [one.from_lineage for one in own if one.from_lineage is not None]
     newest = max([one.lineage for one in found] + parents, default=-1)
-    failed, fruitful = _failures(trial, submission)
-    made = [_order(trial, one) for one in own if one.lineage <= newest]
-    # a supervisor that was killed may have missed the progress
+    failed, fruitful = _list_failures(trial, submission)
+    made = [_make_order(trial, one) for one in own if one.lineage <= newest]
+    # a killed supervisor may have missed progress
     fruitful = max([fruitful, *made])
-    failed = [past for past in failed if _order(trial, past) > fruitful]
-    silent = [one for one in own if one.lineage > newest and _order(trial, one) > fruitful]
-    starts = [PastStart(one.attempt, one.incarnation, *cause_of(trial, one, attempt_id)) for one in silent]
-    by_order = {_order(trial, past): past for past in [*starts, *failed]}
+    failed = [past for past in failed if _make_order(trial, past) > fruitful]
+    silent = [one for one in own if one.lineage > newest and _make_order(trial, one) > fruitful]
+    starts = [PastStart(one.attempt, one.incarnation, *find_cause(trial, one, attempt_id)) for one in silent]
+    by_order = {_make_order(trial, past): past for past in [*starts, *failed]}
     return tuple(by_order[order] for order in sorted(by_order))
 
 
-def _failures(trial: Trial, submission: str) -> tuple[list[PastStart], tuple[int, int]]:
-    """Return the failures since the newest generation, and (restart, incarnation) that made it."""
+def _list_failures(trial: Trial, submission: str) -> tuple[list[PastStart], tuple[int, int]]:
+    """Return the failures since the newest generation, and the (restart, incarnation) that made it."""
     failed: list[PastStart] = []
     fruitful, running = (-1, -1), (-1, -1)
-    for attempt in trial.attempts_of(submission):
-        for event in read_events(attempt):
+    for attempt in trial.list_attempts(submission):
+        for event in load_events(attempt):
             number = -1 if event.incarnation is None else event.incarnation
             if event.kind is EventKind.PROGRESS:
                 failed, fruitful = [], running
@@ -220,13 +220,13 @@ def _failures(trial: Trial, submission: str) -> tuple[list[PastStart], tuple[int
     return failed, fruitful
 
 
-def cause_of(trial: Trial, record: LineageRecord, now: str) -> tuple[Cause, str]:
-    """Return why a start that had a lineage ended, with its reason; `now` is the attempt of the caller."""
+def find_cause(trial: Trial, record: LineageRecord, now: str) -> tuple[Cause, str]:
+    """Return why a start with a lineage ended, with the reason. `now` is the attempt of the caller."""
     attempt = trial.attempt(record.attempt)
-    exited = trainer_exit(attempt, record.incarnation)
+    exited = find_trainer_exit(attempt, record.incarnation)
     if exited is not None:
         if exited.code in (ExitCode.STOPPED, ExitCode.DONE):
-            return _cause_of_stop(attempt)
+            return _find_stop_cause(attempt)
         is_full = exited.failure is FailureClass.DISK_FULL
         return Cause.DISK_FULL if is_full else Cause.FAILED, exited.reason
     if record.attempt == now:
@@ -235,7 +235,7 @@ def cause_of(trial: Trial, record: LineageRecord, now: str) -> tuple[Cause, str]
     if ended is None:
         return Cause.NODE, ""
     if ended.exit_code in (ExitCode.STOPPED, ExitCode.DONE):
-        return _cause_of_stop(attempt)
+        return _find_stop_cause(attempt)
     return Cause.FAILED, ended.reason
 
 
@@ -245,8 +245,8 @@ CAUSES = {
 }
 
 
-def _cause_of_stop(attempt: Attempt) -> tuple[Cause, str]:
-    events = read_events(attempt)
+def _find_stop_cause(attempt: Attempt) -> tuple[Cause, str]:
+    events = load_events(attempt)
     asked = [event for event in events if event.kind is EventKind.STOPPING]
     if not asked or asked[-1].cause is None:
         return Cause.STOPPED, asked[-1].reason if asked else ""
@@ -256,17 +256,17 @@ def _cause_of_stop(attempt: Attempt) -> tuple[Cause, str]:
 
 
 def _is_warning(stop: Event, events: Sequence[Event]) -> bool:
-    """Return whether a SIGUSR1 came so shortly before the end of the job that Slurm sent it."""
+    """Return whether a SIGUSR1 came shortly before the end of the job, so Slurm sent it."""
     ends = [event.ends_at for event in events if event.kind is EventKind.END_TIME and event.ends_at]
     return bool(ends) and stop.time is not None and ends[-1] - stop.time < WARNING_S
 
 
-def trainer_exit(attempt: Attempt, incarnation: int) -> Event | None:
-    """Return how the supervisor saw one trainer incarnation exit; None where it did not."""
-    exits = [event for event in read_events(attempt) if event.kind is EventKind.EXITED]
+def find_trainer_exit(attempt: Attempt, incarnation: int) -> Event | None:
+    """Return the exit of a trainer incarnation that the supervisor recorded, or None."""
+    exits = [event for event in load_events(attempt) if event.kind is EventKind.EXITED]
     of_trainer = (event for event in reversed(exits) if event.unit == ("trainer", 0))
     return next((event for event in of_trainer if event.incarnation == incarnation), None)
 
 
-def _order(trial: Trial, start: LineageRecord | PastStart) -> tuple[int, int]:
+def _make_order(trial: Trial, start: LineageRecord | PastStart) -> tuple[int, int]:
     return trial.attempt(start.attempt).restart, start.incarnation

@@ -16,7 +16,7 @@ from hpc_rl import __version__
 from hpc_rl.cli import options
 from hpc_rl.cli.options import CommandParser
 from hpc_rl.core.errors import ExitCode, HpcRlError
-from hpc_rl.core.log import printable
+from hpc_rl.core.log import escape_controls
 
 COMMANDS = {  # name -> (module, one line of help)
     "quickstart": ("quickstart", "make a toy model and task, train it here, show what it learnt"),
@@ -76,14 +76,14 @@ class PrintableStream:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        return self.stream.write(printable(text))
+        return self.stream.write(escape_controls(text))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command line and return its exit code; what it prints has no control characters."""
+    """Run one command line and return its exit code. Its output has no control characters."""
     outputs = sys.stdout, sys.stderr
     try:
         sys.stdout, sys.stderr = (one and cast(TextIO, PrintableStream(one)) for one in outputs)
@@ -95,11 +95,11 @@ def main(argv: list[str] | None = None) -> int:
 def _main(argv: list[str] | None) -> int:
     try:
         try:
-            return _command(sys.argv[1:] if argv is None else argv)
+            return _dispatch(sys.argv[1:] if argv is None else argv)
         finally:
             if sys.stdout is not None:  # None where the caller closed it
                 sys.stdout.flush()
-    except OSError as error:  # of the output: those of a command are caught by _guarded
+    except OSError as error:  # writing the output failed; _run_guarded catches errors of commands
         # Else the interpreter complains again at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # `hpc-rl list | head`: the reader is gone
@@ -108,7 +108,7 @@ def _main(argv: list[str] | None) -> int:
         return ExitCode.CANNOT_WRITE
 
 
-def _command(argv: list[str]) -> int:
+def _dispatch(argv: list[str]) -> int:
     if argv[:1] == ["help"]:
         argv = [*argv[1:2], "--help", *argv[2:]]
     if not argv or argv[0] in ("-h", "--help"):
@@ -118,31 +118,31 @@ def _command(argv: list[str]) -> int:
         print(f"hpc-rl {__version__}")
         return ExitCode.DONE
     if argv[0] not in COMMANDS and not argv[0].startswith("-"):
-        return _unknown(argv[0])
-    if argv[0] == "env" and argv[1:2] and argv[1] in module("env").HANDED_OVER:
-        module("env").hand_over(argv[1:])
-    return _guarded(argv)
+        return _report_unknown(argv[0])
+    if argv[0] == "env" and argv[1:2] and argv[1] in load_module("env").HANDED_OVER:
+        load_module("env").hand_over(argv[1:])
+    return _run_guarded(argv)
 
 
 Parsers = dict[tuple[str, ...], CommandParser]
 
 
 def build_parsers(wanted: Collection[str]) -> Parsers:
-    """Return the parser of `hpc-rl`, under (), with those of its commands and their actions.
+    """Return the parser of `hpc-rl`, under (), and the parsers of its commands and actions.
 
-    Where none is wanted all are there, with their names and one line of help only.
+    If no command is wanted, every command has a parser with its name and one line of help.
     """
     about = "Reinforcement-learning post-training of language models on Slurm, or on this machine."
     found: Parsers = {(): CommandParser(about, EPILOG, prog="hpc-rl")}
     made = {
-        name: module(name).parser() if name in wanted else CommandParser(line)
+        name: load_module(name).make_parser() if name in wanted else CommandParser(line)
         for name, (_, line) in COMMANDS.items()
         if name in wanted or not wanted
     }
     _add_commands(found, (), made)
     for name in wanted:
-        if actions := getattr(module(name), "ACTIONS", {}):
-            _add_commands(found, (name,), {action: of.parser() for action, of in actions.items()})
+        if actions := getattr(load_module(name), "ACTIONS", {}):
+            _add_commands(found, (name,), {action: of.make_parser() for action, of in actions.items()})
     return found
 
 
@@ -156,12 +156,12 @@ def _add_commands(found: Parsers, above: tuple[str, ...], made: dict[str, Comman
         found[*above, name] = parser
 
 
-def module(command: str) -> ModuleType:
+def load_module(command: str) -> ModuleType:
     """Return the module of a command."""
     return importlib.import_module(f"hpc_rl.cli.{COMMANDS[command][0]}")
 
 
-def _unknown(name: str) -> int:
+def _report_unknown(name: str) -> int:
     near = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.7)
     if name in SYNONYMS or near:
         hint = f"Did you mean `hpc-rl {SYNONYMS.get(name) or near[0]}`?"
@@ -171,9 +171,9 @@ def _unknown(name: str) -> int:
     return ExitCode.USAGE
 
 
-def _guarded(argv: list[str]) -> int:
+def _run_guarded(argv: list[str]) -> int:
     try:
-        return int(_run(argv) or 0)
+        return int(_call_command(argv) or 0)
     except ArgumentError as error:
         said = " ".join(error.message.split())
         for length in (2, 1):  # the library names an argument with its command before it: recover.trial
@@ -195,18 +195,18 @@ def _guarded(argv: list[str]) -> int:
         return ExitCode.FAILED
 
 
-def _run(argv: list[str]) -> int:
+def _call_command(argv: list[str]) -> int:
     parsers = build_parsers([name for name in argv[:1] if name in COMMANDS])
     path = next(tuple(argv[:length]) for length in (2, 1, 0) if tuple(argv[:length]) in parsers)
     own = argv[len(path) :]
     if options.print_help(parsers[path], own):
         return ExitCode.DONE
-    args = parsers[()].parse_args([*path, *options.arranged(parsers[path], own)])
+    args = parsers[()].parse_args([*path, *options.arrange_arguments(parsers[path], own)])
     for name in path:
         args = args[name]
     args.argv = argv
-    owner = module(path[0])
-    return (owner.ACTIONS[path[1]] if len(path) > 1 else owner).run(args)
+    owner = load_module(path[0])
+    return (owner.ACTIONS[path[1]] if len(path) > 1 else owner).main(args)
 
 
 def _report_internal(error: Exception) -> None:

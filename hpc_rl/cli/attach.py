@@ -8,9 +8,9 @@ import sys
 from hpc_rl.cli.options import CommandParser, Count, Namespace, print_json
 from hpc_rl.core.errors import ConfigError, SchedulerError
 from hpc_rl.schedulers.slurm import clean_environment
-from hpc_rl.status.scheduler_view import current_status
+from hpc_rl.status.scheduler_view import load_current_status
 from hpc_rl.trials import trial_index
-from hpc_rl.trials.attachment import attach_command, choose_process, role_processes
+from hpc_rl.trials.attachment import choose_process, list_role_processes, make_attach_command
 
 ROLES = ("trainer", "rollout", "server", "environment", "supervisor")
 EPILOG = """The command is printed to standard output, so `$(hpc-rl attach TRIAL)` runs it too. On Slurm it is
@@ -20,7 +20,7 @@ What follows `--` is run there instead of a shell:
   hpc-rl attach TRIAL --role server --exec -- nvidia-smi"""
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser("Print the command that opens a shell on the node of a role.", EPILOG)
     made.add_trial()
     made.add_argument("--role", choices=ROLES, help="role (default: the trainer, else any)")
@@ -33,21 +33,21 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
+def main(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
-    status = current_status(trial)
+    status = load_current_status(trial)
     if args.json:
-        every = role_processes(status)
-        print_json([{**vars(one), "command": attach_command(status, one, args.run)} for one in every])
+        every = list_role_processes(status)
+        print_json([{**vars(one), "command": make_attach_command(status, one, args.run)} for one in every])
         return 0
     if args.list:
-        for one in role_processes(status):
+        for one in list_role_processes(status):
             print(f"{one.name:<20}{one.node or one.host}  pid {one.pid}")
         return 0
     if args.run and not args.exec:
         raise ConfigError("a command after -- requires --exec; without it the command of a shell is printed.")
     process = choose_process(status, args.role, args.index, args.rank)
-    line = attach_command(status, process, args.run)
+    line = make_attach_command(status, process, args.run)
     on_slurm = line[0] == "srun"
     where = f"pid {process.pid} on {process.node or process.host}, attempt {process.attempt}"
     print(f"{process.name}: {where}", file=sys.stderr)
@@ -58,7 +58,7 @@ def run(args: Namespace) -> int:
 
 
 def _replace_process(line: list[str], folder: str | None) -> None:
-    """Run a command in place of this process. Raises SchedulerError where the program does not exist."""
+    """Run a command in place of this process. Raises SchedulerError if the program does not exist."""
     sys.stdout.flush()
     sys.stderr.flush()
     try:

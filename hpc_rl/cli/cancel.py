@@ -4,9 +4,9 @@ from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_result
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.records import TrialState
 from hpc_rl.core.trial import Trial
-from hpc_rl.status.formatting import format_duration, one_line
-from hpc_rl.status.trial_state import NOTHING_SAVED
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.status.formatting import flatten_line, format_duration
+from hpc_rl.status.trial_state import NOTHING_SAVED, describe_state
+from hpc_rl.status.trial_status import load_status
 from hpc_rl.trials import trial_index
 from hpc_rl.trials.cancellation import CancelledJob, CancelOutcome, cancel, wait_until_over
 
@@ -26,7 +26,7 @@ OUTCOMES_UNSAVED = OUTCOMES | {
 }
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser("Stop a trial permanently, with its state saved. Repeating it is harmless.")
     made.add_trial()
     made.add_flag(
@@ -38,24 +38,24 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
+def main(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     done = cancel(trial, args.now)
     rows = [
         {"job_id": item.job.job_id, "outcome": item.outcome, "was": item.was and item.was.state}
         for item in done
     ]
-    print_result(args.json, rows, outcome_lines(trial, done))
+    print_result(args.json, rows, describe_outcomes(trial, done))
     stopping = [item for item in done if item.outcome in (CancelOutcome.DRAINING, CancelOutcome.KILLED)]
     if args.wait_s and stopping:
         return _wait(trial, stopping[-1], args.wait_s, quiet=args.json)
     if stopping and not args.json:
-        print("next ", *trial_index.commands(trial, "status"))
+        print("next ", *trial_index.list_commands(trial, "status"))
     return 0
 
 
-def outcome_lines(trial: Trial, done: list[CancelledJob]) -> list[str]:
-    """Return what was done about each job."""
+def describe_outcomes(trial: Trial, done: list[CancelledJob]) -> list[str]:
+    """Return the outcome for each job."""
     if not done:
         return [f"{trial} was never submitted: nothing to cancel."]
     lines = []
@@ -70,13 +70,13 @@ def _wait(trial: Trial, item: CancelledJob, timeout_s: float, quiet: bool) -> in
     state = wait_until_over(trial, item.job, timeout_s)
     if quiet:
         return ExitCode.DONE if state is not None else ExitCode.BUSY
-    show, resume = trial_index.commands(trial, "status", "recover")
+    show, resume = trial_index.list_commands(trial, "status", "recover")
     job = f"job {item.job.job_id} is"
     if state is None:
         print(f"{job} still shutting down after {format_duration(timeout_s)}: {show}")
         return ExitCode.BUSY
-    status = read_status(trial, state)
-    print(f"{job} over: {status.state}" + (f", {one_line(status.reason)}" if status.reason else ""))
+    status = load_status(trial, state)
+    print(f"{job} over: {flatten_line(describe_state(status.state, status.reason))}")
     if status.generation is not None and status.state is not TrialState.DONE:
         print(f"newest checkpoint {status.generation}; to resume it later, run: {resume}")
     return ExitCode.DONE

@@ -6,13 +6,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.cli import submit
 from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json, require_torch
-from hpc_rl.cli.samples import MAX_WIDTH, block
+from hpc_rl.cli.outcome import collect_sources
+from hpc_rl.cli.plan_text import NOTHING_WRITTEN
+from hpc_rl.cli.samples import MAX_WIDTH, format_block
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.status.formatting import format_number
 from hpc_rl.trials.checklist import Planned
-from hpc_rl.trials.episode import EpisodeProgress, EpisodeStage, run_episode
+from hpc_rl.trials.episode import EpisodeProgress, EpisodeStage, play_episode
+from hpc_rl.trials.prepare import judge_config
 from hpc_rl.trials.user_code import own_environment
 
 ABOUT = """Check a configuration as submit does, and tell all that is wrong; write and submit nothing.
@@ -27,14 +29,14 @@ EPILOG = """examples:
 Exit codes are those of submit: 0 if it would submit, 64 if something is refused or the episode fails, 69 for
 what Slurm says, 73 for a directory that can't be written or has no space, 75 for a trial that runs."""
 DEFAULT_TIMEOUT_S = 300.0
-# Checks of what an episode does not need: the trial's directory as an earlier start left it, and Slurm.
+# Checks that an episode does not need: the state of the trial's directory, and Slurm.
 NOT_OF_EPISODES = ("trial", "state", "slurm programs", "sbatch --test-only")
 LINE_EVERY_S = 10.0  # of progress, without a terminal
 MAX_CHARS = 2000  # of a text, as lines
-MAX_LINES = 20  # of what was printed, at its start and its end
+MAX_LINES = 20  # of the printed text, at its start and its end
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser(ABOUT, EPILOG)
     made.add_config()
     episode = """then run the first prompt of train_dataset here, on the CPU, through model, workflow and
@@ -48,15 +50,15 @@ reward; show what came of it, and what would be trained on"""
     return made
 
 
-def run(args: Namespace) -> int:
-    verdict = submit.verdict_on(args)
+def main(args: Namespace) -> int:
+    verdict = judge_config(collect_sources(args))
     notes, errors = [*verdict.notes], [*verdict.lines]
     exit_code = verdict.exit_code
     played: dict[str, Any] | None = None
     in_the_way = [row.text for row in verdict.refusals if row.name in NOT_OF_EPISODES]
     if args.episode and verdict.planned and len(in_the_way) == len(verdict.refusals):
         try:
-            played = _episode(verdict.planned, args, notes)
+            played = _play_episode(verdict.planned, args, notes)
             notes += [f"submit refuses this trial as it is now: {text}" for text in in_the_way]
             errors, exit_code = [], ExitCode.DONE
         except ConfigError as error:
@@ -67,13 +69,13 @@ def run(args: Namespace) -> int:
         print_json({"refusals": errors, "notes": notes, "checks": verdict.rows(), "episode": played})
         return exit_code
     lines = [f"note: {note}" for note in notes]
-    lines += _episode_lines(played) if played else []
+    lines += _describe_episode(played) if played else []
     if not errors:
         options = [f"--preset={name}" for name in args.preset]
         options += [f"--cluster={args.cluster}"] if args.cluster else []
         command = shlex.join(["hpc-rl", "submit", *args.config, *options, *args.overrides])
         found = "the episode ran; see the note for submit" if in_the_way else "nothing is refused"
-        lines.append(f"ok         {found}; {submit.NOTHING_WRITTEN}")
+        lines.append(f"ok         {found}; {NOTHING_WRITTEN}")
         lines += [] if in_the_way else [f"next       {command}"]
     for line in lines:
         print(line, flush=True)
@@ -84,14 +86,14 @@ def run(args: Namespace) -> int:
     return 0
 
 
-def _episode(planned: Planned, args: Namespace, notes: list[str]) -> dict[str, Any]:
-    """Run one episode; what differs from the job's is put to the notes. Raises ConfigError."""
+def _play_episode(planned: Planned, args: Namespace, notes: list[str]) -> dict[str, Any]:
+    """Run one episode; differences from the job go to the notes. Raises ConfigError."""
     require_torch("--episode runs the model on this machine")
     config = planned.loaded.config
     if own_environment(config, planned.plan.python):
         notes.append("the episode runs in this environment; the job has one of its own")
     with ProgressLine() as line:
-        played = run_episode(config, args.timeout_s, args.tiny_model, Path.cwd(), line.show)
+        played = play_episode(config, args.timeout_s, args.tiny_model, Path.cwd(), line.show)
     if unused := played.pop("unused", ""):
         notes.append(f"the episode is without {unused}: the embedded engine has no such option")
     return played
@@ -107,7 +109,7 @@ class ProgressLine:
         self._status = self._console.status("") if self._console.is_terminal else None
         self._began = time.monotonic()
         self._stage: EpisodeStage | None = None
-        self._next_s = 0.0  # at which time a line is due
+        self._next_s = 0.0  # time of the next line
 
     def __enter__(self) -> "ProgressLine":
         if self._status:
@@ -131,13 +133,13 @@ class ProgressLine:
         self._stage = progress.stage
 
 
-def _episode_lines(played: dict[str, Any]) -> list[str]:
-    """Return the prompt, what was made of it, and what was printed."""
+def _describe_episode(played: dict[str, Any]) -> list[str]:
+    """Return the prompt, the trajectories, and the printed text."""
     lines, width = [], min(shutil.get_terminal_size().columns, MAX_WIDTH)
     if "prompt" in played:
         lines += [
             f"episode    row {played['row']} of train_dataset",
-            *block("prompt", played["prompt"], width),
+            *format_block("prompt", played["prompt"], width),
         ]
     rows = played.get("trajectories", [])
     if "trajectories" in played and not rows:
@@ -146,11 +148,11 @@ def _episode_lines(played: dict[str, Any]) -> list[str]:
         stats = ", ".join(f"{name} {format_number(value)}" for name, value in one["stats"].items())
         reward = f"reward {format_number(one['reward'])}{f' ({stats})' if stats else ''}"
         parts = one["parts"]
-        tokens = f"{_trained(one)} of {sum(part['tokens'] for part in parts)} tokens are trained on"
+        tokens = f"{_count_trained(one)} of {sum(part['tokens'] for part in parts)} tokens are trained on"
         turns = f"{one['turns']} turn{'s' * (one['turns'] != 1)}"
         lines.append(f"sample {number}: {reward}; {turns}, {tokens}; {one['finish_reason']}")
         for part in parts[parts[0]["text"] == played["prompt"] :]:
-            lines += block("model" if part["trained"] else "given", _cut(part["text"]), width)
+            lines += format_block("model" if part["trained"] else "given", _cut(part["text"]), width)
     if rows and len({one["reward"] for one in rows}) == 1 < len(rows):
         lines.append(
             "note: all rewards are equal; where they are compared within a group, nothing is learnt from it"
@@ -172,5 +174,5 @@ def _cut(text: str) -> str:
     return text if left_out <= 0 else f"{text[:MAX_CHARS]} … ({left_out} more characters: see --json)"
 
 
-def _trained(one: dict[str, Any]) -> int:
+def _count_trained(one: dict[str, Any]) -> int:
     return sum(part["tokens"] for part in one["parts"] if part["trained"])

@@ -1,20 +1,20 @@
-"""`hpc-rl du [trial]…`: what trials hold on disk, by kind."""
+"""`hpc-rl du [trial]…`: disk use of trials, by kind."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hpc_rl.cli.list import NO_TRIALS
-from hpc_rl.cli.options import CommandParser, Namespace, columns, print_result
+from hpc_rl.cli.options import CommandParser, Namespace, align_columns, print_result
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.trial import Trial
-from hpc_rl.status.formatting import one_line, size_text
+from hpc_rl.status.formatting import flatten_line, format_size
 from hpc_rl.trials import trial_index
-from hpc_rl.trials.removal import HOLDS, REST, contents
+from hpc_rl.trials.removal import HOLDS, REST, measure_contents
 
 KINDS = [*dict.fromkeys(HOLDS.values()), REST]
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser(
         "Show what trials hold on disk, the largest first: checkpoints, weights, logs, exports.",
         "`hpc-rl remove` removes trials; `recover.keep` limits their checkpoints. A trial that is done has\n"
@@ -25,31 +25,31 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
+def main(args: Namespace) -> int:
     trials = trial_index.resolve_all(args.trial)
     if not args.trial:
-        trials = [entry.trial for entry in trial_index.entries() if not entry.gone]
-    rows = sizes(trials)
-    print_result(args.json, rows, table(rows) if rows else [NO_TRIALS])
+        trials = [entry.trial for entry in trial_index.list_entries() if not entry.gone]
+    rows = measure_sizes(trials)
+    print_result(args.json, rows, format_table(rows) if rows else [NO_TRIALS])
     return ExitCode.DONE
 
 
-def sizes(trials: Iterable[Trial], without: Sequence[str] = ()) -> list[dict[str, Any]]:
+def measure_sizes(trials: Iterable[Trial], without: Sequence[str] = ()) -> list[dict[str, Any]]:
     """Return what each trial holds, in bytes, the largest first; `without` are kinds that do not count."""
     rows: list[dict[str, Any]] = []
     for trial in trials:
-        kinds = {one.name: 0 if one.name in without else one.size_bytes for one in contents(trial)}
+        kinds = {one.name: 0 if one.name in without else one.size_bytes for one in measure_contents(trial)}
         row: dict[str, Any] = {"trial": str(trial), "dir": str(trial.dir), "bytes": sum(kinds.values())}
         rows.append(row | {"by_kind": kinds})
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
-def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return the rows of `sizes` as lines for people, with their sum below several."""
+def format_table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the rows of `measure_sizes` as lines for people, with their sum below several."""
     total = {kind: sum(row["by_kind"][kind] for row in rows) for kind in KINDS}
     sums: dict[str, Any] = {"trial": "all", "bytes": sum(total.values()), "by_kind": total}
     cells = [["total", *KINDS, "trial"]]
     for one in [*rows, sums] if len(rows) > 1 else rows:
-        kinds = [size_text(one["by_kind"][kind]) if one["by_kind"][kind] else "" for kind in KINDS]
-        cells.append([size_text(one["bytes"]), *kinds, one["trial"]])
-    return list(map(one_line, columns(cells)))
+        kinds = [format_size(one["by_kind"][kind]) if one["by_kind"][kind] else "" for kind in KINDS]
+        cells.append([format_size(one["bytes"]), *kinds, one["trial"]])
+    return list(map(flatten_line, align_columns(cells)))

@@ -13,7 +13,7 @@ from hpc_rl.core.errors import TrialStateError
 HANDED_OVER = ("serve", "process", "evaluate")
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser(
         "Run an environment: tasks of your own that feed a trainer.",
         "hpc-rl env serve | process | evaluate --help shows the options of an environment.",
@@ -26,8 +26,8 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
-    from hpc_rl.config.environment_file import environment_file
+def main(args: Namespace) -> int:
+    from hpc_rl.config.environment_file import make_environment_settings
     from hpc_rl.config.load.stored import from_dict
     from hpc_rl.config.options.experiment import GRPOConfig
     from hpc_rl.core.trial import write_atomic
@@ -40,15 +40,15 @@ def run(args: Namespace) -> int:
         raise TrialStateError(
             f"trial {trial.name} takes no groups from environments; submit it with a section `environments`"
         )
-    seen = open_names(trial, config).leases(keys.ROLLOUT).get(keys.ROLLOUT)
+    seen = open_names(trial, config).list_leases(keys.ROLLOUT).get(keys.ROLLOUT)
     if seen is None or not seen.alive:
         raise TrialStateError(
             f"trial {trial.name} has no rollout role that runs; see hpc-rl status {args.trial}"
         )
-    url, token = seen.value["url"], trial.tokens()["data"]
+    url, token = seen.value["url"], trial.load_tokens()["data"]
     urls = {"rollout_server_url": f"{url}/t/{token}", "base_url": f"{url}/t/{token}/v1", "api_key": token}
     if args.write:
-        settings = environment_file(config, Path(args.write).stem, url, token)
+        settings = make_environment_settings(config, Path(args.write).stem, url, token)
         write_atomic(Path(args.write), yaml.safe_dump(settings), mode=0o600)
     if args.json:
         print_json(urls)

@@ -8,16 +8,16 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from hpc_rl.cli.options import CommandParser, Namespace, columns, print_result
+from hpc_rl.cli.options import CommandParser, Namespace, align_columns, print_result
 from hpc_rl.core.errors import ConfigError, TrialNameError
 from hpc_rl.core.records import TrialState
 from hpc_rl.core.trial import Trial
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.stats.read import HELD_OUT
-from hpc_rl.status.formatting import format_duration, format_number, one_line
+from hpc_rl.status.formatting import flatten_line, format_duration, format_number
 from hpc_rl.status.scheduler_view import query_all
-from hpc_rl.status.submitted_jobs import read_jobs
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.status.submitted_jobs import load_jobs
+from hpc_rl.status.trial_status import load_status
 from hpc_rl.trials import trial_index
 
 GONE = "gone"
@@ -27,16 +27,16 @@ measured (a loss where there is no reward)."""
 SORTED_BY: dict[str, Any] = {
     "name": lambda row: row["trial"],
     "state": lambda row: row["state"],
-    **{key: lambda row, key=key: -_known(row[key]) for key in ("time", "step", "reward", "held_out")},
+    **{key: lambda row, key=key: -_sort_key(row[key]) for key in ("time", "step", "reward", "held_out")},
 }
 LIVE = (TrialState.RUNNING, TrialState.PENDING, TrialState.STOPPING)
 NO_TRIALS = "no trials yet: `hpc-rl quickstart`, or `hpc-rl submit FILE`"
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser("List the trials that this account submitted, newest first.", EPILOG)
     made.add_completed("name", nargs="*", help="only trials named so, or experiment/name; * and ? match")
-    add_filters(made)
+    declare_filters(made)
     made.add_argument("--sort", choices=list(SORTED_BY), help="the largest first (names: from a to z)")
     made.add_flag("--prune", help="remove trials whose directory is gone from the list")
     made.add_flag("--offline", help="do not query the scheduler")
@@ -44,17 +44,17 @@ def parser() -> CommandParser:
     return made
 
 
-def add_filters(made: CommandParser) -> None:
+def declare_filters(made: CommandParser) -> None:
     """Declare the options that choose trials of the index."""
     made.add_argument("--experiment", metavar="NAME", help="only those of an experiment; * and ? match")
     made.add_argument("--state", metavar="NAMES", help="only those in a state: running, or done,failed")
 
 
-def rows_of(
+def list_rows(
     names: Sequence[str], experiment: str | None, wanted: Sequence[str], offline: bool = False
 ) -> list[dict[str, Any]]:
     """Return the rows of trials that match, newest submission first, by at most one scheduler query."""
-    entries = [entry for entry in trial_index.entries() if _matches(entry.trial, names, experiment)]
+    entries = [entry for entry in trial_index.list_entries() if _is_match(entry.trial, names, experiment)]
     answers = {} if offline else query_all(entry.trial for entry in entries if not entry.gone)
     complaints: dict[str, list[str]] = {}
     for trial_dir, answer in answers.items():
@@ -64,25 +64,25 @@ def rows_of(
             continue
         which = f"the scheduler of {of[0]}" + (f" and {len(of) - 1} more" if len(of) > 1 else "")
         print(f"hpc-rl: could not query {which}; showing data from files only: {complaint}", file=sys.stderr)
-    rows = [_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
+    rows = [_make_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
     return [row for row in rows if row["state"] in wanted]
 
 
-def run(args: Namespace) -> int:
-    pruned = trial_index.prune() if args.prune else []
-    rows = rows_of(args.name, args.experiment, states(args.state), args.offline)
+def main(args: Namespace) -> int:
+    pruned = trial_index.prune_index() if args.prune else []
+    rows = list_rows(args.name, args.experiment, parse_states(args.state), args.offline)
     if args.sort:
         rows.sort(key=SORTED_BY[args.sort])
     lines = [f"removed from the list: {entry.trial}  {entry.trial.dir}" for entry in pruned]
     filters = args.name or args.experiment or args.state
-    lines += table(rows) if rows else ["no trial matches" if filters else NO_TRIALS]
+    lines += format_table(rows) if rows else ["no trial matches" if filters else NO_TRIALS]
     if any(row["state"] == GONE for row in rows):
         lines.append("`hpc-rl list --prune` removes trials whose directory is gone from the list.")
     print_result(args.json, rows, lines)
     return 0
 
 
-def states(text: str | None) -> list[str]:
+def parse_states(text: str | None) -> list[str]:
     """Return the states of an option. Raises ConfigError for one that is unknown."""
     known = [*map(str, TrialState), GONE]
     wanted = text.split(",") if text else known
@@ -92,42 +92,42 @@ def states(text: str | None) -> list[str]:
     return wanted
 
 
-def _matches(trial: Trial, wanted: Sequence[str], experiment: str | None) -> bool:
+def _is_match(trial: Trial, wanted: Sequence[str], experiment: str | None) -> bool:
     named = not wanted or any(trial_index.is_named(trial, name) for name in wanted)
     return named and fnmatchcase(trial.experiment, experiment or "*")
 
 
-def _known(value: float | None) -> float:
+def _sort_key(value: float | None) -> float:
     return float("-inf") if value is None else value
 
 
-def live_rows(offline: bool = False) -> list[dict[str, Any]]:
+def list_live_rows(offline: bool = False) -> list[dict[str, Any]]:
     """Return the rows of trials that run or wait, newest submission first, by at most one scheduler query."""
-    entries = [entry for entry in trial_index.entries() if not entry.gone]
-    entries = [entry for entry in entries if any(not job.over for job in read_jobs(entry.trial))]
+    entries = [entry for entry in trial_index.list_entries() if not entry.gone]
+    entries = [entry for entry in entries if any(not job.over for job in load_jobs(entry.trial))]
     answers = {} if offline else query_all(entry.trial for entry in entries)
-    rows = [_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
+    rows = [_make_row(entry, answers.get(entry.trial.dir, SchedulerAnswer())) for entry in entries]
     return [row for row in rows if row["state"] in LIVE]
 
 
-def trial_named(name: str | None) -> Trial:
-    """Return the trial with a name, or, where that is empty, the one that a command without a name is about.
+def find_trial(name: str | None) -> Trial:
+    """Return the trial with a name, or, if that is empty, the one that a command without a name is about.
 
     Raises TrialNameError.
     """
-    return trial_index.resolve(name) if name else only_trial(live_rows())
+    return trial_index.resolve(name) if name else find_only_trial(list_live_rows())
 
 
-def only_trial(rows: Sequence[dict[str, Any]]) -> Trial:
+def find_only_trial(rows: Sequence[dict[str, Any]]) -> Trial:
     """Return the trial that a command without a name is about, and say which: the live one, else the newest.
 
-    Raises TrialNameError where several are live, or there is none.
+    Raises TrialNameError if several are live, or there is none.
     """
     if len(rows) > 1:
         names = ", ".join(row["trial"] for row in rows)
         raise TrialNameError(f"{len(rows)} trials run or wait: name one of {names}.")
     found = [Trial(Path(row["dir"])) for row in rows]
-    found += [entry.trial for entry in trial_index.entries() if not entry.gone]
+    found += [entry.trial for entry in trial_index.list_entries() if not entry.gone]
     if not found:
         raise TrialNameError(NO_TRIALS)
     which = "the one that runs or waits" if rows else "the newest"
@@ -136,18 +136,18 @@ def only_trial(rows: Sequence[dict[str, Any]]) -> Trial:
     return found[0]
 
 
-def table(rows: list[dict[str, Any]]) -> list[str]:
+def format_table(rows: list[dict[str, Any]]) -> list[str]:
     """Return rows of trials as lines for people."""
-    return list(map(one_line, _table(rows)))
+    return list(map(flatten_line, _format_cells(rows)))
 
 
-def _row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, Any]:
+def _make_row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, Any]:
     row: dict[str, Any] = {"trial": str(entry.trial), "dir": str(entry.trial.dir), "time": entry.time}
     unknown = ("job_id", "step", "total_steps", "eta_s", "reward", "held_out")
     row |= dict.fromkeys(unknown) | {"state": GONE, "reason": ""}
     if entry.gone:
         return row
-    status = read_status(entry.trial, answer.newest, answer.asked_at or None)
+    status = load_status(entry.trial, answer.newest, answer.asked_at or None)
     newest = [value for _, value in status.history.curve("reward")[-REWARD_STEPS:]]
     held_out = status.history.curve(HELD_OUT)
     return row | {
@@ -162,7 +162,7 @@ def _row(entry: trial_index.IndexEntry, answer: SchedulerAnswer) -> dict[str, An
     }
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
+def _format_cells(rows: list[dict[str, Any]]) -> list[str]:
     now = time.time()
     cells = [["trial", "state", "job", "step", "mean reward", "held-out", "left", "submitted", "directory"]]
     for row in rows:
@@ -173,4 +173,4 @@ def _table(rows: list[dict[str, Any]]) -> list[str]:
         measured = ["" if row[key] is None else format_number(row[key]) for key in ("reward", "held_out")]
         job = row["job_id"] or ""
         cells.append([row["trial"], row["state"], job, step, *measured, left, age, row["dir"]])
-    return columns(cells)
+    return align_columns(cells)

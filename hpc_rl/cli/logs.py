@@ -11,14 +11,14 @@ from typing import Any
 from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import CommandParser, Count, Namespace, print_result
 from hpc_rl.core.errors import ConfigError, TrialStateError
-from hpc_rl.core.files import Tail, last_lines
-from hpc_rl.core.records import successors
+from hpc_rl.core.files import Tail, load_last_lines
+from hpc_rl.core.records import find_successors
 from hpc_rl.core.trial import Trial
-from hpc_rl.status.attempts import log_files
+from hpc_rl.status.attempts import list_log_files
 from hpc_rl.status.formatting import format_time
-from hpc_rl.status.scheduler_view import TrialWatch, current_status
-from hpc_rl.status.trial_status import TrialStatus, read_status
-from hpc_rl.supervise.agents import agent_name
+from hpc_rl.status.scheduler_view import TrialWatch, load_current_status
+from hpc_rl.status.trial_status import TrialStatus, load_status
+from hpc_rl.supervise.agents import make_agent_name
 
 ROLES = (
     "trainer",
@@ -50,11 +50,11 @@ class Log:
     incarnation: int | None = None
     rank: int | None = None
 
-    def title(self, trial: Trial) -> str:
+    def format_title(self, trial: Trial) -> str:
         return str(self.path.relative_to(trial.dir))
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser(
         "Show logs: by default of the newest attempt, its newest trainer and its supervisor."
     )
@@ -66,7 +66,7 @@ def parser() -> CommandParser:
     attempt = "attempt, as status names it (default: the newest with a matching log)"
     made.add_argument("--attempt", help=attempt)
     rank = "rank, where ranks have files of their own, or `all` (default: rank 0)"
-    made.add_argument("--rank", type=_rank, metavar="RANK", help=rank)
+    made.add_argument("--rank", type=_parse_rank, metavar="RANK", help=rank)
     lines = "number of lines from the end (default: 40)"
     made.add_argument("-n", "--lines", type=Count, default=40, help=lines)
     follow = "wait for the first line, and show new lines until the trial is over"
@@ -76,9 +76,9 @@ def parser() -> CommandParser:
     return made
 
 
-def _rank(text: str | int) -> str | int:
+def _parse_rank(text: str | int) -> str | int:
     """Return a rank, or EVERY_RANK."""
-    text = str(text)  # jsonargparse may convert what was converted
+    text = str(text)  # jsonargparse may convert a value twice
     if text == EVERY_RANK:
         return EVERY_RANK
     if not (text.isascii() and text.isdigit()):
@@ -86,90 +86,94 @@ def _rank(text: str | int) -> str | int:
     return int(text)
 
 
-def run(args: Namespace) -> int:
+def main(args: Namespace) -> int:
     if args.json and not args.list:
         raise ConfigError("--json requires --list: it lists the files; the logs themselves are text.")
-    trial = listing.trial_named(args.trial)
+    trial = listing.find_trial(args.trial)
     if args.follow and not args.list:
         return _follow(trial, args)
-    found = collect(read_status(trial))
+    found = collect(load_status(trial))
     if args.list:
         rows = [asdict(log) | {"bytes": log.path.stat().st_size} for log in found]
-        lines = [f"  {row['bytes']:>12,}  {log.title(trial)}" for row, log in zip(rows, found, strict=True)]
+        lines = [
+            f"  {row['bytes']:>12,}  {log.format_title(trial)}" for row, log in zip(rows, found, strict=True)
+        ]
         print_result(args.json, rows, [f"in {trial.dir}", *lines])
         return 0
     if not found:
-        print(_nothing_yet(trial))
+        print(_describe_nothing(trial))
         return 0
     chosen = choose(trial, found, args)
     for number, log in enumerate(chosen):
         if len(chosen) > 1:
-            print(f"{chr(10) if number else ''}==> {log.title(trial)} <==")
-        print("\n".join(last_lines(log.path, args.lines) or ["(empty)"]))
+            print(f"{chr(10) if number else ''}==> {log.format_title(trial)} <==")
+        print("\n".join(load_last_lines(log.path, args.lines) or ["(empty)"]))
     return 0
 
 
-def _nothing_yet(trial: Trial) -> str:
-    """Return why a trial has no log."""
-    status = current_status(trial)
+def _describe_nothing(trial: Trial) -> str:
+    """Describe the state of a trial without a log."""
+    status = load_current_status(trial)
     since = f" since {format_time(status.since)}" if status.since else ""
     why = f" ({status.reason})" if status.reason else ""
     return f"no log yet: {trial} is {status.state}{since}{why}"
 
 
 def collect(status: TrialStatus) -> list[Log]:
-    """Return every log of a trial: output of job scripts, then those of attempts in their order."""
+    """Return every log of a trial: the output of job scripts, then the logs of attempts in order."""
     trial = status.trial
     tasks = [(array, task) for array in status.servers for task in array.tasks]
     job_ids = [*(task.id for _, task in tasks), *(job.job_id for job in status.jobs)]
-    found = [log for job_id in job_ids for log in _outputs(trial, job_id)]
+    found = [log for job_id in job_ids for log in _list_outputs(trial, job_id)]
     number = {job.job_id: number for number, job in enumerate(status.jobs)}
     attempts = []
     for array, task in tasks:
         rank = number.get(array.serves, -1)
-        attempts += [(rank, attempt.id) for attempt in trial.attempts_of(task.id)]
+        attempts += [(rank, attempt.id) for attempt in trial.list_attempts(task.id)]
     attempts += [(number.get(attempt.job_id, len(number)), attempt.id) for attempt in status.attempts]
     for _, name in sorted(attempts, key=itemgetter(0)):  # of one submission, servers come first
-        logs = log_files(trial.attempt(name).dir)
+        logs = list_log_files(trial.attempt(name).dir)
         found += [Log(log.path, name, log.role, log.index, log.incarnation, log.rank) for log in logs]
     return found
 
 
-def _outputs(trial: Trial, job_id: str) -> list[Log]:
+def _list_outputs(trial: Trial, job_id: str) -> list[Log]:
     """Return the output of a job script, of a submission or of a server task; then of its successors."""
     _, underscore, task = job_id.partition("_")
     names = {job_id: job_id}
-    for restart, successor in successors(trial, job_id).items():
+    for restart, successor in find_successors(trial, job_id).items():
         names[f"{job_id}.{restart}"] = f"{successor}{underscore}{task}"
     paths = {attempt: trial.job_output(name) for attempt, name in names.items()}
     return [Log(path, attempt, "job") for attempt, path in paths.items() if path.exists()]
 
 
 def choose(trial: Trial, found: list[Log], args: Namespace) -> list[Log]:
-    """Return the logs that the options ask for. Raises TrialStateError where there is none."""
+    """Return the logs that the options select. Raises TrialStateError if no log matches."""
     if not any(log.role == "supervisor" for log in found) and args.role != "job":
-        # Without a file of its own, the supervisor writes to the output of the trial's job script.
+        # A supervisor without a log file writes to the output of the trial's job script.
         outputs = [log for log in found if log.role == "job" and "_" not in log.attempt]
         found = [replace(log, role="supervisor") if log in outputs else log for log in found]
     wanted = {key: getattr(args, key) for key in FILTERS if getattr(args, key) is not None}
-    matching = [log for log in found if _matches(log, wanted)]
+    matching = [log for log in found if _is_match(log, wanted)]
     if not matching and args.role in ("server", "environment"):  # none was started: its agent says why
-        agents = {"role": agent_name(args.role)} | {key: wanted[key] for key in ("attempt",) if key in wanted}
-        matching = [log for log in found if _matches(log, agents)]
+        agents = {"role": make_agent_name(args.role)} | {
+            key: wanted[key] for key in ("attempt",) if key in wanted
+        }
+        matching = [log for log in found if _is_match(log, agents)]
     if not found:
-        raise TrialStateError(_nothing_yet(trial))
+        raise TrialStateError(_describe_nothing(trial))
     if not matching:
         given = " ".join(f"--{key} {value}" for key, value in wanted.items())
         advice = f"Run `hpc-rl logs {trial} --list` to see the available logs."
         raise TrialStateError(f"{trial} has no log for {given}. {advice}")
     if wanted.keys() <= {"attempt"}:
         of_role = {role: [log for log in matching if log.role == role] for role in ("trainer", "supervisor")}
-        default = _newest(of_role["trainer"]) + _newest(of_role["supervisor"])
-        return _first_rank(default or _newest(matching))
-    return _newest(matching) if "rank" in wanted else _first_rank(_newest(matching))
+        default = _pick_newest(of_role["trainer"]) + _pick_newest(of_role["supervisor"])
+        return _pick_first_rank(default or _pick_newest(matching))
+    return _pick_newest(matching) if "rank" in wanted else _pick_first_rank(_pick_newest(matching))
 
 
-def _matches(log: Log, wanted: dict[str, Any]) -> bool:
+def _is_match(log: Log, wanted: dict[str, Any]) -> bool:
     for key, value in wanted.items():
         if key == "attempt":
             # An attempt also matches the output of its job, and a job id its attempts.
@@ -182,8 +186,8 @@ def _matches(log: Log, wanted: dict[str, Any]) -> bool:
     return True
 
 
-def _first_rank(logs: list[Log]) -> list[Log]:
-    """Return of logs by rank only that of rank 0, and that of their launcher where it is not empty."""
+def _pick_first_rank(logs: list[Log]) -> list[Log]:
+    """Keep rank 0 of logs by rank, and the launcher's log if it is not empty."""
     ranked = {(log.role, log.index, log.incarnation) for log in logs if log.rank is not None}
     chosen = []
     for log in logs:
@@ -193,7 +197,7 @@ def _first_rank(logs: list[Log]) -> list[Log]:
     return chosen or logs
 
 
-def _newest(logs: list[Log]) -> list[Log]:
+def _pick_newest(logs: list[Log]) -> list[Log]:
     """Return, of the newest attempt, the newest incarnation of each role, index and rank.
 
     Tasks of one server array count as one attempt.
@@ -219,12 +223,12 @@ def _follow(trial: Trial, args: Namespace) -> int:
             if waiting and waiting != reported:
                 print(f"hpc-rl: waiting: {waiting}", file=sys.stderr)
                 reported = waiting
-        newer = bool(tails)  # what appears later is shown from its beginning
+        newer = bool(tails)  # later files are shown from their beginning
         for log in chosen:
             tail = tails.setdefault(log.path, Tail(log.path, WHOLE if newer else args.lines))
             lines = tail.poll(to_the_end=status.over)
             if lines and shown != log.path:
-                print(f"==> {log.title(trial)} <==")
+                print(f"==> {log.format_title(trial)} <==")
                 shown = log.path
             for line in lines:
                 print(line)

@@ -95,13 +95,13 @@ class CommandParser(ArgumentParser):
         for letter, name, metavar, text in COMMON:
             if name not in self._option_string_actions:
                 group.add_argument(*filter(None, (letter, name)), **repeated, metavar=metavar, help=text)
-        from hpc_rl.config.reference import section_names
+        from hpc_rl.config.reference import list_section_names
 
-        self.epilog = f"{self.epilog}\n{OF_A_CONFIGURATION}\nsections: {', '.join(section_names())}"
+        self.epilog = f"{self.epilog}\n{OF_A_CONFIGURATION}\nsections: {', '.join(list_section_names())}"
 
 
-def _not_negative(kind: Callable[[str], T], what: str) -> Callable[[str], T]:
-    """Return the reader of a number of at least 0, whose refusal says what is allowed."""
+def _make_number_parser(kind: Callable[[str], T], what: str) -> Callable[[str], T]:
+    """Return a parser of numbers of at least 0; its error names the allowed values."""
 
     def read(text: str) -> T:
         with suppress(ValueError):
@@ -112,18 +112,27 @@ def _not_negative(kind: Callable[[str], T], what: str) -> Callable[[str], T]:
     return read
 
 
-Count = _not_negative(int, "an integer")
-Seconds = _not_negative(float, "a number of seconds")
+Count = _make_number_parser(int, "an integer")
+Seconds = _make_number_parser(float, "a number of seconds")
+
+
+def parse_checkpoint_step(text: str | int) -> int:
+    """Return the step of `40` or `gen-00000040`; 0 is an imported checkpoint."""
+    match = re.fullmatch(r"(?:gen-)?([0-9]+)", str(text))  # jsonargparse may convert a value twice
+    if match is None:
+        expected = "expected a step such as 40 or gen-00000040"
+        raise argparse.ArgumentTypeError(f"invalid checkpoint {text!r}: {expected}")
+    return int(match[1])
 
 
 class Action(NamedTuple):
     """One action of a command that has several."""
 
-    parser: Callable[[], CommandParser]
-    run: Callable[[Namespace], int]
+    make_parser: Callable[[], CommandParser]
+    main: Callable[[Namespace], int]
 
 
-def arranged(parser: ArgumentParser, argv: list[str]) -> list[str]:
+def arrange_arguments(parser: ArgumentParser, argv: list[str]) -> list[str]:
     """Return the arguments as the parser of a command takes them: `-` is `_` in flags.
 
     Where the command has a configuration, files go behind --config and options, as typed, behind --overrides.
@@ -147,7 +156,7 @@ def arranged(parser: ArgumentParser, argv: list[str]) -> list[str]:
         elif not with_config:
             found.append(token)
         elif token.startswith("-"):
-            found += [f"--{OVERRIDES}={one}" for one in _override(own, token, rest)]
+            found += [f"--{OVERRIDES}={one}" for one in _take_override(own, token, rest)]
         elif DELETION.fullmatch(token):
             found.append(f"--{OVERRIDES}={token}")
         elif "=" not in token and positional:
@@ -159,20 +168,20 @@ def arranged(parser: ArgumentParser, argv: list[str]) -> list[str]:
     return found
 
 
-def _override(own: dict[str, argparse.Action], token: str, rest: Iterator[str]) -> list[str]:
-    """Return one option of the configuration, with its value where that is the next argument."""
+def _take_override(own: dict[str, argparse.Action], token: str, rest: Iterator[str]) -> list[str]:
+    """Return one option of the configuration, with its value if that is the next argument."""
     letter = own.get(token[:2])
     if letter is not None and not token.startswith("--"):
         value = [token[2:].removeprefix("=")] if len(token) > 2 else islice(rest, 1)
         return [letter.option_strings[-1], *value]
-    if token.startswith("--") and (meant := _misspelt_flag(own, token)):
+    if token.startswith("--") and (meant := _find_misspelt_flag(own, token)):
         raise ConfigError(f"there is no option {token.partition('=')[0]}: did you mean {meant}?")
     if token == "--":
         raise ConfigError("argument '--' is not understood: an option is set with --a.b VALUE or a.b=VALUE.")
     return [token] if "=" in token else [token, *islice(rest, 1)]
 
 
-def _misspelt_flag(own: dict[str, argparse.Action], token: str) -> str:
+def _find_misspelt_flag(own: dict[str, argparse.Action], token: str) -> str:
     """Return the option of the command that a name misspells; empty for one of a configuration."""
     name = token.partition("=")[0].replace("-", "_").lstrip("_")
     flags = [flag for flag, action in own.items() if flag.startswith("--") and action.dest != OVERRIDES]
@@ -198,9 +207,9 @@ def print_help(parser: ArgumentParser, argv: list[str]) -> bool:
         # argparse's own --help ignores that the output can't be written
         print(parser.format_help(), end="")
         return True
-    from hpc_rl.config.reference import section_help
+    from hpc_rl.config.reference import format_help
 
-    print(section_help(topic.replace("-", "_")), end="")
+    print(format_help(topic.replace("-", "_")), end="")
     return True
 
 
@@ -218,13 +227,13 @@ def print_result(as_json: bool, value: Any, lines: Iterable[str]) -> None:
             print(line)
 
 
-def columns(rows: list[list[str]], align: Callable[[str, int], str] = str.ljust) -> list[str]:
+def align_columns(rows: list[list[str]], align: Callable[[str, int], str] = str.ljust) -> list[str]:
     """Return rows as lines of equally wide columns; the last one is as wide as it is."""
     widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
     return ["  ".join([*map(align, row, widths), row[-1]]) for row in rows]
 
 
 def require_torch(why: str) -> None:
-    """Raise ConfigError where torch is not installed."""
+    """Raise ConfigError if torch is not installed."""
     if importlib.util.find_spec("torch") is None:
         raise ConfigError(f"{why}, and torch is not installed: pip install 'hpc-rl[train]'")

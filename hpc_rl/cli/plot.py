@@ -4,19 +4,19 @@ import difflib
 import shutil
 
 from hpc_rl.cli.options import CommandParser, Count, Namespace
-from hpc_rl.cli.report import named_trials, unique_names
+from hpc_rl.cli.report import find_named_trials, make_unique_names
 from hpc_rl.core.errors import ConfigError, ExitCode
-from hpc_rl.stats.read import HELD_OUT, History, is_held_out, read
-from hpc_rl.status.curve import plotted, smoothed
+from hpc_rl.stats.read import HELD_OUT, History, is_held_out, load_history
+from hpc_rl.status.curve import draw_plot, smooth
 
 HEIGHT = 16  # lines of a chart
 MAX_WIDTH = 120
-DEFAULTS = ((HELD_OUT, "reward"), ("loss",))  # the first of which the trials have one
+DEFAULTS = ((HELD_OUT, "reward"), ("loss",))  # the first group with a metric that the trials have is drawn
 EPILOG = """Metrics are those of metrics.<incarnation>.jsonl, as reward, loss, entropy, grad_norm, seq_len,
 staleness_mean, step_s; held-out is what evaluations measured. Several are separated by commas."""
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser("Plot metrics of trials in the terminal, those of several in one chart.", EPILOG)
     made.add_trials("the one that runs, else the newest")
     made.add_argument("--metric", metavar="NAMES", help="what to plot (default: held-out,reward; else loss)")
@@ -30,9 +30,9 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
-    trials = named_trials(args.trial)
-    histories = dict(zip(unique_names(trials), map(read, trials), strict=True))
+def main(args: Namespace) -> int:
+    trials = find_named_trials(args.trial)
+    histories = dict(zip(make_unique_names(trials), map(load_history, trials), strict=True))
     known = {name: None for history in histories.values() for name in history.metrics()}
     wanted = [name.strip() for name in args.metric.split(",")] if args.metric else []
     for name in wanted:
@@ -43,7 +43,7 @@ def run(args: Namespace) -> int:
         print(f"no metrics yet of {', '.join(histories)}")
         return ExitCode.DONE
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
-    print("\n\n".join(chart(histories, name, args.smooth, width) for name in wanted))
+    print("\n\n".join(draw_chart(histories, name, args.smooth, width) for name in wanted))
     return ExitCode.DONE
 
 
@@ -59,15 +59,15 @@ def check_metric(name: str, known: list[str]) -> None:
         raise ConfigError(f"--metric {name} is not a metric of these trials; {hint}")
 
 
-def chart(histories: dict[str, History], metric: str, num_smoothed: int, width: int) -> str:
+def draw_chart(histories: dict[str, History], metric: str, num_smoothed: int, width: int) -> str:
     """Return one metric of all trials that have it."""
     curves = {name: history.curve(metric) for name, history in histories.items()}
     lines = {
-        name if len(curves) > 1 else metric: smoothed(
+        name if len(curves) > 1 else metric: smooth(
             points, 1 if is_held_out(metric) else max(1, num_smoothed)
         )
         for name, points in curves.items()
         if points
     }
     without = ", ".join(name for name, points in curves.items() if not points)
-    return plotted(lines, {}, metric, width, HEIGHT) + (f"\nwithout {metric}: {without}" if without else "")
+    return draw_plot(lines, {}, metric, width, HEIGHT) + (f"\nwithout {metric}: {without}" if without else "")

@@ -6,10 +6,10 @@ import sys
 from hpc_rl.cli.options import CommandParser, Count, Namespace, require_torch
 from hpc_rl.config.load.load import load
 from hpc_rl.examples.methods import METHODS
-from hpc_rl.render.jinja_environment import template_root
+from hpc_rl.render.jinja_environment import find_template_root
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser(
         "Make a toy model and a task, train the model on this machine, and show what it learnt.",
         "What else is given goes to the GRPO trial, as to `hpc-rl submit`: total_train_steps=20",
@@ -23,11 +23,11 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
+def main(args: Namespace) -> int:
     require_torch("quickstart trains a model here")
     # What the GRPO trial would refuse after the preparation is refused before it.
     config = f"{METHODS[args.method].config}.yaml"
-    load([template_root() / "configs" / "quickstart" / config], args.overrides)
+    load([find_template_root() / "configs" / "quickstart" / config], args.overrides)
     where = os.path.abspath(os.path.expanduser(args.dir))
     command = [sys.executable, "-m", "hpc_rl.tools.quickstart_trial", "--method", args.method]
     command += ["--dir", where, "--seed", str(args.seed)]

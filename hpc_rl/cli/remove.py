@@ -14,9 +14,9 @@ from hpc_rl.cli.options import CommandParser, Namespace, Seconds, print_json
 from hpc_rl.core.errors import ConfigError, ExitCode, SchedulerError, TrialBusy
 from hpc_rl.core.records import TrialState
 from hpc_rl.core.trial import Trial
-from hpc_rl.status.formatting import size_text
+from hpc_rl.status.formatting import format_size
 from hpc_rl.trials import trial_index
-from hpc_rl.trials.removal import remove
+from hpc_rl.trials.removal import remove_trial
 from hpc_rl.trials.submission import check_idle
 
 EPILOG = """examples:
@@ -26,13 +26,13 @@ With a filter, or * or ? in a name, it chooses among the trials of this account 
 DAY_S = 86400.0
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser(
         "Remove trials: their checkpoints, weights, logs and exports. Shows what that frees, and asks first.",
         EPILOG,
     )
     made.add_trials("those that the filters choose")
-    listing.add_filters(made)
+    listing.declare_filters(made)
     age = "only those last submitted longer ago"
     made.add_argument("--older_than_days", type=Seconds, metavar="DAYS", help=age)
     made.add_flag("--keep_exports", help="leave the directory `exports/` of each trial where it is")
@@ -42,31 +42,35 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
+def main(args: Namespace) -> int:
     if args.json and not (args.yes or args.dry_run):
         raise ConfigError("remove --json does not ask: add --yes")
-    trials = _chosen(args)
+    trials = _choose_trials(args)
     idle = [trial for trial in trials if _is_idle(trial, alone=len(trials) == 1)]
-    rows = du.sizes(idle, without=["exports"] if args.keep_exports else [])
-    size = size_text(sum(row["bytes"] for row in rows))
+    rows = du.measure_sizes(idle, without=["exports"] if args.keep_exports else [])
+    size = format_size(sum(row["bytes"] for row in rows))
     if not args.json:
         print(
             "\n".join(
-                [*du.table(rows), *(f"  {row['dir']}" for row in rows)] if rows else ["no trial matches"]
+                [*du.format_table(rows), *(f"  {row['dir']}" for row in rows)]
+                if rows
+                else ["no trial matches"]
             )
         )
     if args.dry_run or not rows:
-        return _shown(args, rows, f"{size} would be freed; nothing is removed" if rows else "")
-    if not (args.yes or _agreed(len(rows), size)):
+        return _describe_trials(args, rows, f"{size} would be freed; nothing is removed" if rows else "")
+    if not (args.yes or _ask(len(rows), size)):
         print("nothing is removed")
         return ExitCode.REFUSED
     for row in rows:
-        remove(Trial(Path(row["dir"])), args.keep_exports)
+        remove_trial(Trial(Path(row["dir"])), args.keep_exports)
     kept = [str(one.dir / "exports") for one in idle if (one.dir / "exports").is_dir()]
-    return _shown(args, rows, "\n".join([f"removed, {size} freed", *(f"kept {one}" for one in kept)]))
+    return _describe_trials(
+        args, rows, "\n".join([f"removed, {size} freed", *(f"kept {one}" for one in kept)])
+    )
 
 
-def _shown(args: Namespace, rows: list[dict], text: str) -> int:
+def _describe_trials(args: Namespace, rows: list[dict], text: str) -> int:
     if args.json:
         print_json([{"trial": row["trial"], "dir": row["dir"], "freed_bytes": row["bytes"]} for row in rows])
     elif text:
@@ -74,8 +78,8 @@ def _shown(args: Namespace, rows: list[dict], text: str) -> int:
     return ExitCode.DONE
 
 
-def _chosen(args: Namespace) -> list[Trial]:
-    """Return the trials with the names; those that match where filters are given. Raises ConfigError."""
+def _choose_trials(args: Namespace) -> list[Trial]:
+    """Return the trials with the names, or the trials that match the filters. Raises ConfigError."""
     filters = (
         args.experiment,
         args.state,
@@ -87,18 +91,18 @@ def _chosen(args: Namespace) -> list[Trial]:
             raise ConfigError("name trials, or choose them by --experiment, --state or --older_than_days")
         return [trial_index.resolve(name) for name in dict.fromkeys(args.trial)]
     over = [state for state in TrialState if state.is_over]
-    wanted = listing.states(args.state) if args.state else over
+    wanted = listing.parse_states(args.state) if args.state else over
     if live := [state for state in wanted if state not in over]:
         raise ConfigError(
             f"remove --state {','.join(live)}: allowed are trials that are over: {', '.join(over)}"
         )
-    rows = listing.rows_of(args.trial, args.experiment, wanted)
+    rows = listing.list_rows(args.trial, args.experiment, wanted)
     newest = time.time() - DAY_S * (args.older_than_days or 0.0)
     return [Trial(Path(row["dir"])) for row in rows if row["state"] != listing.GONE and row["time"] <= newest]
 
 
 def _is_idle(trial: Trial, alone: bool) -> bool:
-    """Return whether no job of a trial lives; say so beside others, raise it for one alone."""
+    """Return whether no job of a trial lives. If one lives, print a line, or raise for a single trial."""
     try:
         check_idle(trial)
     except (TrialBusy, SchedulerError) as error:
@@ -109,8 +113,8 @@ def _is_idle(trial: Trial, alone: bool) -> bool:
     return True
 
 
-def _agreed(number: int, size: str) -> bool:
-    """Ask on the terminal. Raises ConfigError where there is none."""
+def _ask(number: int, size: str) -> bool:
+    """Ask on the terminal. Raises ConfigError without a terminal."""
     if not sys.stdin.isatty():
         raise ConfigError("the input is not a terminal, so remove can't ask: add --yes")
     what = "it" if number == 1 else f"these {number} trials"

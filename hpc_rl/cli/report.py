@@ -1,21 +1,21 @@
-"""`hpc-rl report <trial>…`: what trials reached, what their time went to, and why their attempts ended."""
+"""`hpc-rl report <trial>…`: results of trials, their use of time, and the ends of their attempts."""
 
 import time
 from pathlib import Path
 
 from hpc_rl.cli import list as listing
-from hpc_rl.cli.options import CommandParser, Namespace, columns, print_json
+from hpc_rl.cli.options import CommandParser, Namespace, align_columns, print_json
 from hpc_rl.core.errors import CannotWrite, ExitCode
 from hpc_rl.core.trial import Trial, write_atomic
-from hpc_rl.status.formatting import one_line
-from hpc_rl.status.scheduler_view import current_status
+from hpc_rl.status.formatting import flatten_line
+from hpc_rl.status.scheduler_view import load_current_status
 from hpc_rl.status.trial_report import (
     TrialReport,
-    attempt_rows,
-    differences,
-    fact_rows,
-    facts,
-    goodput_rows,
+    find_differences,
+    list_facts,
+    make_attempt_rows,
+    make_fact_rows,
+    make_goodput_rows,
     make_report,
 )
 from hpc_rl.trials import trial_index
@@ -24,7 +24,7 @@ DESCRIPTION = """Show what trials reached: options that differ, rewards, goodput
 was for), attempts and why they ended. With --html as one page, with curves and completions."""
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser(DESCRIPTION)
     made.add_trials("the one that runs, else the newest")
     made.add_argument("--html", metavar="FILE", help="write one self-contained page instead")
@@ -32,33 +32,35 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
-    trials = named_trials(args.trial)
+def main(args: Namespace) -> int:
+    trials = find_named_trials(args.trial)
     now = time.time()
-    names = unique_names(trials)
-    reports = [make_report(name, current_status(one), now) for name, one in zip(names, trials, strict=True)]
+    names = make_unique_names(trials)
+    reports = [
+        make_report(name, load_current_status(one), now) for name, one in zip(names, trials, strict=True)
+    ]
     if args.html:
-        from hpc_rl.status.report_page import page  # importing plotly takes time
+        from hpc_rl.status.report_page import make_page  # importing plotly takes time
 
         path = Path(args.html).expanduser().absolute()
         try:
-            write_atomic(path, page(reports, now))
+            write_atomic(path, make_page(reports, now))
         except OSError as error:
             raise CannotWrite(f"{path} can't be written: {error.strerror or error}") from error
         print(f"written: {path}")
     elif args.json:
-        print_json([as_json(report) for report in reports])
+        print_json([make_json(report) for report in reports])
     else:
-        print("\n".join(one_line(line) for line in text(reports)))
+        print("\n".join(flatten_line(line) for line in format_text(reports)))
     return ExitCode.DONE
 
 
-def named_trials(names: list[str]) -> list[Trial]:
+def find_named_trials(names: list[str]) -> list[Trial]:
     """Return the trials that a command names, else the one that it is about without a name."""
-    return trial_index.resolve_all(names) if names else [listing.trial_named(None)]
+    return trial_index.resolve_all(names) if names else [listing.find_trial(None)]
 
 
-def unique_names(trials: list[Trial]) -> list[str]:
+def make_unique_names(trials: list[Trial]) -> list[str]:
     """Return a short name for each trial that tells it from the others."""
     for shorten in (lambda trial: trial.name, str):
         names = [shorten(trial) for trial in trials]
@@ -67,7 +69,7 @@ def unique_names(trials: list[Trial]) -> list[str]:
     return [str(trial.dir) for trial in trials]
 
 
-def as_json(report: TrialReport) -> dict[str, object]:
+def make_json(report: TrialReport) -> dict[str, object]:
     """Return a report for programs; times in seconds, of devices in device-seconds."""
     use, told = report.goodput, report.status.to_json()
     return {
@@ -76,7 +78,7 @@ def as_json(report: TrialReport) -> dict[str, object]:
         "state": report.status.state,
         "step": report.status.step,
         "held_out": report.status.history.held_out[1],
-        "facts": facts(report),
+        "facts": list_facts(report),
         **{name: told[name] for name in ("rejected_prompts", "held_out_rows", "idle_steps")},
         "allocation_s": use.allocation_s,
         "queued_s": use.queued_s,
@@ -94,20 +96,22 @@ def as_json(report: TrialReport) -> dict[str, object]:
     }
 
 
-def text(reports: list[TrialReport]) -> list[str]:
+def format_text(reports: list[TrialReport]) -> list[str]:
     """Return a report as lines for a terminal."""
     header = [["", *(report.name for report in reports)]] if len(reports) > 1 else []
     lines = []
-    if len(reports) > 1 and (found := differences(reports)):
+    if len(reports) > 1 and (found := find_differences(reports)):
         head = ["option that differs", *(report.name for report in reports)]
-        lines += [*columns([head, *([name, *cells] for name, cells in found)]), ""]
-    lines += columns([*header, *([name, *cells] for name, cells in fact_rows(reports))])
-    if rows := goodput_rows(reports):
+        lines += [*align_columns([head, *([name, *cells] for name, cells in found)]), ""]
+    lines += align_columns([*header, *([name, *cells] for name, cells in make_fact_rows(reports))])
+    if rows := make_goodput_rows(reports):
         lines += [
             "",
-            *columns([["goodput", *(report.name for report in reports)], *([str(b), *c] for b, c in rows)]),
+            *align_columns(
+                [["goodput", *(report.name for report in reports)], *([str(b), *c] for b, c in rows)]
+            ),
         ]
     for report in (one for one in reports if one.goodput.attempts):
         head = [f"attempts of {report.name}", "state", "started", "held", "waited", "steps", "cause"]
-        lines += ["", *columns([head, *attempt_rows(report)])]
+        lines += ["", *align_columns([head, *make_attempt_rows(report)])]
     return [line.rstrip() for line in lines]

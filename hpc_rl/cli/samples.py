@@ -10,11 +10,11 @@ from dataclasses import asdict
 from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import CommandParser, Count, Namespace
 from hpc_rl.core.errors import ConfigError, ExitCode
-from hpc_rl.core.log import printable
+from hpc_rl.core.log import escape_controls
 from hpc_rl.core.trial import Trial
-from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, Sample, read_samples
+from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, Sample, load_samples
 from hpc_rl.status.formatting import format_number
-from hpc_rl.status.sample_text import column_text
+from hpc_rl.status.sample_text import format_column
 
 DEFAULT_N = 5
 MAX_WIDTH = 120
@@ -29,7 +29,7 @@ of the row, such as the right answer), shortened (names of columns that are cut:
 {MAX_COLUMN_CHARS} characters, those of a row together {MAX_ROW_CHARS})."""
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser(DESCRIPTION, EPILOG)
     made.add_trial("the one that runs, else the newest")
     made.add_argument(
@@ -47,12 +47,12 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
-    least, most = _bounds(args.reward)
-    trial = listing.trial_named(args.trial)
-    kept = [one for one in read_samples(trial) if one.evaluation == args.eval]
+def main(args: Namespace) -> int:
+    least, most = _parse_bounds(args.reward)
+    trial = listing.find_trial(args.trial)
+    kept = [one for one in load_samples(trial) if one.evaluation == args.eval]
     every = args.step is None and (args.all or args.best or args.worst)
-    found = kept if every else _of_step(kept, args.step)
+    found = kept if every else _select_step(kept, args.step)
     found = [one for one in found if least <= one.reward <= most]
     if args.best or args.worst:
         found.sort(key=lambda one: one.reward, reverse=bool(args.best))
@@ -61,17 +61,17 @@ def run(args: Namespace) -> int:
             print(json.dumps(asdict(one)))
         return ExitCode.DONE
     if not found:
-        print(_nothing(trial, kept, args))
+        print(_describe_nothing(trial, kept, args))
         return ExitCode.DONE
     width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
     shown = found[: DEFAULT_N if args.n is None else args.n]
-    print("\n\n".join("\n".join(_text(one, width)) for one in shown))
+    print("\n\n".join("\n".join(_format_text(one, width)) for one in shown))
     if len(found) > len(shown):
         print(f"\n{len(shown)} of {len(found)} completions: -n shows more", file=sys.stderr)
     return ExitCode.DONE
 
 
-def _bounds(text: str | None) -> tuple[float, float]:
+def _parse_bounds(text: str | None) -> tuple[float, float]:
     """Return the least and the largest reward of `A..B`. Raises ConfigError."""
     low, dots, high = ("..", "..", "") if text is None else text.partition("..")
     try:
@@ -83,13 +83,13 @@ def _bounds(text: str | None) -> tuple[float, float]:
     return bounds
 
 
-def _of_step(kept: list[Sample], step: int | None) -> list[Sample]:
+def _select_step(kept: list[Sample], step: int | None) -> list[Sample]:
     """Return the samples of a step, or of the newest one."""
     newest = max((one.step for one in kept), default=0)
     return [one for one in kept if one.step == (newest if step is None else step)]
 
 
-def _nothing(trial: Trial, kept: list[Sample], args: Namespace) -> str:
+def _describe_nothing(trial: Trial, kept: list[Sample], args: Namespace) -> str:
     what = "evaluation" if args.eval else "step"
     if kept:
         steps = sorted({one.step for one in kept})
@@ -98,7 +98,7 @@ def _nothing(trial: Trial, kept: list[Sample], args: Namespace) -> str:
     return f"{trial} has no completions of {what}s yet ({option} 0 keeps none)"
 
 
-def _text(one: Sample, width: int) -> list[str]:
+def _format_text(one: Sample, width: int) -> list[str]:
     what = f"evaluation after step {one.step}, row" if one.evaluation else f"step {one.step}, prompt"
     parts = ", ".join(f"{name} {format_number(value)}" for name, value in one.stats.items())
     facts = [f"reward {format_number(one.reward)}{f' ({parts})' if parts else ''}"]
@@ -106,16 +106,22 @@ def _text(one: Sample, width: int) -> list[str]:
     facts += [f"{one.num_tokens} tokens", one.finish_reason, f"weights {', '.join(one.versions)}"]
     head = f"{what} {one.prompt_index}, sample {one.sample}: {'; '.join(facts)}"
     blocks = [("completion" if made else "given", text) for made, text in one.texts()]
-    columns = [("row", column_text(one, name)) for name in one.columns]
+    columns = [("row", format_column(one, name)) for name in one.columns]
     return [
         head,
-        *(line for part in [("prompt", one.prompt), *columns, *blocks] for line in block(*part, width)),
+        *(
+            line
+            for part in [("prompt", one.prompt), *columns, *blocks]
+            for line in format_block(*part, width)
+        ),
     ]
 
 
-def block(name: str, text: str, width: int) -> list[str]:
+def format_block(name: str, text: str, width: int) -> list[str]:
     """Return lines of text, wrapped, behind a name."""
     wrapped = [
-        part for line in printable(text).split("\n") for part in textwrap.wrap(line, width - INDENT) or [""]
+        part
+        for line in escape_controls(text).split("\n")
+        for part in textwrap.wrap(line, width - INDENT) or [""]
     ]
     return [f"  {name if number == 0 else '':<{INDENT - 4}}| {line}" for number, line in enumerate(wrapped)]

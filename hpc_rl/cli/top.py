@@ -1,4 +1,4 @@
-"""`hpc-rl top [trial]…`: what trials do now, redrawn until they are over."""
+"""`hpc-rl top [trial]…`: the current state of trials, redrawn until they are over."""
 
 import contextlib
 import shutil
@@ -10,17 +10,17 @@ from pathlib import Path
 from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import CommandParser, Namespace
 from hpc_rl.core.errors import ConfigError, ExitCode
-from hpc_rl.core.log import printable
+from hpc_rl.core.log import escape_controls
 from hpc_rl.core.trial import Trial
 from hpc_rl.trials import trial_index
 
 DESCRIPTION = """Show what trials do now, redrawn until all are over or Ctrl-C ends the view: progress, wall
 time left, next save, curves, where the seconds of a step go, staleness, queue, roles with their nodes and
 weights. Without a terminal: a line for each trial, at every change."""
-PLAIN_EVERY_S = 5.0  # between lines where there is no terminal
+PLAIN_EVERY_S = 5.0  # between lines if there is no terminal
 
 
-def parser() -> CommandParser:
+def make_parser() -> CommandParser:
     made = CommandParser(DESCRIPTION)
     made.add_trials("all that run or wait, else the newest")
     made.add_argument("--every_s", type=float, default=2.0, metavar="S", help="seconds between frames (2)")
@@ -28,26 +28,26 @@ def parser() -> CommandParser:
     return made
 
 
-def run(args: Namespace) -> int:
+def main(args: Namespace) -> int:
     if args.every_s <= 0:
         raise ConfigError(f"--every_s must be more than 0, got {args.every_s}")
     trials = [trial_index.resolve(name) for name in args.trial]
     if not trials:
-        rows = listing.live_rows()
-        trials = [Trial(Path(row["dir"])) for row in rows] or [listing.only_trial(rows)]
+        rows = listing.list_live_rows()
+        trials = [Trial(Path(row["dir"])) for row in rows] or [listing.find_only_trial(rows)]
     with contextlib.suppress(KeyboardInterrupt):  # the usual way to leave it
-        show(trials, args.every_s, args.once)
+        draw(trials, args.every_s, args.once)
     return ExitCode.DONE
 
 
-def show(trials: Sequence[Trial], every_s: float, once: bool) -> None:
+def draw(trials: Sequence[Trial], every_s: float, once: bool) -> None:
     """Show trials until all are over; with `once`, as they are now."""
     from rich.console import Console  # importing rich takes time
     from rich.live import Live
     from rich.text import Text
 
-    from hpc_rl.status.follow import progress_text, state_line
-    from hpc_rl.status.top_view import TrialEye, lines
+    from hpc_rl.status.follow import describe_progress, describe_trial_state
+    from hpc_rl.status.top_view import TrialEye, describe_trials
 
     console = Console(file=getattr(sys.stdout, "stream", None), highlight=False, soft_wrap=True)
     eyes = [TrialEye(trial) for trial in trials]
@@ -58,14 +58,16 @@ def show(trials: Sequence[Trial], every_s: float, once: bool) -> None:
         while True:
             views = [eye.look() for eye in eyes]
             width = min(shutil.get_terminal_size().columns, 160)
-            text = "\n\n".join("\n".join(lines(view, width, details=len(views) == 1)) for view in views)
+            text = "\n\n".join(
+                "\n".join(describe_trials(view, width, details=len(views) == 1)) for view in views
+            )
             if live is not None:
-                live.update(Text(printable(text)), refresh=True)
+                live.update(Text(escape_controls(text)), refresh=True)
             elif once:
                 print(text)
             else:
                 for view in views:
-                    line = f"{state_line(view.status)}  {progress_text(view.status)}"
+                    line = f"{describe_trial_state(view.status)}  {describe_progress(view.status)}"
                     if said.get(view.status.trial) != line:
                         said[view.status.trial] = line
                         print(line, flush=True)

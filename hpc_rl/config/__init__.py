@@ -1,4 +1,4 @@
 """The configuration: dataclasses (one file per section), loading, cross-section checks. No torch here.
 
-The names are those of the AReaL tables; what is ours alone says so.
+Options have AReaL's names; options that AReaL lacks are marked "hpc-rl extension".
 """

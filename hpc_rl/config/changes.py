@@ -1,7 +1,7 @@
-"""Resuming a trial under another configuration: what changed, and which changes its state allows.
+"""Compare two configurations of a trial, and tell which changes its saved state allows.
 
-A `safe` change takes effect with the next step. An `unsafe` one contradicts what is on disk (weights,
-position in the data) and needs another trial. Every option is in one of the two tables. Some safe
+A `safe` change takes effect with the next step. An `unsafe` one contradicts the files on disk (weights,
+position in the data) and needs another trial. The tables UNSAFE and SAFE cover every option. Some safe
 changes need new batches.
 """
 
@@ -13,10 +13,10 @@ from typing import Any
 
 import xxhash
 
-from hpc_rl.config.load.fields import generic
+from hpc_rl.config.load.fields import make_generic
 from hpc_rl.config.load.stored import REDACTED, is_secret
-from hpc_rl.config.options.experiment import ABSENT, CONFIGS, Config, value_of
-from hpc_rl.config.show import scalar
+from hpc_rl.config.options.experiment import ABSENT, CONFIGS, Config, get_value
+from hpc_rl.config.show import format_scalar
 from hpc_rl.core.errors import ConfigError
 
 _MODEL = "the checkpoints hold this model"
@@ -24,11 +24,11 @@ _DATA = "the position in the data and the sealed batches depend on it"
 _GROUPS = "finished groups that are not in a batch yet were made with it"
 _NAME = "it identifies the trial"
 
-# What a checkpoint can only be loaded with, in a fork, too.
+# A checkpoint loads only with the same values, also in a fork.
 OF_THE_STATE = (
     "model.path", "model.init_from_scratch", "model.is_critic", "model.dtype", "model.optimizer.type",
 )  # fmt: skip
-UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `model` includes actor
+UNSAFE: dict[str, str] = {  # option -> why the files on disk forbid a change; `model` includes actor
     "experiment_name": _NAME,
     "trial_name": _NAME,
     "trainer": _NAME,
@@ -47,15 +47,15 @@ UNSAFE: dict[str, str] = {  # option -> what on disk contradicts a change; `mode
     **dict.fromkeys(OF_THE_STATE, _MODEL),
     "ref.path": "the KL divergence would refer to another model",
 }
-SAFE = (  # options and whole sections, except what is in UNSAFE
+SAFE = (  # options and whole sections, except the options in UNSAFE
     "allocation_mode", "total_train_epochs", "total_train_steps", "total_train_n_seqs", "async_training",
     "cluster", "launcher", "scheduler", "sglang", "vllm", "embedded", "saver", "evaluator", "recover",
     "stats_logger", "train_dataset.sequences_per_rank", "train_dataset.pin_memory",
     "train_dataset.num_workers", "valid_dataset", "gconfig", "eval_gconfig", "rollout", "model", "ref",
     "environments", "pools", "teacher",
 )  # fmt: skip
-# Options and whole sections that change the policy or the data, except those in REPLAYS: earlier batches and
-# groups are set aside. With --replay the changes in NOT_WITH_REPLAY are refused.
+# Options and whole sections that change the policy or the data, except the options in REPLAYS. After such a
+# change earlier batches and groups are set aside. --replay refuses the changes in NOT_WITH_REPLAY.
 NEW_BATCHES = (
     "actor",
     "gconfig",
@@ -79,8 +79,8 @@ NOT_WITH_REPLAY = (
     "rollout.workflow_args",
     "pools.NAME", "pools.NAME.path", "pools.NAME.url", "pools.NAME.model",
 )  # fmt: skip
-# Options and whole sections that the numbers of an evaluation depend on, except those in REPLAYS: with others
-# they can't be compared.
+# Options and whole sections that change the numbers of an evaluation, except the options in REPLAYS. Numbers
+# with different values can't be compared.
 MEASURES = (
     "valid_dataset.path",
     "valid_dataset.columns",
@@ -95,7 +95,7 @@ MEASURES = (
     "pools",
     "teacher",
 )
-# Options and whole sections that decide, beside the user's code, which prompts are rejected.
+# Options and whole sections that, together with the user's code, decide which prompts are rejected.
 JUDGES = (
     "gconfig",
     "rollout.reward_fn",
@@ -108,7 +108,7 @@ JUDGES = (
     "pools",
     "teacher",
 )
-REMARKS = {  # what a safe change does not do
+REMARKS = {  # limits of a safe change
     "actor.ppo_n_minibatches": "the learning-rate schedule continues at the same share of the training",
     "eval_gconfig": "held-out rewards before and after are not comparable",
     "valid_dataset": "held-out rewards before and after are not comparable",
@@ -123,62 +123,64 @@ class Change:
     old: Any
     new: Any
     safe: bool  # the state of the trial allows it
-    reason: str = ""  # why it is unsafe, or what a safe change leaves as it was
+    reason: str = ""  # why it is unsafe, or a limit of a safe change
     new_batches: bool = False  # earlier batches are set aside, and their prompts issued again
 
     def __str__(self) -> str:
-        text = f"{self.name}: {_shown(self.name, self.old)} -> {_shown(self.name, self.new)}"
+        text = f"{self.name}: {_format_value(self.name, self.old)} -> {_format_value(self.name, self.new)}"
         return f"{text}  ({'safe' if self.safe else 'unsafe'}{': ' + self.reason if self.reason else ''})"
 
 
-def changes(old: Config, new: Config) -> list[Change]:
+def list_changes(old: Config, new: Config) -> list[Change]:
     """Return the options whose values differ; a section that is added or removed is one change."""
     found = []
-    for name, a, b in _differences(old, new, ""):
-        nearest = next((one for one in _ways(_generic(name)) if one in NEW_BATCHES or one in REPLAYS), "")
+    for name, a, b in _find_differences(old, new, ""):
+        nearest = next(
+            (one for one in _list_prefixes(_make_generic(name)) if one in NEW_BATCHES or one in REPLAYS), ""
+        )
         found.append(Change(name, a, b, *classify(name), new_batches=nearest in NEW_BATCHES))
     return found
 
 
-def measured_by(config: Config, names: Sequence[str] = MEASURES) -> dict[str, str]:
-    """Return what the numbers of an evaluation depend on: options by their names, of each value a digest.
+def digest_options(config: Config, names: Sequence[str] = MEASURES) -> dict[str, str]:
+    """Return option -> digest of its value, for the options and sections in `names`.
 
-    With other `names`, of options and sections, it is those.
+    The default are the options that change the numbers of an evaluation.
     """
     return {
         option: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True, default=str).encode())
         for name in names
-        for option, value in _single(value_of(config, name), name)
-        if _generic(option) not in REPLAYS
+        for option, value in _list_values(get_value(config, name), name)
+        if _make_generic(option) not in REPLAYS
     }
 
 
-def _single(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield the options of a section, or of sections by name, with their values."""
-    if dataclasses.is_dataclass(value) or _is_mapping([value]):
-        for part in _names(value):
-            yield from _single(value_of(value, part), f"{name}.{part}")
+def _list_values(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield name and value of each option in a section, or in a mapping of sections."""
+    if dataclasses.is_dataclass(value) or _has_sections([value]):
+        for part in _list_keys(value):
+            yield from _list_values(get_value(value, part), f"{name}.{part}")
     elif value is not ABSENT:
         yield name, value
 
 
 def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> None:
-    """Raise ConfigError with a line for each unsafe change: why, and what to do.
+    """Raise ConfigError with a line for each unsafe change: the reason and the remedy.
 
-    With `replay`, finished groups are used in batches, so what they were made with can't change.
+    `replay` uses finished groups in batches, so the options that made them can't change.
     """
     wrong = [change for change in found if not change.safe]
     if replay:
-        mixed = [change for change in found if _generic(change.name) in NOT_WITH_REPLAY]
+        mixed = [change for change in found if _make_generic(change.name) in NOT_WITH_REPLAY]
         wrong += [replace(change, reason=f"{_GROUPS}, and --replay keeps them") for change in mixed]
     if not wrong:
         return
     lines, keep = [], ""
     for change in wrong:
-        old, new = _shown(change.name, change.old), _shown(change.name, change.new)
+        old, new = _format_value(change.name, change.old), _format_value(change.name, change.new)
         lines.append(f"{change.name} can't change from {old} to {new} in trial {trial}: {change.reason}.")
         keep += f" {change.name}={old}" if change.old is not ABSENT else ""
-    back = f"To resume {trial}, use{keep}" if keep else f"To resume {trial}, omit it"
+    back = f"To resume {trial}, use{keep}" if keep else f"To resume {trial}, remove it"
     new = next((str(change.new) for change in wrong if change.name == "trial_name"), "NEW")
     fork = (
         f"`hpc-rl fork {trial} {new}` begins a new trial with its checkpoint, `hpc-rl submit` one without it."
@@ -187,74 +189,73 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
 
 
 def refuse_other_model(found: Sequence[Change], trial: str) -> None:
-    """Raise ConfigError with a line for each change that a fork of a trial can't have: it loads its state."""
-    wrong = [one for one in found if _of_model(one.name) in ("trainer", *OF_THE_STATE)]
-    lines = [
-        f"{one.name} can't change from {_shown(one.name, one.old)} to {_shown(one.name, one.new)} "
-        f"in a fork of {trial}: {_MODEL}."
-        for one in wrong
-    ]
+    """Raise ConfigError with a line for each change that prevents a fork from loading the trial's state."""
+    wrong = [one for one in found if _replace_actor(one.name) in ("trainer", *OF_THE_STATE)]
+    lines = []
+    for change in wrong:
+        old, new = _format_value(change.name, change.old), _format_value(change.name, change.new)
+        lines.append(f"{change.name} can't change from {old} to {new} in a fork of {trial}: {_MODEL}.")
     if lines:
         raise ConfigError("\n".join(lines))
 
 
 def classify(name: str) -> tuple[bool, str]:
-    """Return whether a change of an option is safe, and the reason or remark. Raises KeyError if unknown."""
-    for known in _ways(_of_model(name)):
+    """Return whether a change of an option is safe, with a reason or remark. Raises KeyError if unknown."""
+    for known in _list_prefixes(_replace_actor(name)):
         if known in UNSAFE:
             return False, UNSAFE[known]
         if known in SAFE:
-            return True, next((REMARKS[one] for one in _ways(name) if one in REMARKS), "")
+            return True, next((REMARKS[one] for one in _list_prefixes(name) if one in REMARKS), "")
     raise KeyError(name)
 
 
-def _of_model(name: str) -> str:
-    """Return the name in the table, where `model` includes actor."""
+def _replace_actor(name: str) -> str:
+    """Return the name in the tables, which list the options of `actor` under `model`."""
     return name.replace("actor", "model", 1) if name.partition(".")[0] == "actor" else name
 
 
-def _generic(name: str) -> str:
-    return next((like for cls in CONFIGS.values() if (like := generic(cls, name)) != name), name)
+def _make_generic(name: str) -> str:
+    return next((like for cls in CONFIGS.values() if (like := make_generic(cls, name)) != name), name)
 
 
-def _ways(name: str) -> Iterator[str]:
+def _list_prefixes(name: str) -> Iterator[str]:
     """Yield a.b.c, a.b, a: the most specific first."""
     while name:
         yield name
         name = name.rpartition(".")[0]
 
 
-def _differences(old: Any, new: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (name, old, new), a whole section as plain data. The classes differ with the trainer."""
-    for name in dict.fromkeys([*_names(new), *_names(old)]):
-        a, b = value_of(old, name), value_of(new, name)
+def _find_differences(old: Any, new: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """Yield (name, old, new); a whole section is plain data. The two may have different classes."""
+    for name in dict.fromkeys([*_list_keys(new), *_list_keys(old)]):
+        a, b = get_value(old, name), get_value(new, name)
         both = [one for one in (a, b) if one is not ABSENT]
-        if len(both) == 2 and (all(map(dataclasses.is_dataclass, both)) or _is_mapping(both)):
-            yield from _differences(a, b, f"{prefix}{name}.")
+        if len(both) == 2 and (all(map(dataclasses.is_dataclass, both)) or _has_sections(both)):
+            yield from _find_differences(a, b, f"{prefix}{name}.")
         elif a != b:
-            yield prefix + name, _plain(a), _plain(b)
+            yield prefix + name, _make_plain(a), _make_plain(b)
 
 
-def _names(section: Any) -> list[str]:
+def _list_keys(section: Any) -> list[str]:
     if isinstance(section, dict):
         return list(section)
     return [field.name for field in dataclasses.fields(section)]
 
 
-def _is_mapping(both: Sequence[Any]) -> bool:
-    """Return whether two values are mappings of sections, one of them not empty."""
+def _has_sections(both: Sequence[Any]) -> bool:
+    """Return whether any of the values is a mapping that contains sections."""
     members = [part for one in both if isinstance(one, dict) for part in one.values()]
     return any(map(dataclasses.is_dataclass, members))
 
 
-def _plain(value: Any) -> Any:
+def _make_plain(value: Any) -> Any:
     is_section = dataclasses.is_dataclass(value) and not isinstance(value, type)
     return dataclasses.asdict(value) if is_section else value
 
 
-def _shown(name: str, value: Any) -> str:
+def _format_value(name: str, value: Any) -> str:
     if value is ABSENT:
         return "nothing"
     if isinstance(value, dict) and "path" in value:
-        return f"{{path: {scalar(value['path'])}, ...}}"
-    return REDACTED if is_secret(name) and value else scalar(value)
+        return f"{{path: {format_scalar(value['path'])}, ...}}"
+    return REDACTED if is_secret(name) and value else format_scalar(value)

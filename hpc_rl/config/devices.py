@@ -1,25 +1,26 @@
-"""How devices are divided between servers and trainer: as `allocation_mode` says, or derived. Pure."""
+"""Divide the devices between servers and trainer: by `allocation_mode`, or by a derived allocation. Pure."""
 
 from dataclasses import replace
 
 from hpc_rl.config.options.experiment import Config, GRPOConfig
-from hpc_rl.config.rules.training_rules import trained
-from hpc_rl.core.allocation import Allocation, Servers, Train, parse, usual_server_backend
+from hpc_rl.config.rules.training_rules import find_trained_model
+from hpc_rl.core.allocation import Allocation, Servers, Train, parse
+from hpc_rl.core.backends import choose_server_backend
 from hpc_rl.core.errors import ConfigError, DoesNotFit
 
 
-def data_ranks(config: Config) -> int | None:
-    """Return the number of data ranks of the trainer; None where the plan will refuse the allocation."""
+def count_data_ranks(config: Config) -> int | None:
+    """Return the trainer's number of data ranks; None if the plan will refuse the allocation."""
     try:
-        shared = without_environment_nodes(config)
-        train = fill_stars(shared, allocation_of(shared)[0]).train
+        shared = exclude_environment_nodes(config)
+        train = fill_stars(shared, choose_allocation(shared)[0]).train
     except (ConfigError, DoesNotFit):
         return None
     return train.d if train else None
 
 
-def without_environment_nodes(config: Config) -> Config:
-    """Return the configuration with the nodes that servers and trainer share. Raises DoesNotFit for none."""
+def exclude_environment_nodes(config: Config) -> Config:
+    """Subtract the nodes of environments from the cluster. Raises DoesNotFit if none is left."""
     if not isinstance(config, GRPOConfig) or config.environments is None or not config.environments.n_nodes:
         return config
     own, n_nodes = config.environments.n_nodes, config.cluster.n_nodes
@@ -31,20 +32,20 @@ def without_environment_nodes(config: Config) -> Config:
     return replace(config, cluster=replace(config.cluster, n_nodes=n_nodes - own))
 
 
-def allocation_of(config: Config) -> tuple[Allocation, list[str]]:
-    """Return the allocation, and a note where it is derived."""
+def choose_allocation(config: Config) -> tuple[Allocation, list[str]]:
+    """Return the allocation, with a note if it is derived."""
     if config.allocation_mode.strip():
-        return parse(config.allocation_mode, trained(config)[1].backend), []
-    allocation = _derive(config)
+        return parse(config.allocation_mode, find_trained_model(config)[1].backend), []
+    allocation = _derive_allocation(config)
     cluster = config.cluster
     kind = f"{cluster.n_gpus_per_node} GPUs each" if cluster.n_gpus_per_node else "without GPUs"
     return allocation, [f"allocation_mode is derived: {allocation}, from {cluster.n_nodes} node(s) {kind}."]
 
 
-def _derive(config: Config) -> Allocation:
+def _derive_allocation(config: Config) -> Allocation:
     """Return half of the units for servers and half for training, or all of them for training."""
     n_nodes, n_gpus = config.cluster.n_nodes, config.cluster.n_gpus_per_node
-    engine, servers = trained(config)[1].backend or "fsdp", usual_server_backend(n_gpus)
+    engine, servers = find_trained_model(config)[1].backend or "fsdp", choose_server_backend(n_gpus)
     if not isinstance(config, GRPOConfig):
         return Allocation(train=Train(engine, d=n_nodes * max(n_gpus, 1)))
     if n_nodes * n_gpus == 1:
@@ -57,7 +58,7 @@ def _derive(config: Config) -> Allocation:
 
 
 def fill_stars(config: Config, allocation: Allocation) -> Allocation:
-    """Replace `d*` by what the other parts leave; without GPUs a node counts as one unit."""
+    """Replace `d*` by the replicas that the remaining units hold; a node without GPUs is one unit."""
     parts: list[Servers | Train] = [*allocation.pools, *filter(None, [allocation.train])]
     starred = [part for part in parts if part.d is None]
     if not starred:

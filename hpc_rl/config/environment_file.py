@@ -1,17 +1,17 @@
-"""The settings file of an environment that feeds a trial: its URLs, and what the trial knows better."""
+"""The settings file of an environment that feeds a trial: URLs, and settings that the trial decides."""
 
 from typing import Any
 
 from hpc_rl.config.options.experiment import GRPOConfig
 
 
-def environment_file(config: GRPOConfig, name: str, url: str, token: str) -> dict[str, Any]:
-    """Return the settings, in the form that environments of hpc-rl and of atroposlib read by `--config`.
+def make_environment_settings(config: GRPOConfig, name: str, url: str, token: str) -> dict[str, Any]:
+    """Return the settings, in the format that environments of hpc-rl and atroposlib read with `--config`.
 
     Args:
-        config: The trial's, with a section `environments`.
-        name: Of the environment.
-        url: Of the rollout role.
+        config: The trial's configuration, with a section `environments`.
+        name: The name of the environment.
+        url: The URL of the rollout role.
         token: The trial's data token.
     """
     assert config.environments is not None
@@ -32,7 +32,7 @@ def environment_file(config: GRPOConfig, name: str, url: str, token: str) -> dic
             "use_wandb": config.stats_logger.wandb.mode != "disabled",
             "wandb_name": name,
         },
-        # only a list of two or more is taken by every kind of environment of atroposlib
+        # some environments of atroposlib accept only a list of two or more
         "openai": [server, dict(server)],
         "slurm": False,
     }

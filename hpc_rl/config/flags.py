@@ -1,4 +1,4 @@
-"""Flags of servers of other projects: how their tables are made, and what `extra_args` may not contain."""
+"""Command-line flags of SGLang and vLLM: their tables, and the flags that `extra_args` may not contain."""
 
 import dataclasses
 from collections.abc import Collection, Iterator, Mapping
@@ -8,24 +8,24 @@ from typing import Any
 Flags = dict[str, str | tuple[str, ...]]  # option -> its flag; for a switch also its arguments
 
 
-def flags_of(section: type, without: Collection[str], own: Collection[str], renamed: Flags) -> Flags:
-    """Return name -> flag, of the options of a section and of what the role sets itself."""
+def list_flags(section: type, without: Collection[str], own: Collection[str], renamed: Flags) -> Flags:
+    """Return name -> flag for the options of a section and for the flags that the role itself sets."""
     names = {field.name for field in dataclasses.fields(section)} - set(without)
     return {name: f"--{name.replace('_', '-')}" for name in sorted({*names, *own})} | renamed
 
 
 @dataclass(frozen=True)
 class Reserved:
-    """Flags beside those of a table: other names of its flags, and what only the trial sets."""
+    """Flags that no table lists: other names of listed flags, and flags that only the trial may set."""
 
     also: Mapping[str, str]
     set_by_the_trial: Collection[str]
 
 
-def refusals(name: str, section: Any, flags: Flags, reserved: Reserved) -> Iterator[str]:
-    """Yield why something in `extra_args` of section `name` can't be used.
+def check_flags(name: str, section: Any, flags: Flags, reserved: Reserved) -> Iterator[str]:
+    """Yield a refusal for each flag that `extra_args` of section `name` may not contain.
 
-    Of two equal flags a server would silently take the later one.
+    If a flag comes twice, a server silently uses the later one.
     """
     names = {flag: option for option, flag in flags.items() if isinstance(flag, str)}
     for arg in section.extra_args:

@@ -1,9 +1,9 @@
-"""What of a model's config.json the megatron backend can have."""
+"""The settings in a model's config.json that the megatron backend supports."""
 
 from collections.abc import Mapping
 from typing import Any
 
-# key of config.json -> the values with which the layers are those of Megatron-core
+# key of config.json -> values that match the layers of Megatron-core
 LAYERS: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
@@ -14,19 +14,19 @@ LAYERS: dict[str, tuple[Any, ...]] = {
     "mlp_only_layers": ([], None),
     "router_jitter_noise": (0.0,),
 }
-ROTARY_TYPES = ("default", "linear", "llama3")  # that don't depend on the length of a row
+ROTARY_TYPES = ("default", "linear", "llama3")  # independent of the length of a row
 
 
-def odd_layers(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys and values of a config.json that it can't have; empty for a model that it can."""
+def find_odd_layers(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the unsupported keys of a config.json with their values; empty for a supported model."""
     odd = {key: content[key] for key, known in LAYERS.items() if key in content and content[key] not in known}
     has_windows = not str(content.get("model_type", "")).startswith("qwen")  # if the key is missing
     if not content.get("use_sliding_window", has_windows):
         odd.pop("sliding_window", None)
-    kind = rotary_type(content)
+    kind = find_rotary_type(content)
     return odd | ({} if kind in ROTARY_TYPES else {"rope_type": kind})
 
 
-def rotary_type(content: Mapping[str, Any]) -> str:
+def find_rotary_type(content: Mapping[str, Any]) -> str:
     rotary = content.get("rope_parameters") or content.get("rope_scaling") or {}
     return str(rotary.get("rope_type", rotary.get("type", "default")))

@@ -1,26 +1,31 @@
-"""Pools of servers: which of them follows the trainer, and the configuration as another pool sees it."""
+"""Pools of servers: find the pool that the trainer updates, and the configuration of any other pool."""
 
 import json
 from dataclasses import replace
 from typing import Any, Literal, get_args, get_origin
 
-from hpc_rl.config.load.fields import alternatives, base_of, hints, is_optional
+from hpc_rl.config.load.fields import is_optional, list_alternatives, list_hints, strip_limits
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.options.inference import REWARDS, GenerationHyperparameters
-from hpc_rl.core.allocation import DEFAULT_POOL, SERVER_BACKENDS, Allocation, parse
+from hpc_rl.core.allocation import DEFAULT_POOL, Allocation, parse
+from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.errors import ConfigError
 
 
-def trained_pool(config: Config) -> str:
-    """Return the pool that gets the trainer's weights: the one without an entry in `pools`.
+def find_trained_pool(config: Config) -> str:
+    """Return the pool that gets the trainer's weights: the only one without an entry in `pools`.
 
-    Raises ConfigError where the allocation has not exactly one.
+    Raises ConfigError if the allocation has none or several.
     """
-    return trained_pool_of(config, parse(config.allocation_mode)) if config.allocation_mode else DEFAULT_POOL
+    return (
+        find_trained_pool_in(config, parse(config.allocation_mode))
+        if config.allocation_mode
+        else DEFAULT_POOL
+    )
 
 
-def trained_pool_of(config: Config, allocation: Allocation) -> str:
-    """As trained_pool, of an allocation that may be derived."""
+def find_trained_pool_in(config: Config, allocation: Allocation) -> str:
+    """Do the same for a given allocation, which may be derived."""
     others = config.pools if isinstance(config, GRPOConfig) else {}
     names = [servers.pool for servers in allocation.pools if servers.pool not in others]
     if len(names) == 1:
@@ -35,15 +40,15 @@ def trained_pool_of(config: Config, allocation: Allocation) -> str:
     raise ConfigError(f"{problem}; add one, as {allocation.pools[0].backend}:d1+{allocation}.")
 
 
-def reward_models(config: GRPOConfig) -> list[str]:
-    """Return the pools whose model scores completions: those that `rollout.reward_fn` names."""
+def list_reward_models(config: GRPOConfig) -> list[str]:
+    """Return the pools that `rollout.reward_fn` names: their models score completions."""
     return [one for one in config.rollout.reward_functions if one in config.pools and one not in REWARDS]
 
 
-def as_pool(config: GRPOConfig, name: str) -> GRPOConfig:
-    """Return the configuration as servers and clients of a pool see it: its model, sampling and python.
+def view_pool(config: GRPOConfig, name: str) -> GRPOConfig:
+    """Return the configuration for servers and clients of a pool: with its model, sampling and python.
 
-    That of the pool that follows the trainer is `config` itself. A reward model has `actor.is_critic`.
+    The pool that the trainer updates gets `config` itself. For a reward model `actor.is_critic` is true.
     """
     if name not in config.pools:
         return config
@@ -54,32 +59,32 @@ def as_pool(config: GRPOConfig, name: str) -> GRPOConfig:
         top_p=pool.top_p,
         stop_token_ids=pool.stop_token_ids,
     )
-    is_critic = name in reward_models(config)
+    is_critic = name in list_reward_models(config)
     actor = replace(config.actor, path=pool.path, init_from_scratch=False, is_critic=is_critic)
     python = pool.python or config.launcher.inference_server_python
     launcher = replace(config.launcher, inference_server_python=python)
     view = replace(
         config, actor=actor, gconfig=gconfig, tokenizer_path=pool.tokenizer_path, launcher=launcher
     )
-    backend = backend_of(config, name)
+    backend = find_backend(config, name)
     if not backend or not pool.options:
         return view
     section = SERVER_BACKENDS[backend].section
     cls: type = type(getattr(config, section))
-    kinds = hints(cls)
-    own = {key: value_in_text(kinds[key], text) for key, text in pool.options.items()}
+    kinds = list_hints(cls)
+    own = {key: parse_value(kinds[key], text) for key, text in pool.options.items()}
     return replace(view, **{section: replace(getattr(view, section), **own)})
 
 
-def backend_of(config: GRPOConfig, name: str) -> str:
-    """Return the backend of a pool of the allocation; empty for an endpoint elsewhere."""
+def find_backend(config: GRPOConfig, name: str) -> str:
+    """Return the backend of a pool; empty if the allocation has no servers for it."""
     pools = parse(config.allocation_mode).pools if config.allocation_mode else ()
     return next((servers.backend for servers in pools if servers.pool == name), "")
 
 
-def value_in_text(hint: Any, text: str) -> Any:
-    """Return the value that a text stands for; rules/pool_rules.py has checked it. Raises ValueError."""
-    kinds = [base_of(kind) for kind in alternatives(hint)]
+def parse_value(hint: Any, text: str) -> Any:
+    """Parse the text of a pool's option, which rules/pool_rules.py has checked. Raises ValueError."""
+    kinds = [strip_limits(kind) for kind in list_alternatives(hint)]
     if str in kinds or any(get_origin(kind) is Literal and text in get_args(kind) for kind in kinds):
         return None if text == "null" and is_optional(hint) else text
     return json.loads(text)

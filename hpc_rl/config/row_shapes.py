@@ -1,6 +1,6 @@
-"""Rows of a dataset: what each kind needs, columns by other names, and the first rows of a file.
+"""Rows of a dataset: the columns that each kind needs, renamed columns, and the first rows of a file.
 
-Submission looks at the first rows by the same functions with which the job reads all of them.
+Submission checks the first rows with the functions that the job uses for all rows.
 """
 
 import functools
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 
 NUM_FIRST = 64
 JSONL = (".jsonl", ".json", ".ndjson")
@@ -21,10 +21,10 @@ _PROMPTS = ("prompt", "messages")
 
 @dataclass(frozen=True)
 class Shape:
-    """Columns by which a known data set is recognized, and what its rows need in their place.
+    """The columns that identify a known data set, and the names that hpc-rl needs for them.
 
-    `prompt` is the column that is asked, empty for `prompt` itself; `columns` are further ones, by the names
-    that are needed.
+    `prompt` is the column with the question, or empty if it is called `prompt` already. `columns` maps other
+    needed names to columns.
     """
 
     kind: str  # rl or sft
@@ -47,8 +47,8 @@ SHAPES = (
 )
 
 
-def shape_of(row: Row, kind: str) -> Shape | None:
-    """Return the known shape of a row that lacks what its kind needs; None where it lacks nothing."""
+def find_shape(row: Row, kind: str) -> Shape | None:
+    """Return the known shape of a row that lacks needed columns; None if it has them or matches no shape."""
     there = row.keys() & {*_PROMPTS, "completion"}
     for one in SHAPES:
         has_needed = there if one.prompt else "answer" in row
@@ -57,11 +57,11 @@ def shape_of(row: Row, kind: str) -> Shape | None:
     return None
 
 
-def renamed(row: Row, columns: Mapping[str, str]) -> Row:
-    """Return a row with `columns` (the name that is needed: the one in the file) beside its own.
+def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
+    """Return a row with its own columns and the mapped `columns` under their needed names.
 
-    `a.b` is a part of a column, `a.0` one of a list. A text in place of `messages` becomes one turn of a
-    user. Raises ConfigError for a column that is absent.
+    `columns` is needed name -> column of the file; `a.b` is a part of a column, `a.0` an element of a list. A
+    text for `messages` becomes one turn of a user. Raises ConfigError for a missing column.
     """
     if not columns:
         return row
@@ -70,42 +70,42 @@ def renamed(row: Row, columns: Mapping[str, str]) -> Row:
     }
     for name, column in columns.items():
         try:
-            value = row[column] if column in row else functools.reduce(_part, column.split("."), row)
+            value = row[column] if column in row else functools.reduce(_get_part, column.split("."), row)
         except (LookupError, TypeError, ValueError):
             lacks = f"columns: {name} is to be the column {column}, which the row lacks"
-            raise _lacks(row, lacks) from None
+            raise _make_error(row, lacks) from None
         is_turn = name == "messages" and isinstance(value, str)
         made[name] = [{"role": "user", "content": value}] if is_turn else value
     return made
 
 
-def _part(value: Any, name: str) -> Any:
+def _get_part(value: Any, name: str) -> Any:
     return value[int(name) if isinstance(value, list) else name]
 
 
 def check_row(row: Row, kind: str) -> Row:
-    """Return a row with its answers as texts, as `with_answer` does.
+    """Return a row with its answers as texts, as `extract_answers` does.
 
-    Raises ConfigError where it lacks what its kind (rl, sft, rw) needs; what a chat template refuses is seen
-    later.
+    Raises ConfigError if columns that its kind (rl, sft, rw) needs are missing or wrong. Errors of the chat
+    template come later.
     """
-    row = with_answer(row, kind)
-    has_prompt = isinstance(row.get("prompt"), str) or messages_of(row) is not None
+    row = extract_answers(row, kind)
+    has_prompt = isinstance(row.get("prompt"), str) or get_messages(row) is not None
     if kind == "rw":
         for name in ("chosen", "rejected"):
             if not isinstance(row.get(name), str) and (has_prompt or not isinstance(row.get(name), list)):
                 either = "(text, or lists of messages that end with the assistant's)"
-                raise _lacks(row, f"an rw row needs `chosen` and `rejected` {either}")
+                raise _make_error(row, f"an rw row needs `chosen` and `rejected` {either}")
         if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
             raise ConfigError("`chosen` and `rejected` of a row must both be texts, or both be whole chats.")
         return row
     if kind == "sft" and not isinstance(row.get("completion"), str):
-        raise _lacks(
+        raise _make_error(
             row, "an sft row needs a `completion` (text), or `messages` that end with the assistant's"
         )
     if not has_prompt:
-        raise _lacks(row, "a row needs a `prompt` (text) or `messages` (a list)")
-    chat = messages_of(row) or []
+        raise _make_error(row, "a row needs a `prompt` (text) or `messages` (a list)")
+    chat = get_messages(row) or []
     if not all(isinstance(message, dict) for message in chat):
         raise ConfigError("the messages of a row must be objects, such as {role: user, content: a text}.")
     if any(isinstance(one.get("content"), list) for one in chat):
@@ -115,40 +115,40 @@ def check_row(row: Row, kind: str) -> Row:
         )
     if chat and chat[-1].get("role") == "assistant":
         raise ConfigError(
-            "the chat of a row must end with what is asked; its last message is the assistant's."
+            "the chat of a row must end with the question, but its last message is the assistant's."
         )
     return row
 
 
-def with_answer(row: Row, kind: str) -> Row:
-    """Return a row whose answers are texts: of the last message of a chat in their place.
+def extract_answers(row: Row, kind: str) -> Row:
+    """Return a row whose answers are texts: a chat is replaced by the text of its last message.
 
-    That is `completion` of an sft row, which may also be the last of its `messages`, and `chosen` and
-    `rejected` of an rw row: whole chats that differ in their last messages alone have the others as prompt.
+    In an sft row this is `completion`, which may also be the last of the `messages`. In an rw row it is
+    `chosen` and `rejected`. If these chats differ only in their last messages, the others become the prompt.
     """
-    if kind == "rw" and not row.keys() & {*_PROMPTS} and (asked := _asked_in_both(row)):
+    if kind == "rw" and not row.keys() & {*_PROMPTS} and (asked := _find_shared_prompt(row)):
         row = row | {"messages": asked}
-    has_prompt = isinstance(row.get("prompt"), str) or messages_of(row) is not None
+    has_prompt = isinstance(row.get("prompt"), str) or get_messages(row) is not None
     names = {"sft": ("completion",), "rw": ("chosen", "rejected") if has_prompt else ()}.get(kind, ())
-    texts = {name: text for name in names if (text := _answer_in(row.get(name))) is not None}
-    chat = messages_of(row)
-    if kind == "sft" and chat and "completion" not in row and (text := _answer_in(chat)) is not None:
+    texts = {name: text for name in names if (text := _find_answer(row.get(name))) is not None}
+    chat = get_messages(row)
+    if kind == "sft" and chat and "completion" not in row and (text := _find_answer(chat)) is not None:
         texts = {"completion": text}
         row = {name: value for name, value in row.items() if name != "prompt"} | {"messages": chat[:-1]}
     return row | texts if texts else row
 
 
-def _asked_in_both(row: Row) -> list[Row]:
-    """Return what comes before the answers of two whole chats, where that is the same; else []."""
+def _find_shared_prompt(row: Row) -> list[Row]:
+    """Return the messages before the answers of `chosen` and `rejected` if they are the same; else []."""
     chosen: Any = row.get("chosen")
     rejected: Any = row.get("rejected")
-    if _answer_in(chosen) is None or _answer_in(rejected) is None or chosen[:-1] != rejected[:-1]:
+    if _find_answer(chosen) is None or _find_answer(rejected) is None or chosen[:-1] != rejected[:-1]:
         return []
-    return [] if _answer_in(chosen[:-1]) is not None else list(chosen[:-1])
+    return [] if _find_answer(chosen[:-1]) is not None else list(chosen[:-1])
 
 
-def _answer_in(chat: Any) -> str | None:
-    """Return the text of the assistant's message that ends a chat, None where there is none."""
+def _find_answer(chat: Any) -> str | None:
+    """Return the text of a chat's last message if it is the assistant's; else None."""
     last = chat[-1] if isinstance(chat, list) and chat else None
     if not isinstance(last, dict) or last.get("role") != "assistant":
         return None
@@ -156,29 +156,29 @@ def _answer_in(chat: Any) -> str | None:
     return text if isinstance(text, str) else None
 
 
-def messages_of(row: Row) -> list[Row] | None:
-    """Return the chat of a row, `messages` or a `prompt` that is a list; None where it is a text.
+def get_messages(row: Row) -> list[Row] | None:
+    """Return the chat of a row: `messages`, or a `prompt` that is a list. None if the prompt is a text.
 
-    Parts of text in place of a content are one text.
+    A content in parts becomes one text.
     """
     chat = next((row[name] for name in ("messages", "prompt") if isinstance(row.get(name), list)), None)
-    return None if chat is None else [_with_text(one) for one in chat]
+    return None if chat is None else [_join_parts(one) for one in chat]
 
 
-def _with_text(message: Any) -> Any:
+def _join_parts(message: Any) -> Any:
     parts = message.get("content") if isinstance(message, dict) else None
     if not isinstance(parts, list) or not all(isinstance(one, dict) and "text" in one for one in parts):
         return message
     return message | {"content": "".join(str(one["text"]) for one in parts)}
 
 
-def _lacks(row: Row, needed: str) -> ConfigError:
+def _make_error(row: Row, needed: str) -> ConfigError:
     there = (f"{name!r} (null)" if value is None else repr(name) for name, value in row.items())
     return ConfigError(f"{needed}; this one has {', '.join(there) or 'nothing'}.")
 
 
-def jsonl_rows(path: Path) -> Iterator[tuple[bytes, Row]]:
-    """Yield (line, row) of the lines that hold something. Raises ConfigError for other lines than objects."""
+def load_jsonl_rows(path: Path) -> Iterator[tuple[bytes, Row]]:
+    """Yield (line, row) of each line that is not blank. Raises ConfigError for a line that is no object."""
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
             if not (line := raw.strip()):
@@ -195,32 +195,32 @@ def jsonl_rows(path: Path) -> Iterator[tuple[bytes, Row]]:
             yield line, row
 
 
-def first_rows(path: str | Path) -> list[Row]:
-    """Return the first rows of a dataset, as the file has them.
+def load_first_rows(path: str | Path) -> list[Row]:
+    """Return the first rows of a dataset, unchanged.
 
-    [] where only the job can read them: the path is not here, or pyarrow is not. Raises ConfigError for lines
-    and files that are damaged.
+    Returns [] if only the job can read them, because this machine lacks the path or pyarrow. Raises
+    ConfigError for damaged lines and files.
     """
     path = Path(path)
     try:
         stat = path.stat()
-        return _first_rows(path, stat.st_mtime_ns, stat.st_size)
+        return _load_first_rows(path, stat.st_mtime_ns, stat.st_size)
     except (ImportError, OSError):
         return []
 
 
 @functools.lru_cache(maxsize=8)
-def _first_rows(path: Path, changed_ns: int, size: int) -> list[Row]:
+def _load_first_rows(path: Path, changed_ns: int, size: int) -> list[Row]:
     if path.suffix in JSONL and path.is_file():
-        return [row for _, (_, row) in zip(range(NUM_FIRST), jsonl_rows(path), strict=False)]
+        return [row for _, (_, row) in zip(range(NUM_FIRST), load_jsonl_rows(path), strict=False)]
     if path.is_dir():
-        state = read_json(path / "state.json")
+        state = load_json(path / "state.json")
         files = [one["filename"] for one in state.get("_data_files", ())] if isinstance(state, dict) else []
-        return _first_of_table(path / files[0]) if files else []
-    return _first_of_table(path) if path.suffix == ".parquet" else []
+        return _load_first_of_table(path / files[0]) if files else []
+    return _load_first_of_table(path) if path.suffix == ".parquet" else []
 
 
-def _first_of_table(path: Path) -> list[Row]:
+def _load_first_of_table(path: Path) -> list[Row]:
     import pyarrow
     import pyarrow.parquet
 
@@ -234,17 +234,17 @@ def _first_of_table(path: Path) -> list[Row]:
         raise ConfigError(f"dataset {path} is damaged, or of another format: {error}") from None
 
 
-def named_rows(path: str | Path, columns: Mapping[str, str]) -> list[Row]:
-    """Return the first rows by the names that are needed.
+def load_named_rows(path: str | Path, columns: Mapping[str, str]) -> list[Row]:
+    """Return the first rows with renamed columns.
 
-    [] where they can't be read; rules/dataset_rules.py refuses what is wrong with them.
+    Returns [] if they can't be read; rules/dataset_rules.py then reports the error.
     """
     try:
-        return [renamed(row, columns) for row in first_rows(path)]
+        return [rename_columns(row, columns) for row in load_first_rows(path)]
     except ConfigError:
         return []
 
 
-def columns_in(rows: Collection[Row]) -> list[str]:
-    """Return the columns that some row has, in their order."""
+def list_columns(rows: Collection[Row]) -> list[str]:
+    """Return the columns of all rows, in order."""
     return list(dict.fromkeys(name for row in rows for name in row))

@@ -1,6 +1,6 @@
-"""The command-line flags of each supported SGLang version, and the options that it no longer has."""
+"""The command-line flags of each supported SGLang version, and the options that it dropped."""
 
-from hpc_rl.config.flags import Flags, Reserved, flags_of
+from hpc_rl.config.flags import Flags, Reserved, list_flags
 from hpc_rl.config.options.inference import SGLangConfig
 
 # version -> option of the section `sglang` that it lacks -> what to use
@@ -8,7 +8,7 @@ DROPPED: dict[str, dict[str, str]] = {
     "0.5.23": {
         "enable_ep_moe": "use sglang.ep_size, and --moe-a2a-backend in sglang.extra_args",
         "torchao_config": "use --quantization in sglang.extra_args",
-        "enable_nan_detection": "omit it",
+        "enable_nan_detection": "remove it",
     }
 }
 NO_FLAGS = {"version", "extra_args", "dp_size", "enable_dp_attention"}
@@ -30,7 +30,7 @@ _RENAMED_0_5_23: Flags = {
 
 
 FLAGS: dict[str, Flags] = {
-    "0.5.23": flags_of(SGLangConfig, NO_FLAGS | DROPPED["0.5.23"].keys(), _SET_BY_THE_ROLE, _RENAMED_0_5_23)
+    "0.5.23": list_flags(SGLangConfig, NO_FLAGS | DROPPED["0.5.23"].keys(), _SET_BY_THE_ROLE, _RENAMED_0_5_23)
 }
 RESERVED = Reserved(
     also={

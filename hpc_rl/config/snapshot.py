@@ -1,8 +1,8 @@
-"""User code that travels with a trial: which files `launcher.snapshot` names, and their names in the copy.
+"""List the files of user code that `launcher.snapshot` copies into a trial, with their names in the copy.
 
-The copy is on Python's path before the working directory, so a path below that keeps its name, and one from
-elsewhere becomes a package or module at the top. A part of a package brings all of it: Python takes a package
-from one place.
+The copy comes before the working directory on Python's path. A path below the working directory keeps its
+name; any other becomes a package or module at the top. A part of a package brings the whole package, because
+Python imports a package from one place.
 """
 
 import os
@@ -20,15 +20,15 @@ NAME = "launcher.snapshot"
 NOT_THE_USERS = (Path(sysconfig.get_path("stdlib")), Path(hpc_rl.__file__).parent)
 
 
-def snapshot_files(config: Config, workdir: Path) -> dict[str, Path]:
-    """Return name in the copy -> file. Raises ConfigError for what is missing, too large or named twice."""
+def list_snapshot_files(config: Config, workdir: Path) -> dict[str, Path]:
+    """Return name in the copy -> file. Raises ConfigError for missing, too many or colliding files."""
     found: dict[str, Path] = {}
     num_bytes = 0
     workdir = Path(os.path.abspath(workdir))
     left_out = Path(os.path.abspath(workdir / config.cluster.fileroot))
     paths = [os.path.abspath(workdir / Path(path).expanduser()) for path in config.launcher.snapshot]
-    for given in dict.fromkeys(_whole(Path(path)) for path in paths):
-        for path in _files_of(given, left_out):
+    for given in dict.fromkeys(_find_outermost_package(Path(path)) for path in paths):
+        for path in _list_files(given, left_out):
             base = workdir if path.is_relative_to(workdir) else given.parent
             name = str(path.relative_to(base))
             if found.get(name, path) != path:
@@ -43,15 +43,15 @@ def snapshot_files(config: Config, workdir: Path) -> dict[str, Path]:
     return found
 
 
-def _whole(path: Path) -> Path:
-    """Return the outermost package that a path is part of, or the path."""
+def _find_outermost_package(path: Path) -> Path:
+    """Return the outermost package around a path, or the path itself."""
     while path.parent != path and (path.parent / "__init__.py").is_file():
         path = path.parent
     return path
 
 
-def _files_of(given: Path, left_out: Path) -> Iterator[Path]:
-    """Yield the files that count: none of hidden folders, caches and trials."""
+def _list_files(given: Path, left_out: Path) -> Iterator[Path]:
+    """Yield the files to copy; hidden files, caches and trials are skipped."""
     if given.is_file():
         yield given
         return
@@ -65,8 +65,8 @@ def _files_of(given: Path, left_out: Path) -> Iterator[Path]:
         yield from (here / name for name in sorted(names) if name[0] != "." and (here / name).is_file())
 
 
-def is_users(file: Path) -> bool:
-    """Return whether a file is the user's own: not of Python, an installed package or hpc-rl."""
+def is_user_file(file: Path) -> bool:
+    """Return whether a file is the user's own: not part of Python, an installed package or hpc-rl."""
     if {"site-packages", "dist-packages"} & {*file.parts}:
         return False
     return file.is_absolute() and not any(file.is_relative_to(folder) for folder in NOT_THE_USERS)

@@ -1,6 +1,6 @@
 """The command-line flags of each supported vLLM version."""
 
-from hpc_rl.config.flags import Flags, Reserved, flags_of
+from hpc_rl.config.flags import Flags, Reserved, list_flags
 from hpc_rl.config.options.inference import VLLMConfig
 
 NO_FLAGS = {"version", "extra_args"}
@@ -9,7 +9,7 @@ _SET_BY_THE_ROLE = (
     "generation_config", "worker_extension_cls", "runner",
 )  # fmt: skip
 
-FLAGS: dict[str, Flags] = {"0.32.0": flags_of(VLLMConfig, NO_FLAGS, _SET_BY_THE_ROLE, {})}
+FLAGS: dict[str, Flags] = {"0.32.0": list_flags(VLLMConfig, NO_FLAGS, _SET_BY_THE_ROLE, {})}
 RESERVED = Reserved(
     also={
         **dict.fromkeys(("--tensor-parallel-size", "-tp"), "--tensor-parallel-size"),

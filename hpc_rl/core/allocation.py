@@ -7,111 +7,19 @@
     hybrid     : "("? "attn" ":" dims(c d t p) "|" "ffn" ":" dims(d e t p) ")"?
     name       : "[" NAME "]"        SIZE : a number without leading zero; "d*" is the rest
 
-Blanks may stand between tokens; dimensions come in any order, those not given are 1. `e` adds no units. Each
-pool of servers has a name of its own, `rollout` where none is given; training can only be named `actor`.
-The parser accepts the whole grammar; what this version can't start is refused by the plan.
+Blanks may stand between tokens. Dimensions come in any order and default to 1. `e` adds no units. Each pool
+of servers has a unique name, `rollout` by default; training can only be named `actor`. The parser accepts the
+whole grammar; the plan refuses allocations that this version can't start.
 """
 
 import difflib
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from hpc_rl.core.backends import SERVER_BACKENDS, TRAIN_BACKENDS
 from hpc_rl.core.errors import ConfigError
-
-
-@dataclass(frozen=True)
-class ServerBackend:
-    """A kind of generation server: what config, plan and app know of it."""
-
-    section: str  # section of the configuration with its options
-    implementation: str  # `module:class` of its `hpc_rl.servers.base.Backend`
-    dimensions: str = "dtp"  # that an expression may give
-    supported: str = "d"  # dimensions that can be above 1 today
-    on_gpus: bool = True  # whether it can use GPUs
-    is_process: bool = True  # of its own: it, not the role, gets the environment variables of servers
-    # Options of its section: the most tokens of a sequence; what must divide the units of a server.
-    context_option: str = ""
-    divisor_option: str = ""
-    without_gpus: Mapping[str, Any] = field(default_factory=dict)  # option -> what its default becomes
-    # Option of gconfig that it can't do -> what to use.
-    lacks: Mapping[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class TrainBackend:
-    """A train engine: what config and plan know of it."""
-
-    dimensions: str  # that an expression may give
-    implementation: str  # `module:class` of its `hpc_rl.engines.base.Engine`
-    model_types: tuple[str, ...] = ()  # of config.json that it can train; empty: all that transformers has
-    # A dimension -> of those, the ones that it can divide by it; all where it is not named.
-    divided_types: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-_USE_SGLANG = (
-    "use sglang servers: vllm is always asked for log-probabilities, which would be those of the tokens that "
-    "are left, not those of the model"
-)
-SERVER_BACKENDS: dict[str, ServerBackend] = {
-    "embedded": ServerBackend(
-        "embedded",
-        "hpc_rl.servers.embedded.backend:EmbeddedBackend",
-        dimensions="d",
-        on_gpus=False,
-        is_process=False,
-        lacks={
-            "stop": "use gconfig.stop_token_ids, or sglang or vllm servers",
-            **dict.fromkeys(("frequency_penalty", "min_p", "repetition_penalty"), "use sglang servers"),
-        },
-    ),
-    "sglang": ServerBackend(
-        "sglang",
-        "hpc_rl.servers.sglang:SGLangBackend",
-        supported="dt",
-        context_option="context_length",
-        divisor_option="ep_size",
-        without_gpus={
-            "dtype": "float32",
-            "attention_backend": "torch_native",
-            "mem_fraction_static": None,
-            "chunked_prefill_size": None,
-            "max_prefill_tokens": None,
-            "disable_overlap_schedule": True,
-        },
-    ),
-    "vllm": ServerBackend(
-        "vllm",
-        "hpc_rl.servers.vllm:VLLMBackend",
-        supported="dt",
-        context_option="max_model_len",
-        without_gpus={"dtype": "float32", "gpu_memory_utilization": None, "enforce_eager": True},
-        lacks=dict.fromkeys(("top_p", "top_k", "min_p"), _USE_SGLANG),
-    ),
-}
-# model_type of config.json
-_PLAIN_DECODERS = ("gemma", "granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
-_OTHER_DECODERS = ("mixtral", "olmo2", "phi3", "qwen3_moe")
-TRAIN_BACKENDS: dict[str, TrainBackend] = {
-    "fsdp": TrainBackend(
-        "dtc",
-        "hpc_rl.engines.fsdp.engine:FSDPEngine",
-        divided_types={"t": _PLAIN_DECODERS, "c": (*_PLAIN_DECODERS, *_OTHER_DECODERS)},
-    ),
-    "megatron": TrainBackend(
-        "dptce",
-        "hpc_rl.engines.megatron.engine:MegatronEngine",
-        model_types=("llama", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
-    ),
-}
-
-
-def usual_server_backend(n_gpus_per_node: int) -> str:
-    """Return the backend of a plan whose `allocation_mode` is empty."""
-    return "sglang" if n_gpus_per_node else "embedded"
-
 
 DEFAULT_POOL = "rollout"
 POOL_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
@@ -138,7 +46,7 @@ class Servers:
 
     def __str__(self) -> str:
         name = "" if self.pool == DEFAULT_POOL else f"[{self.pool}]"
-        return f"{self.backend}{name}:{_dims(d=self.d, t=self.t, p=self.p)}"
+        return f"{self.backend}{name}:{_format_dims(d=self.d, t=self.t, p=self.p)}"
 
 
 @dataclass(frozen=True)
@@ -163,26 +71,26 @@ class Train:
 
     @property
     def multiple(self) -> int:
-        """What the number of units must be a multiple of."""
+        """The number of units must be a multiple of this."""
         return math.lcm(self.units_per_replica, self.p * self.e * self.etp)
 
     @property
     def is_hybrid(self) -> bool:
-        """Whether the experts have tensor ranks of their own number."""
+        """Whether the experts use another tensor parallel size than the attention."""
         return self.e > 1 and self.etp != self.t
 
     @property
     def edp(self) -> int | None:
-        """Data parallelism of the experts; d where there are none."""
+        """Data parallel size of the experts; d without experts."""
         if self.e == 1 or self.num_units is None:
             return self.d
         return self.num_units // (self.p * self.etp * self.e)
 
     def __str__(self) -> str:
         if not self.is_hybrid:
-            return f"{self.backend}:{_dims(d=self.d, p=self.p, t=self.t, c=self.c, e=self.e)}"
-        attention = _dims(d=self.d, p=self.p, t=self.t, c=self.c)
-        experts = f"d{self.edp}t{self.etp}p{self.p}e{self.e}"  # all four: what is missing would be inherited
+            return f"{self.backend}:{_format_dims(d=self.d, p=self.p, t=self.t, c=self.c, e=self.e)}"
+        attention = _format_dims(d=self.d, p=self.p, t=self.t, c=self.c)
+        experts = f"d{self.edp}t{self.etp}p{self.p}e{self.e}"  # all four: a missing one would be inherited
         return f"{self.backend}:(attn:{attention}|ffn:{experts})"
 
 
@@ -196,14 +104,14 @@ class Allocation:
     evaluate: bool = False
 
     def __str__(self) -> str:
-        """Return the canonical form; parse reads it back to an equal object."""
+        """Return the canonical form; `parse` turns it back into an equal object."""
         parts = [*map(str, self.pools), *(["eval"] if self.evaluate else [])]
         parts += [str(self.train)] if self.train else []
         return ("|" if self.colocate else "+").join(parts)
 
 
 def parse(text: str, engine: str = "") -> Allocation:
-    """Read an expression; `engine` trains where it names none and the dimensions allow it.
+    """Parse an expression; `engine` trains if the expression names none and the dimensions allow it.
 
     Raises ConfigError with the position and the reason.
     """
@@ -211,10 +119,10 @@ def parse(text: str, engine: str = "") -> Allocation:
         raise ConfigError(
             f"allocation_mode {text.strip()} is not supported; leave it empty to have one derived."
         )
-    return _Parser(text, engine).expression()
+    return _Parser(text, engine).parse_expression()
 
 
-def _dims(**sizes: int | None) -> str:
+def _format_dims(**sizes: int | None) -> str:
     shown = "".join(f"{name}{'*' if size is None else size}" for name, size in sizes.items() if size != 1)
     return shown or "d1"
 
@@ -244,7 +152,7 @@ class _Parser:
         raise ConfigError(f"allocation_mode {shown!r}, character {where + 1}: {reason}{end}")
 
     def skip(self, token: str) -> bool:
-        """Return whether the next token is this one, and take it."""
+        """Take the next token if it is this one; return whether it was."""
         is_next = self.token == token
         self.at += is_next
         return is_next
@@ -257,31 +165,33 @@ class _Parser:
         self.at += 1
         return token
 
-    def expression(self) -> Allocation:
+    def parse_expression(self) -> Allocation:
         word = self.token
         if not word:
-            self.fail("it is empty")
+            self.fail("the expression is empty")
         backends = [*SERVER_BACKENDS, *TRAIN_BACKENDS]
         if word.isalpha() and len(word) > 1 and word not in (*backends, "attn"):
-            self.unknown(word, backends)
-        result = self.servers_first() if word in SERVER_BACKENDS else Allocation(train=self.train())
+            self.fail_unknown(word, backends)
+        result = (
+            self.parse_servers_first() if word in SERVER_BACKENDS else Allocation(train=self.parse_train())
+        )
         if self.token:
             self.fail(f"unexpected {self.token!r} after the end of the expression")
         return result
 
-    def unknown(self, word: str, backends: list[str]) -> NoReturn:
+    def fail_unknown(self, word: str, backends: list[str]) -> NoReturn:
         near = difflib.get_close_matches(word.lower(), backends, n=1)
         hint = f"did you mean {near[0]}?" if near else f"allowed: {', '.join(backends)}"
         self.fail(f"{word!r} is not a valid backend; {hint}")
 
-    def servers_first(self) -> Allocation:
-        pools, sign, sign_at = [self.servers()], "", self.position
+    def parse_servers_first(self) -> Allocation:
+        pools, sign, sign_at = [self.parse_servers()], "", self.position
         while self.token:
             sign_at, name_at = self.position, self.position + 1
             sign = self.take("+", "|")
             if sign == "|" or self.token not in SERVER_BACKENDS:
                 break
-            pools.append(self.servers())
+            pools.append(self.parse_servers())
             if pools[-1].pool in [one.pool for one in pools[:-1]]:
                 self.fail(
                     f"the pool {pools[-1].pool} is there twice; name each, as sglang[student]:d1", name_at
@@ -291,7 +201,7 @@ class _Parser:
             return Allocation(pools=tuple(pools))
         if sign == "+" and (self.skip("eval") or self.skip("cpu")):
             return Allocation(pools=tuple(pools), evaluate=True)
-        train = self.train()
+        train = self.parse_train()
         if sign == "|" and len(pools) > 1:
             self.fail("'|' can't be used with several pools of servers", sign_at)
         if sign == "|" and pools[0].num_units != train.num_units:
@@ -299,19 +209,19 @@ class _Parser:
             self.fail(f"'|' requires the same units for both, but {both}", sign_at)
         return Allocation(pools=tuple(pools), train=train, colocate=sign == "|")
 
-    def servers(self) -> Servers:
+    def parse_servers(self) -> Servers:
         start = self.position
         backend = self.take(*SERVER_BACKENDS)
-        pool = self.pool_name()
+        pool = self.parse_pool_name()
         self.take(*(":" if pool else ":."))
-        sizes = self.dims(f"{backend} servers have", "dtp")
+        sizes = self.parse_dims(f"{backend} servers have", "dtp")
         allowed = SERVER_BACKENDS[backend].dimensions
         if any(letter not in allowed and (size or 1) > 1 for letter, size in sizes.items()):
             self.fail(f"{backend} servers have {', '.join(allowed)} only, as {backend}:d4", start)
         return Servers(backend, **sizes, pool=pool or DEFAULT_POOL)
 
-    def pool_name(self) -> str:
-        """Take the name of a pool in brackets; return an empty text where there is none."""
+    def parse_pool_name(self) -> str:
+        """Take the name of a pool in brackets; return an empty text without brackets."""
         if not self.skip("["):
             return ""
         start = self.position
@@ -323,7 +233,7 @@ class _Parser:
         self.take("]")
         return name
 
-    def train(self) -> Train:
+    def parse_train(self) -> Train:
         backend = None
         if self.token in TRAIN_BACKENDS:
             backend = self.take(*TRAIN_BACKENDS)
@@ -332,13 +242,13 @@ class _Parser:
                 self.take("]")
             self.take(":", ".")
         elif self.token.isalpha() and self.tokens[self.at + 1][0] == ":" and self.token != "attn":
-            self.unknown(self.token, [*SERVER_BACKENDS, *TRAIN_BACKENDS])
+            self.fail_unknown(self.token, [*SERVER_BACKENDS, *TRAIN_BACKENDS])
         start = self.position
         if self.token in ("(", "attn"):
             if backend and "e" not in TRAIN_BACKENDS[backend].dimensions:
                 self.fail(f"{backend} has no attn|ffn form; use megatron", start)
-            return self.hybrid(start)
-        sizes = self.dims("training has", "dptce")
+            return self.parse_hybrid(start)
+        sizes = self.parse_dims("training has", "dptce")
         used = [letter for letter, size in sizes.items() if (size or 1) > 1]
         able = [name for name, one in TRAIN_BACKENDS.items() if set(used) <= set(one.dimensions)]
         backend = backend or (self.engine if self.engine in able else able[0])
@@ -352,16 +262,16 @@ class _Parser:
             self.fail(f"{mesh.num_units} units can't be split by p*t*e = {parts} for the experts", start)
         return mesh
 
-    def hybrid(self, start: int) -> Train:
+    def parse_hybrid(self, start: int) -> Train:
         is_open = self.skip("(")
         self.take("attn")
         self.take(":")
-        attention = {"d": 1, "p": 1, "t": 1, "c": 1} | self.dims("attn has", "cdtp", starred=False)
+        attention = {"d": 1, "p": 1, "t": 1, "c": 1} | self.parse_dims("attn has", "cdtp", starred=False)
         self.take("|")
         self.take("ffn")
         self.take(":")
         inherited = {key: attention[key] for key in "dtp"}
-        experts = inherited | {"e": 1} | self.dims("ffn has", "detp", starred=False)
+        experts = inherited | {"e": 1} | self.parse_dims("ffn has", "detp", starred=False)
         if is_open:
             self.take(")")
         if experts["p"] != attention["p"]:
@@ -375,8 +285,8 @@ class _Parser:
         etp = experts["t"] if experts["e"] > 1 else 1
         return Train("megatron", e=experts["e"], etp=etp, **attention)
 
-    def dims(self, whose: str, allowed: str, starred: bool = True) -> dict[str, Any]:
-        """Take dimensions with their sizes; None is the rest."""
+    def parse_dims(self, whose: str, allowed: str, starred: bool = True) -> dict[str, Any]:
+        """Take dimensions with their sizes; None stands for `*`."""
         found: dict[str, int | None] = {}
         while self.token.isalpha() or not found:
             letter = self.token
@@ -386,10 +296,10 @@ class _Parser:
             if letter in found:
                 self.fail(f"{letter} is given twice")
             self.at += 1
-            found[letter] = self.size(letter, starred and letter == "d")
+            found[letter] = self.parse_size(letter, starred and letter == "d")
         return found
 
-    def size(self, letter: str, starred: bool) -> int | None:
+    def parse_size(self, letter: str, starred: bool) -> int | None:
         if starred and self.skip("*"):
             return None
         text = self.token

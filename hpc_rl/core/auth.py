@@ -1,4 +1,4 @@
-"""Checks that a request must pass, for the rollout service and the servers' proxies: its token and its body.
+"""Check the token and the body of a request, for the rollout service and the servers' proxies.
 
 A trial has two tokens: `control` (batches, publish, shutdown) and `data` (generation, counters). A token
 travels as `Authorization: Bearer <token>`; the data token also as a path prefix, `/t/<data token>/...`, for
@@ -13,13 +13,13 @@ from typing import Any
 
 import numpy as np
 
-# the parser recurses: an exception from its depths leaves CPython 3.11 with a wrong count of its own stack
+# the parser recurses: an exception from deep inside leaves CPython 3.11 with a wrong stack count
 MAX_DEPTH = 200
 NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 class Access(enum.IntEnum):
-    """What a request may do."""
+    """Rights of a request."""
 
     NONE = 0
     DATA = 1
@@ -33,37 +33,39 @@ class Tokens:
         self._control = tokens["control"].encode()
         self._data = tokens["data"].encode()
 
-    def access(self, authorization: str, prefix: str = "") -> Access:
-        """Return what a request with this Authorization header, or this token in its path, may do."""
-        bearer = _bytes(authorization.removeprefix("Bearer ")) if authorization.startswith("Bearer ") else b""
+    def find_access(self, authorization: str, prefix: str = "") -> Access:
+        """Return the rights of a request with this Authorization header, or this token in its path."""
+        bearer = (
+            _encode(authorization.removeprefix("Bearer ")) if authorization.startswith("Bearer ") else b""
+        )
         if hmac.compare_digest(bearer, self._control):
             return Access.CONTROL
         has_data = hmac.compare_digest(bearer, self._data)
-        return Access.DATA if has_data or hmac.compare_digest(_bytes(prefix), self._data) else Access.NONE
+        return Access.DATA if has_data or hmac.compare_digest(_encode(prefix), self._data) else Access.NONE
 
 
-def _bytes(given: str) -> bytes:
-    # headers may hold bytes that are not UTF-8; none of them is in a token
+def _encode(given: str) -> bytes:
+    # headers may hold bytes that are not UTF-8; tokens hold none of these
     return given.encode(errors="replace")
 
 
-def json_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object that a request's body holds.
+def parse_json_object(body: bytes) -> dict[str, Any]:
+    """Parse the JSON object in a request's body.
 
     Raises ValueError for anything else, and for deep nesting.
     """
-    found = json_value(body)
+    found = parse_json_value(body)
     if not isinstance(found, dict):
         raise ValueError(f"the body must be a JSON object, not {type(found).__name__}")
     return found
 
 
-def json_value(body: bytes) -> Any:
-    """Return what a request's body holds; numbers may be NaN or infinite.
+def parse_json_value(body: bytes) -> Any:
+    """Parse the JSON value in a request's body; numbers may be NaN or infinite.
 
-    Raises ValueError for what is not JSON, for deep nesting, and for half a surrogate pair.
+    Raises ValueError for invalid JSON, deep nesting, and half a surrogate pair.
     """
-    if _depth(body) > MAX_DEPTH:
+    if _measure_depth(body) > MAX_DEPTH:
         raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
     try:
         found = json.loads(body)
@@ -74,8 +76,8 @@ def json_value(body: bytes) -> Any:
     return found
 
 
-def _depth(body: bytes) -> int:
-    """Return how deep brackets are nested, those in strings counted too."""
+def _measure_depth(body: bytes) -> int:
+    """Return the nesting depth of brackets, including brackets in strings."""
     brackets = np.frombuffer(body.translate(None, NO_BRACKETS), np.uint8)
     opens = (brackets == ord("[")) | (brackets == ord("{"))
     return int(np.where(opens, 1, -1).cumsum().max(initial=0))

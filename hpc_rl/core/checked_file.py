@@ -1,8 +1,9 @@
-"""Files in blocks of 8 MiB with a checksum each: hashed while they are written, checked while they are read.
+"""Files in blocks of 8 MiB with a checksum each: hashed while written, checked while read.
 
-A reader that needs a part of a file reads and checks only the blocks that have it, and no byte is read twice.
-Large files bypass the page cache if the file system allows it: that halves the CPU work, and does not evict
-what others have there. What is cached already is read from there. Nothing here knows what the bytes mean.
+A reader of a part of a file reads and checks only the blocks of that part, and reads no byte twice. Large
+files bypass the page cache if the file system allows it: that halves the CPU work, and does not evict the
+pages of others. Blocks that are already cached are read from the cache. This module does not interpret the
+bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import xxhash
 
 from hpc_rl.core.errors import Damaged
 
-# NumPy is imported where bytes are moved: commands that only list generations do not wait for it
+# NumPy is imported only to move bytes: commands that only list generations do not wait for it
 if TYPE_CHECKING:
     import numpy as np
 
@@ -35,7 +36,7 @@ NUM_WRITERS = 2  # one block is hashed while another is written; more would wait
 NUM_READERS = 4
 NUM_READ_AHEAD = 4  # blocks
 DIRECT_BYTES = 64 << 20  # files from this size on bypass the page cache
-AGAIN_S = 1.0  # before a failed read is tried again
+AGAIN_S = 1.0  # seconds before a failed read is repeated
 _ALIGN_BYTES = 4096  # of addresses, offsets and sizes past the page cache
 _HUGE_BYTES = 2 << 20  # of a huge page
 _DIGITS = 16  # of one block's xxh3 (64 bits), in hex
@@ -69,12 +70,14 @@ def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | Non
     try:
         _reserve(fd, size)
 
-        def one(block: tuple[int, list[memoryview]]) -> str:
+        def write_block(block: tuple[int, list[memoryview]]) -> str:
             if cancel is not None and cancel.is_set():
                 raise Abandoned
-            return _write_block(fd if direct is None else direct, direct is not None, staging.view(), *block)
+            return _write_block(
+                fd if direct is None else direct, direct is not None, staging.get_view(), *block
+            )
 
-        digests = _side_by_side(one, list(_cut(parts)), NUM_WRITERS)
+        digests = _map_parallel(write_block, list(_cut(parts)), NUM_WRITERS)
         if direct is not None:
             os.ftruncate(fd, size)  # the last block was written in whole units
         os.fsync(fd)
@@ -82,18 +85,18 @@ def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | Non
         if direct is not None:
             os.close(direct)
         os.close(fd)  # its error counts: a network file system may report a quota only here
-    return FileRecord(path.name, size, "".join(digests) or _digest(b""))
+    return FileRecord(path.name, size, "".join(digests) or _hash_file(b""))
 
 
 def record(path: Path) -> FileRecord:
     """Return the record of an existing file: reads every byte. Raises OSError."""
     with CheckedReader(path) as reader:
-        digests = _side_by_side(lambda i: _digest(reader.block(i)), range(reader.num_blocks), NUM_READERS)
-        return FileRecord(path.name, reader.size, "".join(digests) or _digest(b""))
+        digests = _map_parallel(lambda i: _hash_file(reader.block(i)), range(reader.num_blocks), NUM_READERS)
+        return FileRecord(path.name, reader.size, "".join(digests) or _hash_file(b""))
 
 
 def retry_once(work: Callable[[], Any]) -> Any:
-    """Read something, and once more after a moment if the medium reports an error."""
+    """Call a read, and call it once more after a moment if the medium reports an error."""
     try:
         return work()
     except OSError as error:
@@ -104,8 +107,8 @@ def retry_once(work: Callable[[], Any]) -> Any:
         return work()
 
 
-def _or_damaged(what: str, work: Callable[[], Any]) -> Any:
-    """Read something twice if need be. Raises Damaged if the medium fails again, else OSError."""
+def _read_or_damaged(what: str, work: Callable[[], Any]) -> Any:
+    """Call a read, twice if needed. Raises Damaged if the medium fails again, else OSError."""
     try:
         return retry_once(work)
     except OSError as error:
@@ -117,17 +120,17 @@ def _or_damaged(what: str, work: Callable[[], Any]) -> Any:
 class CheckedReader:
     """One file, read in whole blocks that are checked against a record; without a record nothing is checked.
 
-    Raises OSError, and Damaged with the file's name if the size or a block is not what was written.
+    Raises OSError, and Damaged with the file's name if the size or a block differs from the record.
     """
 
     def __init__(self, path: Path, expected: FileRecord | None = None) -> None:
         self.path = path
         self.expected = expected
-        self._fd: int = _or_damaged(path.name, lambda: os.open(path, os.O_RDONLY))
+        self._fd: int = _read_or_damaged(path.name, lambda: os.open(path, os.O_RDONLY))
         self.size = os.fstat(self._fd).st_size
         self.num_blocks = -(-self.size // BLOCK_BYTES)
         self._direct = _open_direct(path, os.O_RDONLY) if self.size >= DIRECT_BYTES else None
-        self._cached = _cached_blocks(self._fd, self.size) if self._direct is not None else []
+        self._cached = _find_cached_blocks(self._fd, self.size) if self._direct is not None else []
         self._staging = _Staging()
         self._kept: dict[int, np.ndarray] = {}  # blocks of small reads: the next one is mostly in them too
         if expected is not None and expected.size != self.size:
@@ -146,21 +149,21 @@ class CheckedReader:
         """Return block `index`, checked; valid until this thread asks for the next one."""
         start = index * BLOCK_BYTES
         size = min(BLOCK_BYTES, self.size - start)
-        view = self._staging.view()
+        view = self._staging.get_view()
         what = f"{self.path.name}: bytes {start} to {start + size}"
-        _or_damaged(what, lambda: self._read(index, view, size, start))
+        _read_or_damaged(what, lambda: self._read_block(index, view, size, start))
         view = view[:size]
         if self.expected is not None:
             digest = self.expected.xxh3[index * _DIGITS : (index + 1) * _DIGITS]
-            if digest != _digest(view):
+            if digest != _hash_file(view):
                 raise Damaged(f"{what} are not what was written (checksum)")
         return view
 
-    def _read(self, index: int, view: memoryview, size: int, start: int) -> None:
-        """Read a block past the page cache, or from it where all of it is there."""
+    def _read_block(self, index: int, view: memoryview, size: int, start: int) -> None:
+        """Read a block past the page cache, or from the cache if all of the block is there."""
         if self._direct is not None and not self._cached[index]:
             try:
-                if os.preadv(self._direct, [view[: _aligned(size)]], start) >= size:
+                if os.preadv(self._direct, [view[: _align(size)]], start) >= size:
                     return
             except OSError as error:
                 if error.errno != errno.EINVAL:  # the file system needs another alignment
@@ -176,7 +179,7 @@ class CheckedReader:
     def check(self) -> None:
         if self.expected is not None and len(self.expected.xxh3) != _DIGITS * max(1, self.num_blocks):
             raise Damaged(f"{self.path.name}: its record does not have one checksum per block")
-        _side_by_side(lambda index: len(self.block(index)), range(self.num_blocks), NUM_READERS)
+        _map_parallel(lambda index: len(self.block(index)), range(self.num_blocks), NUM_READERS)
 
     def read(self, start: int, end: int) -> bytes:
         """Return a few bytes. Raises Damaged if the file ends before."""
@@ -203,14 +206,14 @@ class CheckedReader:
             for index in range(start // BLOCK_BYTES, last):
                 by_block.setdefault(index, []).append((start, target))
 
-        def one(index: int) -> None:
+        def fill_block(index: int) -> None:
             block = self._kept[index] if index in self._kept else np.frombuffer(self.block(index), np.uint8)
             first, last = index * BLOCK_BYTES, index * BLOCK_BYTES + len(block)
             for start, target in by_block[index]:
                 begin, end = max(start, first), min(start + len(target), last)
                 target[begin - start : end - start] = block[begin - first : end - first]
 
-        _side_by_side(one, sorted(by_block), NUM_READERS)
+        _map_parallel(fill_block, sorted(by_block), NUM_READERS)
 
 
 def _cut(parts: Sequence[memoryview]) -> Iterator[tuple[int, list[memoryview]]]:
@@ -238,12 +241,12 @@ def _write_block(fd: int, direct: bool, staging: memoryview, offset: int, pieces
         # NumPy copies without the lock of the interpreter.
         np.frombuffer(staging, np.uint8)[size : size + len(piece)] = np.frombuffer(piece, np.uint8)
         size += len(piece)
-    done, end = 0, _aligned(size) if direct else size
+    done, end = 0, _align(size) if direct else size
     while done < end:
         done += os.pwritev(fd, [staging[done:end]], offset + done)
     if not direct:
         _start_writeback(fd, offset, size)
-    return _digest(staging[:size])
+    return _hash_file(staging[:size])
 
 
 class _Staging(threading.local):
@@ -253,7 +256,7 @@ class _Staging(threading.local):
     not (0.5 to 1.6 GB/s depending on fragmentation; 1.8 and more with huge pages).
     """
 
-    def view(self) -> memoryview:
+    def get_view(self) -> memoryview:
         if not hasattr(self, "own"):
             memory = mmap.mmap(-1, BLOCK_BYTES + _HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with contextlib.suppress(OSError):  # a kernel without them
@@ -263,7 +266,7 @@ class _Staging(threading.local):
         return self.own
 
 
-def _aligned(size: int) -> int:
+def _align(size: int) -> int:
     return -(-size // _ALIGN_BYTES) * _ALIGN_BYTES
 
 
@@ -276,8 +279,8 @@ def _open_direct(path: Path, flags: int) -> int | None:
         return None  # a file system without it
 
 
-def _cached_blocks(fd: int, size: int) -> list[bool]:
-    """Return for each block of a file whether all of it is in the page cache."""
+def _find_cached_blocks(fd: int, size: int) -> list[bool]:
+    """Return, for each block of a file, whether all of it is in the page cache."""
     import numpy as np
 
     pages = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
@@ -292,7 +295,7 @@ def _cached_blocks(fd: int, size: int) -> list[bool]:
 
 
 def _start_writeback(fd: int, offset: int, size: int) -> None:
-    # A hint to the kernel, so that the final fsync finds little to do: errors don't count.
+    # A hint to the kernel, so that the final fsync finds little to do: errors are ignored.
     if hasattr(_libc, "sync_file_range"):
         where = ctypes.c_int64(offset), ctypes.c_int64(size)
         _libc.sync_file_range(fd, *where, ctypes.c_uint(_SYNC_FILE_RANGE_WRITE))
@@ -310,7 +313,7 @@ def _reserve(fd: int, size: int) -> None:
             raise OSError(code, os.strerror(code))
 
 
-def _side_by_side(work: Callable[[Any], Any], items: Iterable[Any], num_threads: int) -> list[Any]:
+def _map_parallel(work: Callable[[Any], Any], items: Iterable[Any], num_threads: int) -> list[Any]:
     """Return results in order; the first error cancels the rest, with no work left running."""
     items = list(items)
     if len(items) < 2:
@@ -319,5 +322,5 @@ def _side_by_side(work: Callable[[Any], Any], items: Iterable[Any], num_threads:
         return list(pool.map(work, items))
 
 
-def _digest(data: Any) -> str:
+def _hash_file(data: Any) -> str:
     return xxhash.xxh3_64_hexdigest(data)

@@ -2,7 +2,7 @@
 
 import enum
 
-# Before the end of a job: its script asks for SIGUSR1 at the earliest this long before.
+# A job script requests SIGUSR1 at most this many seconds before the end of its job.
 WARNING_S = 450.0
 
 
@@ -16,7 +16,7 @@ class ExitCode(enum.IntEnum):
     SCHEDULER = 69
     FAILED = 70
     CANNOT_WRITE = 73
-    STOPPED = 75  # of a role or job: state saved, to be started again
+    STOPPED = 75  # of a role or job: state saved, start it again
     BUSY = 75  # of the command line: the trial is running, or has state and the mode is fresh
     BAD_CONFIG = 78
     KILLED_BY_PERSON = 130
@@ -24,7 +24,7 @@ class ExitCode(enum.IntEnum):
 
 
 class FailureClass(enum.StrEnum):
-    """Origin of a failure, by which supervise/failure_policy.py says what follows."""
+    """Origin of a failure; supervise/failure_policy.py maps it to an action."""
 
     USER = "user"
     DATA = "data"
@@ -34,30 +34,30 @@ class FailureClass(enum.StrEnum):
     DISK_FULL = "disk full"
     PREEMPTION = "preemption"
     WALL_TIME = "wall time"
-    UNKNOWN = "unknown"  # no record tells
+    UNKNOWN = "unknown"  # not recorded
 
 
 class StopCause(enum.StrEnum):
     """Why an attempt was asked to stop, in `events.jsonl`, intents and `jobs/<job id>.state`."""
 
-    TIME_LIMIT = "time_limit"  # by the supervisor's clock, or as the job script was told after a TERM
+    TIME_LIMIT = "time_limit"  # by the supervisor's clock, or as Slurm answered the job script after a TERM
     PREEMPTION = "preemption"  # SIGTERM: the scheduler sends the same for a cancel and for a time limit
     USER_SIGNAL = "user_signal"  # SIGUSR1: also Slurm's warning some time before the limit
     INTERRUPTED = "interrupted"  # SIGINT
     CANCELLED = "cancelled"  # `hpc-rl cancel`
     SCRIPT_KILLED = "script_killed"  # the job script is gone: no process would record the end
-    NOT_NEEDED = "not_needed"  # of servers: their trial is over, or has other ones
+    NOT_NEEDED = "not_needed"  # of servers: their trial is over, or has other servers
 
 
 class HpcRlError(Exception):
-    """Base of all errors that this package raises on purpose. `exit_code` is that of the command line."""
+    """Base of all errors that this package raises on purpose. The command line exits with `exit_code`."""
 
     exit_code = ExitCode.FAILED
     failure = FailureClass.UNKNOWN
 
 
 class ConfigError(HpcRlError, ValueError):
-    """An invalid configuration; the message names the key, its value, what is allowed and what to do.
+    """An invalid configuration; the message names the key, its value, the allowed values and the remedy.
 
     Never retried; a role exits with BAD_CONFIG.
     """
@@ -79,7 +79,7 @@ class TrialStateError(HpcRlError):
 
 
 class NotPrivate(TrialStateError):
-    """Another account could change what a trial runs, or read its secrets."""
+    """Another account could change a trial's code, or read its secrets."""
 
     exit_code = ExitCode.REFUSED
 
@@ -97,7 +97,7 @@ class TrialBusy(TrialStateError):
 
 
 class NothingToResume(TrialStateError):
-    """`resume` found no valid generation, or the one that was asked for is not there."""
+    """`resume` found no valid generation, or not the requested one."""
 
     exit_code = ExitCode.NOTHING_TO_RESUME
 
@@ -127,7 +127,7 @@ class RoleFailed(HpcRlError):
 
 
 class NodeFailed(RoleFailed):
-    """Some `nodes` don't do what the others do; the next start avoids them."""
+    """Some `nodes` behave differently from the others; the next start avoids them."""
 
     failure = FailureClass.NODE
 
@@ -149,7 +149,7 @@ class UserCodeFailed(RoleFailed):
 
 
 class Damaged(RoleFailed):
-    """A file is not what was written; the message begins with its path. An older generation is used."""
+    """A file differs from its checksum; the message begins with its path. An older generation is used."""
 
 
 class GivenUp(RoleFailed):
@@ -163,7 +163,7 @@ class ServerUnavailable(RoleFailed):
 
 
 class EndpointUnavailable(ServerUnavailable):
-    """An endpoint elsewhere has answered nothing for longer than it is waited for; no prompt is to blame."""
+    """An external endpoint has not answered within the time limit; no prompt is to blame."""
 
 
 class ServerStale(RoleFailed):
@@ -175,7 +175,7 @@ class RequestRefused(HpcRlError, ValueError):
 
 
 class InputRefused(RequestRefused):
-    """A server refused this input (400, 413, 422), as one that is too long; it may serve another one."""
+    """A server refused this input (400, 413, 422), for example because of its length; others may succeed."""
 
 
 class Stale(HpcRlError):
@@ -183,7 +183,7 @@ class Stale(HpcRlError):
 
 
 class JobEvent(enum.StrEnum):
-    """What the job script reports in `jobs/<job id>.state`."""
+    """Events of a job script in `jobs/<job id>.state`."""
 
     STARTED = "started"
     SUPERVISOR_KILLED = "supervisor_killed"

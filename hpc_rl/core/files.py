@@ -1,6 +1,6 @@
-"""Files: reading the end of a text file, and waiting for space where the disk or a quota is full.
+"""Read the end of a text file, and wait for space on a full disk or quota.
 
-Nothing is lost while a process waits for space: what it writes next stays in memory.
+A process that waits for space loses nothing: it keeps its unwritten data in memory.
 """
 
 import difflib
@@ -21,12 +21,12 @@ _SHARED = (
     "nfs", "nfs4", "lustre", "gpfs", "mmfs", "beegfs", "wekafs", "ceph", "panfs", "pvfs2", "orangefs", "cifs",
     "smb3", "afs", "9p", "virtiofs", "daos",
 )  # fmt: skip
-AWAY_S = 60.0  # that a mount may be away when something starts again: its inputs were there before
+AWAY_S = 60.0  # seconds that a mount may be away after a restart: the inputs were there before
 PAUSE_S = (0.5, 10.0)  # between two tries: first, longest
 
 
 def format_size(num_bytes: float) -> str:
-    """Return a size as text, in the largest unit (of 1024) that has at least a tenth of it."""
+    """Return a size as text, in the largest unit (of 1024) in which it is at least 0.1."""
     for unit, size in (("GB", 1 << 30), ("MB", 1 << 20)):
         if num_bytes >= size / 10:
             return f"{num_bytes / size:.1f} {unit}"
@@ -38,7 +38,7 @@ def is_full(error: BaseException | None) -> bool:
     return isinstance(error, OSError) and error.errno in FULL
 
 
-def pauses() -> Iterator[float]:
+def yield_pauses() -> Iterator[float]:
     """Yield the seconds to wait before each further try."""
     pause_s, longest_s = PAUSE_S
     while True:
@@ -46,9 +46,9 @@ def pauses() -> Iterator[float]:
         pause_s = min(longest_s, 2 * pause_s)
 
 
-def appears(path: Path, until: float) -> bool:
-    """Return whether a path is there, or comes until that time of the monotonic clock."""
-    for pause_s in pauses():
+def wait_for_path(path: Path, until: float) -> bool:
+    """Return whether a path exists, or appears before that time of the monotonic clock."""
+    for pause_s in yield_pauses():
         try:
             found = path.exists()
         except OSError:  # of a file server that is away
@@ -68,7 +68,7 @@ def tell_room(what: str) -> None:
 
 
 class Room:
-    """Writes of one process below `where` that wait for disk space; after `closing` they fail instead."""
+    """Writes of one process below `where`. They wait for disk space; after `closing` they fail instead."""
 
     def __init__(self, where: Path) -> None:
         self.where = where
@@ -76,8 +76,8 @@ class Room:
         self.waiting = False  # a write waits now
 
     def write(self, what: str, work: Callable[[], Result]) -> Result:
-        """Call `work` until the disk has space for it; the caller blocks meanwhile. Raises OSError."""
-        for pause_s in pauses():
+        """Call `work`, repeatedly while the disk is full; the caller blocks meanwhile. Raises OSError."""
+        for pause_s in yield_pauses():
             try:
                 result = work()
             except OSError as error:
@@ -98,18 +98,18 @@ class Room:
 _TAIL_BLOCK_BYTES = 64 << 10
 
 
-def last_lines(path: Path, num_lines: int) -> list[str]:
-    """Return the last lines of a file, without reading the rest of it; none where it is missing."""
+def load_last_lines(path: Path, num_lines: int) -> list[str]:
+    """Return the last lines of a file, without reading the rest; an empty list for a missing file."""
     return Tail(path, num_lines).poll()
 
 
 class Tail:
-    """Follows a file: the first poll returns its last `num_lines` lines, later ones what is new."""
+    """Follows a file: the first poll returns its last `num_lines` lines, later polls return new lines."""
 
     def __init__(self, path: Path, num_lines: int) -> None:
         self.path = path
         self._num_lines = num_lines
-        self._offset: int | None = None  # of the first byte not given yet
+        self._offset: int | None = None  # of the first byte not returned yet
 
     def poll(self, to_the_end: bool = True) -> list[str]:
         """Return new whole lines; with `to_the_end` the first poll also returns an incomplete last line."""
@@ -119,7 +119,7 @@ class Tail:
             with self.path.open("rb") as file:
                 size = file.seek(0, 2)
                 if self._offset is None:
-                    return self._first(file, size, to_the_end)
+                    return self._poll_first(file, size, to_the_end)
                 if size < self._offset:
                     self._offset = 0
                 file.seek(self._offset)
@@ -130,7 +130,7 @@ class Tail:
         self._offset += len(complete)
         return _lines(complete)
 
-    def _first(self, file, size: int, to_the_end: bool) -> list[str]:
+    def _poll_first(self, file, size: int, to_the_end: bool) -> list[str]:
         data, start = b"", size
         while start > 0 and data.count(b"\n") <= self._num_lines:
             start = max(0, start - _TAIL_BLOCK_BYTES)
@@ -174,12 +174,12 @@ class JsonLines:
             return []
         complete = data[: data.rfind(b"\n") + 1]
         self._offset += len(complete)
-        new = [row for row in map(_json_object, complete.splitlines()) if row is not None]
+        new = [row for row in map(_parse_object, complete.splitlines()) if row is not None]
         self.rows.extend(new)
         return new
 
 
-def _json_object(line: bytes) -> Row | None:
+def _parse_object(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError):
@@ -187,8 +187,8 @@ def _json_object(line: bytes) -> Row | None:
     return row if isinstance(row, dict) else None
 
 
-def similar_file(path: Path) -> str:
-    """Return the name in the same directory that a path may misspell; empty if there is none."""
+def find_similar_file(path: Path) -> str:
+    """Return a similar name in the same directory, for a misspelt path; else an empty text."""
     try:
         names = os.listdir(path.parent)
     except OSError:
@@ -198,12 +198,12 @@ def similar_file(path: Path) -> str:
 
 
 def is_shared(kind: str) -> bool:
-    """Return whether mounts of this type come from elsewhere, and so may be the same on all nodes."""
+    """Return whether mounts of this type are remote, so that all nodes may have the same files."""
     return kind in _SHARED or (kind.startswith("fuse") and kind not in ("fuseblk", "fuse.fuse-overlayfs"))
 
 
 def mount_of(path: Path, table: Path = Path("/proc/self/mountinfo")) -> tuple[str, list[str]]:
-    """Return type and options of the mount of a path; empty where the table can't be read."""
+    """Return type and options of the mount of a path; empty if the mount table is unreadable."""
     real, longest, kind, options = os.path.realpath(path), 0, "", [""]
     try:
         lines = table.read_text(errors="replace").splitlines()

@@ -1,4 +1,4 @@
-"""Gate: a limit on what runs at once, which may change while something waits."""
+"""Gate: a limit on concurrent work, which may change while tasks wait."""
 
 import asyncio
 from collections import deque
@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 
 class Gate:
-    """A limit on what runs at once, first come first served; use it with `async with`.
+    """A limit on concurrent work, first come first served; use it with `async with`.
 
     Args:
-        limit: The limit at the moment, at least 1.
+        limit: The current limit, at least 1.
     """
 
     def __init__(self, limit: Callable[[], int]) -> None:

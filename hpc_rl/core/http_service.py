@@ -1,8 +1,8 @@
-"""HTTP services of the roles: their tokens, their connections, and what a malformed request is answered.
+"""HTTP services of the roles: tokens, connections, and answers to malformed requests.
 
-Every process that reaches a port can open connections there. One that has shown no token of the trial is
-closed after a while. Strangers take only a part of the file descriptors: beyond it, further connections wait
-in the kernel until the oldest stranger has had time for a request, and gives way.
+Any process that reaches a port can open connections. A connection that never showed a token of the trial (a
+stranger) is closed after a while. Strangers get only a part of the file descriptors: further connections wait
+in the kernel until the oldest stranger has had time for a request and is closed.
 """
 
 import asyncio
@@ -21,40 +21,38 @@ from hpc_rl.core.auth import Access, Tokens
 
 logger = logging.getLogger(__name__)
 
-MAX_STRANGERS = 4096  # open connections that have shown no token
-SHARE_OF_FILES = 4  # they have at most one in so many of the files that the process may open
-FAIR_CHANCE_S = (
-    2.0  # for which none of them gives way to a new connection: a busy client connects, then sends
-)
-STRANGER_S = 20.0  # for which one of them stays open
-ACCEPTED_AT_ONCE = 32  # before other work gets its turn
-PAUSE_S = 0.1  # before the next try, when no connection can be accepted
+MAX_STRANGERS = 4096  # open connections without a token
+SHARE_OF_FILES = 4  # strangers get at most one in this many of the process's file descriptors
+FAIR_CHANCE_S = 2.0  # no stranger is closed earlier to make room: a busy client connects, then sends
+STRANGER_S = 20.0  # then a stranger is closed
+ACCEPTED_AT_ONCE = 32  # then other work gets its turn
+PAUSE_S = 0.1  # before the next try, after accepting failed
 KERNEL_QUEUE = 4096  # connections that wait to be accepted
 MALFORMED = (web.RequestPayloadError, HttpProcessingError)
-PIECE_BYTES = 1 << 18  # that are decompressed at a time
+PIECE_BYTES = 1 << 18  # decompressed at a time
 WINDOW_BITS = {"gzip": 31, "deflate": 15}  # of zlib, by Content-Encoding
 TOKENS = web.AppKey("tokens", Tokens)
 
 
-def application(tokens: Tokens, check: Middleware, max_body_bytes: int) -> web.Application:
-    """Return an application whose requests pass `check`, which calls access_of."""
+def make_application(tokens: Tokens, check: Middleware, max_body_bytes: int) -> web.Application:
+    """Return an application whose requests pass `check`, which calls `find_access`."""
     app = web.Application(middlewares=[_refuse_malformed, check], client_max_size=max_body_bytes)
     app[TOKENS] = tokens
     return app
 
 
 class HttpService:
-    """An application that answers on a socket which listens.
+    """An application that serves a listening socket.
 
     Args:
-        app: Of `application`.
-        close_timeout_s: For what still runs when it is closed.
-        cancels: A client that hangs up cancels its handler.
+        app: Application returned by `make_application`.
+        close_timeout_s: Time that running requests get when the service is closed.
+        cancels: Whether a client that hangs up cancels its handler.
     """
 
     def __init__(self, app: web.Application, close_timeout_s: float, cancels: bool = False) -> None:
         app[SERVICE] = self
-        # aiohttp would decompress a body whatever its size: see read_body
+        # aiohttp would decompress a body of any size: see receive_body
         self._runner = web.AppRunner(
             app,
             handler_cancellation=cancels,
@@ -62,7 +60,7 @@ class HttpService:
             shutdown_timeout=close_timeout_s,
             auto_decompress=False,
         )
-        self._strangers: dict[RequestHandler, float] = {}  # since when, the oldest first
+        self._strangers: dict[RequestHandler, float] = {}  # connection -> its start; the oldest first
         self._listener: socket.socket | None = None
         self._connecting: dict[RequestHandler, asyncio.Task[None]] = {}  # accepted, without a transport yet
         self._closing_old: asyncio.Task[None] | None = None
@@ -86,11 +84,11 @@ class HttpService:
         await self._runner.cleanup()
 
     def keep(self, connection: RequestHandler) -> None:
-        """Let a connection stay open: it has shown a token."""
+        """Let a connection stay open, because it has shown a token."""
         self._strangers.pop(connection, None)
 
     def _accept(self) -> None:
-        """Accept connections that wait, while strangers leave room."""
+        """Accept waiting connections, while strangers leave room."""
         listener = self._listener
         if listener is None:
             return
@@ -131,8 +129,8 @@ class HttpService:
             del self._connecting[connection]
 
     def _has_room(self) -> bool:
-        """Return whether one more stranger may connect; close old ones for it."""
-        limit = max_strangers()
+        """Return whether one more stranger may connect; close an old one to make room."""
+        limit = compute_max_strangers()
         while len(self._strangers) >= limit:
             oldest, since = next(iter(self._strangers.items()))
             if not self._has_gone(oldest) and since > time.monotonic() - FAIR_CHANCE_S:
@@ -157,8 +155,8 @@ class HttpService:
             connection.transport.abort()
 
 
-def max_strangers() -> int:
-    """Return how many connections without a token this process lets in at once."""
+def compute_max_strangers() -> int:
+    """Return how many connections without a token this process accepts at once."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_STRANGERS if soft == resource.RLIM_INFINITY else min(MAX_STRANGERS, soft // SHARE_OF_FILES)
 
@@ -166,20 +164,20 @@ def max_strangers() -> int:
 SERVICE = web.AppKey("service", HttpService)
 
 
-def access_of(request: web.Request) -> Access:
-    """Return what a request may do by its token, in a header or as the prefix of its path."""
+def find_access(request: web.Request) -> Access:
+    """Return the rights of a request by its token, in a header or as the prefix of its path."""
     prefix = request.path.split("/")[2] if request.path.startswith("/t/") else ""
-    access = request.app[TOKENS].access(request.headers.get("Authorization", ""), prefix)
+    access = request.app[TOKENS].find_access(request.headers.get("Authorization", ""), prefix)
     service = request.app.get(SERVICE)
     if access > Access.NONE and service is not None:
         service.keep(request.protocol)
     return access
 
 
-async def read_body(request: web.Request, max_bytes: int) -> bytes:
-    """Return the body of a request, decompressed, of at most `max_bytes`: no more is ever in memory.
+async def receive_body(request: web.Request, max_bytes: int) -> bytes:
+    """Return the body of a request, decompressed. At most `max_bytes` of it are ever in memory.
 
-    Raises HTTPRequestEntityTooLarge, HTTPUnsupportedMediaType; RequestPayloadError for what is no such body.
+    Raises HTTPRequestEntityTooLarge, HTTPUnsupportedMediaType; RequestPayloadError for an invalid body.
     """
     body = await request.clone(client_max_size=max_bytes).read()
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
@@ -192,7 +190,7 @@ async def read_body(request: web.Request, max_bytes: int) -> bytes:
 
 
 def _decompress(data: bytes, window_bits: int, max_bytes: int) -> bytes:
-    """Return what was compressed. Raises as read_body."""
+    """Decompress data. Raises as `receive_body`."""
     stream, found = zlib.decompressobj(window_bits), bytearray()
     view, at = memoryview(data), 0
     try:
@@ -225,5 +223,5 @@ async def _refuse_malformed(request: web.Request, handler: Handler) -> web.Strea
 
 
 def _is_our_fault(record: logging.LogRecord) -> bool:
-    """Return whether to log it: any client can send what is not HTTP, and as often as it likes."""
+    """Return whether to log an error: any client can send invalid HTTP, as often as it likes."""
     return not (record.exc_info and isinstance(record.exc_info[1], MALFORMED))

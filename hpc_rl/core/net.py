@@ -1,4 +1,4 @@
-"""Network addresses of this host: which one its peers can reach, and sockets that listen on all of them."""
+"""Network addresses of this host: find the one that its peers can reach; open listening sockets."""
 
 import contextlib
 import fcntl
@@ -20,9 +20,9 @@ SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
 PUBLIC_HOSTS = ("192.0.2.1", "2001:db8::1")
 DISCARD_PORT = 9
 LOOPBACK = "127.0.0.1"
-CALL_S = 5.0  # for a peer to answer
+CALL_S = 5.0  # time for a peer to answer
 MAX_CALLS = 32  # at the same time
-SILENCE_S = 9  # after which a peer's host counts as lost
+SILENCE_S = 9  # then a peer's host counts as lost
 
 
 @dataclass(frozen=True)
@@ -36,40 +36,41 @@ class NetworkInterface:
         return f"{self.name} ({', '.join(map(str, self.addresses)) or 'no address'})"
 
 
-def published_address(num_hosts: int, interface: str = "", peers: Iterable[str] = ()) -> str:
-    """Return the address of this host to publish to the other processes of a trial, IPv6 without brackets.
+def choose_address(num_hosts: int, interface: str = "", peers: Iterable[str] = ()) -> str:
+    """Return the address to publish to the other processes of a trial, IPv6 without brackets.
 
     Args:
-        num_hosts: Hosts of the trial; loopback is published only where it is 1.
+        num_hosts: Hosts of the trial; loopback is published only if it is 1.
         interface: Interface by name (`ib0`) or network (`10.1.0.0/16`); empty to choose by route.
-        peers: Names or addresses of other hosts of the trial; the route to the first that resolves decides.
+        peers: Names or addresses of other hosts of the trial; the route to the first resolvable one decides.
 
-    Raises ConfigError where `interface` has no address, or where other hosts can't reach any address.
+        Raises ConfigError if `interface` has no address, or if other hosts can't reach any address.
     """
     if interface:
-        return _address_of_interface(interface)
+        return _find_interface_address(interface)
     if num_hosts == 1:
-        return _address_toward(PUBLIC_HOSTS) or LOOPBACK
-    found = _address_toward(peers) or _address_toward(PUBLIC_HOSTS)
+        return _find_address_toward(PUBLIC_HOSTS) or LOOPBACK
+    found = _find_address_toward(peers) or _find_address_toward(PUBLIC_HOSTS)
     if found:
         return found
-    candidates = (next(filter(_reaches_others, known.addresses), None) for known in interfaces())
+    candidates = (next(filter(_is_reachable, known.addresses), None) for known in list_interfaces())
     usable = [address for address in candidates if address is not None]
     if len(usable) == 1:
         return str(usable[0])
     raise ConfigError(
         f"no address that the other {num_hosts - 1} hosts of the trial can reach: no route leads to them; "
-        f"this host has {_listed()}. Set cluster.interface to a name or network (10.1.0.0/16) of these."
+        f"this host has {_describe_interfaces()}. Set cluster.interface to a name or network "
+        "(10.1.0.0/16) of these."
     )
 
 
-def interface_of(address: str) -> str | None:
-    """Return the name of the interface with this address, None where there is none."""
+def find_interface(address: str) -> str | None:
+    """Return the name of the interface with this address, or None."""
     wanted = ipaddress.ip_address(address.partition("%")[0])
-    return next((known.name for known in interfaces() if wanted in known.addresses), None)
+    return next((known.name for known in list_interfaces() if wanted in known.addresses), None)
 
 
-def interfaces() -> list[NetworkInterface]:
+def list_interfaces() -> list[NetworkInterface]:
     ipv6: dict[str, list[Address]] = {}
     table = Path("/proc/net/if_inet6")
     for line in table.read_text().splitlines() if table.exists() else ():
@@ -86,47 +87,47 @@ def interfaces() -> list[NetworkInterface]:
     return found
 
 
-def http_url(address: str, port: int) -> str:
+def make_http_url(address: str, port: int) -> str:
     """Return the base URL of a service; an IPv6 address gets its brackets."""
     return f"http://[{address}]:{port}" if ":" in address else f"http://{address}:{port}"
 
 
 def notice_silence(connection: socket.socket) -> None:
-    """Make a TCP connection fail with OSError when its peer's host has been silent for SILENCE_S.
+    """Make a TCP connection fail with OSError once its peer's host has been silent for SILENCE_S.
 
-    A host that lost its power or its network says nothing, and a request would wait for its whole time limit.
-    The kernel asks, and the peer's kernel answers: a process that is busy or stopped is not silent.
+    A host that lost power or network sends nothing, and a request would wait for its whole time limit.
+    Kernels exchange keepalive probes, so a busy or stopped process does not count as silent.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
         ("TCP_KEEPIDLE", SILENCE_S // 3),
         ("TCP_KEEPINTVL", SILENCE_S // 3),
         ("TCP_KEEPCNT", 2),
-        ("TCP_USER_TIMEOUT", SILENCE_S * 1000),  # for what was sent and not acknowledged, in ms
+        ("TCP_USER_TIMEOUT", SILENCE_S * 1000),  # for unacknowledged data, in ms
     ):
         if hasattr(socket, name):  # macOS lacks some
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
 
 
 def open_socket(address: tuple[Any, ...]) -> socket.socket:
-    """Return a socket of the family, type and protocol that `address` begins with; see `notice_silence`."""
+    """Return a socket of the family, type and protocol at the start of `address`; see `notice_silence`."""
     connection = socket.socket(*address[:3])
     notice_silence(connection)
     return connection
 
 
 def bind_published(address: str) -> socket.socket:
-    """Return a socket that listens, on a free port, for those that `address` is published to."""
+    """Return a socket that listens on a free port, for processes that learn `address`."""
     return bind(LOOPBACK if address == LOOPBACK else "")
 
 
 def bind(host: str = "", port: int = 0) -> socket.socket:
-    """Return a TCP socket that listens on a port of `host`, or of all IPv4 and IPv6 addresses; 0: a free one.
+    """Return a TCP socket that listens on a port of `host`, or of all addresses; port 0 picks a free one.
 
-    Raises OSError where the port is taken.
+    Raises OSError if the port is taken.
     """
     if not host and socket.has_dualstack_ipv6():
-        with contextlib.suppress(OSError):  # of a host where IPv6 is switched off
+        with contextlib.suppress(OSError):  # IPv6 is switched off
             return socket.create_server(("", port), family=socket.AF_INET6, backlog=512, dualstack_ipv6=True)
     return socket.create_server((host, port), backlog=512)
 
@@ -148,7 +149,7 @@ def answer_callers(listener: socket.socket, name: str) -> None:
 
 
 def find_unreached(peers: Mapping[str, tuple[str, int]]) -> dict[str, str]:
-    """Return the peers, by name, that do not answer at their address and port, each with the reason."""
+    """Return the peers that do not answer at their address and port: name -> reason."""
     with ThreadPoolExecutor(MAX_CALLS) as pool:
         reasons = dict(zip(peers, pool.map(lambda name: _call(name, *peers[name]), peers), strict=True))
     return {name: reason for name, reason in reasons.items() if reason}
@@ -163,33 +164,35 @@ def _call(name: str, address: str, port: int) -> str:
     return "" if answer == name else f"{answer or 'another program'} answers there"
 
 
-def _address_of_interface(wanted: str) -> str:
+def _find_interface_address(wanted: str) -> str:
     network: ipaddress.IPv4Network | ipaddress.IPv6Network | None = None
     with contextlib.suppress(ValueError):  # of a name
         network = ipaddress.ip_network(wanted, strict=False)
-    for known in interfaces():
+    for known in list_interfaces():
         for address in known.addresses:
             matches = known.name == wanted if network is None else address in network
             if matches and not address.is_link_local:
                 return str(address)
-    raise ConfigError(f"cluster.interface {wanted}: this host has no address there; it has {_listed()}.")
+    raise ConfigError(
+        f"cluster.interface {wanted}: this host has no address there; it has {_describe_interfaces()}."
+    )
 
 
-def _address_toward(hosts: Iterable[str]) -> str | None:
-    """Return this host's address on the route to the first host for which others can reach that address."""
+def _find_address_toward(hosts: Iterable[str]) -> str | None:
+    """Return this host's address on the route to the first host, if others can reach that address."""
     for host in hosts:
         try:
             resolved = socket.getaddrinfo(host, DISCARD_PORT, type=socket.SOCK_DGRAM)
         except OSError:
             continue
         for family, kind, protocol, _, where in resolved:
-            address = _source_address(family, kind, protocol, where)
-            if address is not None and _reaches_others(address):
+            address = _find_source_address(family, kind, protocol, where)
+            if address is not None and _is_reachable(address):
                 return str(address)
     return None
 
 
-def _source_address(family: int, kind: int, protocol: int, where: tuple) -> Address | None:
+def _find_source_address(family: int, kind: int, protocol: int, where: tuple) -> Address | None:
     # Connecting a UDP socket picks the route and sends no packet.
     try:
         with socket.socket(family, kind, protocol) as sock:
@@ -199,9 +202,9 @@ def _source_address(family: int, kind: int, protocol: int, where: tuple) -> Addr
         return None
 
 
-def _reaches_others(address: Address) -> bool:
+def _is_reachable(address: Address) -> bool:
     return not (address.is_loopback or address.is_link_local or address.is_unspecified)
 
 
-def _listed() -> str:
-    return ", ".join(map(str, interfaces())) or "no network interface"
+def _describe_interfaces() -> str:
+    return ", ".join(map(str, list_interfaces())) or "no network interface"

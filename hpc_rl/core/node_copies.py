@@ -1,10 +1,9 @@
-"""Copies of files on a node's own disk: made once, verified, and read by all processes of a job there.
+"""Copies of files on a node's local disk: copied once, verified, and shared by all processes of a job there.
 
-The first process that needs a folder copies it under a lock, which is on that disk too; the others wait and
-read the copy. It gets its name once it is whole, and the lock ends with its process, so what a kill cuts off
-is never read. A copy belongs to the path and to the names, sizes and times of the files, and to this boot of
-the node; what has been replaced is copied again. Where there is no room, or anything fails, the original is
-read, and a warning says so.
+The first process that needs a folder copies it under a lock on that disk; the others wait and read the copy.
+A copy gets its name once it is complete, and the lock ends with its process, so a partial copy is never read.
+A copy is identified by the path, by the names, sizes and times of the files, and by this boot of the node:
+changed files are copied again. If the disk is full or anything fails, the original is read, with a warning.
 """
 
 import errno
@@ -32,27 +31,27 @@ logger = logging.getLogger(__name__)
 KEEP_VERSIONS = 2
 SPARE_BYTES = 256 << 20  # stay free for others
 BLOCK_BYTES = 8 << 20
-NUM_FILES = 4  # that are copied side by side
+NUM_FILES = 4  # copied concurrently
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-# other forms of the weights in *.safetensors, which nothing reads beside these
+# other formats of the weights, not read if there are *.safetensors
 _UNREAD = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 _Files = dict[str, tuple[int, int]]  # name -> size, time
 
 
 @dataclass(frozen=True)
 class NodeCopies:
-    """The copies below a folder of this node's own disk; without one, everything is read where it is."""
+    """The copies below a folder of this node's local disk; without a folder, the originals are read."""
 
     folder: Path | None = None
 
-    def path_of(self, source: str) -> str:
-        """Return the path of the copy of a file or directory, or `source`; it stays until the job ends."""
-        with self.reading(source) as path:
+    def find_path(self, source: str) -> str:
+        """Return the copy of a file or directory, or `source`. The copy stays until the job ends."""
+        with self.open_copy(source) as path:
             return path
 
     @contextmanager
-    def reading(self, source: str, is_version: bool = False) -> Iterator[str]:
-        """Yield the path of the copy, which is not removed meanwhile, or `source`.
+    def open_copy(self, source: str, is_version: bool = False) -> Iterator[str]:
+        """Yield the path of the copy, or `source`; the copy is not removed meanwhile.
 
         Of copies with `is_version`, the KEEP_VERSIONS newest stay.
         """
@@ -60,9 +59,9 @@ class NodeCopies:
         if self.folder is not None:
             folder = self.folder / ("versions" if is_version else "others")
             try:
-                path, held = _copied(Path(source), folder, is_version)
+                path, held = _open_copy(Path(source), folder, is_version)
             except OSError as error:
-                form = "%s is read where it is: no copy on this node's disk: %s"
+                form = "reading the original of %s: no copy on this node's disk: %s"
                 logger.warning(form, source, error)
         try:
             yield path
@@ -70,13 +69,13 @@ class NodeCopies:
             if held is not None:
                 os.close(held)
 
-    def once(self, key: str, suffix: str, make: Callable[[Path], None]) -> Path:
-        """Return a file that `make` wrote on this node, in this or another process. Raises what it raises."""
-        assert self.folder is not None, "asked for only where there are copies"
+    def make_once(self, key: str, suffix: str, make: Callable[[Path], None]) -> Path:
+        """Return a file that `make` wrote on this node, in any process. Raises the errors of `make`."""
+        assert self.folder is not None, "no folder for copies"
         folder = self.folder / "made"
         folder.mkdir(parents=True, exist_ok=True)
-        final = folder / f"{_digest_of(key)}{suffix}"
-        with _locked(folder / f".{final.name}.lock"):
+        final = folder / f"{_hash_source(key)}{suffix}"
+        with _lock(folder / f".{final.name}.lock"):
             if not final.exists():
                 partial = folder / f".partial-{final.name}"
                 make(partial)
@@ -84,8 +83,8 @@ class NodeCopies:
         return final
 
 
-def local_place(local_dir: str, environ: Mapping[str, str]) -> Path:
-    """Return the directory that `cluster.local_dir` names on this node. Raises ConfigError."""
+def find_local_dir(local_dir: str, environ: Mapping[str, str]) -> Path:
+    """Return the directory of `cluster.local_dir` on this node. Raises ConfigError."""
     first, _, rest = local_dir.partition("/")
     if first.startswith("$"):
         first = environ.get(first.strip("${}"), "")
@@ -95,22 +94,22 @@ def local_place(local_dir: str, environ: Mapping[str, str]) -> Path:
     kind, _ = mount_of(place)
     if is_shared(kind):
         raise ConfigError(
-            f"cluster.local_dir {place} is on {kind}, which nodes share; name a disk of the node's own."
+            f"cluster.local_dir {place} is on {kind}, which nodes share; choose a local disk of the node."
         )
     return place
 
 
-def identity(source: Path) -> str:
-    """Return a text that changes with a file, or the files of a directory. Raises OSError."""
-    return repr((str(source.absolute()), sorted(_files(source).items())))
+def compute_identity(source: Path) -> str:
+    """Return a text that changes when a file, or a file of a directory, changes. Raises OSError."""
+    return repr((str(source.absolute()), sorted(_list_files(source).items())))
 
 
-def _copied(source: Path, folder: Path, is_version: bool) -> tuple[str, int]:
+def _open_copy(source: Path, folder: Path, is_version: bool) -> tuple[str, int]:
     """Return the path of the copy, and a descriptor that holds it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
-    files = _files(source)
-    place = folder / _digest_of(identity(source))
-    with _locked(folder / (".lock" if is_version else f".{place.name}.lock")):
+    files = _list_files(source)
+    place = folder / _hash_source(compute_identity(source))
+    with _lock(folder / (".lock" if is_version else f".{place.name}.lock")):
         if not place.exists():
             if is_version:
                 _remove_old(folder)
@@ -120,32 +119,32 @@ def _copied(source: Path, folder: Path, is_version: bool) -> tuple[str, int]:
     return str(place / source.name), held
 
 
-def _locked(path: Path) -> "FileLock":
+def _lock(path: Path) -> "FileLock":
     from filelock import FileLock  # needed with cluster.local_dir only
 
-    # Without flock it must raise: the fallback outlives a killed process. Older versions have none.
+    # Without flock it must raise: the fallback lock survives a killed process. Older versions have none.
     with suppress(TypeError):
         return FileLock(path, fallback_to_soft=False)
     return FileLock(path)
 
 
-def _files(source: Path) -> _Files:
+def _list_files(source: Path) -> _Files:
     paths = [source] if source.is_file() else [Path(entry) for entry in os.scandir(source) if entry.is_file()]
     found = {path.name: path.stat() for path in paths}
     return {name: (stat.st_size, stat.st_mtime_ns) for name, stat in found.items()}
 
 
-def _digest_of(text: str) -> str:
+def _hash_source(text: str) -> str:
     return hashlib.blake2b((_BOOT_ID.read_text() + text).encode(), digest_size=16).hexdigest()
 
 
 def _copy(source: Path, files: _Files, place: Path) -> None:
-    """Copy what is read of a file or directory; the rest of a directory is linked. Raises OSError."""
+    """Copy the files of a model that are read, and link the rest of its directory. Raises OSError."""
     has_safetensors = any(name.endswith(".safetensors") for name in files)
     wanted = [name for name in files if not (has_safetensors and name.endswith(_UNREAD))]
     num_bytes = sum(files[name][0] for name in wanted)
     partial = place.with_name(f".partial-{place.name}")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     _check_room(place.parent, num_bytes)
     start = time.monotonic()
     target, is_file = partial / source.name, source.is_file()
@@ -157,7 +156,7 @@ def _copy(source: Path, files: _Files, place: Path) -> None:
         for entry in () if is_file else os.scandir(source):
             if entry.name not in wanted:
                 (target / entry.name).symlink_to(Path(entry).absolute())
-        if _files(source) != files:
+        if _list_files(source) != files:
             raise OSError(errno.ESTALE, "it has changed while it was copied")
         partial.rename(place)
     except BaseException:
@@ -176,7 +175,7 @@ def _check_room(folder: Path, num_bytes: int) -> None:
 
 
 def _copy_file(source: Path, target: Path) -> None:
-    """Copy a file, and read the copy again to compare it. Raises OSError."""
+    """Copy a file, and read the copy back to verify it. Raises OSError."""
     checksum = again = size = 0
     with source.open("rb", buffering=0) as read, target.open("xb") as write:
         while block := read.read(BLOCK_BYTES):
@@ -186,11 +185,11 @@ def _copy_file(source: Path, target: Path) -> None:
         while block := read.read(BLOCK_BYTES):
             again = zlib.crc32(block, again)
     if again != checksum or target.stat().st_size != size:
-        raise OSError(errno.EIO, "the copy differs from what was read", str(target))
+        raise OSError(errno.EIO, "the copy differs from the original", str(target))
 
 
 def _remove_old(folder: Path) -> None:
-    """Make room for one more version: the newest stay, and those that are being read."""
+    """Make room for one more version: keep the newest, and all that are in use."""
     there = [Path(entry) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
     finished = [path for path in there if not path.name.startswith(".")]
     finished.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)

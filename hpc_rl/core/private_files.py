@@ -1,4 +1,4 @@
-"""Which files other accounts could read or replace."""
+"""Find files that other accounts could read or replace."""
 
 import contextlib
 import grp
@@ -13,37 +13,41 @@ from hpc_rl.core.errors import NotPrivate
 
 
 class Exposure(NamedTuple):
-    """What lets other accounts rename or replace what is in a directory, and what to do about it."""
+    """A way for other accounts to rename or replace files of a directory, and its remedy."""
 
     problem: str
     remedy: str
 
 
-def writable_by_others(path: Path, only_by_all: bool = False) -> Exposure | None:
-    """Return what exposes a directory to other accounts, or None.
+def find_exposure(path: Path, only_by_all: bool = False) -> Exposure | None:
+    """Return how a directory is exposed to other accounts, or None.
 
-    Root is trusted, and the group that has the name of this account.
+    Root is trusted, and so is the group with the name of this account.
     """
     if not path.exists():
         return None
     found = path.stat()
     strangers = {found.st_uid, path.lstat().st_uid} - {0, os.geteuid()}
     if strangers and not only_by_all:
-        return Exposure(f"belongs to account {name_of(min(strangers))}", "choose a directory of your own")
+        return Exposure(
+            f"belongs to account {describe_account(min(strangers))}", "choose a directory that you own"
+        )
     writers = stat.S_IWOTH if only_by_all or _is_own_group(found.st_gid) else stat.S_IWOTH | stat.S_IWGRP
     if found.st_mode & writers and not found.st_mode & stat.S_ISVTX:
         command = f"chmod go-w {shlex.quote(str(path))}"
-        remedy = f"run {command}, or choose a directory of your own"
-        if os.geteuid() not in (0, found.st_uid):  # who alone can change the mode
-            owner = "your administrators" if found.st_uid == 0 else f"account {name_of(found.st_uid)}"
-            remedy = f"ask {owner} to run {command}, or choose a directory of your own"
+        remedy = f"run {command}, or choose a directory that you own"
+        if os.geteuid() not in (0, found.st_uid):  # only these can change the mode
+            owner = (
+                "your administrators" if found.st_uid == 0 else f"account {describe_account(found.st_uid)}"
+            )
+            remedy = f"ask {owner} to run {command}, or choose a directory that you own"
         mode = f"{stat.S_IMODE(found.st_mode):04o}"
         return Exposure(f"can be written by other accounts (mode {mode})", remedy)
     return None
 
 
-def name_of(uid: int) -> str:
-    """Return an account as people know it: its number, and its name where it has one."""
+def describe_account(uid: int) -> str:
+    """Return the number of an account, with its name if it has one."""
     with contextlib.suppress(KeyError):
         return f"{uid} ({pwd.getpwuid(uid).pw_name})"
     return f"{uid}"
@@ -57,10 +61,10 @@ def _is_own_group(number: int) -> bool:
     return False
 
 
-def read_secret(path: Path) -> str:
-    """Return the text of a file that this account alone can read.
+def load_secret(path: Path) -> str:
+    """Return the text of a file that only this account can read.
 
-    Raises NotPrivate where others can, OSError.
+    Raises NotPrivate if others can read it, OSError.
     """
     with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW)) as file:
         found = os.fstat(file.fileno())

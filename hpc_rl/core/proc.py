@@ -1,4 +1,4 @@
-"""Processes of this host: commands that end with this process, and what another one is.
+"""Processes of this host: start commands that end with this process, and identify other processes.
 
 A process is known by pid and kernel start time together, never by name or command line.
 """
@@ -17,10 +17,10 @@ from typing import IO
 POLL_S = 0.05
 
 
-# Becomes the command. Leaves a watch in its session, because the kernel's own tie is not enough: it does not
-# cover the processes that the command starts, and a program with privileges (apptainer may be one) loses it.
-# Once the command has ended, the watch kills the session; after a TERM to the whole session, the other
-# processes first get time to end by themselves.
+# Becomes the command, and leaves a watch in its session. PR_SET_PDEATHSIG alone is not enough: it does not
+# cover the children of the command, and a setuid program (apptainer may be one) loses it. Once the command
+# has ended, the watch kills the session. After a TERM to the whole session, the other processes first get
+# time to end by themselves.
 _TIE = """
 import ctypes, os, signal, sys, time
 parent, main = int(sys.argv[1]), os.getpid()
@@ -56,15 +56,15 @@ except OSError as error:
     print("%%r can't be started: %%s" %% (sys.argv[2], error), file=sys.stderr)
     sys.exit(127)
 """
-# the longest time that a session gets to end by itself after its first process
+# the longest time that a session gets after the end of its first process
 SESSION_GRACE_S = 60
 
 
 class TiedProcess(subprocess.Popen[bytes]):
-    """A command with a session of its own, killed when the thread that starts it dies: use the main thread.
+    """A command in a new session, killed when the thread that started it dies: use the main thread.
 
-    What the command started is killed when it ends. It reads `stdin`, by default nothing; what it writes goes
-    to `output`. One that can't be started exits with 127, and says why.
+    When the command ends, the processes that it started are killed. It reads `stdin` (default: empty) and
+    writes to `output`. A command that can't be started prints the reason and exits with 127.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class TiedProcess(subprocess.Popen[bytes]):
         )
 
     def exit_status(self) -> str:
-        """Empty while it runs, else how it ended."""
+        """Return how the command ended; an empty text while it runs."""
         code = self.poll()
         if code is None:
             return ""
         return f"exit code {code}" if code >= 0 else f"signal {signal.Signals(-code).name}"
 
     def end(self, grace_s: float, whole_session: bool = False) -> None:
-        """TERM to the command, or to its whole session, and wait for them; then KILL to the session."""
+        """Send TERM to the command, or to its whole session, and wait; then send KILL to the session."""
         if self.poll() is None:
             deadline = time.monotonic() + grace_s
             with contextlib.suppress(ProcessLookupError):
@@ -106,12 +106,12 @@ class TiedProcess(subprocess.Popen[bytes]):
 
     def _has_session(self) -> bool:
         """Return whether a process of the session still runs. Its watch runs until the others have ended."""
-        fields = (_read_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
+        fields = (_load_stat(int(entry)) for entry in os.listdir("/proc") if entry.isdigit())
         return any(stat is not None and int(stat[3]) == self.pid for stat in fields)
 
 
-def oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel has killed for memory in this process's cgroup; 0 if not known."""
+def count_oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for memory in this process's cgroup; 0 if unknown."""
     with contextlib.suppress(OSError, ValueError):
         for line in (root / "proc/self/cgroup").read_text().splitlines():
             _, kinds, path = line.split(":", 2)
@@ -125,7 +125,7 @@ def oom_kills(root: Path = Path("/")) -> int:
     return 0
 
 
-def _read_stat(pid: int) -> list[str] | None:
+def _load_stat(pid: int) -> list[str] | None:
     """Return the fields of /proc/PID/stat from the state on; None if the process has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -134,15 +134,15 @@ def _read_stat(pid: int) -> list[str] | None:
     return None if fields[0] in "ZX" else fields
 
 
-def start_ticks(pid: int) -> int | None:
+def find_start_ticks(pid: int) -> int | None:
     """Return the kernel start time of a process, in clock ticks; None if it has ended or is a zombie."""
-    fields = _read_stat(pid)
+    fields = _load_stat(pid)
     return None if fields is None else int(fields[19])
 
 
 def is_alive(pid: int, ticks: int | None) -> bool:
     """Return whether the process with this start time still runs."""
-    return ticks is not None and start_ticks(pid) == ticks
+    return ticks is not None and find_start_ticks(pid) == ticks
 
 
 def end_processes(
@@ -153,7 +153,7 @@ def end_processes(
     for number, patience_s in ((signal.SIGTERM, term_s), (signal.SIGKILL, kill_s)):
         for pid, ticks in left:
             if is_alive(pid, ticks):
-                # It may end meanwhile, and its pid may go to another user's process.
+                # The process may end meanwhile, and another user's process may get its pid.
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         left = _wait(left, patience_s)

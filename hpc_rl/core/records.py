@@ -1,9 +1,9 @@
-"""Records: the JSON files in which the processes of a trial report what happened.
+"""Records: the JSON files in which the processes of a trial report events.
 
-Each record is a dataclass with one tolerant reader. What decides anything is an enum or a number; `reason` is
-for people only. Fields that a later version adds are ignored; a field of the wrong type counts as missing.
+Each record is a dataclass with one tolerant parser. Code decides by enums and numbers; `reason` is only for
+people. Unknown fields, from later versions, are ignored; a field of the wrong type counts as missing.
 
-    jobs/<job id>.json          JobRecord          submit, or the job script where it was submitted by hand
+    jobs/<job id>.json          JobRecord          submit, or the job script if it was submitted by hand
     jobs/<job id>.state         JobStateLine       the job script, one JSON object a line
     jobs/<job id>.next-<n>      SuccessorRecord    the job that continues a submission
     forked_from.json            ForkRecord         `hpc-rl fork`
@@ -14,7 +14,7 @@ for people only. Fields that a later version adds are ignored; a field of the wr
         events.jsonl            Event              the supervisor, one JSON object a line
         ended.json              EndedRecord        the supervisor
         exits/                  ExitRecord         every rank
-        processes/              ProcessRecord      every rank, and the supervisor of what it started
+        processes/              ProcessRecord      every rank, and the supervisor for its children
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from typing import Any, Self
 from hpc_rl.core.errors import FailureClass, JobEvent, Stale, StopCause
 from hpc_rl.core.files import JsonLines
 from hpc_rl.core.log import redact
-from hpc_rl.core.proc import start_ticks
-from hpc_rl.core.trial import Attempt, Trial, entries, read_json
+from hpc_rl.core.proc import find_start_ticks
+from hpc_rl.core.trial import Attempt, Trial, list_entries, load_json
 
 
 class TrialState(enum.StrEnum):
-    """What `hpc-rl status` calls a trial or an attempt."""
+    """States of trials and attempts in `hpc-rl status`."""
 
     RENDERED = "rendered"
     PENDING = "pending"
@@ -58,36 +58,36 @@ class TrialState(enum.StrEnum):
 
 
 class BatchWait(enum.StrEnum):
-    """Why a batch can't be made of the groups of environments that are ready."""
+    """Reasons why the ready groups of environments don't form a batch."""
 
-    SEQUENCES = "sequences"  # there are too few
-    SHARE = "share"  # too few of an environment that has a share of each batch
-    COMBINATION = "combination"  # their sizes add up to another number
-    SIZES = "sizes"  # no number of groups of such sizes makes a batch
+    SEQUENCES = "sequences"  # too few sequences
+    SHARE = "share"  # too few sequences of an environment with a share of each batch
+    COMBINATION = "combination"  # the sizes of the groups don't add up to a batch
+    SIZES = "sizes"  # groups of these sizes can never add up to a batch
 
 
 GIVEN_BACK = (JobEvent.FIRST_NODE_LOST, JobEvent.SCRIPT_KILLED)
 
 
 class EventKind(enum.StrEnum):
-    """What the supervisor reports in `events.jsonl`."""
+    """Events of the supervisor in `events.jsonl`."""
 
     SUPERVISOR_STARTED = "supervisor_started"
-    LEFT_BEHIND = "left_behind"  # a process of an earlier start that can't be killed
-    END_TIME = "end_time"  # the scheduler ends the job at another time than known before
+    LEFT_BEHIND = "left_behind"  # a process of an earlier start can't be killed
+    END_TIME = "end_time"  # the scheduler has changed the end time of the job
     STARTED = "started"
     EXITED = "exited"
     RESTARTING = "restarting"
     GAVE_UP = "gave_up"
     PROGRESS = "progress"  # a new generation
-    NETWORK_UNCHECKED = "network_unchecked"  # whether the nodes reach each other could not be found out
-    NODE_SILENT = "node_silent"  # a node of the job does not answer any more
-    NODE_CUT_OFF = "node_cut_off"  # the supervisor's own node reaches none of the others any more
-    NODE_ANSWERS = "node_answers"  # and answers again
+    NETWORK_UNCHECKED = "network_unchecked"  # the network check between the nodes failed to run
+    NODE_SILENT = "node_silent"  # a node of the job no longer answers
+    NODE_CUT_OFF = "node_cut_off"  # the supervisor's node no longer reaches any other node
+    NODE_ANSWERS = "node_answers"  # a silent node answers again
     HUNG = "hung"
-    UNPLACED = "unplaced"  # the scheduler starts no process of a unit
+    UNPLACED = "unplaced"  # the scheduler does not start the processes of a unit
     BAD_NODES = "bad_nodes"
-    REMINDED = "reminded"  # a warning of the scheduler that comes too early to stop for
+    REMINDED = "reminded"  # a warning of the scheduler, too early to stop
     STOPPING = "stopping"
     STOP_REPEATED = "stop_repeated"
     FAILING = "failing"
@@ -123,7 +123,7 @@ def _convert(value: Any, hint: Any) -> Any:
 class JsonRecord:
     """A dataclass that is stored as a JSON object."""
 
-    STRICT: typing.ClassVar[bool] = False  # a field of the wrong type makes the whole record unsound
+    STRICT: typing.ClassVar[bool] = False  # a field of the wrong type makes the whole record invalid
 
     @classmethod
     @functools.cache
@@ -133,7 +133,7 @@ class JsonRecord:
 
     @classmethod
     def parse(cls, data: Any) -> Self | None:
-        """Return the record in parsed JSON, or None where a required field is missing or of another type."""
+        """Return the record in parsed JSON, or None if a required field is missing or of another type."""
         if not isinstance(data, dict):
             return None
         values = {}
@@ -150,32 +150,32 @@ class JsonRecord:
 
     @classmethod
     def read(cls, path: Path) -> Self | None:
-        """Return the record in a file, or None where it is missing, not complete or not sound."""
-        return cls.parse(read_json(path))
+        """Return the record in a file, or None if it is missing, incomplete or invalid."""
+        return cls.parse(load_json(path))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON object, without fields that are None and without secrets in `reason`."""
-        pairs = [(key, _plain(getattr(self, name))) for name, key, _ in self._fields()]
+        """Return the JSON object. None fields are left out; secrets in `reason` are hidden."""
+        pairs = [(key, _to_plain(getattr(self, name))) for name, key, _ in self._fields()]
         found = {key: value for key, value in pairs if value is not None}
         return found | {"reason": redact(found["reason"])} if "reason" in found else found
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_to_plain(one) for one in value]
     return value.to_json() if isinstance(value, JsonRecord) else value
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchWaitRecord(JsonRecord):
-    """What the next batch waits for."""
+    """Reason why the next batch waits."""
 
     kind: BatchWait
     ready: int  # sequences
-    needed: int  # sequences: of a batch, or of a share of it
-    sizes: list[int] = field(default_factory=list)  # of the groups that are ready
-    parts: int = 0  # sequences of groups that are not whole yet
-    environment: str = ""  # whose share it is
+    needed: int  # sequences of a batch, or of an environment's share of it
+    sizes: list[int] = field(default_factory=list)  # of the ready groups
+    parts: int = 0  # sequences of incomplete groups
+    environment: str = ""  # with the missing share
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,46 +187,46 @@ class JobRecord(JsonRecord):
     job_id: str
     kind: str = ""
     scheduler: str = ""
-    cluster: str = ""  # Slurm's name; empty where it is not known
+    cluster: str = ""  # Slurm's name; empty if unknown
     time: float = 0.0  # Unix seconds
     command: tuple[str, ...] = ()
     tag: str = ""
     start_mode: str = ""  # recover.mode of its first start
     from_step: int | None = None  # `hpc-rl recover --from`
-    new_batches: bool = False  # its first start sets later batches aside; their prompts are issued again
+    new_batches: bool = False  # its first start sets later batches aside and issues their prompts again
     lineage_parent: str | None = None  # submission that `hpc-rl recover` continues
-    changed: tuple[str, ...] = ()  # options that differ from those of the trial before
-    serves: str = ""  # of servers: the submission that they serve
+    changed: tuple[str, ...] = ()  # options that differ from the previous submission
+    serves: str = ""  # the submission that these servers serve
     num_tasks: int = 0  # of servers
 
     @classmethod
     def read(cls, path: Path) -> JobRecord | None:
-        """Return the record with the id that the file name gives."""
-        data = read_json(path)
+        """Return the record, with the id from the file name."""
+        data = load_json(path)
         return cls.parse(data | {"job_id": path.stem}) if isinstance(data, dict) else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class JobStateLine(JsonRecord):
-    """One line of a job script. A job that started and never ended was killed, or still runs."""
+    """One line of a job script. A job with a start but no end was killed, or still runs."""
 
     event: JobEvent
     time: float = 0.0  # Unix seconds
     restart: int = 0
     code: int | None = None
     reason: str = ""
-    cause: StopCause | None = None  # why nothing is started again, or why the job is requeued
+    cause: StopCause | None = None  # why the job is not started again, or why it is requeued
     cancelled: bool = False  # ended by a signal or a cancel: Slurm may still start the job again
-    successor: str = ""  # of a requeue that is a new job: its id
+    successor: str = ""  # id of the new job, if a requeue submitted one
     host: str = ""
     pid: int = 0
     start_ticks: int = 0
 
 
-def read_job_state(trial: Trial, job_id: str) -> list[JobStateLine]:
-    """Return what the script of a job reported, oldest first.
+def load_job_state(trial: Trial, job_id: str) -> list[JobStateLine]:
+    """Return the lines of a job's script, oldest first.
 
-    What an earlier start says after a later one has reported does not count: its node was cut off.
+    Lines of an earlier start after those of a later start are dropped: its node was cut off.
     """
     lines: list[JobStateLine] = []
     for line in map(JobStateLine.parse, JsonLines(trial.job_state(job_id)).poll()):
@@ -244,8 +244,8 @@ class SuccessorRecord(JsonRecord):
     time: float = 0.0
 
 
-def successors(trial: Trial, job_id: str) -> dict[int, str]:
-    """Return the ids of the jobs that continued a submission, by the number of the start of each."""
+def find_successors(trial: Trial, job_id: str) -> dict[int, str]:
+    """Return the jobs that continued a submission: number of the start -> job id."""
     found = {}
     for path in sorted(trial.jobs.glob(f"{job_id}.next-*")):
         restart, record = path.name.rpartition("-")[2], SuccessorRecord.read(path)
@@ -254,15 +254,15 @@ def successors(trial: Trial, job_id: str) -> dict[int, str]:
     return found
 
 
-def newest_job(trial: Trial, job_id: str) -> str:
-    """Return the scheduler's id of the newest job of a submission: its own, or that of the last successor."""
-    found = successors(trial, job_id)
+def find_newest_job(trial: Trial, job_id: str) -> str:
+    """Return the newest job id of a submission: the id of its last successor, or its own."""
+    found = find_successors(trial, job_id)
     return found[max(found)] if found else job_id
 
 
 @dataclass(frozen=True, kw_only=True)
 class DrainIntent(JsonRecord):
-    """A request that an attempt saves and stops; it outlives a supervisor that is killed."""
+    """A request to save and stop an attempt; it outlives a killed supervisor."""
 
     cause: StopCause
     reason: str = ""
@@ -271,7 +271,7 @@ class DrainIntent(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class ForkRecord(JsonRecord):
-    """The checkpoint with which a trial began."""
+    """The checkpoint from which a forked trial began."""
 
     trial: str
     dir: str
@@ -287,49 +287,53 @@ class DoneRecord(JsonRecord):
     job_id: str
     attempt: str = ""
     time: float = 0.0
-    freed_bytes: int = 0  # of published weights, which were removed then
+    freed_bytes: int = 0  # by removing the published weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class LineageRecord(JsonRecord):
-    """One start of training that came as far as having state."""
+    """One start of training that reached the state it trains from."""
 
     STRICT = True
 
     lineage: int  # its number, from 0
     from_step: int  # step of the state that it started from; 0 for a fresh start
-    from_lineage: int | None = None  # that made this state; None for a fresh start
+    from_lineage: int | None = None  # lineage that wrote this state; None for a fresh start
     attempt: str
     incarnation: int  # of the trainer
     submission: str = ""  # job id
-    reason: str = ""  # why it started so
+    reason: str = ""  # why it started from there
     set_aside: tuple[int, ...] = ()  # steps of the generations that `--from` moved out of the way
-    new_batches: bool = False  # the batches after `from_step` are set aside, their prompts issued again
+    new_batches: bool = False  # the batches after `from_step` are set aside and their prompts issued again
     time: float = 0.0  # Unix seconds by the clock of its host
 
 
 _LINEAGE_FILE = re.compile(r"(\d{4,})\.json")
 
 
-def lineage_files(trial: Trial) -> dict[int, Path]:
-    """Return the lineage records of a trial by their numbers, sound or not."""
-    found = ((_LINEAGE_FILE.fullmatch(entry.name), Path(entry.path)) for entry in entries(trial.lineages))
+def find_lineage_files(trial: Trial) -> dict[int, Path]:
+    """Return the lineage records of a trial by their numbers, valid or not."""
+    found = (
+        (_LINEAGE_FILE.fullmatch(entry.name), Path(entry.path)) for entry in list_entries(trial.lineages)
+    )
     return {int(match[1]): path for match, path in found if match}
 
 
 def check_newest_lineage(trial: Trial, lineage: int) -> None:
-    """Raise Stale once a later start of the trainer has begun: this one must commit nothing more."""
-    newest = max(lineage_files(trial), default=lineage)
+    """Raise Stale if a later start of the trainer has begun: this one must no longer commit."""
+    newest = max(find_lineage_files(trial), default=lineage)
     if newest > lineage:
         raise Stale(f"lineage {newest} continues the trial, so lineage {lineage} commits nothing more")
 
 
-def read_lineages(trial: Trial) -> list[LineageRecord]:
+def load_lineages(trial: Trial) -> list[LineageRecord]:
     """Return the lineages of a trial, oldest first. Unreadable records are skipped.
 
-    Raises OSError, TrialStateError where the folder itself can't be read.
+    Raises OSError or TrialStateError if the folder itself is unreadable.
     """
-    records = [(number, LineageRecord.read(path)) for number, path in sorted(lineage_files(trial).items())]
+    records = [
+        (number, LineageRecord.read(path)) for number, path in sorted(find_lineage_files(trial).items())
+    ]
     return [record for number, record in records if record is not None and record.lineage == number]
 
 
@@ -351,7 +355,7 @@ class Event(JsonRecord):
     ends_at: float | None = None  # of END_TIME, Unix seconds
     pause_s: float | None = None  # of RESTARTING and GAVE_UP
     node: str = ""  # of NODE_SILENT, NODE_CUT_OFF and NODE_ANSWERS
-    silent_s: float | None = None  # for how long that node has not answered
+    silent_s: float | None = None  # since the node last answered
 
     @property
     def unit(self) -> tuple[str, int]:
@@ -359,7 +363,7 @@ class Event(JsonRecord):
 
 
 class EventLog:
-    """The events of an attempt, read incrementally. Lines that are torn or of an unknown kind are skipped."""
+    """The events of an attempt, read incrementally. Torn lines and unknown kinds are skipped."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.events: list[Event] = []
@@ -367,41 +371,41 @@ class EventLog:
 
     def poll(self) -> list[Event]:
         new = self._file.poll()
-        if len(new) == len(self._file.rows):  # also where the file was replaced
+        if len(new) == len(self._file.rows):  # also if the file was replaced
             self.events = []
         self.events += [event for event in map(Event.parse, new) if event is not None]
         return self.events
 
 
-def read_events(attempt: Attempt) -> list[Event]:
+def load_events(attempt: Attempt) -> list[Event]:
     return EventLog(attempt).poll()
 
 
 @dataclass(frozen=True, kw_only=True)
 class EndedRecord(JsonRecord):
-    """Why an attempt ended; missing where the supervisor was killed."""
+    """Why an attempt ended; missing if the supervisor was killed."""
 
     exit_code: int | None = None
     reason: str = ""
-    cause: StopCause | None = None  # of an attempt that was asked to stop
+    cause: StopCause | None = None  # if the attempt was asked to stop
     time: float | None = None  # Unix seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExitRecord(JsonRecord):
-    """How one process of a role ended, by itself; srun's own code is only a fallback."""
+    """How one process of a role ended, written by the process; srun's exit code is only a fallback."""
 
     code: int
     reason: str = ""
     failure: FailureClass = field(default=FailureClass.UNKNOWN, metadata={"key": "class"})
     final: bool = False  # another start would end the same way
-    nodes: list[str] | None = None  # those to blame
+    nodes: list[str] | None = None  # nodes to blame
     time: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessRecord(JsonRecord):
-    """One process of a trial; pid, kernel start time and host tell it from any other."""
+    """One process of a trial; pid, kernel start time and host identify it."""
 
     pid: int
     host: str
@@ -414,8 +418,8 @@ class ProcessRecord(JsonRecord):
 
     @classmethod
     def of(cls, role: str, pid: int, rank: int = 0, **of_slurm: str) -> ProcessRecord:
-        """Return the record of a process of this host."""
-        ticks, host = start_ticks(pid), socket.gethostname()
+        """Return the record of a process on this host."""
+        ticks, host = find_start_ticks(pid), socket.gethostname()
         return cls(pid=pid, start_ticks=ticks, host=host, role=role, rank=rank, **of_slurm)
 
 
@@ -427,12 +431,12 @@ class ProcessFile:
     role: str
     index: int
     incarnation: int
-    rank: int | None  # None for what all ranks share
-    by_client: bool  # by the supervisor, of what it started (a rank or an srun)
+    rank: int | None  # None for a file of all ranks
+    by_client: bool  # written by the supervisor about a child (a rank or an srun)
 
     @classmethod
     def parse(cls, path: Path) -> ProcessFile | None:
-        """Return what the name of a file tells, or None for another file."""
+        """Parse the name of a file; return None for other files."""
         match = _PROCESS_FILE.fullmatch(path.name)
         if match is None:
             return None

@@ -1,9 +1,9 @@
-"""Resource limits of this process, which those that it starts inherit."""
+"""Resource limits of this process, which its children inherit."""
 
 import contextlib
 import resource
 
-# Programs that loop over every possible descriptor become slow beyond it.
+# Programs that loop over every possible descriptor become slow beyond this.
 MAX_OPEN_FILES = 1 << 20
 
 
@@ -14,7 +14,7 @@ def raise_limits() -> None:
         wanted = hard
         if most is not None and (hard == resource.RLIM_INFINITY or hard > most):
             wanted = most
-        # A container may forbid it, even up to the hard limit.
+        # A container may forbid this, even up to the hard limit.
         with contextlib.suppress(OSError, ValueError):
             if soft != resource.RLIM_INFINITY and (wanted == resource.RLIM_INFINITY or wanted > soft):
                 resource.setrlimit(number, (wanted, hard))

@@ -1,7 +1,7 @@
-"""What crosses processes: turns, replies, trajectories and batches, as NumPy arrays, with a wire format.
+"""Data exchanged between processes: turns, replies, trajectories and batches, as NumPy arrays.
 
-The wire format is msgpack with arrays as `{"__nd__": dtype, "s": shape, "d": bytes}`: nothing that is decoded
-here can execute code. Shapes: L = tokens of one trajectory (prompt and completion).
+The wire format is msgpack with arrays as `{"__nd__": dtype, "s": shape, "d": bytes}`: decoding never executes
+code. Shapes: L = tokens of one trajectory (prompt and completion).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class WeightVersion:
 
 @dataclass(slots=True)
 class Turn:
-    """One generation: what a server made of one input.
+    """One generation of a server for one input.
 
     `output_ids`, `output_logprobs` have the same length. `versions` are half-open spans over the output
     tokens: `(label, start, end)`. `finish_reason` is stop | length | abort.
@@ -49,7 +49,7 @@ class Turn:
 
 @dataclass(slots=True)
 class Reply:
-    """An answer to a chat as text, without the tokens, which are another model's."""
+    """An answer to a chat as text only: its tokens belong to another model."""
 
     text: str
     num_tokens: int
@@ -74,15 +74,15 @@ class Trajectory:
     reward: float
     finish_reason: str  # stop | length
     stats: dict[str, float] = field(default_factory=dict)
-    # what an environment may send besides
-    has_logprobs: bool = True  # false: the trainer computes those of the behaviour policy itself
-    advantages: np.ndarray | None = None  # float32 [L]: instead of those that the trainer computes
-    ref_logprobs: np.ndarray | None = None  # float32 [L]: instead of the reference model's
+    # optional, from environments
+    has_logprobs: bool = True  # false: the trainer computes the behaviour log-probabilities
+    advantages: np.ndarray | None = None  # float32 [L]: replace the trainer's
+    ref_logprobs: np.ndarray | None = None  # float32 [L]: replace the reference model's
     zero_advantage: bool = False  # counts in its group, but is not trained on
-    temperatures: np.ndarray | None = None  # float32 [L], at which tokens were sampled; None: the trial's
+    temperatures: np.ndarray | None = None  # float32 [L], of sampling; None: the trial's
 
     def oldest_step(self) -> int:
-        """The smallest step among the model's own tokens, 0 when it made none."""
+        """Return the smallest step among the model's tokens, 0 without any."""
         made = self.steps[self.loss_mask]
         return int(made.min()) if made.size else 0
 
@@ -93,15 +93,15 @@ class TrajectoryGroup:
 
     index: int  # prompt index: counts issued prompts over all epochs, from 0
     trajectories: list[Trajectory]
-    # the row of the prompt for people, as `stats.kept_samples.short_columns` returns it
+    # the row of the prompt, shortened by `stats.kept_samples.shorten_columns`
     columns: dict[str, Any] = field(default_factory=dict)
-    shortened: list[str] = field(default_factory=list)  # names of columns that are not whole
+    shortened: list[str] = field(default_factory=list)  # names of shortened columns
 
     def oldest_step(self) -> int:
         return min((t.oldest_step() for t in self.trajectories), default=0)
 
     def lineages(self) -> set[int]:
-        """Lineages of the weights that made its tokens."""
+        """Return the lineages of the weights that sampled its tokens."""
         return {int(number) for t in self.trajectories for number in np.unique(t.lineages[t.loss_mask])}
 
 
@@ -124,14 +124,14 @@ class EvalResult:
     num_prompts: int
     reward: float
     stats: dict[str, float] = field(default_factory=dict)
-    # of the first prompts, as `evaluator.keep_samples` says
+    # of the first prompts, as many as `evaluator.keep_samples`
     groups: list[TrajectoryGroup] = field(default_factory=list)
 
 
 _WIRE = {cls.__name__: cls for cls in (Turn, Reply, Trajectory, TrajectoryGroup, Batch, EvalResult)}
 
 
-def _default(value: Any) -> Any:
+def _encode_value(value: Any) -> Any:
     if isinstance(value, np.ndarray):
         return {"__nd__": value.dtype.str, "s": list(value.shape), "d": np.ascontiguousarray(value).tobytes()}
     if isinstance(value, np.generic):
@@ -144,7 +144,7 @@ def _default(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no wire format")
 
 
-def _hook(value: dict[str, Any]) -> Any:
+def _decode_value(value: dict[str, Any]) -> Any:
     if "__nd__" in value:
         dtype = np.dtype(value["__nd__"])
         if dtype.hasobject:
@@ -156,14 +156,14 @@ def _hook(value: dict[str, Any]) -> Any:
 
 
 def encode(value: Any) -> bytes:
-    """msgpack bytes of plain data, arrays and the dataclasses above. Raises TypeError for anything else."""
-    import msgpack  # not at the top: a server role starts in an image of SGLang, which does not have it
+    """Encode plain data, arrays and the dataclasses above as msgpack. Raises TypeError for anything else."""
+    import msgpack  # not at the top: a server role starts in an image of SGLang, which lacks msgpack
 
-    return msgpack.packb(value, default=_default, use_bin_type=True)
+    return msgpack.packb(value, default=_encode_value, use_bin_type=True)
 
 
 def decode(data: bytes) -> Any:
-    """The inverse of encode. Raises ValueError (or KeyError) for bytes that are not ours."""
+    """Decode bytes of `encode`. Raises ValueError or KeyError for other bytes."""
     import msgpack
 
-    return msgpack.unpackb(data, object_hook=_hook, raw=False, strict_map_key=False)
+    return msgpack.unpackb(data, object_hook=_decode_value, raw=False, strict_map_key=False)

@@ -1,4 +1,4 @@
-"""Rows to tokens: prompts (rl), whole sequences with their loss mask (sft), pairs of sequences (rw)."""
+"""Encodes rows as tokens: prompts (rl), sequences with a loss mask (sft), pairs of sequences (rw)."""
 
 import json
 import logging
@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpc_rl.config.options.dataset import DatasetConfig
-from hpc_rl.config.row_shapes import check_row, messages_of
-from hpc_rl.config.text_templates import as_text
+from hpc_rl.config.row_shapes import check_row, get_messages
+from hpc_rl.config.text_templates import make_text
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.datasets.order import locate
-from hpc_rl.datasets.rows import Rows, load_rows, named_in_errors
+from hpc_rl.datasets.rows import Rows, load_rows, name_in_errors
 from hpc_rl.datasets.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -25,25 +25,25 @@ Encoded = tuple[np.ndarray, np.ndarray]
 
 
 def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
-    """Tokens of `prompt` (text or chat) or `messages` (chat). Raises ConfigError for a row with neither."""
+    """Return the tokens of `prompt` (text or chat) or `messages` (chat). Raises ConfigError."""
     check_row(row, "rl")
-    if (messages := messages_of(row)) is not None:
+    if (messages := get_messages(row)) is not None:
         return tokenizer.encode(tokenizer.chat(messages), add_special_tokens=False)
     return tokenizer.encode(row["prompt"])
 
 
-def question_of(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
-    """Return what a row asks, of a chat its last turn of a user, and the turns before that.
+def find_question(row: dict[str, Any]) -> tuple[str, list[dict[str, Any]]]:
+    """Return the question of a row and the turns before it. In a chat, the question is the last user turn.
 
-    Raises ConfigError for a chat without a turn of a user.
+    Raises ConfigError for a chat without a user turn.
     """
-    messages = messages_of(row)
+    messages = get_messages(row)
     if messages is None:
-        return as_text(row.get("prompt")), []
+        return make_text(row.get("prompt")), []
     asked = [number for number, message in enumerate(messages) if message.get("role") == "user"]
     if not asked:
         raise ConfigError("a chat without a turn of role user has no question.")
-    return as_text(messages[asked[-1]].get("content")), messages[: asked[-1]]
+    return make_text(messages[asked[-1]].get("content")), messages[: asked[-1]]
 
 
 def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
@@ -60,7 +60,7 @@ def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task input: `row` is its place in the file, `columns` is the row by the names that are needed."""
+    """One task input. `row` is its position in the file, `columns` the row with renamed columns."""
 
     epoch: int
     row: int
@@ -69,9 +69,9 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of a dataset in their order over epochs; those above `max_length` are left out or cut.
+    """The prompts of a dataset in their order over epochs. Prompts above `max_length` are dropped or cut.
 
-    Without a dataset there are none: a trial on environments alone.
+    Without a dataset there are no prompts; the trial then trains on environments only.
     """
 
     def __init__(self, dataset: DatasetConfig | None, tokenizer: Tokenizer, seed: int) -> None:
@@ -81,11 +81,11 @@ class Prompts:
         self.seed = seed
         self.shuffle = dataset is not None and dataset.shuffle
         self._kept = list(range(len(self.rows)))
-        self._last_tokens = 0  # of a prompt, 0 for all
-        self._ids: list[np.ndarray] = []  # of all rows, where they are tokenized ahead
+        self._last_tokens = 0  # keep this many last tokens of a prompt, 0 for all
+        self._ids: list[np.ndarray] = []  # of all rows, if they are tokenized in advance
         if dataset is None:
             return
-        # rows of the wrong kind are refused at the start, not when their turn comes
+        # check the form of all rows at the start, not when they are used
         encode_all(partial(check_row, kind="rl"), self.rows, 0, dataset.path)
         self.in_file_order(0)
         if dataset.num_workers:
@@ -100,29 +100,29 @@ class Prompts:
             numbers = (len(self._kept), len(self.rows), dataset.max_length)
             logger.info("%s: %d of %d prompts have at most %d tokens", dataset.path, *numbers)
         if not self._kept:
-            raise _none_left(dataset, "prompt")
+            raise _make_empty_error(dataset, "prompt")
 
     def __len__(self) -> int:
-        """Prompts of one epoch."""
+        """Return the number of prompts in one epoch."""
         return len(self._kept)
 
     def at(self, index: int) -> Prompt:
-        """The prompt with this index, which counts over all epochs from 0."""
+        """Return the prompt with this index, counted over all epochs from 0."""
         epoch, position = locate(index, self.seed, len(self), self.shuffle)
         return self._prompt(epoch, position)
 
     def in_file_order(self, position: int) -> Prompt:
-        """The position-th prompt as the file has them; for evaluations."""
+        """Return the prompt at a position in file order, for evaluations."""
         return self._prompt(0, position)
 
     def columns(self, position: int) -> dict[str, Any]:
-        """The columns of the position-th prompt of the file."""
+        """Return the columns of the prompt at a position in file order."""
         return self.rows[self._kept[position]]
 
     def _prompt(self, epoch: int, position: int) -> Prompt:
         row = self._kept[position]
         columns = self.rows[row]
-        with named_in_errors(self.path, row):
+        with name_in_errors(self.path, row):
             ids = self._ids[row] if self._ids else self._ids_of(columns)
         return Prompt(epoch, row, columns, ids[-self._last_tokens :].tolist())
 
@@ -133,13 +133,13 @@ class Prompts:
 def encode_all(
     encode: Callable[[dict[str, Any]], T], rows: list[dict[str, Any]], num_workers: int, path: str
 ) -> list[T]:
-    """Return `encode` of each row, in order, by threads: the tokenizer releases Python's lock.
+    """Encode each row, in order, with threads (the tokenizer releases the GIL).
 
-    Raises ConfigError that names the row of the file at `path`.
+    Raises ConfigError with the row's number in the file at `path`.
     """
 
     def one(number: int) -> T:
-        with named_in_errors(path, number):
+        with name_in_errors(path, number):
             return encode(rows[number])
 
     if not num_workers:
@@ -149,12 +149,12 @@ def encode_all(
 
 
 def load_sequences(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[Encoded]:
-    """Return encode_sequence of every row that `max_length` allows. Raises ConfigError if none is left."""
+    """Load and encode all sequences of at most `max_length`. Raises ConfigError if none is left."""
     return _load(dataset, "sequence", partial(encode_sequence, tokenizer))
 
 
 def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[Encoded]:
-    """Return encode_pair of every row that `max_length` allows. Raises ConfigError if none is left."""
+    """Load and encode all pairs of at most `max_length`. Raises ConfigError if none is left."""
     return _load(dataset, "pair", partial(encode_pair, tokenizer))
 
 
@@ -164,12 +164,12 @@ def _load(dataset: DatasetConfig, what: str, encode: Callable[[dict[str, Any]], 
     if dataset.max_length is not None:
         rows = [row for row in rows if max(map(len, row)) <= dataset.max_length]
     if not rows:
-        raise _none_left(dataset, what)
+        raise _make_empty_error(dataset, what)
     return Rows(rows, read.fingerprint)
 
 
 def save_encoded(path: Path, rows: Rows[Encoded]) -> None:
-    """Write rows of load_sequences or load_pairs as a file for `read_encoded`. Raises OSError."""
+    """Write rows of load_sequences or load_pairs as a file for `load_encoded`. Raises OSError."""
     columns: dict[str, Any] = {}
     for number, arrays in enumerate(zip(*rows, strict=True)):
         columns[f"values{number}"] = np.concatenate(arrays)
@@ -177,14 +177,14 @@ def save_encoded(path: Path, rows: Rows[Encoded]) -> None:
     np.savez(path, fingerprint=np.array(json.dumps(rows.fingerprint)), **columns)
 
 
-def read_encoded(path: Path) -> Rows[Encoded]:
+def load_encoded(path: Path) -> Rows[Encoded]:
     """Return what `save_encoded` wrote. Raises OSError."""
     with np.load(path) as read:
         columns = [np.split(read[f"values{number}"], read[f"ends{number}"][:-1]) for number in (0, 1)]
         return Rows(zip(*columns, strict=True), json.loads(str(read["fingerprint"])))
 
 
-def _none_left(dataset: DatasetConfig, what: str) -> ConfigError:
+def _make_empty_error(dataset: DatasetConfig, what: str) -> ConfigError:
     each = " each" if what == "pair" else ""
     return ConfigError(
         f"dataset {dataset.path}: no {what} has at most max_length = {dataset.max_length} tokens{each}."
@@ -192,10 +192,10 @@ def _none_left(dataset: DatasetConfig, what: str) -> ConfigError:
 
 
 def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
-    """(ids of chosen, ids of rejected), int32, each with the end-of-sequence token.
+    """Return (ids of chosen, ids of rejected), int32, each with the end-of-sequence token.
 
-    `chosen` and `rejected` are completions of `prompt` (or of `messages`), or, without one, whole texts or
-    lists of messages.
+    `chosen` and `rejected` are completions of `prompt` or `messages`. Without a prompt, they are whole texts
+    or lists of messages.
     """
     row = check_row(row, "rw")
     chosen, rejected = (encode_scored(tokenizer, row, row.get(column)) for column in ("chosen", "rejected"))
@@ -203,11 +203,11 @@ def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
 
 
 def encode_scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
-    """Return the tokens, int32, that a reward model scores: of `text` after the prompt of `row`, if any.
+    """Return the tokens, int32, that a reward model scores: `text` after the prompt of `row`, if any.
 
-    Raises ConfigError where there is none.
+    Raises ConfigError if there are no tokens.
     """
-    has_prompt = isinstance(row.get("prompt"), str) or messages_of(row) is not None
+    has_prompt = isinstance(row.get("prompt"), str) or get_messages(row) is not None
     if isinstance(text, list) and not has_prompt:
         chat = tokenizer.chat(text, add_generation_prompt=False)
         ids = tokenizer.encode(chat, add_special_tokens=False)

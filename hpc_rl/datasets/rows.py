@@ -1,8 +1,8 @@
 """Rows of a dataset: dicts from a .jsonl or .parquet file, or from a saved Hugging Face dataset.
 
-Whole in memory; streaming is left out. What the columns mean is encode.py's business. A fingerprint is taken
-while they are read: which row comes when follows from their number and order, so a trial continues with the
-very same ones.
+All rows are in memory; streaming is not supported. encode.py interprets the columns. A fingerprint is taken
+during loading: the order of training depends on the number and order of rows, so a resumed trial needs the
+same rows.
 """
 
 import json
@@ -14,16 +14,16 @@ from typing import Any, TypeVar
 
 import xxhash
 
-from hpc_rl.config.row_shapes import JSONL, jsonl_rows, renamed
+from hpc_rl.config.row_shapes import JSONL, load_jsonl_rows, rename_columns
 from hpc_rl.core.errors import ConfigError
 
 T = TypeVar("T")
-# a command reads a dataset of this size before it submits a trial that continues with it
+# largest dataset that a command reads before it submits a trial that continues with it
 IN_PASSING_BYTES = 64 << 20
 
 
 class Rows(list[T]):
-    """Rows, or what was made of them, and their fingerprint: {"rows": number, "xxh3": hex digits}."""
+    """Rows, raw or encoded, with their fingerprint: {"rows": number, "xxh3": hex digits}."""
 
     def __init__(self, rows: Iterable[T], fingerprint: Mapping[str, Any]) -> None:
         super().__init__(rows)
@@ -31,7 +31,7 @@ class Rows(list[T]):
 
 
 def check_same_rows(path: str | Path, before: Mapping[str, Any], now: Mapping[str, Any], when: str) -> None:
-    """Raises ConfigError where two fingerprints differ; one that is empty, or was damaged, tells nothing."""
+    """Raise ConfigError if two fingerprints differ. Empty or damaged fingerprints are ignored."""
     if not {"rows", "xxh3"} <= before.keys() or not now or before == now:
         return
     there = f"{now['rows']} rows" if before["rows"] != now["rows"] else "as many with other content"
@@ -43,25 +43,25 @@ def check_same_rows(path: str | Path, before: Mapping[str, Any], now: Mapping[st
     )
 
 
-def fingerprint_in_passing(path: str | Path) -> dict[str, Any]:
-    """Return the fingerprint that `load_rows` would take, of a .jsonl file of up to IN_PASSING_BYTES.
+def compute_fingerprint(path: str | Path) -> dict[str, Any]:
+    """Return the fingerprint of `load_rows` for a .jsonl file of up to IN_PASSING_BYTES.
 
-    {} for any other, and for what can't be read: the process that trains on it reports why.
+    Returns {} for other files and if the file can't be read; the trainer reports the reason.
     """
     path = Path(path).expanduser()
     try:
         if path.suffix not in JSONL or not path.is_file() or path.stat().st_size > IN_PASSING_BYTES:
             return {}
         with path.open("rb") as lines:
-            return _fingerprint(line for raw in lines if (line := raw.strip()))
+            return _compute_fingerprint(line for raw in lines if (line := raw.strip()))
     except OSError:
         return {}
 
 
 def count_rows(path: str | Path, at_most: int) -> int | None:
-    """Return the number of rows of a .jsonl or .parquet file, `at_most` of them counted.
+    """Count the rows of a .jsonl or .parquet file, up to `at_most`.
 
-    None for any other, and for what can't be read.
+    Returns None for other files and if the file can't be read.
     """
     path = Path(path).expanduser()
     try:
@@ -78,7 +78,7 @@ def count_rows(path: str | Path, at_most: int) -> int | None:
 
 
 def load_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> Rows[dict[str, Any]]:
-    """All rows, in file order, with `columns` as `config.row_shapes.renamed` takes them.
+    """Load all rows, in file order, renaming `columns` as `config.row_shapes.rename_columns` does.
 
     Raises ConfigError for a path, format, line or row that can't be read.
     """
@@ -89,44 +89,46 @@ def load_rows(path: str | Path, columns: Mapping[str, str] | None = None) -> Row
             "Give a .jsonl or .parquet file, or a directory with a saved dataset."
         )
     if path.is_dir():
-        rows = _saved(path)
+        rows = _load_saved(path)
     elif path.suffix in JSONL:
         rows = Rows[dict[str, Any]]([], {})
-        rows.fingerprint = _fingerprint(_kept(path, rows))
+        rows.fingerprint = _compute_fingerprint(_collect_rows(path, rows))
     elif path.suffix == ".parquet":
-        rows = _parquet(path)
+        rows = _load_parquet(path)
     else:
         allowed = ".jsonl, .parquet, or a directory with a saved dataset"
         raise ConfigError(f"dataset {path} has an unknown format {path.suffix!r}. Allowed: {allowed}.")
     if not rows:
         raise ConfigError(f"dataset {path} has no rows.")
     for number, row in enumerate(rows if columns else ()):
-        with named_in_errors(path, number):
-            rows[number] = renamed(row, columns or {})
+        with name_in_errors(path, number):
+            rows[number] = rename_columns(row, columns or {})
     return rows
 
 
 @contextmanager
-def named_in_errors(path: str | Path, row: int) -> Iterator[None]:
-    """Name the row, counted from 1, in what refuses it."""
+def name_in_errors(path: str | Path, row: int) -> Iterator[None]:
+    """Add the row's number, counted from 1, to a ConfigError."""
     try:
         yield
     except ConfigError as error:
         raise ConfigError(f"dataset {path} row {row + 1}: {error}") from None
 
 
-def _kept(path: Path, rows: list[dict[str, Any]]) -> Iterator[bytes]:
-    """Yield the lines, each of which is in `rows` by then."""
-    for line, row in jsonl_rows(path):
+def _collect_rows(path: Path, rows: list[dict[str, Any]]) -> Iterator[bytes]:
+    """Yield the lines of a file; append the row of each line to `rows` first."""
+    for line, row in load_jsonl_rows(path):
         rows.append(row)
         yield line
 
 
-def _of_table(rows: list[dict[str, Any]]) -> Rows[dict[str, Any]]:
-    return Rows(rows, _fingerprint(json.dumps(row, sort_keys=True, default=str).encode() for row in rows))
+def _make_rows(rows: list[dict[str, Any]]) -> Rows[dict[str, Any]]:
+    return Rows(
+        rows, _compute_fingerprint(json.dumps(row, sort_keys=True, default=str).encode() for row in rows)
+    )
 
 
-def _fingerprint(rows: Iterable[bytes]) -> dict[str, Any]:
+def _compute_fingerprint(rows: Iterable[bytes]) -> dict[str, Any]:
     digest, num_rows = xxhash.xxh3_64(), 0
     for row in rows:
         digest.update(row + b"\n")
@@ -134,7 +136,7 @@ def _fingerprint(rows: Iterable[bytes]) -> dict[str, Any]:
     return {"rows": num_rows, "xxh3": digest.hexdigest()}
 
 
-def _parquet(path: Path) -> Rows[dict[str, Any]]:
+def _load_parquet(path: Path) -> Rows[dict[str, Any]]:
     try:
         import pyarrow.parquet
     except ImportError:
@@ -142,12 +144,12 @@ def _parquet(path: Path) -> Rows[dict[str, Any]]:
             f"dataset {path}: .parquet needs pyarrow. Install hpc-rl[data], or give a .jsonl file."
         ) from None
     try:
-        return _of_table(pyarrow.parquet.read_table(path).to_pylist())
+        return _make_rows(pyarrow.parquet.read_table(path).to_pylist())
     except pyarrow.ArrowInvalid as error:
         raise ConfigError(f"dataset {path} is damaged, or no parquet file: {error}") from None
 
 
-def _saved(path: Path) -> Rows[dict[str, Any]]:
+def _load_saved(path: Path) -> Rows[dict[str, Any]]:
     try:
         import datasets
     except ImportError:
@@ -161,4 +163,4 @@ def _saved(path: Path) -> Rows[dict[str, Any]]:
         raise ConfigError(
             f"dataset {path} has the splits {', '.join(sorted(loaded))}: give the path of one of them."
         )
-    return _of_table(loaded.to_list())
+    return _make_rows(loaded.to_list())

@@ -1,7 +1,7 @@
-"""Tokenizer: a Hugging Face tokenizer folder through `tokenizers`, and its chat template in a Jinja sandbox.
+"""Loads a Hugging Face tokenizer folder with `tokenizers`, and its chat template in a Jinja sandbox.
 
-The only one of the rollout role, its workers, the datasets and the embedded servers. Only fast tokenizers
-(tokenizer.json). No torch, no transformers: processes start fast and stay small.
+The rollout role, its workers, the datasets and the embedded servers all use it. It supports only fast
+tokenizers (tokenizer.json). No torch and no transformers, so processes start fast and stay small.
 """
 
 import json
@@ -33,13 +33,13 @@ class Tokenizer:
             )
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises its own, of no common kind
+        except Exception as error:  # the library's errors have no common base class
             raise ConfigError(f"{path} can't be read: {error}") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self._config = self._json("tokenizer_config.json")
-        found = {name: _content(self._config.get(name)) for name in SPECIAL_TOKENS}
-        # templates ask whether a token is defined; bos and eos they take for granted
+        found = {name: _get_content(self._config.get(name)) for name in SPECIAL_TOKENS}
+        # templates may test whether a token is defined, but assume that bos and eos are
         self._special = {name: token for name, token in found.items() if token}
         self._special = {"bos_token": "", "eos_token": "", **self._special}
         self.eos_token_ids = self._eos_token_ids()
@@ -47,19 +47,19 @@ class Tokenizer:
 
     @property
     def size(self) -> int:
-        """Number of tokens, added ones included."""
+        """The number of tokens, including added ones."""
         return self._tokenizer.get_vocab_size()
 
     @property
     def eos_token_id(self) -> int | None:
-        """The token that ends a completion; None where the folder names none."""
+        """The token that ends a completion; None if the folder defines none."""
         return self.eos_token_ids[0] if self.eos_token_ids else None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def unknown(self, text: str) -> list[str]:
-        """Return the parts of a text that the tokenizer has no token for."""
+        """Return the parts of a text without a token in the vocabulary."""
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         unknown_id = None if unknown is None else self._tokenizer.token_to_id(unknown)
         if unknown_id is None:
@@ -78,23 +78,23 @@ class Tokenizer:
     def chat(
         self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
     ) -> str:
-        """Return the text that the chat template makes of messages; encode it without special tokens.
+        """Render messages with the chat template. Encode the text without special tokens.
 
-        Raises ConfigError where there is no template, where it is wrong, or where it refuses the messages.
+        Raises ConfigError if there is no template, if it is invalid, or if it refuses the messages.
         """
-        self._template = template = self._template or self._compiled()
+        self._template = template = self._template or self._compile_template()
         try:
             return template.render(
                 messages=messages, add_generation_prompt=add_generation_prompt, **self._special, **variables
             )
-        # a template is a program: it may also compare, index and add what does not fit
+        # a template is a program and may raise any of these errors
         except (jinja2.TemplateError, TypeError, ValueError, LookupError, OverflowError) as error:
             raise ConfigError(f"chat template of {self.folder} refuses the messages: {error}") from None
 
-    def _compiled(self) -> jinja2.Template:
+    def _compile_template(self) -> jinja2.Template:
         source = self._template_source()
         try:
-            return _environment().from_string(source)
+            return _make_environment().from_string(source)
         except jinja2.TemplateSyntaxError as error:
             message = f"chat template of {self.folder} is not valid: {error.message}, line {error.lineno}"
             raise ConfigError(message) from None
@@ -102,11 +102,11 @@ class Tokenizer:
     def _template_source(self) -> str:
         path = self.folder / "chat_template.jinja"
         source = path.read_text() if path.exists() else self._config.get("chat_template")
-        # several by name
+        # several templates by name
         if isinstance(source, list):
             source = next((entry["template"] for entry in source if entry.get("name") == "default"), None)
         if not isinstance(source, str):
-            hint = "rows with `messages` and models that are asked by chat need one: add chat_template.jinja"
+            hint = "rows with `messages` and chat requests need one: add chat_template.jinja"
             raise ConfigError(f"tokenizer {self.folder} has no chat template; {hint}.")
         return source
 
@@ -132,7 +132,7 @@ class Tokenizer:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}`, which marks the assistant's text for trainers; here it does nothing."""
+    """`{% generation %}`, which marks the assistant's text for trainers. It has no effect here."""
 
     tags = {"generation"}  # noqa: RUF012 (Jinja's own form)
 
@@ -141,8 +141,8 @@ class _GenerationTag(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """Return the switches, filters and globals that published templates are written for."""
+def _make_environment() -> ImmutableSandboxedEnvironment:
+    """Return a Jinja environment with the switches, filters and globals that published templates expect."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationTag]
     )
@@ -151,7 +151,7 @@ def _environment() -> ImmutableSandboxedEnvironment:
     return environment
 
 
-def _content(token: Any) -> str:
+def _get_content(token: Any) -> str:
     return (token.get("content") if isinstance(token, dict) else token) or ""
 
 

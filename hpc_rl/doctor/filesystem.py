@@ -1,4 +1,4 @@
-"""Checks of the directory of the trials, in a process of its own: a mount that hangs costs a time limit.
+"""Checks of the directory of the trials, in a separate process: a mount that hangs costs a time limit.
 
 `python -m hpc_rl.doctor.filesystem DIR [--on_slurm]` prints the findings as JSON. What several nodes must
 see of each other is checked by node.py.
@@ -17,14 +17,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from hpc_rl.core.files import is_shared, mount_of
-from hpc_rl.doctor.finding import Finding, Verdict, fail, finding_from_json, finding_of, judge, ok, warn
+from hpc_rl.doctor.finding import Finding, Verdict, fail, judge, make_finding, ok, parse_finding, warn
 
 TIMEOUT_S = 60.0
 GB = 10**9
 MIN_INODES = 10_000
 SLOW_SYNC_S = 1.0
 MAX_CLOCK_SKEW_S = 5.0
-# Types of mounts that each node has of its own.
+# Types of mounts that are local to a node.
 VOLATILE = ("tmpfs", "ramfs", "overlay", "squashfs", "devtmpfs")
 BAD_OPTIONS = ("nolock", "localflock", "local_lock=all", "local_lock=flock", "nocto")
 LOCAL_CACHES = (
@@ -50,14 +50,14 @@ def check_directory(path: Path, on_slurm: bool, timeout_s: float = TIMEOUT_S) ->
         done = subprocess.run(
             argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
         )
-        return [finding_from_json(row) for row in json.loads(done.stdout)]
+        return [parse_finding(row) for row in json.loads(done.stdout)]
     except subprocess.TimeoutExpired:
-        return [unusable(f"{path} gave no answer within {timeout_s:g} s")]
+        return [make_unusable(f"{path} gave no answer within {timeout_s:g} s")]
     except (OSError, ValueError, TypeError, KeyError) as error:
-        return [unusable(f"the probe of {path} failed: {error}")]
+        return [make_unusable(f"the probe of {path} failed: {error}")]
 
 
-def probe(path: Path, on_slurm: bool) -> list[Finding]:
+def probe_directory(path: Path, on_slurm: bool) -> list[Finding]:
     """Run all checks in a temporary folder below the directory, or below its nearest parent that exists."""
     base = next(parent for parent in (path, *path.parents) if parent.exists())
     kind, options = mount_of(base)
@@ -68,18 +68,18 @@ def probe(path: Path, on_slurm: bool) -> list[Finding]:
     try:
         folder = Path(tempfile.mkdtemp(prefix=".hpc-rl-doctor-", dir=base))
     except OSError as error:
-        return [unusable(f"{base} can't be written: {error.strerror or error}"), *findings]
+        return [make_unusable(f"{base} can't be written: {error.strerror or error}"), *findings]
     here = DirectoryProbe(path, base, folder, on_slurm)
     writable = Finding("fileroot", *ok(str(path) + ("" if path.is_dir() else " (made at the first submit)")))
     try:
-        return [writable, *findings, *(finding_of(check, here) for check in DIRECTORY_CHECKS)]
+        return [writable, *findings, *(make_finding(check, here) for check in DIRECTORY_CHECKS)]
     except OSError as error:
-        return [unusable(f"{error.strerror or error} ({error.filename or folder})"), *findings]
+        return [make_unusable(f"{error.strerror or error} ({error.filename or folder})"), *findings]
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def unusable(found: str) -> Finding:
+def make_unusable(found: str) -> Finding:
     fix = "name a directory that can be written as cluster.fileroot, or ask the administrators."
     return Finding("fileroot", *fail(found, fix))
 
@@ -110,7 +110,7 @@ def check_rename(here: DirectoryProbe) -> Verdict:
 
 def check_link(here: DirectoryProbe) -> Verdict:
     taken, other = _write(here.folder / "linked"), _write(here.folder / "other")
-    if not _refuses(lambda: os.link(other, taken)):
+    if not _is_refused(lambda: os.link(other, taken)):
         return fail("link does not refuse a name that is taken: two writers could both win", NOT_FOR_TRIALS)
     return ok("refuses a taken name")
 
@@ -118,7 +118,7 @@ def check_link(here: DirectoryProbe) -> Verdict:
 def check_exclusive_create(here: DirectoryProbe) -> Verdict:
     taken = _write(here.folder / "taken")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
-    if not (_refuses(lambda: os.close(os.open(taken, flags))) and _refuses(lambda: os.mkdir(taken))):
+    if not (_is_refused(lambda: os.close(os.open(taken, flags))) and _is_refused(lambda: os.mkdir(taken))):
         return fail("O_EXCL or mkdir takes a name twice", NOT_FOR_TRIALS)
     return ok("O_EXCL and mkdir refuse a taken name")
 
@@ -126,13 +126,13 @@ def check_exclusive_create(here: DirectoryProbe) -> Verdict:
 def check_locks(here: DirectoryProbe) -> Verdict:
     path = _write(here.folder / "lock")
     with path.open("r+b") as one, path.open("r+b") as two:
-        if not lock(one.fileno()) or lock(two.fileno()):
+        if not try_lock(one.fileno()) or try_lock(two.fileno()):
             return warn("flock does not exclude other processes, even on this machine", LOCAL_CACHES)
     return ok("flock works on this machine")
 
 
-def lock(descriptor: int) -> bool:
-    """Lock a file; return False where another process has the lock, or there are no locks."""
+def try_lock(descriptor: int) -> bool:
+    """Lock a file; return False if another process has the lock, or locks do not work."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -188,7 +188,7 @@ def _write(path: Path, content: bytes = b"x") -> Path:
     return path
 
 
-def _refuses(act: Callable[[], object]) -> bool:
+def _is_refused(act: Callable[[], object]) -> bool:
     try:
         act()
     except FileExistsError:
@@ -197,5 +197,5 @@ def _refuses(act: Callable[[], object]) -> bool:
 
 
 if __name__ == "__main__":
-    found = probe(Path(sys.argv[1]), on_slurm="--on_slurm" in sys.argv[2:])
+    found = probe_directory(Path(sys.argv[1]), on_slurm="--on_slurm" in sys.argv[2:])
     print(json.dumps([asdict(finding) for finding in found]))

@@ -19,7 +19,7 @@ class Status(enum.StrEnum):
 
 
 class Verdict(NamedTuple):
-    """What a check returns; `fix` is empty where nothing has to be done."""
+    """What a check returns; `fix` is empty if nothing has to be done."""
 
     status: Status
     found: str
@@ -30,7 +30,7 @@ ok, warn, fail = (partial(Verdict, status) for status in (Status.OK, Status.WARN
 
 
 def judge(found: str, fix: str, fail: bool = False, warn: bool = False) -> Verdict:
-    """Return a failure or a warning with its fix where one is due, else that all is well."""
+    """Return a failure or a warning with its fix if one is due, else that all is well."""
     status = Status.FAIL if fail else Status.WARN if warn else Status.OK
     return Verdict(status, found, fix if fail or warn else "")
 
@@ -46,7 +46,7 @@ class Finding:
     where: str = ""  # node or host; empty for the machine that runs the command
 
 
-def finding_from_json(data: dict[str, Any]) -> Finding:
+def parse_finding(data: dict[str, Any]) -> Finding:
     """Return a finding of another process. Raises TypeError, KeyError, ValueError for anything else."""
     return Finding(**{**data, "status": Status(data["status"])})
 
@@ -75,24 +75,24 @@ class Requirements:
     sandbox: str = ""  # rollout.sandbox, where code_tests runs code
 
 
-def finding_of(check: Callable[[Subject], Verdict], subject: Subject) -> Finding:
+def make_finding(check: Callable[[Subject], Verdict], subject: Subject) -> Finding:
     """Run a check, named as its function."""
-    return Finding(_name(check), *check(subject))
+    return Finding(_find_name(check), *check(subject))
 
 
-def run_checks(checks: Iterable[Callable[[Requirements], Verdict]], needs: Requirements) -> list[Finding]:
-    """Run checks in order: what the machine forbids is a warning, a lack of Slurm a failure."""
+def apply_checks(checks: Iterable[Callable[[Requirements], Verdict]], needs: Requirements) -> list[Finding]:
+    """Run checks in order; a refusal of the machine is a warning, a lack of Slurm a failure."""
     findings = []
     for check in checks:
         try:
-            findings.append(finding_of(check, needs))
+            findings.append(make_finding(check, needs))
         except SchedulerError as error:
-            findings.append(Finding(_name(check), Status.FAIL, str(error), SLURM_FIX))
+            findings.append(Finding(_find_name(check), Status.FAIL, str(error), SLURM_FIX))
         except OSError as error:
             found = f"could not be checked: {error}"
-            findings.append(Finding(_name(check), Status.WARN, found, "try it by hand as this user."))
+            findings.append(Finding(_find_name(check), Status.WARN, found, "try it by hand as this user."))
     return findings
 
 
-def _name(check: Callable[..., Verdict]) -> str:
+def _find_name(check: Callable[..., Verdict]) -> str:
     return check.__name__.removeprefix("check_").replace("_", " ")

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from hpc_rl.core.errors import CannotWrite, SchedulerError
-from hpc_rl.core.trial import read_json, write_json
-from hpc_rl.doctor.finding import Finding, Requirements, Verdict, fail, finding_of, ok, warn
+from hpc_rl.core.trial import load_json, write_json
+from hpc_rl.doctor.finding import Finding, Requirements, Verdict, fail, make_finding, ok, warn
 from hpc_rl.doctor.node import MAX_PEERS, MEET, NEEDS, STALE_NAME_S, NodeReport
 from hpc_rl.render import code_zip
 from hpc_rl.schedulers.slurm import clean_environment
@@ -33,16 +33,16 @@ class VisitResult:
     num_nodes: int
     complaint: str = ""
 
-    def names(self, ranks: Sequence[int]) -> str:
+    def join_names(self, ranks: Sequence[int]) -> str:
         by_rank = {report.seen.rank: report.node for report in self.reports}
         return ", ".join(by_rank.get(rank, f"number {rank}") for rank in ranks)
 
 
-def visit(needs: Requirements, options: Sequence[str], wait_s: float) -> VisitResult:
-    """Visit the nodes of this job, or of a short job of its own. Raises CannotWrite, SchedulerError.
+def visit_nodes(needs: Requirements, options: Sequence[str], wait_s: float) -> VisitResult:
+    """Visit the nodes of this job, or of a new short job. Raises CannotWrite, SchedulerError.
 
     Args:
-        needs: What is asked of the nodes, and how many.
+        needs: Requirements on the nodes, and their number.
         options: Of srun where a job is needed: partition, account, GPUs, memory and the like.
         wait_s: Time for the nodes to be allocated and to report.
     """
@@ -60,16 +60,18 @@ def visit(needs: Requirements, options: Sequence[str], wait_s: float) -> VisitRe
         raise CannotWrite(f"{folder} can't be written: {error.strerror or error}") from error
     program = [needs.python, "-m", "hpc_rl.doctor.node", "--dir", str(folder)]
     environ = {**clean_environment(os.environ), "PYTHONPATH": str(folder / name)}
-    if job_id:  # srun must know the job, and nothing else of what surrounds it
+    if job_id:  # srun must know the job, and no other variable of it
         environ["SLURM_JOB_ID"] = job_id
     try:
-        complaint = _run([*srun(num_nodes, bool(job_id), options), *program], environ, wait_s)
-        return VisitResult(read_reports(folder / MEET), num_nodes, complaint)
+        complaint = _call_srun(
+            [*make_srun_command(num_nodes, bool(job_id), options), *program], environ, wait_s
+        )
+        return VisitResult(load_reports(folder / MEET), num_nodes, complaint)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _run(argv: list[str], environ: dict[str, str], wait_s: float) -> str:
+def _call_srun(argv: list[str], environ: dict[str, str], wait_s: float) -> str:
     """Run the nodes' program; return srun's error."""
     try:
         done = subprocess.run(
@@ -81,10 +83,10 @@ def _run(argv: list[str], environ: dict[str, str], wait_s: float) -> str:
         return f"the nodes did not report within {wait_s:g} s; allow more by --wait_s"
     if done.returncode == 0:
         return ""
-    return error_in(done.stderr) or f"exit code {done.returncode}"
+    return find_error(done.stderr) or f"exit code {done.returncode}"
 
 
-def error_in(stderr: str) -> str:
+def find_error(stderr: str) -> str:
     """Return the error in what srun and the nodes' programs printed, in one line.
 
     Of a traceback that is its last line; how srun says that the tasks failed adds nothing to it.
@@ -99,19 +101,19 @@ def error_in(stderr: str) -> str:
     return " ".join(" ".join(dict.fromkeys(lines)).split())[-MAX_CHARS:]
 
 
-def srun(num_nodes: int, is_inside: bool, options: Sequence[str]) -> list[str]:
-    """Return the srun of the visit: one task per node, beside the other steps of this job if any."""
+def make_srun_command(num_nodes: int, is_inside: bool, options: Sequence[str]) -> list[str]:
+    """Return the srun of the visit: one task per node, in parallel to other steps of this job."""
     flags = ["--job-name=hpc-rl.doctor", f"--nodes={num_nodes}", f"--ntasks={num_nodes}"]
     flags += ["--ntasks-per-node=1", "--export=ALL", "--kill-on-bad-exit=0", "--mpi=none"]
     return ["srun", *flags, "--overlap", "--mem=0"] if is_inside else ["srun", *flags, "--time=10", *options]
 
 
-def read_reports(folder: Path) -> list[NodeReport]:
-    """Return what the nodes reported, by rank, without incomplete files."""
+def load_reports(folder: Path) -> list[NodeReport]:
+    """Return the reports of the nodes, by rank, without incomplete files."""
     found = []
     for path in folder.glob("result-*"):
         with contextlib.suppress(TypeError, KeyError, ValueError):
-            found.append(NodeReport.from_json(read_json(path)))
+            found.append(NodeReport.from_json(load_json(path)))
     return sorted(found, key=lambda report: report.seen.rank)
 
 
@@ -122,19 +124,19 @@ def check_nodes_reported(result: VisitResult) -> Verdict:
         found += f"; srun: {result.complaint}" if result.complaint else ""
         fix = "exclude nodes that can't read cluster.fileroot and launcher.python (`srun -N1 ls FILEROOT`)."
         return fail(found, fix)
-    return ok(f"{found}: {result.names(sorted(there))}")
+    return ok(f"{found}: {result.join_names(sorted(there))}")
 
 
 def check_visible_to_all(result: VisitResult) -> Verdict:
     blind = [report.seen.rank for report in result.reports if report.seen.missing]
     if blind:
         fix = "cluster.fileroot must be one file system on all nodes; exclude nodes that mount another one."
-        return fail(f"{result.names(blind)} did not see what every other node wrote", fix)
+        return fail(f"{result.join_names(blind)} did not see what every other node wrote", fix)
     return ok("each node saw what every other node wrote")
 
 
 def check_visible_soon(result: VisitResult) -> Verdict:
-    slowest = _worst(report.seen.name_s for report in result.reports)
+    slowest = _find_worst(report.seen.name_s for report in result.reports)
     if slowest == NEVER:
         fix = "directory caches: mount with a small acdirmax, or use another file system."
         return fail("a new name did not show on every node", fix)
@@ -145,7 +147,7 @@ def check_visible_soon(result: VisitResult) -> Verdict:
 
 
 def check_absent_names(result: VisitResult) -> Verdict:
-    worst = _worst(report.seen.stale_name_s for report in result.reports)
+    worst = _find_worst(report.seen.stale_name_s for report in result.reports)
     if worst > STALE_S:
         found = f"more than {STALE_NAME_S:g} s" if worst == NEVER else f"{worst:.1f} s"
         fix = "hpc-rl lists folders instead; tools that poll `exists` will wait."
@@ -154,7 +156,7 @@ def check_absent_names(result: VisitResult) -> Verdict:
 
 
 def check_replaced_files(result: VisitResult) -> Verdict:
-    worst = _worst(report.seen.stale_content_s for report in result.reports)
+    worst = _find_worst(report.seen.stale_content_s for report in result.reports)
     if worst == NEVER:
         return fail("a node kept reading the old content", "opens must be fresh: do not mount with `nocto`.")
     if worst > STALE_S:
@@ -168,7 +170,7 @@ def check_one_winner(result: VisitResult) -> Verdict:
     for kind in ("open", "link", "mkdir"):
         winners = [report.seen.rank for report in result.reports if kind in report.seen.won]
         if len(winners) > 1:
-            wrong.append(f"{kind} was won by {result.names(winners)}")
+            wrong.append(f"{kind} was won by {result.join_names(winners)}")
     if wrong:
         fix = "this file system can't hold trials: two supervisors could both own one."
         return fail("; ".join(wrong), fix)
@@ -179,7 +181,7 @@ def check_lock_scope(result: VisitResult) -> Verdict:
     got = [report.seen.rank for report in result.reports if report.seen.lock]
     if got:
         fix = "hpc-rl takes none there; keep HF_HOME, TRITON_CACHE_DIR and the like on a local disk."
-        return warn(f"flock of one node does not keep out {result.names(got)}", fix)
+        return warn(f"flock of one node does not keep out {result.join_names(got)}", fix)
     if all(report.seen.lock is None for report in result.reports):
         return ok("no locks on this file system, and none are needed")
     return ok("flock keeps other nodes out")
@@ -190,7 +192,7 @@ def check_clocks(result: VisitResult) -> Verdict:
     by_skew = sorted((report.seen.skew_s, report.seen.rank) for report in result.reports)
     (least, first), (most, last) = by_skew[0], by_skew[-1]
     if most - least > MAX_CLOCK_SKEW_S:
-        found = f"{result.names([first])} and {result.names([last])} are {most - least:.1f} s apart"
+        found = f"{result.join_names([first])} and {result.join_names([last])} are {most - least:.1f} s apart"
         return warn(found, "hpc-rl compares none, but logs are in order only with NTP on all nodes.")
     return ok(f"at most {most - least:.2f} s apart")
 
@@ -198,7 +200,7 @@ def check_clocks(result: VisitResult) -> Verdict:
 def check_network(result: VisitResult) -> Verdict:
     broken = [report.seen for report in result.reports if report.seen.unreachable]
     if broken:
-        found = f"{result.names([broken[0].rank])} can't reach {', '.join(broken[0].unreachable[:3])}"
+        found = f"{result.join_names([broken[0].rank])} can't reach {', '.join(broken[0].unreachable[:3])}"
         causes = "a firewall between nodes, or the wrong interface"
         return fail(found, f"{causes}: open the port range, or set cluster.interface.")
     each = min(MAX_PEERS, result.num_nodes - 1)
@@ -212,13 +214,13 @@ def check_same_software(result: VisitResult) -> Verdict:
     for report in result.reports:
         ranks.setdefault(report.software, []).append(report.seen.rank)
     if len(ranks) > 1:
-        found = "; ".join(f"{what} on {result.names(where)}" for what, where in ranks.items())
+        found = "; ".join(f"{what} on {result.join_names(where)}" for what, where in ranks.items())
         fix = "launcher.python must be one environment on the shared file system, or the same image."
         return fail(found, fix)
     return ok(next(iter(ranks)))
 
 
-def _worst(values: Iterable[float | None]) -> float:
+def _find_worst(values: Iterable[float | None]) -> float:
     return max(NEVER if value is None else value for value in values)
 
 
@@ -230,4 +232,4 @@ NODE_CHECKS = (
 
 def check_nodes(result: VisitResult) -> list[Finding]:
     """Return the findings across all nodes; only the first where no node reported."""
-    return [finding_of(check, result) for check in (NODE_CHECKS if result.reports else NODE_CHECKS[:1])]
+    return [make_finding(check, result) for check in (NODE_CHECKS if result.reports else NODE_CHECKS[:1])]

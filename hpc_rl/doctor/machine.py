@@ -23,12 +23,12 @@ from hpc_rl.config import (
 )
 from hpc_rl.core import net
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.node_copies import local_place
+from hpc_rl.core.node_copies import find_local_dir
 from hpc_rl.doctor import mpi_check
 from hpc_rl.doctor.finding import Requirements, Verdict, fail, judge, ok, warn
 from hpc_rl.plan.schema import GPU_VARIABLES
 from hpc_rl.sandbox import REQUIRED, find_sandbox
-from hpc_rl.schedulers.hostlist import peer_hosts
+from hpc_rl.schedulers.hostlist import list_peer_hosts
 
 GB = 10**9
 MIN_PYTHON, MIN_TORCH = (3, 11), (2, 9)
@@ -73,7 +73,7 @@ class Problem(NamedTuple):
     is_certain: bool = True
 
 
-def program_problem(option: str, program: str) -> Problem:
+def find_program_problem(option: str, program: str) -> Problem:
     """Return why a program can't be run here; nodes may have another disk, or get it by a module."""
     if shutil.which(program):
         return Problem()
@@ -82,7 +82,7 @@ def program_problem(option: str, program: str) -> Problem:
 
 
 @cache
-def modules_problem(modules: tuple[str, ...]) -> Problem:
+def find_modules_problem(modules: tuple[str, ...]) -> Problem:
     """Return which modules can't be loaded here."""
     if not modules:
         return Problem()
@@ -97,38 +97,38 @@ def modules_problem(modules: tuple[str, ...]) -> Problem:
     return Problem(f"launcher.modules: `module load {missing[0]}` fails here" if missing else "")
 
 
-def interface_problem(interface: str, is_login: bool) -> Problem:
+def find_interface_problem(interface: str, is_login: bool) -> Problem:
     """Return why a configured interface can't be used here."""
     try:
         if interface:
-            net.published_address(1, interface)
+            net.choose_address(1, interface)
     except ConfigError as error:
         return Problem(str(error), not is_login)
     return Problem()
 
 
 def check_python(needs: Requirements) -> Verdict:
-    fix = f"use Python {_dots(MIN_PYTHON)} or newer; launcher.python is that of jobs."
-    return judge(_dots(sys.version_info[:3]), fix, fail=sys.version_info < MIN_PYTHON)
+    fix = f"use Python {_format_dots(MIN_PYTHON)} or newer; launcher.python is that of jobs."
+    return judge(_format_dots(sys.version_info[:3]), fix, fail=sys.version_info < MIN_PYTHON)
 
 
 def check_torch(needs: Requirements) -> Verdict:
     fix = "set launcher.python to the interpreter that has torch."
-    problem = program_problem("launcher.python", needs.python or sys.executable)
+    problem = find_program_problem("launcher.python", needs.python or sys.executable)
     if problem.text:
-        return _verdict_on(problem, fix)
-    found = versions(needs.python or sys.executable)
+        return _judge_text(problem, fix)
+    found = find_versions(needs.python or sys.executable)
     if isinstance(found, str):
         return fail(found, fix)
-    fix = f"`pip install 'torch>={_dots(MIN_TORCH)}' transformers safetensors` into launcher.python."
+    fix = f"`pip install 'torch>={_format_dots(MIN_TORCH)}' transformers safetensors` into launcher.python."
     if missing := [name for name in ("torch", "transformers", "safetensors") if not found.get(name)]:
         return fail(f"missing in the trainer's Python: {', '.join(missing)}", fix)
     both = f"torch {found['torch']}, transformers {found['transformers']}"
-    return judge(both, fix, fail=_numbers(found["torch"]) < MIN_TORCH)
+    return judge(both, fix, fail=_parse_numbers(found["torch"]) < MIN_TORCH)
 
 
 def check_megatron(needs: Requirements) -> Verdict:
-    version = version_of("megatron-core", needs.python)
+    version = find_version("megatron-core", needs.python)
     if needs.megatron and not version:
         fix = "`pip install megatron-core` there, or use fsdp."
         return fail("megatron-core is missing in the trainer's Python", fix)
@@ -138,7 +138,7 @@ def check_megatron(needs: Requirements) -> Verdict:
 def check_mpi(needs: Requirements) -> Verdict:
     if not needs.mpi:
         return ok("not required")
-    seen = mpi_check.look(needs.python or sys.executable, needs.mpiexec)
+    seen = mpi_check.inspect_mpi(needs.python or sys.executable, needs.mpiexec)
     return fail(seen.problem, mpi_check.FIX) if seen.problem else ok(seen.found)
 
 
@@ -153,29 +153,29 @@ def check_vllm(needs: Requirements) -> Verdict:
 def _check_servers(library: str, known: Collection[str], needs: Requirements) -> Verdict:
     python = needs.server_python or needs.python
     if python and library in needs.servers:
-        problem = program_problem("launcher.inference_server_python", python)
+        problem = find_program_problem("launcher.inference_server_python", python)
         if problem.text:
-            return _verdict_on(problem, "install it there, or correct the path.")
-    version = version_of(library, python)
+            return _judge_text(problem, "install it there, or correct the path.")
+    version = find_version(library, python)
     if not version and library in needs.servers:
-        found = versions(python or sys.executable)
+        found = find_versions(python or sys.executable)
         fix = "set launcher.inference_server_python to the environment that has it, or use embedded servers."
         return fail(found if isinstance(found, str) else "not installed", fix)
     if not version:
         return ok("not installed, not required")
-    tested = sorted(known, key=_numbers)
+    tested = sorted(known, key=_parse_numbers)
     fix = f"its options are taken from {tested[-1]}; tested versions: {', '.join(tested)}."
     return judge(f"version {version}", fix, warn=version.partition("+")[0] not in known)
 
 
-def version_of(library: str, python: str) -> str:
-    """Return the version that an interpreter (by default this one) has; empty where it has none."""
-    found = versions(python or sys.executable)
+def find_version(library: str, python: str) -> str:
+    """Return the version in an interpreter (by default this one); empty if it is not installed."""
+    found = find_versions(python or sys.executable)
     return found.get(library, "") if isinstance(found, dict) else ""
 
 
 @cache
-def versions(python: str) -> dict[str, str] | str:
+def find_versions(python: str) -> dict[str, str] | str:
     """Return the version of each of PACKAGES that an interpreter has, or why it can't be asked.
 
     It is asked once in a run of a command.
@@ -184,7 +184,7 @@ def versions(python: str) -> dict[str, str] | str:
     if program is None:
         return f"{python} is not a program that can be run here"
     if os.path.abspath(program) == sys.executable:
-        return _own_versions()
+        return _find_own_versions()
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     argv = [program, "-c", VERSIONS_PROGRAM, *PACKAGES]
     try:
@@ -208,7 +208,7 @@ def versions(python: str) -> dict[str, str] | str:
     return found
 
 
-def _own_versions() -> dict[str, str]:
+def _find_own_versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -227,14 +227,14 @@ def check_cpus(needs: Requirements) -> Verdict:
 
 
 def check_gpus(needs: Requirements) -> Verdict:
-    count, source = visible_gpus()
+    count, source = count_visible_gpus()
     found = f"{count} visible ({source})" + (f", {needs.gpus} required" if needs.gpus else "")
     fix = "ask for GPUs (cluster.n_gpus_per_node, launcher.slurm.gres), or repair the node's driver."
     return judge(found, fix, fail=count < needs.gpus)
 
 
-def visible_gpus() -> tuple[int, str]:
-    """Return how many GPUs a process here would see, and by which source."""
+def count_visible_gpus() -> tuple[int, str]:
+    """Return the number of GPUs that a process here would see, and its source."""
     for variable in GPU_VARIABLES.values():
         if (named := os.environ.get(variable)) is not None:
             return len([one for one in named.split(",") if one.strip() not in ("", "-1")]), variable
@@ -249,20 +249,22 @@ def visible_gpus() -> tuple[int, str]:
 
 
 def check_memory(needs: Requirements) -> Verdict:
-    usable, limit = usable_memory_bytes(), cgroup_memory()
-    found = f"{_gb(usable)} usable" + (" (control group)" if limit is not None else "")
-    found += f", {_gb(needs.mem_mb << 20)} required" if needs.mem_mb else ""
+    usable, limit = measure_usable_memory(), measure_cgroup_memory()
+    found = f"{_format_gb(usable)} usable" + (" (control group)" if limit is not None else "")
+    found += f", {_format_gb(needs.mem_mb << 20)} required" if needs.mem_mb else ""
     fix = "ask for more (launcher.slurm.mem) or lower launcher.*_mem*: the kernel kills what exceeds it."
     return judge(found, fix, fail=usable < needs.mem_mb << 20)
 
 
-def usable_memory_bytes() -> int:
-    """Return the memory of this machine, or of the control group of this process where that has less."""
+def measure_usable_memory() -> int:
+    """Return the memory of this machine, or of the control group of this process if that has less."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(machine, cgroup_memory() or machine)
+    return min(machine, measure_cgroup_memory() or machine)
 
 
-def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+def measure_cgroup_memory(
+    root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")
+) -> int | None:
     """Return the smallest memory limit of this process's control groups (version 2 or 1), or None."""
     limits = []
     try:
@@ -289,7 +291,7 @@ def cgroup_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/s
 
 def check_shared_memory(needs: Requirements) -> Verdict:
     usage = shutil.disk_usage("/dev/shm")
-    found = f"/dev/shm has {_gb(usage.free)} free of {_gb(usage.total)}"
+    found = f"/dev/shm has {_format_gb(usage.free)} free of {_format_gb(usage.total)}"
     fix = "NCCL and data loaders need it: remove old files there, or give the container a larger one."
     return judge(found, fix, fail=usage.free < (MIN_SHM_GB if needs.gpus else MIN_SHM_GB_WITHOUT_GPU) * GB)
 
@@ -297,7 +299,9 @@ def check_shared_memory(needs: Requirements) -> Verdict:
 def check_temporary(needs: Requirements) -> Verdict:
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
-    return judge(f"{folder} has {_gb(free)} free", "set TMPDIR to a local disk with space.", warn=free < GB)
+    return judge(
+        f"{folder} has {_format_gb(free)} free", "set TMPDIR to a local disk with space.", warn=free < GB
+    )
 
 
 def check_local_dir(needs: Requirements) -> Verdict:
@@ -305,11 +309,11 @@ def check_local_dir(needs: Requirements) -> Verdict:
     if not needs.local_dir or needs.is_login:
         return ok("not required here")
     try:
-        place = local_place(needs.local_dir, os.environ)
+        place = find_local_dir(needs.local_dir, os.environ)
     except ConfigError as error:
         return fail(str(error), "correct cluster.local_dir.")
     here = next(parent for parent in (place, *place.parents) if parent.exists())
-    found = f"{place} has {_gb(shutil.disk_usage(here).free)} free"
+    found = f"{place} has {_format_gb(shutil.disk_usage(here).free)} free"
     if not os.access(here, os.W_OK):
         return fail(f"{here} is not writable", "correct cluster.local_dir.")
     return ok(f"{found}; what does not fit is read from the shared disk")
@@ -318,23 +322,25 @@ def check_local_dir(needs: Requirements) -> Verdict:
 # The roles raise the soft limits of files and locked memory, so the hard ones count.
 def check_open_files(needs: Requirements) -> Verdict:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    found = f"at most {_limit(hard)} (now {_limit(soft)}; roles raise it)"
-    if _below(hard, 1024):
+    found = f"at most {_format_limit(hard)} (now {_format_limit(soft)}; roles raise it)"
+    if _judge_limit(hard, 1024):
         return fail(found, "raise the hard limit: limits.conf of the site, LimitNOFILE of slurmd.")
-    return judge(found, "many servers need more: 65536 is usual.", warn=_below(hard, 4096))
+    return judge(found, "many servers need more: 65536 is usual.", warn=_judge_limit(hard, 4096))
 
 
 def check_processes(needs: Requirements) -> Verdict:
     soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     fix = "raise it: `ulimit -u`; threads count, and a node runs thousands."
-    return judge(f"limit {_limit(soft)}, at most {_limit(hard)}", fix, fail=_below(soft, 1024))
+    return judge(
+        f"limit {_format_limit(soft)}, at most {_format_limit(hard)}", fix, fail=_judge_limit(soft, 1024)
+    )
 
 
 def check_locked_memory(needs: Requirements) -> Verdict:
     _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     fix = "InfiniBand needs more: LimitMEMLOCK=infinity of slurmd, PropagateResourceLimitsExcept=MEMLOCK."
     low = needs.gpus and needs.num_nodes > 1 and hard != resource.RLIM_INFINITY
-    return judge(f"at most {_limit(hard)}", fix, warn=bool(low))
+    return judge(f"at most {_format_limit(hard)}", fix, warn=bool(low))
 
 
 def check_ports(needs: Requirements) -> Verdict:
@@ -350,16 +356,16 @@ def check_ports(needs: Requirements) -> Verdict:
 
 
 def check_modules(needs: Requirements) -> Verdict:
-    problem = modules_problem(tuple(needs.modules))
+    problem = find_modules_problem(tuple(needs.modules))
     if problem.text:
-        return _verdict_on(
+        return _judge_text(
             problem, "correct launcher.modules; what only the nodes have goes into launcher.setup."
         )
     return ok(", ".join(needs.modules) or "none asked for")
 
 
-def _verdict_on(problem: Problem, fix: str) -> Verdict:
-    """Return the verdict on a problem: what nodes may have, though this machine has it not, is a warning."""
+def _judge_text(problem: Problem, fix: str) -> Verdict:
+    """Return the verdict on a problem; a part that only this machine may lack is a warning."""
     if problem.is_certain:
         return fail(problem.text, fix)
     return warn(problem.text, f"the nodes must have it; else {fix}")
@@ -368,18 +374,18 @@ def _verdict_on(problem: Problem, fix: str) -> Verdict:
 def check_address(needs: Requirements) -> Verdict:
     fix = "set cluster.interface (or HPC_RL_INTERFACE in the job) to the one that leads to the other nodes."
     if needs.is_login:  # which need not have an address that nodes reach
-        problem = interface_problem(needs.interface, needs.is_login)
-        return _verdict_on(problem, fix) if problem.text else ok("the nodes choose their own")
+        problem = find_interface_problem(needs.interface, needs.is_login)
+        return _judge_text(problem, fix) if problem.text else ok("the nodes choose their own")
     try:
-        return ok(f"peers reach {address_for(needs)}")
+        return ok(f"peers reach {find_address(needs)}")
     except ConfigError as error:
         return fail(str(error), fix)
 
 
-def address_for(needs: Requirements) -> str:
+def find_address(needs: Requirements) -> str:
     """Return the address that a role on this machine would publish. Raises ConfigError."""
     interface = needs.interface or os.environ.get("HPC_RL_INTERFACE", "")
-    return net.published_address(needs.num_nodes, interface, peer_hosts(os.environ))
+    return net.choose_address(needs.num_nodes, interface, list_peer_hosts(os.environ))
 
 
 def check_host_name(needs: Requirements) -> Verdict:
@@ -409,7 +415,7 @@ class LeftoverProcess:
 
 
 def check_leftovers(needs: Requirements) -> Verdict:
-    found = leftovers()
+    found = list_leftovers()
     if not found:
         return ok("no process of an earlier trial")
     named = [f"{one.pid} of job {one.job_id or '?'} {one.command[:60]}" for one in found[:3]]
@@ -418,7 +424,7 @@ def check_leftovers(needs: Requirements) -> Verdict:
     return warn("; ".join(named), fix)
 
 
-def leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:
+def list_leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:
     """Return processes of trials, of this account, whose supervisor has ended: init is their parent.
 
     They are known by environment and parent, never by name.
@@ -443,7 +449,7 @@ def leftovers(proc: Path = Path("/proc")) -> list[LeftoverProcess]:
 
 
 def check_sandbox(needs: Requirements) -> Verdict:
-    """Look at what confines the code that the reward code_tests runs; no other reward needs it."""
+    """Check the sandbox of the code that the reward code_tests runs; no other reward needs it."""
     sandbox = find_sandbox()
     if not needs.sandbox:
         return ok(sandbox.describe())
@@ -461,21 +467,21 @@ MACHINE_CHECKS = (
 )  # fmt: skip
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))
 
 
-def _dots(version: tuple[int, ...]) -> str:
+def _format_dots(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _gb(size: int) -> str:
+def _format_gb(size: int) -> str:
     return f"{size / GB:.1f} GB"
 
 
-def _below(value: int, bound: int) -> bool:
+def _judge_limit(value: int, bound: int) -> bool:
     return value != resource.RLIM_INFINITY and value < bound
 
 
-def _limit(value: int) -> str:
+def _format_limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)

@@ -34,9 +34,9 @@ class MpiLook:
     is_certain: bool = False
 
 
-def look(python: str, mpiexec: str) -> MpiLook:
+def inspect_mpi(python: str, mpiexec: str) -> MpiLook:
     """Ask the trainer's interpreter for its MPI, and mpiexec (empty where srun is used) for its own."""
-    code, said = _run([python, "-c", _LIBRARY])
+    code, said = _call([python, "-c", _LIBRARY])
     if code is None:
         return MpiLook(problem=f"{python} can't be asked: {said}")
     if code != 0:
@@ -51,8 +51,8 @@ def look(python: str, mpiexec: str) -> MpiLook:
         return MpiLook(found=library)
     if shutil.which(mpiexec) is None:
         return MpiLook(problem=f"launcher.mpi.mpiexec {mpiexec} is not an executable program here")
-    code, said = _run([mpiexec, "--version"])
-    own, other = name_of(said), name_of(library)
+    code, said = _call([mpiexec, "--version"])
+    own, other = find_name(said), find_name(library)
     if code != 0 or not own:
         return MpiLook(
             problem=f"{mpiexec} --version names neither Open MPI, MPICH nor Intel MPI: {said[:200]}"
@@ -63,12 +63,12 @@ def look(python: str, mpiexec: str) -> MpiLook:
     return MpiLook(found=f"{mpiexec} of {own}, mpi4py with {library}")
 
 
-def name_of(text: str) -> str:
-    """Return the implementation that a text is about; empty where it names none."""
+def find_name(text: str) -> str:
+    """Return the implementation that a text is about; empty if it names none."""
     return next((name for name, words in _NAMES.items() if re.search(words, text)), "")
 
 
-def _run(argv: list[str]) -> tuple[int | None, str]:
+def _call(argv: list[str]) -> tuple[int | None, str]:
     """Return code and output of a command; None, and why, where it gives none."""
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     try:

@@ -1,7 +1,7 @@
 """One node's part of the doctor's visit: `python -m hpc_rl.doctor.node`, as task SLURM_PROCID of a step.
 
-The nodes meet in a folder of --dir, on the file system that is examined: each writes files of its own there,
-and measures by its own clock how long it takes until it sees what the others wrote, for at most --patience_s.
+The nodes meet in a folder of --dir, on the file system that is examined: each writes files there, and
+measures by its own clock the time until it sees the files of the others, for at most --patience_s.
 """
 
 import argparse
@@ -18,15 +18,15 @@ from typing import Any
 
 from hpc_rl.core import net
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.trial import create_exclusive, read_json, read_object, write_json
-from hpc_rl.doctor.filesystem import lock
-from hpc_rl.doctor.finding import Finding, Requirements, finding_from_json, run_checks
-from hpc_rl.doctor.machine import MACHINE_CHECKS, address_for, version_of
+from hpc_rl.core.trial import create_exclusive, load_json, load_object, write_json
+from hpc_rl.doctor.filesystem import try_lock
+from hpc_rl.doctor.finding import Finding, Requirements, apply_checks, parse_finding
+from hpc_rl.doctor.machine import MACHINE_CHECKS, find_address, find_version
 
 POLL_S = 0.05
-STALE_NAME_S = 5.0  # for which a node looks for a name without listing its folder
+STALE_NAME_S = 5.0  # a node looks so long for a name without listing its folder
 MAX_PEERS = 16  # called by one node
-MEET, NEEDS = "meet", "needs.json"  # in --dir: what the nodes write, and what they are asked for
+MEET, NEEDS = "meet", "needs.json"  # in --dir: reports of the nodes, and the requirements
 
 
 @dataclass
@@ -36,10 +36,10 @@ class NodeObservations:
     rank: int = 0
     missing: list[int] = field(default_factory=list)  # ranks that it never saw
     name_s: float | None = None  # from rank 0's signal until it showed in a listing, there and back
-    stale_name_s: float | None = 0.0  # for which `exists` denied a listed name
-    stale_content_s: float | None = 0.0  # for which a replaced file read as the old one
+    stale_name_s: float | None = 0.0  # how long `exists` denied a listed name
+    stale_content_s: float | None = 0.0  # how long a replaced file read as the old one
     won: list[str] = field(default_factory=list)  # exclusive creations: `open`, `link`, `mkdir`
-    lock: bool | None = None  # whether it got a lock that rank 0 held; None where there are no locks
+    lock: bool | None = None  # whether it got a lock that rank 0 held; None without locks
     unreachable: list[str] = field(default_factory=list)  # addresses of peers that did not answer
     reached: int = 0  # peers that did
     skew_s: float = 0.0  # the file server's clock minus this node's
@@ -57,7 +57,7 @@ class NodeReport:
     @classmethod
     def from_json(cls, data: Any) -> "NodeReport":
         """Return a report as it was written. Raises TypeError, KeyError, ValueError for anything else."""
-        findings = [finding_from_json(row) for row in data["findings"]]
+        findings = [parse_finding(row) for row in data["findings"]]
         return cls(data["node"], data["software"], findings, NodeObservations(**data["seen"]))
 
 
@@ -75,7 +75,7 @@ class Visit:
         listener = net.bind()
         net.answer_callers(listener, str(self.rank))
         # before the meeting, which has a time limit
-        findings = run_checks(MACHINE_CHECKS, needs)
+        findings = apply_checks(MACHINE_CHECKS, needs)
         self.deadline = time.monotonic() + self.patience_s
         if self.rank == 0:
             write_json(self.folder / "value", 1)
@@ -83,7 +83,7 @@ class Visit:
         hello_at = time.time()
         address = "127.0.0.1"
         with contextlib.suppress(ConfigError):  # one of the findings
-            address = address_for(needs)
+            address = find_address(needs)
         self._write("hello", {"address": [address, listener.getsockname()[1]]})
         peers = self._meet("hello")
         self.seen.missing = sorted(set(range(self.count)) - set(peers))
@@ -93,21 +93,21 @@ class Visit:
         self._call({rank: hello["address"] for rank, hello in peers.items() if rank != self.rank})
         self.seen.skew_s = (self.folder / f"hello-{self.rank}").stat().st_mtime - hello_at
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        self._write("result", asdict(NodeReport(node, software(needs), findings, self.seen)))
+        self._write("result", asdict(NodeReport(node, list_software(needs), findings, self.seen)))
         self._meet("result")  # the listener must live until every peer has called
 
     def _write(self, what: str, value: Any) -> None:
         write_json(self.folder / f"{what}-{self.rank}", value)
 
     def _meet(self, what: str, wanted: int | None = None) -> dict[int, Any]:
-        """Return what every node wrote, by rank; without those that did not in time."""
+        """Return the report of every node, by rank; late nodes are left out."""
         wanted = self.count - len(self.seen.missing) if wanted is None else wanted
         found: dict[int, Any] = {}
         while len(found) < wanted and time.monotonic() < self.deadline:
             for name in os.listdir(self.folder):
                 prefix, _, rank = name.rpartition("-")
                 if prefix == what and rank.isdigit() and int(rank) not in found:
-                    content = read_json(self.folder / name)
+                    content = load_json(self.folder / name)
                     if content is not None:
                         found[int(rank)] = content
             time.sleep(POLL_S)
@@ -126,7 +126,7 @@ class Visit:
 
     def _visibility(self) -> None:
         value, signal = self.folder / "value", self.folder / "signal"
-        read_json(value)
+        load_json(value)
         self._write("ready", True)
         self._meet("ready")
         start = time.monotonic()
@@ -136,7 +136,7 @@ class Visit:
         self._until(lambda: "signal" in os.listdir(self.folder))
         listed = time.monotonic()
         self.seen.stale_name_s = self._until(signal.exists, STALE_NAME_S)
-        self.seen.stale_content_s = self._until(lambda: read_json(value) == 2)
+        self.seen.stale_content_s = self._until(lambda: load_json(value) == 2)
         self._write("saw", True)
         if self.rank == 0:
             self._meet("saw")
@@ -145,7 +145,7 @@ class Visit:
             self.seen.name_s = listed - start
 
     def _until(self, condition: Callable[[], bool], patience_s: float = float("inf")) -> float | None:
-        """Return the seconds until it held; None where that took too long."""
+        """Return the seconds until it held; None if that took too long."""
         start = time.monotonic()
         while not condition():
             if time.monotonic() > min(self.deadline, start + patience_s):
@@ -158,14 +158,14 @@ class Visit:
         if self.rank == 0:
             path.touch()
             with path.open("r+b") as file:
-                held = lock(file.fileno())
+                held = try_lock(file.fileno())
                 self._write("locked", held)
                 self._meet("tried", self.count - len(self.seen.missing) - 1)
             self.seen.lock = False if held else None
             return
         if self._meet("locked", 1).get(0):
             with contextlib.suppress(OSError), path.open("r+b") as file:
-                self.seen.lock = lock(file.fileno())
+                self.seen.lock = try_lock(file.fileno())
         self._write("tried", True)
 
     def _call(self, peers: dict[int, list[Any]]) -> None:
@@ -177,9 +177,9 @@ class Visit:
         self.seen.unreachable = [f"{places[rank][0]}:{places[rank][1]} of node {rank}" for rank in unreached]
 
 
-def software(needs: Requirements) -> str:
+def list_software(needs: Requirements) -> str:
     """Return the versions that must be the same on all nodes of a job."""
-    torch = version_of("torch", needs.python) or "missing"
+    torch = find_version("torch", needs.python) or "missing"
     return f"Python {platform.python_version()}, torch {torch}"
 
 
@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--dir", type=Path, required=True)
     parser.add_argument("--patience_s", type=float, default=90.0)
     args = parser.parse_args()
-    needs = Requirements(**read_object(args.dir / NEEDS))
+    needs = Requirements(**load_object(args.dir / NEEDS))
     rank = int(os.environ.get("SLURM_PROCID", 0))
     Visit(args.dir / MEET, rank, needs.num_nodes, args.patience_s).run(needs)
     sys.stdout.flush()

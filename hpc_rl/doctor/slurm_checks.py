@@ -4,7 +4,7 @@ import re
 import shutil
 from collections.abc import Callable
 
-from hpc_rl.doctor.finding import Finding, Requirements, Verdict, fail, judge, ok, run_checks, warn
+from hpc_rl.doctor.finding import Finding, Requirements, Verdict, apply_checks, fail, judge, ok, warn
 from hpc_rl.schedulers import sinfo, slurm
 from hpc_rl.schedulers.slurm import SlurmScheduler
 
@@ -38,7 +38,7 @@ def check_slurm_controller(needs: Requirements) -> Verdict:
     done = slurm.call(["scontrol", "ping"])
     lines = done.stdout.splitlines()
     if done.returncode != 0 and not any("UP" in line for line in lines):
-        last = _last_line(done.stderr or done.stdout)
+        last = _get_last_line(done.stderr or done.stdout)
         fix = f"on a cluster, check SLURM_CONF and munge, or report it; {slurm.LOCAL_INSTEAD}."
         return judge(
             f"none answers: {last or 'scontrol ping printed nothing'}", fix, needs.on_slurm, warn=True
@@ -52,16 +52,16 @@ def check_slurm_accounting(needs: Requirements) -> Verdict:
     done = slurm.call(["sacct", "-n", "-X", "-S", "now", "-o", "JobID"])
     if done.returncode != 0:
         fix = "trials work without it; of jobs that ended long ago only their own files are known then."
-        return warn(_last_line(done.stderr) or "no answer", fix)
+        return warn(_get_last_line(done.stderr) or "no answer", fix)
     return ok("sacct answers")
 
 
-def _last_line(said: str) -> str:
+def _get_last_line(said: str) -> str:
     return "".join(said.strip().splitlines()[-1:])[:MAX_MESSAGE]
 
 
 def check_capacity(needs: Requirements) -> Verdict:
-    nodes = SlurmScheduler().nodes()
+    nodes = SlurmScheduler().query_nodes()
     if not nodes:
         return warn("sinfo shows no nodes", "ask your administrators for a partition that you may use.")
     request = sinfo.JobRequest(
@@ -86,13 +86,13 @@ SLURM_CHECKS = (check_slurm_version, check_slurm_accounting)  # of a controller 
 def check_slurm(
     needs: Requirements, capacity: Callable[[Requirements], Verdict] = check_capacity
 ) -> list[Finding]:
-    """Return the findings about Slurm; only the first ones where there is none, or no controller answers.
+    """Return the findings about Slurm; only the first ones without Slurm, or if no controller answers.
 
     `capacity` judges the request of a trial.
     """
-    found = run_checks((check_slurm_programs,), needs)
+    found = apply_checks((check_slurm_programs,), needs)
     if shutil.which("sinfo") is None or shutil.which("scontrol") is None:
         return found
-    found += run_checks((check_slurm_controller,), needs)
-    down = found[-1].fix and not slurm.scheduler_answers()
-    return found if down else found + run_checks((*SLURM_CHECKS, capacity), needs)
+    found += apply_checks((check_slurm_controller,), needs)
+    down = found[-1].fix and not slurm.can_reach_scheduler()
+    return found if down else found + apply_checks((*SLURM_CHECKS, capacity), needs)

@@ -1,4 +1,4 @@
-"""The Engine protocol: a sharded model with its optimizer; `allocation.TRAIN_BACKENDS` names its classes."""
+"""The Engine protocol: a sharded model with its optimizer. The implementations are in engines.ENGINES."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +14,7 @@ from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.core.trial import fsync_dir
 from hpc_rl.engines.shared.mesh import Mesh
 
-BUCKET_BYTES = 1 << 30  # of weights that are gathered before the next ones
+BUCKET_BYTES = 1 << 30  # weights gathered at a time
 
 
 @dataclass
@@ -54,11 +54,11 @@ class Sequences:
 class MicroBatch:
     """Packed rows: the T tokens of a micro-batch.
 
-    logprobs[t] = log p(ids[t] | earlier ids of its row), 0 at the first token of a row.
+    logprobs[t] = log p(ids[t] | earlier ids of its row), 0 at the first token of a row. If there is a column
+    `loss_mask`, logprobs and entropy are 0 outside of it.
 
-    Outside of a column `loss_mask`, logprobs and entropy are 0. T is 0 on a rank without rows: the loss is
-    called there too and must report the same names. For a model that ends in one number (`is_critic`),
-    logprobs[t] is that number at token t, and entropy is 0.
+    T is 0 on a rank without rows. The loss function runs there too and must report the same names. If the
+    model returns one score per token (`is_critic`), logprobs[t] is the score at token t and entropy is 0.
     """
 
     logprobs_T: torch.Tensor  # float32 [T], with gradient
@@ -68,18 +68,20 @@ class MicroBatch:
 
 
 # Returns the *sum* of the per-token losses of a micro-batch (a scalar) and sums to report. The engine divides
-# by `loss_weight`, which the trainer counted over the whole train batch before rows were shared out over
+# by `loss_weight`, which the trainer counts over the whole train batch before it divides the rows among the
 # ranks.
 LossFn = Callable[[MicroBatch], tuple[torch.Tensor, dict[str, torch.Tensor]]]
 
 
 class Engine(Protocol):
-    """What trainers need of a model.
+    """The interface of a model for trainers.
 
-    Made with `config` and `mesh`, and `device`, `seed`, `frozen` and `name` by name, which raises
-    ConfigError; a `frozen` model has `logprobs` and `weights` only, and `name` tells apart the files of two
-    engines in one trial. Methods are collective unless they say otherwise: all ranks call them in one order.
-    Peers in the mesh, the ranks with one `data_rank`, are given the same rows, and return the same.
+    The constructor takes `config` and `mesh`, and the keywords `device`, `seed`, `frozen` and `name`; it
+    raises ConfigError. A `frozen` model supports `logprobs` and `weights` only. `name` distinguishes the
+    files of two engines in one trial.
+
+    Methods are collective unless noted: all ranks call them in the same order. Peers (ranks of the mesh with
+    the same `data_rank`) get the same rows and return the same values.
     """
 
     mesh: Mesh
@@ -89,14 +91,13 @@ class Engine(Protocol):
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         """Build and shard the model, the optimizer and a schedule of `num_train_steps` calls of train_batch.
 
-        If `empty`, weights are left undefined and not read from the checkpoint: `load` comes next. Raises
-        ConfigError, OSError.
+        If `empty`, leave the weights undefined; the caller calls `load` next. Raises ConfigError, OSError.
         """
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
         """Return float32 [L_i] per row under the current weights; 0 outside of a column `loss_mask`.
 
-        Peers all return all of it.
+        Every peer returns all rows.
         """
 
     def train_batch(
@@ -104,29 +105,29 @@ class Engine(Protocol):
     ) -> dict[str, float]:
         """Make one optimizer update over the rows of all data ranks.
 
-        Returns the sums that the loss reports, over all data ranks, plus loss (divided by loss_weight),
-        grad_norm, lr and update_successful: 0 if the gradient was not finite, in which case all ranks skip
-        the update. Raises ValueError if no rank has rows.
+        Returns the sums reported by the loss, over all data ranks, plus loss (divided by loss_weight),
+        grad_norm, lr and update_successful. If the gradient is not finite, all ranks skip the update and
+        update_successful is 0. Raises ValueError if no rank has rows.
         """
 
     def pass_updates(self, count: int) -> None:
-        """Advance the schedule by updates that did not happen for lack of rows."""
+        """Advance the schedule by updates that were skipped for lack of rows."""
 
     def snapshot(self, copied: bool) -> Snapshot:
         """Return this rank's shard of model, optimizer, schedule and random states, to be written to a file.
 
-        With `copied` it is in memory that the next snapshot reuses, and may be written while training
-        continues; without, it must be written before the next update. Not collective.
+        If `copied`, the snapshot may be written while training continues; the next snapshot reuses its
+        memory. Otherwise, write it before the next update. Not collective.
         """
 
     def state_bytes(self) -> int:
-        """Return about how many bytes this rank's snapshot takes. Not collective."""
+        """Return the approximate size of this rank's snapshot. Not collective."""
 
     def counters(self) -> dict[str, Any]:
         """Return the position of schedule and optimizer: {"updates", "adam_steps", …}. Not collective."""
 
     def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
-        """Load what the snapshots of `saved_num_ranks` ranks wrote, checked against `files` while it is read.
+        """Load the snapshots of `saved_num_ranks` ranks. Checks them against `files` while reading.
 
         Raises Damaged, OSError, and ValueError for the state of another model.
         """
@@ -134,8 +135,8 @@ class Engine(Protocol):
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Yield all parameters and saved buffers, whole, in CPU memory, on rank 0.
 
-        They have the names of checkpoints, and come in buckets of about `bucket_bytes`, empty ones above
-        rank 0. Parameters have the configured type; tied ones appear once. All ranks must take every bucket.
+        Names are as in checkpoints. Buckets have about `bucket_bytes`; ranks above 0 get empty ones.
+        Parameters have the configured type; tied parameters appear once. All ranks must take every bucket.
         """
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
@@ -157,5 +158,5 @@ def sum_over_ranks(values: Sequence[float]) -> list[float]:
 
 
 def sum_over_data_ranks(mesh: Mesh, values: Sequence[float]) -> list[float]:
-    """Return the sums of a few numbers, which peers have alike, over all data ranks. Collective."""
+    """Return the sums of a few numbers over all data ranks; peers pass the same numbers. Collective."""
     return sum_over_ranks(values if mesh.is_data_leader else [0.0] * len(values))

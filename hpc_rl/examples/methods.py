@@ -1,4 +1,4 @@
-"""What `hpc-rl quickstart --method NAME` makes, warms up, trains and shows: one row each."""
+"""The models, trials and metric of each `hpc-rl quickstart --method NAME`: one row each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,28 +9,28 @@ from hpc_rl.examples import hints, toy
 
 
 class WarmUp(NamedTuple):
-    """An SFT trial before the training proper."""
+    """An SFT trial before the main training."""
 
-    model: str  # folder for the model that it makes
+    model: str  # folder for its model
     config: str  # in configs/quickstart
     says: str
 
 
 @dataclass(frozen=True)
 class Method:
-    """A toy, the trials that train it, and the metric that shows what it learnt.
+    """A toy, its trials, and the metric that shows the learning.
 
     Paths in the configurations begin with `quickstart/`, which stands for the directory of the quickstart.
     """
 
     folder: str  # for task and models, below that directory
     make: Callable[[Path, int], None]  # writes task/ and base/ into a folder, from a seed
-    toy: str  # what that is
+    toy: str  # description of the toy
     warm_ups: tuple[WarmUp, ...]
     config: str  # of the training, in configs/quickstart
     says: str
-    documented: str  # the same training with every line explained, in configs
-    measure: str  # a metric of each step, and with `eval_` of each evaluation
+    documented: str  # the same training with comments on every line, in configs
+    measure: str  # a metric of each step; with the prefix `eval_`, of each evaluation
 
 
 METHODS = {

@@ -22,8 +22,9 @@ def make(folder: Path, seed: int) -> None:
 def make_task(folder: Path, seed: int = 0) -> None:
     """Write train.jsonl (800 prompts) and heldout.jsonl (200, disjoint) with columns prompt, answer.
 
-    Additionally sft.jsonl (prompt, completion) and preferences.jsonl (prompt, chosen, rejected: a right and a
-    wrong sum) with the prompts of train.jsonl, and preferences-heldout.jsonl with those of heldout.jsonl.
+    Also writes sft.jsonl (prompt, completion) and preferences.jsonl (prompt, chosen, rejected: a right and a
+    wrong sum) with the prompts of train.jsonl, and preferences-heldout.jsonl with the prompts of
+    heldout.jsonl.
     """
     sums = [(f"{a}+{b}+{c}=", str(a + b + c)) for a in range(10) for b in range(10) for c in range(10)]
     random.Random(seed).shuffle(sums)
@@ -36,7 +37,8 @@ def make_task(folder: Path, seed: int = 0) -> None:
     for name, part in (("preferences", train), ("preferences-heldout", heldout)):
         draw = random.Random(f"{seed}/{name}")
         files[name] = [
-            {"prompt": prompt, "chosen": answer, "rejected": _wrong(answer, draw)} for prompt, answer in part
+            {"prompt": prompt, "chosen": answer, "rejected": _make_wrong(answer, draw)}
+            for prompt, answer in part
         ]
     write_rows(folder, files)
 
@@ -48,7 +50,7 @@ def write_rows(folder: Path, files: dict[str, list[dict[str, str]]]) -> None:
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def _wrong(answer: str, draw: random.Random) -> str:
+def _make_wrong(answer: str, draw: random.Random) -> str:
     """Return another sum that three digits can have."""
     return str((int(answer) + draw.randrange(1, 28)) % 28)
 
@@ -71,7 +73,7 @@ def make_model(folder: Path, seed: int = 0, alphabet: str = ALPHABET) -> None:
         head_dim=16,
         max_position_embeddings=64,
         tie_word_embeddings=True,
-        initializer_range=0.1,  # with the usual 0.02 so small a network collapses at these learning rates
+        initializer_range=0.1,  # with the usual 0.02 such a small network collapses at these learning rates
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,4 +1,4 @@
-"""What the gateway answers, in the schema of the request: whole, or in the events of a stream."""
+"""Answers of the gateway in the schema of the request: whole, or as the events of a stream."""
 
 import itertools
 import json
@@ -20,7 +20,7 @@ class AnswerWriter:
     """Writes the answer to one order.
 
     Args:
-        order: What was asked.
+        order: The client's request.
         tokenizer: For the text of single tokens.
     """
 
@@ -29,67 +29,76 @@ class AnswerWriter:
         self._tokenizer = tokenizer
         self._id = f"{'chatcmpl' if order.wire is Wire.CHAT else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
-        self._sent: dict[int, tuple[int, int, bool]] = {}  # of each completion: characters, tokens, all
+        # of each completion: characters, tokens, whether it is complete
+        self._sent: dict[int, tuple[int, int, bool]] = {}
 
-    def whole(self, completions: Sequence[Completion]) -> Any:
+    def make_whole(self, completions: Sequence[Completion]) -> Any:
         """Return the answer once all completions are done."""
         order = self.order
         if order.wire is Wire.SGLANG:
-            answers = [self._native(one, one.text) for one in completions]
+            answers = [self._make_native(completion, completion.text) for completion in completions]
             return answers if order.batched or len(answers) > 1 else answers[0]
         if order.wire is Wire.VLLM:
-            return _vllm([one.turn for one in completions], [one.text for one in completions])
-        choices = [self._choice(one, one.text, 0) for one in completions]
-        versions = [_spans(one) for one in completions]
+            return _vllm(
+                [completion.turn for completion in completions],
+                [completion.text for completion in completions],
+            )
+        choices = [self._make_choice(completion, completion.text, 0) for completion in completions]
+        versions = [_list_spans(completion) for completion in completions]
         newest = [spans[-1]["version"] for spans in versions if spans]
         metadata = {"weight_version": newest[-1] if newest else "", "weight_versions": versions[-1]}
-        return {**self._head(), "choices": choices, "usage": _usage(completions), "metadata": metadata}
+        return {
+            **self._make_head(),
+            "choices": choices,
+            "usage": _count_usage(completions),
+            "metadata": metadata,
+        }
 
     def begin(self, completions: Sequence[Completion]) -> Iterator[Any]:
         """Yield the events that open a stream."""
         if self.order.wire is Wire.CHAT:
-            for one in completions:
-                opening = {"index": one.index, "delta": {"role": "assistant", "content": ""}}
-                yield self._chunk([{**opening, "logprobs": None, "finish_reason": None}])
+            for completion in completions:
+                opening = {"index": completion.index, "delta": {"role": "assistant", "content": ""}}
+                yield self._make_chunk([{**opening, "logprobs": None, "finish_reason": None}])
 
-    def more(self, one: Completion) -> Iterator[Any]:
-        """Yield the event for what a completion has made since the last time."""
-        text = one.stable_text()
+    def make_next(self, one: Completion) -> Iterator[Any]:
+        """Yield the event for the new tokens of a completion."""
+        text = one.find_stable_text()
         before = self._sent.get(one.index, (0, 0, False))
         now = (len(text), len(one.turn.output_ids), one.done)
-        # a tool call is one only when it is whole
+        # a tool call is recognized only when it is complete
         if now == before or (self.order.with_tools and not one.done):
             return
         self._sent[one.index], (chars, tokens, _) = now, before
         if self.order.wire is Wire.SGLANG:
-            yield {**self._native(one, text), "index": one.index}
+            yield {**self._make_native(one, text), "index": one.index}
         else:
-            yield self._chunk([self._choice(one, text[chars:], tokens)])
+            yield self._make_chunk([self._make_choice(one, text[chars:], tokens)])
 
     def end(self, completions: Sequence[Completion]) -> Iterator[Any]:
-        """Yield the events that close a stream, but for `[DONE]`."""
+        """Yield the events that close a stream, except `[DONE]`."""
         if self.order.with_usage:
-            yield {**self._chunk([]), "usage": _usage(completions)}
+            yield {**self._make_chunk([]), "usage": _count_usage(completions)}
 
-    def _head(self) -> dict[str, Any]:
+    def _make_head(self) -> dict[str, Any]:
         kind, model = str(self.order.wire), self.order.model
         return {"id": self._id, "object": kind, "created": self._created, "model": model}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = {**self._head(), "choices": choices}
+    def _make_chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        chunk = {**self._make_head(), "choices": choices}
         return {**chunk, "object": f"{self.order.wire}.chunk"} if self.order.wire is Wire.CHAT else chunk
 
-    def _choice(self, one: Completion, text: str, start: int) -> dict[str, Any]:
-        """Return the choice, or the part of it with the tokens from `start` on."""
+    def _make_choice(self, one: Completion, text: str, start: int) -> dict[str, Any]:
+        """Return the choice, or only its tokens from `start` on."""
         order, finish, end = self.order, one.turn.finish_reason or None, len(one.turn.output_ids)
         choice: dict[str, Any] = {"index": one.index, "text": text}
         if order.wire is Wire.CHAT:
-            calls, content = _tool_calls(text) if order.with_tools else ([], text)
+            calls, content = _find_tool_calls(text) if order.with_tools else ([], text)
             finish = "tool_calls" if calls and finish == "stop" else finish
             message: dict[str, Any] = {"role": "assistant", "content": content}
             message |= {"tool_calls": calls} if calls else {}
             choice = {"index": one.index, "delta" if order.stream else "message": message}
-        choice["logprobs"] = self._logprobs(one, start, end) if order.with_logprobs else None
+        choice["logprobs"] = self._make_logprobs(one, start, end) if order.with_logprobs else None
         choice |= {"finish_reason": finish, "matched_stop": one.matched}
         if order.with_token_ids:
             choice |= {
@@ -98,7 +107,7 @@ class AnswerWriter:
             }
         return choice
 
-    def _logprobs(self, one: Completion, start: int, end: int) -> dict[str, Any]:
+    def _make_logprobs(self, one: Completion, start: int, end: int) -> dict[str, Any]:
         ids, values = one.turn.output_ids[start:end], one.turn.output_logprobs[start:end]
         texts = [self._tokenizer.decode([token], skip_special_tokens=False) for token in ids]
         if self.order.wire is Wire.CHAT:
@@ -110,14 +119,14 @@ class AnswerWriter:
         offsets = list(itertools.accumulate(map(len, texts[:-1]), initial=0))[: len(texts)]
         return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
-    def _native(self, one: Completion, text: str) -> dict[str, Any]:
+    def _make_native(self, one: Completion, text: str) -> dict[str, Any]:
         """Return SGLang's answer, which is cumulative within a stream."""
         turn, order = one.turn, self.order
         length = len(turn.output_ids)
         ends: dict[str, dict[str, Any]] = {"stop": {"matched": one.matched}, "length": {"length": length}}
         kind = turn.finish_reason
         finish = {"type": kind, **ends[kind]} if kind else None
-        spans = _spans(one)
+        spans = _list_spans(one)
         meta: dict[str, Any] = {
             "id": one.order.rid if one.order.rid and one.order.n == 1 else one.rid,
             "finish_reason": finish,
@@ -141,7 +150,7 @@ class AnswerWriter:
 
 
 def _vllm(turns: Sequence[Turn], texts: Sequence[str]) -> dict[str, Any]:
-    """Return what atroposlib's server in front of vLLM answers."""
+    """Return the answer in the form of atroposlib's server for vLLM."""
     pairs = [zip(turn.output_ids, turn.output_logprobs, strict=True) for turn in turns]
     return {
         "text": texts,
@@ -151,8 +160,8 @@ def _vllm(turns: Sequence[Turn], texts: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def probe_answer(wire: Wire, model: str) -> dict[str, Any]:
-    """Return the answer to a health probe: one that no server made."""
+def make_probe_answer(wire: Wire, model: str) -> dict[str, Any]:
+    """Return the answer to a health probe; no server takes part in it."""
     choice: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": "length"}
     choice |= {"message": {"role": "assistant", "content": ""}} if wire is Wire.CHAT else {"text": ""}
     usage = {"prompt_tokens": 1, "completion_tokens": 0, "total_tokens": 1}
@@ -160,33 +169,33 @@ def probe_answer(wire: Wire, model: str) -> dict[str, Any]:
     return {**head, "model": model, "choices": [choice], "usage": usage}
 
 
-def error_answer(message: str, kind: str, name: str | None = None) -> dict[str, Any]:
+def make_error(message: str, kind: str, name: str | None = None) -> dict[str, Any]:
     """Return an error in OpenAI's format."""
     return {"error": {"message": message, "type": kind, "param": name, "code": None}}
 
 
-def event(content: Any) -> bytes:
+def format_event(content: Any) -> bytes:
     """Return one event of a stream."""
     text = content if isinstance(content, str) else json.dumps(content)
     return f"data: {text}\n\n".encode()
 
 
-def _spans(one: Completion) -> list[dict[str, Any]]:
+def _list_spans(one: Completion) -> list[dict[str, Any]]:
     return [{"version": label, "start": start, "end": end} for label, start, end in one.turn.versions]
 
 
-def _usage(completions: Sequence[Completion]) -> dict[str, int]:
-    prompts = {id(one.order): len(one.order.input_ids) for one in completions}
-    prompt, made = sum(prompts.values()), sum(len(one.turn.output_ids) for one in completions)
+def _count_usage(completions: Sequence[Completion]) -> dict[str, int]:
+    prompts = {id(completion.order): len(completion.order.input_ids) for completion in completions}
+    prompt, made = sum(prompts.values()), sum(len(completion.turn.output_ids) for completion in completions)
     return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
 
 
-def _tool_calls(text: str) -> tuple[list[dict[str, Any]], str | None]:
+def _find_tool_calls(text: str) -> tuple[list[dict[str, Any]], str | None]:
     """Return the calls in a text in the format of Hermes and Qwen, and the text before them."""
     calls: list[dict[str, Any]] = []
-    for found in _TOOL_CALL.finditer(text):
+    for match in _TOOL_CALL.finditer(text):
         try:
-            call = json.loads(found[1])
+            call = json.loads(match[1])
             function = {"name": str(call["name"]), "arguments": json.dumps(call.get("arguments", {}))}
         except (ValueError, KeyError):
             return [], text

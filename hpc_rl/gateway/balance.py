@@ -1,8 +1,8 @@
-"""Which server gets a request of the gateway: the one with the least load, or the one that knows the prompt.
+"""Chooses the server for a request of the gateway: the least loaded, or one that knows the prompt.
 
-The load of a server is the number of our requests that it has, times the seconds that a token took it lately.
-A conversation returns to the server that has its earlier turns in its prefix cache, unless that server has
-much more to do than the others.
+A server's load is the number of our open requests times its recent seconds per token. A conversation returns
+to the server that has its earlier turns in its prefix cache, unless that server has much more load than the
+others.
 """
 
 import random
@@ -18,9 +18,9 @@ from hpc_rl.core.types import Turn
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.servers.router import Router, Server
 
-BLOCK_TOKENS = 32  # prefixes are compared at multiples of this
-MAX_REMEMBERED = 1 << 16  # conversations, two entries each
-BUSIER = 1.5  # how much more load a conversation's own server may have
+BLOCK_TOKENS = 32  # prefixes are compared at multiples of this length
+MAX_REMEMBERED = 1 << 16  # conversations, with two entries each
+BUSIER = 1.5  # highest additional load of a conversation's previous server
 
 
 class ServerWindow:
@@ -43,8 +43,8 @@ class ServerWindow:
     def s_per_token(self) -> float | None:
         return self._elapsed_s / self._tokens if self._tokens else None
 
-    def summary(self) -> dict[str, float]:
-        """Return what a status page shows: mean and 99th percentile of an answer's time, time per token."""
+    def summarize(self) -> dict[str, float]:
+        """Return a server's row for status pages: mean and 99th percentile of answer times, s per token."""
         if not self._answers:
             return {}
         times = [elapsed_s for elapsed_s, _ in self._answers]
@@ -76,7 +76,7 @@ class BalancingRouter(Router):
             return (server.running + 1) * ((window and window.s_per_token) or typical)
 
         least = min(servers, key=lambda server: (load(server), random.random()))
-        own = self._server_of(requests[0].input_ids)
+        own = self._find_server(requests[0].input_ids)
         for server in servers:
             if server.lease.key == own and load(server) <= BUSIER * load(least) + typical:
                 return server
@@ -96,18 +96,18 @@ class BalancingRouter(Router):
     def num_servers(self) -> int:
         return len(self._servers)
 
-    def servers(self) -> list[dict[str, Any]]:
-        """Return what is known of each server, for status pages."""
+    def describe_servers(self) -> list[dict[str, Any]]:
+        """Return the metrics of each server, for status pages."""
         shown = []
         for key, server in self._servers.items():
             window, version = self._windows.get(key), server.lease.value["version"]
             state = {"key": key, "epoch": server.lease.epoch, "version": version, "state": server.state}
             state |= {"suspect": server.suspect, "running": server.running}
-            shown.append({**state, **(window.summary() if window else {})})
+            shown.append({**state, **(window.summarize() if window else {})})
         return shown
 
     def _remember(self, ids: Sequence[int], key: str) -> None:
-        """Note who has the whole blocks of these tokens in its cache."""
+        """Note the server that caches the whole blocks of these tokens."""
         whole = len(ids) - len(ids) % BLOCK_TOKENS
         if not whole:
             return
@@ -117,16 +117,16 @@ class BalancingRouter(Router):
         if len(self._places) > 2 * MAX_REMEMBERED:
             self._places.popitem(last=False)
 
-    def _server_of(self, ids: Sequence[int]) -> str | None:
-        """Return the server that knows at least half of these tokens as a prefix, by the longest such."""
-        found = None
-        for length, prefix in _prefixes(ids):
+    def _find_server(self, ids: Sequence[int]) -> str | None:
+        """Return the server with the longest known prefix of these tokens, if that covers at least half."""
+        server = None
+        for length, prefix in _hash_prefixes(ids):
             if 2 * length >= len(ids):
-                found = self._places.get(prefix, found)
-        return found
+                server = self._places.get(prefix, server)
+        return server
 
 
-def _prefixes(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+def _hash_prefixes(ids: Sequence[int]) -> Iterator[tuple[int, int]]:
     """Yield length and hash of each prefix that consists of whole blocks, the shortest first."""
     hashed, array = xxhash.xxh3_64(), np.asarray(ids, np.int32)
     for end in range(BLOCK_TOKENS, len(ids) + 1, BLOCK_TOKENS):

@@ -1,8 +1,8 @@
-"""Completions on their way: cut into slices for streams and stop strings, and put together again.
+"""Completions in progress: cut into slices for streams and stop strings, and put together again.
 
-A server is asked for token ids only. Stop strings are looked for here, in the decoded text, so that they work
-with every server and end at the same token: a completion with some is made in slices, each of which resumes
-from the tokens of the one before.
+Servers get token ids only. Stop strings are looked for here, in the decoded text, so they work with every
+server and end at the same token. A completion with stop strings is made in slices: each continues from the
+tokens of the previous one.
 """
 
 import bisect
@@ -14,11 +14,11 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.gateway.requests import PromptOrder
 from hpc_rl.servers.client import GenerateRequest, append_spans
 
-BROKEN = "\ufffd"  # what a character whose bytes are not all there yet is decoded to
+BROKEN = "\ufffd"  # the decoded form of a character whose bytes are incomplete
 
 
 class Completion:
-    """One completion: what was made of it so far, over as many slices as it takes."""
+    """One completion: its tokens so far, from one or several slices."""
 
     def __init__(self, order: PromptOrder, index: int, number: int, tokenizer: Tokenizer) -> None:
         self.order, self.index = order, index  # in the answer
@@ -34,19 +34,19 @@ class Completion:
         return bool(self.turn.finish_reason)
 
     def request(self, max_tokens: int | None) -> GenerateRequest:
-        """Return the request for the next slice; None means all that is left."""
-        made, sampling = len(self.turn.output_ids), dict(self.order.sampling)
-        left = sampling["max_new_tokens"] - made
+        """Return the request for the next slice; None asks for all the rest."""
+        num_made, sampling = len(self.turn.output_ids), dict(self.order.sampling)
+        left = sampling["max_new_tokens"] - num_made
         sampling["max_new_tokens"] = left if max_tokens is None else min(left, max_tokens)
         if "min_new_tokens" in sampling:
-            least = max(0, sampling["min_new_tokens"] - made)
+            least = max(0, sampling["min_new_tokens"] - num_made)
             sampling["min_new_tokens"] = min(least, sampling["max_new_tokens"])
         if "sampling_seed" in sampling:
             sampling["sampling_seed"] += self._number
         return GenerateRequest(self.order.input_ids + self.turn.output_ids, sampling, self.rid)
 
     def absorb(self, slice_: Turn) -> None:
-        """Append a slice, and end where it ends, at a stop string, or when nothing is left to make."""
+        """Append a slice; end the completion at its end, at a stop string, or at its limit."""
         turn, before = self.turn, len(self.turn.output_ids)
         turn.output_ids += slice_.output_ids
         turn.output_logprobs += slice_.output_logprobs
@@ -64,22 +64,24 @@ class Completion:
         if isinstance(self.matched, int) and self.order.trims_stop:
             self.text = self._decode(len(turn.output_ids) - 1)
 
-    def stable_text(self) -> str:
-        """Return the text that further tokens can't change: no half character, no begin of a stop string."""
+    def find_stable_text(self) -> str:
+        """Return the text that further tokens can't change: no half character, no start of a stop string."""
         if self.done:
             return self.text
         text = self.text.rstrip(BROKEN)
-        held = max((_overlap(text, stop) for stop in self.order.stops), default=0)
+        held = max((_count_overlap(text, stop) for stop in self.order.stops), default=0)
         return text[: len(text) - held]
 
     def _cut_at_stop(self, before: int) -> None:
         stops, ids = self.order.stops, self.turn.output_ids
-        if _first_stop(self.text, stops) is None:
+        if _find_first_stop(self.text, stops) is None:
             return
         sizes = range(before + 1, len(ids) + 1)
-        size = sizes[bisect.bisect_left(sizes, True, key=lambda k: bool(_first_stop(self._decode(k), stops)))]
+        size = sizes[
+            bisect.bisect_left(sizes, True, key=lambda k: bool(_find_first_stop(self._decode(k), stops)))
+        ]
         self.text = self._decode(size)
-        at, stop = _first_stop(self.text, stops) or (len(self.text), "")
+        at, stop = _find_first_stop(self.text, stops) or (len(self.text), "")
         if self.order.trims_stop:
             self.text = self.text[:at]
         turn = self.turn
@@ -93,10 +95,10 @@ class Completion:
         return self._tokenizer.decode(self.turn.output_ids[:size], self.order.skips_special)
 
 
-def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
+def _find_first_stop(text: str, stops: Sequence[str]) -> tuple[int, str] | None:
     return min(((at, stop) for stop in stops if (at := text.find(stop)) >= 0), default=None)
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return how many characters at the end of the text are the begin of the stop string."""
+def _count_overlap(text: str, stop: str) -> int:
+    """Return how many characters at the end of the text are the start of the stop string."""
     return next((size for size in range(min(len(text), len(stop)), 0, -1) if text.endswith(stop[:size])), 0)

@@ -1,7 +1,7 @@
-"""Gateway: the servers of a trial as one endpoint that holds requests where a server would fail them.
+"""Gateway: the servers of a trial as one endpoint that holds requests instead of failing them.
 
-During a weight update, or while servers restart, a request waits; one that was interrupted resumes from its
-tokens. The caller sees neither. Training and evaluation have limits of their own.
+During a weight update, or while servers restart, a request waits; an interrupted one continues from its
+tokens. The caller notices neither. Training and evaluation have separate limits.
 """
 
 import asyncio
@@ -22,8 +22,8 @@ from hpc_rl.gateway.requests import Bounds, Order, RequestReader
 from hpc_rl.servers.client import GenerateRequest
 
 logger = logging.getLogger(__name__)
-FIRST_SLICE, LARGEST_SLICE = 16, 256  # tokens; slices double in between
-LONGEST_PAUSE_S = 5.0  # between two tries of a request that is held
+FIRST_SLICE, LARGEST_SLICE = 16, 256  # tokens; each slice is twice the previous one, up to the second number
+LONGEST_PAUSE_S = 5.0  # between two attempts of a held request
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class GatewaySettings:
     """Limits of the gateway.
 
     Args:
-        max_n_per_request: Completions that one call to a server asks for; more are split into several calls.
-        max_requests: Calls for training that each server has at once.
-        max_eval_requests: Calls for evaluation that each server has at once, on top of those for training.
-        hold_s: Time for which a request is held without any answer of a server before it is answered 503.
+        max_n_per_request: Completions in one call to a server; more are split into several calls.
+        max_requests: Training calls to each server at once.
+        max_eval_requests: Evaluation calls to each server at once, in addition to the training calls.
+        hold_s: Seconds that a request waits for a server before it is answered with 503.
     """
 
     max_n_per_request: int = 8
@@ -45,7 +45,7 @@ class GatewaySettings:
 
 @dataclass
 class GatewayCounters:
-    """What the gateway has done since it started; `held_s` is the time that requests waited for servers."""
+    """Counters since the start of the gateway; `held_s` is the time that requests waited for servers."""
 
     requests: int = 0
     completions: int = 0
@@ -62,11 +62,11 @@ class Gateway:
     """Makes the completions of orders.
 
     Args:
-        router: The trial's servers; started and closed by the caller.
-        tokenizer: That of the model.
-        log: Where completions are logged.
-        bounds: What the model takes.
-        settings: Limits.
+        router: The trial's servers; the caller starts and closes it.
+        tokenizer: The model's tokenizer.
+        log: Log of completions.
+        bounds: Limits of the model.
+        settings: Limits of the gateway.
         model_name: Shown by /v1/models; requests may name any model.
     """
 
@@ -86,22 +86,24 @@ class Gateway:
         self.train = Gate(lambda: self.settings.max_requests * max(1, router.num_servers))
         self.eval = Gate(lambda: self.settings.max_eval_requests * max(1, router.num_servers))
 
-    def status(self) -> dict[str, Any]:
-        """Return counters, and what is known of each server."""
+    def get_status(self) -> dict[str, Any]:
+        """Return counters, and the metrics of each server."""
         gates = {"train": self.train, "eval": self.eval}
         return {
             **vars(self.counters),
             **{name: {"running": gate.running, "waiting": gate.waiting} for name, gate in gates.items()},
-            "log": self.log.status(),
-            "servers": self.router.servers(),
+            "log": self.log.get_status(),
+            "servers": self.router.describe_servers(),
         }
 
-    def completions(self, order: Order) -> list[Completion]:
-        """Return the completions of an order, to be made by `make`."""
-        made: list[Completion] = []
+    def make_completions(self, order: Order) -> list[Completion]:
+        """Return the empty completions of an order, for `make`."""
+        completions: list[Completion] = []
         for prompt in order.prompts:
-            made += [Completion(prompt, len(made) + i, i, self.tokenizer) for i in range(prompt.n)]
-        return made
+            completions += [
+                Completion(prompt, len(completions) + i, i, self.tokenizer) for i in range(prompt.n)
+            ]
+        return completions
 
     async def make(
         self,
@@ -109,18 +111,18 @@ class Gateway:
         evaluation: bool = False,
         changed: asyncio.Event | None = None,
     ) -> None:
-        """Make completions, and log them; with `changed` in slices, and it is set after each.
+        """Make completions, and log them. With `changed` they are made in slices, and it is set after each.
 
         Raises InputRefused, RequestRefused, RoleFailed.
         """
         self.counters.requests += 1
         gate = self.eval if evaluation else self.train
         pieces: list[list[Completion]] = []
-        for one in completions:
+        for completion in completions:
             full = not pieces or len(pieces[-1]) >= self.settings.max_n_per_request
-            if full or pieces[-1][0].order is not one.order:
+            if full or pieces[-1][0].order is not completion.order:
                 pieces.append([])
-            pieces[-1].append(one)
+            pieces[-1].append(completion)
 
         async def make_piece(piece: list[Completion]) -> None:
             async with gate:
@@ -136,21 +138,21 @@ class Gateway:
         size = FIRST_SLICE if in_slices else None
         left = piece
         while left:
-            turns = await self._until_answered([one.request(size) for one in left])
-            for one, turn in zip(left, turns, strict=True):
-                one.absorb(turn)
-            done = [one for one in left if one.done]
+            turns = await self._wait_for_answer([completion.request(size) for completion in left])
+            for completion, turn in zip(left, turns, strict=True):
+                completion.absorb(turn)
+            done = [completion for completion in left if completion.done]
             if done:
-                turns = [one.turn for one in done]
+                turns = [completion.turn for completion in done]
                 await self.log.append(order.input_ids, turns, order.sampling.get("temperature", 1.0))
                 self.counters.completions += len(done)
                 self.counters.tokens += sum(len(turn.output_ids) for turn in turns)
             if changed:
                 changed.set()
-            left = [one for one in left if not one.done]
+            left = [completion for completion in left if not completion.done]
             size = min(2 * size, LARGEST_SLICE) if size else None
 
-    async def _until_answered(self, requests: list[GenerateRequest]) -> list[Turn]:
+    async def _wait_for_answer(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Return the turns of requests once a server answers. Raises RoleFailed after `hold_s`."""
         begun, pause_s = time.monotonic(), 0.2
         while True:

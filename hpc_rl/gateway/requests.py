@@ -1,7 +1,7 @@
-"""What a client asks of the gateway, from each of the four schemas that it speaks.
+"""Requests to the gateway, parsed from each of its four schemas.
 
-OpenAI chat and completions, and on /generate SGLang's and vLLM's. A key that none of them has is ignored, and
-logged once. A key that is known is served, or refused where it asks for what the gateway can't do.
+These are OpenAI chat and completions, and on /generate SGLang's and vLLM's. Keys unknown to all of them are
+ignored, and logged once. Known keys are served, or refused if the gateway does not support them.
 """
 
 import enum
@@ -19,24 +19,24 @@ logger = logging.getLogger(__name__)
 
 MAX_SAMPLES = 4096  # of one request
 MAX_STOPS = 64
-MAX_IGNORED = 1000  # keys that are remembered as logged
+MAX_IGNORED = 1000  # logged keys that are remembered
 _MANY = 1 << 62
 
 _NATIVE = {**SAMPLING, "min_tokens": "min_new_tokens", "max_new_tokens": "max_new_tokens"}
 _NATIVE |= {"sampling_seed": "sampling_seed", "repetition_penalty": "repetition_penalty"}
 _NUMBERS = ("min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
-# passed on as they are; a completion with one of these is made in one call, as its state is the server's
+# passed on unchanged; a completion with one of these is made in one call, as the server holds its state
 _PASSED: dict[str, type] = {
     "json_schema": str, "regex": str, "ebnf": str, "structural_tag": str, "logit_bias": dict,
 }  # fmt: skip
 _WITH_STATE = {*_NUMBERS[1:], *_PASSED} - {"logit_bias"}
-# asks for what the gateway can't give, unless its value is one of these
+# not supported by the gateway, except for these values
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "echo": (False,), "suffix": ("",), "best_of": (1,), "prompt_logprobs": (0, False), "stop_regex": ("", []),
     "logprob_start_len": (-1,), "use_beam_search": (False,), "image_data": ([],), "input_embeds": (),
-    "top_logprobs": (0,), "top_logprobs_num": (0,),  # log-probabilities of other tokens than the sampled one
+    "top_logprobs": (0,), "top_logprobs_num": (0,),  # log-probabilities of tokens other than the sampled one
 }  # fmt: skip
-# served elsewhere in this module, or without an effect on what is generated
+# served elsewhere in this module, or without effect on the generated tokens
 _SERVED = {
     "model", "messages", "prompt", "n", "stop", "stream", "stream_options", "logprobs",
     "tools", "tool_choice", "chat_template_kwargs", "add_generation_prompt", "response_format",
@@ -56,11 +56,11 @@ class Wire(enum.StrEnum):
     VLLM = "vllm"
 
 
-DEFAULT_TOKENS = {Wire.SGLANG: 128, Wire.COMPLETION: 16, Wire.VLLM: 16}  # as their schemas say
+DEFAULT_TOKENS = {Wire.SGLANG: 128, Wire.COMPLETION: 16, Wire.VLLM: 16}  # named as in their schemas
 
 
 class FieldRefused(ValueError):
-    """A malformed request: the field, what came, and what is allowed."""
+    """A malformed request: the field, the value, and the allowed values."""
 
     def __init__(self, name: str, rule: str, value: Any = None) -> None:
         super().__init__(f"{name} {rule}" + ("" if value is None else f", got {value!r:.80}"))
@@ -69,12 +69,12 @@ class FieldRefused(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What the served model takes.
+    """Limits of the served model.
 
     Args:
-        max_new_tokens: Length of a chat's answer where the request names none.
-        context: Largest number of tokens of prompt and answer together; None where it is not known.
-        vocab_size: Number of token ids; None where it is not known.
+        max_new_tokens: Length of a chat's answer, if the request sets none.
+        context: Largest number of tokens of prompt and answer together; None if unknown.
+        vocab_size: Number of token ids; None if unknown.
         max_n: Largest number of answers to one prompt.
     """
 
@@ -86,9 +86,9 @@ class Bounds:
 
 @dataclass(slots=True)
 class PromptOrder:
-    """The completions that are wanted of one prompt; `sampling` has SGLang's names, without n and stop.
+    """The completions to make for one prompt; `sampling` has SGLang's names, without n and stop.
 
-    `rid` is the client's name for it, "" where it has none.
+    `rid` is the client's request id, or "".
     """
 
     input_ids: list[int]
@@ -107,7 +107,7 @@ class PromptOrder:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """One request: `batched` means that it is answered with a list whatever the number of its completions."""
+    """One request: if `batched`, the answer is a list, even of one completion."""
 
     wire: Wire
     prompts: list[PromptOrder]
@@ -122,28 +122,28 @@ class Order:
 
 
 def is_probe(body: dict[str, Any]) -> bool:
-    """Whether this is the check that atroposlib's clients make each second: one token after `hi`."""
+    """Whether this is the check that atroposlib's clients send each second: one token after `hi`."""
     others = {key: value for key, value in body.items() if key != "model"}
     hi = {"messages": [{"role": "user", "content": "hi"}]}, {"prompt": "hi"}
     return others in [{**said, "max_tokens": 1} for said in hi]
 
 
 class RequestReader:
-    """Makes orders of requests.
+    """Makes orders from requests.
 
     Args:
         tokenizer: For text and chats.
-        bounds: What the model takes.
+        bounds: Limits of the model.
     """
 
     def __init__(self, tokenizer: Tokenizer, bounds: Bounds) -> None:
         self.tokenizer, self.bounds = tokenizer, bounds
         self._ignored: set[str] = set()
 
-    def read(self, wire: Wire, body: dict[str, Any]) -> Order:
-        """Return the order that a body makes. Raises FieldRefused."""
+    def parse(self, wire: Wire, body: dict[str, Any]) -> Order:
+        """Return the order in a request's body. Raises FieldRefused."""
         self._check_keys(body)
-        name, prompts, batched = self._prompts(wire, body)
+        name, prompts, batched = self._parse_prompts(wire, body)
         given: Any = body
         if wire is Wire.SGLANG:
             given = body.get("sampling_params") or {}
@@ -151,7 +151,8 @@ class RequestReader:
         if len(per_prompt) != len(prompts):
             raise FieldRefused("sampling_params", f"has {len(per_prompt)} entries for {len(prompts)} prompts")
         orders = [
-            self._prompt_order(wire, name, ids, one) for ids, one in zip(prompts, per_prompt, strict=True)
+            self._make_prompt_order(wire, name, ids, one)
+            for ids, one in zip(prompts, per_prompt, strict=True)
         ]
         total = sum(order.n for order in orders)
         if total > MAX_SAMPLES:
@@ -160,7 +161,8 @@ class RequestReader:
         for prompt, given_rid in zip(orders, rid if isinstance(rid, list) else [rid], strict=False):
             prompt.rid = str(given_rid)
         options = body.get("stream_options")
-        # chat says true or false, completions a number, where 0 asks for those of the sampled tokens
+        # chat sends true or false; completions send a number, and 0 asks for the sampled tokens'
+        # log-probabilities
         asked = body.get("logprobs") is not None and body["logprobs"] is not False
         if asked and wire is not Wire.SGLANG and body["logprobs"] not in (0, 1):
             rule = "must be true, 0 or 1: log-probabilities are of the sampled tokens alone"
@@ -170,12 +172,12 @@ class RequestReader:
             orders,
             model=str(body.get("model") or "default"),
             batched=batched,
-            stream=_flag(body, "stream") and wire is not Wire.VLLM,
+            stream=_parse_flag(body, "stream") and wire is not Wire.VLLM,
             with_usage=isinstance(options, dict) and bool(options.get("include_usage")),
-            with_logprobs=_flag(body, "return_logprob") if wire is Wire.SGLANG else asked,
-            with_token_ids=_flag(body, "return_token_ids"),
-            with_token_text=_flag(body, "return_text_in_logprobs"),
-            with_tools=bool(_tools(body)) and wire is Wire.CHAT,
+            with_logprobs=_parse_flag(body, "return_logprob") if wire is Wire.SGLANG else asked,
+            with_token_ids=_parse_flag(body, "return_token_ids"),
+            with_token_text=_parse_flag(body, "return_text_in_logprobs"),
+            with_tools=bool(_parse_tools(body)) and wire is Wire.CHAT,
         )
 
     def _check_keys(self, body: dict[str, Any]) -> None:
@@ -187,10 +189,10 @@ class RequestReader:
                 self._ignored.add(key)
                 logger.warning("the gateway ignores the parameter %.80r of a request (said once)", key)
 
-    def _prompts(self, wire: Wire, body: dict[str, Any]) -> tuple[str, list[list[int]], bool]:
-        """Return the name of the field, the token ids of each prompt, and whether it held a list of them."""
+    def _parse_prompts(self, wire: Wire, body: dict[str, Any]) -> tuple[str, list[list[int]], bool]:
+        """Return the name of the field, the token ids of each prompt, and whether the field held a list."""
         if wire is Wire.CHAT:
-            return "messages", [self._chat(body)], False
+            return "messages", [self._parse_chat(body)], False
         name, given = "prompt", body.get("prompt")
         if wire is Wire.SGLANG:
             names = [one for one in ("input_ids", "text") if body.get(one) is not None]
@@ -205,9 +207,9 @@ class RequestReader:
         several = given if batched else [given]
         if len(several) > MAX_SAMPLES:
             raise FieldRefused(name, f"must have at most {MAX_SAMPLES} prompts", len(several))
-        return name, [self._ids(name, one) for one in several], batched
+        return name, [self._parse_ids(name, one) for one in several], batched
 
-    def _ids(self, name: str, given: Any) -> list[int]:
+    def _parse_ids(self, name: str, given: Any) -> list[int]:
         if isinstance(given, str):
             given = self.tokenizer.encode(given)
         if not isinstance(given, list) or set(map(type, given)) != {int}:
@@ -217,16 +219,16 @@ class RequestReader:
             raise FieldRefused(name, f"must have token ids from 0 to {limit - 1}")
         return given
 
-    def _chat(self, body: dict[str, Any]) -> list[int]:
+    def _parse_chat(self, body: dict[str, Any]) -> list[int]:
         messages = body.get("messages")
         if not isinstance(messages, list) or not messages:
             raise FieldRefused("messages", "must be a list of objects, at least one", messages)
-        plain = [_plain(f"messages[{number}]", one) for number, one in enumerate(messages)]
+        plain = [_flatten(f"messages[{number}]", message) for number, message in enumerate(messages)]
         variables = body.get("chat_template_kwargs") or {}
         if not isinstance(variables, dict):
             raise FieldRefused("chat_template_kwargs", "must be an object", variables)
         prompted = body.get("add_generation_prompt") is not False
-        variables = {"add_generation_prompt": prompted, "tools": _tools(body), **variables}
+        variables = {"add_generation_prompt": prompted, "tools": _parse_tools(body), **variables}
         try:
             text = self.tokenizer.chat(plain, **variables)
         except (ConfigError, TypeError) as error:
@@ -236,40 +238,42 @@ class RequestReader:
             raise FieldRefused("messages", "are rendered as no token")
         return ids
 
-    def _prompt_order(self, wire: Wire, name: str, ids: list[int], given: Any) -> PromptOrder:
+    def _make_prompt_order(self, wire: Wire, name: str, ids: list[int], given: Any) -> PromptOrder:
         if not isinstance(given, dict):
             raise FieldRefused("sampling_params", "must be an object", given)
         if wire is Wire.SGLANG:
             self._check_keys(given)
-        made = _sampling(given)
-        n = made.pop("n", 1)
+        sampling_parameters = _parse_sampling(given)
+        n = sampling_parameters.pop("n", 1)
         if n > self.bounds.max_n:
             raise FieldRefused("n", f"must be at most {self.bounds.max_n}", n)
-        wanted = made.get("max_new_tokens", DEFAULT_TOKENS.get(wire, self.bounds.max_new_tokens))
+        wanted = sampling_parameters.get(
+            "max_new_tokens", DEFAULT_TOKENS.get(wire, self.bounds.max_new_tokens)
+        )
         if self.bounds.context is not None:
             room = self.bounds.context - len(ids)
             if room <= 0:
                 raise FieldRefused(name, f"must leave room in {self.bounds.context} tokens", len(ids))
             wanted = min(wanted, room)
-        made["max_new_tokens"] = wanted
-        if "min_new_tokens" in made:
-            made["min_new_tokens"] = min(made["min_new_tokens"], wanted)
-        if not made.get("ignore_eos"):
-            own = made.get("stop_token_ids", ())
-            made["stop_token_ids"] = list(dict.fromkeys([*own, *self.tokenizer.eos_token_ids]))
-        keeps_stop = _flag(given, "no_stop_trim") or _flag(given, "include_stop_str_in_output")
+        sampling_parameters["max_new_tokens"] = wanted
+        if "min_new_tokens" in sampling_parameters:
+            sampling_parameters["min_new_tokens"] = min(sampling_parameters["min_new_tokens"], wanted)
+        if not sampling_parameters.get("ignore_eos"):
+            own = sampling_parameters.get("stop_token_ids", ())
+            sampling_parameters["stop_token_ids"] = list(dict.fromkeys([*own, *self.tokenizer.eos_token_ids]))
+        keeps_stop = _parse_flag(given, "no_stop_trim") or _parse_flag(given, "include_stop_str_in_output")
         skips = given.get("skip_special_tokens") is not False
-        return PromptOrder(ids, made, n, _stops(given), not keeps_stop, skips)
+        return PromptOrder(ids, sampling_parameters, n, _parse_stops(given), not keeps_stop, skips)
 
 
-def _sampling(given: dict[str, Any]) -> dict[str, Any]:
-    """Return what a server is asked for, and n, in SGLang's names."""
-    made: dict[str, Any] = {}
+def _parse_sampling(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the sampling parameters for a server, in SGLang's names, and n."""
+    parameters: dict[str, Any] = {}
     for key, value in given.items():
         if value is None:
             continue
         native = _NATIVE.get(key, key)
-        if native == "top_k" and value == 0:  # vLLM's word for all
+        if native == "top_k" and value == 0:  # vLLM's value for all tokens
             value = -1
         if native in _NUMBERS:
             finite = type(value) in (int, float) and abs(value) < sampling.MAX_NUMBER
@@ -277,7 +281,7 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
                 raise FieldRefused(key, "must be a finite number", value)
         elif native in sampling.KNOWN:
             try:
-                sampling.parse({"max_new_tokens": _MANY, native: value})
+                sampling.parse_sampling({"max_new_tokens": _MANY, native: value})
             except RequestRefused as error:
                 raise FieldRefused(key, f"is refused: {error}") from error
         elif native in _PASSED:
@@ -285,11 +289,11 @@ def _sampling(given: dict[str, Any]) -> dict[str, Any]:
                 raise FieldRefused(key, f"must be of type {_PASSED[native].__name__}", value)
         else:
             continue
-        made[native] = value
-    return {**made, **_schema(given.get("response_format"))}
+        parameters[native] = value
+    return {**parameters, **_find_schema(given.get("response_format"))}
 
 
-def _schema(response_format: Any) -> dict[str, str]:
+def _find_schema(response_format: Any) -> dict[str, str]:
     kind = response_format.get("type") if isinstance(response_format, dict) else response_format
     if kind in (None, "text"):
         return {}
@@ -303,11 +307,11 @@ def _schema(response_format: Any) -> dict[str, str]:
     raise FieldRefused("response_format", "must be of type text, json_object or json_schema")
 
 
-def _tools(body: dict[str, Any]) -> Any:
+def _parse_tools(body: dict[str, Any]) -> Any:
     return body.get("tools") if body.get("tool_choice") != "none" else None
 
 
-def _stops(given: dict[str, Any]) -> list[str]:
+def _parse_stops(given: dict[str, Any]) -> list[str]:
     stop = given.get("stop") or []
     stops = [stop] if isinstance(stop, str) else stop
     valid = isinstance(stops, list) and all(isinstance(one, str) for one in stops)
@@ -316,7 +320,7 @@ def _stops(given: dict[str, Any]) -> list[str]:
     return [one for one in stops if one]
 
 
-def _plain(name: str, message: Any) -> dict[str, Any]:
+def _flatten(name: str, message: Any) -> dict[str, Any]:
     """Return a message with its content as text."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise FieldRefused(name, "must be an object with role and content", message)
@@ -330,7 +334,7 @@ def _plain(name: str, message: Any) -> dict[str, Any]:
     return {**message, "content": "" if content is None else content}
 
 
-def _flag(given: dict[str, Any], name: str) -> bool:
+def _parse_flag(given: dict[str, Any], name: str) -> bool:
     value = given.get(name)
     if value not in (None, True, False):
         raise FieldRefused(name, "must be true or false", value)

@@ -1,13 +1,13 @@
-"""The HTTP routes of the gateway, as a list for rollout.routes.application, which checks the tokens.
+"""The HTTP routes of the gateway, as a list; rollout.routes.make_application checks the tokens.
 
     POST /v1/chat/completions, /v1/completions   OpenAI's
-    POST /generate                               SGLang's; vLLM's where the body has `prompt`
+    POST /generate                               SGLang's; vLLM's if the body has `prompt`
     GET  /health, /health_generate, /v1/models, /model_info
-    GET  /gateway                                counters, and what is known of each server
+    GET  /gateway                                counters, and metrics of each server
 
-All but the last also exist below /eval, where the limit for evaluation counts; the header
-`X-Hpc-Rl-Split: eval` says the same. Clients give the data token as their API key, or a base URL that begins
-with `/t/<data token>`: `http://host:port/t/<data token>/eval/v1`.
+All but the last also exist below /eval, with the limit for evaluation; the header `X-Hpc-Rl-Split: eval` has
+the same effect. Clients give the data token as their API key, or a base URL that begins with `/t/<data
+token>`: `http://host:port/t/<data token>/eval/v1`.
 """
 
 import asyncio
@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 
 from aiohttp import web
 
-from hpc_rl.core.auth import json_object
+from hpc_rl.core.auth import parse_json_object
 from hpc_rl.core.errors import InputRefused, RequestRefused, RoleFailed
-from hpc_rl.core.http_service import read_body
-from hpc_rl.gateway.answers import AnswerWriter, error_answer, event, probe_answer
+from hpc_rl.core.http_service import receive_body
+from hpc_rl.gateway.answers import AnswerWriter, format_event, make_error, make_probe_answer
 from hpc_rl.gateway.completions import Completion
 from hpc_rl.gateway.gateway import Gateway
 from hpc_rl.gateway.requests import FieldRefused, Wire, is_probe
@@ -40,7 +40,7 @@ class ClientGone(Exception):
     """The client hung up."""
 
 
-def gateway_routes(gateway: Gateway) -> list[web.RouteDef]:
+def make_gateway_routes(gateway: Gateway) -> list[web.RouteDef]:
     """Return the routes of a gateway."""
     posts = {
         "/v1/chat/completions": Wire.CHAT,
@@ -49,57 +49,57 @@ def gateway_routes(gateway: Gateway) -> list[web.RouteDef]:
     }
 
     async def healthy(_request: web.Request) -> web.Response:
-        # also while no server answers: requests are held then, and a client that waits for health sends none
+        # also without any live server: requests wait then, but a client that waits for health sends none
         return web.json_response({"status": "ok", "servers": gateway.router.num_servers})
 
     async def models(_request: web.Request) -> web.Response:
-        one = {"id": gateway.model_name, "object": "model", "created": 0, "owned_by": "hpc-rl"}
+        model = {"id": gateway.model_name, "object": "model", "created": 0, "owned_by": "hpc-rl"}
         return web.json_response(
-            {"object": "list", "data": [{**one, "max_model_len": gateway.reader.bounds.context}]}
+            {"object": "list", "data": [{**model, "max_model_len": gateway.reader.bounds.context}]}
         )
 
     async def model_info(_request: web.Request) -> web.Response:
-        versions = [server["version"] for server in gateway.router.servers()]
+        versions = [server["version"] for server in gateway.router.describe_servers()]
         info = {"model_path": gateway.model_name, "tokenizer_path": str(gateway.tokenizer.folder)}
         return web.json_response(
             {**info, "is_generation": True, "weight_version": versions[0] if versions else ""}
         )
 
     async def status(_request: web.Request) -> web.Response:
-        return web.json_response(gateway.status())
+        return web.json_response(gateway.get_status())
 
     defs = [web.get("/gateway", status)]
     for prefix in ("", "/eval"):
         for path, wire in posts.items():
-            defs.append(web.post(prefix + path, _generating(gateway, wire, evaluation=bool(prefix))))
+            defs.append(web.post(prefix + path, _make_handler(gateway, wire, evaluation=bool(prefix))))
         defs += [web.get(prefix + path, healthy) for path in ("/health", "/health_generate")]
         defs += [web.get(f"{prefix}/v1/models", models), web.get(f"{prefix}/model_info", model_info)]
     return defs
 
 
-def _generating(gateway: Gateway, of_path: Wire, evaluation: bool) -> Handler:
+def _make_handler(gateway: Gateway, of_path: Wire, evaluation: bool) -> Handler:
     async def generate(request: web.Request) -> web.StreamResponse:
         try:
-            body = await _body(request)
+            body = await _load_body(request)
             wire = Wire.VLLM if of_path is Wire.SGLANG and "prompt" in body else of_path
             if wire in (Wire.CHAT, Wire.COMPLETION) and is_probe(body):
                 gateway.counters.probes += 1
-                return web.json_response(probe_answer(wire, gateway.model_name))
-            order = gateway.reader.read(wire, body)
+                return web.json_response(make_probe_answer(wire, gateway.model_name))
+            order = gateway.reader.parse(wire, body)
             of_evaluation = evaluation or request.headers.get(SPLIT_HEADER, "").lower() == "eval"
-            completions, writer = gateway.completions(order), AnswerWriter(order, gateway.tokenizer)
+            completions, writer = gateway.make_completions(order), AnswerWriter(order, gateway.tokenizer)
             if order.stream:
                 return await _stream(gateway, request, writer, completions, of_evaluation)
-            await _while_connected(request, _unwrapped(gateway.make(completions, of_evaluation)))
-            return web.json_response(writer.whole(completions))
+            await _run_while_connected(request, _unwrap(gateway.make(completions, of_evaluation)))
+            return web.json_response(writer.make_whole(completions))
         except (FieldRefused, InputRefused) as error:
             gateway.counters.refused += 1
             logger.info("refused: %s", error)
-            return _failed(400, error)
+            return _answer_error(400, error)
         except (RoleFailed, RequestRefused) as error:
             gateway.counters.unanswered += 1
             logger.warning("a request could not be answered: %s", error)
-            return _failed(503 if isinstance(error, RoleFailed) else 500, error)
+            return _answer_error(503 if isinstance(error, RoleFailed) else 500, error)
         except ClientGone:
             gateway.counters.abandoned += 1
             return web.Response(status=499)
@@ -107,10 +107,10 @@ def _generating(gateway: Gateway, of_path: Wire, evaluation: bool) -> Handler:
     return generate
 
 
-async def _body(request: web.Request) -> dict[str, Any]:
+async def _load_body(request: web.Request) -> dict[str, Any]:
     """Return the JSON object of a request. Raises FieldRefused."""
     try:
-        return json_object(await read_body(request, MAX_BODY_BYTES))
+        return parse_json_object(await receive_body(request, MAX_BODY_BYTES))
     except web.HTTPRequestEntityTooLarge:
         raise FieldRefused("body", f"the body has more than {MAX_BODY_BYTES >> 20} MiB") from None
     except ValueError as error:
@@ -124,22 +124,22 @@ async def _stream(
     completions: list[Completion],
     evaluation: bool,
 ) -> web.StreamResponse:
-    """Answer with events. What fails before the first one is an ordinary answer."""
+    """Answer with events. A failure before the first event gives an ordinary answer."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     changed = asyncio.Event()
-    making = asyncio.ensure_future(_unwrapped(gateway.make(completions, evaluation, changed)))
+    making = asyncio.ensure_future(_unwrap(gateway.make(completions, evaluation, changed)))
     making.add_done_callback(lambda _made: changed.set())
 
     async def send(data: bytes) -> None:
         if not response.prepared:
             await response.prepare(request)
             for opening in writer.begin(completions):
-                await response.write(event(opening))
+                await response.write(format_event(opening))
         await response.write(data)
 
     async def send_news() -> None:
-        for content in [content for one in completions for content in writer.more(one)]:
-            await send(event(content))
+        for content in [content for completion in completions for content in writer.make_next(completion)]:
+            await send(format_event(content))
 
     try:
         silent_s = 0.0
@@ -160,10 +160,10 @@ async def _stream(
         except (InputRefused, RequestRefused, RoleFailed) as error:
             if not response.prepared:
                 raise
-            await send(event(error_answer(str(error), "server_error")))
+            await send(format_event(make_error(str(error), "server_error")))
         for content in writer.end(completions):
-            await send(event(content))
-        await send(event("[DONE]"))
+            await send(format_event(content))
+        await send(format_event("[DONE]"))
         return response
     except ConnectionResetError:
         raise ClientGone from None
@@ -172,8 +172,8 @@ async def _stream(
         await asyncio.gather(making, return_exceptions=True)
 
 
-async def _while_connected(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns; cancel it once the client is gone. Raises ClientGone."""
+async def _run_while_connected(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`; cancel it once the client is gone. Raises ClientGone."""
     task = asyncio.ensure_future(work)
     try:
         while True:
@@ -190,16 +190,16 @@ def _check_connection(request: web.Request) -> None:
         raise ClientGone
 
 
-async def _unwrapped(work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns. Raises the first of a group of exceptions, for all have one reason."""
+async def _unwrap(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. Raises the first of a group of exceptions, because all have one cause."""
     try:
         return await work
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from group
 
 
-def _failed(status: int, error: Exception) -> web.Response:
+def _answer_error(status: int, error: Exception) -> web.Response:
     kind = "invalid_request_error" if status == 400 else "server_error"
     name = error.field if isinstance(error, FieldRefused) else None
     headers = {"Retry-After": str(RETRY_AFTER_S)} if status == 503 else None
-    return web.json_response(error_answer(str(error), kind, name), status=status, headers=headers)
+    return web.json_response(make_error(str(error), kind, name), status=status, headers=headers)

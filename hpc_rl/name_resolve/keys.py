@@ -2,10 +2,10 @@
 
 OWNER = "owner"  # lease: the supervisor that runs the trial
 WAITS_FOR_ROOM = "waits_for_room"  # the disk is full
-WAITS_FOR_GROUPS = "waits_for_groups"  # of environments; no prompt of our own runs
+WAITS_FOR_GROUPS = "waits_for_groups"  # waits for groups of environments; none of our own prompts runs
 # lease: {"url", "attempt", "pid", "host", "waits_for_room", "waits_for_groups"}
 ROLLOUT = "rollout/0"
-# States of a server that gets requests; a paused one holds them until its new weights are loaded.
+# States of a server that gets requests; a paused server holds them until its new weights are loaded.
 ROUTABLE = ("serving", "paused")
 
 
@@ -25,5 +25,5 @@ def rendezvous(attempt: str, incarnation: int) -> str:
 
 
 def watch(number: int) -> str:
-    """Lease of a watch over the first node: {"attempt", "host"}. It only tells which watch is the newest."""
+    """Lease of a watch over the first node: {"attempt", "host"}. It identifies the newest watch."""
     return f"watch/{number}"

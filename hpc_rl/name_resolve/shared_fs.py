@@ -1,18 +1,18 @@
 """Records and leases in a shared directory: a JSON file per record and per epoch of a lease, no locks.
 
-Layout: record `a/b/c` is `<root>/a/b/c.json`; epoch N of the lease on `a/b` is `<root>/a/b.epoch-N`. A file
-has one writer; of several processes that create it exactly one wins (link). Names with a leading dot are
+Layout: record `a/b/c` is `<root>/a/b/c.json`; epoch N of the lease on `a/b` is `<root>/a/b.epoch-N`. Each
+file has one writer; if several processes create a file, exactly one wins (link). Names with a leading dot are
 incomplete: readers skip them.
 
-Durability: a record and a new epoch are fsynced before they get their names, a heartbeat is not; neither are
-directories, because what a crash of the file server loses is written again by the processes that live.
+Durability: records and new epochs are fsynced before they get their names. Heartbeats and directories are
+not: after a crash of the file server, live processes write lost files again.
 
 Load: a lease is written every sixth of its time to live, and when its value changes.
 
-Caches: NFS remembers that a name was absent for up to a minute, but opening the parent directory revalidates
-it. So a name that was absent is looked up by listing its directory, and content is polled by open and read,
-never by mtime. The process that takes an epoch removes those below the one before it; one with an old listing
-that creates one of them again lists anew, and takes a higher one.
+Caches: NFS caches the absence of a name for up to a minute, but opening the parent directory revalidates it.
+So an absent name is looked up by listing its directory, and content is polled by open and read, never by
+mtime. The process that takes an epoch removes all epochs before the previous one; a process with an old
+listing that creates one of these again lists anew, and takes a higher epoch.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from hpc_rl.core.errors import ConfigError, Stale
 from hpc_rl.core.files import is_full
 from hpc_rl.core.trial import create_exclusive, overwrite, write_atomic
 
-LEASE_TTL_S = 60.0  # file servers may be away, and names be remembered as absent, for this long
+LEASE_TTL_S = 60.0  # file servers may be away, and absent names be cached, for this long
 HEARTBEATS_PER_TTL = 6
 TRIES_PER_TTL = 20  # while writing fails
 KEPT_EPOCHS = 2
-READS_PER_S = 32.0  # of leases, at most, by one process: many servers are read more rarely
+READS_PER_S = 32.0  # of leases, at most, by one process: with many servers each is read less often
 
 COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,127}")
 FIRST_POLL_S, LAST_POLL_S = 0.05, 1.0
@@ -50,39 +50,39 @@ RECORD = ".json"
 
 @dataclass(frozen=True)
 class LeaseView:
-    """A lease as a reader judges it: alive while its counter moved within its time to live."""
+    """A lease as judged by a reader: alive if its counter moved within its time to live."""
 
     key: str
     value: dict[str, Any]
     epoch: int
     alive: bool
-    age_s: float  # since the counter was last seen to move, by the reader's clock
+    age_s: float  # since the last observed move of the counter, by the reader's clock
     counter: int = 0
     ttl_s: float = 0.0
 
 
 class NameResolve:
-    """Records and leases as files below one directory, which is made when the first one is written.
+    """Records and leases as files below one directory, created by the first write.
 
-    Keys are `a/b/c` of safe components (ConfigError otherwise); values are JSON objects. `clock` gives the
-    seconds of this reader; leases are judged by it alone.
+    Keys are `a/b/c` of safe components (ConfigError otherwise); values are JSON objects. `clock` returns
+    seconds of this reader; it alone judges leases.
     """
 
     def __init__(self, root: str | Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.root = Path(root)
         self._clock = clock
-        self._moved: dict[str, tuple[int, int, float]] = {}  # key -> epoch, counter, when it was first seen
+        self._moved: dict[str, tuple[int, int, float]] = {}  # key -> epoch, counter, first seen
 
     def put(self, key: str, value: dict[str, Any]) -> None:
         """Write a record, or replace it."""
-        path = self._path(key, RECORD)
+        path = self._make_path(key, RECORD)
         path.parent.mkdir(parents=True, exist_ok=True)
         _replace(path, json.dumps({"value": value, "nonce": uuid.uuid4().hex}))
 
     def wait(self, key: str, timeout_s: float) -> dict[str, Any]:
         """Return the record once it exists. Raises TimeoutError that names the key."""
-        path, deadline, pause_s = self._path(key, RECORD), time.monotonic() + timeout_s, FIRST_POLL_S
-        while (record := _read(path)) is None:
+        path, deadline, pause_s = self._make_path(key, RECORD), time.monotonic() + timeout_s, FIRST_POLL_S
+        while (record := _load(path)) is None:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 raise TimeoutError(f"no process published {key!r} within {timeout_s:g} s")
@@ -92,16 +92,16 @@ class NameResolve:
         return record["value"]
 
     def lease(self, key: str, value: dict[str, Any], ttl_s: float = LEASE_TTL_S) -> Lease:
-        """Take the key over with the next epoch: the highest epoch wins, holders of lower ones are stale."""
-        path = self._path(key)
+        """Take over the key with the next epoch: the highest wins, holders of lower epochs are stale."""
+        path = self._make_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        epoch = max(_epochs(path), default=0) + 1
+        epoch = max(_list_epochs(path), default=0) + 1
         while True:
             lease = Lease(
                 path, key, epoch, value, ttl_s, clock=self._clock, make_folder=self._make_folder_again
             )
-            won = create_exclusive(lease.path, lease.content())
-            epochs = _epochs(path)  # fresh: the attempt to create a name revalidated the directory
+            won = create_exclusive(lease.path, lease.encode())
+            epochs = _list_epochs(path)  # fresh: the attempt to create a name revalidated the directory
             highest = max(epochs, default=0)
             if won and highest == epoch:
                 for old in epochs:
@@ -111,18 +111,18 @@ class NameResolve:
             epoch = max(highest, epoch) + 1
 
     def end(self, key: str, holder: Mapping[str, Any]) -> None:
-        """End the lease of a process that has exited, where its value agrees with `holder`.
+        """End the lease of an exited process, if its value agrees with `holder`.
 
-        The next epoch is created, released: readers see it gone before its time to live is over.
+        Creates the next epoch as released: readers see the lease end before its time to live is over.
         """
-        seen = self.leases(key).get(key)
+        seen = self.list_leases(key).get(key)
         if seen is not None and all(seen.value.get(name, value) == value for name, value in holder.items()):
-            over = Lease(self._path(key), key, seen.epoch + 1, seen.value, seen.ttl_s, released=True)
-            create_exclusive(over.path, over.content())
+            over = Lease(self._make_path(key), key, seen.epoch + 1, seen.value, seen.ttl_s, released=True)
+            create_exclusive(over.path, over.encode())
 
-    def leases(self, prefix: str) -> dict[str, LeaseView]:
-        """Return the leases on `prefix` and the keys right below it, judged by what earlier calls saw."""
-        base = self._path(prefix)
+    def list_leases(self, prefix: str) -> dict[str, LeaseView]:
+        """Return the leases on `prefix` and the keys directly below it, judged by earlier observations."""
+        base = self._make_path(prefix)
         newest: dict[str, int] = {}
         for folder, above in ((base.parent, prefix.rpartition("/")[0]), (base, prefix)):
             for name in _scan(folder):
@@ -132,7 +132,7 @@ class NameResolve:
                     newest[key] = max(newest.get(key, 0), int(number))
         seen = {}
         for key, epoch in sorted(newest.items()):
-            record = _read(self._path(key, f"{EPOCH}{epoch}"))
+            record = _load(self._make_path(key, f"{EPOCH}{epoch}"))
             if record is None or record["released"]:
                 continue
             now = self._clock()
@@ -147,12 +147,12 @@ class NameResolve:
         return seen
 
     def _make_folder_again(self, path: Path) -> None:
-        """Make the folder of a key that was removed, unless the whole trial was."""
+        """Create the removed folder of a key again, unless the whole trial was removed."""
         if self.root.parent.is_dir():
             path.parent.mkdir(parents=True, exist_ok=True)
 
-    def _path(self, key: str, suffix: str = "") -> Path:
-        """Return the file of a key whose parts are safe as file names. Raises ConfigError."""
+    def _make_path(self, key: str, suffix: str = "") -> Path:
+        """Return the file of a key. Raises ConfigError for parts that are unsafe as file names."""
         *folders, name = parts = key.split("/")
         for part in parts:
             if not COMPONENT.fullmatch(part) or ".." in part or part.endswith(RECORD) or EPOCH in part:
@@ -185,12 +185,12 @@ class Lease:
     def path(self) -> Path:
         return self.base.with_name(f"{self.base.name}{EPOCH}{self.epoch}")
 
-    def content(self) -> str:
+    def encode(self) -> str:
         fields = ("value", "epoch", "counter", "ttl_s", "released")
         return json.dumps({name: getattr(self, name) for name in fields} | {"nonce": uuid.uuid4().hex})
 
     def is_due(self, value: dict[str, Any] | None = None) -> bool:
-        """Return whether to renew now: the value is another, or a heartbeat is due. Asks no file system."""
+        """Return whether to renew now: the value has changed, or a heartbeat is due. No file access."""
         changed, now = value is not None and value != self.value, self.clock()
         if now - self._failed_at < self.ttl_s / TRIES_PER_TTL:
             return False
@@ -198,19 +198,19 @@ class Lease:
 
     def check(self) -> None:
         """Raise Stale once a higher epoch exists."""
-        highest = max(_epochs(self.base), default=0)
+        highest = max(_list_epochs(self.base), default=0)
         if highest > self.epoch or self.released:
             reason = f"epoch {self.epoch} was released or is older than epoch {highest}"
             raise Stale(f"lease {self.key!r}: {reason}")
 
     def renew(self, value: dict[str, Any] | None = None) -> None:
-        """Move the counter, with another value if given. Raises Stale once a higher epoch exists."""
+        """Advance the counter, with a new value if given. Raises Stale once a higher epoch exists."""
         self.check()
         self.value = self.value if value is None else value
         self._write()
 
     def release(self) -> None:
-        """Give the key up: readers no longer see it. The tombstone tells from which epoch to count."""
+        """Release the key: readers no longer see it. The file stays, so that epochs keep increasing."""
         if not self.released:
             self.released = True
             self._write()
@@ -218,8 +218,8 @@ class Lease:
     def _write(self) -> None:
         self.counter += 1
         self._failed_at = self.clock()
-        # On a full disk the old content is overwritten: a process that waits for room keeps its lease.
-        text = self.content()
+        # On a full disk, overwrite the old content: a process that waits for room keeps its lease.
+        text = self.encode()
         try:
             _replace(self.path, text, durable=False)
         except FileNotFoundError:  # the directory was removed
@@ -232,23 +232,23 @@ class Lease:
         self._written_at, self._failed_at = self.clock(), -math.inf
 
 
-def _epochs(base: Path) -> list[int]:
+def _list_epochs(base: Path) -> list[int]:
     prefix = base.name + EPOCH
     marks = [name.removeprefix(prefix) for name in _scan(base.parent) if name.startswith(prefix)]
     return [int(mark) for mark in marks if mark.isdecimal()]
 
 
 def _replace(path: Path, text: str, durable: bool = True) -> None:
-    # NFS may lose the reply to a rename that happened, so the file is believed rather than the error.
+    # NFS may lose the reply to a successful rename, so trust the file rather than the error.
     try:
         write_atomic(path, text, durable=durable)
     except OSError:
-        if _read(path) != json.loads(text):
+        if _load(path) != json.loads(text):
             raise
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Return the content, None where it is absent or stays unreadable after some tries."""
+def _load(path: Path) -> dict[str, Any] | None:
+    """Return the content, None if it is absent or still unreadable after some tries."""
     for attempt in range(READ_TRIES):
         if attempt:
             time.sleep(READ_PAUSE_S * attempt)
@@ -269,7 +269,7 @@ def _read(path: Path) -> dict[str, Any] | None:
 
 
 def _scan(folder: Path) -> list[str]:
-    """Return the complete names in a folder; opening it drops what NFS remembers about absent names."""
+    """Return the complete names in a folder; opening it drops NFS's cache of absent names."""
     for attempt in range(READ_TRIES):
         try:
             with os.scandir(folder) as entries:

@@ -1,4 +1,4 @@
-"""Bytes that a trial writes to its directory, and what of them stays. Pure."""
+"""Estimate the bytes that a trial writes to its directory, and the bytes that stay there. Pure."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import dataclass
 
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.options.operations import FrequencyConfig
-from hpc_rl.config.rules.training_rules import trained
+from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
 
-TOKEN_BYTES = 17.5  # of a trajectory in the batch log: id, log-probability, mask, version
-# Newest versions that weights/disk.py keeps, and the one that is written; a test compares them.
+TOKEN_BYTES = 17.5  # per token in the batch log: id, log-probability, mask, version
+# The newest versions that weights/disk.py keeps, plus one during its write; a test compares them.
 KEPT_VERSIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiskUse:
-    """Bytes per event, and what stays; 0 where there is no such event."""
+    """Bytes per event, and the bytes that stay; 0 if the event never happens."""
 
     weights: float  # published after each step
     batch: float  # logged in each step, at most
-    checkpoint: float  # each one
-    export: float  # each one
+    checkpoint: float  # each
+    export: float  # each
     kept_weights: float
     kept_checkpoints: float
-    kept_batches: float | None  # None where checkpoints are not counted in steps
-    kept_exports: float | None  # None where their number is not known
+    kept_batches: float | None  # None if checkpoints are not counted in steps
+    kept_exports: float | None  # None if their number is unknown
     checkpoint_period: str
     export_period: str
 
@@ -35,14 +35,14 @@ class DiskUse:
         return self.weights + self.batch
 
 
-def disk_use(config: Config, shape: ModelShape, steps: int | None, tokens_per_step: int) -> DiskUse:
-    """Return what a trial writes; `tokens_per_step` at most."""
-    weights = float(DTYPE_BYTES[trained(config)[1].dtype] * shape.num_params)
+def estimate_disk_use(config: Config, shape: ModelShape, steps: int | None, tokens_per_step: int) -> DiskUse:
+    """Return the disk use of a trial; `tokens_per_step` is an upper bound."""
+    weights = float(DTYPE_BYTES[find_trained_model(config)[1].dtype] * shape.num_params)
     generates, saves = isinstance(config, GRPOConfig), config.recover.mode != "disabled"
     checkpoint = 12.0 * shape.num_params if saves else 0.0
     batch = TOKEN_BYTES * tokens_per_step if generates else 0.0
     recover, saver = config.recover, config.saver
-    num_kept = recover.keep + recover.keep_best + 1  # and the one that is written
+    num_kept = recover.keep + recover.keep_best + 1  # one more during its write
     if recover.keep_every_steps and steps:
         num_kept += steps // recover.keep_every_steps
     kept_batches = None
@@ -56,13 +56,13 @@ def disk_use(config: Config, shape: ModelShape, steps: int | None, tokens_per_st
         kept_weights=KEPT_VERSIONS * weights if generates else 0.0,
         kept_checkpoints=num_kept * checkpoint,
         kept_batches=kept_batches if generates else 0.0,
-        kept_exports=_kept_exports(config, weights, steps),
-        checkpoint_period=_period(recover) if saves else "never",
-        export_period=", ".join(filter(None, [_period(saver), "at the end"])),
+        kept_exports=_estimate_kept_exports(config, weights, steps),
+        checkpoint_period=_describe_period(recover) if saves else "never",
+        export_period=", ".join(filter(None, [_describe_period(saver), "at the end"])),
     )
 
 
-def _kept_exports(config: Config, export: float, steps: int | None) -> float | None:
+def _estimate_kept_exports(config: Config, export: float, steps: int | None) -> float | None:
     saver = config.saver
     always = 1 + (saver.keep_best is not None)  # final, best
     if not (saver.freq_steps or saver.freq_epochs or saver.freq_secs):
@@ -83,6 +83,6 @@ def _kept_exports(config: Config, export: float, steps: int | None) -> float | N
     return export * (always + number)
 
 
-def _period(options: FrequencyConfig) -> str:
+def _describe_period(options: FrequencyConfig) -> str:
     periods = (("epochs", options.freq_epochs), ("steps", options.freq_steps), ("s", options.freq_secs))
     return ", ".join(f"every {number} {unit}" for unit, number in periods if number)

@@ -1,7 +1,8 @@
-"""What a trial needs, before anything is submitted: memory of GPUs and nodes, bytes on disk, steps. Pure.
+"""Estimate the needs of a trial before its submission: memory of GPUs and nodes, bytes on disk, steps. Pure.
 
-Upper bounds where lengths are not known: every row as long as the configuration allows. A size that is known
-(cluster.gpu_mem_gb, memory that the plan requests) and can't hold the trial is a problem, with what fits.
+Unknown lengths count with their upper bounds: each row is as long as the configuration allows. If a known
+size (cluster.gpu_mem_gb, or memory that the plan requests) can't hold the trial, this is a problem, and its
+text lists changes that fit.
 """
 
 from __future__ import annotations
@@ -12,30 +13,31 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpc_rl.config.options.experiment import Config, GRPOConfig, RWConfig, last_step
-from hpc_rl.config.rules.training_rules import trained
-from hpc_rl.core.allocation import TRAIN_BACKENDS, Train, parse
-from hpc_rl.plan.disk_use import DiskUse, disk_use
-from hpc_rl.plan.memory import GB, MB, Items, RankLoad, RankMemory, rank_memory, with_tokens
+from hpc_rl.config.options.experiment import Config, GRPOConfig, RWConfig, find_last_step
+from hpc_rl.config.rules.training_rules import find_trained_model
+from hpc_rl.core.allocation import Train, parse
+from hpc_rl.core.backends import TRAIN_BACKENDS
+from hpc_rl.plan.disk_use import DiskUse, estimate_disk_use
+from hpc_rl.plan.memory import GB, MB, Items, RankLoad, RankMemory, estimate_rank_memory, limit_tokens
 from hpc_rl.plan.model_shape import Models, ModelShape
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.plan.server_memory import ServerMemory, server_memories
-from hpc_rl.plan.train_mesh import remainders
+from hpc_rl.plan.server_memory import ServerMemory, estimate_server_memories
+from hpc_rl.plan.train_mesh import find_remainders
 
-MAX_RANKS = 4096  # up to which a larger number is looked for
+MAX_RANKS = 4096  # upper limit of the search for more ranks
 
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """Steps and what each of them trains on."""
+    """The number of steps, and the rows and tokens of a step."""
 
-    steps: int | None  # None where the number of rows is not known
+    steps: int | None  # None if the number of rows is unknown
     trajectories: int  # sequences of a step
     longest: int  # tokens
     rows_per_update: int  # over all ranks
     together: int = 1  # rows that stay in one micro-batch
-    rows: int | None = None  # of the training data; None where they are not known or not a trial's own
-    per_pass: float | None = None  # steps that they last
+    rows: int | None = None  # of the training data; None if unknown, or if the trial does not read them
+    per_pass: float | None = None  # steps per pass over these rows
 
     @property
     def tokens(self) -> int:
@@ -45,13 +47,13 @@ class Work:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What was estimated. `problems` refuse the trial."""
+    """The estimate of a trial; `problems` refuse it."""
 
     load: RankLoad
     trainer: RankMemory
     ranks: int
     ranks_per_node: int
-    gpu_bytes: int | None  # size of a GPU; None where it is not known, or there are none
+    gpu_bytes: int | None  # size of a GPU; None if unknown, or without GPUs
     work: Work
     servers: list[ServerMemory]
     disk: DiskUse
@@ -73,45 +75,46 @@ class Estimate:
 def estimate(
     config: Config, plan: Plan, models: Models, num_rows: int | None = None, requests_memory: bool = False
 ) -> Estimate | None:
-    """Return what a planned trial needs; None where the model is of a kind that is not known.
+    """Return the needs of a planned trial; None for an unknown kind of model.
 
-    `num_rows` of the training data; with `requests_memory` a node has no more than what the plan requests.
+    `num_rows` counts the rows of the training data. With `requests_memory` a node has only the memory that
+    the plan requests.
     """
-    section, engine = trained(config)
+    section, engine = find_trained_model(config)
     content = models.get(engine.path, {})
     shape = ModelShape.of(content)
     if shape is None:
         return None
-    if engine.is_critic:  # one vector in place of the head
+    if engine.is_critic:  # a vector replaces the head
         shape = replace(shape, is_tied=True)
     unit = next(unit for unit in plan.units if unit.role == "trainer")
-    work = _work(config, content, num_rows)
-    load = _load(config, plan, shape, models, work)
+    work = _estimate_work(config, content, num_rows)
+    load = _estimate_load(config, plan, shape, models, work)
     gpu_gb = config.cluster.gpu_mem_gb if load.on_gpu else None
     found = Estimate(
         load=load,
-        trainer=rank_memory(load),
+        trainer=estimate_rank_memory(load),
         ranks=unit.num_tasks,
         ranks_per_node=unit.tasks_per_node,
         gpu_bytes=gpu_gb * GB if gpu_gb else None,
         work=work,
-        servers=server_memories(config, plan, models, gpu_gb),
-        disk=disk_use(config, shape, work.steps, work.tokens),
+        servers=estimate_server_memories(config, plan, models, gpu_gb),
+        disk=estimate_disk_use(config, shape, work.steps, work.tokens),
     )
-    notes = list(_notes(section, found, config))
-    problems = [*_gpu_problems(section, found), *(server.problem for server in found.servers)]
-    # Without a limit of a micro-batch, what a CPU rank holds depends on the rows; of one row it is certain.
-    certain = replace(found, trainer=rank_memory(_certain(found)))
-    if host := _host_problem(certain, unit):
+    notes = list(_list_notes(section, found, config))
+    problems = [*_find_gpu_problems(section, found), *(server.problem for server in found.servers)]
+    # Without a limit of micro-batches the memory of a CPU rank depends on the rows; one row is certain.
+    certain = replace(found, trainer=estimate_rank_memory(_limit_to_certain(found)))
+    if host := _find_host_problem(certain, unit):
         (problems if requests_memory else notes).append(host)
-    elif (host := _host_problem(found, unit)) and (load.on_gpu or engine.mb_spec.max_tokens_per_mb):
+    elif (host := _find_host_problem(found, unit)) and (load.on_gpu or engine.mb_spec.max_tokens_per_mb):
         (problems if requests_memory and load.on_gpu else notes).append(host)
     return replace(found, problems=list(filter(None, problems)), notes=notes)
 
 
-def _work(config: Config, content: Mapping[str, Any], num_rows: int | None) -> Work:
+def _estimate_work(config: Config, content: Mapping[str, Any], num_rows: int | None) -> Work:
     size, limit = config.train_dataset.batch_size, content.get("max_position_embeddings")
-    spec, updates = trained(config)[1].mb_spec, 1
+    spec, updates = find_trained_model(config)[1].mb_spec, 1
     if isinstance(config, GRPOConfig):
         g, prompt = config.gconfig, config.train_dataset.max_length
         longest = g.max_tokens if prompt is None else min(g.max_tokens, prompt + g.max_new_tokens)
@@ -124,7 +127,7 @@ def _work(config: Config, content: Mapping[str, Any], num_rows: int | None) -> W
     if isinstance(limit, int):
         longest = min(longest, limit)
     return Work(
-        steps=last_step(config, num_rows),
+        steps=find_last_step(config, num_rows),
         trajectories=rows,
         longest=longest,
         rows_per_update=-(-rows // updates),
@@ -134,10 +137,10 @@ def _work(config: Config, content: Mapping[str, Any], num_rows: int | None) -> W
     )
 
 
-def _load(config: Config, plan: Plan, shape: ModelShape, models: Models, work: Work) -> RankLoad:
+def _estimate_load(config: Config, plan: Plan, shape: ModelShape, models: Models, work: Work) -> RankLoad:
     load = RankLoad(
         shape=shape,
-        engine=trained(config)[1],
+        engine=find_trained_model(config)[1],
         mesh=Train("fsdp"),
         on_gpu=plan.device == "cuda",
         tokens=0,
@@ -145,7 +148,7 @@ def _load(config: Config, plan: Plan, shape: ModelShape, models: Models, work: W
         saves=config.recover.mode != "disabled",
         saves_copies=config.recover.async_save,
     )
-    load = _on_mesh(load, work, parse(plan.allocation).train or load.mesh)
+    load = _apply_mesh(load, work, parse(plan.allocation).train or load.mesh)
     if not isinstance(config, GRPOConfig):
         return load
     load = replace(load, batch_tokens=work.tokens)
@@ -155,8 +158,8 @@ def _load(config: Config, plan: Plan, shape: ModelShape, models: Models, work: W
     return replace(load, reference=config.ref, reference_shape=reference_shape)
 
 
-def _on_mesh(load: RankLoad, work: Work, mesh: Train) -> RankLoad:
-    """Return the load with the share of the rows that a rank of the mesh has."""
+def _apply_mesh(load: RankLoad, work: Work, mesh: Train) -> RankLoad:
+    """Return the load of a rank on a mesh, with its share of the rows."""
     engine, budget = load.engine, load.engine.mb_spec.max_tokens_per_mb
     all_tokens = -(-work.rows_per_update // (mesh.d or 1)) * work.longest
     tokens = min(budget or all_tokens, all_tokens)
@@ -166,68 +169,70 @@ def _on_mesh(load: RankLoad, work: Work, mesh: Train) -> RankLoad:
     return replace(load, mesh=mesh, tokens=tokens, micro_batches=number)
 
 
-# -- what can't fit, and what would
+# -- problems, and changes that fit
 
 
-def _gpu_problems(section: str, found: Estimate) -> Iterator[str]:
-    size, load = found.gpu_bytes, _certain(found)
+def _find_gpu_problems(section: str, found: Estimate) -> Iterator[str]:
+    size, load = found.gpu_bytes, _limit_to_certain(found)
     if size is None:
         return
-    memory = rank_memory(load)
+    memory = estimate_rank_memory(load)
     if memory.device_bytes <= size:
         return
-    parts = ", ".join(f"{name} {in_gb(part)}" for name, part in _by_size(memory.device_items)[:4])
-    fits = "; or ".join(_ways(section, found, size)) or "nothing that is known here"
+    parts = ", ".join(f"{name} {format_gb(part)}" for name, part in _sort_by_size(memory.device_items)[:4])
+    fits = "; or ".join(_find_remedies(section, found, size)) or "no change that hpc-rl knows"
     yield (
-        f"a trainer rank needs {in_gb(memory.device_bytes)} on its GPU, but cluster.gpu_mem_gb is "
-        f"{size // GB}: {parts}. What fits: {fits}. cluster.gpu_mem_gb null omits this check."
+        f"a trainer rank needs {format_gb(memory.device_bytes)} on its GPU, but cluster.gpu_mem_gb is "
+        f"{size // GB}: {parts}. What fits: {fits}. cluster.gpu_mem_gb null disables this check."
     )
 
 
-def _certain(found: Estimate) -> RankLoad:
-    """Return the load without a doubt: where nothing limits a micro-batch, of one row."""
+def _limit_to_certain(found: Estimate) -> RankLoad:
+    """Return the certain load: a micro-batch of one row if nothing limits it."""
     load = found.load
     if load.engine.mb_spec.max_tokens_per_mb:
         return load
-    return with_tokens(load, found.work.longest * found.work.together)
+    return limit_tokens(load, found.work.longest * found.work.together)
 
 
-def _ways(section: str, found: Estimate, size: int) -> Iterator[str]:
-    """Yield what would fit, each by one change, or by that and a smaller token budget."""
+def _find_remedies(section: str, found: Estimate, size: int) -> Iterator[str]:
+    """Yield changes that fit, each alone or together with a smaller token budget."""
     load = found.load
     shortest = max(1024, found.work.longest * found.work.together)
     budget = f"{section}.mb_spec.max_tokens_per_mb"
     if not load.engine.gradient_checkpointing:
         again = replace(load, engine=replace(load.engine, gradient_checkpointing=True))
-        if _fits(again, size):
+        if _can_fit(again, size):
             yield f"{section}.gradient_checkpointing true"
-    if tokens := _most_tokens(load, shortest, size):
+    if tokens := _find_most_tokens(load, shortest, size):
         yield f"{budget} {tokens} or less"
-    for words, changed in _larger(section, found, shortest, size):
-        if _fits(changed, size):
+    for words, changed in _find_larger(section, found, shortest, size):
+        if _can_fit(changed, size):
             yield words
-        elif tokens := _most_tokens(changed, shortest, size):
+        elif tokens := _find_most_tokens(changed, shortest, size):
             yield f"{words} with {budget} {tokens} or less"
 
 
-def _larger(section: str, found: Estimate, shortest: int, size: int) -> Iterator[tuple[str, RankLoad]]:
-    """Yield other sizes, more ranks and offloading.
+def _find_larger(section: str, found: Estimate, shortest: int, size: int) -> Iterator[tuple[str, RankLoad]]:
+    """Yield (words, load) for other meshes, more ranks, and offloading.
 
-    Of more ranks, as few as a smaller token budget allows and as many as need none.
+    For more ranks these are the fewest that fit with a smaller token budget, and the fewest that fit without.
     """
     load, work, per_node = found.load, found.work, found.ranks_per_node
-    divided = (_on_mesh(load, work, mesh) for mesh in _meshes(found, found.ranks))
-    if other := next((one for one in divided if _fits(with_tokens(one, shortest), size)), None):
+    divided = (_apply_mesh(load, work, mesh) for mesh in _list_meshes(found, found.ranks))
+    if other := next((one for one in divided if _can_fit(limit_tokens(one, shortest), size)), None):
         yield str(other.mesh), other
     step = load.mesh.units_per_replica
     most = min(MAX_RANKS, work.rows_per_update * step)
     candidates = [ranks for ranks in range(found.ranks + per_node, most + 1, per_node) if ranks % step == 0]
-    more = [_on_mesh(load, work, replace(load.mesh, d=ranks // step)) for ranks in candidates]
-    fewest = next((one for one in more if _fits(with_tokens(one, shortest), size)), None)
-    enough = next((one for one in more if _fits(one, size)), None)
+    more = [_apply_mesh(load, work, replace(load.mesh, d=ranks // step)) for ranks in candidates]
+    fewest = next((one for one in more if _can_fit(limit_tokens(one, shortest), size)), None)
+    enough = next((one for one in more if _can_fit(one, size)), None)
     if fewest is None and other is None:
-        several = (_on_mesh(load, work, mesh) for ranks in candidates for mesh in _meshes(found, ranks))
-        fewest = next((one for one in several if _fits(with_tokens(one, shortest), size)), None)
+        several = (
+            _apply_mesh(load, work, mesh) for ranks in candidates for mesh in _list_meshes(found, ranks)
+        )
+        fewest = next((one for one in several if _can_fit(limit_tokens(one, shortest), size)), None)
     for mesh, one in {one.mesh: one for one in (fewest, enough) if one}.items():
         yield f"{mesh} or more ranks", one
     engine = load.engine
@@ -236,17 +241,17 @@ def _larger(section: str, found: Estimate, shortest: int, size: int) -> Iterator
     if engine.gradient_checkpointing and not engine.fsdp.offload_activations:
         fsdp = replace(engine.fsdp, offload_activations=True)
         moved = replace(load, engine=replace(engine, fsdp=fsdp))
-        yield f"{section}.fsdp.offload_activations true ({_host_words(found, moved)})", moved
+        yield f"{section}.fsdp.offload_activations true ({_describe_host(found, moved)})", moved
     moved = replace(load, engine=replace(engine, optimizer=replace(engine.optimizer, offload=True)))
-    yield f"{section}.optimizer.offload true ({_host_words(found, moved)})", moved
+    yield f"{section}.optimizer.offload true ({_describe_host(found, moved)})", moved
     optimizer = replace(engine.optimizer, offload=False)
     fsdp = replace(engine.fsdp, offload_params=True)
     moved = replace(load, engine=replace(engine, optimizer=optimizer, fsdp=fsdp))
-    yield f"{section}.fsdp.offload_params true ({_host_words(found, moved)})", moved
+    yield f"{section}.fsdp.offload_params true ({_describe_host(found, moved)})", moved
 
 
-def _meshes(found: Estimate, ranks: int) -> Iterator[Train]:
-    """Yield meshes of as many ranks that divide the model further, those that change least first."""
+def _list_meshes(found: Estimate, ranks: int) -> Iterator[Train]:
+    """Yield meshes of the same number of ranks that divide the model further, the smallest changes first."""
     mesh, shape, work = found.load.mesh, found.load.shape, found.work
     stages = found.load.engine.megatron.virtual_pipeline_size
     doubled = [[1, 2, 4, 8] if letter in TRAIN_BACKENDS[mesh.backend].dimensions else [1] for letter in "tpc"]
@@ -258,49 +263,50 @@ def _meshes(found: Estimate, ranks: int) -> Iterator[Train]:
         other = replace(other, d=ranks // other.units_per_replica)
         if other.t > found.ranks_per_node or other.num_units != ranks or ranks % other.multiple:
             continue
-        if other.d and other.d <= work.rows_per_update and not any(remainders(other, shape, stages)):
+        if other.d and other.d <= work.rows_per_update and not any(find_remainders(other, shape, stages)):
             yield other
 
 
-def _host_words(found: Estimate, load: RankLoad) -> str:
-    other = replace(found, load=load, trainer=rank_memory(load))
-    return f"launcher.trainer_mem_per_gpu {_needed_mb(other)}"
+def _describe_host(found: Estimate, load: RankLoad) -> str:
+    other = replace(found, load=load, trainer=estimate_rank_memory(load))
+    return f"launcher.trainer_mem_per_gpu {_count_needed_mb(other)}"
 
 
-def _fits(load: RankLoad, size: int) -> bool:
-    return rank_memory(load).device_bytes <= size
+def _can_fit(load: RankLoad, size: int) -> bool:
+    return estimate_rank_memory(load).device_bytes <= size
 
 
-def _most_tokens(load: RankLoad, shortest: int, size: int) -> int | None:
-    """Return the largest token budget that fits and holds the longest row, in whole thousands."""
+def _find_most_tokens(load: RankLoad, shortest: int, size: int) -> int | None:
+    """Return the largest token budget, a multiple of 1024, that fits and holds the longest row."""
     budgets = range(load.tokens // 1024 * 1024, shortest - 1, -1024)
-    return next((tokens for tokens in budgets if _fits(with_tokens(load, tokens), size)), None)
+    return next((tokens for tokens in budgets if _can_fit(limit_tokens(load, tokens), size)), None)
 
 
-def _needed_mb(found: Estimate) -> int:
-    """Return launcher.trainer_mem_per_gpu that would do, rounded up."""
+def _count_needed_mb(found: Estimate) -> int:
+    """Return the needed launcher.trainer_mem_per_gpu, rounded up."""
     return math.ceil(found.node_host_bytes / found.ranks_per_node / MB / 1000) * 1000
 
 
-def _host_problem(found: Estimate, unit: Unit) -> str:
+def _find_host_problem(found: Estimate, unit: Unit) -> str:
     given = unit.tasks_per_node * unit.mem_mb_per_task * MB
     if found.node_host_bytes <= given:
         return ""
     items = {**found.trainer.host, **({} if found.load.on_gpu else found.trainer.device_items)}
-    largest = ", ".join(f"{name} {in_gb(size)}" for name, size in _by_size(items)[:3])
-    first = ", ".join(f"{name} {in_gb(size)}" for name, size in found.trainer.first.items())
+    largest = ", ".join(f"{name} {format_gb(size)}" for name, size in _sort_by_size(items)[:3])
+    first = ", ".join(f"{name} {format_gb(size)}" for name, size in found.trainer.first.items())
     ranks = f"{found.ranks_per_node} trainer rank{'s' if found.ranks_per_node > 1 else ''}"
     return (
         f"launcher.trainer_mem_per_gpu {unit.mem_mb_per_task}: {ranks} of the first node need up to "
-        f"{in_gb(found.node_host_bytes)} of CPU memory, but have {in_gb(given)} (each rank: {largest}; the "
-        f"first also: {first}). What fits: launcher.trainer_mem_per_gpu {_needed_mb(found)}."
+        f"{format_gb(found.node_host_bytes)} of CPU memory, but have {format_gb(given)} "
+        f"(each rank: {largest}; the first also: {first}). "
+        f"What fits: launcher.trainer_mem_per_gpu {_count_needed_mb(found)}."
     )
 
 
-def _notes(section: str, found: Estimate, config: Config) -> Iterator[str]:
+def _list_notes(section: str, found: Estimate, config: Config) -> Iterator[str]:
     load = found.load
     if load.on_gpu and found.gpu_bytes is None:
-        yield "the size of the GPUs is not known, so nothing was compared with it: set cluster.gpu_mem_gb."
+        yield "the size of the GPUs is unknown, so GPU memory was not checked: set cluster.gpu_mem_gb."
     unlimited = load.on_gpu and load.engine.mb_spec.max_tokens_per_mb is None
     if unlimited and load.tokens > found.work.longest * found.work.together:
         option = f"{section}.mb_spec.max_tokens_per_mb"
@@ -312,10 +318,10 @@ def _notes(section: str, found: Estimate, config: Config) -> Iterator[str]:
             yield f"a trainer rank fills {used:.0%} of its GPU: fragmentation may take the rest."
 
 
-def _by_size(items: Items) -> list[tuple[str, float]]:
+def _sort_by_size(items: Items) -> list[tuple[str, float]]:
     return sorted(items.items(), key=lambda item: -item[1])
 
 
-def in_gb(size: float) -> str:
+def format_gb(size: float) -> str:
     """Return a size as text, in GB of 1024 MB."""
     return f"{size / GB:.1f} GB" if size >= GB / 10 else f"{size / MB:.0f} MB"

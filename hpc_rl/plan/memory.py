@@ -1,10 +1,9 @@
-"""What a trainer rank holds in the memory of its device and of its node, by engine and mesh. Pure.
+"""Estimate the memory of a trainer rank, on its device and on its node, by engine and mesh. Pure.
 
-Some of it stands all the time; the rest comes and goes, so the peak is the largest of three moments of a
-micro-batch: the loss (all activations that are kept, the logits), the backward pass of one layer, and the sum
-of the gradients outside of the layers. Of the stages of a pipeline the last has the loss, and the first the
-most micro-batches at once. Sizes in bytes; b is the bytes of a value in the compute type, r those in which
-gradients are summed.
+One part is permanent. The rest varies, so the peak is the largest of three moments of a micro-batch: the loss
+(all kept activations, and the logits), the backward pass of one layer, and the sum of the gradients outside
+of the layers. In a pipeline the last stage has the loss, and the first stage the most micro-batches in
+flight. Sizes are in bytes; b is the size of a value in the compute type, r in the type of summed gradients.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
 
 GB = 1 << 30
 MB = 1 << 20
-# As in engines/shared/logprobs.py, which needs torch; a test compares them.
+# The same as in engines/shared/logprobs.py, which needs torch; a test compares them.
 CHUNK_ROWS = 128
 CHUNK_LOGITS = 1 << 22
 CHUNK_LOGITS_ON_GPU = 320 << 20
-FILE_BYTES = 5_000_000_000  # of a published or exported file, as in engines/shared/hf_io.py
-CUDA_BYTES = 2 * GB  # of the GPU, for CUDA's context, NCCL and the libraries' workspaces
-PROCESS_BYTES = {True: 3 * GB, False: GB // 2}  # Python and PyTorch; with CUDA, and without
-LOADING_BYTES = 300 * MB  # pieces of weights on their way from the files
-BATCH_BYTES_PER_TOKEN = 60  # as it came, decoded, and the columns that are computed from it
+FILE_BYTES = 5_000_000_000  # size of a published or exported file, as in engines/shared/hf_io.py
+CUDA_BYTES = 2 * GB  # on the GPU, for CUDA's context, NCCL and the libraries' workspaces
+PROCESS_BYTES = {True: 3 * GB, False: GB // 2}  # Python and PyTorch, with CUDA and without
+LOADING_BYTES = 300 * MB  # pieces of weights during loading
+BATCH_BYTES_PER_TOKEN = 60  # the received bytes, the decoded ones, and the computed columns
 
 Items = dict[str, float]  # name -> bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankLoad:
-    """What a rank has to do."""
+    """The work of a rank."""
 
     shape: ModelShape
     engine: TrainEngineConfig
@@ -43,9 +42,9 @@ class RankLoad:
     tokens: int  # of a micro-batch
     longest: int  # tokens of the longest row
     micro_batches: int = 1  # of an update
-    batch_tokens: int = 0  # of a train batch that every rank gets whole
-    saves: bool = False  # checkpoints
-    saves_copies: bool = False  # that are written while training continues
+    batch_tokens: int = 0  # of a train batch; every rank gets the whole batch
+    saves: bool = False  # writes checkpoints
+    saves_copies: bool = False  # writes checkpoints while training continues
     reference: TrainEngineConfig | None = None
     reference_shape: ModelShape | None = None
 
@@ -59,13 +58,13 @@ class RankLoad:
 
     @property
     def num_shards(self) -> int:
-        """Ranks that divide the parameters of a part of the model, or their moments, among themselves."""
+        """Number of ranks that divide the parameters of a part of the model, or their moments."""
         groups = 1 if self.is_megatron else self.engine.fsdp.replicate_size
         return (self.mesh.d or 1) * self.mesh.c // groups
 
     @property
     def is_sharded(self) -> bool:
-        """Whether layers are gathered; a single rank in float32 has the model as it is, as with megatron."""
+        """Whether layers are gathered; not with megatron, nor on a single rank in float32."""
         if self.is_megatron:
             return False
         return self.num_shards > 1 or self.engine.fsdp.offload_params or self.compute_bytes < 4
@@ -87,7 +86,7 @@ class RankLoad:
 
     @property
     def outer_params(self) -> float:
-        """Parameters outside of the layers; of several stages one has the embedding, one the head."""
+        """Parameters outside of the layers; in a pipeline one stage has the embedding, one the head."""
         shape = self.shape
         outer = shape.outer_params if self.mesh.p == 1 else shape.table_params + shape.width
         return outer / self.mesh.t
@@ -103,7 +102,7 @@ class RankLoad:
 
     @property
     def shard_params(self) -> float:
-        """Parameters whose moments this rank has; with fsdp it keeps no others."""
+        """Parameters whose moments this rank holds; with fsdp it holds only these parameters."""
         if self.is_megatron and not self.engine.megatron.ddp.use_distributed_optimizer:
             return self.rank_params
         experts = self.num_layers * self.expert_params
@@ -112,12 +111,12 @@ class RankLoad:
 
     @property
     def width_parts(self) -> int:
-        """Ranks that share out what is as wide as the model: tensor ranks do with sequence parallelism."""
+        """Number of ranks that divide model-wide activations: the tensor ranks, by sequence parallelism."""
         return self.mesh.t if self.is_megatron else 1
 
     @property
     def most_in_flight(self) -> float:
-        """Micro-batches of which the first stage of a pipeline keeps activations at once."""
+        """Micro-batches whose activations the first stage of a pipeline keeps at once."""
         p, parts = self.mesh.p, self.engine.megatron.virtual_pipeline_size
         if parts == 1:
             return min(p, self.micro_batches)
@@ -125,16 +124,16 @@ class RankLoad:
 
     @property
     def last_in_flight(self) -> float:
-        """Micro-batches of which the last stage of a pipeline keeps activations at once."""
+        """Micro-batches whose activations the last stage of a pipeline keeps at once."""
         parts = self.engine.megatron.virtual_pipeline_size if self.mesh.p > 1 else 1
         return min((parts - 1) * self.mesh.p + 1, parts * self.micro_batches) / parts
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What a rank holds: on its device all the time and at each moment, and in CPU memory.
+    """The memory of a rank: `standing` and at each moment on its device, and `host` in CPU memory.
 
-    Without a GPU the device is the CPU. `first` is what only the first rank holds in addition, in CPU memory.
+    Without a GPU the device is the CPU. `first` is additional CPU memory of the first rank.
     """
 
     standing: Items
@@ -144,7 +143,7 @@ class RankMemory:
 
     @property
     def largest(self) -> str:
-        """Name of the moment that takes most."""
+        """Name of the moment with the most memory."""
         return max(self.moments, key=lambda name: sum(self.moments[name].values()))
 
     @property
@@ -160,38 +159,38 @@ class RankMemory:
         return sum(self.host.values())
 
 
-def rank_memory(load: RankLoad) -> RankMemory:
-    """Return what a rank of a model that is trained holds."""
-    moments = {"the loss": _loss(load), "the backward pass of a layer": _layer_backward(load)}
+def estimate_rank_memory(load: RankLoad) -> RankMemory:
+    """Return the memory of a rank of the trained model."""
+    moments = {"the loss": _count_loss(load), "the backward pass of a layer": _count_layer_backward(load)}
     if load.is_sharded:
-        moments["the sum of gradients outside of the layers"] = _reduction(load)
+        moments["the sum of gradients outside of the layers"] = _count_reduction(load)
     first = {"a file of weights": float(min(FILE_BYTES, load.compute_bytes * load.shape.num_params))}
-    return RankMemory(_standing(load), moments, _host(load), first)
+    return RankMemory(_count_standing(load), moments, _count_host(load), first)
 
 
-def with_tokens(load: RankLoad, tokens: int) -> RankLoad:
-    """Return the load with another limit of tokens in a micro-batch."""
+def limit_tokens(load: RankLoad, tokens: int) -> RankLoad:
+    """Return the load with a smaller limit of tokens in a micro-batch."""
     return replace(load, tokens=min(load.tokens, tokens))
 
 
-def _standing(load: RankLoad) -> Items:
+def _count_standing(load: RankLoad) -> Items:
     shard, engine = load.shard_params, load.engine
     items: Items = {}
     if load.is_megatron:
-        items |= _standing_with_megatron(load)
+        items |= _count_megatron_standing(load)
     elif not engine.fsdp.offload_params:
         items |= {"parameters": 4 * shard, "gradients": 4 * shard}
-        if not _offloads_moments(load):
+        if not _has_offloaded_moments(load):
             items["Adam moments"] = 8 * shard
     if load.reference and load.reference_shape and not load.reference.fsdp.offload_params:
-        items["reference model"] = _reference_bytes(load)
+        items["reference model"] = _count_reference_bytes(load)
     if load.on_gpu:
         items["CUDA and NCCL"] = CUDA_BYTES
     return items
 
 
-def _standing_with_megatron(load: RankLoad) -> Items:
-    """Return whole parameters and gradients, and this rank's share of what the optimizer has in float32."""
+def _count_megatron_standing(load: RankLoad) -> Items:
+    """Return whole parameters and gradients, and this rank's share of the optimizer's float32 values."""
     b, whole, shard = load.compute_bytes, load.rank_params, load.shard_params
     if b == 4 or load.engine.megatron.ddp.grad_reduce_in_fp32:
         gradients = 4 * whole
@@ -201,19 +200,19 @@ def _standing_with_megatron(load: RankLoad) -> Items:
     return items | ({} if b == 4 else {"float32 parameters": 4 * shard})
 
 
-def _offloads_moments(load: RankLoad) -> bool:
+def _has_offloaded_moments(load: RankLoad) -> bool:
     return load.engine.optimizer is not None and load.engine.optimizer.offload
 
 
-def _reference_bytes(load: RankLoad) -> float:
+def _count_reference_bytes(load: RankLoad) -> float:
     assert load.reference is not None and load.reference_shape is not None
     value_bytes = DTYPE_BYTES[load.reference.dtype]
     copied = replace(load, shape=load.reference_shape, engine=load.reference)
     return value_bytes * (copied.rank_params if load.is_megatron else copied.shard_params)
 
 
-def _gathered(load: RankLoad) -> float:
-    """Return the blocks that are whole at once: all outside of the layers, a layer, and on GPUs the next."""
+def _count_gathered(load: RankLoad) -> float:
+    """Return the bytes gathered at once: all outside of the layers, a layer, and on GPUs the next layer."""
     if not load.is_sharded:
         return 0.0
     layers = 1 + load.on_gpu if load.engine.fsdp.reshard_after_forward else load.num_layers
@@ -223,12 +222,12 @@ def _gathered(load: RankLoad) -> float:
 # -- the moments
 
 
-def _loss(load: RankLoad) -> Items:
+def _count_loss(load: RankLoad) -> Items:
     b, shape, tokens = load.compute_bytes, load.shape, load.tokens / load.mesh.c
-    kept = load.last_in_flight * _kept(load)
-    # the last norm, the hidden states at the wanted tokens, and their gradient
+    kept = load.last_in_flight * _count_kept(load)
+    # the last norm, the hidden states of the trained tokens, and their gradient
     items = {
-        "gathered blocks": _gathered(load),
+        "gathered blocks": _count_gathered(load),
         "activations": kept + tokens * shape.width * (8 + 2 * b),
     }
     if load.table_params:
@@ -237,88 +236,90 @@ def _loss(load: RankLoad) -> Items:
         most_rows = max(CHUNK_ROWS, int(at_once // vocabulary))
         logits = min(tokens, most_rows) * vocabulary
         cast_bytes = b if b < 4 else 0  # of gradients in the compute type
-        # summed up in float32; what a chunk adds is there when most of its logits are gone
+        # the sum is float32; a chunk adds its part after most of its logits are freed
         added = max(0.0, cast_bytes * load.table_params - 4 * logits)
         items["gradient of the head"] = 4 * load.table_params + added
-        backward = (4 + cast_bytes + (4 if tokens <= most_rows else 0)) * logits  # kept, if all fit in
+        backward = (
+            4 + cast_bytes + (4 if tokens <= most_rows else 0)
+        ) * logits  # kept, if all rows fit in one chunk
         forward = 8 * logits - items["gradient of the head"]  # log-probabilities and probabilities
         items["logits of a chunk"] = max(backward, forward)
     return items
 
 
-def _layer_backward(load: RankLoad) -> Items:
+def _count_layer_backward(load: RankLoad) -> Items:
     b, tokens = load.compute_bytes, load.tokens / load.mesh.c
-    kept, shape = load.most_in_flight * _kept(load), load.shape
-    # of the MLP's product, which is freed itself, and of its two factors; megatron puts these together
+    kept, shape = load.most_in_flight * _count_kept(load), load.shape
+    # the MLP's product, which is freed, and its two factors; megatron concatenates these
     num_widths = 4 if load.is_megatron else 2
     mlp, width = num_widths * shape.active_mlp_width / load.mesh.t, 2 * shape.width / load.width_parts
     flowing = tokens * b * (mlp + width)
     items = {
-        "gathered blocks": _gathered(load),
-        "activations": kept + _computed_again(load),
+        "gathered blocks": _count_gathered(load),
+        "activations": kept + _count_recomputed(load),
         "gradients of activations": flowing,
     }
-    if load.is_megatron:  # each is added to those of the update at once
+    if load.is_megatron:  # each is added at once to the gradients of the update
         mlp_width = shape.expert_width if shape.num_experts else shape.mlp_width / load.mesh.t
         items["gradients of a layer"] = b * 2 * shape.width * mlp_width
     else:
         items["gradient of the head"] = b * load.table_params
-    if load.is_sharded:  # whole ones, while on GPUs those of the layer before are summed
-        summed = _reduce_bytes(load) if load.on_gpu else 0
+    if load.is_sharded:  # whole gradients; on GPUs the previous layer's are summed at the same time
+        summed = _get_reduce_bytes(load) if load.on_gpu else 0
         items["gradients of a layer"] = (b + summed) * load.layer_params
     return items
 
 
-def _reduction(load: RankLoad) -> Items:
-    b, r, outer = load.compute_bytes, _reduce_bytes(load), load.outer_params
+def _count_reduction(load: RankLoad) -> Items:
+    b, r, outer = load.compute_bytes, _get_reduce_bytes(load), load.outer_params
     summed = r * outer / load.num_shards
     table = load.shape.table_params / load.mesh.t
     if load.on_gpu:
         return {"gradients outside of the layers": max((b + r) * outer, r * outer + summed + b * table)}
-    # gloo works on a copy
+    # gloo sums a copy
     return {"gradients outside of the layers": 2 * r * outer + summed + b * table}
 
 
-def _reduce_bytes(load: RankLoad) -> int:
+def _get_reduce_bytes(load: RankLoad) -> int:
     return DTYPE_BYTES[load.engine.grad_reduce_dtype]
 
 
-def _kept(load: RankLoad) -> float:
-    """Return what the layers of a stage keep of a micro-batch for the backward pass."""
+def _count_kept(load: RankLoad) -> float:
+    """Return the bytes of a micro-batch that the layers of a stage keep for the backward pass."""
     tokens, layers = load.tokens / load.mesh.c, load.num_layers
     inputs = tokens * load.compute_bytes * load.shape.width / load.width_parts
-    saved = tokens * _saved_per_token(load)
+    saved = tokens * _count_saved_per_token(load)
     if not load.engine.gradient_checkpointing:
         return layers * saved
     if not load.is_megatron:
-        return 0.0 if _offloads_activations(load) else layers * inputs
+        return 0.0 if _has_offloaded_activations(load) else layers * inputs
     options = load.engine.megatron
     several = options.recompute_num_layers or 1
     if options.recompute_granularity == "selective":
-        return layers * tokens * _saved_per_token(load, options.recompute_modules or ())
+        return layers * tokens * _count_saved_per_token(load, options.recompute_modules or ())
     if options.recompute_method == "block":
         again = min(several, layers)
         return again * inputs + (layers - again) * saved
     return math.ceil(layers / several) * inputs
 
 
-def _computed_again(load: RankLoad) -> float:
-    """Return what is computed again at once in the backward pass."""
-    options, saved = load.engine.megatron, load.tokens / load.mesh.c * _saved_per_token(load)
+def _count_recomputed(load: RankLoad) -> float:
+    """Return the bytes that the backward pass recomputes at once."""
+    options, saved = load.engine.megatron, load.tokens / load.mesh.c * _count_saved_per_token(load)
     if not load.engine.gradient_checkpointing:
         return 0.0
     if not load.is_megatron or options.recompute_method == "block":
         return saved
     if options.recompute_granularity == "selective":
-        return saved - _kept(load) / load.num_layers
+        return saved - _count_kept(load) / load.num_layers
     return saved * min(options.recompute_num_layers or 1, load.num_layers)
 
 
-def _saved_per_token(load: RankLoad, without: Collection[str] = ()) -> float:
-    """Return what autograd saves of a token in one layer, but for parts that are computed again.
+def _count_saved_per_token(load: RankLoad, without: Collection[str] = ()) -> float:
+    """Return the bytes per token that autograd saves in one layer, except in the recomputed parts `without`.
 
-    A norm saves its input in float32, the normalized values and its result, together 8 bytes a value; what is
-    float32 anyway is saved once, but is then kept as the residual.
+    A norm saves its input in float32, the normalized values and its result, together 8 bytes per value. In
+    float32 the input is saved only once, but is kept as the residual.
     """
     b, shape, parts = load.compute_bytes, load.shape, load.mesh.t
     norms = (0.0 if "layernorm" in without else 2.0 * 8 * shape.width) + b * shape.width
@@ -328,7 +329,7 @@ def _saved_per_token(load: RankLoad, without: Collection[str] = ()) -> float:
     if load.engine.attn_impl == "eager":  # scores, and probabilities in float32 and in the compute type
         attention += load.longest * shape.num_heads / parts * (4 + 2 * b)
     mlp = 4 * b * shape.active_mlp_width / parts  # gate, its activation, up, and their product
-    if load.is_megatron and shape.num_experts:  # a copy for each expert of a token, on its way there and back
+    if load.is_megatron and shape.num_experts:  # a copy per expert of a token, both ways
         norms += 2 * b * shape.width * shape.active_mlp_width / shape.expert_width
     if "mlp" in without or "moe" in without:
         mlp = 0.0
@@ -338,41 +339,41 @@ def _saved_per_token(load: RankLoad, without: Collection[str] = ()) -> float:
 # -- CPU memory
 
 
-def _host(load: RankLoad) -> Items:
-    """Return what a rank holds in CPU memory beside its device."""
+def _count_host(load: RankLoad) -> Items:
+    """Return the CPU memory of a rank, in addition to its device."""
     shard, engine = load.shard_params, load.engine
     items: Items = {
         "Python and PyTorch": PROCESS_BYTES[load.on_gpu],
         "weights while they are loaded": LOADING_BYTES,
         "batch": float(BATCH_BYTES_PER_TOKEN * load.batch_tokens),
     }
-    if engine.fsdp.offload_params or _offloads_moments(load):
+    if engine.fsdp.offload_params or _has_offloaded_moments(load):
         # parameters or copies of them, moments, gradients
         items["parameters, moments and gradients"] = 16 * shard
-    if _offloads_activations(load):
+    if _has_offloaded_activations(load):
         layer = load.tokens / load.mesh.c * load.compute_bytes * load.shape.width / load.width_parts
-        items["activations"] = load.num_layers * _page_locked(layer)
+        items["activations"] = load.num_layers * _round_page_locked(layer)
     if load.reference and load.reference_shape and load.reference.fsdp.offload_params:
-        items["reference model"] = _reference_bytes(load)
-    if load.saves and (copied := _snapshot_bytes(load)):
+        items["reference model"] = _count_reference_bytes(load)
+    if load.saves and (copied := _count_snapshot_bytes(load)):
         items["copy of the state to be saved"] = copied
     return {name: size for name, size in items.items() if size}
 
 
-def _offloads_activations(load: RankLoad) -> bool:
+def _has_offloaded_activations(load: RankLoad) -> bool:
     return load.on_gpu and load.engine.fsdp.offload_activations
 
 
-def _page_locked(size: float) -> float:
-    """Return what page-locked memory for a tensor takes: it is given in powers of two."""
+def _round_page_locked(size: float) -> float:
+    """Return the size of page-locked memory for a tensor: it is allocated in powers of two."""
     return float(2 ** math.ceil(math.log2(size)))
 
 
-def _snapshot_bytes(load: RankLoad) -> float:
-    """Return the copy in CPU memory of parameters and moments that a checkpoint is written from."""
+def _count_snapshot_bytes(load: RankLoad) -> float:
+    """Return the bytes of the CPU copy of parameters and moments that a checkpoint needs."""
     if load.saves_copies:
         size = 12 * load.shard_params
-        return _page_locked(size) if load.on_gpu and size else size
+        return _round_page_locked(size) if load.on_gpu and size else size
     if not load.on_gpu or load.engine.fsdp.offload_params:
-        return 0.0  # written from where it is
-    return (4 if _offloads_moments(load) else 12) * load.shard_params
+        return 0.0  # written without a copy
+    return (4 if _has_offloaded_moments(load) else 12) * load.shard_params

@@ -1,6 +1,6 @@
-"""The sizes of a model, from the content of its config.json: no weights, no torch.
+"""The sizes of a model, by the content of its config.json, without weights and torch.
 
-For decoders as Llama, Mistral, Qwen2 and Qwen3 are, with experts too; of another kind nothing is said.
+It knows decoders like Llama, Mistral, Qwen2 and Qwen3, also with experts, and no other kinds of model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_siz
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Numbers of parameters, and the widths that activations depend on."""
+    """Numbers of parameters, and the widths that determine the size of activations."""
 
     num_layers: int
     width: int
@@ -27,7 +27,7 @@ class ModelShape:
     num_heads: int
     num_key_heads: int  # of keys, and of values
     mlp_width: int  # of a layer without experts
-    active_mlp_width: int  # that a token passes through: of its experts together
+    active_mlp_width: int  # for one token: the sum over its experts
     has_qk_norm: bool
     is_tied: bool  # the head is the embedding
     layer_params: int  # of one layer, all of its experts included
@@ -37,7 +37,7 @@ class ModelShape:
 
     @classmethod
     def of(cls, content: Mapping[str, Any]) -> ModelShape | None:
-        """Return the shape that a config.json describes; None where it is of another kind of model."""
+        """Return the shape that a config.json describes; None for an unknown kind of model."""
         content = content.get("text_config") or content
         sizes = [content.get(name) for name in _NEEDED]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -53,7 +53,7 @@ class ModelShape:
         has_qk_norm = kind.startswith("qwen3")
         norms = 2 * width + (2 * head_dim if has_qk_norm else 0)
         num_experts = next((content[name] for name in _EXPERTS if content.get(name)), 0)
-        mlp_params, active = _mlp(content, width, mlp_width, num_experts)
+        mlp_params, active = _measure_mlp(content, width, mlp_width, num_experts)
         return cls(
             num_layers=num_layers,
             width=width,
@@ -69,7 +69,7 @@ class ModelShape:
             layer_params=attention + norms + mlp_params,
             num_experts=num_experts,
             expert_width=content.get("moe_intermediate_size") or mlp_width,
-            dtype=_dtype(content),
+            dtype=_find_dtype(content),
         )
 
     @property
@@ -79,25 +79,25 @@ class ModelShape:
 
     @property
     def table_params(self) -> int:
-        """Parameters of the embedding, and of the head."""
+        """Parameters of the embedding; the head has as many."""
         return self.vocabulary * self.width
 
     @property
     def outer_params(self) -> int:
-        """Parameters outside of the layers: embedding, last norm, and a head of its own."""
+        """Parameters outside of the layers: embedding, last norm, and the head if it is separate."""
         return (1 if self.is_tied else 2) * self.table_params + self.width
 
     @property
     def num_params(self) -> int:
         return self.outer_params + self.num_layers * self.layer_params
 
-    def cache_bytes_per_token(self, value_bytes: int) -> int:
-        """Return what the keys and values of a token take."""
+    def count_cache_bytes(self, value_bytes: int) -> int:
+        """Return the bytes of the keys and values of a token."""
         return 2 * self.num_layers * self.key_width * value_bytes
 
 
-def _mlp(content: Mapping[str, Any], width: int, mlp_width: int, num_experts: int) -> tuple[int, int]:
-    """Return the parameters of a layer's MLP, and the width that a token passes through."""
+def _measure_mlp(content: Mapping[str, Any], width: int, mlp_width: int, num_experts: int) -> tuple[int, int]:
+    """Return the parameters of a layer's MLP, and its active width for one token."""
     if not num_experts:
         bias = 2 * mlp_width + width if content.get("mlp_bias") else 0
         return 3 * width * mlp_width + bias, mlp_width
@@ -108,6 +108,6 @@ def _mlp(content: Mapping[str, Any], width: int, mlp_width: int, num_experts: in
     return 3 * width * (num_experts * expert_width + shared_width) + router, active
 
 
-def _dtype(content: Mapping[str, Any]) -> str:
+def _find_dtype(content: Mapping[str, Any]) -> str:
     named = str(content.get("torch_dtype") or content.get("dtype") or "")
     return named if named in DTYPE_BYTES else "bfloat16"

@@ -1,4 +1,4 @@
-"""Whether the trainer's ranks find each other by MPI, and what starts them. Pure."""
+"""Decide whether the trainer's ranks find each other by MPI, and which program starts them. Pure."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,8 @@ from hpc_rl.core.errors import DoesNotFit
 from hpc_rl.plan.schema import MpiStart, Unit
 
 
-def mpi_start(config: Config, scheduler: str) -> MpiStart | None:
-    """Return how MPI starts the trainer; None where it does not."""
+def choose_mpi_start(config: Config, scheduler: str) -> MpiStart | None:
+    """Return how MPI starts the trainer; None if the trainer uses no MPI."""
     launcher = config.launcher
     if launcher.trainer_start == "mpiexec":
         return MpiStart(mpiexec=launcher.mpi.mpiexec, args=list(launcher.mpi.args))
@@ -18,9 +18,9 @@ def mpi_start(config: Config, scheduler: str) -> MpiStart | None:
 
 
 def refuse_shared_gpus(units: Sequence[Unit]) -> None:
-    """Raise DoesNotFit where mpiexec's ranks would see GPUs that Slurm gives to other steps of their nodes.
+    """Raise DoesNotFit if mpiexec's ranks would see GPUs that Slurm gives to other steps on their nodes.
 
-    On its own node mpiexec starts the ranks without srun, so that they see all GPUs of the job there.
+    On its own node mpiexec starts the ranks without srun, so they see all GPUs of the job there.
     """
     for unit in units:
         others = [other for other in units if other is not unit and other.gpus_per_task]
@@ -28,7 +28,7 @@ def refuse_shared_gpus(units: Sequence[Unit]) -> None:
         if unit.by_mpiexec and unit.gpus_per_task and shared:
             raise DoesNotFit(
                 f"launcher.trainer_start mpiexec: node {min(shared)} has GPUs of the trainer and of servers, "
-                "and only srun divides them. Give the trainer nodes of its own (more cluster.n_nodes, or "
+                "and only srun divides them. Give the trainer its own nodes (more cluster.n_nodes, or "
                 "another allocation_mode), set launcher.slurm.gpus_by null on whole nodes, or use "
                 "trainer_start srun with launcher.slurm.srun_mpi."
             )

@@ -1,14 +1,14 @@
-"""Placement: which replica and which ranks on which node. Pure arithmetic; knows no configuration.
+"""Place replicas and ranks on nodes. Pure arithmetic, without a configuration.
 
-Trainer ranks take the first nodes, the same number on each (node 0 also holds supervisor and rollout);
-servers take the last ones. They share a node only where GPUs would stay idle otherwise.
+Trainer ranks take the first nodes, with the same number on each; node 0 also has supervisor and rollout.
+Servers take the last nodes. Trainer and servers share a node only if GPUs would otherwise stay idle.
 """
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-SEARCH_RADIUS = 500  # numbers of replicas on either side of the requested one
+SEARCH_RADIUS = 500  # how far to search below and above the requested number of replicas
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,9 @@ class PoolDemand:
 
 @dataclass(frozen=True)
 class Demand:
-    """Trainer ranks of one unit each, and the pools of servers.
+    """Trainer ranks, one unit each, and the pools of servers.
 
-    Another number of ranks must be a multiple of `together`.
+    Any other number of ranks must be a multiple of `together`.
     """
 
     ranks: int
@@ -53,21 +53,21 @@ class Placement:
 
 
 def place(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placement | None:
-    """Return a placement, or None where the demand does not fit or leaves a node or a GPU idle."""
+    """Return a placement, or None if the demand does not fit or leaves a node or a GPU idle."""
     if n_gpus_per_node:
         return _place_on_gpus(demand, n_nodes, n_gpus_per_node)
     if n_nodes == 1 or not demand.replicas:
-        return None if demand.ranks % n_nodes else _on_processes(demand, n_nodes, n_nodes)
+        return None if demand.ranks % n_nodes else _place_on_processes(demand, n_nodes, n_nodes)
     fitting = [
         (max(demand.ranks // nodes, -(-demand.replicas // (n_nodes - nodes))), nodes)
         for nodes in range(1, n_nodes)
         if demand.ranks % nodes == 0 and demand.replicas >= n_nodes - nodes
     ]
-    return _on_processes(demand, n_nodes, min(fitting)[1]) if fitting else None
+    return _place_on_processes(demand, n_nodes, min(fitting)[1]) if fitting else None
 
 
-def _on_processes(demand: Demand, n_nodes: int, trainer_nodes: int) -> Placement:
-    """Place units without GPUs: any number on a node, spread evenly over the nodes of the role."""
+def _place_on_processes(demand: Demand, n_nodes: int, trainer_nodes: int) -> Placement:
+    """Place units without GPUs evenly over the nodes of their role; a node holds any number."""
     server_nodes = list(range(trainer_nodes, n_nodes)) or [0]
     servers = sorted((server_nodes[i % len(server_nodes)], 0) for i in range(demand.replicas))
     return Placement(list(range(trainer_nodes)), demand.ranks // trainer_nodes, servers)
@@ -87,7 +87,8 @@ def _place_on_gpus(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placem
     per_node = demand.ranks // nodes
     free = [[range(per_node if node < nodes else 0, n_gpus_per_node)] for node in range(n_nodes)]
     found: dict[int, list[tuple[int, int]]] = {}
-    # the largest first, for their GPUs must be side by side; of one size the first pool has the first nodes
+    # The largest come first, because their GPUs must be adjacent. Among equal sizes the first pool gets the
+    # first nodes.
     for number in sorted(range(len(demand.pools)), key=lambda number: (-demand.pools[number].size, -number)):
         pool = demand.pools[number]
         slots = [
@@ -100,34 +101,34 @@ def _place_on_gpus(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Placem
             return None
         found[number] = slots[len(slots) - pool.replicas :]
         for node, gpu in found[number]:
-            free[node] = [left for part in free[node] for left in _without(part, gpu, pool.size)]
+            free[node] = [left for part in free[node] for left in _split_gpus(part, gpu, pool.size)]
     servers = [slot for _, slots in sorted(found.items()) for slot in slots]
     return Placement(list(range(nodes)), per_node, servers)
 
 
-def _without(gpus: range, first: int, size: int) -> list[range]:
-    """Return what is left of neighbouring GPUs when a server takes `size` of them from `first` on."""
+def _split_gpus(gpus: range, first: int, size: int) -> list[range]:
+    """Return the ranges of adjacent GPUs that remain after a server takes `size` of them from `first` on."""
     if first not in gpus:
         return [gpus]
     return [part for part in (range(gpus.start, first), range(first + size, gpus.stop)) if part]
 
 
-def nearest(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Demand | None:
-    """Return the demand that fits and changes the fewest units, or None where none fits."""
+def find_nearest(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Demand | None:
+    """Return the demand that fits and changes the fewest units, or None if no demand fits."""
     fitting = [
         other
-        for other in _others(demand, n_nodes, n_gpus_per_node)
+        for other in _list_others(demand, n_nodes, n_gpus_per_node)
         if other.ranks % demand.together == 0 and place(other, n_nodes, n_gpus_per_node)
     ]
 
-    def change(other: Demand) -> int:
+    def count_changes(other: Demand) -> int:
         pools = zip(demand.pools, other.pools, strict=True)
         return abs(other.ranks - demand.ranks) + sum(abs(old.units - new.units) for old, new in pools)
 
-    return min(fitting, key=change, default=None)
+    return min(fitting, key=count_changes, default=None)
 
 
-def _others(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Iterator[Demand]:
+def _list_others(demand: Demand, n_nodes: int, n_gpus_per_node: int) -> Iterator[Demand]:
     """Yield demands with other numbers of ranks and of the first pool's replicas."""
     total = n_nodes * n_gpus_per_node
     if not demand.pools:

@@ -1,4 +1,4 @@
-"""make_plan: from a checked configuration to the plan. Pure: no clock, no environment, no file."""
+"""Make the plan from a checked configuration. Pure: uses no clock, environment or file."""
 
 import math
 import shlex
@@ -8,23 +8,19 @@ from itertools import islice
 from typing import Literal
 
 from hpc_rl.config import pool_view
-from hpc_rl.config.devices import allocation_of, fill_stars, without_environment_nodes
-from hpc_rl.config.load.stored import open_variables, trainer_of
-from hpc_rl.config.options.experiment import Config, GRPOConfig, value_of
-from hpc_rl.config.rules.slurm_rules import asks_for_gpus, job_threads_limit, threads_limit
-from hpc_rl.core.allocation import (
-    SERVER_BACKENDS,
-    Allocation,
-    Train,
-    usual_server_backend,
-)
+from hpc_rl.config.devices import choose_allocation, exclude_environment_nodes, fill_stars
+from hpc_rl.config.load.stored import find_trainer, list_open_variables
+from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value
+from hpc_rl.config.rules.slurm_rules import find_job_threads_limit, find_threads_limit, has_gpus
+from hpc_rl.core.allocation import Allocation, Train
+from hpc_rl.core.backends import SERVER_BACKENDS, choose_server_backend
 from hpc_rl.core.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers, train_mesh
-from hpc_rl.plan.mpi_start import mpi_start, refuse_shared_gpus
-from hpc_rl.plan.placement import Demand, Placement, PoolDemand, nearest, place
+from hpc_rl.plan.mpi_start import choose_mpi_start, refuse_shared_gpus
+from hpc_rl.plan.placement import Demand, Placement, PoolDemand, find_nearest, place
 from hpc_rl.plan.schema import GPU_VARIABLES, Group, Plan, Pool, Unit
 
-MAX_UNITS = 100_000  # beyond every cluster, and still quick to count through
+MAX_UNITS = 100_000  # more than any cluster has, and still quick to count
 SUPERVISOR_CPUS = 1
 SUPERVISOR_MEM_MB = 1024
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")  # the second is newer
@@ -36,16 +32,17 @@ def make_plan(
     *,
     interpreter: str,
     scheduler: Literal["slurm", "local"],
-    threads_per_core: int = 1,  # of the nodes: Slurm gives each step whole cores
+    threads_per_core: int = 1,  # on the nodes; Slurm gives each step whole cores
 ) -> Plan:
-    """Decide what runs where; `explicit` are the options that the user set, `interpreter` is who submits.
+    """Decide which processes run where.
 
-    Raises NotBuilt for what this version can't do, DoesNotFit with the nearest that fits, ConfigError.
+    `explicit` are the options that the user set, `interpreter` is the submitting Python. Raises NotBuilt for
+    features that this version lacks, DoesNotFit with the nearest allocation that fits, and ConfigError.
     """
     n_gpus = config.cluster.n_gpus_per_node
     refuse_scheduler(config, scheduler)
-    shared = without_environment_nodes(config)
-    allocation, notes = allocation_of(shared)
+    shared = exclude_environment_nodes(config)
+    allocation, notes = choose_allocation(shared)
     _refuse_unbuilt(shared, allocation)
     allocation = fill_stars(shared, allocation)
     train_mesh.check(config, allocation)
@@ -55,7 +52,7 @@ def make_plan(
     if demand.units > MAX_UNITS:
         most = f"at most {MAX_UNITS} are allowed"
         raise DoesNotFit(f"allocation_mode {allocation} needs {demand.units} units; {most}.")
-    placement = _placement(shared, allocation, demand)
+    placement = _find_placement(shared, allocation, demand)
     _refuse_idle_ranks(config, train)
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
     own_args = vars(config.launcher.slurm.srun_args)
@@ -63,25 +60,25 @@ def make_plan(
         replace(
             unit,
             srun_args=[*extra, *own_args[unit.role]],
-            container=containers.container_of(config, unit.role),
+            container=containers.make_container(config, unit.role),
         )
-        for unit in (*_units(config, allocation, placement), *_environment_units(config))
+        for unit in (*_make_units(config, allocation, placement), *_make_environment_units(config))
     ]
-    mpi = mpi_start(config, scheduler)
+    mpi = choose_mpi_start(config, scheduler)
     units = [replace(unit, mpi=mpi) if unit.role == "trainer" else unit for unit in units]
-    knows_gpus = scheduler != "slurm" or slurm_knows_gpus(config)
+    knows_gpus = scheduler != "slurm" or has_gpu_request(config)
     if scheduler == "slurm" and knows_gpus:
         refuse_shared_gpus(units)
     if not knows_gpus:
-        units = [_with_visible_gpus(unit, GPU_VARIABLES[config.cluster.gpu_kind]) for unit in units]
+        units = [_assign_visible_gpus(unit, GPU_VARIABLES[config.cluster.gpu_kind]) for unit in units]
     if n_gpus and "cluster.n_gpus_per_node" not in explicit:
         notes.append(f"cluster.n_gpus_per_node is {n_gpus} by default; 0 means no GPUs.")
-    notes += _slow_groups(allocation, train, placement) if n_gpus else []
+    notes += _note_slow_groups(allocation, train, placement) if n_gpus else []
     layout = config.launcher.slurm.layout if scheduler == "slurm" else "allocation"
     plan = Plan(
         experiment_name=config.experiment_name,
         trial_name=config.trial_name,
-        trainer=trainer_of(config),
+        trainer=find_trainer(config),
         allocation=str(allocation),
         n_nodes=config.cluster.n_nodes,
         n_gpus_per_node=n_gpus,
@@ -92,23 +89,23 @@ def make_plan(
         recover_retries=config.recover.retries,
         python=config.launcher.python or interpreter,
         layout=layout,
-        groups=_groups(config, layout, units),
+        groups=_make_groups(config, layout, units),
         gpu_kind=config.cluster.gpu_kind,
         slurm_knows_gpus=knows_gpus,
         notes=notes,
     )
-    limit = job_threads_limit(config.launcher.slurm) or threads_per_core
-    return with_threads_per_core(plan, min(limit, threads_per_core))
+    limit = find_job_threads_limit(config.launcher.slurm) or threads_per_core
+    return apply_threads_per_core(plan, min(limit, threads_per_core))
 
 
-def with_threads_per_core(plan: Plan, threads_per_core: int) -> Plan:
-    """Return the plan with the CPUs that it asks for on nodes with this number of threads per core."""
-    cpus, mem_mb = _largest_node(plan.units, range(plan.n_nodes), threads_per_core)
+def apply_threads_per_core(plan: Plan, threads_per_core: int) -> Plan:
+    """Return the plan with CPUs and memory for nodes with this number of threads per core."""
+    cpus, mem_mb = _measure_largest_node(plan.units, range(plan.n_nodes), threads_per_core)
     groups = []
     for group in plan.groups:
-        group_cpus, group_mem_mb = _largest_node(plan.units, group.nodes, threads_per_core)
+        group_cpus, group_mem_mb = _measure_largest_node(plan.units, group.nodes, threads_per_core)
         if plan.layout == "jobs" and group.name == "servers":
-            # Each server node has a supervisor of its own.
+            # Each server node has its own supervisor.
             group_cpus += SUPERVISOR_CPUS
             group_mem_mb += SUPERVISOR_MEM_MB
         groups.append(replace(group, cpus_per_node=group_cpus, mem_mb_per_node=group_mem_mb))
@@ -118,7 +115,7 @@ def with_threads_per_core(plan: Plan, threads_per_core: int) -> Plan:
 
 
 def refuse_scheduler(config: Config, scheduler: str) -> None:
-    """Raise ConfigError for what needs Slurm where the scheduler is this machine."""
+    """Raise ConfigError for options that need Slurm if the scheduler is this machine."""
     if scheduler != "local":
         return
     layout, n_nodes = config.launcher.slurm.layout, config.cluster.n_nodes
@@ -135,48 +132,48 @@ def refuse_scheduler(config: Config, scheduler: str) -> None:
         here = "launcher.type local, which is this machine; use --n_nodes 1, or launcher.type slurm"
         raise ConfigError(f"cluster.n_nodes {n_nodes} can't be used with {here}.")
     pyxis = config.launcher.slurm.container_type == "pyxis"
-    if pyxis and any(containers.container_of(config, role) for role in containers.PYTHONS):
+    if pyxis and any(containers.make_container(config, role) for role in containers.PYTHONS):
         instead = "launcher.type local does not use; use container_type apptainer, or omit the images"
         raise ConfigError(f"launcher.slurm.container_type pyxis needs srun, which {instead}.")
 
 
-def slurm_knows_gpus(config: Config) -> bool:
-    """Return whether the job requests GPUs from Slurm; only then can Slurm assign them to the steps."""
+def has_gpu_request(config: Config) -> bool:
+    """Return whether the job requests GPUs from Slurm, so that Slurm can assign them to the steps."""
     slurm = config.launcher.slurm
-    return slurm.gpus_by is not None or asks_for_gpus(slurm.gres)
+    return slurm.gpus_by is not None or has_gpus(slurm.gres)
 
 
-def _with_visible_gpus(unit: Unit, variable: str) -> Unit:
+def _assign_visible_gpus(unit: Unit, variable: str) -> Unit:
     count = unit.gpus_per_task * unit.tasks_per_node
     visible = ",".join(str(unit.gpu_offset + number) for number in range(count))
     return replace(unit, env={variable: visible} | unit.env)
 
 
-# -- which allocation
+# -- the allocation
 
 
 def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
-    """Raise NotBuilt for what this version can't plan, ConfigError for what contradicts the trainer."""
+    """Raise NotBuilt for allocations that this version lacks, ConfigError if one contradicts the trainer."""
     train, name = allocation.train, f"allocation_mode {allocation}"
     if allocation.pools and train and not isinstance(config, GRPOConfig):
         raise ConfigError(f"{name}: trainer {config.trainer} has no generation servers; use {train}.")
-    if reason := next(_unbuilt(config, allocation), ""):
+    if reason := next(_find_unbuilt(config, allocation), ""):
         raise NotBuilt(f"{name}: {reason}.")
     if allocation.pools:
-        pool_view.trained_pool_of(config, allocation)
+        pool_view.find_trained_pool_in(config, allocation)
     for servers in allocation.pools:
         option = SERVER_BACKENDS[servers.backend].divisor_option
         if option and isinstance(config, GRPOConfig):
             option = f"{SERVER_BACKENDS[servers.backend].section}.{option}"
-            size = value_of(pool_view.as_pool(config, servers.pool), option)
+            size = get_value(pool_view.view_pool(config, servers.pool), option)
             if servers.t % size:
                 needed = f"{option} {size} must divide the GPUs of a server"
                 raise ConfigError(f"{needed}: {name} has t {servers.t}.")
 
 
-def _unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
+def _find_unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
     train, n_gpus = allocation.train, config.cluster.n_gpus_per_node
-    pools, usual = "+".join(map(str, allocation.pools)), usual_server_backend(n_gpus)
+    pools, usual = "+".join(map(str, allocation.pools)), choose_server_backend(n_gpus)
     if allocation.evaluate:
         yield "a trial that only evaluates is not implemented; every trial evaluates at its end"
     if allocation.colocate:
@@ -203,14 +200,14 @@ def _unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
 # -- placement
 
 
-def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placement:
-    """Raise DoesNotFit with the reason and the nearest allocation that fits."""
+def _find_placement(config: Config, allocation: Allocation, demand: Demand) -> Placement:
+    """Return the placement. Raises DoesNotFit with the reason and the nearest allocation that fits."""
     n_nodes, n_gpus = config.cluster.n_nodes, config.cluster.n_gpus_per_node
     placement = place(demand, n_nodes, n_gpus)
     if placement:
         return placement
     fits = "no number of such servers fits"
-    if other := nearest(demand, n_nodes, n_gpus):
+    if other := find_nearest(demand, n_nodes, n_gpus):
         sized = zip(allocation.pools, other.pools, strict=True)
         pools = tuple(replace(servers, d=pool.replicas) for servers, pool in sized)
         train = allocation.train or Train("fsdp")
@@ -231,15 +228,15 @@ def _placement(config: Config, allocation: Allocation, demand: Demand) -> Placem
     raise DoesNotFit(f"allocation_mode {allocation} does not fit: {why}; {fits}.")
 
 
-def _slow_groups(allocation: Allocation, train: Train, placement: Placement) -> Iterator[str]:
-    """Yield a note where tensor ranks of one group are on several nodes."""
+def _note_slow_groups(allocation: Allocation, train: Train, placement: Placement) -> Iterator[str]:
+    """Yield a note if the tensor ranks of a group are on several nodes."""
     if placement.ranks_per_node % train.t:
         apart = f"t {train.t} does not divide the {placement.ranks_per_node} ranks of a node"
         yield f"allocation_mode {allocation}: {apart}, so tensor ranks of one group wait for the network."
 
 
 def _refuse_idle_ranks(config: Config, train: Train) -> None:
-    """Raise DoesNotFit where a data rank would have no row of an update."""
+    """Raise DoesNotFit if a data rank would have no row in an update."""
     rows, product = config.train_dataset.batch_size, "train_dataset.batch_size"
     if isinstance(config, GRPOConfig):
         rows = rows * config.gconfig.n_samples // config.actor.ppo_n_minibatches
@@ -252,7 +249,7 @@ def _refuse_idle_ranks(config: Config, train: Train) -> None:
 # -- units
 
 
-def _units(config: Config, allocation: Allocation, placement: Placement) -> list[Unit]:
+def _make_units(config: Config, allocation: Allocation, placement: Placement) -> list[Unit]:
     launcher, on_gpus = config.launcher, config.cluster.n_gpus_per_node > 0
     trainer = Unit(
         role="trainer",
@@ -262,11 +259,11 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
         mem_mb_per_task=launcher.trainer_mem_per_gpu,
         gpus_per_task=int(on_gpus),
         module="hpc_rl.roles.trainer",
-        env=_trainer_env(open_variables(config, "trainer_env_vars"), on_gpus, allocation.train),
+        env=_make_trainer_env(list_open_variables(config, "trainer_env_vars"), on_gpus, allocation.train),
     )
     if not allocation.pools:
         return [trainer]
-    server_env = open_variables(config, "inference_server_env_vars")
+    server_env = list_open_variables(config, "inference_server_env_vars")
     places = enumerate(placement.servers)  # of all pools in turn
     replicas = [
         Unit(
@@ -279,7 +276,7 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
             gpus_per_task=servers.units_per_replica if on_gpus else 0,
             gpu_offset=gpu,
             module="hpc_rl.roles.server",
-            # A process of the backend gets them from the role, which must not have them itself.
+            # The role passes them to a process of the backend, and must not have them itself.
             env={} if SERVER_BACKENDS[servers.backend].is_process else server_env,
         )
         for servers in allocation.pools
@@ -296,11 +293,11 @@ def _units(config: Config, allocation: Allocation, placement: Placement) -> list
     return [*replicas, rollout, trainer]
 
 
-def _trainer_env(env: dict[str, str], on_gpus: bool, train: Train | None) -> dict[str, str]:
-    """Return the user's variables `env`, and on GPUs memory that grows in place.
+def _make_trainer_env(env: dict[str, str], on_gpus: bool, train: Train | None) -> dict[str, str]:
+    """Return the user's variables `env`, with defaults for GPUs.
 
-    Packed micro-batches differ in size, and would leave gaps between blocks that can't grow. Megatron's
-    messages between tensor and context ranks must start in the order of the work around them.
+    Expandable memory segments avoid gaps between blocks, because packed micro-batches differ in size.
+    Megatron's messages between tensor and context ranks must start in the order of the surrounding work.
     """
     if on_gpus and not env.keys() & set(ALLOCATOR_VARIABLES):
         env[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
@@ -309,8 +306,8 @@ def _trainer_env(env: dict[str, str], on_gpus: bool, train: Train | None) -> dic
     return env
 
 
-def _environment_units(config: Config) -> list[Unit]:
-    """Return a unit for each command, spread over the nodes for environments."""
+def _make_environment_units(config: Config) -> list[Unit]:
+    """Return a unit per command of `environments`, spread over the nodes for environments."""
     section = config.environments if isinstance(config, GRPOConfig) else None
     if section is None:
         return []
@@ -329,16 +326,16 @@ def _environment_units(config: Config) -> list[Unit]:
     ]
 
 
-def _largest_node(units: list[Unit], nodes: Sequence[int], threads_per_core: int) -> tuple[int, int]:
-    """Return the most CPUs and the most memory (MB) that any of these nodes needs."""
+def _measure_largest_node(units: list[Unit], nodes: Sequence[int], threads_per_core: int) -> tuple[int, int]:
+    """Return the largest CPUs and the largest memory (MB) that one of these nodes needs."""
     cpus = {node: SUPERVISOR_CPUS if node == 0 else 0 for node in nodes}
     mem_mb = {node: SUPERVISOR_MEM_MB if node == 0 else 0 for node in nodes}
     steps: dict[tuple[str, int], list[Unit]] = {}
     for unit in units:
         steps.setdefault(unit.step, []).append(unit)
     for same in steps.values():
-        # Slurm rounds the CPUs of each step on a node, not those of the job.
-        threads_used = min(threads_per_core, threads_limit(same[0].srun_args) or threads_per_core)
+        # Slurm rounds the CPUs of each step on a node, not the CPUs of the job.
+        threads_used = min(threads_per_core, find_threads_limit(same[0].srun_args) or threads_per_core)
         num_cores = math.ceil(sum(unit.tasks_per_node * unit.cpus_per_task for unit in same) / threads_used)
         for node in set(same[0].nodes) & set(nodes):
             cpus[node] += num_cores * threads_per_core
@@ -346,10 +343,10 @@ def _largest_node(units: list[Unit], nodes: Sequence[int], threads_per_core: int
     return max(cpus.values()), max(mem_mb.values())
 
 
-def _groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
-    """Return the nodes with supervisor, rollout or trainer, and those with servers only.
+def _make_groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
+    """Return the group of nodes with supervisor, rollout or trainer, and the group with servers only.
 
-    Raises DoesNotFit where no node has servers only.
+    Raises DoesNotFit if no node has servers only.
     """
     if layout == "allocation":
         return []

@@ -1,4 +1,4 @@
-"""Plan: the frozen decision of which process runs where, with what. Stored as plan.json."""
+"""The plan: a frozen decision about processes, their nodes and resources. Stored as plan.json."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Container:
     image: str  # path on the nodes
     python: str  # interpreter within the image
     program: str  # of apptainer; unused with pyxis
-    mounts: list[str]  # `source:target`; the directories of trial and submission are added when it starts
+    mounts: list[str]  # `source:target`; the start adds the directories of trial and submission
     args: list[str]
     gpu_option: Literal["--nv", "--rocm"] = "--nv"  # of apptainer
     local_dir: str = ""  # where a node copies its image; empty to use the image itself
@@ -27,9 +27,9 @@ class Container:
 
 @dataclass(frozen=True, kw_only=True)
 class MpiStart:
-    """How the ranks of a unit are started where they find each other by MPI."""
+    """How to start the ranks of a unit that find each other by MPI."""
 
-    mpiexec: str = ""  # program; empty where srun starts them
+    mpiexec: str = ""  # program; empty if srun starts them
     args: list[str] = field(default_factory=list)  # of mpiexec
     srun_mpi: str = "none"  # srun's --mpi
 
@@ -55,17 +55,17 @@ class Unit:
 
     @property
     def launch_line(self) -> str:
-        """Name of its function in steps.sh."""
+        """Name of the unit's function in steps.sh."""
         return self.role if self.pool in ("", DEFAULT_POOL) else f"{self.role}_{self.pool}"
 
     @property
     def step(self) -> tuple[str, int]:
-        """What the units of one step have in common: the replicas of a role on a node share one."""
+        """Key of the unit's step; the replicas of a role on a node share a step."""
         return self.launch_line, self.nodes[0] if self.by_agent else self.index
 
     @property
     def by_agent(self) -> bool:
-        """Whether an agent on its node starts it, with the other replicas there."""
+        """Whether an agent on its node starts the unit, together with the other replicas there."""
         return self.role in ("server", "environment") and self.num_tasks == 1
 
     @property
@@ -82,22 +82,22 @@ class Pool:
     """Servers of one model."""
 
     name: str
-    backend: str  # a name of allocation.SERVER_BACKENDS
+    backend: str  # a name of core.backends.SERVER_BACKENDS
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Nodes that are requested together, all alike: those of the trial's other roles, or of servers only."""
+    """Nodes of one kind that are requested together: for the trial's other roles, or for servers only."""
 
     name: Literal["trial", "servers"]
-    nodes: list[int]  # their indexes, as in the units
-    cpus_per_node: int = 0  # largest demand of any of them, the supervisor's share included
+    nodes: list[int]  # indexes, as in the units
+    cpus_per_node: int = 0  # largest demand of a node, including the supervisor's share
     mem_mb_per_node: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All that is decided before anything is written."""
+    """All decisions, made before anything is written."""
 
     experiment_name: str
     trial_name: str
@@ -105,7 +105,7 @@ class Plan:
     allocation: str  # canonical form
     n_nodes: int
     n_gpus_per_node: int
-    cpus_per_node: int = 0  # largest demand of any node, supervisor's share included
+    cpus_per_node: int = 0  # largest demand of a node, including the supervisor's share
     mem_mb_per_node: int = 0
     device: Literal["cpu", "cuda"]
     pools: list[Pool] = field(default_factory=list)
@@ -116,14 +116,14 @@ class Plan:
     layout: Literal["allocation", "hetjob", "jobs"] = "allocation"
     # In the layouts hetjob and jobs: the nodes of the trial, then the servers'.
     groups: list[Group] = field(default_factory=list)
-    threads_per_core: int = 1  # each step is given whole cores, and its CPUs are counted so
+    threads_per_core: int = 1  # each step gets whole cores, and its CPUs are counted that way
     gpu_kind: Literal["nvidia", "amd"] = "nvidia"
-    slurm_knows_gpus: bool = True  # false: the units' environment deals them out
-    notes: list[str] = field(default_factory=list)  # what was derived or adapted, in words; printed by submit
+    slurm_knows_gpus: bool = True  # false: the units' environment assigns the GPUs
+    notes: list[str] = field(default_factory=list)  # derived and adapted values, printed by submit
 
     @property
     def gpu_variable(self) -> str:
-        """Name of the environment variable that shows a process its GPUs."""
+        """Name of the environment variable that tells a process its GPUs."""
         return GPU_VARIABLES[self.gpu_kind]
 
     def to_json(self) -> dict[str, Any]:
@@ -135,11 +135,16 @@ class Plan:
         groups = [Group(**group) for group in data["groups"]]
         pools = [Pool(**pool) for pool in data["pools"]]
         return cls(
-            **{**data, "units": [_unit(unit) for unit in data["units"]], "groups": groups, "pools": pools}
+            **{
+                **data,
+                "units": [_parse_unit(unit) for unit in data["units"]],
+                "groups": groups,
+                "pools": pools,
+            }
         )
 
-    def group(self, name: Literal["trial", "servers"]) -> Group:
-        """Return a group of nodes; in layout allocation, where there are none, that of all nodes."""
+    def find_group(self, name: Literal["trial", "servers"]) -> Group:
+        """Return a group of nodes; in layout allocation, which has no groups, a group of all nodes."""
         every = Group(
             name=name,
             nodes=list(range(self.n_nodes)),
@@ -148,18 +153,18 @@ class Plan:
         )
         return next((group for group in self.groups if group.name == name), every)
 
-    def sharing_step(self, unit: Unit) -> list[Unit]:
-        """Return the units of the step of a unit, itself included, in the order of their GPUs.
+    def list_step_units(self, unit: Unit) -> list[Unit]:
+        """Return all units of a unit's step, including itself, in the order of their GPUs.
 
-        One that is not in the plan is alone.
+        A unit that is not in the plan is alone.
         """
         name = (unit.role, unit.index)
         step = next((one.step for one in self.units if (one.role, one.index) == name), None)
         same = [one for one in self.units if one.step == step]
         return sorted(same, key=lambda one: (one.gpu_offset, one.index)) or [unit]
 
-    def units_on(self, nodes: list[int]) -> list[Unit]:
-        """Return the units that run on these nodes, with node indexes that count from 0 there."""
+    def list_units_on(self, nodes: list[int]) -> list[Unit]:
+        """Return the units on these nodes, with node indexes that count from 0 there."""
         place = {node: index for index, node in enumerate(nodes)}
         return [
             dataclasses.replace(unit, nodes=[place[node] for node in unit.nodes])
@@ -168,7 +173,7 @@ class Plan:
         ]
 
 
-def _unit(data: dict[str, Any]) -> Unit:
+def _parse_unit(data: dict[str, Any]) -> Unit:
     container, mpi = data.get("container"), data.get("mpi")
     parts = {
         "container": Container(**container) if container else None,

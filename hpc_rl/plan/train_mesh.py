@@ -1,7 +1,7 @@
-"""Whether a training mesh can be: with this engine, these options, and the models that it divides. Pure.
+"""Check a training mesh against its engine, the options, and the models that it divides. Pure.
 
-A size that does not divide what it shares out (heads, layers, experts, …) is refused with the nearest mesh of
-as many ranks that does.
+A size that does not divide its dimension of the model (heads, layers, experts, …) is refused. The refusal
+names the nearest mesh of the same number of ranks that does.
 """
 
 from __future__ import annotations
@@ -12,23 +12,24 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from hpc_rl.config.megatron_models import odd_layers, rotary_type
+from hpc_rl.config.megatron_models import find_odd_layers, find_rotary_type
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.options.training import TrainEngineConfig
-from hpc_rl.config.rules.training_rules import models, trained
-from hpc_rl.core.allocation import TRAIN_BACKENDS, Allocation, Train, parse
+from hpc_rl.config.rules.training_rules import find_trained_model, list_models
+from hpc_rl.core.allocation import Allocation, Train, parse
+from hpc_rl.core.backends import TRAIN_BACKENDS
 from hpc_rl.core.errors import ConfigError, DoesNotFit
 from hpc_rl.plan.model_shape import Models, ModelShape
 from hpc_rl.plan.schema import Plan
 
-# rotary embeddings that depend on the longest row that is there
+# rotary embeddings that depend on the longest row of a batch
 BY_LENGTH = ("dynamic", "longrope")
 
 
 def check(config: Config, allocation: Allocation) -> None:
     """Raise ConfigError for options that contradict the mesh, DoesNotFit for sizes that do not divide it."""
     if train := allocation.train:
-        for section, engine in models(config):
+        for section, engine in list_models(config):
             _check_engine(section, engine, allocation, train)
             _check_sizes(section, engine, train)
             _check_context(section, engine, train, config.cluster.n_gpus_per_node > 0)
@@ -41,7 +42,7 @@ def _check_engine(section: str, engine: TrainEngineConfig, allocation: Allocatio
 
 
 def _check_sizes(section: str, engine: TrainEngineConfig, train: Train) -> None:
-    """Raise for numbers of groups and of parts of stages that the mesh does not have."""
+    """Raise DoesNotFit or ConfigError for replica groups and virtual stages that do not suit the mesh."""
     groups, parts = engine.fsdp.replicate_size, engine.megatron.virtual_pipeline_size
     if train.backend == "fsdp" and train.d and train.d % groups:
         fits = max(size for size in range(1, groups) if train.d % size == 0)
@@ -49,11 +50,11 @@ def _check_sizes(section: str, engine: TrainEngineConfig, train: Train) -> None:
         raise DoesNotFit(f"{name} must divide the data ranks, d {train.d} of {train}; use {fits}.")
     if train.backend == "megatron" and parts > 1 and train.p == 1:
         name = f"{section}.megatron.virtual_pipeline_size {parts}"
-        raise ConfigError(f"{name} has no effect with {train}, which has one stage; use p, or omit it.")
+        raise ConfigError(f"{name} has no effect with {train}, which has one stage; use p, or remove it.")
 
 
 def _check_context(section: str, engine: TrainEngineConfig, train: Train, on_gpus: bool) -> None:
-    """Raise for an attention that can't have packed rows, which context parallelism by fsdp divides."""
+    """Raise ConfigError for an attention without packed rows, which context parallelism in fsdp needs."""
     if train.backend != "fsdp" or train.c == 1:
         return
     fits = f"or d in place of c: {replace(train, d=train.d and train.d * train.c, c=1)}"
@@ -70,18 +71,18 @@ def _check_context(section: str, engine: TrainEngineConfig, train: Train, on_gpu
 # -- the models
 
 
-def problems(config: Config, plan: Plan, contents: Models) -> Iterator[str]:
-    """Yield why a mesh can't hold the models of a trial; nothing of those whose config.json is not known."""
+def find_problems(config: Config, plan: Plan, contents: Models) -> Iterator[str]:
+    """Yield why a mesh can't hold the models of a trial; models without a known config.json are skipped."""
     train = parse(plan.allocation).train or Train("fsdp")
-    stages = trained(config)[1].megatron.virtual_pipeline_size
-    for section, engine in models(config):
+    stages = find_trained_model(config)[1].megatron.virtual_pipeline_size
+    for section, engine in list_models(config):
         content = contents.get(engine.path)
         if content is None:
             continue
-        yield from _of_model(f"{section}.path {engine.path}", engine, train, content, stages)
+        yield from _check_model(f"{section}.path {engine.path}", engine, train, content, stages)
 
 
-def _of_model(
+def _check_model(
     name: str, engine: TrainEngineConfig, train: Train, content: Mapping[str, Any], stages: int
 ) -> Iterator[str]:
     backend, kind = TRAIN_BACKENDS[train.backend], str(content.get("model_type", ""))
@@ -89,7 +90,7 @@ def _of_model(
         known = f"{train.backend} has no mapping for {kind} models, only for {', '.join(backend.model_types)}"
         yield f"{name}: {known}. What fits: {Train('fsdp', d=train.num_units)}."
         return
-    if train.backend == "megatron" and (odd := odd_layers(content)):
+    if train.backend == "megatron" and (odd := find_odd_layers(content)):
         named = ", ".join(f"{key}: {value}" for key, value in odd.items())
         fits = f"What fits: {Train('fsdp', d=train.num_units)}."
         yield f"{name}: the megatron backend can't have a model with {named} (config.json). {fits}"
@@ -104,24 +105,30 @@ def _of_model(
     if is_packed and content.get("attention_dropout") and not engine.disable_dropout:
         use = f"set {section}.disable_dropout true, or use fsdp:d{train.num_units}"
         yield f"{name} has attention_dropout {content['attention_dropout']}, which {train} can't have; {use}."
-    if train.backend == "fsdp" and train.c > 1 and (kind := rotary_type(content)) in BY_LENGTH:
-        # each rank would turn its tokens by the longest row of its own part
+    if train.backend == "fsdp" and train.c > 1 and (kind := find_rotary_type(content)) in BY_LENGTH:
+        # each rank would rotate its tokens by the longest row of its part
         yield f"{name} has rope_type {kind}, which c can't divide. What fits: fsdp:d{train.num_units}."
     shape = ModelShape.of(content)
     if shape is None:
         return
-    found = list(remainders(train, shape, stages))
+    found = list(find_remainders(train, shape, stages))
     if not found and section != "ref":
-        yield from _recomputation(section, engine, train, shape)
+        yield from _check_recomputation(section, engine, train, shape)
     if found:
-        other, parts = nearest(train, shape, stages), ""
+        other, parts = find_nearest(train, shape, stages), ""
         if other is None and stages > 1:
-            other, parts = nearest(train, shape), " with megatron.virtual_pipeline_size 1"
-        fits = f"What fits: {other}{parts}" if other else "No mesh of as many ranks fits; use another number"
+            other, parts = find_nearest(train, shape), " with megatron.virtual_pipeline_size 1"
+        fits = (
+            f"What fits: {other}{parts}"
+            if other
+            else "No mesh with this number of ranks fits; use another number"
+        )
         yield f"{name} has {'; '.join(found)}: {train} can't divide it. {fits}."
 
 
-def _recomputation(section: str, engine: TrainEngineConfig, train: Train, shape: ModelShape) -> Iterator[str]:
+def _check_recomputation(
+    section: str, engine: TrainEngineConfig, train: Train, shape: ModelShape
+) -> Iterator[str]:
     options = engine.megatron
     layers, several = (
         shape.num_layers // (train.p * options.virtual_pipeline_size),
@@ -131,15 +138,15 @@ def _recomputation(section: str, engine: TrainEngineConfig, train: Train, shape:
     is_uniform = is_uniform and train.backend == "megatron" and engine.gradient_checkpointing
     if is_uniform and several and layers % several:
         of = f"the {layers} layers of each part of a stage of {train}"
-        use = max(size for size in _divisors(layers, several))
+        use = max(size for size in _list_divisors(layers, several))
         yield f"{section}.megatron.recompute_num_layers {several} must divide {of}; use {use}."
 
 
-def remainders(train: Train, shape: ModelShape, stages: int = 1) -> Iterator[str]:
-    """Yield what of a model the sizes of a mesh do not divide; `stages` are the parts of a pipeline stage."""
+def find_remainders(train: Train, shape: ModelShape, stages: int = 1) -> Iterator[str]:
+    """Yield the sizes of a model that a mesh does not divide; `stages` is the number of virtual stages."""
     t, c, p, e = train.t, train.c, train.p, train.e
     is_fsdp = train.backend == "fsdp"
-    per_rank = t * c if is_fsdp else t  # all heads of a rank are exchanged for more tokens
+    per_rank = t * c if is_fsdp else t  # a rank exchanges its heads for more tokens
     by = f"t {t} * c {c}" if is_fsdp and c > 1 else f"t {t}"
     if shape.num_heads % per_rank:
         yield f"{shape.num_heads} attention heads, not a multiple of {by}"
@@ -162,15 +169,15 @@ def remainders(train: Train, shape: ModelShape, stages: int = 1) -> Iterator[str
         yield f"experts of width {shape.expert_width}, not a multiple of their t {expert_tensor}"
 
 
-def nearest(train: Train, shape: ModelShape, stages: int = 1) -> Train | None:
-    """Return the mesh of as many ranks, and no larger sizes but d, that divides the model; None for none.
+def find_nearest(train: Train, shape: ModelShape, stages: int = 1) -> Train | None:
+    """Return the nearest mesh with the same number of ranks that divides the model; None if none does.
 
-    With several parts of a stage it has several stages.
+    Only d may grow. With several virtual stages the mesh keeps several pipeline stages.
     """
     units = train.num_units
     if units is None:
         return None
-    sizes = (_divisors(units, most) for most in (train.t, train.c, train.p, train.e))
+    sizes = (_list_divisors(units, most) for most in (train.t, train.c, train.p, train.e))
     found = []
     for t, c, p, e in itertools.product(*sizes):
         if stages > 1 and p == 1:
@@ -179,14 +186,14 @@ def nearest(train: Train, shape: ModelShape, stages: int = 1) -> Train | None:
             if units % (t * c * p) or units % (expert_tensor * e * p):
                 continue
             other = replace(train, d=units // (t * c * p), t=t, c=c, p=p, e=e, etp=expert_tensor)
-            if not any(remainders(other, shape, stages)):
+            if not any(find_remainders(other, shape, stages)):
                 found.append(other)
-    return min(found, key=lambda other: _change(train, other), default=None)
+    return min(found, key=lambda other: _measure_change(train, other), default=None)
 
 
-def _divisors(number: int, most: int) -> list[int]:
+def _list_divisors(number: int, most: int) -> list[int]:
     return [size for size in range(1, min(number, most) + 1) if number % size == 0]
 
 
-def _change(train: Train, other: Train) -> float:
+def _measure_change(train: Train, other: Train) -> float:
     return sum(abs(math.log(getattr(train, letter) / getattr(other, letter))) for letter in "tcpe")

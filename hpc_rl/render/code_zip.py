@@ -1,7 +1,7 @@
-"""The running hpc_rl as a zip file that Python imports from: a queued trial keeps the code of its submission.
+"""Pack the running hpc_rl as an importable zip file: a queued trial keeps the code of its submission.
 
-It holds the `.py` files, as a role needs no templates, and what the job script imports in compiled form too:
-that halves the time in which it can't listen yet. Another version of Python ignores compiled files.
+It holds the `.py` files (roles need no templates), and compiled files for the job script: they halve the
+time before the script can receive signals. Another version of Python ignores compiled files.
 """
 
 import functools
@@ -25,13 +25,13 @@ COMPILED: tuple[str, ...] = (
 )
 COMPILED += ("supervise/__init__", "supervise/job_hooks", "supervise/job_loop", "supervise/job_policy")
 COMPILED += ("supervise/job_runner",)
-_NEVER_CHECKED = 1  # flags of a compiled file that names the hash of its source
+_NEVER_CHECKED = 1  # flags of a compiled file with the hash of its source
 
 
 @functools.cache
 def build() -> tuple[str, bytes]:
     """Return file name (version, hash) and content; equal sources give equal names. Raises OSError."""
-    sources = _sources(Path(hpc_rl.__file__).parent)
+    sources = _list_sources(Path(hpc_rl.__file__).parent)
     digest = hashlib.sha256()
     for name, data in sorted(sources.items()):
         digest.update(f"{name} {len(data)}\n".encode() + data)
@@ -47,13 +47,13 @@ def build() -> tuple[str, bytes]:
 
 
 def _compile(name: str, source: bytes) -> bytes:
-    """Return a compiled file that is valid by itself: times in an archive are of no use."""
+    """Return a compiled file that needs no check of the source's time: an archive keeps no useful times."""
     code = compile(source, name, "exec", dont_inherit=True)
     header = importlib.util.MAGIC_NUMBER + _NEVER_CHECKED.to_bytes(4, "little")
     return header + importlib.util.source_hash(source) + marshal.dumps(code)
 
 
-def _sources(package: Path) -> dict[str, bytes]:
+def _list_sources(package: Path) -> dict[str, bytes]:
     if not package.is_dir():
         # This process itself runs from such a zip: package is <zip>/hpc_rl.
         with zipfile.ZipFile(package.parent) as archive:

@@ -1,4 +1,4 @@
-"""The hooks of a submission: which scripts run at which moment. The job runs copies of them."""
+"""The hooks of a submission: scripts of each event. The job runs copies of them."""
 
 import shlex
 from collections.abc import Collection, Iterator, Sequence
@@ -10,18 +10,18 @@ from hpc_rl.core.errors import ConfigError
 
 EVENTS = ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
 FOLDER = "hooks.d"
-ENVIRONMENT = "environment"  # in the same folders, but sourced by every script
-UNPACKED = "hpc-rl-"  # begins the names of containers that pyxis keeps
+ENVIRONMENT = "environment"  # in the same folders; sourced by every script
+UNPACKED = "hpc-rl-"  # prefix of the names of containers that pyxis keeps
 _UNPACKED_REMOVAL = """#!/bin/bash
-# Removes what pyxis unpacked for this trial. Where its container_scope is `job`, it does so itself.
+# Remove the containers that pyxis unpacked for this trial. With container_scope `job`, pyxis does it itself.
 if ! type enroot >/dev/null 2>&1; then exit 0; fi
 for name in {names}; do
   enroot remove --force "pyxis_hpc-rl-$SLURM_JOB_ID-$name" </dev/null >/dev/null 2>&1 || true
 done
 """
 _REMOVAL = """#!/bin/bash
-# Removes what this job left in cluster.local_dir: its processes lock it, so those that still end are awaited.
-# Where another trial of this job lives, it stays.
+# Remove this job's directory in cluster.local_dir. Its processes lock it, so wait for the last ones to end.
+# If another trial of this job runs, keep the directory.
 folder={place}/hpc-rl-"$UID-${{SLURM_JOB_ID:-${{HPC_RL_ATTEMPT%.*}}}}"
 if [[ ! -O $folder || -L $folder ]]; then exit 0; fi
 exec flock --timeout 10 --conflict-exit-code 0 "$folder" rm -rf -- "$folder"
@@ -29,14 +29,14 @@ exec flock --timeout 10 --conflict-exit-code 0 "$folder" rm -rf -- "$folder"
 
 
 def gather(hooks: HooksConfig, site: Sequence[Path]) -> dict[str, dict[str, str]]:
-    """Return the scripts of each event in the order in which they run: file name below scripts/ -> text.
+    """Return the scripts of each event in their order: file name below scripts/ -> text.
 
-    Raises ConfigError for a script that can't be read.
+    Raises ConfigError for an unreadable script.
     """
-    # The site's come first before an attempt, and last after it.
+    # Scripts of the site run first before an attempt, and last after it.
     found: dict[str, dict[str, str]] = {event: {} for event in EVENTS}
     for event in EVENTS:
-        scripts = list(_scripts(event, hooks, site))
+        scripts = list(_load_scripts(event, hooks, site))
         if event.startswith("post_"):
             scripts.reverse()
         for number, text in enumerate(scripts):
@@ -46,26 +46,26 @@ def gather(hooks: HooksConfig, site: Sequence[Path]) -> dict[str, dict[str, str]
     return found
 
 
-def removal(local_dir: str) -> dict[str, str]:
-    """Return the script of post_node that removes what a job has left in `cluster.local_dir`."""
+def make_removal(local_dir: str) -> dict[str, str]:
+    """Return the script of post_node that removes a job's files in `cluster.local_dir`."""
     first, slash, rest = local_dir.partition("/")
     place = f'"${{{first.strip("${}")}}}"{slash}{shlex.quote(rest) if rest else ""}'
     text = _REMOVAL.format(place=place if first else shlex.quote(local_dir))
     return {"hook.post_node.local_dir": text}
 
 
-def unpacked_removal(names: Collection[str]) -> dict[str, str]:
-    """Return the script of post_node that removes the containers with these names that pyxis keeps."""
+def make_container_removal(names: Collection[str]) -> dict[str, str]:
+    """Return the script of post_node that removes pyxis's containers with these names."""
     return {"hook.post_node.containers": _UNPACKED_REMOVAL.format(names=shlex.join(names))} if names else {}
 
 
-def environment_files(hooks: HooksConfig, site: Sequence[Path]) -> list[tuple[str, str]]:
-    """Return path and text of what every script sources, the nearest last. Raises ConfigError."""
-    return [(str(path), _read(path, str(path))) for path in _files(ENVIRONMENT, hooks, site)]
+def load_environment_files(hooks: HooksConfig, site: Sequence[Path]) -> list[tuple[str, str]]:
+    """Return path and text of the files that every script sources, the trial's last. Raises ConfigError."""
+    return [(str(path), _load_text(path, str(path))) for path in _load_files(ENVIRONMENT, hooks, site)]
 
 
-def _files(name: str, hooks: HooksConfig, site: Sequence[Path]) -> list[Path]:
-    """Return those of a name: the machine's before the user's, those before the trial's."""
+def _load_files(name: str, hooks: HooksConfig, site: Sequence[Path]) -> list[Path]:
+    """Return the files with a name: of the machine, of the user, of the trial, in this order."""
     folders = [folder / FOLDER for folder in reversed(site)]
     if hooks.dir:
         if not Path(hooks.dir).is_dir():
@@ -74,15 +74,15 @@ def _files(name: str, hooks: HooksConfig, site: Sequence[Path]) -> list[Path]:
     return [path for path in (folder / name for folder in folders) if path.exists()]
 
 
-def _scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[str]:
-    for path in _files(event, hooks, site):
-        yield _read(path, str(path))
+def _load_scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[str]:
+    for path in _load_files(event, hooks, site):
+        yield _load_text(path, str(path))
     option, value = f"launcher.hooks.{event}", getattr(hooks, event)
     if value is not None:
-        yield _read(Path(value), option) if Place(or_script=True).is_path(value) else value
+        yield _load_text(Path(value), option) if Place(or_script=True).is_path(value) else value
 
 
-def _read(path: Path, what: str) -> str:
+def _load_text(path: Path, what: str) -> str:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

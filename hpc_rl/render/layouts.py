@@ -1,4 +1,4 @@
-"""What each layout asks of Slurm: one job, one job of two components, two jobs; and submitit's part. Pure."""
+"""Slurm requests of each layout (one job, one job of two components, two jobs), and of submitit. Pure."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -10,52 +10,60 @@ from hpc_rl.core import slurm_time
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.schema import Group, Plan
-from hpc_rl.render.slurm_options import Option, directives, of_component, signal_lead_s, words
+from hpc_rl.render.slurm_options import (
+    Option,
+    compute_signal_lead_s,
+    make_directives,
+    select_component,
+    split_words,
+)
 
-ELASTIC = ("max_running", "idle_s")  # of launcher.slurm.servers; the rest are sbatch's
+ELASTIC = ("max_running", "idle_s")  # of launcher.slurm.servers; the other options are sbatch's
 UNLIMITED_MIN = 365 * 24 * 60
-# submitit runs its callable as a step, which must leave the job to the steps of the roles.
+# submitit runs its callable as a step, which must leave the resources to the steps of the roles.
 STEP = "--overlap --relative=0 --nodes=1 --ntasks=1 --cpus-per-task=1 --mem=0 --export=ALL"
 
 
 @dataclass(frozen=True)
 class SbatchRequests:
-    """The jobs of a trial as Slurm is asked for them."""
+    """The values of a trial's batch scripts."""
 
     slurm: SlurmLauncherConfig
     plan: Plan
     trial: Trial
     tag: str  # unique word of the submission
-    workdir: str  # where the scripts start
-    avoid: tuple[str, ...] = ()  # nodes that this submission avoids in addition to those of the section
+    workdir: str  # working directory of the scripts
+    avoid: tuple[str, ...] = ()  # nodes that this submission excludes in addition to the section's
 
-    def of_trial(self) -> dict[str, Any]:
-        """Return the values of trial.sbatch: the whole trial, or in layout jobs the part with the trainer."""
+    def describe_trial(self) -> dict[str, Any]:
+        """Return the values of trial.sbatch: for the trial, or in layout jobs for the trainer's part."""
         slurm, plan = self.slurm, self.plan
-        group, component = plan.group("trial"), None
+        group, component = plan.find_group("trial"), None
         if plan.layout == "hetjob":
-            component = of_component(self._directives(servers_of(slurm), plan.group("servers"), {}))
+            component = select_component(
+                self._make_directives(select_servers(slurm), plan.find_group("servers"), {})
+            )
         saves = plan.recover_mode != "disabled"
-        given = self._options(slurm, self.trial.job_name, self.tag, "%j.out", saves)
-        return self._values(slurm, group, given) | {
+        given = self._make_options(slurm, self.trial.job_name, self.tag, "%j.out", saves)
+        return self._make_values(slurm, group, given) | {
             "n_nodes": plan.n_nodes if plan.layout == "hetjob" else len(group.nodes),
             "layout": plan.layout,
             "backend": slurm.backend,
             "component": component,
         }
 
-    def of_servers(self) -> dict[str, Any]:
+    def describe_servers(self) -> dict[str, Any]:
         """Return the values of servers.sbatch: an array with one task for each server node."""
-        slurm, group = servers_of(self.slurm), self.plan.group("servers")
+        slurm, group = select_servers(self.slurm), self.plan.find_group("servers")
         throttle = f"%{slurm.servers.max_running}" if slurm.servers.max_running else ""
-        # Whatever the trial's mode is, a server is requeued: it holds nothing that could be lost.
-        given = self._options(
+        # A server is requeued in any recover.mode: it has no state to lose.
+        given = self._make_options(
             slurm, f"{self.trial.job_name}.servers", f"{self.tag}:servers", "%A_%a.out", saves=True
         )
         given["array"] = f"0-{len(group.nodes) - 1}{throttle}"
-        given["dependency"] = None  # it is the trial that waits for other jobs
+        given["dependency"] = None  # only the trial waits for other jobs
         one = replace(group, nodes=group.nodes[:1])
-        return self._values(slurm, one, given) | {
+        return self._make_values(slurm, one, given) | {
             "n_nodes": 1,
             "layout": "jobs",
             "backend": "sbatch",
@@ -64,9 +72,9 @@ class SbatchRequests:
             "attempts": "server_attempts",
         }
 
-    def submitit(self) -> str:
+    def make_submitit_parameters(self) -> str:
         """Return the keyword arguments of `SlurmExecutor.update_parameters`, as JSON. Raises ConfigError."""
-        slurm, asked = self.slurm, self.of_trial()["directives"]
+        slurm, asked = self.slurm, self.describe_trial()["directives"]
         if slurm.time is None:
             raise ConfigError(
                 "launcher.slurm.backend submitit needs launcher.slurm.time: submitit's default is 5 minutes."
@@ -74,21 +82,21 @@ class SbatchRequests:
         every = (option for options in asked.values() for option in options)
         options: dict[str, Any] = {name: value or True for name, value in every if value is not None}
         for argument in slurm.extra_args:
-            options |= _by_name(words(argument))
-        limit_s = slurm_time.to_seconds(slurm.time)
+            options |= _format_option(split_words(argument))
+        limit_s = slurm_time.parse_time_limit(slurm.time)
         job_name = options.pop("job-name")
         options.pop("wckey", None)
-        # To the steps, where submitit's handler is; without B: the batch shell gets none.
-        options["signal"] = f"USR2@{signal_lead_s(slurm.time)}"
+        # For the steps, which have submitit's handler; without B: the batch shell gets no signal.
+        options["signal"] = f"USR2@{compute_signal_lead_s(slurm.time)}"
         with_gpus = any(unit.gpus_per_task for unit in self.plan.units)
         parameters = {
-            # `hpc-rl cancel` sends USR1 to the batch script, which is submitit's and would die of it; the
-            # supervisor sees the request on disk.
+            # `hpc-rl cancel` sends USR1 to the batch script. It would kill submitit's script; the supervisor
+            # sees the request on disk.
             "setup": ["trap '' USR1"],
             "job_name": job_name,
-            # submitit's own idea of the time limit; the option counts.
+            # submitit's own time limit; Slurm uses the option.
             "time": UNLIMITED_MIN if limit_s is None else max(1, limit_s // 60),
-            # submitit names one of its own otherwise.
+            # submitit sets its own otherwise.
             "wckey": slurm.wckey,
             "stderr_to_stdout": True,
             "srun_args": [*STEP.split(), *(["--gpus-per-node=0"] if with_gpus else [])],
@@ -96,17 +104,17 @@ class SbatchRequests:
         }
         return json.dumps(parameters, indent=2, sort_keys=True) + "\n"
 
-    def _directives(
+    def _make_directives(
         self, slurm: SlurmLauncherConfig, group: Group, given: dict[str, str | None]
     ) -> dict[str, list[Option]]:
         units = [unit for unit in self.plan.units if set(unit.nodes) & set(group.nodes)]
         n_gpus = self.plan.n_gpus_per_node if any(unit.gpus_per_task for unit in units) else 0
-        return directives(without(slurm, self.avoid), group, n_gpus, given)
+        return make_directives(exclude_nodes(slurm, self.avoid), group, n_gpus, given)
 
-    def _options(
+    def _make_options(
         self, slurm: SlurmLauncherConfig, name: str, tag: str, output: str, saves: bool
     ) -> dict[str, str | None]:
-        """Return the options of a job that the section has no say in, or not alone."""
+        """Return the options of a job that the section does not decide, or not alone."""
         is_requeued = saves and slurm.continue_by == "requeue"
         return {
             "job-name": name,
@@ -117,24 +125,24 @@ class SbatchRequests:
             "no-kill": "",
             "requeue": "" if is_requeued else None,
             "no-requeue": None if is_requeued else "",
-            "signal": f"B:USR1@{signal_lead_s(slurm.time)}" if saves else None,
+            "signal": f"B:USR1@{compute_signal_lead_s(slurm.time)}" if saves else None,
         }
 
-    def _values(
+    def _make_values(
         self, slurm: SlurmLauncherConfig, group: Group, given: dict[str, str | None]
     ) -> dict[str, Any]:
         return {
             "job_name": given["job-name"],
             "continue_by": slurm.continue_by,
-            # The script itself names only what the section excludes, because bad nodes may recover.
+            # The script names only the section's excluded nodes, because bad nodes may recover.
             "exclude": slurm.exclude or "",
-            "directives": self._directives(slurm, group, given),
-            "extra": [words(argument) for argument in slurm.extra_args],
+            "directives": self._make_directives(slurm, group, given),
+            "extra": [split_words(argument) for argument in slurm.extra_args],
         }
 
 
-def servers_of(slurm: SlurmLauncherConfig) -> SlurmLauncherConfig:
-    """Return the section as it holds for the nodes of the servers."""
+def select_servers(slurm: SlurmLauncherConfig) -> SlurmLauncherConfig:
+    """Return the section with the values for the server nodes."""
     own = vars(slurm.servers).items()
     given = {name: value for name, value in own if value is not None and name not in ELASTIC}
     if "gres" not in given and "gpu_type" in given:
@@ -144,8 +152,8 @@ def servers_of(slurm: SlurmLauncherConfig) -> SlurmLauncherConfig:
     return replace(slurm, **given)
 
 
-def without(slurm: SlurmLauncherConfig, nodes: Sequence[str]) -> SlurmLauncherConfig:
-    """Return the section of a submission that avoids these nodes, too."""
+def exclude_nodes(slurm: SlurmLauncherConfig, nodes: Sequence[str]) -> SlurmLauncherConfig:
+    """Return the section with these nodes excluded, too."""
     if not nodes:
         return slurm
     servers = slurm.servers
@@ -156,8 +164,8 @@ def without(slurm: SlurmLauncherConfig, nodes: Sequence[str]) -> SlurmLauncherCo
 
 
 def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
-    """Raise ConfigError for hooks that would not run where they are meant to."""
-    if hooks := hooks_without_place(plan.layout, events):
+    """Raise ConfigError for hooks that the layout can't run on their nodes."""
+    if hooks := find_unplaced_hooks(plan.layout, events):
         raise ConfigError(
             f"the hook {hooks[0]} (launcher.hooks.{hooks[0]}, or hooks.d/{hooks[0]} of the site) does not "
             "work with launcher.slurm.layout hetjob: one srun with a script on every node spans no "
@@ -165,13 +173,13 @@ def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
         )
 
 
-def hooks_without_place(layout: str, events: Collection[str]) -> list[str]:
+def find_unplaced_hooks(layout: str, events: Collection[str]) -> list[str]:
     """Return the hooks that a layout can't run."""
     return sorted({"pre_node", "post_node"} & set(events)) if layout == "hetjob" else []
 
 
-def _by_name(argument: list[str]) -> dict[str, Any]:
-    """Return `--name=value` and `--name` as submitit takes options."""
+def _format_option(argument: list[str]) -> dict[str, Any]:
+    """Convert `--name=value` and `--name` to submitit's form of options."""
     found: dict[str, Any] = {}
     for word in argument:
         name, equals, value = word.partition("=")

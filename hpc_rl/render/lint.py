@@ -1,4 +1,4 @@
-"""Checks of a rendered script that need no scheduler: directives, `bash -n`, shellcheck if installed."""
+"""Check rendered scripts without a scheduler: directives, `bash -n`, shellcheck if installed."""
 
 import difflib
 import re
@@ -13,7 +13,7 @@ from pathlib import Path
 from hpc_rl.render.slurm_options import SBATCH_OPTIONS
 
 TIMEOUT_S = 60.0
-# Options that sbatch takes one of.
+# Options that exclude each other.
 EXCLUSIVE = (
     {"--gpus-per-node", "--gpus"},
     {"--mem", "--mem-per-cpu", "--mem-per-gpu"},
@@ -36,24 +36,24 @@ class Problem:
 
 
 def is_checked(name: str) -> bool:
-    """Return whether a rendered file is one to check; `name` may have words before that of the file."""
+    """Return whether to check a rendered file; `name` may have words before the file name."""
     # Hooks may be in any language, JSON is for submitit.
     file = name.split()[-1]
     return not (file.startswith("hook.") or file.endswith(".json"))
 
 
-def problems(texts: Mapping[str, str], sources: Sequence[Path] = ()) -> list[str]:
-    """Return what is wrong with scripts; equal texts are checked once, equal problems given once.
+def find_problems(texts: Mapping[str, str], sources: Sequence[Path] = ()) -> list[str]:
+    """Check scripts; equal texts are checked once, equal problems are returned once.
 
     Args:
         texts: Script by name.
-        sources: Files of the site whose lines are in the scripts; a problem of such a line names its place.
+        sources: Files of the site included in the scripts; a problem in such a line names its file and line.
     """
     first: dict[str, str] = {}
     for name, text in texts.items():
         if is_checked(name):
             first.setdefault(text, name)
-    places = _places(sources)
+    places = _map_places(sources)
     found: dict[str, None] = {}
     for text, name in first.items():
         lines = text.splitlines()
@@ -68,8 +68,8 @@ def problems(texts: Mapping[str, str], sources: Sequence[Path] = ()) -> list[str
     return list(found)
 
 
-def _places(sources: Iterable[Path]) -> dict[str, str]:
-    """Return `file:line` by line of text; a line that several places have is left out."""
+def _map_places(sources: Iterable[Path]) -> dict[str, str]:
+    """Return line of text -> `file:line`, without lines that occur several times."""
     places: dict[str, list[str]] = {}
     for path in sources:
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
@@ -79,13 +79,13 @@ def _places(sources: Iterable[Path]) -> dict[str, str]:
 
 
 def check_script(name: str, text: str) -> dict[str, list[Problem] | None]:
-    """Return the problems of a script by check; None for a check that is not installed."""
+    """Return the problems of a script by check; None for a missing program."""
     directives = check_directives(text) if name.endswith(".sbatch") else check_no_directives(text)
     return {"directives": directives, "bash -n": check_bash(text), "shellcheck": check_shell(text)}
 
 
 def check_no_directives(text: str) -> list[Problem]:
-    """Return the #SBATCH lines of a script that sbatch does not get."""
+    """Return the #SBATCH lines of a script that is not passed to sbatch."""
     message = f"sbatch reads #SBATCH lines only in the job script, not in a file that it sources; {_PLACE}"
     return [
         Problem(f"{message}: {line}", number)
@@ -108,7 +108,7 @@ def check_directives(text: str) -> list[Problem]:
     options: dict[str, int] = {}
     hetjob = any(line.split() == ["#SBATCH", "hetjob"] for line in lines[:head])
     for number, line in enumerate(lines[:head], 1):
-        found += [Problem(message, number) for message in _line_problems(line)]
+        found += [Problem(message, number) for message in _check_line(line)]
         if not line.startswith("#SBATCH -"):
             continue
         option = line.split()[1].partition("=")[0]
@@ -128,17 +128,17 @@ def check_directives(text: str) -> list[Problem]:
     return found
 
 
-def _line_problems(line: str) -> Iterator[str]:
-    """Yield what is wrong with one line before the first command."""
+def _check_line(line: str) -> Iterator[str]:
+    """Yield the problems of one line before the first command."""
     if line.startswith("#SBATCH"):
-        # The value of some options that the plan decides may contain a dollar sign that is meant.
+        # Values decided by the plan may contain a literal dollar sign.
         if re.match(r"#SBATCH -(?!-(chdir|output|comment|job-name))", line) and re.search(
             r"\$\{?[A-Za-z_]", line
         ):
             yield f"sbatch does not expand shell variables: {line}"
         if not line.startswith("#SBATCH "):
             yield f"sbatch ignores it, because there is no blank after #SBATCH: {line}"
-        for name in _unknown_options(line):
+        for name in _find_unknown_options(line):
             near = difflib.get_close_matches(name, SBATCH_OPTIONS, n=1)
             yield f"sbatch has no option --{name}" + (f"; did you mean --{near[0]}?" if near else "")
     elif (word := re.match(r"#\s*(\w+)\s+-", line)) and _is_near_sbatch(word[1]):
@@ -149,58 +149,58 @@ def _is_near_sbatch(word: str) -> bool:
     return difflib.SequenceMatcher(None, word.upper(), "SBATCH").ratio() > 0.8
 
 
-def _unknown_options(line: str) -> list[str]:
-    """Return the long options of an #SBATCH line that sbatch does not have; it takes beginnings of names."""
+def _find_unknown_options(line: str) -> list[str]:
+    """Return the long options of an #SBATCH line that sbatch does not have; it accepts prefixes."""
     try:
         words = shlex.split(line.removeprefix("#SBATCH"), comments=True)
     except ValueError:
-        return []  # sbatch's own quoting differs a little; bash -n does not read comments
+        return []  # sbatch's quoting differs slightly; bash -n ignores comments
     names = [word[2:].partition("=")[0] for word in words if re.match(r"--[a-z]", word) and " " not in word]
     unknown = [name for name in names if not any(known.startswith(name) for known in SBATCH_OPTIONS)]
     unknown = [name for name in unknown if not name.startswith(_PYXIS)]
-    return [name for name in unknown if f"--{name}" not in _help_of_sbatch()] if unknown else []
+    return [name for name in unknown if f"--{name}" not in _load_sbatch_help()] if unknown else []
 
 
-def _help_of_sbatch() -> str:
-    """Return sbatch's help, which lists the options that plugins of the site add; empty without sbatch."""
+def _load_sbatch_help() -> str:
+    """Return sbatch's help, which includes the options of the site's plugins; empty without sbatch."""
     if shutil.which("sbatch") is None:
         return ""
     try:
-        return _run(["sbatch", "--help"], "").stdout
+        return _execute(["sbatch", "--help"], "").stdout
     except (OSError, subprocess.TimeoutExpired):
         return ""
 
 
 def check_bash(text: str) -> list[Problem]:
     """Return the syntax errors that bash finds."""
-    done = _run(["bash", "-n", "/dev/stdin"], text)  # from its plain standard input it gives no line numbers
+    done = _execute(["bash", "-n", "/dev/stdin"], text)  # /dev/stdin gives line numbers
     if not done.returncode:
         return []
     found = [re.match(r"\S+: line (\d+): (.*)", line) for line in done.stderr.splitlines()]
-    # A line that only repeats the text of the script begins with a backtick.
+    # A line that only quotes the script begins with a backtick.
     return [
         Problem(f"bash -n: {error[2]}", int(error[1])) for error in found if error and error[2][:1] != "`"
     ] or [Problem(f"bash -n: {done.stderr.strip()}")]
 
 
-def shellcheck() -> str | None:
-    """Return the program: beside this Python, or on the PATH; None if there is none."""
+def find_shellcheck() -> str | None:
+    """Return shellcheck: next to this Python, or on the PATH; else None."""
     beside = Path(sys.executable).parent / "shellcheck"
     return str(beside) if beside.is_file() else shutil.which("shellcheck")
 
 
 def check_shell(text: str) -> list[Problem] | None:
     """Return errors and warnings of shellcheck; None if it is not installed."""
-    # Mere advice would refuse a path with a dollar sign in it.
-    program = shellcheck()
+    # Lower severities would refuse a path with a dollar sign.
+    program = find_shellcheck()
     if program is None:
         return None
-    done = _run([program, "-s", "bash", "-S", "warning", "-f", "gcc", "-"], text)
+    done = _execute([program, "-s", "bash", "-S", "warning", "-f", "gcc", "-"], text)
     if not done.returncode:
         return []
     lines = [re.match(r"-:(\d+):\d+: (.*)", line) for line in done.stdout.splitlines()]
     return [Problem(f"shellcheck: {line[2]}", int(line[1])) for line in lines if line]
 
 
-def _run(argv: list[str], text: str) -> subprocess.CompletedProcess[str]:
+def _execute(argv: list[str], text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, input=text, capture_output=True, text=True, timeout=TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""Scripts: plan -> {file name: text}. Pure: reads templates, writes nothing, asks no scheduler or clock."""
+"""Scripts: plan -> {file name: text}. Reads templates, writes nothing, queries no scheduler or clock."""
 
 import shlex
 from collections.abc import Sequence
@@ -8,76 +8,78 @@ from typing import Any
 
 import jinja2
 
-from hpc_rl.config.load.stored import open_variables, secret_variables
+from hpc_rl.config.load.stored import list_open_variables, list_secret_variables
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan import containers
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import layouts, steps
-from hpc_rl.render.hooks import environment_files, gather, removal, unpacked_removal
+from hpc_rl.render.hooks import gather, load_environment_files, make_container_removal, make_removal
 from hpc_rl.render.jinja_environment import LINE_BREAK, LayeredEnvironment
 from hpc_rl.render.overrides import refuse_overrides
 from hpc_rl.schedulers.submitit import PARAMETERS
 
 TRIAL, LOCAL = "trial.sbatch", "local.sh"
-SERVERS = "servers.sbatch"  # of layout jobs, in addition to the trial's own
+SERVERS = "servers.sbatch"  # additional script of layout jobs
 SITE, STEPS = "site.sh", "steps.sh"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stamp:
-    """The origin of rendered files, and what the plan does not decide."""
+    """The origin of rendered files, and values that are not in the plan."""
 
     version: str  # of hpc-rl
     config_sha256: str  # of config.json
-    command: list[str]  # that renders it again
-    tag: str  # unique word of this submission, by which a lost job is found
+    command: list[str]  # that renders the files again
+    tag: str  # unique word of this submission, to find a lost job
     wheel: str  # file name of the code in scripts/
-    workdir: Path  # directory of the submission; the processes start there
+    workdir: Path  # directory of the submission, and working directory of all processes
     start_mode: str  # recover mode of the first start: the stored one, or `resume` for `hpc-rl recover`
-    from_step: int | None = None  # the checkpoint of the first start, where the user named it
+    from_step: int | None = None  # the checkpoint of the first start, if the user named one
     snapshot: str = ""  # directory in scripts/ of the user's code; empty for none
     new_batches: bool = False  # the first start sets later batches aside
-    avoid: tuple[str, ...] = ()  # nodes that failed the trial lately
+    avoid: tuple[str, ...] = ()  # nodes that recently failed the trial
 
 
-def script_name(scheduler: str) -> str:
-    """Return the file name below scripts/ of what the scheduler gets."""
+def choose_script_name(scheduler: str) -> str:
+    """Return the file name below scripts/ of the submitted script."""
     return TRIAL if scheduler == "slurm" else LOCAL
 
 
 def render(
     config: Config, plan: Plan, trial: Trial, stamp: Stamp, scheduler: str, site: Sequence[Path] = ()
 ) -> dict[str, str]:
-    """Return file name below `scripts/` -> text. The directories of a site come highest precedence first.
+    """Return file name below `scripts/` -> text. `site`: directories, highest precedence first.
 
-    Raises ConfigError, also for an override that does not hold.
+    Raises ConfigError, also for an invalid override.
     """
-    folders = template_layers(config, site)
+    folders = find_template_layers(config, site)
     refuse_overrides(folders)
     hooks = gather(config.launcher.hooks, site)
     layouts.refuse_hooks(plan, {event for event, files in hooks.items() if files})
     if plan.layout != "hetjob":
-        hooks["post_node"] |= removal(config.cluster.local_dir) if config.cluster.local_dir else {}
-        names = {steps.container_name(unit, trial.dir) for unit in plan.units} - {""}
-        hooks["post_node"] |= unpacked_removal(sorted(names))
+        hooks["post_node"] |= make_removal(config.cluster.local_dir) if config.cluster.local_dir else {}
+        names = {steps.make_container_name(unit, trial.dir) for unit in plan.units} - {""}
+        hooks["post_node"] |= make_container_removal(sorted(names))
     jinja = LayeredEnvironment(folders)
-    common = _common(plan, trial, stamp, scheduler) | {
+    common = _make_common_values(plan, trial, stamp, scheduler) | {
         "hooks": {event: list(files) for event, files in hooks.items()},
         "hook_limit_s": config.launcher.hooks.timeout_s,
         "on_preempt_limit_s": config.launcher.hooks.on_preempt_timeout_s,
         "umask": config.launcher.umask,
         "modules": config.launcher.modules,
         "setup": config.launcher.setup.rstrip("\n"),
-        "variables": open_variables(config, "env"),
-        "secret_variables": str(trial.secret_variables("env")) if secret_variables(config, "env") else "",
-        "site_files": environment_files(config.launcher.hooks, site),
+        "variables": list_open_variables(config, "env"),
+        "secret_variables": str(trial.secret_variables("env"))
+        if list_secret_variables(config, "env")
+        else "",
+        "site_files": load_environment_files(config.launcher.hooks, site),
     }
     texts = {name: text for files in hooks.values() for name, text in files.items()}
-    texts[SITE] = _text(jinja, SITE, trial, common)
+    texts[SITE] = _render(jinja, SITE, trial, common)
     if scheduler != "slurm":
-        texts[LOCAL] = _text(jinja, LOCAL, trial, common | {"n_nodes": 1, "layout": "allocation"})
+        texts[LOCAL] = _render(jinja, LOCAL, trial, common | {"n_nodes": 1, "layout": "allocation"})
     if scheduler == "allocation":
         texts[STEPS] = render_steps(plan, trial, stamp.workdir, folders)
         return texts
@@ -90,11 +92,11 @@ def render(
     slurm = config.launcher.slurm
     requests = layouts.SbatchRequests(slurm, plan, trial, stamp.tag, str(stamp.workdir), stamp.avoid)
     texts[STEPS] = render_steps(plan, trial, stamp.workdir, folders)
-    texts[TRIAL] = _text(jinja, TRIAL, trial, common | requests.of_trial())
+    texts[TRIAL] = _render(jinja, TRIAL, trial, common | requests.describe_trial())
     if plan.layout == "jobs":
-        texts[SERVERS] = _text(jinja, SERVERS, trial, common | requests.of_servers())
+        texts[SERVERS] = _render(jinja, SERVERS, trial, common | requests.describe_servers())
     if slurm.backend == "submitit":
-        texts[PARAMETERS] = requests.submitit()
+        texts[PARAMETERS] = requests.make_submitit_parameters()
     return texts
 
 
@@ -102,18 +104,18 @@ def render_steps(
     plan: Plan, trial: Trial, workdir: Path, folders: Sequence[Path] = (), scheduler: str = "slurm"
 ) -> str:
     """Return steps.sh: the launch line of each role, and pool of servers. Raises ConfigError."""
-    launch = steps.launch_lines(plan, trial.dir, workdir)
+    launch = steps.make_launch_lines(plan, trial.dir, workdir)
     values: dict[str, Any] = {
         role: next((line for line in launch if line["role"] == role), None) for role in steps.ROLES
     }
     values["servers"] = [line for line in launch if line["role"] == "server"]
     values |= {"roles": [line["name"] for line in launch], "layout": plan.layout, "scheduler": scheduler}
-    return _text(LayeredEnvironment(folders), STEPS, trial, values)
+    return _render(LayeredEnvironment(folders), STEPS, trial, values)
 
 
-def _text(jinja: LayeredEnvironment, name: str, trial: Trial, values: dict[str, Any]) -> str:
+def _render(jinja: LayeredEnvironment, name: str, trial: Trial, values: dict[str, Any]) -> str:
     template = f"{'sbatch' if name.endswith('.sbatch') else 'templates'}/{name}.j2"
-    overrides = jinja.overrides(template)
+    overrides = jinja.find_overrides(template)
     submit = ["bash" if name == LOCAL else "sbatch", str(trial.scripts / name)]
     own = {
         "template": template,
@@ -134,7 +136,7 @@ def _text(jinja: LayeredEnvironment, name: str, trial: Trial, values: dict[str, 
         ) from error
 
 
-def template_layers(config: Config, site: Sequence[Path]) -> list[Path]:
+def find_template_layers(config: Config, site: Sequence[Path]) -> list[Path]:
     """Return the directories that may override templates, highest precedence first. Raises ConfigError."""
     own = config.launcher.templates_dir
     if own and not Path(own).is_dir():
@@ -142,7 +144,7 @@ def template_layers(config: Config, site: Sequence[Path]) -> list[Path]:
     return [*([Path(own)] if own else []), *(folder for folder in site if folder.is_dir())]
 
 
-def _common(plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str, Any]:
+def _make_common_values(plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str, Any]:
     for what, path in (("cluster.fileroot", trial.dir), ("the working directory", stamp.workdir)):
         if ":" in str(path) or LINE_BREAK.search(str(path)):
             raise ConfigError(
@@ -162,5 +164,5 @@ def _common(plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str,
         "retries": plan.recover_retries,
         "from_step": "" if stamp.from_step is None else stamp.from_step,
         "allocation": plan.allocation,
-        "plan_lines": steps.plan_lines(plan),
+        "plan_lines": steps.make_plan_lines(plan),
     }

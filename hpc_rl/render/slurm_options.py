@@ -1,20 +1,20 @@
-"""What one job, or one component of it, asks of sbatch: every option, in order, by heading. Pure."""
+"""The sbatch options of one job, or of one component, in order, by heading. Pure."""
 
 import shlex
 from collections.abc import Mapping
 
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
-from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus
+from hpc_rl.config.rules.slurm_rules import DERIVED, has_gpus
 from hpc_rl.core import slurm_time
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.schema import Group
 from hpc_rl.render.jinja_environment import LINE_BREAK
 
-# Name without dashes; value: empty for an option that has none, None for one not used.
+# Name without dashes; value: empty for a flag, None for an unused option.
 Option = tuple[str, str | None]
 
-# Every option, in order, under its heading. The value is that of the key of `launcher.slurm` with the same
-# name, or what `_values` makes of it.
+# Every option, in order, under its heading. The value comes from the key of `launcher.slurm` with the same
+# name, or from `_make_values`.
 SLURM_OPTIONS: dict[str, tuple[str, ...]] = {
     "resources": (
         "nodes", "ntasks-per-node", "cpus-per-task", "mem", "mem-per-cpu", "mem-per-gpu", "gpus-per-node",
@@ -27,7 +27,7 @@ SLURM_OPTIONS: dict[str, tuple[str, ...]] = {
     "output": ("chdir", "output", "open-mode"),
     "ending": ("no-kill", "requeue", "no-requeue", "signal", "dependency"),
 }  # fmt: skip
-# The long options that sbatch takes in an #SBATCH line (22.05 to 26.05). Plugins of a site may add more.
+# The long options of sbatch in #SBATCH lines (22.05 to 26.05). Plugins of a site may add more.
 _SBATCH_OPTIONS = """
     account acctg-freq array batch bb bbf begin chdir cluster cluster-constraint clusters comment
     consolidate-segments constraint container container-id contiguous core-spec cores-per-socket
@@ -46,33 +46,33 @@ _SBATCH_OPTIONS = """
 SBATCH_OPTIONS = frozenset(_SBATCH_OPTIONS.split())
 # Options that get no `##SBATCH` placeholder when unused.
 _UNSHOWN = ("array", "no-kill", "requeue", "no-requeue")
-# Those of its accounting that the second component of a heterogeneous job states itself.
+# Accounting options that the second component of a heterogeneous job states itself.
 _OF_COMPONENT = ("partition", "account", "qos", "reservation")
 
 
-def directives(
+def make_directives(
     slurm: SlurmLauncherConfig,
     group: Group,
     n_gpus_per_node: int,
     given: Mapping[str, str | None] | None = None,
 ) -> dict[str, list[Option]]:
-    """Return the options of a job by heading: the section's, what the nodes need, what is given by name."""
-    values = _values(slurm, group) | _gpus(slurm, n_gpus_per_node) | dict(given or {})
+    """Return the options of a job by heading: from the section, from the nodes' needs, and from `given`."""
+    values = _make_values(slurm, group) | _make_gpu_options(slurm, n_gpus_per_node) | dict(given or {})
     return {
         heading: [(name, values[name]) for name in names if values[name] is not None or name not in _UNSHOWN]
         for heading, names in SLURM_OPTIONS.items()
     }
 
 
-def of_component(whole: dict[str, list[Option]]) -> dict[str, list[Option]]:
-    """Return what the second component of a heterogeneous job states itself; the rest is the whole job's."""
+def select_component(whole: dict[str, list[Option]]) -> dict[str, list[Option]]:
+    """Return the options that the second component of a heterogeneous job states itself."""
     return {
         "resources": [option for option in whole["resources"] if option[1] is not None],
         "accounting": [option for option in whole["accounting"] if option[1] and option[0] in _OF_COMPONENT],
     }
 
 
-def _values(slurm: SlurmLauncherConfig, group: Group) -> dict[str, str | None]:
+def _make_values(slurm: SlurmLauncherConfig, group: Group) -> dict[str, str | None]:
     names = (name for names in SLURM_OPTIONS.values() for name in names)
     values = {name: getattr(slurm, name.replace("-", "_"), None) for name in names}
     values["nodes"] = str(len(group.nodes))
@@ -81,16 +81,16 @@ def _values(slurm: SlurmLauncherConfig, group: Group) -> dict[str, str | None]:
     if slurm.cpus_per_task == DERIVED:
         values["cpus-per-task"] = str(group.cpus_per_node)
     if slurm.mem == DERIVED:
-        # sbatch refuses two of the three: --mem-per-… replaces the derived --mem.
+        # sbatch accepts only one of the three: --mem-per-… replaces the derived --mem.
         values["mem"] = None if slurm.mem_per_cpu or slurm.mem_per_gpu else f"{group.mem_mb_per_node}M"
     if isinstance(slurm.exclusive, bool):
         values["exclusive"] = "" if slurm.exclusive else None
     return values
 
 
-def _gpus(slurm: SlurmLauncherConfig, count: int) -> dict[str, str | None]:
-    """Return the one option for GPUs: given --gres=gpu and --gpus-per-node, Slurm uses only one of them."""
-    if not count or not slurm.gpus_by or asks_for_gpus(slurm.gres):
+def _make_gpu_options(slurm: SlurmLauncherConfig, count: int) -> dict[str, str | None]:
+    """Return one option for GPUs: of --gres=gpu and --gpus-per-node, Slurm uses only one."""
+    if not count or not slurm.gpus_by or has_gpus(slurm.gres):
         return {"gpus-per-node": None, "gres": slurm.gres}
     needed = f"{slurm.gpu_type}:{count}" if slurm.gpu_type else str(count)
     if slurm.gpus_by == "gres":
@@ -98,8 +98,8 @@ def _gpus(slurm: SlurmLauncherConfig, count: int) -> dict[str, str | None]:
     return {"gpus-per-node": needed, "gres": slurm.gres}
 
 
-def words(argument: str) -> list[str]:
-    """Return the words of one of `launcher.slurm.extra_args`, in sbatch's quoting. Raises ConfigError."""
+def split_words(argument: str) -> list[str]:
+    """Split an item of `launcher.slurm.extra_args` by sbatch's quoting. Raises ConfigError."""
     try:
         found = shlex.split(argument, posix=True)
     except ValueError as error:
@@ -112,11 +112,11 @@ def words(argument: str) -> list[str]:
     return found
 
 
-def signal_lead_s(time_limit: str | None) -> int:
-    """Return how many seconds before the end of the job Slurm signals the batch script."""
-    # Slurm may be a minute early and acts every half minute; the rest is for a training step and a save.
+def compute_signal_lead_s(time_limit: str | None) -> int:
+    """Return how long before the end of the job Slurm signals the batch script."""
+    # Slurm may be a minute early and acts every half minute; the rest leaves time for a step and a save.
     # A short job must not be signalled at its start.
     if not time_limit:
         return 180
-    limit_s = slurm_time.to_seconds(time_limit)
+    limit_s = slurm_time.parse_time_limit(time_limit)
     return 300 if limit_s is None else max(1, min(300, limit_s // 5))

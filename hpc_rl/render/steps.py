@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_rl.core.allocation import DEFAULT_POOL
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.plan.containers import command_of
+from hpc_rl.plan.containers import make_command
 from hpc_rl.plan.plan import SUPERVISOR_CPUS, SUPERVISOR_MEM_MB
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.render.hooks import UNPACKED
@@ -17,12 +17,12 @@ from hpc_rl.render.hooks import UNPACKED
 ROLES = ("environment", "server", "rollout", "trainer")
 
 
-def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> list[dict[str, Any]]:
-    """Return what the srun of each role, or pool of servers, states. Raises ConfigError."""
+def make_launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> list[dict[str, Any]]:
+    """Return the options of the srun of each role, or pool of servers. Raises ConfigError."""
     lines: dict[str, dict[str, Any]] = {}
     num_units = Counter(unit.launch_line for unit in plan.units)
     for unit in sorted(plan.units, key=lambda unit: ROLES.index(unit.role)):
-        command = command_of(unit, plan.python, trial_dir, workdir)
+        command = make_command(unit, plan.python, trial_dir, workdir)
         name = unit.launch_line
         line = {
             "name": name,
@@ -31,14 +31,14 @@ def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> list[dict[str, A
             "n_tasks": unit.num_tasks,
             "tasks_per_node": unit.tasks_per_node,
             "cpus_per_task": unit.cpus_per_task,
-            "gpus": _gpus(plan, unit),
-            "summary": f"{_count(num_units[name], 'unit')}, {_size(unit)}",
+            "gpus": _make_gpu_option(plan, unit),
+            "summary": f"{_format_count(num_units[name], 'unit')}, {_describe_size(unit)}",
             "cpus_per_node": unit.tasks_per_node * unit.cpus_per_task,
             "gpus_per_node": unit.tasks_per_node * unit.gpus_per_task,
             "mpiexec": unit.mpi.mpiexec if unit.mpi else "",
             "mpi_args": [[arg] for arg in unit.mpi.args] if unit.mpi else [],
             "srun_mpi": unit.mpi.srun_mpi if unit.mpi else "none",
-            "container_name": _container_option(unit, trial_dir),
+            "container_name": _make_container_option(unit, trial_dir),
             "srun_options": [*([option] for option in unit.srun_args), *command.srun_options],
             "program": command.program,
         }
@@ -47,27 +47,27 @@ def launch_lines(plan: Plan, trial_dir: Path, workdir: Path) -> list[dict[str, A
     return list(lines.values())
 
 
-def _gpus(plan: Plan, unit: Unit) -> str:
-    """Return the option for GPUs: a step states it only in a job that has some, and then also none."""
+def _make_gpu_option(plan: Plan, unit: Unit) -> str:
+    """Return the option for GPUs, empty in a job without GPUs; in others a step states it even for 0 GPUs."""
     job = plan.units
     if plan.layout == "jobs" and unit.role != "server":
-        job = plan.units_on(plan.groups[0].nodes)
+        job = plan.list_units_on(plan.groups[0].nodes)
     if not plan.slurm_knows_gpus or not any(one.gpus_per_task for one in job):
         return ""
     count = unit.gpus_per_task * unit.tasks_per_node
     return f"--gpus-per-node={f'$((replicas * {count}))' if unit.by_agent and count else count} "
 
 
-def _container_option(unit: Unit, trial_dir: Path) -> str:
-    """Return the option by which pyxis unpacks an image once per node and role; each restart finds it."""
-    name = container_name(unit, trial_dir)
+def _make_container_option(unit: Unit, trial_dir: Path) -> str:
+    """Return the option for pyxis to unpack an image once per node and role; restarts reuse it."""
+    name = make_container_name(unit, trial_dir)
     return f'--container-name={UNPACKED}"$SLURM_JOB_ID"-{name} ' if name else ""
 
 
-def container_name(unit: Unit, trial_dir: Path) -> str:
-    """Return the end of the name of a unit's container on each node; empty where it has none of ours.
+def make_container_name(unit: Unit, trial_dir: Path) -> str:
+    """Return the suffix of the name of a unit's container on each node; empty if we do not name it.
 
-    Other trials in one allocation, and other images of one trial, have containers of their own.
+    Other trials in the same allocation, and other images of the same trial, get other names.
     """
     container = unit.container
     if container is None or container.type != "pyxis":
@@ -78,29 +78,35 @@ def container_name(unit: Unit, trial_dir: Path) -> str:
     return f"{digest}-{unit.launch_line}"
 
 
-def knows_gpus(plan: Plan) -> bool:
+def has_slurm_gpus(plan: Plan) -> bool:
     return plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """Return which role runs on which nodes, and what each of its processes has."""
-    rows = [("node 0", "supervisor", f"1 process, {_count(SUPERVISOR_CPUS, 'CPU')}, {SUPERVISOR_MEM_MB} MB")]
+def make_plan_lines(plan: Plan) -> list[str]:
+    """Return lines with the nodes of each role, and the resources of its processes."""
+    rows = [
+        (
+            "node 0",
+            "supervisor",
+            f"1 process, {_format_count(SUPERVISOR_CPUS, 'CPU')}, {SUPERVISOR_MEM_MB} MB",
+        )
+    ]
     for role in reversed(ROLES):
         units = [unit for unit in plan.units if unit.role == role]
         if role == "server":
-            rows += _server_rows(units)
+            rows += _make_server_rows(units)
         else:
-            rows += [(_nodes(unit.nodes), role, _size(unit)) for unit in units]
+            rows += [(_format_nodes(unit.nodes), role, _describe_size(unit)) for unit in units]
     if plan.layout == "jobs":
-        servers = plan.group("servers").nodes
+        servers = plan.find_group("servers").nodes
         text = f"servers.sbatch starts one task, with a supervisor, for each of these {len(servers)} nodes"
-        rows.append((_nodes(servers), "array", text))
+        rows.append((_format_nodes(servers), "array", text))
     width = max(len(nodes) for nodes, _, _ in rows)
     return [f"{nodes:<{width}}  {role:<10}  {text}" for nodes, role, text in rows]
 
 
-def _server_rows(units: Sequence[Unit]) -> list[tuple[str, str, str]]:
-    """Return a row for each stretch of nodes that hold as many replicas of the same pool."""
+def _make_server_rows(units: Sequence[Unit]) -> list[tuple[str, str, str]]:
+    """Return a row for each range of nodes with the same number of replicas of the same pool."""
     on_node: dict[tuple[str, int], list[Unit]] = {}
     for unit in units:
         on_node.setdefault((unit.pool, unit.nodes[0]), []).append(unit)
@@ -109,32 +115,33 @@ def _server_rows(units: Sequence[Unit]) -> list[tuple[str, str, str]]:
         places = list(same)
         nodes = [node for (_, node), _ in places]
         indexes = sorted(unit.index for _, replicas in places for unit in replicas)
-        which = f"server {_range(indexes)}" + ("" if pool in ("", DEFAULT_POOL) else f" of pool {pool}")
-        each = f"{_count(number, 'replica')} on each node, " if len(places) > 1 else ""
-        rows.append((_nodes(nodes), "server", f"{which}: {each}{_size(places[0][1][0])}"))
+        which = f"server {_format_range(indexes)}" + (
+            "" if pool in ("", DEFAULT_POOL) else f" of pool {pool}"
+        )
+        each = f"{_format_count(number, 'replica')} on each node, " if len(places) > 1 else ""
+        rows.append((_format_nodes(nodes), "server", f"{which}: {each}{_describe_size(places[0][1][0])}"))
     return rows
 
 
-def _size(unit: Unit) -> str:
-    """Return the processes of a unit and what each has."""
+def _describe_size(unit: Unit) -> str:
+    """Describe the processes of a unit and the resources of each."""
     where = " on each node" if len(unit.nodes) > 1 else ""
     each = " each" if unit.num_tasks > 1 else ""
-    have = (
-        f"{_count(unit.cpus_per_task, 'CPU')}, {_count(unit.gpus_per_task, 'GPU')}, {unit.mem_mb_per_task} MB"
-    )
-    return f"{_count(unit.tasks_per_node, 'process')}{where},{each} {have}"
+    cpus, gpus = _format_count(unit.cpus_per_task, "CPU"), _format_count(unit.gpus_per_task, "GPU")
+    processes = _format_count(unit.tasks_per_node, "process")
+    return f"{processes}{where},{each} {cpus}, {gpus}, {unit.mem_mb_per_task} MB"
 
 
-def _count(number: int, what: str) -> str:
+def _format_count(number: int, what: str) -> str:
     many = f"{what}es" if what.endswith("s") else f"{what}s"
     return f"{number} {what if number == 1 else many}"
 
 
-def _nodes(nodes: Sequence[int]) -> str:
-    return f"{'node' if len(nodes) == 1 else 'nodes'} {_range(nodes)}"
+def _format_nodes(nodes: Sequence[int]) -> str:
+    return f"{'node' if len(nodes) == 1 else 'nodes'} {_format_range(nodes)}"
 
 
-def _range(numbers: Sequence[int]) -> str:
+def _format_range(numbers: Sequence[int]) -> str:
     """Return `0-3` or `0,2,5`, for ascending numbers."""
     first, last = numbers[0], numbers[-1]
     if len(numbers) > 1 and last - first == len(numbers) - 1:

@@ -1,9 +1,9 @@
-"""What reaches a role process from outside: lines through the supervisor's pipe, and signals.
+"""Control of a role process: lines through the supervisor's pipe, and signals.
 
-Lines: `stop` (save and exit), `ends_in <seconds>` (the attempt is stopped then), `stacks`
-(dump the stacks of all threads), `unit …` (to the agent of a node, see node_agent.py). End of the pipe: the
-supervisor is gone, exit at once. Signals: TERM and USR2 are `stop`, a later TERM ends the process, USR1 is
-`stacks` and works whatever the interpreter is stuck in.
+Lines: `stop` (save and exit), `ends_in <seconds>` (time until the attempt is stopped), `stacks` (dump the
+stacks of all threads), `unit …` (to the agent of a node, see node_agent.py). End of the pipe: the supervisor
+is gone, exit at once. Signals: TERM and USR2 mean `stop`, a later TERM ends the process, USR1 means `stacks`
+and works even if the interpreter is stuck.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from hpc_rl.core.errors import ExitCode
 
 logger = logging.getLogger(__name__)
 CONNECT_S = 60.0
-LEAVE_S = 120.0  # longer than the supervisor waits for the other ranks
+LEAVE_S = 120.0  # more than the supervisor's wait for the other ranks
 KEEPALIVE = {
     socket.TCP_KEEPIDLE: 30,
     socket.TCP_KEEPINTVL: 10,
@@ -31,13 +31,13 @@ KEEPALIVE = {
 SAME_TERM_S = 2.0  # a scheduler's TERM may come twice, through the launcher too
 
 
-exit_code: int | None = None  # of this process, once it has done its work
-# What the supervisor asks a node's agent about its units: index, incarnation, word, value.
+exit_code: int | None = None  # of this process, after its work
+# Requests of the supervisor to a node's agent: index, incarnation, word, value.
 about_units: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
 
 
 class Deadline:
-    """When the attempt will be stopped, by this process's monotonic clock; None where that is not known."""
+    """Time at which the attempt will be stopped, by this process's monotonic clock; None if unknown."""
 
     def __init__(self) -> None:
         self.at: float | None = None
@@ -70,7 +70,7 @@ class Stacks:
             faulthandler.dump_traceback(file=self._file, all_threads=True)
 
     def close(self) -> None:
-        """Remove the file where it is empty."""
+        """Remove the file if it is empty."""
         if self._path is None:
             return
         with contextlib.suppress(OSError):
@@ -96,11 +96,11 @@ def obey_signals(stopping: threading.Event) -> None:
                     os._exit(ExitCode.KILLED_BY_SYSTEM)
 
     def on_signal(_number: int, _frame: object) -> None:
-        if os.getpid() == owner:  # a child that was forked inherits this
+        if os.getpid() == owner:  # a forked child inherits this
             stopping.set()
 
     def forget() -> None:
-        signal.set_wakeup_fd(-1)  # Slurm signals every process of a step: what a child gets is not ours
+        signal.set_wakeup_fd(-1)  # Slurm signals every process of a step: ignore signals to children
 
     threading.Thread(target=count, daemon=True, name="signals").start()
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -111,14 +111,14 @@ def obey_signals(stopping: threading.Event) -> None:
 
 
 def connect(where: str, token: str) -> None:
-    """Make a connection to the supervisor the standard input, which mpiexec hands to rank 0 only.
+    """Use a connection to the supervisor as standard input: mpiexec passes its own to rank 0 only.
 
     Raises OSError.
     """
     host, _, port = where.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=CONNECT_S) as connection:
         connection.settimeout(None)
-        # The node of the supervisor may go without a word.
+        # The node of the supervisor may vanish without closing the connection.
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
@@ -127,7 +127,7 @@ def connect(where: str, token: str) -> None:
 
 
 def leave(code: int) -> None:
-    """Tell the supervisor at the other end that this process is done, and exit when the others are.
+    """Tell the supervisor that this process is done, and exit when all ranks are.
 
     mpiexec ends all ranks as soon as one has exited.
     """
@@ -139,10 +139,10 @@ def leave(code: int) -> None:
 
 
 def listen(stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> None:
-    """Obey the supervisor's lines on standard input until its pipe closes; then end the process."""
+    """Execute the supervisor's lines from standard input until its pipe closes; then end the process."""
     left = b""
-    # Not by signals: those would also reach the children, which don't expect them.
-    while data := _read():
+    # Lines, not signals: signals would also reach the children, which don't expect them.
+    while data := _receive():
         *lines, left = (left + data).split(b"\n")
         for line in lines:
             obey(line.decode(errors="replace").split(), stopping, deadline, stacks)
@@ -151,10 +151,10 @@ def listen(stopping: threading.Event, deadline: Deadline, stacks: Stacks) -> Non
     os._exit(ExitCode.KILLED_BY_SYSTEM if exit_code is None else exit_code)
 
 
-def _read() -> bytes:
+def _receive() -> bytes:
     try:
         return os.read(0, 4096)
-    except OSError:  # of a connection that was reset
+    except OSError:  # connection reset
         return b""
 
 

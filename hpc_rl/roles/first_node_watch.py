@@ -1,4 +1,4 @@
-"""The watch over the first node of a job: `keep` starts it on other nodes, `watch` is what runs there."""
+"""Watches over the first node of a job: `keep` starts them on other nodes, `watch` is one watch."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from hpc_rl.core.errors import Stale
 from hpc_rl.core.trial import Trial
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.plan.schema import Plan
-from hpc_rl.render.steps import knows_gpus
+from hpc_rl.render.steps import has_slurm_gpus
 from hpc_rl.schedulers.hostlist import expand
 from hpc_rl.supervise.first_node import LOOK_EVERY_S, Watch, WatchedJob
 from hpc_rl.supervise.host_watch import HostWatch
@@ -34,14 +34,14 @@ def main() -> int:
     parser.add_argument("--first_node", required=True)
     parser.add_argument("--number", type=int, default=0, help="of the watch")
     args = parser.parse_args()
-    log.setup(f"watch-{args.number}" if args.what == "watch" else "watches")
+    log.configure(f"watch-{args.number}" if args.what == "watch" else "watches")
     trial = Trial(args.trial_dir)
     return (_keep if args.what == "keep" else _watch)(trial, args)
 
 
 def _keep(trial: Trial, args: argparse.Namespace) -> int:
     plan = Plan.from_json(json.loads(trial.plan_json.read_bytes()))
-    flags = ["--gpus-per-node=0"] if knows_gpus(plan) else []
+    flags = ["--gpus-per-node=0"] if has_slurm_gpus(plan) else []
     nodes = os.environ["SLURM_JOB_NODELIST"]
     if plan.layout == "hetjob":
         nodes = os.environ["SLURM_JOB_NODELIST_HET_GROUP_1"]
@@ -75,7 +75,7 @@ def _watch(trial: Trial, args: argparse.Namespace) -> int:
         trial=trial,
         submission=args.job_id,
     )
-    # where srun was called; the name of a node need not resolve
+    # of the first node, which called srun; its name may not resolve
     address = os.environ.get("SLURM_LAUNCH_NODE_IPADDR", "")
     hosts = HostWatch({args.first_node: address} if address else {}, lambda: True)
     try:

@@ -1,10 +1,10 @@
-"""What a rendered job script becomes once it has set the environment: see supervise/job_runner.py."""
+"""The program that a job script executes after setting the environment: see supervise/job_runner.py."""
 
 import sys
 
 
 def main() -> int:
-    """Run the job; the arguments are settings `name=value`, then `--` and the arguments of the script."""
+    """Run the job. Arguments: settings `name=value`, then `--` and the arguments of the script."""
     from hpc_rl.supervise.job_loop import hold_signals
 
     hold_signals()

@@ -1,7 +1,7 @@
-"""Ranks that find each other by MPI: number, place on the node, and where rank 0 has its store.
+"""Ranks started by MPI: their numbers, local ranks, and the address of rank 0's store.
 
-MPI only does that. It is left before training begins, so that torch's process group is the only one that
-communicates, and an exit is one of an ordinary process.
+MPI is used only for this. It is finalized before training begins, so that torch's process group is the only
+communicator, and processes exit normally.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Any
 
 from hpc_rl.core.errors import ConfigError
 
-# Of the process managers, of srun last: for the files of a rank whose MPI does not start.
+# Of process managers, srun's last: names the files of a rank if its MPI does not start.
 _RANK = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
 class MpiRanks:
-    """This process in MPI_COMM_WORLD; `rank`, and `local_rank` among those of its node.
+    """This process in MPI_COMM_WORLD; `rank`, and `local_rank` on its node.
 
-    Where MPI does not start, `check` says why: the process can then leave a record.
+    If MPI does not start, `check` raises the reason, so that the process can leave a record first.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -47,23 +47,23 @@ class MpiRanks:
         size, library = self._world.Get_size(), MPI.Get_library_version().split("\n")[0].strip(" \0")
         if size != num_ranks:
             self._problem = (
-                f"MPI has {size} rank(s) where the plan has {num_ranks}: mpi4py's MPI ({library}) is not "
-                "that of what starts the ranks. Use its own mpiexec (launcher.mpi.mpiexec), or a value of "
-                "launcher.slurm.srun_mpi that it knows."
+                f"MPI has {size} rank(s), the plan has {num_ranks}: mpi4py's MPI ({library}) does not match "
+                "the launcher. Use the mpiexec of that MPI (launcher.mpi.mpiexec), or a value of "
+                "launcher.slurm.srun_mpi that it supports."
             )
             return
         self.rank = self._world.Get_rank()
         self.local_rank = self._world.Split_type(MPI.COMM_TYPE_SHARED).Get_rank()
 
     def check(self) -> None:
-        """Raise ConfigError where MPI did not start, or has not the ranks of the plan."""
+        """Raise ConfigError if MPI did not start, or its number of ranks differs from the plan."""
         if self._problem:
             raise ConfigError(self._problem)
 
     def share(self, value: Any) -> Any:
-        """Return on every rank the value of rank 0."""
+        """Return the value of rank 0 on every rank."""
         return self._world.bcast(value, root=0)
 
     def finish(self) -> None:
-        """Leave MPI; all ranks do."""
+        """Finalize MPI; all ranks must call it."""
         self._mpi.Finalize()

@@ -1,9 +1,9 @@
-"""The agent of a node: starts, watches and ends the replicas of one role there, all in one step of Slurm.
+"""The agent of a node: start, watch and end the replicas of one role there, all in one Slurm step.
 
-The supervisor decides. Its lines `unit <index> <incarnation> <word>` come by standard input: `start`, `kill`,
-`stacks` (by a signal), and `send <line>` for the replica's own input. The agent answers by standard output:
-`exited <index> <incarnation> <code>`. Each replica has its own log and its part of the step's GPUs and CPUs.
-All are tied to the agent, and end with it.
+The supervisor decides. It sends lines `unit <index> <incarnation> <word>` by standard input: `start`, `kill`,
+`stacks` (by a signal), and `send <line>` for the replica's input. The agent answers by standard output:
+`exited <index> <incarnation> <code>`. Each replica has its own log and a part of the step's GPUs and CPUs.
+All replicas end with the agent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from hpc_rl.core.errors import ConfigError, ExitCode, FailureClass
-from hpc_rl.core.proc import oom_kills
+from hpc_rl.core.proc import count_oom_kills
 from hpc_rl.core.records import ExitRecord
 from hpc_rl.core.trial import write_json
 from hpc_rl.plan.schema import GPU_VARIABLES, Unit
@@ -27,22 +27,24 @@ from hpc_rl.roles import (
     control,
     role,
 )
-from hpc_rl.supervise.agents import agent_name
+from hpc_rl.supervise.agents import make_agent_name
 from hpc_rl.supervise.failure_policy import KILLED
 from hpc_rl.supervise.processes import STOP, Handle
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.1
-# Slurm sets some of them, each with all GPUs of the step.
+# Slurm sets some of these, to all GPUs of the step.
 OF_STEP = (*GPU_VARIABLES.values(), "HIP_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def own_gpus(step: Sequence[Unit], unit: Unit, environ: Mapping[str, str], variable: str) -> dict[str, str]:
-    """Return the environment of a replica: in `variable` its GPUs, of those that its step has.
+def select_gpus(
+    step: Sequence[Unit], unit: Unit, environ: Mapping[str, str], variable: str
+) -> dict[str, str]:
+    """Return the environment of a replica: `variable` lists its part of the step's GPUs.
 
-    Other variables of that kind are left out: of AMD's, one counts within what another shows. Raises
-    ConfigError where the step has fewer than all its replicas need.
+    Other GPU variables are removed: each of AMD's selects among the GPUs that another leaves visible.
+    Raises ConfigError if the step has too few GPUs for its replicas.
     """
     others = {name: value for name, value in environ.items() if name not in OF_STEP}
     if variable in unit.env:
@@ -58,10 +60,10 @@ def own_gpus(step: Sequence[Unit], unit: Unit, environ: Mapping[str, str], varia
     return {**others, variable: ",".join(gpus[first : first + unit.gpus_per_task])}
 
 
-def own_cpus(step: Sequence[Unit], unit: Unit, cpus: Sequence[int]) -> set[int]:
-    """Return a replica's part of the CPUs that its step is bound to, given core by core; none where unbound.
+def select_cpus(step: Sequence[Unit], unit: Unit, cpus: Sequence[int]) -> set[int]:
+    """Return a replica's part of the CPUs of its step, which are in order of cores; empty if unbound.
 
-    A step is unbound where it may use more than Slurm gave it, or fewer than its replicas need.
+    A step counts as unbound if it may use more CPUs than Slurm gave it, or fewer than its replicas need.
     """
     total = sum(one.cpus_per_task for one in step)
     of_step = os.environ.get("SLURM_CPUS_ON_NODE", "")
@@ -71,14 +73,14 @@ def own_cpus(step: Sequence[Unit], unit: Unit, cpus: Sequence[int]) -> set[int]:
     return set(cpus[first : first + unit.cpus_per_task])
 
 
-def core_by_core(cpus: set[int], topology: Path = TOPOLOGY) -> list[int]:
-    """Return CPUs with the threads of a core side by side, in the order of sockets and cores."""
+def sort_by_core(cpus: set[int], topology: Path = TOPOLOGY) -> list[int]:
+    """Sort CPUs by socket and core, so that the threads of a core are adjacent."""
 
     def place(cpu: int) -> tuple[int, int, int]:
         folder = topology / f"cpu{cpu}" / "topology"
         try:
             socket = int((folder / "physical_package_id").read_text())
-            # the first of its core: the number of a core may be that of one on another die as well
+            # the first CPU of its core identifies it: core numbers repeat on other dies
             first = int(re.split("[,-]", (folder / "thread_siblings_list").read_text())[0])
         except (OSError, ValueError):
             return 0, cpu, cpu
@@ -93,18 +95,18 @@ class Replicas:
     def __init__(self, context: role.Context, name: str) -> None:
         self._attempt = context.attempt
         own = next(one for one in context.plan.units if (one.role, one.index) == (name, context.index))
-        self._step = context.plan.sharing_step(own)
+        self._step = context.plan.list_step_units(own)
         self._gpu_variable = context.plan.gpu_variable
         self._all_cpus = os.sched_getaffinity(0)
-        self._cores = core_by_core(self._all_cpus)
+        self._cores = sort_by_core(self._all_cpus)
         self._running: dict[tuple[int, int], Handle] = {}  # by index and incarnation
-        self._oom_kills = oom_kills()
+        self._oom_kills = count_oom_kills()
 
     def __bool__(self) -> bool:
         return bool(self._running)
 
     def obey(self, words: list[str]) -> None:
-        """Do what the supervisor asks: index, incarnation, a word and its value."""
+        """Execute a request of the supervisor: index, incarnation, a word and its value."""
         index, incarnation, word, *rest = words
         key = int(index), int(incarnation)
         if word == "start":
@@ -123,7 +125,7 @@ class Replicas:
             handle.send(STOP)
 
     def poll(self) -> None:
-        """Report the replicas that have exited."""
+        """Report exited replicas."""
         for key, handle in list(self._running.items()):
             if (code := handle.poll()) is not None:
                 del self._running[key]
@@ -136,13 +138,13 @@ class Replicas:
         argv += ["--attempt", self._attempt.id, "--index", str(index), "--incarnation", str(incarnation)]
         handle = Handle(unit.role)
         try:
-            env = own_gpus(self._step, unit, os.environ, self._gpu_variable)
-            # A child inherits the binding of the thread that starts it.
-            cpus = own_cpus(self._step, unit, self._cores)
+            env = select_gpus(self._step, unit, os.environ, self._gpu_variable)
+            # A child inherits the CPU binding of the starting thread.
+            cpus = select_cpus(self._step, unit, self._cores)
             os.sched_setaffinity(0, cpus or self._all_cpus)
             handle.add(argv, env, self._attempt.log(unit.role, index, incarnation), is_tied=True)
         except (ConfigError, OSError) as error:
-            self._not_started(unit, incarnation, error)
+            self._report_not_started(unit, incarnation, error)
             return
         finally:
             os.sched_setaffinity(0, self._all_cpus)
@@ -150,7 +152,7 @@ class Replicas:
         logger.info("%s %d.%d is process %d", unit.role, index, incarnation, record.pid)
         self._running[index, incarnation] = handle
 
-    def _not_started(self, unit: Unit, incarnation: int, error: ConfigError | OSError) -> None:
+    def _report_not_started(self, unit: Unit, incarnation: int, error: ConfigError | OSError) -> None:
         reason = f"can't be started: {error}"
         if isinstance(error, ConfigError):
             record = ExitRecord(code=ExitCode.BAD_CONFIG, reason=reason, failure=FailureClass.USER)
@@ -159,14 +161,14 @@ class Replicas:
         else:
             record = ExitRecord(code=ExitCode.FAILED, reason=reason)
         logger.error("%s %d.%d %s", unit.role, unit.index, incarnation, reason)
-        with contextlib.suppress(OSError):  # of a full disk
+        with contextlib.suppress(OSError):  # full disk
             path = self._attempt.exit_record(unit.role, unit.index, incarnation, 0)
             write_json(path, record.to_json())
         self._report(unit.index, incarnation, record.code)
 
     def _note_oom_kill(self, key: tuple[int, int], code: int) -> None:
-        """Say in its log that a replica was killed for memory: Slurm tells it only at the end of a step."""
-        known, self._oom_kills = self._oom_kills, oom_kills()
+        """Log that a replica was killed for memory: Slurm reports it only at the end of a step."""
+        known, self._oom_kills = self._oom_kills, count_oom_kills()
         if code in (-9, KILLED) and self._oom_kills > known:
             path = self._attempt.log(self._step[0].role, *key)
             try:
@@ -186,8 +188,8 @@ class Replicas:
                 raise
 
 
-def body(context: role.Context) -> int:
-    """Serve the supervisor until asked to stop, and then until no replica is left."""
+def serve_node(context: role.Context) -> int:
+    """Serve the supervisor until it asks to stop, and then until no replica is left."""
     replicas = Replicas(context, ROLE)
     was_told = False
     while True:
@@ -204,5 +206,5 @@ def body(context: role.Context) -> int:
 
 if __name__ == "__main__":
     ROLE = sys.argv.pop(1)
-    # Its end is no end of the job: a single server that crashes finds its caches and copies again.
-    role.run(agent_name(ROLE), body, uses_node=False)
+    # Keep the node's directory: a crashed server finds its caches and copies again.
+    role.run(make_agent_name(ROLE), serve_node, uses_node=False)

@@ -1,10 +1,11 @@
-"""The environment of a role on its node: without what holds on other nodes only, and with local caches.
+"""The environment of a role on its node: drop settings of other nodes, and use local caches.
 
-What the submission's environment says of directories and proxies was true on the login node, or on the first
-node. Compilers' caches go to a directory of the job on the node's own disk, because home directories are on a
-network: each role locks it, and the last one on the node that ends in order removes it. A role that fails
-leaves it to its next start; what a job left behind is removed by the next one of the same account there. With
-`cluster.local_dir` it is there, also has the copies of node_copies.py, and the end of the job removes it.
+Directories and proxies in the submission's environment were valid on the login node, or on the first node.
+Compilers' caches go to a directory of the job on the node's local disk, because home directories are on a
+network: each role locks it, and the last role on the node that ends normally removes it. A failed role leaves
+it for its next start; the next job of the same account on the node removes leftovers. With
+`cluster.local_dir` the directory is there, also holds the copies of node_copies.py, and is removed at the end
+of the job.
 """
 
 import contextlib
@@ -18,7 +19,7 @@ from collections.abc import Iterable, MutableMapping
 from pathlib import Path
 
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.node_copies import local_place
+from hpc_rl.core.node_copies import find_local_dir
 
 logger = logging.getLogger(__name__)
 
@@ -38,26 +39,26 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def correct(environ: MutableMapping[str, str], hosts: Iterable[str] = ()) -> None:
-    """Drop directories that are not on this node; have requests to `hosts` and to this one use no proxy."""
+    """Drop directories missing on this node; bypass proxies for `hosts` and for this host."""
     for name in ("TMPDIR", "XDG_RUNTIME_DIR"):
         if environ.get(name) and not (os.path.isdir(environ[name]) and os.access(environ[name], os.W_OK)):
             del environ[name]
     if any(environ.get(name) or environ.get(name.upper()) for name in PROXIES):
-        # Programs read one of the two.
+        # Programs use one of the two.
         for name in ("no_proxy", "NO_PROXY"):
             given = filter(None, environ.get(name, "").split(","))
             environ[name] = ",".join(dict.fromkeys([*given, *LOOPBACK, *hosts]))
 
 
 class NodeDirectory:
-    """The directory of a job on this node's own disk, while this process uses it."""
+    """The directory of a job on this node's local disk, while this process uses it."""
 
     def __init__(self, environ: MutableMapping[str, str], job_id: str, local_dir: str = "") -> None:
-        """Make it in `local_dir` or for temporary files, and point compilers' caches to it; no OSError.
+        """Create it in `local_dir` or for temporary files, and set compilers' caches to it; no OSError.
 
-        What caches are placed elsewhere stay there. Raises ConfigError for a `local_dir` that can't be used.
+        Caches that the user has placed elsewhere stay there. Raises ConfigError for an unusable `local_dir`.
         """
-        place = local_place(local_dir, environ) if local_dir else Path(environ.get("TMPDIR") or "/tmp")
+        place = find_local_dir(local_dir, environ) if local_dir else Path(environ.get("TMPDIR") or "/tmp")
         prefix = f"hpc-rl-{os.getuid()}-"
         self.path = place / f"{prefix}{job_id}"
         self._fd: int | None = None
@@ -73,7 +74,7 @@ class NodeDirectory:
             environ.setdefault(name, str(self.path / folder))
 
     def keep_open(self) -> None:
-        """Have the program that this process gives way to hold the directory."""
+        """Let the program that replaces this process hold the directory."""
         if self._fd is not None:
             os.set_inheritable(self._fd, True)
 
@@ -82,7 +83,7 @@ class NodeDirectory:
         return self.path / "copies"
 
     def leave(self, in_order: bool) -> None:
-        """End the use; a role that ends in order removes it where no other uses it."""
+        """End the use; a role that ends normally removes the directory if no other role uses it."""
         if self._fd is not None:
             if in_order:
                 _remove_unused([self.path], self._fd)
@@ -91,7 +92,7 @@ class NodeDirectory:
 
 
 def _make_own(path: Path) -> int:
-    """Return a descriptor that holds a directory, which is made if it is not there. Raises OSError."""
+    """Return a descriptor that holds a directory; create it if it is missing. Raises OSError."""
     for _ in range(LOCK_TRIES):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         fd = _open_own(path)
@@ -106,7 +107,7 @@ def _make_own(path: Path) -> int:
 
 
 def _open_own(path: Path) -> int:
-    """Open a directory of this account alone. Raises OSError."""
+    """Open a directory that only this account can use. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     found = os.fstat(fd)
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:

@@ -1,9 +1,9 @@
-"""What all role processes have in common: arguments, log, records, signals and the supervisor's pipe.
+"""Common parts of all role processes: arguments, log, records, signals and the supervisor's pipe.
 
 A role is started as `python -m hpc_rl.roles.<role> --trial_dir D --attempt A --index I --incarnation K` with
-its standard input tied to the supervisor. End of that input means that the supervisor is gone: the process
-exits at once, so that it never writes beside the next incarnation. What comes through it, and what signals
-do, is in control.py.
+its standard input connected to the supervisor. The end of that input means that the supervisor is gone: the
+process exits at once, so that it never writes at the same time as the next incarnation. The lines of that
+input, and the signals, are described in control.py.
 """
 
 import argparse
@@ -48,13 +48,13 @@ from hpc_rl.roles import control
 from hpc_rl.roles.control import Deadline, Stacks
 from hpc_rl.roles.mpi_ranks import MpiRanks
 from hpc_rl.roles.node_environment import NodeDirectory, correct
-from hpc_rl.schedulers.hostlist import job_hosts, peer_hosts
+from hpc_rl.schedulers.hostlist import list_job_hosts, list_peer_hosts
 
 logger = logging.getLogger(__name__)
 CANNOT_WRITE = (*FULL, errno.EROFS)
-# The option of launcher with the variables of a role; their secrets are in no plan.
+# The option of launcher with the variables of a role; the plan does not contain their secrets.
 VARIABLES_OF = {"trainer": "trainer_env_vars", "server": "inference_server_env_vars"}
-# What `hpc-rl attach` needs: the scheduler's numbers and names of step, node and job.
+# For `hpc-rl attach`: the scheduler's numbers and names of step, node and job.
 OF_SLURM = {"step": "SLURM_STEP_ID", "node": "SLURMD_NODENAME", "job_id": "SLURM_JOB_ID"}
 
 
@@ -69,7 +69,7 @@ class Context:
     rank: int
     num_ranks: int
     tokens: dict[str, str]
-    mpi: MpiRanks | None = None  # where the ranks find each other by MPI
+    mpi: MpiRanks | None = None  # if the ranks are started by MPI
     copies: NodeCopies = field(default_factory=NodeCopies)  # with cluster.local_dir
     stopping: threading.Event = field(default_factory=threading.Event)
     deadline: Deadline = field(default_factory=Deadline)
@@ -88,50 +88,50 @@ class Context:
 
     @property
     def interface(self) -> str:
-        """The network interface that the user or the site asks for; empty to choose by route."""
+        """The network interface chosen by the user or the site; empty to choose by route."""
         return self.config.cluster.interface or os.environ.get("HPC_RL_INTERFACE", "")
 
     @cached_property
     def address(self) -> str:
-        """The address of this host to publish: loopback where no other host needs to reach this process.
+        """The address of this host to publish: loopback if no other host needs to reach this process.
 
-        Raises ConfigError where the other hosts can't reach any.
+        Raises ConfigError if the other hosts can't reach any address.
         """
         environments = isinstance(self.config, GRPOConfig) and self.config.environments is not None
         if self.plan.n_nodes == 1 and not environments and not self.interface:
             return net.LOOPBACK
-        return net.published_address(self.plan.n_nodes, self.interface, peer_hosts(os.environ))
+        return net.choose_address(self.plan.n_nodes, self.interface, list_peer_hosts(os.environ))
 
 
 def run(role: str, body: Callable[[Context], int | None], *, uses_node: bool = True) -> None:
     """Run `body` as this process's role and exit with its code. Never returns.
 
-    One that `uses_node` has the job's directory on this node for caches and copies.
+    With `uses_node` it uses the job's directory on this node for caches and copies.
     """
-    args = arguments(role)
+    args = parse_arguments(role)
     raise_limits()
-    correct(os.environ, job_hosts(os.environ))
+    correct(os.environ, list_job_hosts(os.environ))
     steps = os.environ.get("HPC_RL_STEPS")
     num_ranks = int(os.environ.get("HPC_RL_NUM_RANKS", 1))
     trial = Trial(args.trial_dir)
     attempt = trial.attempt(args.attempt)
     try:
-        tokens = trial.tokens()
-        os.environ |= trial.variables(VARIABLES_OF[role]) if role in VARIABLES_OF else {}
+        tokens = trial.load_tokens()
+        os.environ |= trial.load_variables(VARIABLES_OF[role]) if role in VARIABLES_OF else {}
     except TrialStateError as error:
         _end_without_secrets(attempt, args, error)
     stopping, deadline, stacks = threading.Event(), Deadline(), Stacks()
     if steps == "mpiexec":
         control.connect(os.environ["HPC_RL_SUPERVISOR"], tokens["control"])
-    # Before MPI starts, which may hang.
+    # Before starting MPI, which may hang.
     heard = (stopping, deadline, stacks)
     threading.Thread(target=control.listen, args=heard, daemon=True, name="supervisor-pipe").start()
     mpi = MpiRanks(num_ranks) if os.environ.get("HPC_RL_MPI") else None
     rank = mpi.rank if mpi else int(os.environ.get("SLURM_PROCID" if steps == "srun" else "HPC_RL_RANK", 0))
     process = (role, args.index, args.incarnation, rank)  # names its files
     if steps == "mpiexec" and num_ranks > 1:
-        own_log(attempt.log(*process))
-    log.setup(role, f"{args.index}/{rank}", trial.every_secret())
+        open_own_log(attempt.log(*process))
+    log.configure(role, f"{args.index}/{rank}", trial.load_every_secret())
     stacks.open(attempt.stacks(*process))
     control.obey_signals(stopping)
     identity = (role, attempt, args.index, args.incarnation, rank, num_ranks, tokens)
@@ -153,7 +153,7 @@ def run(role: str, body: Callable[[Context], int | None], *, uses_node: bool = T
         write_json(attempt.process_record(*process), own_record.to_json())
         return body(context)
 
-    record = _guarded(start)
+    record = _catch_errors(start)
     try:
         write_json(attempt.exit_record(*process), record.to_json())
     except OSError as error:  # a full disk: the supervisor still sees the exit code
@@ -170,8 +170,8 @@ def run(role: str, body: Callable[[Context], int | None], *, uses_node: bool = T
 
 
 def _end_without_secrets(attempt: Attempt, args: argparse.Namespace, error: TrialStateError) -> NoReturn:
-    """End this process for good, with the reason: no start of the same submission has other secrets."""
-    log.setup(args.role, f"{args.index}")
+    """End this process for good and record why: other starts of the submission have the same secrets."""
+    log.configure(args.role, f"{args.index}")
     logger.error("%s", error)
     rank = int(
         os.environ.get("SLURM_PROCID" if os.environ.get("HPC_RL_STEPS") == "srun" else "HPC_RL_RANK", 0)
@@ -188,15 +188,15 @@ def _end_without_secrets(attempt: Attempt, args: argparse.Namespace, error: Tria
     os._exit(ExitCode.BAD_CONFIG)
 
 
-def own_log(path: Path) -> None:
-    """Write to a file of this process: mpiexec mixes what all ranks write."""
+def open_own_log(path: Path) -> None:
+    """Redirect output to a log of this process: mpiexec mixes the output of all ranks."""
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
     for number in (1, 2):
         os.dup2(file, number)
     os.close(file)
 
 
-def arguments(role: str) -> argparse.Namespace:
+def parse_arguments(role: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python -m hpc_rl.roles.{role}", description="A process of a trial; started by the supervisor."
     )
@@ -208,12 +208,12 @@ def arguments(role: str) -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _guarded(start: Callable[[], int | None]) -> ExitRecord:
+def _catch_errors(start: Callable[[], int | None]) -> ExitRecord:
     code, reason, failure, final = 0, "", FailureClass.UNKNOWN, False
     nodes: list[str] | None = None
     try:
         code = int(start() or 0)
-    except (ConfigError, TrialBusy) as error:  # of a role, 64 and 75 would mean something else
+    except (ConfigError, TrialBusy) as error:  # exit codes 64 and 75 of a role mean something else
         logger.error("%s", error)
         code, reason, failure, final = ExitCode.BAD_CONFIG, str(error), FailureClass.USER, True
     except HpcRlError as error:
@@ -225,14 +225,14 @@ def _guarded(start: Callable[[], int | None]) -> ExitRecord:
         logger.error("%s", traceback.format_exc())
         cannot_write = isinstance(error, OSError) and error.errno in CANNOT_WRITE
         code = ExitCode.CANNOT_WRITE if cannot_write else ExitCode.FAILED
-        reason, failure = f"{type(error).__name__}: {error}", _class_of(error)
+        reason, failure = f"{type(error).__name__}: {error}", _classify_error(error)
     return ExitRecord(
         code=int(code), reason=reason, failure=failure, final=final, nodes=nodes, time=time.time()
     )
 
 
-def _class_of(error: BaseException) -> FailureClass:
-    # PyTorch's own error for a full GPU is known by its name: not every role may import it.
+def _classify_error(error: BaseException) -> FailureClass:
+    # PyTorch's error for a full GPU is recognized by name: not every role may import torch.
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return FailureClass.OUT_OF_MEMORY
     if is_full(error):

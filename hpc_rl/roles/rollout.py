@@ -1,4 +1,4 @@
-"""The rollout role: sequencer, ledger and service in this process, workflows in executor workers below it."""
+"""The rollout role: sequencer, ledger and service in this process, workflows in its executor workers."""
 
 import asyncio
 import contextlib
@@ -8,15 +8,15 @@ import socket
 import sys
 from typing import Any
 
-from hpc_rl.atropos.hosting import hosted
-from hpc_rl.checkpoint.lineage import newest_number
+from hpc_rl.atropos.hosting import host_environments
+from hpc_rl.checkpoint.lineage import find_newest_number
 from hpc_rl.config.options.experiment import GRPOConfig, has_own_prompts
-from hpc_rl.config.pool_view import trained_pool
-from hpc_rl.config.rules.file_rules import context_of
+from hpc_rl.config.pool_view import find_trained_pool
+from hpc_rl.config.rules.file_rules import find_context
 from hpc_rl.core import net
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.http_service import HttpService
-from hpc_rl.core.records import LineageRecord, read_lineages
+from hpc_rl.core.records import LineageRecord, load_lineages
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.name_resolve import keys, open_names
@@ -25,7 +25,7 @@ from hpc_rl.roles import role
 from hpc_rl.rollout import routes
 from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.executor import Executor
-from hpc_rl.rollout.report import keep_reporting, progress
+from hpc_rl.rollout.report import describe_progress, keep_reporting
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import RolloutService
 from hpc_rl.supervise.ownership import end_when_fenced
@@ -36,14 +36,14 @@ logger = logging.getLogger(__name__)
 LISTENER_VARIABLE = "HPC_RL_LISTENER_FD"
 
 
-def body(context: role.Context) -> int:
+def serve_rollout(context: role.Context) -> int:
     assert isinstance(context.config, GRPOConfig), "only its plan has a rollout role"
     end_when_fenced(open_names(context.trial, context.config), context.attempt)
     return asyncio.run(serve(context, context.config))
 
 
-def rules(config: GRPOConfig) -> Rules:
-    """What the configuration says of order, age and retries."""
+def make_rules(config: GRPOConfig) -> Rules:
+    """Return the configured rules for order, age and retries."""
     batch_size, rollout = config.train_dataset.batch_size, config.rollout
     n_samples, section = config.gconfig.n_samples, config.environments
     return Rules(
@@ -61,7 +61,7 @@ def rules(config: GRPOConfig) -> Rules:
 
 
 def open_prompts(config: GRPOConfig) -> tuple[Prompts, Prompts | None]:
-    """Return the prompts to train on, none where environments have them, and the held-out ones, if any."""
+    """Return the training prompts (None if environments have them) and the held-out prompts, if any."""
     tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
     dataset = config.train_dataset if has_own_prompts(config) else None
     prompts = Prompts(dataset, tokenizer, config.seed)
@@ -71,54 +71,56 @@ def open_prompts(config: GRPOConfig) -> tuple[Prompts, Prompts | None]:
 async def serve(context: role.Context, config: GRPOConfig) -> int:
     prompts, held_out = open_prompts(config)
     names = open_names(context.trial, config)
-    sequencer = Sequencer(rules(config))
+    sequencer = Sequencer(make_rules(config))
     trial = context.trial
 
-    def lineages() -> tuple[int, list[LineageRecord]]:
-        return newest_number(trial), read_lineages(trial)
+    def list_lineages() -> tuple[int, list[LineageRecord]]:
+        return find_newest_number(trial), load_lineages(trial)
 
-    executor = Executor(lambda number: worker_argv(context, number), config.rollout.num_workers)
+    executor = Executor(lambda number: make_worker_argv(context, number), config.rollout.num_workers)
     service = RolloutService(
-        trial.rollout, sequencer, prompts, held_out, lineages, executor, lambda: context.deadline.left_s
+        trial.rollout, sequencer, prompts, held_out, list_lineages, executor, lambda: context.deadline.left_s
     )
     service.judged = Judged(trial.rollout, await asyncio.to_thread(judged_by, config, sys.path))
     service.evaluations.options = config.evaluator
     await executor.start()
 
-    def live_servers() -> dict[str, int]:
-        """Return how many servers of each pool are alive."""
-        pools = {pool.name: names.leases(keys.servers(pool.name)) for pool in context.plan.pools}
+    def count_live_servers() -> dict[str, int]:
+        """Return the number of live servers in each pool."""
+        pools = {pool.name: names.list_leases(keys.servers(pool.name)) for pool in context.plan.pools}
         return {name: sum(seen.alive for seen in leases.values()) for name, leases in pools.items()}
 
-    trained = keys.servers(trained_pool(config))
+    trained = keys.servers(find_trained_pool(config))
 
-    def num_servers() -> int:
-        """Return how many servers of the pool that follows the trainer are alive."""
-        return sum(seen.alive for seen in names.leases(trained).values())
+    def count_servers() -> int:
+        """Return the number of live servers in the pool that follows the trainer."""
+        return sum(seen.alive for seen in names.list_leases(trained).values())
 
     stack = contextlib.AsyncExitStack()
     if config.environments is None:
-        defs = routes.routes(service, num_servers)
+        defs = routes.make_rollout_routes(service, count_servers)
     else:
-        own_names, length = open_names(trial, config), context_of(config)
-        hosting = hosted(service, config, own_names, trial, length, num_servers)
+        own_names, length = open_names(trial, config), find_context(config)
+        hosting = host_environments(service, config, own_names, trial, length, count_servers)
         defs = await stack.enter_async_context(hosting)
-    app = routes.application(defs, context.tokens)
+    app = routes.make_application(defs, context.tokens)
     http = HttpService(app, close_timeout_s=1.0)
-    inherited = os.environ.get(LISTENER_VARIABLE)  # the socket that roles/rollout_front.py holds
+    inherited = os.environ.get(LISTENER_VARIABLE)  # the socket of roles/rollout_front.py
     listener = socket.socket(fileno=int(inherited)) if inherited else net.bind_published(context.address)
     await http.start(listener)
-    url = net.http_url(context.address, listener.getsockname()[1])
+    url = net.make_http_url(context.address, listener.getsockname()[1])
     who = {"attempt": context.attempt.id, "pid": os.getpid(), "host": socket.gethostname()}
     record = {"url": url, **who}
     lease = await asyncio.to_thread(names.lease, keys.ROLLOUT, record)
     logger.info("serving batches, epoch %d", lease.epoch)
     report_to = context.attempt.rollout_report(context.incarnation)
-    report = keep_reporting(report_to, lambda: progress(service), lambda: servers_alive(live_servers()))
+    report = keep_reporting(
+        report_to, lambda: describe_progress(service), lambda: report_servers(count_live_servers())
+    )
     renewing = _renew(lease, record, service)
     duties = {
         asyncio.create_task(duty)
-        for duty in (service.run(), executor.failure(), renewing, _stopping(context), report)
+        for duty in (service.run(), executor.wait_for_failure(), renewing, _wait_for_stop(context), report)
     }
     try:
         done, _ = await asyncio.wait(duties, return_when=asyncio.FIRST_COMPLETED)
@@ -135,18 +137,18 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
         await service.close()
 
 
-def servers_alive(by_pool: dict[str, int]) -> dict[str, Any]:
-    """Return what the report says of servers."""
+def report_servers(by_pool: dict[str, int]) -> dict[str, Any]:
+    """Return the servers' part of the report."""
     return {"servers": sum(by_pool.values()), "pools": by_pool}
 
 
-def worker_argv(context: role.Context, number: int) -> list[str]:
+def make_worker_argv(context: role.Context, number: int) -> list[str]:
     where = ["--trial_dir", str(context.trial.dir), "--attempt", context.attempt.id]
     return [sys.executable, "-m", "hpc_rl.roles.rollout_worker", *where, "--index", str(number)]
 
 
 async def _renew(lease: Lease, record: dict, service: RolloutService) -> None:
-    """Raises Stale once another incarnation has taken over."""
+    """Renew the lease for ever. Raises Stale once another incarnation has taken over."""
     while True:
         await asyncio.sleep(1.0)
         try:
@@ -162,10 +164,10 @@ async def _renew(lease: Lease, record: dict, service: RolloutService) -> None:
             logger.warning("can't renew the lease: %s", error)
 
 
-async def _stopping(context: role.Context) -> None:
+async def _wait_for_stop(context: role.Context) -> None:
     while not context.stopping.is_set():
         await asyncio.sleep(0.2)
 
 
 if __name__ == "__main__":
-    role.run("rollout", body)
+    role.run("rollout", serve_rollout)

@@ -1,8 +1,8 @@
-"""Holds the listening socket of a rollout role that environments talk to, and starts the role again.
+"""Hold the listening socket of a rollout role for environments, and restart the role.
 
-Environments of atroposlib end after a few refused connections. While the role itself is away, the kernel
-keeps their connections waiting on the socket that this process holds. When this process itself was killed,
-the next one on this host takes the same port again.
+Environments of atroposlib end after a few refused connections. While the role is down, their connections
+wait in the kernel, on the socket of this process. If this process is killed, its successor on this host
+takes the same port.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from hpc_rl.core import (
     log,
     net,
 )
-from hpc_rl.core.trial import Trial, read_object, write_json
+from hpc_rl.core.trial import Trial, load_object, write_json
 from hpc_rl.roles.rollout import LISTENER_VARIABLE
 
 logger = logging.getLogger(__name__)
-MAX_RESTARTS = 5  # in a row; then the supervisor decides
+MAX_RESTARTS = 5  # in a row; after that the supervisor decides
 HEALTHY_LIFE_S = 60.0
-PORT_WAIT_S = 5.0  # for the port of the last time; a role that was killed frees it at its end
+PORT_WAIT_S = 5.0  # for the previous port, until a killed role has freed it
 PORT_POLL_S = 0.1
 
 
 class RolloutFront:
-    """The role's process, over its restarts. Signals and the supervisor's lines are passed on to it."""
+    """The role's process and its restarts. Signals and the supervisor's lines are passed on to it."""
 
     def __init__(self, arguments: list[str], listener_fd: int) -> None:
         self._argv = [sys.executable, "-m", "hpc_rl.roles.rollout", *arguments]
@@ -41,7 +41,7 @@ class RolloutFront:
         self._stopping = False
 
     def run(self) -> int:
-        """Return the exit code of the role once it has ended for good."""
+        """Run the role until it ends for good; return its exit code."""
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             signal.signal(number, self._pass_on)
         threading.Thread(target=self._relay, daemon=True, name="supervisor-pipe").start()
@@ -54,7 +54,7 @@ class RolloutFront:
             )
             code = self._role.wait()
             restarts = 0 if time.monotonic() - begun > HEALTHY_LIFE_S else restarts + 1
-            # only a kill: what the role decides by itself is for the supervisor
+            # restart only after a kill: the supervisor handles other exits
             if self._stopping or code >= 0 or restarts > MAX_RESTARTS:
                 return code if code >= 0 else 128 - code
             logger.warning("the rollout role was ended by signal %d; starting it again", -code)
@@ -66,8 +66,8 @@ class RolloutFront:
                 self._role.send_signal(number)
 
     def _relay(self) -> None:
-        """Pass on what the supervisor writes. Its end ends the role, and with it this process."""
-        # not through sys.stdin, whose lock a thread that reads would hold at the interpreter's end
+        """Pass the supervisor's lines on. The end of its pipe ends the role, and then this process."""
+        # not through sys.stdin: a reading thread would hold its lock at the interpreter's exit
         while data := os.read(sys.stdin.fileno(), 65536):
             self._stopping |= b"stop" in data.split()
             self._write(data)
@@ -89,20 +89,20 @@ class RolloutFront:
 
 def main(arguments: list[str]) -> int:
     trial_dir = Path(arguments[arguments.index("--trial_dir") + 1])
-    log.setup("rollout-front")
+    log.configure("rollout-front")
     section = json.loads((trial_dir / "config.json").read_bytes()).get("environments") or {}
     listener = listen(Trial(trial_dir), section.get("port", 0))
     return RolloutFront(arguments, listener.fileno()).run()
 
 
 def listen(trial: Trial, port: int) -> socket.socket:
-    """Return a socket that listens on a port, 0 for the one of the last time on this host, or a free one.
+    """Return a socket that listens on a port; 0 picks the previous port on this host, or a free one.
 
-    Raises OSError where the port that was asked for is taken.
+    Raises OSError if the requested port is taken.
     """
     if port:
         return net.bind(port=port)
-    host, last = socket.gethostname(), read_object(trial.rollout_port)
+    host, last = socket.gethostname(), load_object(trial.rollout_port)
     listener = None
     if last.get("host") == host and isinstance(last.get("port"), int):
         listener = _bind_again(last["port"])
@@ -112,7 +112,7 @@ def listen(trial: Trial, port: int) -> socket.socket:
 
 
 def _bind_again(port: int) -> socket.socket | None:
-    """Return a socket that listens on a port; None if it stays taken, for longer than by an earlier role."""
+    """Return a socket that listens on a port; None if it stays taken longer than an ending role needs."""
     until_s = time.monotonic() + PORT_WAIT_S
     while True:
         try:

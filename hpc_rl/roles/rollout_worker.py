@@ -1,4 +1,4 @@
-"""An executor worker of the rollout role, which starts it and talks to it over standard input and output."""
+"""An executor worker of the rollout role, which controls it over standard input and output."""
 
 import asyncio
 import contextlib
@@ -12,19 +12,19 @@ from typing import cast
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.pools import PoolConfig
-from hpc_rl.config.pool_view import as_pool, reward_models, trained_pool
-from hpc_rl.config.rules.file_rules import context_of, vocab_size_of
+from hpc_rl.config.pool_view import find_trained_pool, list_reward_models, view_pool
+from hpc_rl.config.rules.file_rules import find_context, find_vocab_size
 from hpc_rl.core import log
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.core.trial import Trial
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.name_resolve import open_names
-from hpc_rl.roles.role import arguments
+from hpc_rl.roles.role import parse_arguments
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.loop_watch import LoopWatch
 from hpc_rl.rollout.pipes import EndpointState
-from hpc_rl.rollout.rewards import BUILTINS, LIMITED, BatchReward, built_in, each, weighted
-from hpc_rl.rollout.rewards.judge import Judge, scored_by
+from hpc_rl.rollout.rewards import BUILTINS, LIMITED, BatchReward, make_built_in, score_each, weight_rewards
+from hpc_rl.rollout.rewards.judge import Judge, make_model_reward
 from hpc_rl.rollout.rewards.reward_process import RewardProcess
 from hpc_rl.rollout.rewards.tasks import length
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
@@ -37,14 +37,14 @@ from hpc_rl.servers.router import Router
 def main() -> int:
     pipes.die_with_parent()
     writer = pipes.PipeWriter(pipes.reserve_stdout())
-    args = arguments("rollout_worker")
+    args = parse_arguments("rollout_worker")
     trial = Trial(args.trial_dir)
     try:
-        tokens = trial.tokens()
+        tokens = trial.load_tokens()
         config = from_dict(json.loads(trial.config_json.read_bytes()))
         assert isinstance(config, GRPOConfig)
         keys = {name: os.environ.get(pool.api_key_env, "") for name, pool in config.pools.items()}
-        log.setup("rollout-worker", args.index, [*trial.every_secret(), *keys.values()])
+        log.configure("rollout-worker", args.index, [*trial.load_every_secret(), *keys.values()])
         asyncio.run(work(trial, config, tokens["data"], keys, writer.write))
     except HpcRlError as error:
         print(error, file=sys.stderr)
@@ -61,13 +61,13 @@ async def work(
     keys: dict[str, str],
     write: Callable[[bytes], None],
 ) -> None:
-    """Serve the rollout role; `keys` are those of pools elsewhere."""
+    """Serve the rollout role; `keys` are the API keys of external pools."""
     async with contextlib.AsyncExitStack() as stack:
         open_pool = partial(open_servers, stack, trial, config, data_token)
         worker = await open_worker(stack, config, keys, write, open_pool)
         LoopWatch(worker.tell_blocked).start()
-        await worker.serve(await pipes.stdin_reader())
-    os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for what still runs
+        await worker.serve(await pipes.open_stdin())
+    os._exit(ExitCode.DONE)  # the parent is gone: nobody waits for the rest
 
 
 async def open_worker(
@@ -77,18 +77,20 @@ async def open_worker(
     write: Callable[[bytes], None],
     open_pool: Callable[[str], Awaitable[ServerPool]],
 ) -> Worker:
-    """Return the worker that a configuration asks for, with its pools, which the stack closes."""
+    """Return the configured worker, with its pools, which the stack closes."""
     workflow = load_workflow(config)
-    own = await open_pool(trained_pool(config))
+    own = await open_pool(find_trained_pool(config))
     others: dict[str, ChatPool] = {}
     for name, pool in config.pools.items():
         if pool.url:
-            others[name] = await stack.enter_async_context(endpoint(config, name, pool, keys[name], write))
+            others[name] = await stack.enter_async_context(
+                make_endpoint(config, name, pool, keys[name], write)
+            )
         else:
             others[name] = await open_pool(name)
     rewards = await open_rewards(config, others, own.tokenizer)
-    answering = {name: pool for name, pool in others.items() if name not in reward_models(config)}
-    vocab_size = vocab_size_of(config) or own.tokenizer.size
+    answering = {name: pool for name, pool in others.items() if name not in list_reward_models(config)}
+    vocab_size = find_vocab_size(config) or own.tokenizer.size
     return Worker(config, own, answering, workflow, rewards, write, vocab_size)
 
 
@@ -96,7 +98,7 @@ async def open_servers(
     stack: contextlib.AsyncExitStack, trial: Trial, config: GRPOConfig, data_token: str, name: str
 ) -> ServerPool:
     """Return a pool of the trial's servers, which the stack closes."""
-    view, rollout = as_pool(config, name), config.rollout
+    view, rollout = view_pool(config, name), config.rollout
     router = Router(
         open_names(trial, config),  # one thread at a time may use it
         data_token,
@@ -111,16 +113,16 @@ async def open_servers(
         await stack.enter_async_context(router),
         Tokenizer(view.tokenizer_path or view.actor.path),
         view.gconfig,
-        context_of(config, name),
+        find_context(config, name),
         config.pools[name].max_requests if name in config.pools else None,
         rollout.enable_rollout_tracing,
     )
 
 
-def endpoint(
+def make_endpoint(
     config: GRPOConfig, name: str, pool: PoolConfig, key: str, write: Callable[[bytes], None]
 ) -> Endpoint:
-    """Return a pool that is an endpoint elsewhere. Raises ConfigError without the key that it needs."""
+    """Return the pool of an external endpoint. Raises ConfigError if its key is missing."""
     if pool.api_key_env and not key:
         option = f"pools.{name}.api_key_env {pool.api_key_env}"
         raise ConfigError(f"{option}: the job's environment has no such variable, or it is empty.")
@@ -144,7 +146,7 @@ async def open_rewards(
         return next(iter(opened.values()))
     short = [name.rpartition(":")[2] for name in opened]
     names = short if len({*short}) == len(short) else list(opened)
-    return weighted(dict(zip(names, zip(opened.values(), weights, strict=True), strict=True)))
+    return weight_rewards(dict(zip(names, zip(opened.values(), weights, strict=True), strict=True)))
 
 
 async def _open_reward(
@@ -152,15 +154,15 @@ async def _open_reward(
 ) -> BatchReward:
     """Return one function: a reward model or a judge in one of the pools, built-in, or the user's."""
     rollout = config.rollout
-    if name in reward_models(config):
-        return scored_by(cast(ServerPool, pools[name]))
+    if name in list_reward_models(config):
+        return make_model_reward(cast(ServerPool, pools[name]))
     if name == "length":
-        return each(length(tokenizer.encode, config.gconfig.max_new_tokens))
+        return score_each(length(tokenizer.encode, config.gconfig.max_new_tokens))
     if name in BUILTINS:
-        return each(built_in(name))
+        return score_each(make_built_in(name))
     if name == "judge" and rollout.judge is not None:
         judge = Judge(pools[rollout.judge.pool], rollout.judge, config.seed, rollout.enable_rollout_tracing)
-        return each(judge.reward)
+        return score_each(judge.reward)
     options = None
     if name == "code_tests":
         options = {"timeout_s": rollout.reward_timeout_s, "sandbox": rollout.sandbox}

@@ -1,7 +1,7 @@
-"""Called by a job script, to submit a job from within one.
+"""Submit a job from within a job; called by job scripts.
 
-`successor` submits the job that continues one which may not be requeued, and prints its id. `servers` submits
-the servers of layout `jobs` where none waits or runs.
+`successor` submits the job that continues a job which may not be requeued, and prints its id. `servers`
+submits the servers of layout `jobs` if none waits or runs.
 """
 
 import argparse
@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 def main() -> int:
-    args = _arguments()
-    log.setup(args.what)
+    args = _parse_arguments()
+    log.configure(args.what)
     try:
-        (_successor if args.what == "successor" else _servers)(Trial(args.trial_dir), args)
+        (_submit_successor if args.what == "successor" else _submit_servers)(Trial(args.trial_dir), args)
     except (HpcRlError, OSError, ValueError) as error:
         logger.error("the %s can't be submitted: %s", args.what, error)
         return error.exit_code if isinstance(error, HpcRlError) else CannotWrite.exit_code
     return 0
 
 
-def _arguments() -> argparse.Namespace:
+def _parse_arguments() -> argparse.Namespace:
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--trial_dir", required=True, type=Path)
     common.add_argument("--job_id", required=True, help="the submission of the trial")
@@ -46,14 +46,12 @@ def _arguments() -> argparse.Namespace:
     new.add_argument("--name", required=True, help="job name")
     new.add_argument("--script", required=True, help="file name below scripts/")
     new.add_argument("--array", help="task of an array that continues alone")
-    new.add_argument(
-        "--exclude", help="nodes to avoid instead of those that the script names; empty for none"
-    )
+    new.add_argument("--exclude", help="nodes to exclude, instead of the script's; empty for none")
     new.add_argument("arguments", nargs="*", help="further arguments of the script")
     return parser.parse_args()
 
 
-def _successor(trial: Trial, args: argparse.Namespace) -> None:
+def _submit_successor(trial: Trial, args: argparse.Namespace) -> None:
     given = (("array", args.array), ("exclude", args.exclude))
     job = submit_successor(
         trial,
@@ -68,7 +66,7 @@ def _successor(trial: Trial, args: argparse.Namespace) -> None:
     print(job)
 
 
-def _servers(trial: Trial, args: argparse.Namespace) -> None:
+def _submit_servers(trial: Trial, args: argparse.Namespace) -> None:
     plan = Plan.from_json(json.loads(trial.plan_json.read_bytes()))
     job = JobRecord.read(trial.job(args.job_id))
     tag = job.tag if job and job.tag else f"hpc-rl:{trial}:{args.job_id}"

@@ -1,4 +1,4 @@
-"""The supervisor of one attempt: started on the first node by the job script, and again when killed."""
+"""The supervisor of one attempt: the job script starts it on the first node, and restarts it if killed."""
 
 import argparse
 import logging
@@ -18,11 +18,11 @@ from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, TrialBusy
 from hpc_rl.core.files import AWAY_S, Room
 from hpc_rl.core.records import EndedRecord
 from hpc_rl.core.resource_limits import raise_limits
-from hpc_rl.core.trial import Attempt, Trial, read_json, write_atomic, write_json
+from hpc_rl.core.trial import Attempt, Trial, load_json, write_atomic, write_json
 from hpc_rl.plan.schema import Plan
 from hpc_rl.supervise.agents import open_steps
 from hpc_rl.supervise.deadline import JobEndTime
-from hpc_rl.supervise.mpiexec import with_mpiexec
+from hpc_rl.supervise.mpiexec import add_mpiexec
 from hpc_rl.supervise.network_check import Preflight
 from hpc_rl.supervise.processes import ProcessSteps, SrunSteps
 from hpc_rl.supervise.runner import TrialRunner
@@ -43,10 +43,10 @@ def main() -> int:
     raise_limits()
     trial = Trial(args.trial_dir)
     attempt = trial.attempt(args.attempt)
-    log.setup("supervisor")
+    log.configure("supervisor")
     try:
-        log.setup("supervisor", secrets=trial.every_secret())
-        plan_data, config_data = read_json(trial.plan_json), read_json(trial.config_json)
+        log.configure("supervisor", secrets=trial.load_every_secret())
+        plan_data, config_data = load_json(trial.plan_json), load_json(trial.config_json)
         if plan_data is None or config_data is None:
             raise ConfigError(
                 f"{trial.plan_json} or {trial.config_json} can't be read; submit the trial again"
@@ -57,11 +57,11 @@ def main() -> int:
         _wait_for_room(attempt)
         if attempt.is_server_task:
             return _run_servers(attempt, plan, config, args.steps)
-        if plan.layout == "jobs":  # the servers run in jobs of their own
-            plan = replace(plan, units=plan.units_on(plan.groups[0].nodes))
+        if plan.layout == "jobs":  # the servers run in other jobs
+            plan = replace(plan, units=plan.list_units_on(plan.groups[0].nodes))
         own_steps = open_steps(args.steps, plan)
-        steps = with_mpiexec(own_steps, plan, config.cluster.interface)
-        preflight = _preflight(own_steps, plan, config)
+        steps = add_mpiexec(own_steps, plan, config.cluster.interface)
+        preflight = _make_preflight(own_steps, plan, config)
         return TrialRunner(attempt, plan, config, steps, JobEndTime(), preflight).run()
     except HpcRlError as error:
         logger.error("%s", error)
@@ -77,20 +77,20 @@ def main() -> int:
 
 
 def check_inputs(attempt: Attempt, config: Config) -> None:
-    """Raise ConfigError for models and datasets that this node does not see.
+    """Raise ConfigError for models and datasets that are missing on this node.
 
-    A server of layout `jobs` needs its own model only, for which its role looks.
+    A server of layout `jobs` needs only its own model; its role checks that.
     """
     if not attempt.is_server_task:
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         check_on_node(config, node, AWAY_S if attempt.restart > 0 else 0.0)
 
 
-def _preflight(steps: ProcessSteps | SrunSteps, plan: Plan, config: Config) -> Preflight | None:
+def _make_preflight(steps: ProcessSteps | SrunSteps, plan: Plan, config: Config) -> Preflight | None:
     limit_s = config.launcher.preflight_timeout_s
     if not limit_s or not isinstance(steps, SrunSteps):
         return None
-    hosts = steps.hosts[: plan.n_nodes]  # the job of `hpc-rl run` may have more
+    hosts = steps.hosts[: plan.n_nodes]  # the job of `hpc-rl run` may have more nodes
     if len(hosts) < 2:
         return None
     components = steps.components and steps.components[: plan.n_nodes]
@@ -99,7 +99,7 @@ def _preflight(steps: ProcessSteps | SrunSteps, plan: Plan, config: Config) -> P
 
 
 def _wait_for_room(attempt: Attempt) -> None:
-    """Wait while the disk is full: what a supervisor writes first decides which one owns the trial."""
+    """Wait while the disk is full: the supervisor's first writes decide who owns the trial."""
 
     def try_to_write() -> None:
         attempt.make_dirs()
@@ -107,21 +107,21 @@ def _wait_for_room(attempt: Attempt) -> None:
         write_atomic(probe, bytes(ROOM_BYTES))
         probe.unlink()
 
-    Room(attempt.trial.dir).write("what a supervisor leaves behind", try_to_write)
+    Room(attempt.trial.dir).write("the supervisor's files", try_to_write)
 
 
 def _exit_code(error: HpcRlError) -> int:
     if isinstance(error, ConfigError):
         return ExitCode.BAD_CONFIG
-    if isinstance(error, TrialBusy):  # 75 would have the job start again, and find the trial busy again
+    if isinstance(error, TrialBusy):  # with 75 the job would restart, and find the trial busy again
         return ExitCode.FAILED
     return error.exit_code
 
 
 def _run_servers(attempt: Attempt, plan: Plan, config: Config, kind: str) -> int:
-    """Run one server node of layout `jobs`; the task of the array says which."""
+    """Run one server node of layout `jobs`; the task number of the array selects it."""
     node = plan.groups[1].nodes[int(os.environ["HPC_RL_ARRAY_TASK"])]
-    own = (plan.units_on([node]), os.environ.get("HPC_RL_TRIAL_JOB", ""))
+    own = (plan.list_units_on([node]), os.environ.get("HPC_RL_TRIAL_JOB", ""))
     return ServerRunner(attempt, plan, config, open_steps(kind, plan), JobEndTime(), *own).run()
 
 

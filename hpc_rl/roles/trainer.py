@@ -1,4 +1,4 @@
-"""One rank of the trainer: join the other ranks, decide which state to continue from, compose, train."""
+"""One rank of the trainer: join the other ranks, choose the state to continue from, compose, train."""
 
 import logging
 import os
@@ -15,12 +15,12 @@ from hpc_rl.supervise.ownership import end_when_fenced
 
 logger = logging.getLogger(__name__)
 JOIN_TIMEOUT_S = 600.0
-# ranks wait for rank 0 through publishes and evaluations; a rank that dies is noticed at once
+# ranks wait for rank 0 during publishes and evaluations; a dead rank is noticed at once
 COLLECTIVE_TIMEOUT_S = 4 * 3600.0
 
 
-def body(context: Context) -> int:
-    # torch takes seconds to import: the process record is written before
+def train_rank(context: Context) -> int:
+    # imported here because torch takes seconds: the process record is already written
     from hpc_rl.engines.shared import (
         collectives,
         distributed,
@@ -32,9 +32,9 @@ def body(context: Context) -> int:
 
     log_start(context, "libraries are imported")
     names = open_names(context.trial, context.config)
-    if context.rank == 0:  # which commits
+    if context.rank == 0:  # only rank 0 commits
         end_when_fenced(open_names(context.trial, context.config), context.attempt)
-    device = device_of(context)
+    device = choose_device(context)
     key = keys.rendezvous(context.attempt.id, context.incarnation)  # of the process group's store
 
     mpi = context.mpi
@@ -93,20 +93,20 @@ def body(context: Context) -> int:
 
 
 def use_interface(environ: MutableMapping[str, str], address: str) -> None:
-    """Have NCCL and gloo use the interface with this address, unless another one was chosen."""
-    if interface := net.interface_of(address):
-        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # else every name that begins like it
+    """Let NCCL and gloo use the interface with this address, unless the user chose another."""
+    if interface := net.find_interface(address):
+        environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")  # `=` for an exact match, not a prefix
         environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def log_start(context: Context, milestone: str) -> None:
-    """Log a milestone of the start, on rank 0: the timestamps show where its time goes."""
+    """Log a milestone of the start, on rank 0: the timestamps show the duration of each part."""
     if context.rank == 0:
         logger.info("start: %s", milestone)
 
 
-def device_of(context: Context) -> str:
-    """Return the GPU of this rank among those visible to it, or the CPU."""
+def choose_device(context: Context) -> str:
+    """Return the GPU of this rank among the visible GPUs, or the CPU."""
     if context.plan.device != "cuda":
         return "cpu"
     import torch
@@ -117,4 +117,4 @@ def device_of(context: Context) -> str:
 
 
 if __name__ == "__main__":
-    role.run("trainer", body)
+    role.run("trainer", train_rank)

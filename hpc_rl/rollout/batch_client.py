@@ -1,8 +1,7 @@
-"""RolloutClient: how the trainer asks the rollout role, synchronously, for batches and evaluations.
+"""RolloutClient: the trainer's synchronous requests to the rollout role, for batches and evaluations.
 
-It finds the role by its lease and survives the role's restarts: as long as the role comes back within
-`deadline_s` the caller notices nothing but the wait. What the role has answered for a step it answers again,
-so asking twice is harmless.
+It finds the role by its lease and survives the role's restarts: if the role returns within `deadline_s`, the
+caller only waits longer. The role repeats its answer for a step, so asking twice is harmless.
 """
 
 import http.client
@@ -23,18 +22,18 @@ from hpc_rl.name_resolve.shared_fs import NameResolve
 
 logger = logging.getLogger(__name__)
 
-RETRY_S = 0.2  # between two looks for a role that is away
-NOT_YET = (0, 425, 503)  # away; does not see the record of our lineage yet; ends
+RETRY_S = 0.2  # between two searches for a missing role
+NOT_YET = (0, 425, 503)  # unreachable; does not see the record of our lineage yet; is shutting down
 
 
 @dataclass
 class RolloutClient:
-    """Rank 0's: the other ranks get a batch by their own network. Not for several threads at once."""
+    """Used by rank 0: the other ranks get a batch by their own network. Not for several threads at once."""
 
     names: NameResolve
     tokens: dict[str, str]
-    deadline_s: float = 600.0  # the role may be away this long before RoleFailed
-    poll_s: float = 2.0  # how long the role holds a request; also how late `stopping` may be seen
+    deadline_s: float = 600.0  # longest absence of the role before RoleFailed
+    poll_s: float = 2.0  # longest time that the role holds a request; also the delay until `stopping` is seen
     _connection: http.client.HTTPConnection | None = None
     _away_since: float | None = None
 
@@ -43,24 +42,24 @@ class RolloutClient:
     ) -> bytes | None:
         """Return the encoded batch `step` for a trainer at version step-1 of `lineage`; None when stopped.
 
-        None also where the time is up. Raises Stale where a trainer of a later lineage has asked before,
-        RoleFailed where the role stays away or can't answer, TimeoutError where the batch is not there
-        within_s: ask again then.
+        Also None if the attempt ends before the batch can be made. Raises Stale if a trainer of a later
+        lineage has already asked, RoleFailed if the role stays away or can't answer, TimeoutError if the
+        batch is not ready within_s: ask again.
         """
         path = f"/batch?step={step}&lineage={lineage}&wait_s={self.poll_s}"
-        return self._until_answered("GET", path, None, stopping, within_s)
+        return self._wait_for_answer("GET", path, None, stopping, within_s)
 
     def evaluate(self, label: str, stopping: threading.Event | None = None) -> EvalResult | None:
-        """Mean reward over the held-out prompts under the weights `label`; None if `stopping` was set.
+        """Return the evaluation of the held-out prompts by the weights `label`; None if `stopping` was set.
 
-        Raises as batch_bytes does.
+        Raises the same as batch_bytes.
         """
         payload = {"version": label, "wait_s": self.poll_s}
-        body = self._until_answered("POST", "/evaluate", payload, stopping)
+        body = self._wait_for_answer("POST", "/evaluate", payload, stopping)
         return None if body is None else decode(body)
 
     def retain(self, step: int) -> None:
-        """Report that batches up to `step` are not needed any more. A role that is away hears it later."""
+        """Report that batches up to `step` can be deleted. An absent role gets the next report."""
         try:
             self._request("POST", "/retain", {"step": step})
         except (OSError, http.client.HTTPException, LookupError) as error:
@@ -71,7 +70,7 @@ class RolloutClient:
             self._connection.close()
             self._connection = None
 
-    def _until_answered(
+    def _wait_for_answer(
         self,
         method: str,
         path: str,
@@ -94,13 +93,13 @@ class RolloutClient:
             self._away_since = None
             if status == 200:
                 return body
-            if status == 205:  # the attempt ends before it could be made
+            if status == 205:  # the attempt ends before the batch can be made
                 return None
             if status == 409:
                 raise Stale(body.decode(errors="replace"))
             if status != 204:
-                asked, said = path.partition("?")[0], body.decode(errors="replace")
-                raise RoleFailed(f"the rollout role answered {status} to {asked}: {said}")
+                asked, reason = path.partition("?")[0], body.decode(errors="replace")
+                raise RoleFailed(f"the rollout role answered {status} to {asked}: {reason}")
         return None
 
     def _is_away(self, why: str) -> None:
@@ -116,12 +115,12 @@ class RolloutClient:
         headers = {"Authorization": f"Bearer {self.tokens['control']}", "Content-Type": "application/json"}
         try:
             if self._connection is None:
-                seen = self.names.leases(keys.ROLLOUT).get(keys.ROLLOUT)
+                seen = self.names.list_leases(keys.ROLLOUT).get(keys.ROLLOUT)
                 if seen is None or not seen.alive:
                     raise LookupError("no live lease")
                 url = urlsplit(seen.value["url"])
                 timeout_s = self.poll_s + 60.0
-                self._connection = _connected(url.hostname or "", url.port, timeout_s)
+                self._connection = _connect(url.hostname or "", url.port, timeout_s)
             self._connection.request(method, path, data, headers)
             response = self._connection.getresponse()
             return response.status, response.read()
@@ -130,7 +129,7 @@ class RolloutClient:
             raise
 
 
-def _connected(host: str, port: int | None, timeout_s: float) -> http.client.HTTPConnection:
+def _connect(host: str, port: int | None, timeout_s: float) -> http.client.HTTPConnection:
     """Return a connection that fails soon if the host of the rollout role is lost. Raises OSError."""
     connection = http.client.HTTPConnection(host, port, timeout=net.SILENCE_S)
     connection.connect()

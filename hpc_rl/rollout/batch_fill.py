@@ -1,15 +1,15 @@
-"""Which groups make a batch of a given number of sequences, where groups have different sizes. Pure."""
+"""Choose groups of different sizes for a batch with a given number of sequences. Pure."""
 
 from collections.abc import Iterable, Sequence
 
 
-def fill(sizes: Sequence[int], total: int) -> list[int] | None:
+def choose_sizes(sizes: Sequence[int], total: int) -> list[int] | None:
     """Return positions of sizes that add up to `total`, early ones first; None if no sizes do.
 
-    An early one is left out only if it is in no sum at all with those chosen before it. Example: of 6, 4, 4,
-    4, 4, 6 the sum 16 is made of 6, 4 and the last 6, not of the four in the middle.
+    An early size is skipped only if no sum contains it together with the sizes chosen before it. Example: for
+    6, 4, 4, 4, 4, 6 the sum 16 takes 6, 4 and the last 6, not the four in the middle.
     """
-    chosen, left = _prefix(sizes, total)
+    chosen, left = _take_prefix(sizes, total)
     if not left:
         return chosen
     # bit s of sums[i]: some of the sizes from position i on add up to s
@@ -28,7 +28,7 @@ def fill(sizes: Sequence[int], total: int) -> list[int] | None:
     return chosen
 
 
-def adds_up(sizes: Iterable[int], total: int) -> bool:
+def can_add_up(sizes: Iterable[int], total: int) -> bool:
     """Return whether sizes, each taken any number of times, add up to `total`."""
     reached = [True] + [False] * total
     for size in sizes:
@@ -37,8 +37,8 @@ def adds_up(sizes: Iterable[int], total: int) -> bool:
     return reached[total]
 
 
-def _prefix(sizes: Sequence[int], total: int) -> tuple[list[int], int]:
-    """Return the first positions, as many as fit, and what is left of the total."""
+def _take_prefix(sizes: Sequence[int], total: int) -> tuple[list[int], int]:
+    """Return the first positions, as many as fit, and the rest of the total."""
     chosen, left = [], total
     for position, size in enumerate(sizes):
         if not left or size > left:

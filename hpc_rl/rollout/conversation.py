@@ -1,8 +1,8 @@
 """Conversation: several turns with a model as one token sequence.
 
-What the model made stays as it was sampled; only what is said to it between two turns is tokenized. So the
-log-probabilities of a trajectory belong to the very tokens that the model saw, which tokenizing the whole
-conversation again would not promise.
+The model's tokens stay as sampled; only the messages between two turns are tokenized. So the
+log-probabilities of a trajectory belong to exactly the tokens that the model saw. Tokenizing the whole
+conversation again would not guarantee this.
 """
 
 from collections.abc import Awaitable, Callable, Sequence
@@ -21,9 +21,9 @@ class Conversation:
     """The turns of one trajectory.
 
     Args:
-        tokenizer: Of the model.
+        tokenizer: The model's tokenizer.
         sample: Returns one generation for the ids of the conversation so far.
-        messages: What is said first, rendered by the chat template.
+        messages: The first messages, rendered by the chat template.
         input_ids: Begin with these tokens instead; then `messages` are only for people to read, and `say`
             adds plain text, without a template.
     """
@@ -45,9 +45,9 @@ class Conversation:
 
     @property
     def ids(self) -> list[int]:
-        """All tokens so far, those that the next turn is sampled from."""
-        made = [token for context, turn in self.turns for token in (*context, *turn.output_ids)]
-        return made + self._context
+        """All tokens so far, the input of the next turn."""
+        tokens = [token for context, turn in self.turns for token in (*context, *turn.output_ids)]
+        return tokens + self._context
 
     def say(self, content: str, role: str = "user", **fields: Any) -> None:
         """Add a message for the model to answer, for instance of role `user` or `tool`."""
@@ -59,9 +59,9 @@ class Conversation:
             self._context += self.tokenizer.encode(content, add_special_tokens=False)
 
     async def reply(self) -> str:
-        """Let the model answer; return its text without special tokens. Raises what `sample` raises."""
+        """Let the model answer; return its text without special tokens. Raises the same as `sample`."""
         if self._unsaid:
-            self._context += self._tokens_of_unsaid()
+            self._context += self._encode_unsaid()
             self._unsaid = []
         turn = await self._sample(self.ids)
         self.turns.append((self._context, turn))
@@ -75,14 +75,14 @@ class Conversation:
         """Whether the last reply ended at its limit of tokens."""
         return bool(self.turns) and self.turns[-1][1].finish_reason == "length"
 
-    def _tokens_of_unsaid(self) -> list[int]:
+    def _encode_unsaid(self) -> list[int]:
         if not self.turns:
             return self.tokenizer.encode(self.tokenizer.chat(self._unsaid), add_special_tokens=False)
-        # what the template puts after a reply: its end, the new messages, the beginning of the next reply
+        # the template's text after a reply: its end, the new messages, the beginning of the next reply
         before = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}]
         text = self.tokenizer.chat([*before, *self._unsaid]).rpartition(REPLY)[2]
         added = self.tokenizer.encode(text, add_special_tokens=False)
-        made = self.turns[-1][1].output_ids
+        reply = self.turns[-1][1].output_ids
         # the model has already made the token that ends a reply
-        ended = bool(made) and made[-1] in self.tokenizer.eos_token_ids
-        return added[1:] if ended and added[:1] == made[-1:] else added
+        ended = bool(reply) and reply[-1] in self.tokenizer.eos_token_ids
+        return added[1:] if ended and added[:1] == reply[-1:] else added

@@ -1,7 +1,6 @@
-"""Executor: the rollout service's worker processes: starts them, hands out prompts, notices deaths.
+"""Executor: starts the rollout service's worker processes, hands out prompts, notices deaths.
 
-It knows tickets and messages (pipes.py), not what a prompt is worth: the tickets of a dead worker are
-reported as lost.
+It knows tickets and messages (pipes.py), but no rewards: the tickets of a dead worker are reported as lost.
 """
 
 import asyncio
@@ -23,7 +22,7 @@ LONG_LIFE_S = 60.0
 MAX_SHORT_LIVES = 5
 
 
-def run_prompt(
+def make_run_frame(
     ticket: int,
     index: int,
     prompt: Prompt,
@@ -55,7 +54,7 @@ class _WorkerSlot:
     tickets: set[int] = field(default_factory=set)
     short_lives: int = 0
     error: str = ""  # why its newest process can't work
-    endpoints: dict[str, str] = field(default_factory=dict)  # problem of each pool elsewhere that has one
+    endpoints: dict[str, str] = field(default_factory=dict)  # problem of each unreachable external pool
     blocked: str = ""  # place of the call that blocks its process
     blocked_since: float = 0.0
 
@@ -80,12 +79,12 @@ class Executor:
     async def start(self) -> None:
         self._tasks = [asyncio.create_task(self._keep(slot)) for slot in self._slots]
 
-    async def failure(self) -> None:
-        """Raise ConfigError or RoleFailed once a worker can't be started again, or can't work."""
+    async def wait_for_failure(self) -> None:
+        """Raise ConfigError or RoleFailed once a worker can't be restarted, or can't work."""
         await asyncio.gather(*self._tasks)
 
     def run(self, frame: RunPrompt) -> None:
-        """Hand a prompt to the worker with the least to do."""
+        """Send a prompt to the worker with the fewest tickets."""
         live = [slot for slot in self._slots if slot.ready]
         if not live:
             self._queue.append(frame)
@@ -96,16 +95,16 @@ class Executor:
 
     @property
     def endpoints(self) -> dict[str, str]:
-        """Return the pools elsewhere that do not answer, as a worker sees it, and why."""
+        """The external pools that do not answer, as seen by a worker, and why."""
         return {pool: problem for slot in self._slots for pool, problem in slot.endpoints.items() if problem}
 
     @property
     def blocked(self) -> dict[str, float]:
-        """Return the places of user code that block a worker's event loop, and for how many seconds each."""
+        """The places of user code that block a worker's event loop, with the seconds of each."""
         now = time.monotonic()
         return {slot.blocked: round(now - slot.blocked_since, 1) for slot in self._slots if slot.blocked}
 
-    def kept(self, frame: NoteKept) -> None:
+    def confirm_note(self, frame: NoteKept) -> None:
         """Let the workflow of a ticket continue, if it is still wanted."""
         for slot in self._slots:
             if frame["ticket"] in slot.tickets:
@@ -120,7 +119,7 @@ class Executor:
                 self._write(slot, CancelPrompt(op="cancel", ticket=ticket))
 
     async def close(self) -> None:
-        """Kill the workers; their unfinished prompts are issued again by the next incarnation."""
+        """Kill the workers; the next incarnation issues their unfinished prompts again."""
         for task in self._tasks:
             task.cancel()
         for slot in self._slots:
@@ -130,7 +129,7 @@ class Executor:
 
     def _write(self, slot: _WorkerSlot, frame: Request) -> None:
         stdin = slot.process.stdin if slot.process is not None else None
-        # a worker that is gone is noticed by its other pipe
+        # the other pipe reports a dead worker
         if stdin is not None and not stdin.is_closing():
             stdin.write(pipes.pack(frame))
 
@@ -147,7 +146,7 @@ class Executor:
             finally:
                 slot.ready = False
                 lost, slot.tickets, slot.blocked = list(slot.tickets), set(), ""
-            code = await pipes.exit_code(slot.process)
+            code = await pipes.wait_for_exit(slot.process)
             if code == ExitCode.BAD_CONFIG:
                 unknown = "an executor worker rejected the configuration without giving a reason"
                 raise ConfigError(slot.error or unknown)
@@ -166,7 +165,7 @@ class Executor:
 
     async def _listen(self, slot: _WorkerSlot) -> None:
         assert slot.process is not None and slot.process.stdout is not None
-        while (frame := await pipes.read(slot.process.stdout)) is not None:
+        while (frame := await pipes.receive_frame(slot.process.stdout)) is not None:
             if frame["op"] == "ready":
                 slot.ready = True
                 queue, self._queue = self._queue, []

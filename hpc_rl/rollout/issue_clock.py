@@ -1,6 +1,6 @@
-"""How long prompts take, and whether one issued now can be finished before the trainer is stopped.
+"""Durations of prompts, and whether a new prompt can finish before the trainer is stopped.
 
-What is cut off is lost work, not lost data: its prompt would be issued again by the next attempt.
+An interrupted prompt costs work, not data: the next attempt issues it again.
 """
 
 import logging
@@ -8,14 +8,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from hpc_rl.stats.tracker import p95
+from hpc_rl.stats.tracker import compute_p95
 
 logger = logging.getLogger(__name__)
 LATEST = 200  # durations that count
 
 
 class IssueClock:
-    """Times of the prompts that run. `left_s` returns the seconds until the trainer is stopped, if known."""
+    """Times of the running prompts. `left_s` returns the seconds until the trainer is stopped, if known."""
 
     def __init__(
         self, left_s: Callable[[], float | None], clock: Callable[[], float] = time.monotonic
@@ -26,10 +26,10 @@ class IssueClock:
         self._last_result: float | None = None
         self.holding = False  # nothing is issued any more
 
-    def begun(self, ticket: int) -> None:
+    def begin(self, ticket: int) -> None:
         self._begun[ticket] = self._clock()
 
-    def finished(self, ticket: int) -> None:
+    def finish(self, ticket: int) -> None:
         self._last_result = self._clock()
         if (start := self._begun.pop(ticket, None)) is not None:
             self._durations.append(self._last_result - start)
@@ -42,7 +42,7 @@ class IssueClock:
     @property
     def usual_s(self) -> float:
         """95th percentile of the seconds from issue to result; 0 before the first."""
-        return p95(self._durations)
+        return compute_p95(self._durations)
 
     @property
     def oldest_running_s(self) -> int | None:
@@ -53,8 +53,8 @@ class IssueClock:
         """Seconds since the last result."""
         return None if self._last_result is None else round(self._clock() - self._last_result)
 
-    def holds(self) -> bool:
-        """Return whether nothing is to be issued now."""
+    def check_hold(self) -> bool:
+        """Return whether to issue no prompts now."""
         left_s = self._left_s()
         holds = left_s is not None and left_s <= self.usual_s
         if holds != self.holding:
@@ -64,6 +64,6 @@ class IssueClock:
         self.holding = holds
         return holds
 
-    def resumes(self) -> bool:
-        """Return whether issuing was held and may go on, because the job's time was extended."""
-        return self.holding and not self.holds()
+    def can_resume(self) -> bool:
+        """Return whether issuing was paused and can continue, because the job's time was extended."""
+        return self.holding and not self.check_hold()

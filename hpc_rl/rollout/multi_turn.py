@@ -1,6 +1,6 @@
 """The workflow `multi_turn`: the model tries again after feedback, and may call tools in between.
 
-Other numbers and tools are `rollout.workflow_args`:
+`rollout.workflow_args` sets its numbers and tools:
 
     rollout:
       workflow: multi_turn
@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from hpc_rl.config.row_shapes import messages_of
+from hpc_rl.config.row_shapes import get_messages
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, Turn
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.conversation import Conversation
@@ -24,24 +24,24 @@ from hpc_rl.rollout.workflow import Sampler, trajectory
 
 logger = logging.getLogger(__name__)
 FEEDBACK = "Your answer is either wrong or can't be read. Please try again."
-# as Qwen and Hermes models write a call
+# the format of calls in Qwen and Hermes models
 TOOL_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 
 class MultiTurn:
     """Several turns for each trajectory, until the reward of one is above 0.
 
-    The reward of a trajectory is the sum of its turns' rewards, that of turn t times `turn_discount` ** t; a
-    turn that only calls tools has none, and does not count for the discount.
+    A trajectory's reward is the sum over its turns t of reward(t) * `turn_discount` ** t. A turn that only
+    calls tools has no reward, and does not count as a turn for the discount.
 
     Args:
-        max_turns: Replies of the model, those that call tools included.
-        turn_discount: What one more turn costs, as a factor.
-        max_tokens_per_trajectory: Most tokens of a trajectory, prompt included; None leaves it to
+        max_turns: Replies of the model, including replies that call tools.
+        turn_discount: Factor for each further turn.
+        max_tokens_per_trajectory: Most tokens of a trajectory, prompt included; None means
             gconfig.max_tokens.
-        feedback: What the model is answered where its reward is 0 or less.
+        feedback: Message to the model after a reward of 0 or less.
         tools: Functions that the model may call, as `package.module:name`; a call has the name and keyword
-            arguments as JSON between <tool_call> and </tool_call>. Each runs in a process of its own.
+            arguments as JSON between <tool_call> and </tool_call>. Each runs in a separate process.
         tool_timeout_s: Seconds that one call may take.
     """
 
@@ -62,7 +62,7 @@ class MultiTurn:
         self.feedback = feedback
         self.tools = {path.rpartition(":")[2]: path for path in tools}
         self.tool_timeout_s = tool_timeout_s
-        self._logged: set[str] = set()  # frames of exceptions of tools
+        self._logged: set[str] = set()  # tracebacks of tools
 
     async def run(self, prompt: dict[str, Any], generate: Sampler) -> TrajectoryGroup:
         """Return a group of n_samples trajectories."""
@@ -73,7 +73,7 @@ class MultiTurn:
         async def turn_of(input_ids: list[int]) -> Turn:
             return await generate(input_ids, sample, max_tokens=self.max_tokens)
 
-        messages = messages_of(prompt)
+        messages = get_messages(prompt)
         conversation = Conversation(
             generate.tokenizer, turn_of, messages or (), None if messages else prompt["input_ids"]
         )
@@ -100,7 +100,7 @@ class MultiTurn:
         return made
 
     async def _result(self, call: str) -> str:
-        """Return what a tool says, or an error for the model to read."""
+        """Return a tool's result, or an error for the model to read."""
         try:
             content = json.loads(call)
             name, arguments = content["name"], content.get("arguments") or {}

@@ -1,8 +1,8 @@
 """Messages between parent and child over pipes: a 4-byte big-endian length, then the encoded dict.
 
-The rollout role sends RunPrompt, NoteKept and CancelPrompt to an executor worker. The worker answers
-`{"op": "ready"}`, or `{"op": "ends", "error"}` where it can't start or continue; then for each ticket notes,
-and one outcome.
+The rollout role sends RunPrompt, NoteKept and CancelPrompt to an executor worker. The worker answers `{"op":
+"ready"}`, or `{"op": "ends", "error"}` if it can't start or continue; then for each ticket notes, and one
+outcome.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ class RunPrompt(TypedDict):
 
     op: Literal["run"]
     ticket: int  # negative for an evaluation
-    index: int  # of the prompt; of an evaluation its place in the file
+    index: int  # of the prompt; in an evaluation its position in the file
     epoch: int
     row: int
     columns: dict[str, Any]
     input_ids: list[int]
-    version: str  # weights must not be older
+    version: str  # minimum version of the weights
     evaluate: bool
-    notes: dict[str, bytes]  # what its workflow has made before, encoded, by key
+    notes: dict[str, bytes]  # encoded values from earlier runs of its workflow, by key
 
 
 class CancelPrompt(TypedDict):
@@ -43,15 +43,15 @@ class CancelPrompt(TypedDict):
 
 
 class NoteMade(TypedDict):
-    """What a workflow made once for its prompt, encoded; the workflow waits for NoteKept.
+    """A value that a workflow made once for its prompt, encoded; the workflow waits for NoteKept.
 
-    It counts, too, where the ticket was given up: a later ticket of the prompt gets it.
+    It also counts after its ticket was cancelled: a later ticket of the prompt gets it.
     """
 
     op: Literal["note"]
     ticket: int
     index: int
-    version: str  # that of RunPrompt
+    version: str  # the same as in RunPrompt
     key: str
     value: bytes
 
@@ -62,7 +62,7 @@ class NoteKept(TypedDict):
     op: Literal["kept"]
     ticket: int
     key: str
-    value: bytes  # the one that counts: the first under its key
+    value: bytes  # the valid one: the first under its key
 
 
 class GroupMade(TypedDict):
@@ -84,11 +84,11 @@ class PromptScored(TypedDict):
     num_tokens: int
     versions: list[str]  # of the weights that made its tokens
     stats: dict[str, float]  # means over its trajectories
-    group: bytes  # encoded, where its completions are kept; else empty
+    group: bytes  # encoded, if its completions are stored; else empty
 
 
 class EndpointState(TypedDict):
-    """What a worker sees of a pool elsewhere has changed."""
+    """A worker's view of an external pool has changed."""
 
     op: Literal["endpoint"]
     pool: str
@@ -96,7 +96,7 @@ class EndpointState(TypedDict):
 
 
 class LoopBlocked(TypedDict):
-    """One call of the user's code keeps the worker from all else; its place is "" once it has returned."""
+    """One call of the user's code blocks the worker; its place is "" once it has returned."""
 
     op: Literal["blocked"]
     place: str  # file:line, in function
@@ -104,7 +104,7 @@ class LoopBlocked(TypedDict):
 
 
 class NoGroup(TypedDict):
-    """A prompt that is rejected for good; or an exception, after which it is tried again a few times.
+    """A permanently rejected prompt; or an exception, after which it is retried a few times.
 
     `unavailable`: an endpoint is gone; the service ends, and its next incarnation issues the prompt again.
     """
@@ -130,8 +130,8 @@ def pack(frame: Mapping[str, Any]) -> bytes:
     return _LENGTH.pack(len(data)) + data
 
 
-async def read(reader: asyncio.StreamReader) -> Any:
-    """Return the next message, or None at the end of the pipe, also in the middle of a message."""
+async def receive_frame(reader: asyncio.StreamReader) -> Any:
+    """Return the next message, or None at the end of the pipe, even in the middle of a message."""
     try:
         (length,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
         return decode(await reader.readexactly(length))
@@ -139,8 +139,8 @@ async def read(reader: asyncio.StreamReader) -> Any:
         return None
 
 
-def read_blocking(file: BinaryIO) -> dict[str, Any] | None:
-    """As read, for a process without an event loop."""
+def receive_frame_blocking(file: BinaryIO) -> dict[str, Any] | None:
+    """Return the next message in a process without an event loop, as receive_frame does."""
     head = file.read(_LENGTH.size)
     if len(head) < _LENGTH.size:
         return None
@@ -150,7 +150,7 @@ def read_blocking(file: BinaryIO) -> dict[str, Any] | None:
 
 
 def reserve_stdout() -> int:
-    """Return a copy of standard output for messages; from now on user code prints to standard error."""
+    """Return a copy of standard output for messages; user code then prints to standard error."""
     own = os.dup(1)
     os.dup2(2, 1)
     sys.stdout = sys.stderr
@@ -158,7 +158,7 @@ def reserve_stdout() -> int:
 
 
 def die_with_parent() -> None:
-    """Be killed when the parent dies, even in the middle of user code that never looks at its pipe.
+    """Let the kernel kill this process when its parent dies, even if user code never looks at its pipe.
 
     Linux only.
     """
@@ -166,8 +166,8 @@ def die_with_parent() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-async def exit_code(process: asyncio.subprocess.Process) -> int:
-    """Of a child that closed its end of the pipe; one that lives on is killed after `EXIT_GRACE_S`."""
+async def wait_for_exit(process: asyncio.subprocess.Process) -> int:
+    """Return the exit code of a child that closed its pipe; after `EXIT_GRACE_S` the child is killed."""
     try:
         async with asyncio.timeout(EXIT_GRACE_S):
             return await process.wait()
@@ -183,8 +183,8 @@ def kill(process: asyncio.subprocess.Process) -> None:
             os.kill(process.pid, signal.SIGKILL)
 
 
-async def stdin_reader() -> asyncio.StreamReader:
-    """Standard input as a stream of this event loop."""
+async def open_stdin() -> asyncio.StreamReader:
+    """Return standard input as a stream of this event loop."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
@@ -192,9 +192,9 @@ async def stdin_reader() -> asyncio.StreamReader:
 
 
 class PipeWriter:
-    """Writes messages to a pipe, from any thread and without waiting: also while the event loop is blocked.
+    """Writes messages to a pipe, from any thread and without waiting, even while the event loop is blocked.
 
-    What the reader is slow to take is kept. A reader that is gone is noticed at the other pipe.
+    Messages queue while the reader is slow. The other pipe reports a dead reader.
     """
 
     def __init__(self, fd: int) -> None:
@@ -207,7 +207,7 @@ class PipeWriter:
         self._waiting.put(data)
 
     def close(self) -> None:
-        """Wait a while until all is written."""
+        """Wait a while for the queue to be written."""
         self._waiting.put(None)
         self._thread.join(EXIT_GRACE_S)
 

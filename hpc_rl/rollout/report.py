@@ -1,4 +1,4 @@
-"""What the rollout role reports: counters on request, and a file in its attempt for `hpc-rl status`."""
+"""The rollout role's reports: counters on request, and a file in its attempt for `hpc-rl status`."""
 
 import asyncio
 import contextlib
@@ -15,10 +15,10 @@ from hpc_rl.rollout.service import RolloutService
 logger = logging.getLogger(__name__)
 
 EVERY_S = 5.0
-AT_LEAST_S = 30.0  # also without a change, as a sign of life
+AT_LEAST_S = 30.0  # even without a change, as a sign of life
 
 
-def counters(service: RolloutService) -> dict[str, Any]:
+def collect_counters(service: RolloutService) -> dict[str, Any]:
     """Return the counters of `GET /status`."""
     sequencer, log = service.sequencer, service.sequencer.log
     version, seals = sequencer.version, log.seals.values()
@@ -26,7 +26,7 @@ def counters(service: RolloutService) -> dict[str, Any]:
         "version": None if version is None else str(WeightVersion(log.lineage, version)),
         "running": len(sequencer.running),
         "ready": len(log.ready),
-        # the two that environments of atroposlib know
+        # the two counters that atroposlib's environments know
         "current_step": version or 0,
         "queue_size": len(log.ready),
         "issued": sequencer.next_index,
@@ -38,7 +38,7 @@ def counters(service: RolloutService) -> dict[str, Any]:
         "staleness": {str(age): count for age, count in sorted(log.staleness.items())},
         "older_lineage": sum(seal.counters.get("older_lineage", 0) for seal in seals),
         "bytes_per_step": sum(seal.num_bytes for seal in seals) / len(seals) if seals else 0.0,
-        "ledger_bytes": service.ledger.size_bytes(),
+        "ledger_bytes": service.ledger.count_bytes(),
         "segment": service.ledger.segment,
         "holding": service.clock.holding,
         "evaluating": service.evaluations.running,
@@ -46,12 +46,12 @@ def counters(service: RolloutService) -> dict[str, Any]:
     }
 
 
-def progress(service: RolloutService) -> dict[str, Any]:
-    """Return what `hpc-rl status` shows."""
+def describe_progress(service: RolloutService) -> dict[str, Any]:
+    """Return the report for `hpc-rl status`."""
     names = ("running", "ready", "sealed", "accepted", "rejected", "evaluating")
-    waits_for = service.sequencer.waits_for(service.claims())
+    waits_for = service.sequencer.explain_wait(service.claims())
     return {
-        **{name: value for name, value in counters(service).items() if name in names},
+        **{name: value for name, value in collect_counters(service).items() if name in names},
         "rejected_in_a_row": service.sequencer.rejected_in_a_row,
         "last_reason": service.faults.last_reason,
         "last_error": service.faults.last_error,
@@ -73,9 +73,9 @@ async def keep_reporting(
     slow: Callable[[], dict[str, Any]] = dict,
     every_s: float = EVERY_S,
 ) -> None:
-    """Write `status()` and, from a thread, `slow()` to the file whenever they have changed; returns never.
+    """Write `status()` and, from a thread, `slow()` to the file after each change; never returns.
 
-    A file system that fails costs a log line.
+    A failing file system costs a log line.
     """
     last: dict[str, Any] = {}
     written_at = float("-inf")
@@ -90,6 +90,6 @@ async def keep_reporting(
                 logger.warning("the report for status can't be written: %s", error)
             await asyncio.sleep(every_s)
     finally:
-        # whatever stops the role: what it last knew; its workers end with it, and block nothing
+        # at any end of the role: the last state; its workers end with it, and block nothing
         with contextlib.suppress(OSError):
             write_json(path, {"time": time.time(), **status(), "blocked": {}})

@@ -7,27 +7,28 @@ from aiohttp import web
 from aiohttp.typedefs import Handler
 
 from hpc_rl.core import http_service
-from hpc_rl.core.auth import Access, Tokens, json_object
+from hpc_rl.core.auth import Access, Tokens, parse_json_object
 from hpc_rl.core.errors import RoleFailed, Stale
-from hpc_rl.core.http_service import access_of, read_body
+from hpc_rl.core.http_service import find_access, receive_body
 from hpc_rl.core.types import WeightVersion, encode
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
-from hpc_rl.rollout.report import counters
+from hpc_rl.rollout.report import collect_counters
 from hpc_rl.rollout.service import Refused, RolloutService
 
 LONG_POLL_S = 10.0
-MAX_BODY_BYTES = 1 << 20  # of a route that states no limit of its own
+MAX_BODY_BYTES = 1 << 20  # for routes without a limit
 
 
-def routes(
+def make_rollout_routes(
     service: RolloutService,
     num_servers: Callable[[], int] = lambda: 0,
     atropos_batch: Handler | None = None,
 ) -> list[web.RouteDef]:
     """Return the routes of batches, evaluations, counters and trimming.
 
-    The control token is the trainer's: only its requests cut a batch, begin a lineage or start an evaluation.
-    A request with the data token reads what is there. `atropos_batch` answers `GET /batch` without a step.
+    The control token belongs to the trainer: only its requests cut a batch, begin a lineage or start an
+    evaluation. A request with the data token reads existing results. `atropos_batch` answers `GET /batch`
+    without a step.
     """
 
     async def batch(request: web.Request) -> web.StreamResponse:
@@ -40,30 +41,30 @@ def routes(
             raise web.HTTPBadRequest(text="/batch?step=<int>&lineage=<int>[&wait_s=<seconds>]") from None
         if step < 1 or lineage < 0 or math.isnan(wait_s):
             raise web.HTTPBadRequest(text="steps count from 1, lineages from 0, wait_s from 0")
-        get = service.batch if access_of(request) == Access.CONTROL else service.sealed_batch
+        get = service.batch if find_access(request) == Access.CONTROL else service.get_sealed_batch
         body = await get(step, lineage, wait_s)
         return web.Response(status=204) if body is None else web.Response(body=body)
 
     async def evaluate(request: web.Request) -> web.Response:
         try:
-            asked = json_object(await read_body(request, MAX_BODY_BYTES))
+            asked = parse_json_object(await receive_body(request, MAX_BODY_BYTES))
             version = WeightVersion.parse(asked["version"])
             wait_s = None if asked.get("wait_s") is None else float(asked["wait_s"])
         except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise web.HTTPBadRequest(text=f'{{"version": "<lineage>.<step>"}} is needed: {error}') from None
         if service.evaluations.prompts is None:
             raise web.HTTPNotFound(text="there is no valid_dataset")
-        result = await service.evaluate(version, wait_s, access_of(request) == Access.CONTROL)
+        result = await service.evaluate(version, wait_s, find_access(request) == Access.CONTROL)
         return web.Response(status=204) if result is None else web.Response(body=encode(result))
 
     async def status(_request: web.Request) -> web.Response:
-        return web.json_response({**counters(service), "servers": num_servers()})
+        return web.json_response({**collect_counters(service), "servers": num_servers()})
 
     async def retain(request: web.Request) -> web.Response:
-        if access_of(request) < Access.CONTROL:
+        if find_access(request) < Access.CONTROL:
             raise web.HTTPUnauthorized(text="the control token is needed")
         try:
-            step = int(json_object(await read_body(request, MAX_BODY_BYTES))["step"])
+            step = int(parse_json_object(await receive_body(request, MAX_BODY_BYTES))["step"])
         except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise web.HTTPBadRequest(text=f'{{"step": <int>}} is needed: {error}') from None
         await service.retain(step)
@@ -77,13 +78,13 @@ def routes(
     ]
 
 
-def application(defs: Iterable[web.RouteDef], tokens: dict[str, str]) -> web.Application:
+def make_application(defs: Iterable[web.RouteDef], tokens: dict[str, str]) -> web.Application:
     """Return an application with all routes, also below the token prefix, behind the check of tokens."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let in who has a token; answer what the service refuses with its status."""
-        if access_of(request) < Access.DATA:
+        """Let requests with a token in; answer the service's refusals with their status."""
+        if find_access(request) < Access.DATA:
             raise web.HTTPUnauthorized(text="a token of this trial is needed")
         try:
             return await handler(request)
@@ -94,7 +95,7 @@ def application(defs: Iterable[web.RouteDef], tokens: dict[str, str]) -> web.App
         except (RoleFailed, LedgerDamaged) as error:
             return web.Response(status=500, text=str(error))
 
-    app = http_service.application(Tokens(tokens), check, MAX_BODY_BYTES)
+    app = http_service.make_application(Tokens(tokens), check, MAX_BODY_BYTES)
     for route in defs:
         app.router.add_route(route.method, route.path, route.handler)
         app.router.add_route(route.method, "/t/{token}" + route.path, route.handler)

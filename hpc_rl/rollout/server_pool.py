@@ -1,4 +1,4 @@
-"""Pools as an executor worker asks them: by token ids, where their servers are the trial's; by chats, any."""
+"""Pools for an executor worker: token ids for the trial's own servers; chats for any pool."""
 
 import asyncio
 import contextlib
@@ -16,14 +16,14 @@ from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.servers.router import Router
-from hpc_rl.servers.sampling import sampling_temperature
+from hpc_rl.servers.sampling import get_sampling_temperature
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
 class ChatPool(Protocol):
-    """What answers chats: ServerPool, or servers.external.Endpoint."""
+    """Answers chats: ServerPool, or servers.external.Endpoint."""
 
     async def ask(
         self,
@@ -38,8 +38,8 @@ class ChatPool(Protocol):
 class ServerPool:
     """A pool of the trial's servers, with its model's tokenizer and its own sampling settings.
 
-    `context` are the tokens that its servers take for input and output, None where that is not known;
-    `max_requests` calls run at once, None for any number; `trace` logs each request.
+    `context` is the servers' limit of input and output tokens, None if unknown; `max_requests` calls run at
+    once, None for any number; `trace` logs each request.
     """
 
     def __init__(
@@ -55,19 +55,19 @@ class ServerPool:
         self.name, self.tokenizer = name, tokenizer
         self._router, self._context, self._trace = router, context, trace
         self._slots = asyncio.Semaphore(max_requests) if max_requests else contextlib.nullcontext()
-        self._sample_by(gconfig, "gconfig")
+        self._configure_sampling(gconfig, "gconfig")
 
-    def _sample_by(self, gconfig: GenerationHyperparameters, section: str) -> None:
+    def _configure_sampling(self, gconfig: GenerationHyperparameters, section: str) -> None:
         self._gconfig = gconfig
-        self._sampling = sampling(gconfig, self.tokenizer.eos_token_ids)
+        self._sampling = make_sampling(gconfig, self.tokenizer.eos_token_ids)
         self._limit, self._limited_by = gconfig.max_tokens, f"{section}.max_tokens is {gconfig.max_tokens}"
         if self._context is not None and self._context < self._limit:
             self._limit, self._limited_by = self._context, f"the model's context is {self._context}"
 
-    def sampled_by(self, gconfig: GenerationHyperparameters, section: str) -> Self:
-        """Return the same pool with other sampling settings, those of a section of the configuration."""
+    def copy_with_sampling(self, gconfig: GenerationHyperparameters, section: str) -> Self:
+        """Return the same pool with the sampling settings of another section of the configuration."""
         other = copy.copy(self)
-        other._sample_by(gconfig, section)
+        other._configure_sampling(gconfig, section)
         return other
 
     def request(
@@ -101,7 +101,7 @@ class ServerPool:
             own["temperature"] = temperature
         return GenerateRequest(input_ids, {**self._sampling, **own}, uuid.uuid4().hex, min_version)
 
-    def chat_ids(self, messages: list[dict[str, Any]]) -> list[int]:
+    def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
         """Return the tokens of a chat up to the model's reply. Raises ConfigError without a chat template."""
         return self.tokenizer.encode(self.tokenizer.chat(messages), add_special_tokens=False)
 
@@ -113,18 +113,18 @@ class ServerPool:
         temperature: float | None = None,
         min_version: str = "",
     ) -> list[Reply]:
-        """Return an answer for each seed, all from one server. Raises as request, chat_ids, generate."""
-        ids = self.chat_ids(messages)
+        """Return an answer for each seed, all from one server. Raises like request, encode_chat, generate."""
+        ids = self.encode_chat(messages)
         turns = await self.generate(
             [self.request(ids, seed, min_version, max_new_tokens, temperature) for seed in seeds]
         )
         decode = self.tokenizer.decode
-        return [Reply(decode(one.output_ids), len(one.output_ids), one.finish_reason) for one in turns]
+        return [Reply(decode(turn.output_ids), len(turn.output_ids), turn.finish_reason) for turn in turns]
 
     async def score(self, inputs: Sequence[list[int]]) -> list[float]:
-        """Return the score that its reward model gives to each input, all from one server.
+        """Return the reward model's score of each input, all from one server.
 
-        Raises Rejection for an input that is too long, and as generate.
+        Raises Rejection for an input that is too long, and the same as generate.
         """
         longest = max(map(len, inputs))
         if self._context is not None and longest > self._context:
@@ -132,24 +132,24 @@ class ServerPool:
             raise Rejection(RejectReason.TOO_LONG, f"{problem} (pool {self.name})")
         requests = [GenerateRequest(ids, {}, "") for ids in inputs]
         async with self._slots:
-            return await self._until_made(lambda: self._router.score_many(requests))
+            return await self._retry(lambda: self._router.score_many(requests))
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Turn]:
-        """Return the turns of one prompt. Raises Rejection where every try failed, RequestRefused."""
+        """Return the turns of one prompt. Raises Rejection if every attempt failed, RequestRefused."""
         if self._trace:
             for request in requests:
                 sizes = (len(request.input_ids), request.sampling["max_new_tokens"])
                 form = "request %s of pool %s: %d tokens in, at most %d out, weights from %s on"
                 logger.info(form, request.rid, self.name, *sizes, request.min_version or "any version")
         async with self._slots:
-            turns = await self._until_made(lambda: self._router.generate_many(requests))
+            turns = await self._retry(lambda: self._router.generate_many(requests))
         if self._trace:
             for request, turn in zip(requests, turns, strict=True):
                 form = "request %s: %d tokens out, %s, %s"
                 logger.info(form, request.rid, len(turn.output_ids), turn.finish_reason, turn.versions)
         return turns
 
-    async def _until_made(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def _retry(self, ask: Callable[[], Awaitable[T]]) -> T:
         while True:
             try:
                 return await ask()
@@ -158,15 +158,15 @@ class ServerPool:
                 problem = f"pool {self.name}: rollout.request_retries are used up: {error}"
                 raise Rejection(RejectReason.EXCEPTION, problem) from error
             except RoleFailed as error:
-                # no server lives or is new enough: not the prompt's fault
+                # no server is alive or has new enough weights: not the prompt's fault
                 logger.warning("pool %s: %s; waiting", self.name, error)
                 await asyncio.sleep(1.0)
 
 
-def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -> dict[str, Any]:
-    """What is the same in each request's sampling parameters, under SGLang's names."""
-    made = {
-        "temperature": sampling_temperature(gconfig),
+def make_sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the sampling parameters common to all requests, under SGLang's names."""
+    parameters = {
+        "temperature": get_sampling_temperature(gconfig),
         "top_p": gconfig.top_p,
         "top_k": -1 if gconfig.top_k >= 100_000_000 else gconfig.top_k,
         "stop_token_ids": list(dict.fromkeys([*gconfig.stop_token_ids, *eos_token_ids])),
@@ -177,4 +177,4 @@ def sampling(gconfig: GenerationHyperparameters, eos_token_ids: Sequence[int]) -
         "min_p": (gconfig.min_p, 0.0),
         "repetition_penalty": (gconfig.repetition_penalty, 1.0),
     }
-    return made | {name: value for name, (value, neutral) in unusual.items() if value != neutral}
+    return parameters | {name: value for name, (value, neutral) in unusual.items() if value != neutral}

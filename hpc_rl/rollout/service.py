@@ -2,7 +2,7 @@
 
 Carries results into the ledger, issues prompts to workers, seals batches, answers callers.
 
-One event loop; only fsync and seals leave it for a thread. Whatever it answers is durable before it answers.
+One event loop; only fsync and seals run in a thread. All data is durable before the service answers with it.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ from hpc_rl.rollout.batch_log.ledger import (
     NoteRecord,
     RejectReason,
     RejectRecord,
-    segments,
+    list_segments,
 )
-from hpc_rl.rollout.batch_log.replay import LogState, NewBatches, base_of_new_batches, check_data, read_state
+from hpc_rl.rollout.batch_log.replay import LogState, NewBatches, check_data, load_state, make_base
 from hpc_rl.rollout.batch_log.seals import Batches
 from hpc_rl.rollout.evaluation import Evaluations
-from hpc_rl.rollout.executor import Executor, run_prompt
+from hpc_rl.rollout.executor import Executor, make_run_frame
 from hpc_rl.rollout.issue_clock import IssueClock
 from hpc_rl.rollout.pipes import NoteKept, NoteMade, Outcome
 from hpc_rl.rollout.sequencer import Sequencer
@@ -38,13 +38,13 @@ from hpc_rl.rollout.user_errors import Faults
 
 logger = logging.getLogger(__name__)
 
-COMMIT_S = 1.0  # at most so much finished work is lost by a kill
+COMMIT_S = 1.0  # longest time of finished work that a kill can lose
 BODIES_KEPT = 2
 MIN_HOPELESS = 64
 
 
 class Refused(HpcRlError):
-    """What a caller asks for can't be given; `status` is that of the answer, and tells why."""
+    """A request that the service can't serve; `status` is the answer's status, and gives the reason."""
 
     def __init__(self, status: HTTPStatus, message: str) -> None:
         super().__init__(message)
@@ -54,12 +54,12 @@ class Refused(HpcRlError):
 class RolloutService:
     """The sequencer with its disk, its workers and its callers.
 
-    Requests of the trainer's may begin a lineage, cut a batch and start an evaluation; a reader gets what is
-    there. Both raise Refused.
+    Requests of the trainer may begin a lineage, cut a batch and start an evaluation; a reader gets existing
+    results. Both raise Refused.
 
     `folder` is the trial's `rollout/`, from which the fresh sequencer is restored. `lineages` returns the
-    highest lineage that the trial directory knows, and the records of lineages. `left_s` returns the seconds
-    until the trainer is stopped, None where that is not known: no prompt is issued that takes longer.
+    highest lineage in the trial directory, and the records of lineages. `left_s` returns the seconds until
+    the trainer is stopped, None if unknown: prompts that would take longer are not issued.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RolloutService:
         self.batches = Batches(folder, self.ledger)
         self._folder = folder
         self._lineages = lineages
-        state = self._read_state()
+        state = self._load_state()
         check_data(folder, state, prompts.path, prompts.rows.fingerprint)
         self.batches.drop_trimmed(state.trimmed)
         # the last lineage that began new batches
@@ -93,31 +93,33 @@ class RolloutService:
         self.batches.set_aside(state.set_aside.values(), self._new_batches_of)
         self._notes_since = self._new_batches_of  # notes of prompts issued in older lineages do not count
         self.judged = Judged(folder)
-        self.issued_again = 0  # prompts that earlier user code rejected
+        self.issued_again = 0  # prompts that the user's earlier code rejected
         state.lineage = max(0, lineages()[0])
         sequencer.restore(state)
-        self._begun: int | None = None  # the lineage that the trainer has shown
+        self._begun: int | None = None  # the lineage of the trainer's latest request
         self._trainer_since_s: float | None = None
         self._bodies: dict[int, bytes] = {}
-        self.allocations: Callable[[], dict[int, int]] = dict  # sequences of a batch, by environment
-        self.claims: Callable[[], dict[int, int]] = dict  # of them, also while the batch does not wait
-        self.environments: Callable[[], list[dict[str, Any]]] = list  # what `hpc-rl status` shows of each
+        # reserved sequences of the next batch, by environment
+        self.allocations: Callable[[], dict[int, int]] = dict
+        # the same, even if the batch has stopped waiting for them
+        self.claims: Callable[[], dict[int, int]] = dict
+        self.environments: Callable[[], list[dict[str, Any]]] = list  # environments for `hpc-rl status`
         self._changed = asyncio.Event()
         self._noted = asyncio.Event()  # a note waits to be written
-        self._kept: list[NoteKept] = []  # what is sent once it is written
+        self._kept: list[NoteKept] = []  # answers to send after it is written
         self._cutting = asyncio.Lock()
         self._failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         form = "batch log: %d batches, %d groups that wait for one, %d prompts rejected; segment %d"
         logger.info(form, state.top, len(state.ready), state.rejections.total(), self.ledger.segment)
 
-    def _read_state(self) -> LogState:
-        """Return what is on disk; a lineage that the trial directory does not know does not count."""
-        state = read_state(self._folder)
+    def _load_state(self) -> LogState:
+        """Return the state on disk; a lineage unknown to the trial directory does not count."""
+        state = load_state(self._folder)
         state.lineage = min(state.lineage, max(0, self._lineages()[0]))
         return state
 
     async def run(self) -> None:
-        """Group commits until something fails; never returns. Raises what failed."""
+        """Commit in groups until something fails; never returns. Raises the failure."""
         while True:
             noted = asyncio.ensure_future(self._noted.wait())
             either: set[asyncio.Future[Any]] = {self._failed, noted}
@@ -131,24 +133,24 @@ class RolloutService:
             if kept or self.ledger.uncommitted:
                 await asyncio.to_thread(self.ledger.commit)
             for frame in kept:
-                self.executor.kept(frame)
-            if self.clock.resumes():
+                self.executor.confirm_note(frame)
+            if self.clock.can_resume():
                 self._issue()
 
     async def commit(self) -> None:
-        """Make all that was appended durable, and look again whether a batch can be cut. Raises Refused."""
-        async with self._or_end():
+        """Make all appended records durable, and check again whether a batch can be cut. Raises Refused."""
+        async with self._end_on_error():
             await asyncio.to_thread(self.ledger.commit)
         self._changed.set()
 
     async def close(self) -> None:
-        """Make everything that is finished durable."""
+        """Make all finished work durable."""
         await asyncio.to_thread(self.ledger.close)
 
-    # what the executor reports
+    # reports of the executor
 
     def on_outcome(self, frame: Outcome) -> None:
-        """Take the answer of a worker; one whose ticket was given up is ignored."""
+        """Take the answer of a worker; answers to cancelled tickets are ignored."""
         ticket = frame["ticket"]
         self.faults.note(frame)
         if ticket < 0:
@@ -157,23 +159,24 @@ class RolloutService:
         issue = self.sequencer.running.get(ticket)
         if issue is None:
             return
-        if frame["op"] == "group" and self.sequencer.overtaken(ticket, frame["newest_lineage"]):
+        if frame["op"] == "group" and self.sequencer.drop_overtaken(ticket, frame["newest_lineage"]):
             return
-        self.clock.finished(ticket)
+        self.clock.finish(ticket)
         if frame["op"] == "group":
             record = GroupRecord(*frame["record"])
-            self.sequencer.finished(ticket, record, self.ledger.append_group(record, frame["group"]))
+            self.sequencer.finish(ticket, record, self.ledger.append_group(record, frame["group"]))
         elif frame["op"] == "rejected":
             self._reject(issue.index, frame["reason"])
-        elif not self.sequencer.failed(ticket):
+        elif not self.sequencer.fail(ticket):
             self._reject(issue.index, RejectReason.EXCEPTION)
         self._issue()
         self._changed.set()
 
     def on_note(self, frame: NoteMade) -> None:
-        """Keep what a workflow made once for its prompt; the workflow continues when it is on disk.
+        """Store a value that a workflow made once for its prompt; the workflow continues when it is on disk.
 
-        So a kill loses only what no workflow has used. Notes that come during one write share the next.
+        So a kill loses only values that no workflow has used. Notes that arrive during one write share the
+        next.
         """
         index, key, log = frame["index"], frame["key"], self.sequencer.log
         lineage = WeightVersion.parse(frame["version"]).lineage
@@ -187,9 +190,9 @@ class RolloutService:
         self._noted.set()
 
     def on_lost(self, tickets: list[int]) -> None:
-        """Issue the tickets of a worker that died again."""
+        """Issue the tickets of a dead worker again."""
         self.clock.forget(tickets)
-        self.sequencer.lost([ticket for ticket in tickets if ticket > 0])
+        self.sequencer.reissue([ticket for ticket in tickets if ticket > 0])
         for ticket in tickets:
             self.evaluations.answer(ticket, None)
         self._issue()
@@ -197,30 +200,30 @@ class RolloutService:
     def _reject(self, index: int, reason: str) -> None:
         record = RejectRecord(index, self.sequencer.version or 0, reason)
         self.ledger.append_reject(record)
-        self.sequencer.rejected(record)
+        self.sequencer.reject(record)
         sequencer = self.sequencer
-        ends = self.faults.rejected(reason, sequencer.rejected_in_a_row, sequencer.log.rejections)
+        ends = self.faults.count_rejection(reason, sequencer.rejected_in_a_row, sequencer.log.rejections)
         if ends is not None and not self._failed.done():
             self._failed.set_exception(ends)
 
     def _issue(self) -> None:
-        if self._failed.done() or self.clock.holds():
+        if self._failed.done() or self.clock.check_hold():
             return
         for issue in self.sequencer.issue():
-            self.clock.begun(issue.ticket)
+            self.clock.begin(issue.ticket)
             try:
                 prompt = self.prompts.at(issue.index)
             except ConfigError as error:  # the chat template refuses it, now and later
                 return self._failed.set_exception(error)
             version = WeightVersion(self.sequencer.log.lineage, issue.begun)
-            made = self.sequencer.log.notes.get(issue.index, {})
-            notes = {key: value for key, (value, _) in made.items()}
-            self.executor.run(run_prompt(issue.ticket, issue.index, prompt, version, notes=notes))
+            stored = self.sequencer.log.notes.get(issue.index, {})
+            notes = {key: value for key, (value, _) in stored.items()}
+            self.executor.run(make_run_frame(issue.ticket, issue.index, prompt, version, notes=notes))
 
-    # what the service is asked
+    # requests to the service
 
     async def begin(self, lineage: int) -> None:
-        """Let the trainer's lineage begin, and give up the batches that its record asks for.
+        """Begin the trainer's lineage, and drop the batches that its record names.
 
         Raises Stale, Refused.
         """
@@ -232,11 +235,11 @@ class RolloutService:
             if lineage > max(0, newest):
                 message = f"lineage {lineage} has no record; the newest is {newest}"
                 raise Refused(HTTPStatus.TOO_EARLY, message)
-            again = self.judged.again(self.sequencer.log)
+            again = self.judged.count_again(self.sequencer.log)
             for record in sorted(records, key=lambda record: record.lineage):
                 if record.new_batches and self._new_batches_of < record.lineage <= lineage:
                     await self._begin_new_batches(record.lineage, record.from_step)
-            if self.judged.again(self.sequencer.log):
+            if self.judged.count_again(self.sequencer.log):
                 await self._begin_new_batches(lineage, self.sequencer.log.top)
             await asyncio.to_thread(self.judged.write)
             if again:
@@ -249,23 +252,23 @@ class RolloutService:
             raise Stale(f"lineage {lineage} asks, but lineage {self.sequencer.log.lineage} has begun")
 
     async def _begin_new_batches(self, lineage: int, from_step: int) -> None:
-        """Set aside the batches after `from_step` and what is in no batch: their prompts are issued again.
+        """Set aside the batches after `from_step` and all unbatched groups: their prompts are issued again.
 
-        The new base is durable before anything is moved, and tells which seals are set aside: after a kill
-        the next incarnation moves the rest.
+        The new base is durable before anything is moved, and names the seals to set aside: after a kill the
+        next incarnation moves the rest.
         """
-        self._notes_since = lineage  # also for those that come while this waits
+        self._notes_since = lineage  # also for notes that arrive during this call
         given_up = list(self.sequencer.running)
-        self.sequencer.lost(given_up)
+        self.sequencer.reissue(given_up)
         self.sequencer.version = None  # nothing is issued meanwhile
         self._cancel(given_up)
-        async with self._or_end():
+        async with self._end_on_error():
             await asyncio.to_thread(self.ledger.begin_segment)
-            state = self._read_state()
+            state = self._load_state()
             new = NewBatches(lineage, from_step, self.ledger.segment)
-            self.ledger.append_base(base_of_new_batches(state, new, bool(self.judged.changed)))
+            self.ledger.append_base(make_base(state, new, bool(self.judged.changed)))
             await asyncio.to_thread(self.ledger.commit)
-            state = self._read_state()
+            state = self._load_state()
             await asyncio.to_thread(self.batches.set_aside, state.set_aside.values(), lineage)
         self._bodies.clear()
         self.sequencer.restore(state)
@@ -282,38 +285,38 @@ class RolloutService:
 
     @property
     def trainer_s(self) -> float | None:
-        """Seconds since the trainer first asked for something here, an hour at most; None before that."""
+        """Seconds since the trainer's first request here, an hour at most; None before that."""
         if self._trainer_since_s is None:
             return None
         return round(min(3600.0, time.monotonic() - self._trainer_since_s))
 
     def observe(self, lineage: int, version: int) -> None:
-        """Take note of where the trainer is; its lineage has begun. Raises Stale."""
+        """Note the trainer's version; its lineage has begun. Raises Stale."""
         self._trainer_since_s = self._trainer_since_s or time.monotonic()
         if (lineage, version) == (self.sequencer.log.lineage, self.sequencer.version):
             return
         self._cancel(self.sequencer.observe(lineage, version))
-        self.evaluations.give_up_before(self.sequencer.log.lineage)
+        self.evaluations.cancel_before(self.sequencer.log.lineage)
         self._issue()
 
     async def batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
-        """Return the bytes of batch `step`, cut now if it was not, or None if it can't be cut within wait_s.
+        """Return the bytes of batch `step`, cut now if necessary; None if it can't be cut within wait_s.
 
-        The trainer's: it is at version step-1 of this lineage. Raises Stale, Refused, OSError.
+        For the trainer, which is at version step-1 of this lineage. Raises Stale, Refused, OSError.
         """
         await self.begin(lineage)
         if self.sequencer.untouched and not self.sequencer.running and step > 1:
             await self._skip_to(step)
         if step > self.sequencer.log.top + 1:
-            async with self._cutting, self._or_end():
-                self._adopt()  # another incarnation may have cut batches that we did not see
+            async with self._cutting, self._end_on_error():
+                self._adopt()  # another incarnation may have cut batches unknown to this one
         self._refuse_skipping(step)
         self.observe(lineage, step - 1)
         deadline = time.monotonic() + wait_s
         while True:
             self._refuse_older(lineage)
-            body = self._bodies.get(step) or await self._sealed(step)
-            # on a full disk the caller would hang as long as there is no room
+            body = self._bodies.get(step) or await self._load_sealed(step)
+            # on a full disk the caller would hang until there is room
             if body is None and not self.ledger.room.waiting:
                 body = await self._cut(step)
             if body is not None:
@@ -321,10 +324,10 @@ class RolloutService:
             if self.clock.holding and not self.sequencer.running:
                 logger.info("batch %d can't be cut any more before the trainer is stopped", step)
                 raise Refused(HTTPStatus.RESET_CONTENT, "")
-            if not await self._change_before(deadline):
+            if not await self._wait_for_change(deadline):
                 return None
 
-    async def sealed_batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
+    async def get_sealed_batch(self, step: int, lineage: int, wait_s: float) -> bytes | None:
         """Return the bytes of batch `step` for a reader, or None if it is not cut within wait_s.
 
         Changes nothing. Raises Stale, Refused, OSError.
@@ -335,8 +338,8 @@ class RolloutService:
             if lineage > self.sequencer.log.lineage:
                 raise Refused(HTTPStatus.FORBIDDEN, f"lineage {lineage} has not begun; the trainer begins it")
             self._refuse_skipping(step)
-            body = self._bodies.get(step) or await self._sealed(step)
-            if body is not None or not await self._change_before(deadline):
+            body = self._bodies.get(step) or await self._load_sealed(step)
+            if body is not None or not await self._wait_for_change(deadline):
                 return body
 
     def _refuse_skipping(self, step: int) -> None:
@@ -345,7 +348,7 @@ class RolloutService:
             problem = f"batch {step} of {top} was asked for: part of the batch log may be missing"
             raise Refused(HTTPStatus.PRECONDITION_FAILED, problem)
 
-    async def _change_before(self, deadline: float) -> bool:
+    async def _wait_for_change(self, deadline: float) -> bool:
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return False
@@ -354,29 +357,31 @@ class RolloutService:
             await asyncio.wait_for(self._changed.wait(), left_s)
         return True
 
-    async def _sealed(self, step: int) -> bytes | None:
+    async def _load_sealed(self, step: int) -> bytes | None:
         trimmed = self.sequencer.log.trimmed
         if step <= trimmed:
             message = f"batch {step} was trimmed; the oldest that is kept is {trimmed + 1}"
             raise Refused(HTTPStatus.GONE, message)
         seal = self.sequencer.log.seals.get(step)
-        return None if seal is None else self._keep(step, await asyncio.to_thread(self.batches.body, seal))
+        return (
+            None if seal is None else self._keep(step, await asyncio.to_thread(self.batches.load_body, seal))
+        )
 
     async def _cut(self, step: int) -> bytes | None:
         async with self._cutting:
             if step in self.sequencer.log.seals:  # another request was faster
                 return self._bodies.get(step)
-            for index in self.sequencer.too_old(step):
+            for index in self.sequencer.find_too_old(step):
                 self._reject(index, RejectReason.STALE)
             groups = self.sequencer.cut(step, self.allocations())
             if groups is None:
                 self._issue()
                 return None
-            async with self._or_end():
+            async with self._end_on_error():
                 lineage = self.sequencer.log.lineage
                 seal, body, ours = await asyncio.to_thread(self.batches.seal, step, lineage, groups)
                 if ours:
-                    self.sequencer.sealed(seal)
+                    self.sequencer.add_seal(seal)
                 else:
                     logger.warning("batch %d had been cut by another incarnation: its batch counts", step)
                     self._adopt()
@@ -385,10 +390,10 @@ class RolloutService:
             return self._keep(step, body)
 
     def _adopt(self) -> None:
-        """Start over from what is on disk, without giving results a moment to arrive in between."""
+        """Restart from the state on disk, in one go, so that no results arrive in between."""
         self.ledger.commit()
         before = set(self.sequencer.running)
-        self.sequencer.restore(self._read_state())
+        self.sequencer.restore(self._load_state())
         self._cancel(before - set(self.sequencer.running))
 
     def _keep(self, step: int, body: bytes) -> bytes:
@@ -399,9 +404,9 @@ class RolloutService:
 
     async def _skip_to(self, step: int) -> None:
         logger.warning("the ledger is empty, but batch %d is asked for: beginning there", step)
-        async with self._or_end():
+        async with self._end_on_error():
             self.sequencer.skip_to(step)
-            self.ledger.append_base(self.sequencer.log.base(step - 1))
+            self.ledger.append_base(self.sequencer.log.summarize(step - 1))
             await asyncio.to_thread(self.ledger.commit)
 
     async def retain(self, step: int) -> None:
@@ -409,26 +414,26 @@ class RolloutService:
         step = min(step, self.sequencer.log.top)
         if step <= self.sequencer.log.trimmed:
             return
-        async with self._cutting, self._or_end():
-            self.ledger.append_base(self.sequencer.log.base(step))
+        async with self._cutting, self._end_on_error():
+            self.ledger.append_base(self.sequencer.log.summarize(step))
             self.sequencer.log.trim(step)
-            needed = self.sequencer.needed_segments() | {self.ledger.segment}
+            needed = self.sequencer.find_needed_segments() | {self.ledger.segment}
             self._bodies = {number: body for number, body in self._bodies.items() if number > step}
             await asyncio.to_thread(self._delete, needed)
 
     def _delete(self, needed: set[int]) -> None:
         self.ledger.commit()
         self.batches.drop_trimmed(self.sequencer.log.trimmed)
-        for number in segments(self._folder):
-            # later ones were begun meanwhile, by us or by another incarnation
+        for number in list_segments(self._folder):
+            # this or another incarnation has begun later ones meanwhile
             if number not in needed and number < max(needed):
                 self.ledger.drop_segment(number)
 
     @contextlib.asynccontextmanager
-    async def _or_end(self, *kinds: type[Exception]) -> AsyncIterator[None]:
-        """Exit after a failed write: the ledger is in an unknown state, the restarted role reads it again.
+    async def _end_on_error(self, *kinds: type[Exception]) -> AsyncIterator[None]:
+        """Exit after a failed write: the ledger is in an unknown state, and the restarted role rereads it.
 
-        Raises Refused, as the next role knows more.
+        Raises Refused, so that the caller asks the next role.
         """
         kinds = kinds or (Exception,)
         try:
@@ -443,7 +448,7 @@ class RolloutService:
     ) -> EvalResult | None:
         """Return the evaluation of these weights; None while it takes longer.
 
-        The trainer's request begins it where it was not begun. Raises Stale, Refused, RoleFailed.
+        The trainer's request begins it if necessary. Raises Stale, Refused, RoleFailed.
         """
         if by_trainer:
             await self.begin(version.lineage)
@@ -451,5 +456,5 @@ class RolloutService:
             self.evaluations.begin(version)
         elif version not in self.evaluations:
             raise Refused(HTTPStatus.FORBIDDEN, f"version {version} is not evaluated; the trainer begins it")
-        async with self._or_end(UserCodeFailed, ConfigError):  # of a held-out row
-            return await self.evaluations.result(version, wait_s)
+        async with self._end_on_error(UserCodeFailed, ConfigError):  # from a held-out row
+            return await self.evaluations.wait_for_result(version, wait_s)

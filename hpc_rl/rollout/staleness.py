@@ -16,29 +16,30 @@ from collections import Counter
 from collections.abc import Iterable
 
 
-def capacity(
+def count_room(
     max_concurrent: int, batch_size: int, eta: int, version: int, accepted: int, running: int
 ) -> int:
-    """How many more prompts may be issued now; not positive means none.
+    """Return how many more prompts may be issued now; 0 or less means none.
 
     `accepted` counts consumed and ready groups.
     """
     return min(max_concurrent - running, (eta + version + 1) * batch_size - (accepted + running))
 
 
-def staleness(step: int, oldest_step: int) -> int:
-    """Age of a trajectory in batch `step`.
+def compute_staleness(step: int, oldest_step: int) -> int:
+    """Return the age of a trajectory in batch `step`.
 
     Tokens of a lost lineage may be newer than the trainer: never below 0.
     """
     return max(0, step - 1 - oldest_step)
 
 
-def leaves_room(step: int, batch_size: int, eta: int, left: Iterable[int]) -> bool:
-    """Return whether batch `step` may be cut without the groups that were begun at the versions `left`.
+def has_room_after(step: int, batch_size: int, eta: int, left: Iterable[int]) -> bool:
+    """Return whether batch `step` may be cut without the groups begun at the versions `left`.
 
     Example: B = 1, eta = 1, step = 3. A group begun at version 1 is due in batch 3 and can't wait, so
-    leaves_room(3, 1, 1, [1]) is false; begun at version 2 it is due in batch 4, and it is true.
+    has_room_after(3, 1, 1, [1]) is false. A group begun at version 2 is due in batch 4, so
+    has_room_after(3, 1, 1, [2]) is true.
     """
     num_due = 0
     for last, count in sorted(Counter(begun + eta + 1 for begun in left).items()):

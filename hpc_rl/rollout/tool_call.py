@@ -1,7 +1,7 @@
-"""One call of a tool in a process of its own: limited in time, memory and files, without the job's secrets.
+"""One call of a tool in a separate process: limited in time, memory and files, without the job's secrets.
 
 The process is `python -m hpc_rl.rollout.tool_call package.module:name`, with the keyword arguments as JSON on
-its standard input. It keeps what goes wrong apart from the rollout role; it does not shut the network off.
+its standard input. It keeps failures away from the rollout role; it does not shut the network off.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ async def call_tool(path: str, arguments: dict[str, Any], timeout_s: float) -> s
         except TimeoutError:
             raise ToolFailed(f"it took more than {timeout_s:g} s") from None
         finally:
-            # what the tool started goes with it
+            # kill the tool's child processes too
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
@@ -76,7 +76,7 @@ def main(path: str, timeout_s: float) -> None:
         hard = resource.getrlimit(limit)[1]
         resource.setrlimit(limit, (most if hard == resource.RLIM_INFINITY else min(most, hard), hard))
     arguments = json.loads(sys.stdin.read())
-    # what the tool prints must not be taken for its result
+    # the tool's output must not be taken for its result
     answer_fd = os.dup(1)
     os.dup2(2, 1)
     result, error, frames = "", "", ""
@@ -86,9 +86,9 @@ def main(path: str, timeout_s: float) -> None:
     except (Exception, SystemExit) as failure:
         error = f"{type(failure).__name__}: {failure}"
         frames = "".join(traceback.format_tb(failure.__traceback__))
-    said = {"result": result[:MAX_RESULT_CHARS], "error": error[:MAX_RESULT_CHARS], "frames": frames}
+    outcome = {"result": result[:MAX_RESULT_CHARS], "error": error[:MAX_RESULT_CHARS], "frames": frames}
     with os.fdopen(answer_fd, "w") as answer:
-        answer.write(json.dumps(said))
+        answer.write(json.dumps(outcome))
 
 
 if __name__ == "__main__":

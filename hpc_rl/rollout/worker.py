@@ -24,22 +24,21 @@ from hpc_rl.rollout.pipes import (
     PromptScored,
     RunPrompt,
 )
-from hpc_rl.rollout.rewards import BatchReward, Rejection, checked
+from hpc_rl.rollout.rewards import BatchReward, Rejection, check_number
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.rollout.user_errors import OF_REWARD, Raised
 from hpc_rl.rollout.workflow import Sampler, Workflow, check_group
 from hpc_rl.rollout.workflows import WORKFLOWS
-from hpc_rl.stats.kept_samples import short_columns
-from hpc_rl.stats.tracker import means
+from hpc_rl.stats.kept_samples import shorten_columns
+from hpc_rl.stats.tracker import compute_means
 
 logger = logging.getLogger(__name__)
 
 
 class Worker:
-    """Runs a workflow on each prompt that it is sent; `write` takes a message for the rollout service.
+    """Runs a workflow on each prompt that it receives; `write` takes a message for the rollout service.
 
-    `pool` is the one that follows the trainer, `others` are as in Sampler, `vocab_size` is the number of
-    token ids that the model has.
+    `pool` follows the trainer, `others` are as in Sampler, `vocab_size` is the model's number of token ids.
     """
 
     def __init__(
@@ -59,7 +58,7 @@ class Worker:
         self._sampler = partial(sampler, n_samples=config.gconfig.n_samples, pool=pool)
         self._held_out_sampler = partial(sampler, n_samples=1, pool=pool)
         if (own := config.eval_gconfig) is not None:
-            sampled = pool.sampled_by(own, "eval_gconfig")
+            sampled = pool.copy_with_sampling(own, "eval_gconfig")
             self._held_out_sampler = partial(sampler, n_samples=own.n_samples, pool=sampled)
         self._write = write
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -69,23 +68,23 @@ class Worker:
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Answer until the pipe ends."""
         self._write(pipes.pack({"op": "ready"}))
-        while (request := await pipes.read(reader)) is not None:
+        while (request := await pipes.receive_frame(reader)) is not None:
             if request["op"] == "run":
                 self._tasks[request["ticket"]] = asyncio.create_task(self.answer(request))
             elif request["op"] == "kept":
-                self.kept(request)
+                self.continue_workflow(request)
             elif request["ticket"] in self._tasks:
                 self._tasks[request["ticket"]].cancel()
 
     async def answer(self, prompt: RunPrompt) -> None:
         """Run the workflow and send its outcome."""
         try:
-            outcome = await self._outcome(prompt)
+            outcome = await self._obtain_outcome(prompt)
         finally:
             self._tasks.pop(prompt["ticket"], None)
         self._write(pipes.pack(outcome))
 
-    async def _outcome(self, prompt: RunPrompt) -> Outcome:
+    async def _obtain_outcome(self, prompt: RunPrompt) -> Outcome:
         ticket, index = prompt["ticket"], prompt["index"]
 
         def rejected(reason: str, message: str, place: str = "", trace: str = "") -> NoGroup:
@@ -99,25 +98,25 @@ class Worker:
         except Rejection as error:
             return rejected(error.reason, error.message, error.place, error.trace)
         except InputRefused as error:
-            # by every server alike: it was not sent to another one
+            # all servers would refuse it: it was not sent to another one
             return rejected(RejectReason.REFUSED, f"refused by a server: {error}")
         except EndpointUnavailable as error:
             logger.warning("prompt %d is given back: %s", index, error)
             return NoGroup(op="unavailable", ticket=ticket, reason="", error=redact(str(error)))
         except (Exception, SystemExit) as error:
-            # of the user's workflow or of a request: the prompt is issued again, a few times
-            said, place, trace = Raised.of(error, self.workflow)
-            self._log(place, "prompt %d failed: %s", index, said)
+            # from the user's workflow or a request: the prompt is issued again, a few times
+            text, place, trace = Raised.from_error(error, self.workflow)
+            self._log(place, "prompt %d failed: %s", index, text)
             reason = RejectReason.EXCEPTION
-            return NoGroup(op="failed", ticket=ticket, reason=reason, error=said, place=place, trace=trace)
+            return NoGroup(op="failed", ticket=ticket, reason=reason, error=text, place=place, trace=trace)
         if group is None:
             return NoGroup(op="rejected", ticket=ticket, reason=RejectReason.WORKFLOW_NONE, error="")
         if not prompt["evaluate"]:
-            return _finished(group, prompt, kept=self.config.rollout.keep_samples > 0)
-        return _scored(group, prompt, kept=index < self.config.evaluator.keep_samples)
+            return _make_group_frame(group, prompt, kept=self.config.rollout.keep_samples > 0)
+        return _make_score_frame(group, prompt, kept=index < self.config.evaluator.keep_samples)
 
     def _log(self, place: str, form: str, *values: Any, counted: str = "prompts") -> None:
-        """Log what became of a prompt; of several at one place the 1st, 2nd, 4th, 8th and so on."""
+        """Log the outcome of a prompt; for repeated places only the 1st, 2nd, 4th, 8th and so on."""
         self._raised[place] += 1
         count = self._raised[place]
         if not place or count & (count - 1) == 0:
@@ -125,20 +124,20 @@ class Worker:
             logger.warning(form + more, *values)
 
     def tell_blocked(self, place: str, trace: str) -> None:
-        """Report a call of user code that blocks the event loop, or with empty texts that it has returned."""
+        """Report a call of user code that blocks the event loop; empty texts report its return."""
         if place:
             form = "%s blocks the event loop of this worker, and all its prompts wait for it:\n%s"
             self._log(f"blocked {place}", form, place, trace, counted="times")
         self._write(pipes.pack(LoopBlocked(op="blocked", place=place, trace=trace)))
 
-    def kept(self, frame: NoteKept) -> None:
+    def continue_workflow(self, frame: NoteKept) -> None:
         """Let the workflow that made a note continue."""
         waiting = self._noting.get((frame["ticket"], frame["key"]))
         if waiting is not None and not waiting.done():
             waiting.set_result(frame["value"])
 
     async def _note(self, prompt: RunPrompt, key: str, value: bytes) -> bytes:
-        """Return the value that is on disk; in an evaluation nothing is kept."""
+        """Return the stored value; an evaluation stores nothing."""
         if prompt["evaluate"]:
             return value
         ticket, index, version = prompt["ticket"], prompt["index"], prompt["version"]
@@ -151,7 +150,7 @@ class Worker:
             del self._noting[ticket, key]
 
     async def _run(self, prompt: RunPrompt) -> TrajectoryGroup | None:
-        """Return the group of a prompt, checked and scored, or None where the workflow makes none."""
+        """Return the group of a prompt, checked and scored, or None if the workflow makes none."""
         made_for = self._held_out_sampler if prompt["evaluate"] else self._sampler
         sampler = made_for(prompt, note=partial(self._note, prompt))
         group = await self.workflow({**prompt["columns"], "input_ids": prompt["input_ids"]}, sampler)
@@ -160,17 +159,17 @@ class Worker:
         built_in = self.config.rollout.workflow in WORKFLOWS
         strict = self.config.rollout.check_trajectory_format
         check_group(group, prompt["index"], self.vocab_size, sampler.n_samples if built_in else None, strict)
-        # a workflow may set the reward by itself
+        # a workflow may set the reward itself
         for trajectory in group.trajectories:
-            trajectory.reward = checked(trajectory.reward)
+            trajectory.reward = check_number(trajectory.reward)
         return group if group.trajectories else None
 
 
-def _finished(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> GroupMade:
+def _make_group_frame(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> GroupMade:
     group.index = prompt["index"]
     if kept:
-        group.columns, group.shortened = short_columns(prompt["columns"])
-    record = GroupRecord.of(group, WeightVersion.parse(prompt["version"]).step)
+        group.columns, group.shortened = shorten_columns(prompt["columns"])
+    record = GroupRecord.from_group(group, WeightVersion.parse(prompt["version"]).step)
     return GroupMade(
         op="group",
         ticket=prompt["ticket"],
@@ -180,10 +179,10 @@ def _finished(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> GroupMad
     )
 
 
-def _scored(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> PromptScored:
+def _make_score_frame(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> PromptScored:
     group.index = prompt["index"]
     if kept:
-        group.columns, group.shortened = short_columns(prompt["columns"])
+        group.columns, group.shortened = shorten_columns(prompt["columns"])
     trained = [(t.lineages[t.loss_mask], t.steps[t.loss_mask]) for t in group.trajectories]
     versions = {WeightVersion(int(a), int(b)) for pair in trained for a, b in zip(*pair, strict=True)}
     return PromptScored(
@@ -192,6 +191,6 @@ def _scored(group: TrajectoryGroup, prompt: RunPrompt, kept: bool) -> PromptScor
         rewards=[t.reward for t in group.trajectories],
         num_tokens=sum(int(t.loss_mask.sum()) for t in group.trajectories),
         versions=[str(version) for version in sorted(versions)],
-        stats=means(t.stats for t in group.trajectories),
+        stats=compute_means(t.stats for t in group.trajectories),
         group=encode(group) if kept else b"",
     )

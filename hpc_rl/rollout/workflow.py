@@ -1,8 +1,8 @@
 """Workflow: from one prompt to a group of scored trajectories: `single_turn`, or the user's by import path.
 
-A workflow is `async run(prompt, generate) -> TrajectoryGroup | None`: an object with that method, a class
-that makes one, by `create(config)` or by itself, with `rollout.workflow_args`; or such a function. `prompt`
-is the row as a dict, plus `input_ids`. None rejects the prompt.
+A workflow is `async run(prompt, generate) -> TrajectoryGroup | None`. It is a function, an object with that
+method, or a class: the class's `create(config)` or the class itself makes the object, with
+`rollout.workflow_args`. `prompt` is the row as a dict, plus `input_ids`. None rejects the prompt.
 """
 
 import asyncio
@@ -15,15 +15,16 @@ import numpy as np
 
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.types import Reply, Trajectory, TrajectoryGroup, Turn, WeightVersion, decode, encode
-from hpc_rl.datasets.order import sample_seed
+from hpc_rl.datasets.order import make_sample_seed
 from hpc_rl.rollout.batch_log.ledger import RejectReason, check_note
 from hpc_rl.rollout.pipes import RunPrompt
-from hpc_rl.rollout.rewards import BatchReward, Rejection, parts_of
+from hpc_rl.rollout.rewards import BatchReward, Rejection, get_parts
 from hpc_rl.rollout.server_pool import ChatPool, ServerPool
 from hpc_rl.servers.client import GenerateRequest
 
 Workflow = Callable[[dict[str, Any], "Sampler"], Awaitable[TrajectoryGroup | None]]
-NOT_FOR_REWARDS = ("prompt", "completion", "input_ids")  # columns that a reward has otherwise, or not at all
+# columns that a reward gets in other arguments, or not at all
+NOT_FOR_REWARDS = ("prompt", "completion", "input_ids")
 
 
 T = TypeVar("T")
@@ -31,10 +32,10 @@ Note = Callable[[str, bytes], Awaitable[bytes]]
 
 
 class Sampler:
-    """What a workflow generates and scores with: it knows its prompt's index, seeds and sampling settings.
+    """Generation and scoring for a workflow, with its prompt's index, seeds and sampling settings.
 
-    `pool` is the one that follows the trainer; `others` are those that a workflow may ask by name; `note`
-    keeps what `once` makes, and returns what counts once that is on disk.
+    `pool` follows the trainer; the workflow may ask the `others` by name; `note` stores a value of `once`,
+    and returns the valid value once that is on disk.
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class Sampler:
         self.tokenizer = pool.tokenizer
         self._pool, self._others, self._rewards = pool, others, rewards
         self._min_version = prompt["version"]
-        # with the sample's number these make the sample's seed
+        # together with the sample's number they give the sample's seed
         self._identity = (seed, "evaluation" if prompt["evaluate"] else prompt["epoch"], prompt["row"])
         self._turns: Counter[int] = Counter()
         self._note = note
-        self._made: dict[str, bytes] = {}  # by `once`, encoded
-        self._kept = dict(prompt["notes"])  # of it what is on disk
+        self._made: dict[str, bytes] = {}  # values of `once`, encoded
+        self._kept = dict(prompt["notes"])  # those values that are on disk
         self._making: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __call__(
@@ -68,10 +69,10 @@ class Sampler:
         label: str = "",
         max_tokens: int | None = None,
     ) -> Turn:
-        """Return one generation, of the model that is trained or of another pool's servers.
+        """Return one generation, from the trained model or another pool's servers.
 
-        `sample` is the trajectory that it is for: each has its own seed, and each turn of it. A generation of
-        another pool has the seed of its `label` and `sample`, as in `ask`. `max_tokens` limits input and
+        `sample` is the number of its trajectory: each trajectory and each turn has its own seed. A generation
+        of another pool has the seed of its `label` and `sample`, as in `ask`. `max_tokens` limits input and
         output together; without room for a token Rejection is raised.
         """
         if not pool:
@@ -80,8 +81,8 @@ class Sampler:
         chosen = self._find(pool)
         if not isinstance(chosen, ServerPool):
             raise ConfigError(f"pool {pool!r} is an endpoint elsewhere: it takes messages (ask), not tokens.")
-        seed = self._seed(label, sample)
-        request = chosen.request(list(input_ids), seed, self._least(chosen), max_tokens=max_tokens)
+        seed = self._make_seed(label, sample)
+        request = chosen.request(list(input_ids), seed, self._get_min_version(chosen), max_tokens=max_tokens)
         return (await chosen.generate([request]))[0]
 
     async def samples(self, input_ids: Sequence[int]) -> list[Turn]:
@@ -99,19 +100,22 @@ class Sampler:
     ) -> list[Reply]:
         """Return n answers of a pool to a chat, which its tokenizer renders.
 
-        The seeds follow from the label and the answer's number: what is asked twice under one label gets the
-        same answers. `max_new_tokens` None means the pool's.
+        The seeds follow from the label and the answer's number: a repeated question under one label gets the
+        same answers. `max_new_tokens` None means the pool's limit.
         """
-        chosen, seeds = self._find(pool), [self._seed(label, number) for number in range(n)]
+        chosen, seeds = self._find(pool), [self._make_seed(label, number) for number in range(n)]
         if isinstance(chosen, ServerPool):
-            return await chosen.ask(messages, seeds, max_new_tokens, min_version=self._least(chosen))
+            return await chosen.ask(
+                messages, seeds, max_new_tokens, min_version=self._get_min_version(chosen)
+            )
         return await chosen.ask(messages, seeds, max_new_tokens)
 
     async def once(self, key: str, make: Callable[[], Awaitable[T]]) -> T:
-        """Return what `make()` returns, and the same when the prompt runs again, after a kill or an error.
+        """Return the result of `make()`; a repeated run of the prompt, as after a kill, gets the same one.
 
-        It is kept on disk until the prompt has its group: use it for what does not depend on the weights that
-        are trained. It is made of what `hpc_rl.core.types.encode` takes. In an evaluation it is not kept.
+        It is stored on disk until the prompt has its group: use it for values that do not depend on the
+        trained weights. It must consist of types that `hpc_rl.core.types.encode` takes. An evaluation does
+        not store it.
         """
         check_note(key)
         async with self._making[key]:
@@ -119,23 +123,23 @@ class Sampler:
                 if key not in self._made:
                     value = encode(await make())
                     check_note(key, value)
-                    decode(value)  # raises for what could not be read again
+                    decode(value)  # raises for values that could not be read again
                     self._made[key] = value
-                # a caller that was cancelled here leaves the rest to the next
+                # a caller cancelled here leaves the rest to the next one
                 self._kept[key] = await self._note(key, self._made[key])
             return decode(self._kept[key])
 
     async def reward(self, prompt: dict[str, Any], completion: str) -> float:
-        """Return what the configured reward function returns, as `rewards`."""
+        """Return the configured reward of one completion, as `rewards`."""
         return (await self.rewards(prompt, [completion]))[0]
 
     async def rewards(self, prompt: dict[str, Any], completions: list[str]) -> list[float]:
-        """Return what the configured reward function returns for completions of a prompt. Raises Rejection.
+        """Return the configured reward function's result for completions of a prompt. Raises Rejection.
 
-        Its parts are in the stats of the trajectory that is made with it.
-        A column `completion` of the row is not given: the name is that of what is scored.
+        A trajectory made with it gets its parts as stats. The row's column `completion`, if any, is left out,
+        because the scored text has that name.
         """
-        question, columns = for_rewards(prompt)
+        question, columns = make_reward_arguments(prompt)
         return await self._rewards(question, completions, columns)
 
     def _find(self, pool: str) -> ChatPool:
@@ -143,26 +147,26 @@ class Sampler:
             return self._pool
         if pool not in self._others:
             known = ", ".join([self._pool.name, *self._others])
-            raise ConfigError(f"there is no pool {pool!r} that answers; there are: {known}.")
+            raise ConfigError(f"unknown pool {pool!r}; allowed: {known}.")
         return self._others[pool]
 
-    def _least(self, pool: ServerPool) -> str:
-        """Return the version that weights must not be older than; those of a frozen pool have none."""
+    def _get_min_version(self, pool: ServerPool) -> str:
+        """Return the minimum version of the weights; "" for a frozen pool."""
         return self._min_version if pool is self._pool else ""
 
-    def _seed(self, label: str, number: int) -> int:
-        return sample_seed(*self._identity, f"{label}/{number}")
+    def _make_seed(self, label: str, number: int) -> int:
+        return make_sample_seed(*self._identity, f"{label}/{number}")
 
     def _request(self, input_ids: list[int], sample: int, max_tokens: int | None = None) -> GenerateRequest:
         turn = self._turns[sample]
-        seed = sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}")
+        seed = make_sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}")
         request = self._pool.request(input_ids, seed, self._min_version, max_tokens=max_tokens)
         self._turns[sample] += 1
         return request
 
 
-def for_rewards(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Return what a reward gets of a row: what was asked, and the columns."""
+def make_reward_arguments(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return a reward's arguments from a row: the question, and the columns."""
     columns = {name: value for name, value in row.items() if name not in NOT_FOR_REWARDS}
     return row.get("prompt", row.get("messages")), columns
 
@@ -184,8 +188,8 @@ NUMBER = Real | np.bool_
 LARGEST_NUMBER = 1e6  # of scores, advantages and log-probabilities: their squares fit into float32
 
 
-def token_id_problem(ids: np.ndarray, vocab_size: int) -> str:
-    """Return which token id, of at least one, the model does not have, or ""."""
+def find_bad_token(ids: np.ndarray, vocab_size: int) -> str:
+    """Return which of the token ids (at least one) the model lacks, or ""."""
     smallest, largest = int(ids.min()), int(ids.max())
     if smallest >= 0 and largest < vocab_size:
         return ""
@@ -197,28 +201,28 @@ def check_group(
 ) -> None:
     """Raise Rejection unless the result for prompt `index` can be trained on.
 
-    `vocab_size` is the model's number of tokens; `num_trajectories` is the size that the group must have,
-    None for any; `strict` checks what `rollout.check_trajectory_format` asks for as well.
+    `vocab_size` is the model's number of tokens; `num_trajectories` is the required size of the group, None
+    for any; `strict` adds the checks of `rollout.check_trajectory_format`.
     """
     if not isinstance(group, TrajectoryGroup):
         kind = type(group).__name__
-        raise _bad_group(f"prompt {index}: the workflow returned {kind}, not TrajectoryGroup or None")
-    found = len(group.trajectories)
-    if num_trajectories is not None and found != num_trajectories:
-        raise _bad_group(
-            f"prompt {index}: the group has {found} trajectories; gconfig.n_samples is {num_trajectories}"
+        raise _make_bad_group(f"prompt {index}: the workflow returned {kind}, not TrajectoryGroup or None")
+    num_found = len(group.trajectories)
+    if num_trajectories is not None and num_found != num_trajectories:
+        raise _make_bad_group(
+            f"prompt {index}: the group has {num_found} trajectories; gconfig.n_samples is {num_trajectories}"
         )
-    for number, one in enumerate(group.trajectories):
+    for number, entry in enumerate(group.trajectories):
         where = f"prompt {index}, trajectory {number}"
-        if not isinstance(one, Trajectory):
-            raise _bad_group(f"{where} is {type(one).__name__}; it must be a Trajectory")
-        _check_arrays(one, where)
-        if problem := token_id_problem(one.ids, vocab_size):
-            raise _bad_group(f"{where} has {problem}: does the workflow use the model's tokenizer?")
-        if strict and not one.loss_mask.any():
-            raise _bad_group(f"{where}: loss_mask marks no token, so there is nothing to learn from")
-        if strict and (one.logprobs[one.loss_mask] > 0).any():
-            raise _bad_group(f"{where}: logprobs must be at most 0 where loss_mask is true")
+        if not isinstance(entry, Trajectory):
+            raise _make_bad_group(f"{where} is {type(entry).__name__}; it must be a Trajectory")
+        _check_arrays(entry, where)
+        if problem := find_bad_token(entry.ids, vocab_size):
+            raise _make_bad_group(f"{where} has {problem}: does the workflow use the model's tokenizer?")
+        if strict and not entry.loss_mask.any():
+            raise _make_bad_group(f"{where}: loss_mask marks no token, so there is nothing to learn from")
+        if strict and (entry.logprobs[entry.loss_mask] > 0).any():
+            raise _make_bad_group(f"{where}: logprobs must be at most 0 where loss_mask is true")
 
 
 def _check_arrays(one: Trajectory, where: str) -> None:
@@ -227,34 +231,38 @@ def _check_arrays(one: Trajectory, where: str) -> None:
         if array is None and name in OPTIONAL:
             continue
         if not isinstance(array, np.ndarray) or array.ndim != 1 or array.dtype != dtype:
-            raise _bad_group(f"{where}: {name} must be a one-dimensional array of {np.dtype(dtype).name}")
+            raise _make_bad_group(
+                f"{where}: {name} must be a one-dimensional array of {np.dtype(dtype).name}"
+            )
         if len(array) != len(one.ids):
-            raise _bad_group(f"{where}: {name} has {len(array)} entries, ids has {len(one.ids)}")
+            raise _make_bad_group(f"{where}: {name} has {len(array)} entries, ids has {len(one.ids)}")
     if not len(one.ids):
-        raise _bad_group(f"{where} has no token")
+        raise _make_bad_group(f"{where} has no token")
     for name in FLOATS:
         array = getattr(one, name)
         if array is not None and not (np.abs(array) <= LARGEST_NUMBER).all():
             limits = f"-{LARGEST_NUMBER:g} to {LARGEST_NUMBER:g}"
-            raise _bad_group(f"{where}: {name} must be finite numbers from {limits}")
+            raise _make_bad_group(f"{where}: {name} must be finite numbers from {limits}")
     if not all(isinstance(name, str) and isinstance(value, NUMBER) for name, value in one.stats.items()):
-        raise _bad_group(f"{where}: stats must have a number for each name")
+        raise _make_bad_group(f"{where}: stats must have a number for each name")
     if (one.steps[one.loss_mask] < 0).any() or (one.lineages[one.loss_mask] < 0).any():
-        raise _bad_group(f"{where}: steps and lineages must name a weight version where loss_mask is true")
+        raise _make_bad_group(
+            f"{where}: steps and lineages must name a weight version where loss_mask is true"
+        )
 
 
-def _bad_group(message: str) -> Rejection:
+def _make_bad_group(message: str) -> Rejection:
     return Rejection(RejectReason.BAD_GROUP, message)
 
 
 def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Trajectory:
-    """One token-level record of (context that was added, what the model made of it), turn after turn.
+    """Return one token-level record from pairs of (added context, the model's turn), in order.
 
-    Its stats are the parts of the reward, if that has any.
-    For a single turn `[(input_ids, turn)]`. Versions come from the turns' spans, not from a clock.
+    Its stats are the parts of the reward, if any. For a single turn pass `[(input_ids, turn)]`. Versions come
+    from the turns' spans, not from a clock.
     """
     num_tokens = sum(len(context) + len(turn.output_ids) for context, turn in turns)
-    made = Trajectory(
+    result = Trajectory(
         ids=np.empty(num_tokens, np.int32),
         loss_mask=np.zeros(num_tokens, bool),
         logprobs=np.zeros(num_tokens, np.float32),
@@ -262,18 +270,18 @@ def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Tr
         steps=np.full(num_tokens, -1, np.int32),
         reward=float(reward),
         finish_reason=turns[-1][1].finish_reason,
-        stats={f"reward/{name}": value for name, value in parts_of(reward).items()},
+        stats={f"reward/{name}": value for name, value in get_parts(reward).items()},
     )
     at = 0
     for context, turn in turns:
         start, end = at + len(context), at + len(context) + len(turn.output_ids)
-        made.ids[at:start] = context
-        made.ids[start:end] = turn.output_ids
-        made.loss_mask[start:end] = True
-        made.logprobs[start:end] = turn.output_logprobs
+        result.ids[at:start] = context
+        result.ids[start:end] = turn.output_ids
+        result.loss_mask[start:end] = True
+        result.logprobs[start:end] = turn.output_logprobs
         for label, first, last in turn.versions:
             version = WeightVersion.parse(label)
-            made.lineages[start + first : start + last] = version.lineage
-            made.steps[start + first : start + last] = version.step
+            result.lineages[start + first : start + last] = version.lineage
+            result.steps[start + first : start + last] = version.step
         at = end
-    return made
+    return result

@@ -1,4 +1,4 @@
-"""The table of built-in workflows, and the user's by import path."""
+"""The table of built-in workflows, and loading of the user's by import path."""
 
 import functools
 import inspect
@@ -24,7 +24,7 @@ async def single_turn(prompt: dict[str, Any], generate: Sampler) -> TrajectoryGr
     return TrajectoryGroup(generate.index, [trajectory([(ids, turn)], reward) for turn, reward in scored])
 
 
-# as what an import path names
+# the objects that an import path would name
 WORKFLOWS: dict[str, Any] = {
     "single_turn": single_turn,
     "multi_turn": MultiTurn,
@@ -35,15 +35,16 @@ WORKFLOWS: dict[str, Any] = {
 def load_workflow(config: GRPOConfig) -> Workflow:
     """Return `rollout.workflow`, built-in or the user's. Raises ConfigError.
 
-    A class is made by its `create(config)`, or else by itself, in both cases with `rollout.workflow_args`.
+    A class is instantiated by its `create(config)`, or else by itself, in both cases with
+    `rollout.workflow_args`.
     """
     path, args = config.rollout.workflow, config.rollout.workflow_args
-    found = WORKFLOWS[path] if path in WORKFLOWS else import_object("rollout.workflow", path)
-    if isinstance(found, type):
-        create = getattr(found, "create", None)
-        make = functools.partial(create, config) if create else found
+    workflow = WORKFLOWS[path] if path in WORKFLOWS else import_object("rollout.workflow", path)
+    if isinstance(workflow, type):
+        create = getattr(workflow, "create", None)
+        make = functools.partial(create, config) if create else workflow
         signature = inspect.signature(make)
-        if path in WORKFLOWS:  # the others are those of AReaL's workflows, of which there is a note
+        if path in WORKFLOWS:  # other arguments belong to AReaL's workflows, and a note reports them
             args = {name: value for name, value in args.items() if name in signature.parameters}
         try:
             signature.bind(**args)
@@ -51,12 +52,14 @@ def load_workflow(config: GRPOConfig) -> Workflow:
             made_by = f"{path}.create" if create else path
             raise ConfigError(f"rollout.workflow_args: {made_by} does not take them: {error}.") from error
         try:
-            found = make(**args)
+            workflow = make(**args)
         except MISTAKES as error:
-            raise ConfigError(f"rollout.workflow {path} can't be made: {Raised.of(error).text}") from error
+            raise ConfigError(
+                f"rollout.workflow {path} can't be made: {Raised.from_error(error).text}"
+            ) from error
     elif args and path not in WORKFLOWS:
         raise ConfigError(f"rollout.workflow_args: only a class takes arguments; make {path} a class.")
-    run = getattr(found, "run", found)
+    run = getattr(workflow, "run", workflow)
     if not callable(run):
         allowed = "a function, or an object with a method `async run(prompt, generate)`"
         raise ConfigError(f"rollout.workflow: {path!r} must be {allowed}.")

@@ -1,7 +1,7 @@
-"""A sandbox for Python programs that are not to be trusted, such as code that a model wrote.
+"""A sandbox for untrusted Python programs, such as code that a model wrote.
 
-What protects differs from machine to machine: `find_sandbox` tries what there is, from the strongest on, and
-measures what it protects. `run_python` runs a program in it (launcher.py is the inside).
+The available protection differs between machines: `find_sandbox` tries the mechanisms, the strongest first,
+and measures their protection. `run_python` runs a program in it (launcher.py runs inside).
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from typing import Any
 
 from hpc_rl.sandbox.launcher import remove
 
-# imported, so that Python keeps its bytecode
+# imported to let Python cache its bytecode
 START_LAUNCHER = f"""
 import sys
 sys.path.append({str(Path(__file__).parent)!r})
@@ -30,10 +30,10 @@ import launcher
 launcher.main()
 """
 REQUIRED = "required"  # value of rollout.sandbox
-GRACE_S = 15.0  # beyond its time limit, for a program's processes to be killed
-# of the system, which everybody can read
+GRACE_S = 15.0  # time beyond the limit to kill a program's processes
+# system folders that everybody can read
 SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache")
-# kernels count the processes of a user namespace by themselves from here on
+# from this version on, kernels count the processes of a user namespace separately
 COUNTS_BY_NAMESPACE = (5, 14)
 LIBRARIES_PROGRAM = """
 import os, sys
@@ -50,15 +50,15 @@ for line in open("/proc/self/maps"):
 
 
 class Mechanism(enum.StrEnum):
-    """What confines a program, the strongest first."""
+    """Mechanisms that confine a program, the strongest first."""
 
-    NAMESPACES = "namespaces"  # processes, network, files and more of its own, as a container has them
-    LANDLOCK = "Landlock"  # rules of the kernel on files and signals, and a filter of system calls
+    NAMESPACES = "namespaces"  # private processes, network and files, as in a container
+    LANDLOCK = "Landlock"  # kernel rules for files and signals, and a filter of system calls
     LIMITS = "limits"  # resource limits, and a filter of system calls
 
 
 class Protection(enum.StrEnum):
-    """What a sandbox prevents."""
+    """The actions that a sandbox prevents."""
 
     FILES = "files"
     NETWORK = "network"
@@ -68,7 +68,7 @@ class Protection(enum.StrEnum):
     MEMORY = "memory"
 
 
-# what people read: with the protection, and without
+# texts for people: with the protection, and without it
 WORDS = {
     Protection.FILES: (
         "no other file can be read or changed",
@@ -84,7 +84,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one program: processor time and memory of each of its processes, the rest of all together."""
+    """Limits of one program: CPU time and memory per process, everything else for all together."""
 
     cpu_s: int = 10
     wall_s: float = 20.0
@@ -96,12 +96,12 @@ class Limits:
 
 @dataclass(frozen=True)
 class Sandbox:
-    """What confines programs on this machine, and what it was seen to protect."""
+    """The confinement of programs on this machine, with its measured protection."""
 
     mechanism: Mechanism
     active: frozenset[Protection]
     as_stranger: bool = True  # root's programs run as a user that owns nothing
-    problems: tuple[str, ...] = ()  # why a stronger mechanism is not used
+    problems: tuple[str, ...] = ()  # reason against a stronger mechanism
 
     @property
     def is_complete(self) -> bool:
@@ -109,19 +109,19 @@ class Sandbox:
 
     @property
     def missing(self) -> list[Protection]:
-        return [one for one in Protection if one not in self.active]
+        return [protection for protection in Protection if protection not in self.active]
 
     def describe(self) -> str:
-        """Return one line: the mechanism, what it protects and what it does not."""
-        active = [WORDS[one][0] for one in Protection if one in self.active]
+        """Return one line: the mechanism, its protection, and the gaps."""
+        active = [WORDS[protection][0] for protection in Protection if protection in self.active]
         text = f"{self.mechanism}: {', '.join(active) or 'nothing is protected'}"
         if active and self.missing:
-            text += f"; not protected: {', '.join(WORDS[one][1] for one in self.missing)}"
+            text += f"; not protected: {', '.join(WORDS[protection][1] for protection in self.missing)}"
         return text
 
 
-def sandbox_problem(wanted: str, sandbox: Sandbox) -> str:
-    """Return why a machine with this sandbox refuses `rollout.sandbox`, or ""."""
+def find_problem(wanted: str, sandbox: Sandbox) -> str:
+    """Return why this sandbox does not satisfy `rollout.sandbox`, or ""."""
     if wanted != REQUIRED or sandbox.is_complete:
         return ""
     why = "".join(f" ({problem})" for problem in sandbox.problems[:1])
@@ -135,20 +135,20 @@ def sandbox_problem(wanted: str, sandbox: Sandbox) -> str:
 class Ended(enum.StrEnum):
     """How a program ended."""
 
-    EXIT = "exit"  # by itself or by a signal; `code` says how
+    EXIT = "exit"  # by itself or by a signal; `code` has the exit code
     TIME = "time"
     MEMORY = "memory"
-    STOPPED = "stopped"  # with the process that asked for it
+    STOPPED = "stopped"  # together with the process that started it
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended; `code` is its exit code, 128 and the number of the signal that ended it."""
+    """How a program ended; `code` is its exit code, or 128 plus the number of the signal."""
 
     code: int
     ended: Ended
-    killed: int = 0  # processes that it had left behind, without namespaces
-    left: int = 0  # of these what could not be killed
+    killed: int = 0  # processes that it left running, without namespaces
+    left: int = 0  # those processes that could not be killed
 
 
 class NotConfined(Exception):
@@ -156,24 +156,24 @@ class NotConfined(Exception):
 
 
 def run_python(program: str, limits: Limits | None = None, sandbox: Sandbox | None = None) -> Outcome:
-    """Run a program in a sandbox, by default the best of this machine, without output or arguments.
+    """Run a program in a sandbox, by default this machine's best, without output or arguments.
 
-    Raises NotConfined where the sandbox can't be made.
+    Raises NotConfined if the sandbox can't be created.
     """
     used = sandbox or find_sandbox()
     return _run(program, limits or Limits(), used.mechanism, used.as_stranger)
 
 
 def _run(program: str, limits: Limits, mechanism: Mechanism, as_stranger: bool) -> Outcome:
-    with _new_folder() as folder:
+    with _make_folder() as folder:
         order = {
             "mechanism": mechanism,
             "as_stranger": as_stranger,
             "program": program,
             "folder": os.path.realpath(folder),
             "python": os.path.realpath(sys.executable),
-            "readable": readable_paths(),
-            "counts_by_namespace": _kernel() >= COUNTS_BY_NAMESPACE,
+            "readable": list_readable_paths(),
+            "counts_by_namespace": _get_kernel_version() >= COUNTS_BY_NAMESPACE,
             **asdict(limits),
         }
         try:
@@ -194,7 +194,7 @@ def _run(program: str, limits: Limits, mechanism: Mechanism, as_stranger: bool) 
 
 
 @contextlib.contextmanager
-def _new_folder() -> Iterator[str]:
+def _make_folder() -> Iterator[str]:
     folder = tempfile.mkdtemp(prefix="hpc-rl-code-")
     try:
         yield folder
@@ -208,7 +208,7 @@ def _new_folder() -> Iterator[str]:
 
 @cache
 def find_sandbox() -> Sandbox:
-    """Return the sandbox of this machine that protects most; the machine is tried once per process."""
+    """Return the most protective sandbox of this machine; the search runs once per process."""
     problems: list[str] = []
     best: Sandbox | None = None
     for as_stranger in (True, False) if os.geteuid() == 0 else (True,):
@@ -226,7 +226,7 @@ def find_sandbox() -> Sandbox:
 
 
 PROBE_LIMITS = Limits(cpu_s=10, wall_s=60.0, memory_bytes=512 << 20, num_processes=16)
-# The exit code has a bit for each thing that the program could do; ANSWERED tells it from an accident.
+# The exit code has a bit for each action that succeeded; ANSWERED tells it from an accident.
 ANSWERED = 64
 PROBE_PROGRAM = """
 import os, signal, socket, sys, time
@@ -276,7 +276,7 @@ BITS = {
 
 
 def probe(mechanism: Mechanism, as_stranger: bool) -> frozenset[Protection]:
-    """Return what a mechanism protects here, by a program that tries it all. Raises NotConfined."""
+    """Return a mechanism's protection, measured by a program that tries every action. Raises NotConfined."""
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hpc-rl-probe-")))
         folder.chmod(0o777)
@@ -304,12 +304,12 @@ def probe(mechanism: Mechanism, as_stranger: bool) -> frozenset[Protection]:
 
 
 @cache
-def readable_paths() -> list[str]:
-    """Return what a program may read: the system, this Python's standard library, libraries that it loads."""
-    own = [os.path.realpath(sys.executable), _library("stdlib"), _library("platstdlib")]
+def list_readable_paths() -> list[str]:
+    """Return the paths that a program may read: the system, Python's standard library, and its libraries."""
+    own = [os.path.realpath(sys.executable), _find_library("stdlib"), _find_library("platstdlib")]
     paths = [*SYSTEM_PATHS, *own]
     if not all(path.startswith("/usr/") for path in map(os.path.realpath, own)):
-        paths += _library_folders()
+        paths += _list_library_folders()
     kept: list[str] = []
     for path in sorted({path for path in paths if os.path.lexists(path)}, key=len):
         if not any(path.startswith(f"{other}/") for other in kept):
@@ -317,15 +317,15 @@ def readable_paths() -> list[str]:
     return kept
 
 
-def _library(name: str) -> str:
+def _find_library(name: str) -> str:
     """Return a folder of the standard library, also in a virtual environment."""
     base = {"base": sys.base_prefix, "platbase": sys.base_exec_prefix}
     return os.path.realpath(sysconfig.get_path(name, vars={**base, "installed_base": sys.base_prefix}))
 
 
-def _library_folders() -> list[str]:
-    """Return the folders of the libraries that this Python's own modules load."""
-    modules = os.path.join(_library("platstdlib"), "lib-dynload")
+def _list_library_folders() -> list[str]:
+    """Return the folders of the libraries that this Python's modules load."""
+    modules = os.path.join(_find_library("platstdlib"), "lib-dynload")
     argv = [sys.executable, "-I", "-S", "-c", LIBRARIES_PROGRAM, modules]
     try:
         done = subprocess.run(argv, capture_output=True, text=True, timeout=60)
@@ -334,5 +334,5 @@ def _library_folders() -> list[str]:
     return sorted({*done.stdout.splitlines()})
 
 
-def _kernel() -> tuple[int, ...]:
+def _get_kernel_version() -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", os.uname().release)[:2]))

@@ -1,11 +1,11 @@
-"""Start a Python program that is not to be trusted, confine it, and end all that it started.
+"""Start an untrusted Python program, confine it, and end all its processes.
 
-A process of its own, of `python -I -S`: it gets a JSON object on standard input (`_run` in __init__.py)
-and prints how the program ended as another one. It imports the standard library alone.
+It runs as a separate process, `python -I -S`: it gets a JSON object on standard input (`_run` in __init__.py)
+and prints the program's end as another one. It imports the standard library alone.
 
-With namespaces: this process enters new ones and makes a file system of what the program may read; its
-child is process 1 of the new process namespace, and starts the program. When process 1 exits, the kernel
-kills every other one. Without: this process adopts what the program leaves behind, and kills it.
+With namespaces, this process enters new ones and makes a file system of the readable paths; its child is
+process 1 of the new process namespace, and starts the program. When process 1 exits, the kernel kills all
+others. Without namespaces, this process adopts the program's orphans and kills them.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from collections.abc import Iterator
 from typing import Any
 
 POLL_S = 0.1
-END_S = 10.0  # to kill what a program left behind, without namespaces
+END_S = 10.0  # to kill orphans of a program, without namespaces
 SETUP_FAILED = 99  # exit code of a child that could not start the program
 INSIDE = 1000  # user and group of the program in a user namespace
-STRANGER = 0x60000000  # the least user id that is given to a program of root's
+STRANGER = 0x60000000  # lowest user id for a program that root starts
 TMPFS_BYTES = 64 << 20
 ROOT_FOLDERS = ("tmp", "dev", "dev/shm")
 DEVICES = ("null", "zero", "random", "urandom")
-OPEN_FILES = 64  # of each process; what lies in their buffers is not counted as its memory
+OPEN_FILES = 64  # of each process; the sockets' buffers do not count as its memory
 
 PR_SET_PDEATHSIG, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 22, 36, 38
 NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
@@ -38,16 +38,16 @@ NEWNS, NEWUTS, NEWIPC, NEWUSER, NEWPID, NEWNET = (
 )  # fmt: skip
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 1, 2, 4, 32, 4096, 16384, 1 << 18
 MNT_DETACH = 2
-# flags of a mount that a remount must keep; those of statvfs have the same values
+# mount flags that a remount must keep; statvfs has the same values
 KEPT_FLAGS = MS_NOSUID | MS_NODEV | os.ST_NOEXEC | os.ST_NOATIME | os.ST_NODIRATIME | os.ST_RELATIME
 
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446  # the same on each architecture
 LANDLOCK_READ, LANDLOCK_READ_FILE, LANDLOCK_WRITE_FILE = 0b1101, 0b100, 0b110
-SCOPES_SIGNALS = 6  # version of Landlock from which a program can signal only its own processes
+SCOPES_SIGNALS = 6  # from this version of Landlock on, a program can signal only its own processes
 
-# System calls that no test of an algorithm needs, by their numbers on each architecture: sockets, shared
-# memory and queues that outlive their processes, the kernel's keys, memory and open files of other processes;
-# and memory that counts for no process: files of memory, and larger or more buffers of pairs of sockets.
+# System calls that no test of an algorithm needs, by their numbers on each architecture: sockets; shared
+# memory and queues that outlive their processes; the kernel's keys; memory and open files of other processes;
+# and memory that counts for no process (memory files, more or larger buffers of socket pairs).
 REFUSED_CALLS = {
     "x86_64": (
         0xC000003E,
@@ -81,29 +81,29 @@ REFUSED_CALLS = {
     ),
 }
 LIMIT_CALL = {"x86_64": 302, "aarch64": 261}  # prlimit
-# fcntl and ioctl can have the kernel signal any process of the account: their second arguments for this
+# with these second arguments fcntl and ioctl let the kernel signal any process of the account
 OWNER_CALLS = {
     "x86_64": ((72, (8, 15)), (16, (0x8901, 0x8902))),
     "aarch64": ((25, (8, 15)), (29, (0x8901, 0x8902))),
 }
-# what slows other processes of the account: priorities, processors, places of their memory
+# calls that slow other processes of the account: priorities, processors, places of their memory
 PRIORITY_CALLS = {
     "x86_64": (141, 142, 144, 203, 314, 251, 256, 279, 440),
     "aarch64": (140, 118, 119, 122, 274, 30, 238, 239, 440),
 }
-# what changes files by their names, which Landlock does not cover: modes, owners, times, attributes
+# calls that change files by name, which Landlock does not cover: modes, owners, times, attributes
 NAME_CALLS = {
     "x86_64": (90, 92, 94, 260, 268, 452, 132, 235, 261, 280, 188, 189, 463, 197, 198),
     "aarch64": (53, 54, 452, 88, 5, 6, 463, 14, 15),
 }
-# kill and its kin
+# kill and similar calls
 SIGNAL_CALLS = {"x86_64": (62, 200, 234, 129, 297, 424), "aarch64": (129, 130, 131, 138, 240, 424)}
 
 WAITED_FOR = (signal.SIGCHLD, signal.SIGTERM)
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-def succeed(result: int, what: str) -> int:
+def check_call(result: int, what: str) -> int:
     """Return the result of a call of the C library. Raises OSError."""
     if result < 0:
         number = ctypes.get_errno()
@@ -112,20 +112,20 @@ def succeed(result: int, what: str) -> int:
 
 
 def prctl(option: int, value: int = 1, more: Any = 0) -> None:
-    succeed(libc.prctl(option, ctypes.c_ulong(value), more, 0, 0), f"prctl {option}")
+    check_call(libc.prctl(option, ctypes.c_ulong(value), more, 0, 0), f"prctl {option}")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
     texts = [text.encode() if text is not None else None for text in (source, target, kind, data)]
     result = libc.mount(*texts[:3], ctypes.c_ulong(flags), texts[3])
-    succeed(result, f"mount {source} on {target}")
+    check_call(result, f"mount {source} on {target}")
 
 
 def enter_namespaces(order: dict[str, Any], root: str, is_root: bool) -> None:
-    """Put this process into new namespaces, with a file system of what the program may read."""
+    """Put this process into new namespaces, with a file system of the readable paths."""
     uid, gid = os.geteuid(), os.getegid()
     flags = NEWNS | NEWPID | NEWNET | NEWIPC | NEWUTS
-    succeed(libc.unshare(flags if is_root else flags | NEWUSER), "unshare")
+    check_call(libc.unshare(flags if is_root else flags | NEWUSER), "unshare")
     if not is_root:
         for name, text in (
             ("setgroups", "deny"),
@@ -141,19 +141,19 @@ def enter_namespaces(order: dict[str, Any], root: str, is_root: bool) -> None:
         os.chmod(f"{root}/{path}", 0o1777)
     for path in order["readable"]:
         bind(path, root + path)
-    for one in DEVICES:
-        bind(f"/dev/{one}", f"{root}/dev/{one}")
-    for point in mounts_below(root):  # a device can be written to there all the same
+    for device in DEVICES:
+        bind(f"/dev/{device}", f"{root}/dev/{device}")
+    for point in list_mounts(root):  # a device can still be written to
         kept = os.statvfs(point).f_flag & KEPT_FLAGS
         mount("none", point, None, MS_REMOUNT | MS_BIND | MS_RDONLY | MS_NOSUID | kept)
     os.chdir(root)
-    succeed(libc.pivot_root(b".", b"."), "pivot_root")
-    succeed(libc.umount2(b".", MNT_DETACH), "umount")
+    check_call(libc.pivot_root(b".", b"."), "pivot_root")
+    check_call(libc.umount2(b".", MNT_DETACH), "umount")
     os.chdir("/")
 
 
 def bind(source: str, target: str) -> None:
-    """Show a file or folder in the new file system; a link is made again."""
+    """Show a file or folder in the new file system; a link is created again."""
     os.makedirs(os.path.dirname(target), exist_ok=True)
     if os.path.islink(source):
         os.symlink(os.readlink(source), target)
@@ -165,38 +165,38 @@ def bind(source: str, target: str) -> None:
     mount(source, target, None, MS_BIND | MS_REC)
 
 
-def mounts_below(root: str) -> list[str]:
+def list_mounts(root: str) -> list[str]:
     with open("/proc/self/mountinfo") as file:
         points = [line.split()[4].encode().decode("unicode_escape") for line in file]
     return [point for point in points if point.startswith(f"{root}/")]
 
 
 def restrict_files(readable: list[str], folder: str) -> None:
-    """Let this process read these paths alone, and write into one folder, by Landlock."""
-    version = succeed(libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1), "Landlock")
+    """Limit this process by Landlock to reading these paths and writing into one folder."""
+    version = check_call(libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1), "Landlock")
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     size = 8 if version < 4 else 16 if version < SCOPES_SIGNALS else 24
     attributes = struct.pack("=QQQ", rights, 0b11, 0b11)[:size]
-    rules = succeed(libc.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0), "Landlock")
+    rules = check_call(libc.syscall(LANDLOCK_CREATE, attributes, ctypes.c_size_t(size), 0), "Landlock")
     allowed = [(path, LANDLOCK_READ) for path in readable if os.path.exists(path)]
-    allowed += [(f"/dev/{one}", LANDLOCK_WRITE_FILE) for one in DEVICES]
+    allowed += [(f"/dev/{device}", LANDLOCK_WRITE_FILE) for device in DEVICES]
     for path, right in (*allowed, (folder, rights)):
         where = os.open(path, os.O_PATH)
         if not stat.S_ISDIR(os.fstat(where).st_mode):
             right &= LANDLOCK_WRITE_FILE | 1
         rule = struct.pack("=Qi", right, where)
-        succeed(libc.syscall(LANDLOCK_ADD, rules, 1, rule, 0), f"Landlock, {path}")
+        check_call(libc.syscall(LANDLOCK_ADD, rules, 1, rule, 0), f"Landlock, {path}")
         os.close(where)
-    succeed(libc.syscall(LANDLOCK_RESTRICT, rules, 0), "Landlock")
+    check_call(libc.syscall(LANDLOCK_RESTRICT, rules, 0), "Landlock")
 
 
-def landlock_version() -> int:
-    """Return the version of Landlock that the kernel has, -1 where it has none."""
+def get_landlock_version() -> int:
+    """Return the kernel's version of Landlock, or -1 without it."""
     return libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), 1)
 
 
-def call_filter(with_names: bool, with_signals: bool, with_priorities: bool) -> bytes:
-    """Return the filter of system calls of this architecture for seccomp; empty for one that is not known."""
+def make_call_filter(with_names: bool, with_signals: bool, with_priorities: bool) -> bytes:
+    """Return this architecture's filter of system calls for seccomp; empty for an unknown architecture."""
     machine = os.uname().machine
     if machine not in REFUSED_CALLS:
         return b""
@@ -206,7 +206,7 @@ def call_filter(with_names: bool, with_signals: bool, with_priorities: bool) -> 
     refused += SIGNAL_CALLS[machine] if with_signals else ()
     refused += PRIORITY_CALLS[machine] if with_priorities else ()
     load, equal, at_least, answer = 0x20, 0x15, 0x35, 0x06
-    # (operation, jump if true, jump if false, operand); a jump names a step, or is how many are skipped
+    # (operation, jump if true, jump if false, operand); a jump is the name of a step, or a number of steps
     steps: list[tuple[int, int | str, int | str, int]] = [
         (load, 0, 0, 4),
         (equal, 0, "refuse", architecture),
@@ -216,11 +216,11 @@ def call_filter(with_names: bool, with_signals: bool, with_priorities: bool) -> 
     ]
     for number, arguments in OWNER_CALLS[machine]:
         steps += [(equal, 0, len(arguments) + 2, number), (load, 0, 0, 24)]
-        steps += [(equal, "refuse", 0, one) for one in arguments]
+        steps += [(equal, "refuse", 0, argument) for argument in arguments]
         steps.append((at_least, "allow", "allow", 0))
     steps += [
         (equal, 0, "allow", LIMIT_CALL[machine]),
-        (load, 0, 0, 16),  # whose limits: 0 for those of the process itself
+        (load, 0, 0, 16),  # process whose limits change: 0 is the calling process
         (equal, "allow", "refuse", 0),
         (answer, 0, 0, 0x7FFF0000),
         (answer, 0, 0, 0x50000 | errno.EPERM),
@@ -237,13 +237,13 @@ def call_filter(with_names: bool, with_signals: bool, with_priorities: bool) -> 
 
 
 def refuse_calls(with_names: bool, with_signals: bool, with_priorities: bool) -> None:
-    """Refuse system calls by seccomp, where this can be done."""
-    code = call_filter(with_names, with_signals, with_priorities)
+    """Refuse system calls by seccomp, if the machine allows it."""
+    code = make_call_filter(with_names, with_signals, with_priorities)
     if not code:
         return
     memory = ctypes.create_string_buffer(code, len(code))
     program = ctypes.create_string_buffer(struct.pack("@HP", len(code) // 8, ctypes.addressof(memory)))
-    with contextlib.suppress(OSError):  # what is protected is measured (probe)
+    with contextlib.suppress(OSError):  # probe measures the actual protection
         prctl(PR_SET_SECCOMP, 2, program)
 
 
@@ -261,41 +261,41 @@ def set_limits(order: dict[str, Any], num_tasks: int) -> None:
         resource.setrlimit(what, (most, most))
 
 
-def tasks_of(proc: int, uid: int) -> int:
-    """Return the number of threads that an account has on this machine."""
+def count_tasks(proc: int, uid: int) -> int:
+    """Return the number of threads of an account on this machine."""
     total = 0
     for name in os.listdir(proc):
         if name.isdigit():
             with contextlib.suppress(OSError, ValueError, IndexError):
                 if os.stat(name, dir_fd=proc).st_uid == uid:
-                    total += int(read_at(proc, f"{name}/stat").rpartition(")")[2].split()[17])
+                    total += int(load_text(proc, f"{name}/stat").rpartition(")")[2].split()[17])
     return total
 
 
-def read_at(folder: int, path: str) -> str:
+def load_text(folder: int, path: str) -> str:
     with open(path, opener=lambda name, flags: os.open(name, flags, dir_fd=folder)) as file:
         return file.read()
 
 
-def descendants(proc: int, pid: int) -> Iterator[int]:
-    """Yield the processes below one, as the kernel lists them."""
+def find_descendants(proc: int, pid: int) -> Iterator[int]:
+    """Yield the processes below another one, as the kernel lists them."""
     with contextlib.suppress(OSError):
-        for child in map(int, read_at(proc, f"{pid}/task/{pid}/children").split()):
+        for child in map(int, load_text(proc, f"{pid}/task/{pid}/children").split()):
             yield child
-            yield from descendants(proc, child)
+            yield from find_descendants(proc, child)
 
 
-def memory_below(proc: int, pid: int) -> int:
-    """Return the bytes of memory of the processes below one."""
+def measure_memory(proc: int, pid: int) -> int:
+    """Return the bytes of memory of the processes below another one."""
     pages = 0
-    for one in descendants(proc, pid):
+    for process in find_descendants(proc, pid):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            pages += int(read_at(proc, f"{one}/statm").split()[1])
+            pages += int(load_text(proc, f"{process}/statm").split()[1])
     return pages * resource.getpagesize()
 
 
-def may_change_user() -> bool:
-    """Return whether this process may take a user id that no account has."""
+def can_change_user() -> bool:
+    """Return whether this process may take a user id without an account."""
     if os.geteuid() != 0:
         return False
     child = os.fork()
@@ -329,7 +329,9 @@ def start_program(order: dict[str, Any], folder: str, uid: int | None, num_tasks
     prctl(PR_SET_NO_NEW_PRIVS)
     if mechanism == "Landlock":
         restrict_files(order["readable"], folder)
-    is_apart = mechanism == "namespaces" or (mechanism == "Landlock" and landlock_version() >= SCOPES_SIGNALS)
+    is_apart = mechanism == "namespaces" or (
+        mechanism == "Landlock" and get_landlock_version() >= SCOPES_SIGNALS
+    )
     set_limits(order, num_tasks)
     refuse_calls(mechanism == "Landlock", not is_apart, with_priorities=mechanism != "namespaces")
     program = "/program.py" if mechanism == "namespaces" else f"{folder}/program.py"
@@ -337,7 +339,7 @@ def start_program(order: dict[str, Any], folder: str, uid: int | None, num_tasks
     os.execve(order["python"], [order["python"], "-I", "-S", program], variables)
 
 
-def be_first(order: dict[str, Any], folder: str, uid: int | None, num_tasks: int) -> int:
+def run_first(order: dict[str, Any], folder: str, uid: int | None, num_tasks: int) -> int:
     """As process 1 of a namespace: start the program; return its exit code once it has ended."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     child = os.fork()
@@ -346,25 +348,25 @@ def be_first(order: dict[str, Any], folder: str, uid: int | None, num_tasks: int
     while True:
         pid, status = os.wait()
         if pid == child:
-            return as_exit_code(status)
+            return get_exit_code(status)
 
 
-def as_exit_code(status: int) -> int:
+def get_exit_code(status: int) -> int:
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
-    """Run the program; return how it ended. Raises OSError where it can't be confined as ordered."""
+    """Run the program; return its end. Raises OSError if it can't be confined as ordered."""
     began, proc = time.monotonic(), os.open("/proc", os.O_RDONLY | os.O_DIRECTORY)
     own, folder, mechanism = os.getpid(), order["folder"], order["mechanism"]
     prctl(PR_SET_CHILD_SUBREAPER)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        file.write("1000")  # where memory is short, it goes first
+        file.write("1000")  # if memory runs out, the kernel kills this process first
     parent = os.open(os.path.dirname(folder), os.O_PATH | os.O_DIRECTORY)
-    uid = STRANGER + own % STRANGER if order["as_stranger"] and may_change_user() else None
+    uid = STRANGER + own % STRANGER if order["as_stranger"] and can_change_user() else None
     is_counted_alone = uid is not None or (mechanism == "namespaces" and order["counts_by_namespace"])
-    num_tasks = 0 if is_counted_alone else tasks_of(proc, os.geteuid())
+    num_tasks = 0 if is_counted_alone else count_tasks(proc, os.geteuid())
     if mechanism == "namespaces":
         enter_namespaces(order, folder, is_root=uid is not None)
         write_program("/program.py", order["program"])
@@ -378,7 +380,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     if child == 0:
         try:
             if mechanism == "namespaces":
-                os._exit(be_first(order, folder, uid, num_tasks))
+                os._exit(run_first(order, folder, uid, num_tasks))
             start_program(order, folder, uid, num_tasks)
         except BaseException as error:
             os.write(tell, str(error).encode())
@@ -391,7 +393,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
             break
         if time.monotonic() - began > order["wall_s"]:
             outcome["ended"] = "time"
-        elif memory_below(proc, own) > order["total_memory_bytes"]:
+        elif measure_memory(proc, own) > order["total_memory_bytes"]:
             outcome["ended"] = "memory"
         if outcome["ended"] != "exit":
             os.kill(child, signal.SIGKILL)
@@ -400,19 +402,19 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
         came = signal.sigtimedwait(WAITED_FOR, POLL_S)
         if came is not None and came.si_signo == signal.SIGTERM:
             outcome["ended"] = "stopped"
-    outcome["code"] = as_exit_code(status)
+    outcome["code"] = get_exit_code(status)
     if problem := os.read(told, 4096).decode() if outcome["code"] == SETUP_FAILED else "":
         raise OSError(problem)
     outcome["killed"], outcome["left"] = end_all(proc, own)
-    if outcome["ended"] == "stopped":  # else who asked removes its folder
+    if outcome["ended"] == "stopped":  # otherwise the caller removes its folder
         remove(os.path.basename(order["folder"]), parent)
     return outcome
 
 
 def remove(name: str, parent: int) -> None:
-    """Remove a folder, also where it is outside of the file system that this process sees.
+    """Remove a folder, even outside of the file system that this process sees.
 
-    However deep it is: each folder in it is moved to the top before it is emptied.
+    Works at any depth: each inner folder is moved to the top before it is emptied.
     """
     with contextlib.suppress(OSError):
         top = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=parent)
@@ -426,7 +428,7 @@ def remove(name: str, parent: int) -> None:
 
 
 def _empty(name: str, top: int) -> None:
-    """Remove a file, or a folder; the folders in it are moved to the top."""
+    """Remove a file, or a folder; its inner folders are moved to the top."""
     if not stat.S_ISDIR(os.lstat(name, dir_fd=top).st_mode):
         os.unlink(name, dir_fd=top)
         return
@@ -445,19 +447,19 @@ def _empty(name: str, top: int) -> None:
 
 
 def end_all(proc: int, pid: int) -> tuple[int, int]:
-    """Kill all that is below a process; return how many there were at first, and how many are left."""
+    """Kill all processes below another one; return their number at first, and the number left."""
     deadline, num_first = time.monotonic() + END_S, -1
     while True:
-        found = list(descendants(proc, pid))
-        num_first = len(found) if num_first < 0 else num_first
-        for one in found:
+        processes = list(find_descendants(proc, pid))
+        num_first = len(processes) if num_first < 0 else num_first
+        for process in processes:
             with contextlib.suppress(OSError):
-                os.kill(one, signal.SIGKILL)
+                os.kill(process, signal.SIGKILL)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
-        if not found or time.monotonic() > deadline:
-            return num_first, len(found)
+        if not processes or time.monotonic() > deadline:
+            return num_first, len(processes)
 
 
 def write_program(path: str, text: str) -> None:
@@ -467,9 +469,9 @@ def write_program(path: str, text: str) -> None:
 
 
 def main() -> None:
-    os.umask(0o022)  # that of a trial closes what is made here to the user of the program
+    os.umask(0o022)  # a trial's umask would hide these files from the program's user
     signal.pthread_sigmask(signal.SIG_BLOCK, WAITED_FOR)
-    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # also then nothing may stay behind
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # even then no process may stay behind
     order = json.load(sys.stdin)
     try:
         outcome = run(order)

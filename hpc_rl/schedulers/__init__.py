@@ -17,14 +17,14 @@ SCHEDULERS: dict[str, Callable[[Trial], Scheduler]] = {
 
 
 def pick(kind: str) -> str:
-    """Return the scheduler's name for `launcher.type`: `auto` is Slurm where sbatch is on the PATH."""
+    """Return the scheduler's name for `launcher.type`: `auto` is Slurm if sbatch is on the PATH."""
     if kind == "auto":
         return "slurm" if shutil.which("sbatch") else "local"
     return kind
 
 
 def make_scheduler(kind: str, trial: Trial) -> Scheduler:
-    """Return the scheduler of that name (or `auto`) for the jobs of a trial. Raises SchedulerError."""
+    """Return the scheduler with that name (or `auto`) for the jobs of a trial. Raises SchedulerError."""
     name = pick(kind)
     if name not in SCHEDULERS:
         raise SchedulerError(f"unknown scheduler {name!r}; available: {', '.join(SCHEDULERS)}.")

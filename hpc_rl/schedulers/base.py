@@ -1,4 +1,4 @@
-"""Scheduler: the interface to what runs jobs. Two implementations: slurm.py and local.py."""
+"""The interface to job schedulers. Two implementations: slurm.py and local.py."""
 
 import enum
 import time
@@ -10,7 +10,7 @@ from hpc_rl.core.records import JsonRecord
 
 
 class State(enum.StrEnum):
-    """What a job does, as far as a trial is concerned; UNKNOWN for a state that no table has."""
+    """State of a job, as far as a trial is concerned; UNKNOWN for a state missing from our tables."""
 
     PENDING = "pending"
     RUNNING = "running"
@@ -34,14 +34,14 @@ class JobSpec:
 
     name: str
     script: Path
-    tag: str  # unique; finds the job after a submission whose answer was lost
+    tag: str  # unique; finds the job if the answer to its submission was lost
     arguments: tuple[str, ...] = ()  # of the script
-    options: tuple[str, ...] = ()  # of sbatch; they override those in the script
+    options: tuple[str, ...] = ()  # of sbatch; they override the script's
 
 
 @dataclass(frozen=True)
 class JobState(JsonRecord):
-    """The scheduler's answer about a job. `native` is its own name of the state; times are Unix seconds."""
+    """The scheduler's answer about a job. `native` is its name for the state; times are Unix seconds."""
 
     job_id: str
     state: State
@@ -49,17 +49,17 @@ class JobState(JsonRecord):
     reason: str = ""
     end_time: float | None = None
     nodes: str = ""
-    start_time: float | None = None  # of a pending job an estimate
+    start_time: float | None = None  # an estimate for a pending job
 
 
 @dataclass(frozen=True)
 class SchedulerAnswer:
-    """What a scheduler knows of some jobs, as those of a trial."""
+    """A scheduler's answer about several jobs, for example the jobs of a trial."""
 
     states: dict[str, JobState] = field(default_factory=dict)
     asked_at: float = 0.0  # when it was queried, Unix seconds; 0 for never
-    complaint: str = ""  # its error message where the newest query failed
-    newest: JobState | None = None  # of the trial's newest job; None where nothing is known
+    complaint: str = ""  # error message, if the newest query failed
+    newest: JobState | None = None  # of the trial's newest job; None if unknown
 
     @property
     def age_s(self) -> float:
@@ -67,15 +67,15 @@ class SchedulerAnswer:
 
 
 class Scheduler(Protocol):
-    """All methods raise SchedulerError where the scheduler refuses or can't be reached."""
+    """All methods raise SchedulerError if the scheduler refuses or can't be reached."""
 
     name: str
 
     def submit(self, spec: JobSpec) -> str:
         """Submit a script; return the job id at once."""
 
-    def states(self, job_ids: list[str]) -> dict[str, JobState]:
-        """Return the state of each job, by one query; one that the scheduler does not know is UNKNOWN."""
+    def query_states(self, job_ids: list[str]) -> dict[str, JobState]:
+        """Return the state of each job, by one query; UNKNOWN for jobs that the scheduler does not know."""
 
     def cancel(self, job_id: str) -> None:
         """Terminate the job now: TERM, then KILL. Unknown or ended jobs are accepted."""

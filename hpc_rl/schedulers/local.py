@@ -1,6 +1,6 @@
-"""This machine as a scheduler: the rendered runner, whose files give the states.
+"""This machine as a scheduler: it starts the rendered runner and derives states from the runner's files.
 
-Detached, or in the foreground of a Slurm job that is there already, whose nodes its steps use.
+The runner is detached, or in the foreground of an existing Slurm job and on its nodes.
 """
 
 import ctypes
@@ -14,19 +14,19 @@ import time
 from dataclasses import replace
 
 from hpc_rl.core.errors import ExitCode, JobEvent, SchedulerError
-from hpc_rl.core.proc import start_ticks
-from hpc_rl.core.records import JobStateLine, ProcessRecord, read_job_state
+from hpc_rl.core.proc import find_start_ticks
+from hpc_rl.core.records import JobStateLine, ProcessRecord, load_job_state
 from hpc_rl.core.trial import Trial
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED, Poller
 from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment
 
 START_TIMEOUT_S = 10.0
-ANSWER_S = 5.0  # for the query of another process, where nothing is known of the job
+ANSWER_S = 5.0  # for the query of another process, about an unknown job
 KILLED = "the runner was killed"
 PR_SET_PDEATHSIG = 1
 
-# After the grace, what is left of the process group is killed; the helper ends as soon as the runner has.
+# After the grace period, kill the rest of the process group; end as soon as the runner has ended.
 _REAPER = """
 for ((tick = 0; tick < $3 * 5; tick++)); do
   { read -r stat </proc/"$1"/stat; } 2>/dev/null || exit 0
@@ -49,7 +49,7 @@ class LocalScheduler:
 
     def submit(self, spec: JobSpec) -> str:
         """Start the runner, and wait until it has started."""
-        job_id = self._new_id()
+        job_id = self._make_id()
         output = self.trial.job_output(job_id)
         try:
             with output.open("ab") as stream:
@@ -57,7 +57,7 @@ class LocalScheduler:
         except (OSError, subprocess.SubprocessError) as error:
             raise SchedulerError(f"the runner could not be started: {error}") from error
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not read_job_state(self.trial, job_id):
+        while not load_job_state(self.trial, job_id):
             if time.monotonic() > deadline:
                 said = output.read_text(errors="replace").strip()
                 raise SchedulerError(
@@ -66,32 +66,32 @@ class LocalScheduler:
             time.sleep(0.01)
         return job_id
 
-    def states(self, job_ids: list[str]) -> dict[str, JobState]:
+    def query_states(self, job_ids: list[str]) -> dict[str, JobState]:
         return {job_id: self._look(job_id)[0] for job_id in job_ids}
 
     def cancel(self, job_id: str) -> None:
         """Send TERM to the runner, which forwards it; a detached helper sends KILL after the grace."""
-        found = self._process(job_id)
+        found = self._find_process(job_id)
         if found is not None and _signal(found[0], signal.SIGTERM):
             arguments = map(str, (*found, self.grace_s))
-            _detached(["bash", "-c", _REAPER, "reaper", *arguments], subprocess.DEVNULL)
+            _start_detached(["bash", "-c", _REAPER, "reaper", *arguments], subprocess.DEVNULL)
 
     def nudge(self, job_id: str) -> None:
-        found = self._process(job_id)
+        found = self._find_process(job_id)
         if found is not None:
             _signal(found[0], signal.SIGUSR1)
 
-    def _new_id(self) -> str:
+    def _make_id(self) -> str:
         now = datetime.datetime.now(datetime.UTC)
         return f"local-{now:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
 
     def _start(self, argv: list[str], output: int) -> None:
         """Start the runner. Raises OSError, subprocess.SubprocessError."""
-        _detached(argv, output)
+        _start_detached(argv, output)
 
     def _look(self, job_id: str) -> tuple[JobState, tuple[int, int] | None]:
-        """Return the state, and pid and start time of the runner, else of the supervisor that outlived it."""
-        lines = read_job_state(self.trial, job_id)
+        """Return the state, and pid and start time of the runner, or of a supervisor that outlived it."""
+        lines = load_job_state(self.trial, job_id)
         starts = [line for line in lines if line.event is JobEvent.STARTED]
         if not starts:
             return JobState(job_id, State.UNKNOWN), None
@@ -99,29 +99,29 @@ class LocalScheduler:
         state = JobState(job_id, State.RUNNING, native=last.event.value, nodes=start.host)
         if last.event is JobEvent.ENDED:
             code = "" if last.code is None else str(last.code)
-            return replace(state, state=_end(last), native=code, reason=last.reason), None
+            return replace(state, state=_judge_end(last), native=code, reason=last.reason), None
         if start.host != socket.gethostname():
-            return self._elsewhere(state, start), None
+            return self._judge_remote(state, start), None
         if _is_running(start):
             return state, (start.pid, start.start_ticks)
-        if orphan := self._orphan(job_id):
+        if orphan := self._find_orphan(job_id):
             return replace(state, native="orphaned", reason=f"{KILLED}; its supervisor is stopping"), orphan
         return replace(state, state=State.FAILED, native="FAILED", reason=KILLED), None
 
-    def _elsewhere(self, state: JobState, start: JobStateLine) -> JobState:
-        """Return the state of a job whose runner was started on another host."""
+    def _judge_remote(self, state: JobState, start: JobStateLine) -> JobState:
+        """Return the state of a job whose runner started on another host."""
         reason = f"it was started on {start.host}; run this command there"
         return replace(state, state=State.UNKNOWN, native="", reason=reason)
 
-    def _process(self, job_id: str) -> tuple[int, int] | None:
-        """Return what to signal, None where nothing runs. Raises SchedulerError on another host."""
+    def _find_process(self, job_id: str) -> tuple[int, int] | None:
+        """Return the process to signal, or None if none runs. Raises SchedulerError on another host."""
         state, process = self._look(job_id)
         if state.state is State.UNKNOWN and state.nodes:
             raise SchedulerError(f"job {job_id} was started on {state.nodes}: run the command there.")
         return process
 
-    def _orphan(self, job_id: str) -> tuple[int, int] | None:
-        """Return pid and start time of a supervisor that outlived its runner, by its process record."""
+    def _find_orphan(self, job_id: str) -> tuple[int, int] | None:
+        """Return pid and start time of a supervisor that outlived its runner, from its process record."""
         for path in self.trial.attempts.glob(f"{job_id}.*/processes/supervisor-*.json"):
             left = ProcessRecord.read(path)
             if left is not None and left.host == socket.gethostname() and _is_running(left):
@@ -132,13 +132,13 @@ class LocalScheduler:
 class AllocationScheduler(LocalScheduler):
     """Scheduler within a Slurm job: the runner is a child of this process, its roles are steps of the job.
 
-    The runner gets TERM when this process dies, of whatever: it saves, and ends.
+    When this process dies, of any cause, the runner gets TERM: it saves, and ends.
     """
 
     name = "allocation"
     runner: subprocess.Popen[bytes] | None = None  # of this process
 
-    def _new_id(self) -> str:
+    def _make_id(self) -> str:
         # Several trials may use one job, and one trial a job several times.
         return f"{os.environ['SLURM_JOB_ID']}-{secrets.token_hex(3)}"
 
@@ -162,10 +162,10 @@ class AllocationScheduler(LocalScheduler):
             )
         super().cancel(job_id)
 
-    def _elsewhere(self, state: JobState, start: JobStateLine) -> JobState:
-        """Return whether the Slurm job still lives that the runner is in, by the shared query.
+    def _judge_remote(self, state: JobState, start: JobStateLine) -> JobState:
+        """Return the state of the runner, by a shared query about its Slurm job.
 
-        Raises SchedulerError where Slurm does not tell.
+        Raises SchedulerError if Slurm does not answer.
         """
         job_id = state.job_id.partition("-")[0]
         account = self.trial.job_state(state.job_id).stat().st_uid
@@ -174,15 +174,15 @@ class AllocationScheduler(LocalScheduler):
         if found.state.alive:
             return replace(state, end_time=found.end_time)
         if found.state is State.UNKNOWN and found.native != NOT_LISTED:
-            raise SchedulerError(answer.complaint or f"Slurm was not asked for job {job_id} yet; try again")
+            raise SchedulerError(answer.complaint or f"no answer of Slurm about job {job_id} yet; try again")
         return replace(state, state=State.FAILED, native="FAILED", reason=f"the Slurm job {job_id} has ended")
 
 
 def _is_running(start: JobStateLine | ProcessRecord) -> bool:
-    return start.pid > 1 and start_ticks(start.pid) == start.start_ticks
+    return start.pid > 1 and find_start_ticks(start.pid) == start.start_ticks
 
 
-def _end(line: JobStateLine) -> State:
+def _judge_end(line: JobStateLine) -> State:
     if line.code == ExitCode.DONE:
         return State.DONE
     return State.CANCELLED if line.cancelled else State.FAILED
@@ -198,8 +198,8 @@ def _signal(pid: int, number: signal.Signals) -> bool:
     return True
 
 
-def _detached(argv: list[str], output: int) -> None:
-    """Start a process in a session of its own. Raises OSError, subprocess.SubprocessError."""
+def _start_detached(argv: list[str], output: int) -> None:
+    """Start a process in a new session. Raises OSError, subprocess.SubprocessError."""
     subprocess.run(
         ["setsid", "--fork", *argv],
         stdin=subprocess.DEVNULL,

@@ -1,10 +1,10 @@
-"""Shared queries of a scheduler: one for all jobs of an account, kept in a file that every command reads.
+"""Shared queries of a scheduler: one query for all jobs of an account, cached in a file for all commands.
 
 All commands of an account together, on all login nodes with the same home directory, ask at most
-CALLS_PER_MINUTE times a minute, and every PERIOD_S seconds while one of them watches. There is no lock: the
-next query belongs to the process that creates its claim file, whose name follows from the last answer; a
-process that dies before it answers loses its claim after RETRY_S. Where the state directory can't be written,
-each process keeps to these limits by itself.
+CALLS_PER_MINUTE times a minute, and every PERIOD_S seconds while a command watches. No lock is needed: the
+next query belongs to the process that creates its claim file, named after the last answer; a process that
+dies before it answers loses its claim after RETRY_S. If the state directory is not writable, each process
+keeps to these limits by itself.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ from pathlib import Path
 
 from hpc_rl.core.errors import SchedulerError
 from hpc_rl.core.records import JsonRecord
-from hpc_rl.core.trial import create_exclusive, state_home, write_json
+from hpc_rl.core.trial import create_exclusive, find_state_home, write_json
 from hpc_rl.schedulers import slurm
 from hpc_rl.schedulers.base import JobState, SchedulerAnswer, State
-from hpc_rl.schedulers.slurm_states import sum_up
+from hpc_rl.schedulers.slurm_states import summarize_parts
 
 logger = logging.getLogger(__name__)
 
 PERIOD_S = 20.0  # between two queries while a command watches
 JITTER_S = 4.0
-SOON_S = 5.0  # between two queries when a job is younger than the last one, or an end is to be confirmed
+SOON_S = 5.0  # between two queries if a job is younger than the last one, or to confirm an end
 CALLS_PER_MINUTE = 4
 RETRY_S = 30.0
 MAX_BACKOFF_S = 300.0
-ACCOUNTING_RETRY_S = 600.0  # between two queries of accounting about a job that it did not know
+ACCOUNTING_RETRY_S = 600.0  # between two queries of accounting about an unknown job
 YOUNG_S = 5.0  # a query may miss a job that was submitted within this time before it
 MAX_KEPT_ENDS = 2000
-NOT_LISTED = "NOT_LISTED"  # native state of a job that neither queue nor accounting lists any more
-CLOCK_SKEW_S = 60.0  # a time of the file that is further in the future came from a wrong clock
+NOT_LISTED = "NOT_LISTED"  # native state of a job in neither queue nor accounting
+CLOCK_SKEW_S = 60.0  # times further in the future come from a wrong clock
 WAIT_POLL_S = 0.1
 
 
@@ -57,21 +57,21 @@ class SharedAnswer(JsonRecord):
     complaint: str = ""
     calls: list[float] = field(default_factory=list)  # of the last minute
     accounts: dict[str, list[JobState]] = field(default_factory=dict)  # by uid
-    ends: dict[str, JobState] = field(default_factory=dict)  # of jobs that have ended, by their ids
-    unknown: dict[str, float] = field(default_factory=dict)  # job id -> when accounting did not know it
+    ends: dict[str, JobState] = field(default_factory=dict)  # of ended jobs, by id
+    unknown: dict[str, float] = field(default_factory=dict)  # job id -> time when accounting did not know it
 
-    def recent_calls(self, now: float) -> list[float]:
+    def list_recent_calls(self, now: float) -> list[float]:
         return [when for when in self.calls if now - 60 < when <= now]
 
     def find(self, uid: int, job_id: str) -> JobState | None:
         parts = (f"{job_id}_", f"{job_id}+")
         for known in (self.accounts.get(str(uid), []), self.ends.values()):
             if found := [one for one in known if one.job_id == job_id or one.job_id.startswith(parts)]:
-                return sum_up(found)[job_id]
+                return summarize_parts(found)[job_id]
         return None
 
     def note_ends(self, found: Mapping[str, JobState]) -> None:
-        """Remember ends for longer than the scheduler does, until the job lives again."""
+        """Remember ends longer than the scheduler does, until the job lives again."""
         for job_id, state in found.items():
             self.ends.pop(job_id, None)
             if not state.state.alive and state.state is not State.UNKNOWN:
@@ -79,12 +79,12 @@ class SharedAnswer(JsonRecord):
         self.ends = dict(list(self.ends.items())[-MAX_KEPT_ENDS:])
 
 
-# Answers of this process, by the folder that can't be written.
+# Answers of this process, by unwritable folder.
 _UNSHARED: dict[Path, SharedAnswer] = {}
 
 
 class Poller:
-    """The shared view of one scheduler, kept in a folder of the user's state directory."""
+    """The shared view of one scheduler, stored in the user's state directory."""
 
     def __init__(
         self,
@@ -93,34 +93,34 @@ class Poller:
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.scheduler = scheduler
-        self.folder = folder or state_home() / "queries" / cluster_key()
+        self.folder = folder or find_state_home() / "queries" / make_cluster_key()
         self._clock = clock
 
     def look(
         self, wanted: Mapping[str, float], uid: int, newer_than: float = 0.0, patience_s: float = 0.0
     ) -> SchedulerAnswer:
-        """Return what is known of the jobs of an account, after a query where one is due.
+        """Return the states of an account's jobs, after a query if one is due.
 
         Args:
-            wanted: Job id -> when it was submitted, Unix seconds (0 where that is not known).
+            wanted: Job id -> time of submission, Unix seconds (0 if unknown).
             uid: The account.
-            newer_than: An older answer is of little use: the next query may come soon, within the budget.
-            patience_s: Time to wait for the query of another process where nothing is known of the jobs.
+            newer_than: If the answer is older, the next query may come soon, within the budget.
+            patience_s: Time to wait for the query of another process if the jobs are unknown.
         """
-        answer = self._answer()
+        answer = self._wrap_answer()
         if self._is_time(answer, wanted, uid, newer_than):
             answer = self._ask(answer, wanted, uid)
         deadline = time.monotonic() + patience_s
-        while not self._covers(answer, wanted, uid) and time.monotonic() < deadline:
+        while not self._is_covered(answer, wanted, uid) and time.monotonic() < deadline:
             time.sleep(WAIT_POLL_S)
-            answer = self._answer()
-        return self._result(answer, wanted, uid)
+            answer = self._wrap_answer()
+        return self._find_state(answer, wanted, uid)
 
-    def _answer(self) -> SharedAnswer:
+    def _wrap_answer(self) -> SharedAnswer:
         shared = _UNSHARED.get(self.folder) or SharedAnswer.read(self.folder / "answer.json")
         return shared or SharedAnswer()
 
-    def _covers(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> bool:
+    def _is_covered(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> bool:
         if str(uid) not in answer.accounts:
             return False
         return all(
@@ -131,16 +131,16 @@ class Poller:
         self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int, newer_than: float
     ) -> bool:
         now = self._clock()
-        recent = answer.recent_calls(now)
+        recent = answer.list_recent_calls(now)
         if len(recent) >= CALLS_PER_MINUTE:
             return False
         if now >= answer.next_at or answer.asked_at > now + CLOCK_SKEW_S:
             return True
-        is_urgent = answer.asked_at < newer_than or not self._covers(answer, wanted, uid)
+        is_urgent = answer.asked_at < newer_than or not self._is_covered(answer, wanted, uid)
         return is_urgent and not answer.failures and now >= max(recent, default=0.0) + SOON_S
 
     def _ask(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> SharedAnswer:
-        """Make the next query if this process gets its claim; return what is known then."""
+        """Make the next query if this process gets its claim; return the newest answer."""
         now = self._clock()
         try:
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -148,32 +148,32 @@ class Poller:
             claim = self.folder / f"claim-{answer.sequence + 1}.{num_lost}"
             if not create_exclusive(claim, f"{socket.gethostname()} {os.getpid()}\n"):
                 return answer
-            current = self._answer()
+            current = self._wrap_answer()
             if current.sequence != answer.sequence:  # answered between our read and our claim
                 return current
             answer = self._query(answer, wanted, uid)
             write_json(self.folder / "answer.json", asdict(answer), mode=0o600)
             _UNSHARED.pop(self.folder, None)
-            for path in self.folder.glob("claim-*"):  # of queries that were answered long ago
+            for path in self.folder.glob("claim-*"):  # of old queries
                 number = re.match(r"claim-(\d+)\.", path.name)
                 if number and int(number[1]) < answer.sequence - 2:
                     path.unlink(missing_ok=True)
         except OSError as error:
             logger.debug("the answer can't be shared (%s): this process asks by itself", error)
-            if self._answer().sequence == answer.sequence:
+            if self._wrap_answer().sequence == answer.sequence:
                 answer = self._query(answer, wanted, uid)
             _UNSHARED[self.folder] = answer
         return answer
 
     def _query(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> SharedAnswer:
         now = self._clock()
-        calls = [*answer.recent_calls(now), now]
+        calls = [*answer.list_recent_calls(now), now]
         pause_s = PERIOD_S + random.uniform(0, JITTER_S)
         made = replace(
             answer, sequence=answer.sequence + 1, calls=calls, next_at=now + pause_s, ends=dict(answer.ends)
         )
         try:
-            found = self.scheduler.survey(uid)
+            found = self.scheduler.query_account(uid)
         except SchedulerError as error:
             made.failures += 1
             made.complaint = str(error)
@@ -191,7 +191,7 @@ class Poller:
         ]
         if forgotten and len(calls) < CALLS_PER_MINUTE:
             made.calls = [*calls, now]
-            past = self.scheduler.past(forgotten)
+            past = self.scheduler.query_past(forgotten)
             made.note_ends(past)
             unknown = made.unknown | {job_id: now for job_id in forgotten if job_id not in past}
             made.unknown = {
@@ -199,51 +199,51 @@ class Poller:
             }
         return made
 
-    def _result(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> SchedulerAnswer:
+    def _find_state(self, answer: SharedAnswer, wanted: Mapping[str, float], uid: int) -> SchedulerAnswer:
         states = {}
         for job_id, when in wanted.items():
             state = answer.find(uid, job_id)
             if state is None and str(uid) in answer.accounts and 0 < when < answer.asked_at - YOUNG_S:
                 state = JobState(job_id, State.UNKNOWN, NOT_LISTED, "does not list the job any more")
             elif state is None and when >= max(answer.asked_at - YOUNG_S, self._clock() - RETRY_S):
-                state = JobState(job_id, State.PENDING)  # submitted and accepted a moment ago
+                state = JobState(job_id, State.PENDING)  # just submitted
             states[job_id] = state or JobState(job_id, State.UNKNOWN)
         return SchedulerAnswer(states, answer.asked_at, answer.complaint)
 
 
-# Where sites and packages keep slurm.conf; the second is that of a configless cluster.
+# Places of slurm.conf at sites and in packages; the second is for a configless cluster.
 CONF_PLACES = ("/etc/slurm", "/run/slurm/conf", "/etc/slurm-llnl", "/opt/slurm/etc", "/etc/opt/slurm")
 
 
-def cluster_key() -> str:
-    """Return a file name for the cluster that commands talk to; several may share a home directory."""
-    where = cluster_name() or socket.gethostname()
+def make_cluster_key() -> str:
+    """Return a file name for the cluster of Slurm's commands; clusters may share a home directory."""
+    where = find_cluster_name() or socket.gethostname()
     conf = os.environ.get("SLURM_CONF") or f"{CONF_PLACES[0]}/slurm.conf"
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', where)[:40]}-{hashlib.sha256(conf.encode()).hexdigest()[:8]}"
 
 
-def cluster_name() -> str:
-    """Return what Slurm calls the cluster that commands talk to; empty where neither files nor Slurm tell."""
+def find_cluster_name() -> str:
+    """Return Slurm's name of the cluster of its commands; empty if neither files nor Slurm tell it."""
     own = os.environ.get("SLURM_CONF")
     for path in [Path(own)] if own else [Path(place) / "slurm.conf" for place in CONF_PLACES]:
         with contextlib.suppress(OSError):
-            if name := _cluster_name_in(path.read_text(errors="replace")):
+            if name := _parse_cluster_name(path.read_text(errors="replace")):
                 return name
-    # A job's own environment; and of a login node without files, where slurmctld hands out the configuration.
-    return os.environ.get("SLURM_CLUSTER_NAME", "").lower() or _asked_cluster_name(shutil.which("scontrol"))
+    # From a job's environment; on a login node without files, from slurmctld.
+    return os.environ.get("SLURM_CLUSTER_NAME", "").lower() or _query_cluster_name(shutil.which("scontrol"))
 
 
 @cache
-def _asked_cluster_name(scontrol: str | None) -> str:
-    """Return what slurmctld calls its cluster, asked once per process; empty where it can't be asked."""
+def _query_cluster_name(scontrol: str | None) -> str:
+    """Return slurmctld's name of its cluster, queried once per process; empty if it does not answer."""
     if scontrol is None:
         return ""
     try:
-        return _cluster_name_in(slurm.output(["scontrol", "show", "config"]))
+        return _parse_cluster_name(slurm.query_output(["scontrol", "show", "config"]))
     except SchedulerError:
         return ""
 
 
-def _cluster_name_in(text: str) -> str:
+def _parse_cluster_name(text: str) -> str:
     named = re.search(r"^\s*ClusterName\s*=\s*(\S+)", text, re.MULTILINE | re.IGNORECASE)
     return named[1].lower() if named else ""

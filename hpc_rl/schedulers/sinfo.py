@@ -1,7 +1,7 @@
-"""Whether a request can ever run on a cluster, from one `sinfo`: the limits against it, and what would fit.
+"""Judge from one `sinfo` whether a request can ever run on a cluster: which limits forbid it, what would fit.
 
-Pure. When it would start is not judged: busy, drained and powered-down nodes count. Accounts and QoS are left
-to Slurm.
+Pure. The start time is not judged: busy, drained and powered-down nodes count as usable. Accounts and QoS
+are left to Slurm.
 """
 
 import difflib
@@ -15,13 +15,13 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.schedulers.hostlist import expand
 
 SINFO = ["sinfo", "-h", "-a", "-N", "-o", "%P|%a|%l|%s|%N|%c|%m|%f|%G|%Z"]
-# With more threads per core than the nodes have, a step never lacks a place; two are usual.
+# Two threads per core are usual; if the nodes have fewer, steps still fit.
 UNKNOWN_THREADS_PER_CORE = 2
 
 
 @dataclass(frozen=True)
 class Node:
-    """One node in one partition. Memory in MB; GPUs by type, "" for those without a type."""
+    """One node in one partition. Memory in MB; GPUs by type, "" for untyped GPUs."""
 
     partition: str
     name: str
@@ -38,7 +38,7 @@ class Node:
 
 @dataclass(frozen=True, kw_only=True)
 class JobRequest:
-    """What one job asks for; None where it asks for nothing."""
+    """The request of one job; None for resources that it does not request."""
 
     n_nodes: int
     cpus: int | None = None
@@ -51,7 +51,7 @@ class JobRequest:
     nodelist: str | None = None
     exclude: str | None = None
     qos: str | None = None
-    cpus_from: str = ""  # the options that the number comes from
+    cpus_from: str = ""  # options that the number comes from
     mem_from: str = ""
 
 
@@ -60,13 +60,13 @@ class CapacityLimit:
     """A limit against a request."""
 
     limit: str
-    message: str  # what it is, and what was asked for
-    nearest: str = ""  # what to change, as options of the command line; empty where nothing helps
-    certain: bool = True  # nothing lifts it; a QoS may lift the others
+    message: str  # the limit and the request
+    nearest: str = ""  # the remedy, as options of the command line; empty if nothing helps
+    certain: bool = True  # nothing lifts it; a QoS may lift an uncertain limit
 
 
-def read_sinfo(text: str) -> list[Node]:
-    """Return the nodes in the output of SINFO, without lines that are not understood."""
+def parse_sinfo(text: str) -> list[Node]:
+    """Parse the output of SINFO; skip lines in an unknown format."""
     nodes = []
     for line in text.splitlines():
         fields = [part.strip() for part in line.split("|")]
@@ -82,7 +82,7 @@ def read_sinfo(text: str) -> list[Node]:
                 name=name,
                 cpus=int(num_cpus[0]),
                 mem_mb=int(num_mb[0]),
-                gpus=_gpus(gres),
+                gpus=_parse_gpus(gres),
                 features=frozenset(features.split(",")) - {"(null)", ""},
                 max_time_s=_time_s(limit),
                 max_nodes=int(most) if most.isdigit() else None,
@@ -95,9 +95,9 @@ def read_sinfo(text: str) -> list[Node]:
 
 
 def judge(request: JobRequest, nodes: Sequence[Node]) -> list[CapacityLimit]:
-    """Return the limits against a request, empty where it can run in one of its partitions."""
+    """Return the limits against a request; empty if it can run in one of its partitions."""
     known = list(dict.fromkeys(node.partition for node in nodes))
-    wanted = _partitions_of(request, nodes)
+    wanted = _select_partitions(request, nodes)
     if not wanted:
         message = f"this cluster has no default partition; it has {', '.join(sorted(known))}."
         return [CapacityLimit("partition", message, "--partition NAME")]
@@ -106,21 +106,21 @@ def judge(request: JobRequest, nodes: Sequence[Node]) -> list[CapacityLimit]:
         message = (
             f"there is no partition {unknown[0]!r} with nodes; this cluster has {', '.join(sorted(known))}."
         )
-        near = difflib.get_close_matches(unknown[0], known, n=1) or _takers(request, known, nodes)
+        near = difflib.get_close_matches(unknown[0], known, n=1) or _find_takers(request, known, nodes)
         return [CapacityLimit("partition", message, f"--partition {near[0]}" if near else "")]
-    found = [_in_partition(request, name, nodes) for name in wanted]
+    found = [_check_partition(request, name, nodes) for name in wanted]
     best = min(found, key=lambda limits: sum(limit.certain for limit in limits))
     if not any(limit.certain for limit in best):
         return best
-    elsewhere = _takers(request, [name for name in known if name not in wanted], nodes)
+    elsewhere = _find_takers(request, [name for name in known if name not in wanted], nodes)
     if not elsewhere:
         return best
     message = f"unchanged, it fits partition {elsewhere[0]}."
     return [*best, CapacityLimit("partition", message, f"--partition {elsewhere[0]}", False)]
 
 
-def with_threads(nodes: Sequence[Node], most: int | None) -> list[Node]:
-    """Return the nodes as a job sees them that uses at most this many threads of a core; None for all."""
+def limit_threads(nodes: Sequence[Node], most: int | None) -> list[Node]:
+    """Return the nodes as seen by a job with at most this many threads per core; None: all threads."""
     used = [min(node.threads_per_core, most or node.threads_per_core) for node in nodes]
     return [
         replace(node, cpus=node.cpus // node.threads_per_core * threads, threads_per_core=threads)
@@ -128,24 +128,24 @@ def with_threads(nodes: Sequence[Node], most: int | None) -> list[Node]:
     ]
 
 
-def threads_per_core(request: JobRequest, nodes: Sequence[Node]) -> int:
-    """Return the largest number of threads of a core on the nodes that may be given to a request."""
-    wanted = _partitions_of(request, nodes)
+def find_threads_per_core(request: JobRequest, nodes: Sequence[Node]) -> int:
+    """Return the largest number of threads per core on the nodes that a request may get."""
+    wanted = _select_partitions(request, nodes)
     found = [node.threads_per_core for node in nodes if node.partition in wanted]
     return max(found, default=UNKNOWN_THREADS_PER_CORE)
 
 
-def _partitions_of(request: JobRequest, nodes: Sequence[Node]) -> list[str]:
+def _select_partitions(request: JobRequest, nodes: Sequence[Node]) -> list[str]:
     if request.partition:
         return request.partition.split(",")
     return list(dict.fromkeys(node.partition for node in nodes if node.is_default))
 
 
-def _takers(request: JobRequest, partitions: list[str], nodes: Sequence[Node]) -> list[str]:
-    return [name for name in partitions if not _in_partition(request, name, nodes)]
+def _find_takers(request: JobRequest, partitions: list[str], nodes: Sequence[Node]) -> list[str]:
+    return [name for name in partitions if not _check_partition(request, name, nodes)]
 
 
-def _in_partition(request: JobRequest, name: str, nodes: Sequence[Node]) -> list[CapacityLimit]:
+def _check_partition(request: JobRequest, name: str, nodes: Sequence[Node]) -> list[CapacityLimit]:
     found = [node for node in nodes if node.partition == name]
     own = found[0]
     is_certain = request.qos is None
@@ -154,19 +154,19 @@ def _in_partition(request: JobRequest, name: str, nodes: Sequence[Node]) -> list
         message = f"partition {name} is not up: its jobs wait."
         limits.append(CapacityLimit("partition", message, certain=False))
     if request.time_s is not None and own.max_time_s is not None and request.time_s > own.max_time_s:
-        most = slurm_time.to_text(own.max_time_s)
-        asked = slurm_time.to_text(request.time_s)
+        most = slurm_time.format_time_limit(own.max_time_s)
+        asked = slurm_time.format_time_limit(request.time_s)
         message = f"partition {name} has a time limit of {most}; {asked} was requested."
         limits.append(CapacityLimit("time", message, f"--time {most}", is_certain))
     if own.max_nodes is not None and request.n_nodes > own.max_nodes:
         message = f"partition {name} allows {own.max_nodes} nodes per job; {request.n_nodes} were requested."
         limits.append(CapacityLimit("nodes", message, f"--n_nodes {own.max_nodes}", is_certain))
-    usable, refused = _eligible(request, found)
-    return [*limits, *(refused or _sizes(request, name, usable))]
+    usable, refused = _select_eligible(request, found)
+    return [*limits, *(refused or _check_sizes(request, name, usable))]
 
 
-def _eligible(request: JobRequest, nodes: list[Node]) -> tuple[list[Node], list[CapacityLimit]]:
-    """Return the nodes that names and features leave over, and the limit where they leave too few."""
+def _select_eligible(request: JobRequest, nodes: list[Node]) -> tuple[list[Node], list[CapacityLimit]]:
+    """Return the nodes with the requested names and features, and a limit if they are too few."""
     name, n_nodes = nodes[0].partition, request.n_nodes
     if request.nodelist:
         missing = sorted(set(expand(request.nodelist)) - {node.name for node in nodes})
@@ -180,7 +180,7 @@ def _eligible(request: JobRequest, nodes: list[Node]) -> tuple[list[Node], list[
             f"launcher.slurm.exclude leaves {len(left)} of the {len(nodes)} nodes of partition {name}; "
             f"{n_nodes} were requested."
         )
-        nearest = _fewer_nodes(left, "launcher.slurm.exclude=null")
+        nearest = _suggest_fewer_nodes(left, "launcher.slurm.exclude=null")
         return left, [CapacityLimit("exclude", message, nearest)]
     nodes = left
     if request.constraint and re.fullmatch(r"[\w.:=-]+([&|][\w.:=-]+)*", request.constraint):
@@ -191,17 +191,17 @@ def _eligible(request: JobRequest, nodes: list[Node]) -> tuple[list[Node], list[
             f"{len(left)} of {len(nodes)} nodes of partition {name} have {request.constraint!r}; "
             f"{n_nodes} were requested; its features: {known}."
         )
-        nearest = _fewer_nodes(left, "launcher.slurm.constraint=null")
+        nearest = _suggest_fewer_nodes(left, "launcher.slurm.constraint=null")
         return left, [CapacityLimit("constraint", message, nearest)]
     return left, []
 
 
-def _fewer_nodes(left: list[Node], otherwise: str) -> str:
+def _suggest_fewer_nodes(left: list[Node], otherwise: str) -> str:
     return f"--n_nodes {len(left)}" if left else otherwise
 
 
 def _has(features: frozenset[str], constraint: str) -> bool:
-    """Return whether a node has the features `a&b|c`, which Slurm reads from left to right."""
+    """Return whether a node has the features `a&b|c`, evaluated from left to right as in Slurm."""
     first, *rest = re.split(r"([&|])", constraint)
     result = first in features
     for operator, feature in zip(rest[::2], rest[1::2], strict=True):
@@ -211,42 +211,42 @@ def _has(features: frozenset[str], constraint: str) -> bool:
 
 @dataclass(frozen=True)
 class _Dimension:
-    """Something of which a node has a number: how many are asked for, and how to ask for less."""
+    """A countable resource of a node: the requested number, and how to request less."""
 
     limit: str
-    wanted: int | None  # None where the request asks for none
+    wanted: int | None  # None if not requested
     has: Callable[[Node], int]
     unit: str
     change: str
 
-    def suits(self, node: Node) -> bool:
+    def has_enough(self, node: Node) -> bool:
         return self.has(node) >= (self.wanted or 0)
 
 
-def _dimensions(request: JobRequest) -> list[_Dimension]:
-    def gpus(node: Node) -> int:
+def _make_dimensions(request: JobRequest) -> list[_Dimension]:
+    def count_gpus(node: Node) -> int:
         return node.gpus.get(request.gpu_type, 0) if request.gpu_type else sum(node.gpus.values())
 
     kind = f"{request.gpu_type} GPUs" if request.gpu_type else "GPUs"
     cpus_unit = "CPUs per node" + (f" (from {request.cpus_from})" if request.cpus_from else "")
     mem_unit = "MB of memory per node" + (f" (from {request.mem_from})" if request.mem_from else "")
     return [
-        _Dimension("gpus", request.gpus, gpus, f"{kind} per node", "cluster.n_gpus_per_node={}"),
+        _Dimension("gpus", request.gpus, count_gpus, f"{kind} per node", "cluster.n_gpus_per_node={}"),
         _Dimension("cpus", request.cpus, attrgetter("cpus"), cpus_unit, "at most {} CPUs per node"),
         _Dimension("memory", request.mem_mb, attrgetter("mem_mb"), mem_unit, "at most {} MB per node"),
     ]
 
 
-def _sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[CapacityLimit]:
-    """Return the limits of what no node has, or too few nodes have."""
+def _check_sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[CapacityLimit]:
+    """Return the limits from resources that too few nodes have."""
     n_nodes = request.n_nodes
     if len(nodes) < n_nodes:
         message = f"partition {name} has {len(nodes)} nodes; {n_nodes} were requested."
-        return [CapacityLimit("nodes", message, _fewer_nodes(nodes, ""))]
-    dimensions = _dimensions(request)
+        return [CapacityLimit("nodes", message, _suggest_fewer_nodes(nodes, ""))]
+    dimensions = _make_dimensions(request)
     limits = []
     for one in dimensions:
-        enough = sum(map(one.suits, nodes))
+        enough = sum(map(one.has_enough, nodes))
         if enough >= n_nodes:
             continue
         most = sorted(map(one.has, nodes), reverse=True)[n_nodes - 1]
@@ -257,16 +257,16 @@ def _sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[CapacityLi
         ways = [f"--n_nodes {enough}"] if enough else []
         ways += [one.change.format(most)] if most else []
         limits.append(CapacityLimit(one.limit, message, " or ".join(ways)))
-    fitting = [node for node in nodes if all(one.suits(node) for one in dimensions)]
+    fitting = [node for node in nodes if all(one.has_enough(node) for one in dimensions)]
     if not limits and len(fitting) < n_nodes:
         message = (
             f"{len(fitting)} of {len(nodes)} nodes of partition {name} have all; {n_nodes} were requested."
         )
-        limits.append(CapacityLimit("nodes", message, _fewer_nodes(fitting, "")))
+        limits.append(CapacityLimit("nodes", message, _suggest_fewer_nodes(fitting, "")))
     return limits
 
 
-def _gpus(gres: str) -> dict[str, int]:
+def _parse_gpus(gres: str) -> dict[str, int]:
     """Return the GPUs by type: `gpu:a100:8(S:0-1),nvme:2` -> {"a100": 8}."""
     found: dict[str, int] = {}
     for part in re.sub(r"\([^)]*\)", "", gres).split(","):
@@ -280,6 +280,6 @@ def _gpus(gres: str) -> dict[str, int]:
 
 def _time_s(text: str) -> int | None:
     try:
-        return slurm_time.to_seconds(text)
+        return slurm_time.parse_time_limit(text)
     except ConfigError:  # n/a
         return None

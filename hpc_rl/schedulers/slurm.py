@@ -14,19 +14,19 @@ from dataclasses import dataclass
 from hpc_rl.core.errors import NoScheduler, SchedulerError
 from hpc_rl.schedulers.base import JobSpec, JobState, State
 from hpc_rl.schedulers.hostlist import expand
-from hpc_rl.schedulers.sinfo import SINFO, Node, read_sinfo
-from hpc_rl.schedulers.slurm_states import sum_up, to_state, whole_job
+from hpc_rl.schedulers.sinfo import SINFO, Node, parse_sinfo
+from hpc_rl.schedulers.slurm_states import classify_state, find_whole_job, summarize_parts
 
 logger = logging.getLogger(__name__)
 
-# Variables of a surrounding job and defaults of a user, which would override what our calls say.
+# Variables of a surrounding job and defaults of a user, which would override the options of our calls.
 LEAKS = (
     "SLURM_", "SBATCH_", "SRUN_", "SALLOC_", "SQUEUE_", "SINFO_", "SCANCEL_", "SACCT_", "SCONTROL_", "PMI",
     "OMPI_", "SPANK_",
 )  # fmt: skip
-# How a client authenticates, and which cluster it talks to.
+# Authentication of a client, and its cluster.
 KEPT = ("SLURM_CONF", "SLURM_JWT", "SLURM_CLUSTERS")
-# Read as defaults of the configuration (config/load/load.py), which the script states.
+# Defaults of the configuration (config/load/load.py); the script states them as options.
 OF_CONFIGURATION = (
     "SBATCH_ACCOUNT",
     "SBATCH_PARTITION",
@@ -41,12 +41,12 @@ TRANSIENT = (
     "resource temporarily unavailable",
     "connection refused",
 )
-# Substrings of Slurm's errors where a program found no controller: it is down, or none is configured here.
+# Substrings of Slurm's errors if a program found no controller: it is down, or none is configured here.
 NO_CONTROLLER = ("unable to contact slurm controller", "could not establish a configuration source")
 LOCAL_INSTEAD = "without a cluster, launcher.type=local runs trials on this machine"
-# Slurm's commands tell the errors about a job that has ended apart by their message alone.
+# Only the message distinguishes Slurm's errors about ended jobs.
 IS_OVER = ("invalid job id", "already completed")
-# Substrings of the answers of `sbatch --test-only` about a job that sbatch would accept, and that would wait.
+# Substrings of answers of `sbatch --test-only` about a job that sbatch would accept, but that would wait.
 MAY_WAIT = (
     "required node not available",
     "required nodes are busy",
@@ -57,20 +57,20 @@ MAY_WAIT = (
 _BEFORE_REASON = re.compile(r"sbatch: (?:error: )?|Batch job submission failed: |allocation failure: ")
 JOB_ID = re.compile(r"^(\d+)(?:;\S+)?$", re.MULTILINE)
 SUBMIT_TIMEOUT_S = 30.0
-TRIES = 3  # of sbatch, and of the search for a job whose sbatch gave no answer
+TRIES = 3  # of sbatch, and of the search for a job if sbatch gave no answer
 CALL_TIMEOUT_S = 15.0
-# What sinfo calls a node on which no job runs any more.
+# sinfo's states of a node without running jobs.
 DEAD_NODES = ("down", "drained", "fail", "powered_down", "powering_down")
-# For Slurm to end a requeued job once its processes have exited, with a site's epilog.
+# Slurm needs this to end a requeued job after its processes exited, with a site's epilog.
 ENDS_WITHIN_S = 15
 DEFAULT_KILL_WAIT_S = 30
 
 
 @dataclass(frozen=True)
 class TestAnswer:
-    """What `sbatch --test-only` says: when and where the job would start, or why not."""
+    """Answer of `sbatch --test-only`: when and where the job would start, or why not."""
 
-    __test__ = False  # no class of tests
+    __test__ = False  # not a class of tests
 
     text: str
     is_accepted: bool
@@ -86,7 +86,7 @@ class SlurmScheduler:
         self.retry_wait_s = retry_wait_s
 
     def submit(self, spec: JobSpec) -> str:
-        """Submit by one sbatch; where its answer is lost, look the job up by its tag before another one."""
+        """Submit by sbatch; if its answer is lost, look for the job by its tag before trying again."""
         ignored = sorted({name for name in os.environ if name.startswith("SBATCH_")} - {*OF_CONFIGURATION})
         if ignored:
             logger.warning("ignored: %s; set launcher.slurm.* instead", ", ".join(ignored))
@@ -101,15 +101,15 @@ class SlurmScheduler:
                 # A site's banner comes before the id.
                 if done.returncode == 0 and (found := JOB_ID.findall(done.stdout)):
                     return found[-1]
-                problem = _message(done)
+                problem = _parse_message(done)
                 if not _is_transient(problem):
                     break
             if job_id := self._look_up(spec, problem):
                 return job_id
-        raise _failed("sbatch", problem, "sbatch refused the job")
+        raise _make_error("sbatch", problem, "sbatch refused the job")
 
     def _look_up(self, spec: JobSpec, problem: str) -> str | None:
-        """Return the job of an sbatch whose answer was lost. Raises SchedulerError."""
+        """Return the job of an sbatch call without an answer. Raises SchedulerError."""
         time.sleep(self.retry_wait_s)
         try:
             return self.find(spec)
@@ -117,54 +117,54 @@ class SlurmScheduler:
             check = f"Before you submit it again, check: squeue --me -n {shlex.quote(spec.name)}"
             raise SchedulerError(f"{problem}; Slurm may have accepted the job: {error}. {check}") from error
 
-    def states(self, job_ids: list[str]) -> dict[str, JobState]:
-        """Ask by one squeue, and by one sacct for the jobs that squeue has forgotten."""
-        found = sum_up(_listed("-j", ",".join(job_ids))) if job_ids else {}
+    def query_states(self, job_ids: list[str]) -> dict[str, JobState]:
+        """Query by one squeue, and by one sacct for jobs that squeue has forgotten."""
+        found = summarize_parts(_query_jobs("-j", ",".join(job_ids))) if job_ids else {}
         forgotten = [job_id for job_id in job_ids if job_id not in found]
         if forgotten:
-            found |= self.past(forgotten)
+            found |= self.query_past(forgotten)
         return {job_id: found.get(job_id, JobState(job_id, State.UNKNOWN)) for job_id in job_ids}
 
-    def survey(self, uid: int) -> dict[str, JobState]:
+    def query_account(self, uid: int) -> dict[str, JobState]:
         """Return all jobs of an account by squeue's ids: `7`, `7_3`, `7_[4-9]`, `7+0`."""
-        return {state.job_id: state for state in _listed("-u", str(uid))}
+        return {state.job_id: state for state in _query_jobs("-u", str(uid))}
 
-    def past(self, job_ids: Sequence[str]) -> dict[str, JobState]:
-        """Return what accounting knows of jobs that squeue has forgotten; empty without accounting."""
+    def query_past(self, job_ids: Sequence[str]) -> dict[str, JobState]:
+        """Return the accounting records of jobs that squeue has forgotten; empty without accounting."""
         columns = "JobID,State,Reason,End,NodeList"
         try:
-            text = output(["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", columns])
+            text = query_output(["sacct", "-n", "-P", "-X", "-j", ",".join(job_ids), "-o", columns])
         except SchedulerError as error:
             logger.debug("no accounting: %s", error)
             return {}
-        return sum_up(_parsed(text))
+        return summarize_parts(_parse_jobs(text))
 
     def cancel(self, job_id: str) -> None:
         cancel_job(job_id)
 
     def nudge(self, job_id: str) -> None:
-        output(["scancel", "--batch", "--signal=USR1", job_id], *IS_OVER)
+        query_output(["scancel", "--batch", "--signal=USR1", job_id], *IS_OVER)
 
     def end_time(self, job_id: str) -> float | None:
         """Return when the job will be terminated, in Unix seconds, or None."""
-        seen = sum_up(_listed("-j", job_id)).get(job_id)
+        seen = summarize_parts(_query_jobs("-j", job_id)).get(job_id)
         return seen.end_time if seen else None
 
-    def nodes(self) -> list[Node]:
+    def query_nodes(self) -> list[Node]:
         """Return every node of every partition, by one sinfo. Raises SchedulerError."""
-        return read_sinfo(output(SINFO))
+        return parse_sinfo(query_output(SINFO))
 
     def test_only(self, script: str) -> TestAnswer:
         """Return whether Slurm would accept a script now. Raises SchedulerError."""
         done = call(["sbatch", "--test-only"], SUBMIT_TIMEOUT_S, script)
-        said = _message(done)
+        said = _parse_message(done)
         if done.returncode != 0 and _is_transient(said):
-            raise _failed("sbatch", said, "sbatch --test-only")
+            raise _make_error("sbatch", said, "sbatch --test-only")
         may_wait = any(words in said.lower() for words in MAY_WAIT)
-        return TestAnswer(_own_words(said), done.returncode == 0, may_wait)
+        return TestAnswer(_strip_own_words(said), done.returncode == 0, may_wait)
 
     def find(self, spec: JobSpec) -> str | None:
-        """Return the job with this tag, None where there is none. Raises SchedulerError."""
+        """Return the job with this tag, or None. Raises SchedulerError."""
         for attempt in range(1, TRIES):
             try:
                 return self._find(spec)
@@ -174,70 +174,78 @@ class SlurmScheduler:
         return self._find(spec)
 
     def _find(self, spec: JobSpec) -> str | None:
-        text = output(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"])
+        text = query_output(["squeue", "-h", "-t", "all", "--me", "-n", spec.name, "-o", "%i|%k"])
         for line in text.splitlines():
             job_id, _, comment = line.partition("|")
             if spec.tag in comment.split():
-                return whole_job(job_id)
+                return find_whole_job(job_id)
         return None
 
 
-def _listed(*selection: str) -> list[JobState]:
+def _query_jobs(*selection: str) -> list[JobState]:
     """Return the jobs that squeue lists. Raises SchedulerError."""
     columns = "%i|%T|%r|%e|%N|%S"
-    return _parsed(output(["squeue", "-h", "-t", "all", *selection, "-o", columns], "invalid job id"))
+    return _parse_jobs(
+        query_output(["squeue", "-h", "-t", "all", *selection, "-o", columns], "invalid job id")
+    )
 
 
-def _parsed(text: str) -> list[JobState]:
-    """Read lines `id|state|reason|end|nodes|start`; of a requeued job the newest record is last."""
+def _parse_jobs(text: str) -> list[JobState]:
+    """Parse lines `id|state|reason|end|nodes|start`; the last record of a requeued job is its newest."""
     found: dict[str, JobState] = {}
     for line in text.splitlines():
         fields = line.split("|")
         if len(fields) >= 5:
             job_id, native, reason, end, nodes, *start = fields
             found[job_id] = JobState(
-                job_id, to_state(native), native, reason, _unix(end), nodes, _unix(start[0] if start else "")
+                job_id,
+                classify_state(native),
+                native,
+                reason,
+                _parse_time(end),
+                nodes,
+                _parse_time(start[0] if start else ""),
             )
     return list(found.values())
 
 
 class _TimedOut(SchedulerError):
-    """A command gave no answer in time; it may have had its effect."""
+    """A command gave no answer in time; it may still have taken effect."""
 
 
 def clean_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without what a surrounding job or a user's defaults would say in our place."""
+    """Return the environment without variables of a surrounding job or defaults of the user."""
     return {name: value for name, value in environ.items() if name in KEPT or not name.startswith(LEAKS)}
 
 
 def require(program: str) -> None:
-    """Raise NoScheduler where this machine lacks a program of Slurm."""
+    """Raise NoScheduler if this machine lacks a program of Slurm."""
     if shutil.which(program) is None:
-        raise _absent(program)
+        raise _make_missing_error(program)
 
 
-def _absent(program: str) -> NoScheduler:
+def _make_missing_error(program: str) -> NoScheduler:
     return NoScheduler(f"{program} is not on the PATH: run this on a login node of a Slurm cluster.")
 
 
 def call(
     argv: list[str], timeout_s: float = CALL_TIMEOUT_S, stdin: str = ""
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command of Slurm. Raises SchedulerError where it is missing or gives no answer in time."""
+    """Run a command of Slurm. Raises SchedulerError if it is missing or gives no answer in time."""
     env = clean_environment(os.environ)
-    if argv[0] != "sbatch":  # which would pass it on to the job
+    if argv[0] != "sbatch":  # sbatch would pass the environment on to the job
         env["SLURM_TIME_FORMAT"] = "%Y-%m-%dT%H:%M:%S%z"
     try:
         return subprocess.run(
             argv, input=stdin, capture_output=True, text=True, errors="replace", timeout=timeout_s, env=env
         )
     except FileNotFoundError as error:
-        raise _absent(argv[0]) from error
+        raise _make_missing_error(argv[0]) from error
     except subprocess.TimeoutExpired as error:
         raise _TimedOut(f"{argv[0]} gave no answer within {timeout_s:g} s") from error
 
 
-def scheduler_answers() -> bool:
+def can_reach_scheduler() -> bool:
     """Return whether the controller answers this node."""
     try:
         return call(["sinfo", "--noheader", "--format=%P"]).returncode == 0
@@ -247,17 +255,17 @@ def scheduler_answers() -> bool:
 
 @dataclass(frozen=True)
 class JobFacts:
-    """What the controller tells of a job; of a heterogeneous one, of all components together."""
+    """The controller's facts about a job; of a heterogeneous job, about all its components."""
 
     is_running: bool
     num_requeues: int
     nodes: frozenset[str]
-    script_signal: int = 0  # that ended the job script; 0 while it lives, or where it exited
+    script_signal: int = 0  # that killed the job script; 0 while it lives, or if it exited
 
 
-def job_facts(job_id: str) -> JobFacts:
-    """Return what `scontrol show job` tells. Raises SchedulerError."""
-    told = output(["scontrol", "show", "job", "-o", job_id])
+def query_job_facts(job_id: str) -> JobFacts:
+    """Return the facts of `scontrol show job`. Raises SchedulerError."""
+    told = query_output(["scontrol", "show", "job", "-o", job_id])
     states, requeues, nodes, codes = (
         re.findall(rf"(?:^|\s){name}=(\S*)", told, re.MULTILINE)
         for name in ("JobState", "Restarts", "NodeList", "ExitCode")
@@ -275,33 +283,33 @@ def job_facts(job_id: str) -> JobFacts:
 
 
 def is_dead(node: str) -> bool:
-    """Return whether no job runs on a node any more, as the controller sees it. Raises SchedulerError."""
-    states = output(["sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T"]).split()
+    """Return whether, according to the controller, a node can't run jobs. Raises SchedulerError."""
+    states = query_output(["sinfo", "--noheader", "--Node", f"--nodes={node}", "--format=%T"]).split()
     return bool(states) and states[0].rstrip("*~#!%$@^-+") in DEAD_NODES
 
 
 def requeue(job_id: str, *, processes_live: bool) -> None:
-    """Have a job that runs or is ending start again under its id, soon. Raises SchedulerError.
+    """Have a running or ending job start again soon, under its id. Raises SchedulerError.
 
-    Slurm lets a requeued job wait for two minutes, unless it is to start later than its processes have ended.
+    Slurm lets a requeued job wait for two minutes, unless its begin time is after the end of its processes.
 
     Args:
-        job_id: Slurm's; of a heterogeneous job that of its first component.
-        processes_live: Roles may run still. Slurm kills what remains after KillWait.
+        job_id: Slurm's id; for a heterogeneous job, the id of its first component.
+        processes_live: Whether roles may still run. Slurm kills the rest after KillWait.
     """
-    output(["scontrol", "requeue", job_id])
+    query_output(["scontrol", "requeue", job_id])
     wait_s = ENDS_WITHIN_S + (_kill_wait_s() if processes_live else 0)
     for _ in range(TRIES):
         try:
-            output(["scontrol", "update", f"jobid={job_id}", f"StartTime=now+{wait_s}"])
+            query_output(["scontrol", "update", f"jobid={job_id}", f"StartTime=now+{wait_s}"])
             return
-        except SchedulerError as error:  # Slurm may not be ready for it after a node was lost
+        except SchedulerError as error:  # Slurm may refuse this just after losing a node
             logger.warning("job %s may start again later than it could: %s", job_id, error)
 
 
 def _kill_wait_s() -> int:
     try:
-        told = re.search(r"^KillWait\s*=\s*(\d+)", output(["scontrol", "show", "config"]), re.MULTILINE)
+        told = re.search(r"^KillWait\s*=\s*(\d+)", query_output(["scontrol", "show", "config"]), re.MULTILINE)
     except SchedulerError:
         told = None
     return int(told[1]) if told else DEFAULT_KILL_WAIT_S
@@ -309,30 +317,30 @@ def _kill_wait_s() -> int:
 
 def cancel_job(job_id: str) -> None:
     """End a job for good. Raises SchedulerError."""
-    output(["scancel", job_id], *IS_OVER)
+    query_output(["scancel", job_id], *IS_OVER)
 
 
-def output(argv: list[str], *accepted: str) -> str:
-    """Return what a command of Slurm prints. Raises SchedulerError for an error without `accepted` words."""
+def query_output(argv: list[str], *accepted: str) -> str:
+    """Return the output of a command of Slurm. Raises SchedulerError for errors without `accepted` words."""
     done = call(argv)
     if done.returncode != 0 and not any(words in done.stderr.lower() for words in accepted):
-        raise _failed(argv[0], _message(done), argv[0])
+        raise _make_error(argv[0], _parse_message(done), argv[0])
     return done.stdout
 
 
-def _failed(program: str, said: str, what: str) -> SchedulerError:
-    """Return the error of a program: that no controller answers it, else `what` failed with what it said."""
+def _make_error(program: str, said: str, what: str) -> SchedulerError:
+    """Return the error of a program: no controller answers it, else `what` failed with its message."""
     if any(words in said.lower() for words in NO_CONTROLLER):
         last = said.rpartition(f"{program}: ")[2]
         return SchedulerError(
             f"{program} is on the PATH, but no Slurm controller answers it ({last}): on a cluster, see "
             f"`hpc-rl doctor`; {LOCAL_INSTEAD}"
         )
-    return SchedulerError(f"{what}: {_own_words(said)}")
+    return SchedulerError(f"{what}: {_strip_own_words(said)}")
 
 
-def _own_words(said: str) -> str:
-    """Return a message of sbatch without the words that differ between a submission and its test."""
+def _strip_own_words(said: str) -> str:
+    """Return a message of sbatch without words that differ between a submission and its test."""
     return _BEFORE_REASON.sub("", said)
 
 
@@ -340,13 +348,13 @@ def _is_transient(problem: str) -> bool:
     return any(words in problem.lower() for words in TRANSIENT)
 
 
-def _message(done: subprocess.CompletedProcess[str]) -> str:
+def _parse_message(done: subprocess.CompletedProcess[str]) -> str:
     """Return the command's own message, on one line."""
     said = done.stderr.strip() or done.stdout.strip()
     return " ".join(said.split()) or f"exit code {done.returncode} without a message"
 
 
-def _unix(text: str) -> float | None:
+def _parse_time(text: str) -> float | None:
     try:
         return datetime.datetime.fromisoformat(text).timestamp()
     except ValueError:  # N/A, Unknown, NONE

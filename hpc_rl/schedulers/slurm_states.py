@@ -1,8 +1,8 @@
-"""Slurm's names for what a job does: base states, flags that hide one, reasons of waiting.
+"""Slurm's job states: base states, flags that hide a base state, reasons for waiting.
 
-The names are those of Slurm 22.05 to 26.05 (job_state_string, job_state_string_compact and the flags of
-slurm.h), which the tests compare with Slurm's own library. Jobs that Slurm lists in parts (tasks of an array
-`12_0` or `12_[1-3%2]`, components of a heterogeneous job `12+0`) are summed up here too.
+The names come from Slurm 22.05 to 26.05 (job_state_string, job_state_string_compact and the flags of
+slurm.h); the tests compare them with Slurm's own library. This module also summarizes jobs that Slurm lists
+in parts (tasks of an array `12_0` or `12_[1-3%2]`, components of a heterogeneous job `12+0`).
 """
 
 import re
@@ -18,10 +18,10 @@ class SlurmState:
     """One base state or flag."""
 
     name: str  # as squeue and sacct print it
-    short: str  # compact form; empty where Slurm has none
-    state: State  # what it means to a trial; a job that still holds nodes is running
+    short: str  # compact form, or empty
+    state: State  # for a trial; a job that still holds nodes is running
     meaning: str  # for users; continues a sentence about the job
-    failure: FailureClass | None = None  # of an end in this state, where it tells
+    failure: FailureClass | None = None  # class of an end in this state, if known
     is_flag: bool = False  # whether it hides a base state
 
 
@@ -70,7 +70,7 @@ _BY_NAME = {name: known for known in SLURM_STATES for name in (known.name, known
 LAUNCH_FAILED = (
     "a node could not start it (see sinfo -R), so Slurm holds it: `scontrol release` lets it start"
 )
-# Reasons of a waiting job, by Slurm's name: class (None: it only waits), and the meaning for users.
+# Reasons of a waiting job, by Slurm's name: class (None: it only waits), and text for users.
 REASONS: dict[str, tuple[FailureClass | None, str]] = {
     "Priority": (None, "jobs of higher priority come first"),
     "Resources": (None, "no nodes are free"),
@@ -102,15 +102,15 @@ REASONS: dict[str, tuple[FailureClass | None, str]] = {
 def find_state(native: str) -> SlurmState | None:
     """Return the state that Slurm printed, None for an unknown name.
 
-    Reads `CANCELLED by 1000`, `OUT_OF_ME+` (cut by a column) and `RUNNING,COMPLETING` too; of several names a
-    flag counts before the base state, as Slurm itself prints them.
+    Also parses `CANCELLED by 1000`, `OUT_OF_ME+` (cut by a column) and `RUNNING,COMPLETING`. Among several
+    names a flag counts before the base state, as in Slurm's own output.
     """
     parts = [part for part in re.split(r"[\s,|]+", native.split(" by ")[0].strip().upper()) if part]
-    found = [known for part in parts if (known := _by_name(part)) is not None]
+    found = [known for part in parts if (known := _find_by_name(part)) is not None]
     return next((known for known in found if known.is_flag), found[0] if found else None)
 
 
-def _by_name(part: str) -> SlurmState | None:
+def _find_by_name(part: str) -> SlurmState | None:
     stem = part.rstrip("+")
     if stem in _BY_NAME:
         return _BY_NAME[stem]
@@ -119,14 +119,14 @@ def _by_name(part: str) -> SlurmState | None:
     return fitting[0] if len({known.state for known in fitting}) == 1 else None
 
 
-def to_state(native: str) -> State:
-    """Return what a state of Slurm means to a trial; UNKNOWN for one that the table does not have."""
+def classify_state(native: str) -> State:
+    """Map a state of Slurm to the state for a trial; UNKNOWN for states missing from the table."""
     known = find_state(native)
     return known.state if known else State.UNKNOWN
 
 
-def why_pending(reason: str) -> tuple[FailureClass | None, str]:
-    """Return class (None: it only waits) and meaning of the reason of a waiting job."""
+def explain_pending(reason: str) -> tuple[FailureClass | None, str]:
+    """Return class (None: it only waits) and description of a waiting job's reason."""
     name = reason.strip("() ").partition(",")[0].split(" ")[0]
     if name in REASONS:
         return REASONS[name]
@@ -138,25 +138,25 @@ def why_pending(reason: str) -> tuple[FailureClass | None, str]:
 _PART = re.compile(r"(?P<whole>\d+)[_+].*")
 
 
-def whole_job(job_id: str) -> str:
-    """Return the job that a task or component belongs to; any other id as it is."""
+def find_whole_job(job_id: str) -> str:
+    """Return the job of a task or component; return other ids unchanged."""
     match = _PART.fullmatch(job_id)
     return match["whole"] if match else job_id
 
 
-def sum_up(parts: Iterable[JobState]) -> dict[str, JobState]:
-    """Return states by the id that was submitted; those of single tasks and components stay, too."""
+def summarize_parts(parts: Iterable[JobState]) -> dict[str, JobState]:
+    """Return states by submitted id; also keep the states of single tasks and components."""
     found: dict[str, JobState] = {}
     members: dict[str, list[JobState]] = {}
     for part in parts:
         found[part.job_id] = part
-        if whole_job(part.job_id) != part.job_id:
-            members.setdefault(whole_job(part.job_id), []).append(part)
-    return found | {job_id: _summary(job_id, states) for job_id, states in members.items()}
+        if find_whole_job(part.job_id) != part.job_id:
+            members.setdefault(find_whole_job(part.job_id), []).append(part)
+    return found | {job_id: _summarize(job_id, states) for job_id, states in members.items()}
 
 
-def _summary(job_id: str, states: list[JobState]) -> JobState:
-    # A job of parts runs while any of them does, and waits while any may still start.
+def _summarize(job_id: str, states: list[JobState]) -> JobState:
+    # A job of parts runs while any part runs, and waits while any part may still start.
     for wanted in (State.RUNNING, State.PENDING):
         of_kind = [state for state in states if state.state is wanted]
         if of_kind:

@@ -1,7 +1,7 @@
-"""Slurm by way of submitit: its executor writes and submits the batch script; the rest is as with sbatch.
+"""Slurm through submitit: its executor writes and submits the batch script; the rest is as with sbatch.
 
-submitit's pickle is in the trial directory, which only its owner can read or write. Its job states are never
-used: they need accounting, and the trial's own files hold more.
+submitit's pickle is in the trial directory, which only its owner can read or write. Its job states are not
+used: they need accounting, and the trial's files tell more.
 """
 
 import contextlib
@@ -15,14 +15,14 @@ from hpc_rl.schedulers.base import JobSpec
 from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment
 from hpc_rl.schedulers.submitit_task import TrialTask
 
-PARAMETERS = "submitit.json"  # beside the script: what is passed to submitit's executor
+PARAMETERS = "submitit.json"  # next to the script: parameters of submitit's executor
 
 
 class SubmititScheduler(SlurmScheduler):
-    """A Slurm cluster whose sbatch is called by submitit."""
+    """A Slurm cluster; submitit calls sbatch."""
 
     def submit(self, spec: JobSpec) -> str:
-        """Submit by submitit's executor. Raises ConfigError where submitit is missing, SchedulerError."""
+        """Submit by submitit's executor. Raises ConfigError if submitit is missing, SchedulerError."""
         try:
             from submitit import SlurmExecutor
         except ImportError as error:
@@ -39,7 +39,7 @@ class SubmititScheduler(SlurmScheduler):
                 executor.update_parameters(**parameters)
                 task = TrialTask(str(spec.script), str(spec.script.parent.parent / "jobs"))
                 return str(executor.submit(task).job_id)
-        except Exception as error:  # submitit has exceptions of its own kinds
+        except Exception as error:  # submitit raises many types
             raise SchedulerError(
                 f"submitit could not submit the job: {' '.join(str(error).split())}"
             ) from error
@@ -47,7 +47,7 @@ class SubmititScheduler(SlurmScheduler):
 
 @contextlib.contextmanager
 def _clean() -> Iterator[None]:
-    """Hold what a surrounding job left in the environment back: submitit passes the environment to sbatch."""
+    """Hide variables of a surrounding job: submitit passes the environment to sbatch."""
     before = dict(os.environ)
     os.environ.clear()
     os.environ.update(clean_environment(before))

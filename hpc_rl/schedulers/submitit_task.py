@@ -1,8 +1,8 @@
-"""What submitit calls in the job: the rendered script, and around it submitit's way to stop and start again.
+"""The task that submitit calls in the job: run the rendered script, and map submitit's requeue to ours.
 
-submitit's signal by itself ends nothing here. It is passed to the script, whose supervisor saves and exits
-with code 75 as for any other stop; only then submitit's own handler runs, and requeues. Imports nothing of
-ours: the pickle of a submission names this module, and must be readable wherever submitit is.
+submitit's signal is passed to the script, whose supervisor saves and exits with code 75, as for any other
+stop. Only then submitit's own handler runs, and requeues. This module imports nothing from hpc_rl: the
+pickle of a submission names it, and must load in any Python with submitit.
 """
 
 import json
@@ -28,7 +28,7 @@ class TrialTask:
         from submitit.core.job_environment import JobEnvironment
 
         number = getattr(signal, f"SIG{JobEnvironment.USR_SIG}")
-        # The handler requeues: not before the state is saved.
+        # The handler requeues: it must not run before the state is saved.
         signal.pthread_sigmask(signal.SIG_BLOCK, {number})
         self.code = self._run(number)
         if self._is_requeued():
@@ -41,19 +41,19 @@ class TrialTask:
         return self.code
 
     def checkpoint(self) -> Any:
-        """Return what submitit starts again; None where nothing was saved, or the trial was cancelled."""
+        """Return the task to requeue; None if nothing was saved, or the trial was cancelled."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(TrialTask(self.script, self.jobs)) if self._is_requeued() else None
 
     def _is_requeued(self) -> bool:
-        """Return whether the script, which knows of a cancel and of recover.mode, is to be started again."""
+        """Return whether the script asks to be started again; it knows of a cancel and of recover.mode."""
         state = Path(self.jobs) / f"{os.environ.get('SLURM_JOB_ID')}.state"
         try:
             last = json.loads(state.read_text().splitlines()[-1])
         except (OSError, ValueError, IndexError):
             return False
-        return last.get("event") == "requeued"  # with code 75, or with any at the time limit
+        return last.get("event") == "requeued"  # with code 75, or any code at the time limit
 
     def _run(self, number: int) -> int:
         job_id = os.environ.get("SLURM_JOB_ID", "local")
@@ -72,6 +72,6 @@ class TrialTask:
 
 
 def _ignore(number: int) -> None:
-    """Ignore a signal: Slurm sends it to every process of the step, and the script would die of it."""
+    """Ignore a signal: Slurm sends it to every process of the step, and it would kill the script."""
     signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})

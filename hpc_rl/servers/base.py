@@ -1,6 +1,6 @@
-"""Backend: what generates behind the proxy: embedded/ (in this process), sglang.py or vllm.py (a subprocess).
+"""The Backend protocol: the generator behind the proxy.
 
-A new one is a module with such a class and a row in allocation.SERVER_BACKENDS.
+Backends are embedded/ (in this process), sglang.py and vllm.py (a subprocess).
 """
 
 from __future__ import annotations
@@ -16,35 +16,36 @@ Answer = tuple[int, Any]  # HTTP status and JSON body
 
 @dataclass(frozen=True)
 class ReplicaPlace:
-    """Where one replica runs."""
+    """The place of one replica: its index, device and files."""
 
     index: int
     device: str  # cpu | cuda
     num_gpus: int
-    log: Path  # for the output of a subprocess
-    secret: Path  # for the configuration that holds the API key of a subprocess
+    log: Path  # output of a subprocess
+    secret: Path  # configuration file with the API key of a subprocess
 
 
 class Backend(Protocol):
-    """Requests are those of SGLang's native API; see proxy.py for the paths that arrive here."""
+    """Serves requests of SGLang's native API; proxy.py lists the paths."""
 
-    makes_initial_weights: bool  # where `actor.init_from_scratch` is set; else it waits for the first publish
+    # with `actor.init_from_scratch`: make random weights, instead of waiting for the first publish
+    makes_initial_weights: bool
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> Backend:
-        """Return the backend of a replica, not started."""
+        """Create the backend of a replica, without starting it."""
 
     async def start(self, path: str, version: str) -> None:
         """Load the checkpoint at `path` and be ready to generate. Raises ConfigError, RoleFailed, OSError."""
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
-        """POST `body` to `path`, or GET it where body is None.
+        """POST `body` to `path`, or GET `path` if `body` is None.
 
-        Never raises for what a client did wrong: that is a status.
+        Client errors are returned as a status, never raised.
         """
 
     def alive(self) -> str:
-        """Empty while it lives, else why it does not."""
+        """Return "" while the backend runs, else the reason why it ended."""
 
     async def stop(self) -> None:
-        """End it; what is in flight is lost."""
+        """Stop the backend. Requests in flight are lost."""

@@ -1,6 +1,6 @@
-"""OpenAI chat requests as native ones, and the answers back.
+"""Converts OpenAI chat requests to native requests, and native answers to OpenAI's.
 
-Not served: tools, images, streaming. No torch.
+Tools, images and streaming are not supported. No torch.
 """
 
 import time
@@ -10,7 +10,7 @@ from typing import Any
 from hpc_rl.core.errors import ConfigError, RequestRefused
 from hpc_rl.datasets.tokenizer import Tokenizer
 
-# keys of OpenAI, and of vLLM and SGLang beside them, and what they are called in a native request
+# sampling keys of OpenAI, vLLM and SGLang -> names in a native request
 SAMPLING = {
     "seed": "sampling_seed",
     "max_tokens": "max_new_tokens",
@@ -27,10 +27,10 @@ _REFUSED_UNLESS = {
 }
 
 
-def to_generate(
+def convert_request(
     body: dict[str, Any], tokenizer: Tokenizer, context_length: int
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return an OpenAI chat request as a /generate request, and its stop strings. Raises RequestRefused."""
+    """Convert an OpenAI chat request to a /generate request and its stop strings. Raises RequestRefused."""
     sampling: dict[str, Any] = {}
     for key, value in body.items():
         if key in SAMPLING:
@@ -58,10 +58,10 @@ def to_generate(
     return {"input_ids": ids, "sampling_params": sampling, "return_logprob": False}, stops
 
 
-def to_completion(
+def convert_answers(
     body: dict[str, Any], answers: list[dict[str, Any]], tokenizer: Tokenizer, stops: list[str]
 ) -> dict[str, Any]:
-    """Return the OpenAI answer. Text from a stop string on is cut off."""
+    """Convert native answers to an OpenAI answer. Cuts the text at the first stop string."""
     choices, metas = [], [answer["meta_info"] for answer in answers]
     for index, answer in enumerate(answers):
         ids, reason = answer["output_ids"], answer["meta_info"]["finish_reason"]

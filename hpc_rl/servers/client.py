@@ -1,8 +1,8 @@
-"""The client of one generation server: SGLang's native schema over HTTP, as every proxy speaks it.
+"""The client of one generation server: SGLang's native schema over HTTP, which every proxy serves.
 
-`generate_many` hides interruptions: a request that comes back as `abort` is sent again with what it has made
-so far, so that the caller sees one Turn whose version spans say which weights made which token. Choosing
-among servers, and what to do when one is gone, is router.py.
+`generate_many` hides interruptions: it sends an aborted request again with the tokens so far. The caller gets
+one Turn; its version spans tell which weights generated which tokens. The router (router.py) chooses servers
+and handles failed ones.
 """
 
 import asyncio
@@ -21,11 +21,11 @@ CONTROL_TIMEOUT_S = 600.0
 
 @dataclass(slots=True)
 class GenerateRequest:
-    """One sample to make.
+    """A request for one sample.
 
     `sampling` has SGLang's names (max_new_tokens, temperature, top_p, top_k, stop_token_ids, ignore_eos,
-    sampling_seed …). `rid` is of fixed length within a trial: servers match aborts by prefix. `min_version`
-    is a label, "" for any.
+    sampling_seed …). All `rid` of a trial have the same length, because servers match aborts by prefix.
+    `min_version` is a label, "" for any version.
     """
 
     input_ids: list[int]
@@ -35,13 +35,13 @@ class GenerateRequest:
 
 
 def open_session() -> aiohttp.ClientSession:
-    """Return a session without a bound on connections: 100 would queue what a server could batch."""
+    """Open a session without a limit on connections, so that servers can batch all requests."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, socket_factory=net.open_socket)
     return aiohttp.ClientSession(connector=connector)
 
 
 def append_spans(spans: list[tuple[str, int, int]], more: list[dict[str, Any]], offset: int) -> None:
-    """Add version spans that count from `offset`, joining neighbours of one version."""
+    """Append version spans, shifted by `offset`; join neighbours with the same version."""
     for item in more:
         version, start, end = str(item["version"]), item["start"] + offset, item["end"] + offset
         if start == end:
@@ -53,7 +53,7 @@ def append_spans(spans: list[tuple[str, int, int]], more: list[dict[str, Any]], 
 
 
 class PartialTurn:
-    """A turn that is being made, over as many interruptions, and servers, as it takes."""
+    """An unfinished turn. It may continue after interruptions, also on other servers."""
 
     def __init__(self, request: GenerateRequest) -> None:
         self.request = request
@@ -61,7 +61,7 @@ class PartialTurn:
         self._budget: int | None = request.sampling.get("max_new_tokens")
 
     def body(self) -> dict[str, Any]:
-        """Return what to ask for now: the input with what was made, and as many tokens less."""
+        """Return the next request: the input plus the tokens so far, with a smaller token budget."""
         request, made = self.request, len(self.turn.output_ids)
         sampling = dict(request.sampling)
         if made and self._budget is not None:
@@ -72,7 +72,7 @@ class PartialTurn:
         return {"input_ids": ids, "sampling_params": sampling, "rid": request.rid}
 
     def absorb(self, answer: dict[str, Any]) -> int:
-        """Append an answer; returns the number of its tokens. Raises InputRefused."""
+        """Append an answer; return the number of its tokens. Raises InputRefused."""
         turn, meta, ids = self.turn, answer["meta_info"], answer["output_ids"]
         reason = meta["finish_reason"]
         if reason["type"] == "abort" and reason.get("status_code") == 400:
@@ -90,10 +90,10 @@ class PartialTurn:
 
 
 class HttpServerClient:
-    """A server by its URL.
+    """The client of the server at a URL.
 
-    Without a control token only `generate_many`, `score_many`, `health` and `model_info` work. `timeout_s` is
-    for one generation, resubmissions and weight updates included.
+    Without a control token, only `generate_many`, `score_many`, `health` and `model_info` work. `timeout_s`
+    limits one generation, including resubmissions and weight updates.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class HttpServerClient:
         self._timeout_s = timeout_s
 
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
-        """Return the turns of several requests in one call, once all are done: the samples of one prompt.
+        """Generate the samples of one prompt in one call; return their turns when all are done.
 
-        All have the same min_version. Raises RequestRefused, ServerStale, ServerUnavailable, for all of them
-        together.
+        All requests must have the same min_version. Raises RequestRefused, ServerStale or ServerUnavailable
+        for all of them together.
         """
         return await self.finish([PartialTurn(request) for request in requests])
 
     async def finish(self, partials: list[PartialTurn]) -> list[Turn]:
-        """Finish turns as generate_many does. They keep their tokens if it fails, for another server."""
+        """Finish turns, as generate_many. After a failure they keep their tokens, for another server."""
         least = partials[0].request.min_version
         headers = {**self._data, MIN_VERSION_HEADER: least} if least else self._data
         left = [partial for partial in partials if partial.turn.finish_reason == "abort"]
@@ -141,24 +141,24 @@ class HttpServerClient:
             answers = answer if len(parts) > 1 else [answer]
             made = sum([partial.absorb(one) for partial, one in zip(left, answers, strict=True)])
             left = [partial for partial in left if partial.turn.finish_reason == "abort"]
-            # aborted before it began: something else goes on there
+            # aborted before the first token: the server is paused or updating
             pause_s = 0.0 if made else min(1.0, 2 * pause_s + 0.05)
 
     async def score_many(self, requests: list[GenerateRequest]) -> list[float]:
-        """Return the score that a reward model gives to each input. Raises as generate_many."""
+        """Return the reward model's score of each input. Raises as generate_many."""
         body = {"input_ids": [request.input_ids for request in requests]}
         answers = await self._call("/classify", body, self._data, self._timeout_s)
         return [float(answer["embedding"][0]) for answer in answers]
 
     async def pause(self) -> None:
-        """Hold generation; running requests continue after `resume` without their cache."""
+        """Pause generation. Running requests continue after `resume`, without their cache."""
         await self._call("/pause_generation", {"mode": "retract"}, self._control, CONTROL_TIMEOUT_S)
 
     async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         await self._call("/continue_generation", {}, self._control, timeout_s)
 
     async def update_weights(self, path: str, label: str) -> None:
-        """Raises RequestRefused when the server kept its old weights."""
+        """Load weights from a path. Raises RequestRefused if the server kept its old weights."""
         body = {"model_path": path, "weight_version": label, "flush_cache": True}
         await self._call("/update_weights_from_disk", body, self._control, CONTROL_TIMEOUT_S)
 
@@ -166,13 +166,13 @@ class HttpServerClient:
         return await self._call("/model_info", None, self._data, 30.0)
 
     async def health(self, timeout_s: float = 5.0) -> dict[str, Any]:
-        """State, epoch and weight version; immediate, also while paused. Raises ServerUnavailable for 503."""
+        """Return state, epoch and weight version, even while paused. Raises ServerUnavailable for 503."""
         return await self._call("/health", None, self._data, timeout_s)
 
     async def _call(
         self, path: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float | None = None
     ) -> Any:
-        """POST `body`, or GET where it is None."""
+        """POST `body`, or GET if it is None."""
         method = "GET" if body is None else "POST"
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=net.SILENCE_S)
         try:
@@ -187,9 +187,9 @@ class HttpServerClient:
             raise ServerUnavailable(f"{self.url}{path}: no answer within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-        return self._checked(path, status, answer)
+        return self._check_answer(path, status, answer)
 
-    def _checked(self, path: str, status: int, answer: Any) -> Any:
+    def _check_answer(self, path: str, status: int, answer: Any) -> Any:
         if status == 200:
             return answer
         message = f"{self.url}{path} answered {status}: {answer}"

@@ -1,7 +1,4 @@
-"""SGLang's native API for the backends that are not SGLang: requests are read, answers are made.
-
-No torch.
-"""
+"""SGLang's native API for other backends: parses requests and builds answers. No torch."""
 
 import difflib
 from collections.abc import Callable, Iterable
@@ -27,7 +24,7 @@ class NativeRequest:
 def split(
     body: dict[str, Any], server: str, encode: Callable[[str], list[int]]
 ) -> tuple[list[NativeRequest], bool]:
-    """Return the inputs of a request to /generate, and whether it came with a list. Raises RequestRefused."""
+    """Return the inputs of a request to /generate, and whether it had a list. Raises RequestRefused."""
     unknown = body.keys() - _KEYS
     if unknown:
         raise RequestRefused(f"unknown key {min(unknown)!r}; known are {', '.join(sorted(_KEYS))}")
@@ -35,7 +32,7 @@ def split(
     if body.get("stream") or body.get("top_logprobs_num") or whole_prompt:
         unserved = "stream, top_logprobs_num and logprob_start_len"
         raise RequestRefused(f"{unserved} are not served by {server}")
-    inputs, batched = _inputs(body, encode)
+    inputs, batched = _parse_inputs(body, encode)
     rid, count = body.get("rid"), len(inputs)
     rids = rid if isinstance(rid, list) else [rid or ""] if not batched else [""] * count
     if len(rids) != count or not all(isinstance(one, str) for one in rids):
@@ -50,7 +47,7 @@ def split(
     return [NativeRequest(*each) for each in zip(inputs, rids, sampling, strict=True)], batched
 
 
-def _inputs(body: dict[str, Any], encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:
+def _parse_inputs(body: dict[str, Any], encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:
     ids, text = body.get("input_ids"), body.get("text")
     if (ids is None) == (text is None):
         raise RequestRefused("give either input_ids or text")
@@ -66,7 +63,7 @@ def _inputs(body: dict[str, Any], encode: Callable[[str], list[int]]) -> tuple[l
     return (ids if batched else [ids]), batched
 
 
-def to_answer(
+def make_answer(
     rid: str,
     made: list[int],
     logprobs: list[float] | None,
@@ -74,7 +71,7 @@ def to_answer(
     spans: list[tuple[str, int, int]],
     **meta: Any,
 ) -> dict[str, Any]:
-    """Return the answer for one sample; `spans` say which weights made which of its tokens."""
+    """Return the answer for one sample. `spans` are (version, start, end) of its tokens."""
     meta |= {"id": rid, "finish_reason": finish, "completion_tokens": len(made)}
     meta["weight_versions"] = [{"version": v, "start": start, "end": end} for v, start, end in spans]
     if spans:
@@ -86,21 +83,21 @@ def to_answer(
     return {"output_ids": made, "meta_info": meta}
 
 
-def pause_mode(body: dict[str, Any]) -> str:
-    """Return how to pause. Raises RequestRefused."""
+def parse_pause_mode(body: dict[str, Any]) -> str:
+    """Return the mode of a pause request. Raises RequestRefused."""
     mode = body.get("mode", "abort")
     if mode not in PAUSE_MODES:
         raise RequestRefused(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
     return str(mode)
 
 
-def unknown_key(key: str, known: Iterable[str], also: Iterable[str] = ()) -> RequestRefused:
-    """Return the refusal of an unknown sampling key; the nearest of `known` and `also` is its hint."""
+def make_unknown_key_error(key: str, known: Iterable[str], also: Iterable[str] = ()) -> RequestRefused:
+    """Return the error for an unknown sampling key. It suggests the nearest of `known` and `also`."""
     near = difflib.get_close_matches(key, [*known, *also], 1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
     return RequestRefused(f"unknown sampling key {key!r}{hint}")
 
 
-def refused(message: str) -> dict[str, Any]:
-    """Return the body of an answer that says why."""
+def make_refusal(message: str) -> dict[str, Any]:
+    """Return the body of an error answer."""
     return {"error": {"message": message}}

@@ -1,10 +1,10 @@
-"""Proxy: the authenticated face of one server replica, in front of whatever backend generates.
+"""The proxy: the authenticated HTTP interface of one server replica, in front of its backend.
 
 Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions, or /classify of
 a reward model; GET /model_info, /health. Control token (bearer only): POST /pause_generation,
-/continue_generation, /abort_request, /update_weights_from_disk, /flush_cache, /shutdown. It adds what a
-backend does not know: epoch, attempt, the labels' order, refusal while stale. Leases, reloading and the end
-of the process are replica.py's.
+/continue_generation, /abort_request, /update_weights_from_disk, /flush_cache, /shutdown. The proxy adds epoch
+and attempt, checks the order of version labels, and refuses requests while it is stale. replica.py handles
+leases, reloading and the end of the process.
 """
 
 import asyncio
@@ -20,8 +20,8 @@ from typing import Any
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from hpc_rl.core.auth import Access, Tokens, json_object
-from hpc_rl.core.http_service import HttpService, access_of, application, read_body
+from hpc_rl.core.auth import Access, Tokens, parse_json_object
+from hpc_rl.core.http_service import HttpService, find_access, make_application, receive_body
 from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.client import MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older
@@ -37,11 +37,11 @@ CONTROL_POST = (
     "/flush_cache",
 )
 MAX_BODY_BYTES = 64 * 2**20
-UP = ("waiting", "serving")  # the backend runs; it is `waiting` until it has weights that were published
+UP = ("waiting", "serving")  # the backend runs; `waiting`: it has no published weights yet
 
 
 class Proxy:
-    """One replica's HTTP application and its state; `on_change` is called after state or version changed."""
+    """One replica's HTTP application and its state. Calls `on_change` after a change of state or version."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class Proxy:
         on_shutdown: Callable[[], None] = lambda: None,
         frozen: bool = False,
     ) -> None:
-        self.frozen = frozen  # takes no weights
+        self.frozen = frozen  # refuses new weights
         self.backend = backend
         self.epoch = 0
         self.version = ""
@@ -73,7 +73,7 @@ class Proxy:
 
     @property
     def busy_s(self) -> float:
-        """For how long it has had a request to generate, in seconds."""
+        """The total time with at least one request, in seconds."""
         return self._busy_s + (time.monotonic() - self._busy_since if self._num_running else 0.0)
 
     @contextmanager
@@ -89,15 +89,15 @@ class Proxy:
                 self._busy_s += time.monotonic() - self._busy_since
 
     def enter(self, lifecycle: str) -> None:
-        """Change the lifecycle; `stale` is final but for `stopping`."""
+        """Change the lifecycle. From `stale` it changes only to `stopping`."""
         if self.lifecycle == "stale" and lifecycle != "stopping":
             return
         self.lifecycle = lifecycle
         self._on_change()
 
     async def serve(self, sock: socket.socket) -> None:
-        """Answer on a bound socket from now on."""
-        app = application(self._tokens, self._check, MAX_BODY_BYTES)
+        """Start to serve on a bound socket."""
+        app = make_application(self._tokens, self._check, MAX_BODY_BYTES)
         for prefix in ("", "/t/{token}"):
             app.router.add_get(prefix + "/health", self._health)
             app.router.add_get(prefix + "/model_info", self._model_info)
@@ -106,7 +106,7 @@ class Proxy:
         for path in CONTROL_POST:
             app.router.add_post(path, self._control_call)
         app.router.add_post("/shutdown", self._shutdown)
-        # a client that hangs up cancels its handler, which aborts the request in the backend
+        # a client that disconnects cancels its handler, which aborts the request in the backend
         self._service = HttpService(app, close_timeout_s=2.0, cancels=True)
         await self._service.start(sock)
 
@@ -116,44 +116,44 @@ class Proxy:
 
     @web.middleware
     async def _check(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse a request without the token that its path needs; the one in the path is the data token."""
+        """Refuse a request without the token that its path needs. A token in the path is the data token."""
         path = request.path
         needed = Access.CONTROL if path in (*CONTROL_POST, "/shutdown") else Access.DATA
-        if access_of(request) < needed:
-            return _json(401, {"error": {"message": f"the {needed.name.lower()} token is needed"}})
+        if find_access(request) < needed:
+            return _make_response(401, {"error": {"message": f"the {needed.name.lower()} token is needed"}})
         try:
             return await handler(request)
         except (web.HTTPNotFound, web.HTTPMethodNotAllowed) as error:
             message = f"no such path for the {needed.name.lower()} token: {request.method} {path}"
-            return _json(error.status, {"error": {"message": message}})
+            return _make_response(error.status, {"error": {"message": message}})
 
     # data
     async def _health(self, _request: web.Request) -> web.Response:
         state = "dead" if self.lifecycle in UP and self.backend.alive() else self.state
         known = {"state": state, "epoch": self.epoch, "weight_version": self.version}
         known |= {"attempt": self._attempt, "incarnation": self._incarnation}
-        return _json(200 if state in ("serving", "paused", "waiting") else 503, known)
+        return _make_response(200 if state in ("serving", "paused", "waiting") else 503, known)
 
     async def _generate(self, path: str, request: web.Request) -> web.Response:
         if self.lifecycle != "serving":
-            return _json(*self._not_up())
+            return _make_response(*self._not_up())
         least = request.headers.get(MIN_VERSION_HEADER, "")
         try:
             if least and is_older(self.version, least):
-                return _json(503, {"error": "stale", "weight_version": self.version})
-            body = json_object(await read_body(request, MAX_BODY_BYTES))
+                return _make_response(503, {"error": "stale", "weight_version": self.version})
+            body = parse_json_object(await receive_body(request, MAX_BODY_BYTES))
         except ValueError as error:
-            return _json(400, {"error": {"message": f"{error}"}})
+            return _make_response(400, {"error": {"message": f"{error}"}})
         with self._busy():
-            return _json(*await self.backend.request(path, body))
+            return _make_response(*await self.backend.request(path, body))
 
     async def _model_info(self, _request: web.Request) -> web.Response:
         if self.lifecycle not in UP:
-            return _json(*self._not_up())
+            return _make_response(*self._not_up())
         status, answer = await self.backend.request("/model_info", None)
         if status == 200:
             answer = {**answer, "weight_version": self.version, "epoch": self.epoch}
-        return _json(status, answer)
+        return _make_response(status, answer)
 
     def _not_up(self) -> Answer:
         return 503, {"error": {"message": f"the server is {self.lifecycle}"}, "state": self.lifecycle}
@@ -161,15 +161,15 @@ class Proxy:
     # control
     async def _control_call(self, request: web.Request) -> web.Response:
         try:
-            raw = await read_body(request, MAX_BODY_BYTES)
-            body = json_object(raw) if raw else {}
+            raw = await receive_body(request, MAX_BODY_BYTES)
+            body = parse_json_object(raw) if raw else {}
         except ValueError as error:
-            return _json(400, {"error": {"message": f"{error}"}})
-        # a publisher that hangs up must not leave an update half recorded: the call goes on without it
-        return _json(*await asyncio.shield(asyncio.ensure_future(self.control(request.path, body))))
+            return _make_response(400, {"error": {"message": f"{error}"}})
+        # the call continues if the publisher disconnects: an update must not be recorded by half
+        return _make_response(*await asyncio.shield(asyncio.ensure_future(self.control(request.path, body))))
 
     async def control(self, path: str, body: dict[str, Any]) -> Answer:
-        """Answer a control call of a client with the control token, or of the replica itself.
+        """Answer a control call from a client with the control token or from the replica itself.
 
         Updates run one at a time.
         """
@@ -188,17 +188,17 @@ class Proxy:
 
     async def _update(self, body: dict[str, Any]) -> Answer:
         if self.frozen:
-            return _not_updated("the model of this pool is frozen: it takes no weights")
+            return _refuse_update("the model of this pool is frozen: it takes no weights")
         label = body.get("weight_version")
         try:
             if not isinstance(label, str) or is_older(label, self.version or "0.0"):
                 oldest = self.version or "0.0"
                 allowed = f"a label not older than {oldest!r}"
-                return _not_updated(f"weight_version must be {allowed}, got {label!r}")
+                return _refuse_update(f"weight_version must be {allowed}, got {label!r}")
         except ValueError as error:
-            return _not_updated(str(error))
+            return _refuse_update(str(error))
         if self.pause_mode == "in_place" and body.get("flush_cache", True):
-            return _not_updated(
+            return _refuse_update(
                 "requests that are paused in place hold their cache: "
                 "send flush_cache false, or pause with retract"
             )
@@ -215,12 +215,12 @@ class Proxy:
 
     async def _shutdown(self, _request: web.Request) -> web.Response:
         self._on_shutdown()
-        return _json(200, {"status": "ok"})
+        return _make_response(200, {"status": "ok"})
 
 
-def _not_updated(message: str) -> Answer:
+def _refuse_update(message: str) -> Answer:
     return 400, {"success": False, "message": message, "error": {"message": message}}
 
 
-def _json(status: int, body: Any) -> web.Response:
+def _make_response(status: int, body: Any) -> web.Response:
     return web.Response(body=json.dumps(body).encode(), status=status, content_type="application/json")

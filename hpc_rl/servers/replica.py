@@ -1,9 +1,9 @@
-"""Replica: the life of one server.
+"""The life cycle of one server replica.
 
-Start, load the newest published weights, hold the lease, watch for newer ones, drain.
+It starts, loads the newest published weights, holds its lease, watches for newer weights, and drains.
 
-The order matters: the port is bound first, then the lease is taken (state `starting`), then the backend
-loads, and only with published weights does the lease say `serving`. A replica that missed a publish loads it
+The order matters: it binds the port, takes the lease (state `starting`), and starts the backend. The lease
+says `serving` only once the backend has published weights. A replica that missed a publish loads the weights
 by itself after a while.
 """
 
@@ -20,8 +20,8 @@ from typing import Any
 
 from hpc_rl.core.allocation import DEFAULT_POOL
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, RoleFailed, Stale
-from hpc_rl.core.net import bind_published, http_url
-from hpc_rl.core.trial import Trial, read_json, write_atomic
+from hpc_rl.core.net import bind_published, make_http_url
+from hpc_rl.core.trial import Trial, load_json, write_atomic
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
 from hpc_rl.servers.base import Backend
@@ -30,17 +30,17 @@ from hpc_rl.servers.router import is_older
 
 logger = logging.getLogger(__name__)
 
-CHECK_S = 0.5  # between two looks at the backend, and at the lease's next heartbeat
-FOLLOW_S = 2.0  # between two looks at what is published: the publisher tells, unless its call is lost
-SELF_LOAD_AFTER_S = 3.0  # the publisher's own update comes first
-USE_EVERY_S = 30.0  # between two records of how busy it was, for `hpc-rl report`
-PAUSE_LIMIT_S = 300.0  # without any control call: the publisher that paused is gone
+CHECK_S = 0.5  # between checks of the backend and of the lease's heartbeat
+FOLLOW_S = 2.0  # between checks for published weights, in case the publisher's call was lost
+SELF_LOAD_AFTER_S = 3.0  # gives the publisher time to update the server first
+USE_EVERY_S = 30.0  # between records of busy time, for `hpc-rl report`
+PAUSE_LIMIT_S = 300.0  # without a control call; then the publisher that paused is considered dead
 DRAIN_S = 3.0
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Which replica, and which start of it."""
+    """The identity of a replica and of its start."""
 
     index: int
     attempt: str
@@ -51,8 +51,8 @@ class Identity:
 class Replica:
     """Runs one backend behind its proxy until asked to stop.
 
-    Before anything is published it starts from the checkpoint at `base_path`; "" waits for the first publish.
-    A `frozen` one serves that checkpoint for ever, whatever is published.
+    Before the first publish it serves the checkpoint at `base_path`; if that is "", it waits. A `frozen`
+    replica always serves that checkpoint and ignores published weights.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Replica:
         self._address = address
         self._shutdown = threading.Event()
         self._changed = asyncio.Event()
-        # label of the weights that are being loaded: the lease keeps their directory from being deleted
+        # label of the weights that are loading; the lease protects their directory from deletion
         self._loading = ""
         self.proxy = Proxy(
             backend,
@@ -85,16 +85,16 @@ class Replica:
         )
         self._url = ""
         self._lease: Lease | None = None
-        self._reported_s = 0.0  # for how long it had requests, as recorded last
-        self._newer: tuple[str, float] = ("", 0.0)  # label of newer weights and when they were seen first
+        self._reported_s = 0.0  # last recorded busy time
+        self._newer: tuple[str, float] = ("", 0.0)  # label of newer weights, and the time of their discovery
 
     async def run(self, stopping: threading.Event) -> int:
-        """Until `stopping` or POST /shutdown: ExitCode.STOPPED.
+        """Serve until `stopping` is set or POST /shutdown; return ExitCode.STOPPED.
 
-        Raises RoleFailed when backend or lease is lost, ConfigError.
+        Raises RoleFailed if the backend or the lease is lost, ConfigError.
         """
         sock = bind_published(self._address)
-        self._url = http_url(self._address, sock.getsockname()[1])
+        self._url = make_http_url(self._address, sock.getsockname()[1])
         await self.proxy.serve(sock)
         key, value = keys.server(self._who.pool, self._who.index), self._value()
         self._lease = await asyncio.to_thread(self._names.lease, key, value)
@@ -119,7 +119,7 @@ class Replica:
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.to_thread(self._report_use)
         if not self._backend.alive() and (self.proxy.version or self._frozen):
-            # running requests go back to their clients with what they have
+            # running requests return to their clients with the tokens so far
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(DRAIN_S):
                     await self._backend.request("/pause_generation", {"mode": "abort"})
@@ -133,7 +133,7 @@ class Replica:
         return {
             "url": self._url,
             "version": self._loading or self.proxy.version,
-            "state": self.proxy.lifecycle,  # not whether it is paused: each publish would cost two writes
+            "state": self.proxy.lifecycle,  # without `paused`, which would cost two writes per publish
             "attempt": self._who.attempt,
             "incarnation": self._who.incarnation,
             "pid": os.getpid(),
@@ -155,12 +155,12 @@ class Replica:
             except Stale as error:
                 self.proxy.enter("stale")
                 raise RoleFailed(f"another server {self._who.index} has taken over: {error}") from error
-            # a shared file system may fail for a while; the lease's age tells readers
+            # a shared file system may fail for a while; readers see the age of the lease
             except OSError as error:
                 logger.warning("can't renew the lease: %s", error)
 
     def _report_use(self) -> None:
-        """Record for how long it had requests, where it had more. A failing file system costs a log line."""
+        """Record the busy time if it has grown. An error of the file system is only logged."""
         if (busy_s := round(self.proxy.busy_s, 3)) == self._reported_s:
             return
         path = self._trial.attempt(self._who.attempt).server_use(self._who.index, self._who.incarnation)
@@ -201,20 +201,20 @@ class Replica:
             except (ConfigError, OSError, ValueError) as error:
                 newer = self._current()
                 if newer == current:
-                    # what was published may be whole again when we come back
+                    # published weights may be whole again after a restart
                     kind = RoleFailed if current else ConfigError
                     raise kind(f"the checkpoint at {path} can't be served: {error}") from error
-                logger.info("weights %r went while they were loaded: %s", self._loading, error)
+                logger.info("weights %r were removed during loading: %s", self._loading, error)
                 current = newer
         self.proxy.version, self._loading = self._loading, ""
         self.proxy.enter("serving" if self.proxy.version or self._frozen else "waiting")
         logger.info("%s with weights %r from %s", self.proxy.state, self.proxy.version, path)
 
     def _current(self) -> dict[str, Any] | None:
-        return None if self._frozen else read_json(self._trial.current_weights)
+        return None if self._frozen else load_json(self._trial.current_weights)
 
     async def _follow(self) -> None:
-        """Load what was published and did not arrive; end a pause that no process ends."""
+        """Load weights whose publication was missed, and end a pause that was forgotten."""
         current = await asyncio.to_thread(self._current)
         proxy, now = self.proxy, time.monotonic()
         if current and is_older(proxy.version, current["label"]):

@@ -1,8 +1,8 @@
-"""Router: the live servers of a pool, as their leases tell, and the choice of one for each request.
+"""The router: reads the live servers of a pool from their leases, and chooses one for each request.
 
-It picks the server with the fewest requests of its own, forgets one that can't be reached until that server
-has a new epoch or answers /health again, and waits, saying for what, when there is none. It knows nothing of
-what the requests mean.
+It picks the server with the fewest of its requests. It skips a server that can't be reached until that server
+has a new epoch or answers /health again. If there is no server, it waits and logs why. It does not interpret
+requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def is_older(version: str, minimum: str) -> bool:
-    """Return whether label `version` comes before label `minimum`; "" is older than any label."""
+    """Return whether label `version` is older than label `minimum`; "" is older than any label."""
     if not minimum:
         return False
     if not version:
@@ -44,7 +44,7 @@ class Server:
 
     lease: LeaseView
     client: HttpServerClient
-    suspect: bool = False  # a request failed to reach it
+    suspect: bool = False  # a request could not reach it
     running: int = 0
 
     @property
@@ -59,15 +59,15 @@ class Router:
     names: NameResolve
     data_token: str
     pool: str = DEFAULT_POOL
-    setup_timeout_s: float = 600.0  # to wait for a server when there is none
+    setup_timeout_s: float = 600.0  # wait for a server if none is live
     request_timeout_s: float = 3600.0  # of one generation
-    request_retries: int = 3  # after failures of servers; one that waits for new weights has not failed
-    policy: Literal["least_loaded", "round_robin"] = "least_loaded"  # by the requests of this router
+    request_retries: int = 3  # after failures of servers; a stale server has not failed
+    policy: Literal["least_loaded", "round_robin"] = "least_loaded"  # counts the requests of this router
     poll_s: float = 0.5  # between reads of the leases
     _servers: dict[str, Server] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _last_turn: int = 0  # of round_robin
-    _said: float = -math.inf  # when it was logged that there is no server
+    _said: float = -math.inf  # time of the last log line about a missing server
 
     async def __aenter__(self) -> Router:
         self._session = open_session()
@@ -81,10 +81,10 @@ class Router:
         await self._session.close()
 
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
-        """Turns of several requests with one `min_version`, all from one server, in one call.
+        """Generate several requests with the same `min_version` on one server, in one call.
 
-        If that server fails, the next one continues with the tokens that there are. Raises RequestRefused
-        (a bug of a request), ServerUnavailable (every try failed), RoleFailed (no server came up).
+        If the server fails, another one continues with the tokens so far. Raises RequestRefused (a bug in a
+        request), ServerUnavailable (every try failed), RoleFailed (no server came up).
         """
         partials = [PartialTurn(request) for request in requests]
 
@@ -94,13 +94,15 @@ class Router:
             self.observe(server, requests, turns, time.monotonic() - begun)
             return turns
 
-        return await self._tried(requests, ask)
+        return await self._try_servers(requests, ask)
 
     async def score_many(self, requests: list[GenerateRequest]) -> list[float]:
-        """Return the scores of inputs, all from one server of a reward model. Raises as generate_many."""
-        return await self._tried(requests, lambda server: server.client.score_many(requests))
+        """Return the scores of inputs, all from one reward-model server. Raises as generate_many."""
+        return await self._try_servers(requests, lambda server: server.client.score_many(requests))
 
-    async def _tried(self, requests: Sequence[GenerateRequest], ask: Callable[[Server], Awaitable[T]]) -> T:
+    async def _try_servers(
+        self, requests: Sequence[GenerateRequest], ask: Callable[[Server], Awaitable[T]]
+    ) -> T:
         deadline = time.monotonic() + self.request_timeout_s
         failures, stale_s = 0, 0.05
         while True:
@@ -118,7 +120,7 @@ class Router:
                 failures += 1
                 if failures > self.request_retries:
                     raise
-                # the second time another server may do it; then all may be in trouble for a while
+                # retry at once on another server; after that, all servers may be in trouble for a while
                 await asyncio.sleep(min(MAX_PAUSE_S, 4.0 ** (failures - 1)) if failures > 1 else 0)
             finally:
                 server.running -= len(requests)
@@ -139,11 +141,10 @@ class Router:
                 return self.choose(fresh or live, requests)
             now = time.monotonic()
             if now > deadline:
-                raise RoleFailed(
-                    f"pool {self.pool}: no server within {self.setup_timeout_s:.0f} s: {self._known()}"
-                )
-            if now > max(begun + 5.0, self._said + 30.0):  # of all that wait
-                logger.info("pool %s: waiting for a server: %s", self.pool, self._known())
+                waited = f"no server within {self.setup_timeout_s:.0f} s"
+                raise RoleFailed(f"pool {self.pool}: {waited}: {self._describe_servers()}")
+            if now > max(begun + 5.0, self._said + 30.0):  # one line for all waiting requests
+                logger.info("pool %s: waiting for a server: %s", self.pool, self._describe_servers())
                 self._said = now
             self._changed.clear()
             with contextlib.suppress(TimeoutError):
@@ -151,7 +152,7 @@ class Router:
                     await self._changed.wait()
 
     def choose(self, servers: list[Server], requests: Sequence[GenerateRequest]) -> Server:
-        """Return the server for these requests. A subclass may choose otherwise."""
+        """Return the server for these requests. Subclasses may override this."""
         if self.policy == "round_robin":
             self._last_turn += 1
             return sorted(servers, key=lambda s: s.lease.key)[self._last_turn % len(servers)]
@@ -160,9 +161,9 @@ class Router:
     def observe(
         self, server: Server, requests: Sequence[GenerateRequest], turns: Sequence[Turn], elapsed_s: float
     ) -> None:
-        """Take note of an answer; for subclasses."""
+        """Called after each answer. Subclasses may override this."""
 
-    def _known(self) -> str:
+    def _describe_servers(self) -> str:
         if not self._servers:
             return "none has reported yet"
         known = [(key, "out of reach" if s.suspect else s.state) for key, s in self._servers.items()]
@@ -171,8 +172,8 @@ class Router:
     async def _poll(self) -> None:
         while True:
             try:
-                seen = await asyncio.to_thread(self.names.leases, keys.servers(self.pool))
-            # a shared file system may fail for a while; what is known stays
+                seen = await asyncio.to_thread(self.names.list_leases, keys.servers(self.pool))
+            # a shared file system may fail for a while; keep the known servers
             except (OSError, HpcRlError) as error:
                 logger.warning("can't read the server leases: %s", error)
             else:

@@ -1,8 +1,6 @@
-"""Sampling parameters in SGLang's names: what the embedded engine takes, and what it refuses with the reason.
+"""Sampling parameters of the embedded engine, with SGLang's names. No torch.
 
-No torch.
-
-A key that SGLang knows and this engine does not serve is accepted at its neutral value only; any other key is
+Keys of SGLang that this engine does not support are accepted only with their neutral value. Other keys are
 unknown.
 """
 
@@ -11,7 +9,7 @@ from typing import Any
 
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.core.errors import RequestRefused
-from hpc_rl.servers.native_api import unknown_key
+from hpc_rl.servers.native_api import make_unknown_key_error
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_p": (0.0,),
@@ -27,15 +25,15 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "custom_params": ({},),
 }
-# they change `text`, which isn't made
+# these change `text`, which the engine does not return
 _TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled.
+    """The sampling parameters of one request.
 
-    `top_k` -1 means all; `sampling_seed` None means a seed of the server's choice.
+    `top_k` -1 means all tokens. If `sampling_seed` is None, the server chooses the seed.
     """
 
     max_new_tokens: int = 128
@@ -49,15 +47,15 @@ class SamplingParams:
     n: int = 1
 
 
-def sampling_temperature(gconfig: GenerationHyperparameters) -> float:
-    """Return the temperature that requests have: 0 if greedy."""
+def get_sampling_temperature(gconfig: GenerationHyperparameters) -> float:
+    """Return the temperature of requests: 0 if greedy."""
     return 0.0 if gconfig.greedy else gconfig.temperature
 
 
-def logprob_temperature(temperature: float) -> float:
-    """Return the temperature of the log-probabilities of tokens that were sampled at `temperature`.
+def get_logprob_temperature(temperature: float) -> float:
+    """Return the temperature of log-probabilities for tokens sampled at `temperature`.
 
-    It is the same, but 1 for greedy sampling (0), which has no distribution: every server then reports
+    It is the same, except 1 for greedy sampling (0), which has no distribution: servers report
     log-probabilities at 1, and the trainer recomputes them at 1.
     """
     return temperature or 1.0
@@ -67,8 +65,11 @@ MAX_NUMBER = 1e6
 KNOWN = tuple(f.name for f in fields(SamplingParams))
 
 
-def parse(given: dict[str, Any] | None) -> SamplingParams:
-    """Raises RequestRefused, naming the key, the value and what is allowed."""
+def parse_sampling(given: dict[str, Any] | None) -> SamplingParams:
+    """Parse the sampling parameters of a request.
+
+    Raises RequestRefused with the key, its value and the allowed values.
+    """
     if given is not None and not isinstance(given, dict):
         raise RequestRefused(f"sampling_params must be an object, got {type(given).__name__}")
     values: dict[str, Any] = {}
@@ -81,14 +82,14 @@ def parse(given: dict[str, Any] | None) -> SamplingParams:
                 problem = f"the embedded engine does not serve it, got {value!r}; use sglang"
                 raise RequestRefused(f"sampling key {key!r}: {problem}")
         elif key not in _TEXT_ONLY:
-            raise unknown_key(key, KNOWN, _NEUTRAL)
-    return _checked(values)
+            raise make_unknown_key_error(key, KNOWN, _NEUTRAL)
+    return _check_values(values)
 
 
-def _checked(values: dict[str, Any]) -> SamplingParams:
+def _check_values(values: dict[str, Any]) -> SamplingParams:
     for key in ("max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed"):
         if key in values:
-            values[key] = _integer(key, values[key])
+            values[key] = _check_integer(key, values[key])
     for key in ("temperature", "top_p"):
         if key in values:
             value = values[key]
@@ -97,7 +98,7 @@ def _checked(values: dict[str, Any]) -> SamplingParams:
     stop = values.get("stop_token_ids", ())
     if not isinstance(stop, list | tuple):
         raise RequestRefused(f"sampling key 'stop_token_ids' must be a list of integers, got {stop!r}")
-    values["stop_token_ids"] = tuple(sorted({_integer("stop_token_ids", token) for token in stop}))
+    values["stop_token_ids"] = tuple(sorted({_check_integer("stop_token_ids", token) for token in stop}))
     params = SamplingParams(**values)
     rules = (
         (params.max_new_tokens >= 0, "max_new_tokens", "at least 0"),
@@ -114,7 +115,7 @@ def _checked(values: dict[str, Any]) -> SamplingParams:
     return params
 
 
-def _integer(key: str, value: Any) -> int:
+def _check_integer(key: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not abs(value) < 1 << 63:
         raise RequestRefused(f"sampling key {key!r} must be an integer of 64 bits, got {value!r:.80}")
     return value

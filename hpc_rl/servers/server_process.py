@@ -1,7 +1,6 @@
-"""ServerProcess: a generation server of another project (SGLang, vLLM) as a subprocess, asked over HTTP.
+"""ServerProcess: a generation server of another project (SGLang, vLLM) in a subprocess, used over HTTP.
 
-Its environment is its own: neither our PYTHONPATH nor our packages. Its flags follow from the table of its
-version (config/tables).
+It does not inherit our PYTHONPATH or packages. Its flags come from the table for its version (config/tables).
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from typing import Any
 import aiohttp
 
 from hpc_rl.config.flags import Flags
-from hpc_rl.config.load.stored import open_variables
+from hpc_rl.config.load.stored import list_open_variables
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.core.errors import ConfigError, RoleFailed
-from hpc_rl.core.files import last_lines
+from hpc_rl.core.files import load_last_lines
 from hpc_rl.core.proc import TiedProcess
 from hpc_rl.servers.base import Answer, ReplicaPlace
 
@@ -36,13 +35,13 @@ Setting = str | int | float | bool | list[int]
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 NO_LIMIT = aiohttp.ClientTimeout(total=None)
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=30)
-LAST_LINES = 20  # of its log, in a failure
+LAST_LINES = 20  # of its log, in error messages
 END_GRACE_S = 15.0
 
 
-def table_for(tables: Mapping[str, Flags], name: str, version: str, configured: str) -> tuple[Flags, str]:
-    """Return the flags of an installed version; warn where it is unknown or not the configured one."""
-    version = version.partition("+")[0]  # +cpu and the like say how it was built
+def choose_table(tables: Mapping[str, Flags], name: str, version: str, configured: str) -> tuple[Flags, str]:
+    """Return the flags of an installed version, and a warning if it is unknown or not the configured one."""
+    version = version.partition("+")[0]  # without a build tag such as +cpu
     if version in tables:
         option = f"{name.lower()}.version"
         other = f"{name} is {version}, but {option}, by which the options were checked, is {configured}"
@@ -54,13 +53,13 @@ def table_for(tables: Mapping[str, Flags], name: str, version: str, configured: 
     ], f"{name} {version} is not in the flag table ({known}): taking the flags of {newest}"
 
 
-def given(settings: Mapping[str, Setting | None]) -> dict[str, Setting]:
-    """Return the settings that become flags: what is null, empty or false is left to the server."""
+def select_settings(settings: Mapping[str, Setting | None]) -> dict[str, Setting]:
+    """Return the settings that become flags. Null, empty and false settings are left to the server."""
     return {name: value for name, value in settings.items() if value not in (None, "") and value is not False}
 
 
-def arguments(settings: Mapping[str, Setting], extra_args: Sequence[str], flags: Flags) -> list[str]:
-    """Return the flags of a command line."""
+def make_arguments(settings: Mapping[str, Setting], extra_args: Sequence[str], flags: Flags) -> list[str]:
+    """Return the arguments of a command line."""
     argv: list[str] = []
     for name, value in settings.items():
         flag = flags[name]
@@ -72,18 +71,18 @@ def arguments(settings: Mapping[str, Setting], extra_args: Sequence[str], flags:
     return [*argv, *extra_args]
 
 
-def tokenizer_of(config: GRPOConfig) -> str:
+def find_tokenizer(config: GRPOConfig) -> str:
     return str(Path(config.tokenizer_path or config.actor.path).expanduser().absolute())
 
 
 @dataclass(kw_only=True)
 class ServerProcess:
-    """One server from its start to its end. `name` is what people call it; its package is that in small."""
+    """One server process. `name` is the server's name; in lower case it is the name of its package."""
 
     name: str
     python: str
     env: dict[str, str]
-    log: Path  # of its own output
+    log: Path  # of the server's output
     ready_timeout_s: float = 600.0  # from the start to the first healthy answer
 
     _process: TiedProcess | None = None
@@ -95,7 +94,7 @@ class ServerProcess:
     def create(cls, name: str, config: GRPOConfig, place: ReplicaPlace, env: dict[str, str]) -> ServerProcess:
         own = {name: value for name, value in os.environ.items() if name not in _NOT_INHERITED}
         own |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **env}
-        own |= open_variables(config, "inference_server_env_vars")
+        own |= list_open_variables(config, "inference_server_env_vars")
         return cls(
             name=name,
             python=config.launcher.inference_server_python or sys.executable,
@@ -110,7 +109,7 @@ class ServerProcess:
         return self._process.pid
 
     async def version(self) -> str:
-        """Return the version that is installed. Raises ConfigError where there is none."""
+        """Return the installed version of the package. Raises ConfigError if it is not installed."""
         code = f"from importlib.metadata import version; print(version({self.name.lower()!r}))"
         try:
             process = await asyncio.create_subprocess_exec(
@@ -122,13 +121,13 @@ class ServerProcess:
         output, errors = await process.communicate()
         if process.returncode != 0:
             raise ConfigError(
-                f"there is no {self.name} in {self.python!r} (launcher.inference_server_python): "
+                f"{self.name} is not installed for {self.python!r} (launcher.inference_server_python): "
                 f"{errors.decode(errors='replace').strip().splitlines()[-1:]}"
             )
         return output.decode().strip()
 
     async def start(self, argv: list[str], url: str, session: aiohttp.ClientSession, key: str = "") -> None:
-        """Start it, and return when /health answers 200. Raises RoleFailed with the log's last lines."""
+        """Start the server; return when /health answers 200. Raises RoleFailed with the log's last lines."""
         begin = time.monotonic()
         self._url, self._session = url, session
         self._headers = {"Authorization": f"Bearer {key}"} if key else {}
@@ -138,7 +137,9 @@ class ServerProcess:
         while True:
             problem = self.alive()
             if not problem and time.monotonic() - begin > self.ready_timeout_s:
-                problem = f"{self.name} was not ready within {self.ready_timeout_s:.0f} s; {self._said()}"
+                problem = (
+                    f"{self.name} was not ready within {self.ready_timeout_s:.0f} s; {self._describe_log()}"
+                )
             if problem:
                 raise RoleFailed(problem)
             with contextlib.suppress(aiohttp.ClientError, TimeoutError):
@@ -148,12 +149,12 @@ class ServerProcess:
         logger.info("%s is ready after %.0f s", self.name, time.monotonic() - begin)
 
     def alive(self) -> str:
-        """Return why it does not live any more; empty while it does."""
+        """Return why the server ended; "" while it runs."""
         status = self._process.exit_status() if self._process else ""
-        return f"{self.name} ended ({status}); {self._said()}" if status else ""
+        return f"{self.name} ended ({status}); {self._describe_log()}" if status else ""
 
-    def _said(self) -> str:
-        return "\n".join([f"the end of {self.log}:", *last_lines(self.log, LAST_LINES)])
+    def _describe_log(self) -> str:
+        return "\n".join([f"the end of {self.log}:", *load_last_lines(self.log, LAST_LINES)])
 
     async def stop(self) -> None:
         if self._session:
@@ -162,7 +163,7 @@ class ServerProcess:
             await asyncio.to_thread(self._process.end, END_GRACE_S)
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
-        """POST `body` to `path`, or GET it where body is None; 503 where it does not answer."""
+        """POST `body` to `path`, or GET `path` if `body` is None. Returns 503 without an answer."""
         try:
             return await self._ask("GET" if body is None else "POST", path, body, NO_LIMIT)
         except aiohttp.ClientError as error:
@@ -175,10 +176,10 @@ class ServerProcess:
         async with self._session.request(
             method, self._url + path, json=body, headers=self._headers, timeout=timeout
         ) as response:
-            return response.status, _json_or_text(await response.read())
+            return response.status, _parse_json_or_text(await response.read())
 
 
-def _json_or_text(raw: bytes) -> Any:
+def _parse_json_or_text(raw: bytes) -> Any:
     try:
         return json.loads(raw) if raw else {"status": "ok"}
     except ValueError:

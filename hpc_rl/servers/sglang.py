@@ -1,7 +1,7 @@
-"""The SGLang backend: one SGLang server as a subprocess on loopback, requests passed on as they are.
+"""The SGLang backend: one SGLang server in a subprocess on loopback; requests are forwarded unchanged.
 
-Its API key is made here and reaches it by a 0600 config file. A reward model is served by /classify. Not
-served: replicas over several nodes.
+The server gets a new API key in a config file with mode 0600. Reward models are served by /classify. Replicas
+that span several nodes are not supported.
 """
 
 from __future__ import annotations
@@ -22,11 +22,18 @@ from hpc_rl.config.options.inference import SGLangConfig
 from hpc_rl.config.sglang_versions import DROPPED, FLAGS
 from hpc_rl.core.errors import RoleFailed
 from hpc_rl.core.net import bind
-from hpc_rl.core.trial import read_json, write_atomic
+from hpc_rl.core.trial import load_json, write_atomic
 from hpc_rl.servers.base import Answer, ReplicaPlace
 from hpc_rl.servers.client import open_session
-from hpc_rl.servers.native_api import refused
-from hpc_rl.servers.server_process import ServerProcess, Setting, arguments, given, table_for, tokenizer_of
+from hpc_rl.servers.native_api import make_refusal
+from hpc_rl.servers.server_process import (
+    ServerProcess,
+    Setting,
+    choose_table,
+    find_tokenizer,
+    make_arguments,
+    select_settings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,31 +41,31 @@ NAME = "SGLang"
 RANDOM_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 GENERATES, SCORES = ("/generate", "/v1/chat/completions"), ("/classify",)
 _UPDATE_KEYS = ("model_path", "weight_version", "flush_cache")
-CPU_MAX_TOTAL_TOKENS = 65536  # without a bound SGLang takes a share of the host's memory
-# options of the section that are no flags: ours, set elsewhere, refused at other values, or dropped by every
-# version we know
+CPU_MAX_TOTAL_TOKENS = 65536  # without a limit, SGLang takes a share of the host's memory
+# options of the section that are not flags: our own, set elsewhere, fixed to one value, or dropped by all
+# supported versions
 NOT_FLAGS = {"version", "extra_args", "model_path", "dp_size", "enable_dp_attention"}
 NOT_FLAGS |= {name for gone in DROPPED.values() for name in gone}
 
 
-def settings_of(
+def make_settings(
     config: SGLangConfig, device: str, tensor_parallel_size: int, index: int
 ) -> dict[str, Setting]:
-    """Return what the configuration says, and what a CPU needs additionally; None is left to SGLang."""
+    """Return the settings from the configuration, plus settings for a CPU. None is left to SGLang."""
     own = {name: value for name, value in sorted(vars(config).items()) if name not in NOT_FLAGS}
     settings: dict[str, Setting | None] = {
         **own,
         "host": "127.0.0.1",
         "random_seed": config.random_seed + index,
         "tensor_parallel_size": tensor_parallel_size,
-        # what a request does not say must not come from the model's generation config
+        # defaults of requests must not come from the model's generation config
         "sampling_defaults": "openai",
     }
     if device == "cpu":
         backend = config.sampling_backend or "pytorch"
         settings |= {"device": "cpu", "sampling_backend": backend}
         settings["max_total_tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS
-    return given(settings)
+    return select_settings(settings)
 
 
 @dataclass(kw_only=True)
@@ -67,8 +74,8 @@ class SGLangBackend:
 
     process: ServerProcess
     settings: dict[str, Setting]
-    secret: Path  # the config file with its API key; SGLang wants it to end in .yaml
-    version: str = ""  # by which the options were checked
+    secret: Path  # the config file with its API key; SGLang requires the suffix .yaml
+    version: str = ""  # the version for which the options were checked
     extra_args: Sequence[str] = ()
 
     makes_initial_weights: ClassVar[bool] = False
@@ -76,34 +83,34 @@ class SGLangBackend:
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> SGLangBackend:
         env = {"SGLANG_USE_CPU_ENGINE": "1"} if place.device == "cpu" else {}
-        settings = settings_of(config.sglang, place.device, max(1, place.num_gpus), place.index)
+        settings = make_settings(config.sglang, place.device, max(1, place.num_gpus), place.index)
         return cls(
             process=ServerProcess.create(NAME, config, place, env),
             settings=settings
-            | {"tokenizer_path": tokenizer_of(config), "is_embedding": config.actor.is_critic},
+            | {"tokenizer_path": find_tokenizer(config), "is_embedding": config.actor.is_critic},
             secret=place.secret,
             version=config.sglang.version,
             extra_args=config.sglang.extra_args,
         )
 
     async def start(self, path: str, version: str) -> None:
-        flags, warning = table_for(FLAGS, NAME, await self.process.version(), self.version)
+        flags, warning = choose_table(FLAGS, NAME, await self.process.version(), self.version)
         if warning:
             logger.warning(warning)
         key = secrets.token_hex(32)
-        with bind("127.0.0.1") as sock:  # free now; a SGLang that loses the race for it is restarted
+        with bind("127.0.0.1") as sock:  # free now; if SGLang loses the race for the port, it is restarted
             port = sock.getsockname()[1]
         write_atomic(self.secret, json.dumps({"api-key": key}) + "\n", mode=0o600)  # JSON is YAML
         files = {"config_file": str(self.secret), "model_path": path}
         settings = {**files, **self.settings, "port": port, "weight_version": version or "none"}
-        argv = ["-m", "sglang.launch_server", *arguments(settings, self.extra_args, flags)]
+        argv = ["-m", "sglang.launch_server", *make_arguments(settings, self.extra_args, flags)]
         await self.process.start(argv, f"http://127.0.0.1:{port}", open_session(), key)
         if self.settings.get("is_embedding"):
             await self._zero_bias(Path(path))
 
     async def _zero_bias(self, model: Path) -> None:
-        """Set the bias of a reward model's head, which no checkpoint has and SGLang leaves random, to 0."""
-        content = read_json(model / "config.json")
+        """Set the bias of a reward model's head to 0: no checkpoint has it, and SGLang leaves it random."""
+        content = load_json(model / "config.json")
         if not isinstance(content, dict) or content.get("architectures", [""])[0] not in RANDOM_BIAS:
             return
         with tempfile.TemporaryDirectory(prefix="hpc-rl-") as folder:
@@ -125,8 +132,8 @@ class SGLangBackend:
         self.secret.unlink(missing_ok=True)
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
-        if path in (GENERATES if self.settings.get("is_embedding") else SCORES):  # SGLang would end
-            return 404, refused(f"no such path of this model: {path}")
+        if path in (GENERATES if self.settings.get("is_embedding") else SCORES):  # SGLang would crash
+            return 404, make_refusal(f"no such path of this model: {path}")
         if path == "/update_weights_from_disk" and body is not None:
             body = {key: body[key] for key in _UPDATE_KEYS if key in body}
         return await self.process.request(path, body)

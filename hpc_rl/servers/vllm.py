@@ -1,8 +1,8 @@
-"""The vLLM backend: one vLLM server as a subprocess, asked for what SGLang's native API asks for.
+"""The vLLM backend: one vLLM server in a subprocess, behind SGLang's native API.
 
-What pauses it and changes its weights asks for no key. So it has no port: it listens on a socket in a
-directory that only its user can enter. Not served: replicas over several nodes, and log-probabilities where
-top_p, top_k or min_p leave tokens out (vLLM reports them among the tokens that are left).
+vLLM's API for pausing and weight updates has no key. So the server opens no port: it listens on a socket in a
+directory that only its user can enter. Not supported: replicas that span several nodes, and log-probabilities
+with top_p, top_k or min_p (vLLM reports them over the remaining tokens only).
 """
 
 from __future__ import annotations
@@ -25,8 +25,22 @@ from hpc_rl.config.options.inference import VLLMConfig
 from hpc_rl.config.vllm_versions import FLAGS, NO_FLAGS
 from hpc_rl.core.errors import RequestRefused, RoleFailed
 from hpc_rl.servers.base import Answer, ReplicaPlace
-from hpc_rl.servers.native_api import NativeRequest, pause_mode, refused, split, to_answer, unknown_key
-from hpc_rl.servers.server_process import ServerProcess, Setting, arguments, given, table_for, tokenizer_of
+from hpc_rl.servers.native_api import (
+    NativeRequest,
+    make_answer,
+    make_refusal,
+    make_unknown_key_error,
+    parse_pause_mode,
+    split,
+)
+from hpc_rl.servers.server_process import (
+    ServerProcess,
+    Setting,
+    choose_table,
+    find_tokenizer,
+    make_arguments,
+    select_settings,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +48,13 @@ NAME = "vLLM"
 ENVIRONMENT = {
     "VLLM_SERVER_DEV_MODE": "1",  # pause, resume, reload
     "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_HOST_IP": "127.0.0.1",  # its processes talk among themselves; they are on one node
+    "VLLM_HOST_IP": "127.0.0.1",  # for connections among its processes, all on one node
 }
-# What starts the role binds its threads; vLLM's own binding would put a second server on the same cores.
+# The launcher of the role binds its threads. vLLM's own binding would put a second server on the same cores.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-CPU_KV_CACHE_BYTES = 4 << 30  # without a bound vLLM takes a share of the host's memory
-# On a CPU vLLM computes with packed copies of the weights. A reload leaves out that of an output layer that
-# shares its weights with the embedding.
+CPU_KV_CACHE_BYTES = 4 << 30  # without a limit, vLLM takes a share of the host's memory
+# On a CPU vLLM computes with packed copies of the weights. A reload does not pack an output layer that shares
+# its weights with the embedding.
 WORKER = """
 class Packing:
     def pack_output_layer(self):
@@ -48,9 +62,9 @@ class Packing:
             if type(layer).__name__ == "ParallelLMHead":
                 layer.quant_method.process_weights_after_loading(layer)
 """
-WORKER_MODULE = "hpc_rl_worker"  # beside the socket
+WORKER_MODULE = "hpc_rl_worker"  # in the directory of the socket
 LONGEST_SOCKET = 100  # bytes of its path; the system allows 107
-# Settings that a server of a reward model has not.
+# settings that servers of reward models do not have
 OF_GENERATION = ("enable_scale_out", "logprobs_mode", "generation_config", "worker_extension_cls")
 MAX_NEW_TOKENS = 128  # SGLang's default
 _SAMPLING = {  # SGLang's name -> vLLM's
@@ -70,8 +84,10 @@ _ALL_TOKENS = {"top_p": (1,), "top_k": (-1, 0), "min_p": (0,)}
 _SEED_STEP = 0x9E3779B97F4A7C15
 
 
-def settings_of(config: VLLMConfig, device: str, tensor_parallel_size: int, index: int) -> dict[str, Setting]:
-    """Return what the configuration says, and what a CPU needs additionally; None is left to vLLM."""
+def make_settings(
+    config: VLLMConfig, device: str, tensor_parallel_size: int, index: int
+) -> dict[str, Setting]:
+    """Return the settings from the configuration, plus settings for a CPU. None is left to vLLM."""
     own = {name: value for name, value in sorted(vars(config).items()) if name not in NO_FLAGS}
     settings: dict[str, Setting | None] = {
         **own,
@@ -79,60 +95,63 @@ def settings_of(config: VLLMConfig, device: str, tensor_parallel_size: int, inde
         "tensor_parallel_size": tensor_parallel_size,
         "enable_scale_out": True,  # the API of token ids
         "logprobs_mode": "processed_logprobs",  # at the temperature of the request
-        # what a request does not say must not come from the model's generation config
+        # defaults of requests must not come from the model's generation config
         "generation_config": "vllm",
     }
     if device == "cpu":
         settings["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
         settings["worker_extension_cls"] = f"{WORKER_MODULE}.Packing"
-    return given(settings)
+    return select_settings(settings)
 
 
-def sampling_of(request: NativeRequest, with_logprobs: bool) -> dict[str, Any]:
+def make_sampling(request: NativeRequest, with_logprobs: bool) -> dict[str, Any]:
     """Return vLLM's sampling parameters for a request. Raises RequestRefused."""
     said = {key: value for key, value in (request.sampling or {}).items() if value is not None}
     for key in said:
         if key not in _SAMPLING:
-            raise unknown_key(key, _SAMPLING)
+            raise make_unknown_key_error(key, _SAMPLING)
     sampling = {"max_tokens": MAX_NEW_TOKENS} | {_SAMPLING[key]: value for key, value in said.items()}
     if with_logprobs:
-        sampling["logprobs"] = 0  # of the token that was taken
+        sampling["logprobs"] = 0  # only the sampled token's
         for key, neutral in _ALL_TOKENS.items() if sampling.get("temperature", 1) else ():
             if sampling.get(key, neutral[0]) not in neutral:
-                problem = f"vLLM's log-probabilities would leave tokens out, got {sampling[key]!r}; omit it"
+                problem = (
+                    f"vLLM's log-probabilities would leave tokens out, got {sampling[key]!r}; "
+                    "remove this parameter"
+                )
                 raise RequestRefused(f"sampling key {key!r}: {problem}")
     if sampling.get("ignore_eos"):
         sampling.pop("stop_token_ids", None)
     if isinstance(sampling.get("seed"), int):
-        # a sequence that is resubmitted continues with other random numbers than it began with
+        # a resubmitted sequence must not repeat the random numbers of its beginning
         sampling["seed"] = (sampling["seed"] + len(request.ids) * _SEED_STEP) % (1 << 63)
     return {**sampling, "detokenize": bool(sampling.get("stop"))}
 
 
-def native_answers(rid: str, answer: dict[str, Any], label: str) -> list[dict[str, Any]]:
-    """Return vLLM's answer as SGLang's, one for each sample."""
+def convert_to_native(rid: str, answer: dict[str, Any], label: str) -> list[dict[str, Any]]:
+    """Convert vLLM's answer to SGLang's form, one answer per sample."""
     return [
-        to_answer(
+        make_answer(
             rid,
             choice["token_ids"],
             [one["logprob"] for one in choice["logprobs"]["content"] or ()] if choice["logprobs"] else None,
-            _finish(choice),
+            _make_finish(choice),
             [(one["version"], one["start"], one["end"]) for one in choice["weight_versions"] or ()],
             prompt_tokens=answer["usage"]["prompt_tokens"],
-            weight_version=label,  # where nothing was made
+            weight_version=label,  # for samples without tokens
         )
         for choice in answer["choices"]
     ]
 
 
-def _finish(choice: dict[str, Any]) -> dict[str, Any]:
+def _make_finish(choice: dict[str, Any]) -> dict[str, Any]:
     made, kind, matched = choice["token_ids"], choice["finish_reason"], choice["stop_reason"]
     if kind == "stop":
         return {"type": kind, "matched": made[-1] if matched is None and made else matched}
     return {"type": kind, "length": len(made)} if kind == "length" else {"type": kind}
 
 
-def no_text(_text: str) -> list[int]:
+def refuse_text(_text: str) -> list[int]:
     raise RequestRefused("text is not served by vLLM servers; send input_ids")
 
 
@@ -142,7 +161,7 @@ class VLLMBackend:
 
     process: ServerProcess
     settings: dict[str, Setting]
-    version: str = ""  # by which the options were checked
+    version: str = ""  # the version for which the options were checked
     extra_args: Sequence[str] = ()
 
     makes_initial_weights: ClassVar[bool] = False
@@ -155,34 +174,34 @@ class VLLMBackend:
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> VLLMBackend:
         env = ENVIRONMENT | (CPU_ENVIRONMENT if place.device == "cpu" else {})
-        settings = settings_of(config.vllm, place.device, max(1, place.num_gpus), place.index)
+        settings = make_settings(config.vllm, place.device, max(1, place.num_gpus), place.index)
         if config.actor.is_critic:
             settings = {name: value for name, value in settings.items() if name not in OF_GENERATION}
             settings["runner"] = "pooling"
         return cls(
             process=ServerProcess.create(NAME, config, place, env),
-            settings=settings | {"tokenizer": tokenizer_of(config)},
+            settings=settings | {"tokenizer": find_tokenizer(config)},
             version=config.vllm.version,
             extra_args=config.vllm.extra_args,
         )
 
     async def start(self, path: str, version: str) -> None:
-        flags, warning = table_for(FLAGS, NAME, await self.process.version(), self.version)
+        flags, warning = choose_table(FLAGS, NAME, await self.process.version(), self.version)
         if warning:
             logger.warning(warning)
-        self.socket = private_socket()
+        self.socket = make_private_socket()
         if "worker_extension_cls" in self.settings:
             folder, env = self.socket.parent, self.process.env
             (folder / f"{WORKER_MODULE}.py").write_text(WORKER)
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
         settings = {"model": path, **self.settings, "uds": str(self.socket)}
-        argv = ["-m", "vllm.entrypoints.cli.main", "serve", *arguments(settings, self.extra_args, flags)]
+        argv = ["-m", "vllm.entrypoints.cli.main", "serve", *make_arguments(settings, self.extra_args, flags)]
         session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.socket), limit=0))
         await self.process.start(argv, "http://vllm", session)
         self._model = path
         if self.settings.get("runner") == "pooling":
             return
-        await self._set_label(version or "none")
+        await self._change_label(version or "none")
         first = NativeRequest([0], "", {"max_new_tokens": 1, "ignore_eos": True})
         status, answer = await self._sample(first, with_logprobs=True)
         if status != 200:
@@ -199,15 +218,15 @@ class VLLMBackend:
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         handler = self._HANDLERS.get(path)
         if handler is None:
-            return 404, refused(f"no such path: {path}")
+            return 404, make_refusal(f"no such path: {path}")
         try:
             return await handler(self, body or {})
         except RequestRefused as error:
-            return 400, refused(str(error))
+            return 400, make_refusal(str(error))
 
     # generation
     async def _generate(self, body: dict[str, Any]) -> Answer:
-        requests, batched = split(body, "vLLM servers", no_text)
+        requests, batched = split(body, "vLLM servers", refuse_text)
         with_logprobs = bool(body.get("return_logprob"))
         answers = await asyncio.gather(*(self._sample(one, with_logprobs) for one in requests))
         failed = next((answer for answer in answers if answer[0] != 200), None)
@@ -221,16 +240,16 @@ class VLLMBackend:
         body = {
             "request_id": rid,
             "token_ids": request.ids,
-            "sampling_params": sampling_of(request, with_logprobs),
-            "cache_salt": self._label,  # what older weights left in the prefix cache is not used again
+            "sampling_params": make_sampling(request, with_logprobs),
+            "cache_salt": self._label,  # prevents the use of prefix cache entries of older weights
         }
         status, answer = await self.process.request("/inference/v1/generate", body)
-        return status, native_answers(rid, answer, self._label) if status == 200 else answer
+        return status, convert_to_native(rid, answer, self._label) if status == 200 else answer
 
     async def _chat(self, body: dict[str, Any]) -> Answer:
         if body.get("stream"):
             raise RequestRefused("chat key 'stream' is not served by vLLM servers")
-        asked = {key: value for key, value in body.items() if key != "model"}  # whatever it is called there
+        asked = {key: value for key, value in body.items() if key != "model"}  # vLLM knows another name
         status, answer = await self.process.request(
             "/v1/chat/completions", {**asked, "cache_salt": self._label}
         )
@@ -239,7 +258,7 @@ class VLLMBackend:
         return status, answer
 
     async def _classify(self, body: dict[str, Any]) -> Answer:
-        asked = {"input": body.get("input_ids"), "use_activation": False}  # the score itself, no probability
+        asked = {"input": body.get("input_ids"), "use_activation": False}  # the score, not a probability
         status, answer = await self.process.request("/classify", asked)
         if status == 200:
             answer = [{"embedding": one["probs"]} for one in answer["data"]]
@@ -247,14 +266,14 @@ class VLLMBackend:
 
     # control
     async def _pause(self, body: dict[str, Any]) -> Answer:
-        mode = pause_mode(body)
+        mode = parse_pause_mode(body)
         async with self._control:
             answer = await self._hold(mode)
             self._is_paused = self._is_paused or answer[0] == 200
         return answer
 
     async def _hold(self, mode: str) -> Answer:
-        """Pause; `retract` also makes the running requests compute their cache again when they go on."""
+        """Pause generation. `retract` also drops the cache of running requests."""
         if mode == "abort":
             return await self.process.request("/pause?mode=abort", {})
         answer = await self.process.request("/pause?mode=keep&clear_cache=false", {})
@@ -265,7 +284,7 @@ class VLLMBackend:
     async def _drop_cache(self, options: str = "") -> Answer:
         status, answer = await self.process.request(f"/reset_prefix_cache{options}", {})
         if status == 200 and not answer.get("success"):
-            return 400, refused("running requests hold the cache")
+            return 400, make_refusal("running requests hold the cache")
         return status, answer
 
     async def _continue(self, _body: dict[str, Any]) -> Answer:
@@ -285,7 +304,7 @@ class VLLMBackend:
         path, label = body.get("model_path"), body.get("weight_version")
         # a failed reload would end vLLM
         if not isinstance(path, str) or not await asyncio.to_thread(is_checkpoint, Path(path)):
-            raise RequestRefused(f"there are no weights in model_path {path!r}; the old ones stay")
+            raise RequestRefused(f"model_path {path!r} has no weights; the old weights stay loaded")
         async with self._control:
             if not self._is_paused:
                 await self._hold("retract")
@@ -294,7 +313,7 @@ class VLLMBackend:
                 if status != 200:
                     return 400, {"success": False, "message": f"vLLM did not load {path}", **answer}
                 self._model = path
-                await self._set_label(self._label if label is None else str(label))
+                await self._change_label(self._label if label is None else str(label))
                 if body.get("flush_cache", True):
                     await self._drop_cache()
             finally:
@@ -309,8 +328,8 @@ class VLLMBackend:
             answer = await self.process.request("/collective_rpc", {"method": "pack_output_layer"})
         return answer
 
-    async def _set_label(self, label: str) -> None:
-        """Name the weights that make tokens from now on: vLLM says so of each token."""
+    async def _change_label(self, label: str) -> None:
+        """Set the label of the loaded weights, which vLLM reports with each token."""
         status, answer = await self.process.request("/update_weight_version", {"new_version": label})
         if status != 200:
             raise RoleFailed(f"vLLM did not take the name of its weights, {label}: {answer}")
@@ -335,8 +354,8 @@ class VLLMBackend:
     }
 
 
-def private_socket() -> Path:
-    """Return a path for a socket in a new directory that only this user can enter, on this node."""
+def make_private_socket() -> Path:
+    """Return the path of a socket in a new directory on this node that only this user can enter."""
     folder = Path(tempfile.mkdtemp(prefix="hpc-rl-vllm-"))
     if len(bytes(folder)) > LONGEST_SOCKET - len("/http"):
         folder.rmdir()

@@ -1,11 +1,11 @@
-"""Steps in which a trial learned nothing, by their metrics: counted while it trains and read back later."""
+"""Counts the steps in which a trial learned nothing, from their metrics, during training and afterwards."""
 
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MIN_IN_A_ROW = 10  # from which steps without learning are reported
+MIN_IN_A_ROW = 10  # steps without learning before they are reported
 
 
 class IdleReason(enum.StrEnum):
@@ -25,8 +25,8 @@ MEANINGS = {
 }
 
 
-def reasons_of(row: Mapping[str, Any]) -> list[IdleReason]:
-    """Return why the step of a row of metrics taught nothing; none for a step that did."""
+def find_reasons(row: Mapping[str, Any]) -> list[IdleReason]:
+    """Return why a step taught nothing, from its row of metrics; [] if it taught something."""
     facts = {
         IdleReason.NO_UPDATE: row.get("update_successful") == 0,
         IdleReason.ZERO_GRADIENT: row.get("grad_norm") == 0,
@@ -40,16 +40,16 @@ def reasons_of(row: Mapping[str, Any]) -> list[IdleReason]:
 class IdleSteps:
     """The steps of a trial that taught nothing."""
 
-    num_steps: int = 0  # all that were counted
-    total: int = 0  # of them without learning
-    in_a_row: int = 0  # up to the newest
-    since_step: int | None = None  # the first of those in a row
+    num_steps: int = 0  # all counted steps
+    total: int = 0  # steps without learning
+    in_a_row: int = 0  # steps without learning up to the newest
+    since_step: int | None = None  # the first of the steps in a row
     reasons: tuple[IdleReason, ...] = ()  # of the newest step
 
     def add(self, step: int, row: Mapping[str, Any]) -> None:
-        """Count a step by its row of metrics."""
+        """Count a step with its row of metrics."""
         self.num_steps += 1
-        self.reasons = tuple(reasons_of(row))
+        self.reasons = tuple(find_reasons(row))
         if not self.reasons:
             self.in_a_row, self.since_step = 0, None
             return
@@ -58,7 +58,7 @@ class IdleSteps:
         self.in_a_row += 1
 
     def is_notable(self, is_over: bool) -> bool:
-        """Return whether to tell people: many in a row, half of a training, or all of one that is over."""
+        """Return whether to report it: many steps in a row, half of a training, or all of a finished one."""
         if is_over and self.in_a_row == self.num_steps:
             return self.num_steps > 0
         return self.in_a_row >= MIN_IN_A_ROW or (
@@ -67,7 +67,7 @@ class IdleSteps:
 
     @property
     def text(self) -> str:
-        """Return a sentence for people."""
+        """A sentence for users."""
         if not self.in_a_row:
             return f"{self.total} of {self.num_steps} steps taught the model nothing"
         why = " and ".join(MEANINGS[reason] for reason in self.reasons)
@@ -77,7 +77,7 @@ class IdleSteps:
 
 
 def count_idle(rows: Iterable[Mapping[str, Any]]) -> IdleSteps:
-    """Return the count over the rows of metrics of a trial, oldest first."""
+    """Count the idle steps in the rows of metrics of a trial, oldest first."""
     counted = IdleSteps()
     for row in rows:
         counted.add(row["step"], row)

@@ -1,8 +1,8 @@
-"""Reads metrics back: one history of a trial from the files of all its attempts and incarnations.
+"""Reads the metrics of a trial as one history, from the files of all its attempts and incarnations.
 
-Every trainer incarnation writes a file of its own. A later one took over at a certain step
-(`lineages/<NNNN>.json`), so the steps that an earlier one made beyond that are cut off: each step appears
-once, as it entered the final weights.
+Every trainer incarnation writes a separate file. `lineages/<NNNN>.json` records from which step an
+incarnation continued; later steps of earlier incarnations are dropped. So each step appears once, as it led
+to the final weights.
 """
 
 from collections.abc import Sequence
@@ -13,33 +13,33 @@ from typing import Any, TypeGuard
 
 from hpc_rl.core.errors import TrialStateError
 from hpc_rl.core.files import JsonLines, Row
-from hpc_rl.core.records import LineageRecord, read_lineages
+from hpc_rl.core.records import LineageRecord, load_lineages
 from hpc_rl.core.trial import Trial
 
-HELD_OUT = "held-out"  # name of the curve of what evaluations measured
+HELD_OUT = "held-out"  # name of the curve of evaluations
 MEASURES = (
     "accuracy_delta",
     "reward",
     "accuracy",
     "loss",
     "token_accuracy",
-)  # of evaluations, by what counts most
+)  # of evaluations, the most important first
 NOT_CURVES = ("step", "time", "lineage", "total_steps", "save_failed")
 
 Curve = list[tuple[int, float]]  # a value by step
 
 
-def lineages(trial: Trial) -> list[LineageRecord]:
-    """Return the lineages of a trial, oldest first; none where the folder can't be read."""
+def load_known_lineages(trial: Trial) -> list[LineageRecord]:
+    """Return the lineages of a trial, oldest first; [] if the folder can't be read."""
     try:
-        return read_lineages(trial)
+        return load_lineages(trial)
     except (OSError, TrialStateError):
         return []
 
 
 @dataclass
 class History:
-    """What training logged. Both lists are by step, each step once; an evaluation row has `eval_reward`."""
+    """The logged metrics. Both lists have each step once, sorted. Evaluations have `eval_reward`."""
 
     steps: list[Row] = field(default_factory=list)
     evaluations: list[Row] = field(default_factory=list)
@@ -50,12 +50,12 @@ class History:
 
     @property
     def held_out(self) -> tuple[str, list[tuple[int, float | None]]]:
-        """What was measured on held-out data, such as `reward` or `loss`, and its values by step."""
+        """The main measure on held-out data, such as `reward` or `loss`, and its values by step."""
         return next(iter(self.evaluated.items()), ("loss", []))
 
     @property
     def evaluated(self) -> dict[str, list[tuple[int, float | None]]]:
-        """The values of each measure of held-out data by step; that which trials are compared by is first."""
+        """The values of each measure on held-out data by step, first the measure for comparing trials."""
         found: dict[str, list[tuple[int, float | None]]] = {}
         for row in (*self.evaluations, *self.steps):
             for name in (key.removeprefix("eval_") for key in row if key.startswith("eval_")):
@@ -69,7 +69,7 @@ class History:
 
     @property
     def held_out_rows(self) -> dict[int, tuple[int, int]]:
-        """How many held-out rows were scored after each step, and how many were left out."""
+        """The numbers of held-out rows that were scored and left out, by step."""
         counted = {}
         for row in self.evaluations:
             scored, left_out = row.get("eval_num_prompts"), row.get("eval_left_out")
@@ -78,7 +78,7 @@ class History:
         return counted
 
     def curve(self, metric: str) -> Curve:
-        """Return the values of a metric by step; `held-out` is that of evaluations. None where unknown."""
+        """Return the values of a metric by step; `held-out` is the main measure of evaluations."""
         pairs: Sequence[tuple[int, Any]] = self.held_out[1]
         if metric != HELD_OUT:
             rows = (*self.steps, *self.evaluations)
@@ -99,20 +99,20 @@ def is_held_out(metric: str) -> bool:
 
 
 def is_number(value: Any) -> TypeGuard[int | float]:
-    """Return whether a value of a file is a number that a float can hold; infinity and NaN are none."""
+    """Return whether a value from a file is a finite number in the range of a float."""
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= float_info.max
 
 
 def is_evaluation(row: Row) -> bool:
-    """Return whether a row is an evaluation; that of SFT is a number in a step's row, `eval_loss`."""
+    """Return whether a row is an evaluation. SFT has no such rows: `eval_loss` is in the step's row."""
     return "eval_reward" in row
 
 
 def merge(parts: list[tuple[int, list[Row]]]) -> History:
-    """Join `(from_step, rows)` of successive lineages: each cuts what came before at its from_step.
+    """Join `(from_step, rows)` of successive lineages; each replaces earlier rows after its from_step.
 
-    Where lineage 0 made steps 1 to 17 and lineage 1 continued from 12 and made 13, the result is steps 1 to
-    12 of the first and 13 of the second.
+    For example, lineage 0 made steps 1 to 17, and lineage 1 continued from step 12 and made step 13. The
+    result is steps 1 to 12 of lineage 0 and step 13 of lineage 1.
     """
     steps: dict[int, Row] = {}
     evaluations: dict[int, Row] = {}
@@ -136,7 +136,7 @@ class MetricsReader:
         self._files: dict[Path, JsonLines] = {}
 
     def poll(self) -> History:
-        known = {(line.attempt, line.incarnation): line for line in lineages(self.trial)}
+        known = {(line.attempt, line.incarnation): line for line in load_known_lineages(self.trial)}
         parts: list[tuple[tuple[int, float], int, list[Row]]] = []
         for path in self.trial.attempts.glob(f"*/{self.kind}.*.jsonl"):
             incarnation = path.name.split(".")[1]
@@ -147,44 +147,44 @@ class MetricsReader:
             if line is not None:
                 parts.append(((line.lineage, 0.0), line.from_step, rows))
             elif rows:
-                parts.append(_without_record(rows))
+                parts.append(_place_without_record(rows))
         parts.extend(((line.lineage, 0.0), line.from_step, []) for line in known.values())
         parts.sort(key=lambda part: part[0])
         return merge([(from_step, rows) for _, from_step, rows in parts])
 
     def last_steps(self) -> dict[str, int]:
-        """Return the newest step that each attempt logged, as of the last poll, cut off later or not."""
+        """Return the newest step that each attempt logged, as of the last poll, including dropped steps."""
         reached: dict[str, int] = {}
         for path, file in self._files.items():
-            if steps := _training_steps(file.rows):
+            if steps := _list_training_steps(file.rows):
                 reached[path.parent.name] = max(reached.get(path.parent.name, 0), *steps)
         return reached
 
     def last_steps_of_starts(self) -> dict[tuple[str, int], int]:
         """Return the newest step that each incarnation of each attempt logged, as of the last poll."""
         return {
-            (path.parent.name, _number_of(path)): max(steps)
+            (path.parent.name, _parse_incarnation(path)): max(steps)
             for path, file in self._files.items()
-            if (steps := _training_steps(file.rows))
+            if (steps := _list_training_steps(file.rows))
         }
 
 
-def _number_of(path: Path) -> int:
-    """Return the incarnation in the name of a file, -1 for another name."""
+def _parse_incarnation(path: Path) -> int:
+    """Return the incarnation in the name of a file, or -1."""
     number = path.name.split(".")[1]
     return int(number) if number.isdecimal() else -1
 
 
-def _without_record(rows: list[Row]) -> tuple[tuple[int, float], int, list[Row]]:
-    """Return the place of a file without a lineage record: by the lineage and the first step of its rows."""
+def _place_without_record(rows: list[Row]) -> tuple[tuple[int, float], int, list[Row]]:
+    """Return the sort key, from_step and rows of a file without a lineage record, derived from its rows."""
     number = next((row["lineage"] for row in rows if isinstance(row.get("lineage"), int)), 0)
     when = next((row["time"] for row in rows if isinstance(row.get("time"), (int, float))), 0.0)
-    return (number, float(when)), min(_training_steps(rows), default=1) - 1, rows
+    return (number, float(when)), min(_list_training_steps(rows), default=1) - 1, rows
 
 
-def _training_steps(rows: list[Row]) -> list[int]:
+def _list_training_steps(rows: list[Row]) -> list[int]:
     return [row["step"] for row in rows if isinstance(row.get("step"), int) and not is_evaluation(row)]
 
 
-def read(trial: Trial) -> History:
+def load_history(trial: Trial) -> History:
     return MetricsReader(trial).poll()

@@ -1,8 +1,6 @@
-"""Sinks: where the metrics of a step go. JSON lines always, TensorBoard beside them. Only rank 0 writes.
+"""Sinks for metrics: JSON lines, TensorBoard and metrics services. Only rank 0 writes. No torch.
 
-No torch here.
-
-A line is handed whole to the file system before `log` returns: a killed trainer loses none that it reported.
+A line is written completely before `log` returns, so a killed trainer loses no reported line.
 """
 
 import importlib
@@ -37,14 +35,14 @@ class StatsSink(Protocol):
 
 
 class FullDisk:
-    """Reports that a disk is full, once until there is space again."""
+    """Logs that a disk is full, once until there is space again."""
 
     def __init__(self) -> None:
         self._reported = False
 
     @contextmanager
     def reported(self, message: str) -> Iterator[None]:
-        """Log the message where the block fails for lack of space; raise any other error."""
+        """Log the message if the block fails for lack of space; raise any other error."""
         try:
             yield
             self._reported = False
@@ -59,8 +57,7 @@ class FullDisk:
 class JsonlSink:
     """One JSON object per line, `step` first; NaN and infinity become null.
 
-    On a full disk lines wait in memory, in order, for the next call. `file` takes the bytes in place of
-    `path`'s own.
+    On a full disk, lines wait in memory, in order, for the next call. `file` replaces the file at `path`.
     """
 
     def __init__(self, path: Path, file: RawIOBase | None = None) -> None:
@@ -71,7 +68,7 @@ class JsonlSink:
         self._full = FullDisk()
 
     def log(self, step: int, scalars: Mapping[str, Any]) -> None:
-        row = {"step": step, **{name: _finite(value) for name, value in scalars.items()}}
+        row = {"step": step, **{name: _replace_infinite(value) for name, value in scalars.items()}}
         self._waiting += json.dumps(row).encode() + b"\n"
         self._write()
 
@@ -86,29 +83,29 @@ class JsonlSink:
             self._file.close()
 
     def state(self) -> dict[str, Any]:
-        # called before a generation is committed, so the lines that wait are written first
+        # called before a generation is committed, so write waiting lines first
         if self._file.closed:
             return {"file": self.path.name, "bytes": 0}
         self._write()
         return {"file": self.path.name, "bytes": self._file.tell()}
 
 
-def _finite(value: Any) -> Any:
+def _replace_infinite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-OF_UPDATE = {  # metrics of the update; the others of a step with a reward are of its batch
+OF_UPDATE = {  # metrics of the update; other metrics of a step with a reward belong to its batch
     "loss", "grad_norm", "lr", "update_successful", "rows_skipped", "rows_masked", "groups_dropped",
     "entropy", "clip_ratio", "dual_clip_ratio", "importance_weight", "behave_imp_weight", "behave_dropped",
     "behave_approx_kl", "kl_loss", "kl_rewards", "publish_servers", "lineage", "total_steps", "save_failed",
 }  # fmt: skip
 
 
-def tag_of(name: str, has_reward: bool) -> str:
-    """Return the name of a metric below `train`, `eval`, `rollout` or `time`, by which TensorBoard groups.
+def make_tag(name: str, has_reward: bool) -> str:
+    """Return TensorBoard's name of a metric, with the group `train`, `eval`, `rollout` or `time`.
 
-    Parts of the reward and what workflows measure keep their groups `reward` and `agent`. `has_reward`: the
-    step trained on completions, not on a dataset.
+    Parts of the reward and stats of workflows keep their groups `reward` and `agent`. `has_reward`: the step
+    trained on completions, not on a dataset.
     """
     if name.endswith("_s") and "/" not in name:
         return f"time/{name}"
@@ -120,10 +117,10 @@ def tag_of(name: str, has_reward: bool) -> str:
 
 
 class TensorBoardSink:
-    """Event files by TensorBoard's own writer, which needs neither TensorFlow nor torch.
+    """Writes event files with TensorBoard's own writer, which needs neither TensorFlow nor torch.
 
-    Metrics of a full disk are missing there (the JSON lines have them); a new file is begun once there is
-    space. `open_writer` replaces TensorBoard's writer.
+    Metrics during a full disk are missing (the JSON lines have them); a new file begins when there is space
+    again. `open_writer` replaces TensorBoard's writer.
     """
 
     def __init__(
@@ -137,23 +134,22 @@ class TensorBoardSink:
         self._open = open_writer or (lambda: EventFileWriter(str(folder), flush_secs=5))
         self._writer: Any = None
         self._full = FullDisk()
-        # readers drop the events of earlier starts that are beyond this one
+        # readers then drop later events of earlier starts
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         self._add(event_pb2.Event(wall_time=time.time(), step=start_step + 1, session_log=start))
 
     def _add(self, event: Any) -> None:
-        # the writer's thread may have failed since the last event: it reports that now, and cannot be used
-        # again
+        # the writer's thread may have failed since the last event; it reports this now and can't be reused
         with self._full.reported(f"TensorBoard's files in {self.folder} lack metrics until there is space"):
             writer, self._writer = self._writer or self._open(), None
             writer.add_event(event)
             self._writer = writer
 
     def log(self, step: int, scalars: Scalars) -> None:
-        numbers = _numbers(scalars).items()
+        numbers = _select_numbers(scalars).items()
         has_reward = "reward" in scalars
         values = [
-            self._summary.Value(tag=tag_of(name, has_reward), simple_value=float(value))
+            self._summary.Value(tag=make_tag(name, has_reward), simple_value=float(value))
             for name, value in numbers
         ]
         when = scalars.get("time", 0.0)
@@ -169,7 +165,7 @@ class TensorBoardSink:
 
 
 class Sinks:
-    """Several sinks as one; those after the first get every `every`-th step, and all evaluations."""
+    """Several sinks as one. Sinks after the first get only every `every`-th step, and all evaluations."""
 
     def __init__(self, sinks: list[StatsSink], every: int = 1) -> None:
         self.sinks, self.every = sinks, every
@@ -189,7 +185,7 @@ class Sinks:
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """A trial as a metrics service shows it."""
+    """The identity of a trial in a metrics service."""
 
     experiment_name: str
     trial_name: str
@@ -204,7 +200,7 @@ class WandBSink:
     """
 
     def __init__(self, who: RunIdentity, settings: Any) -> None:
-        wandb = _load("wandb", "stats_logger.wandb.mode", settings.mode)
+        wandb = _import_package("wandb", "stats_logger.wandb.mode", settings.mode)
         options = {"base_url": settings.wandb_base_url} if settings.wandb_base_url else {}
         self._run = wandb.init(
             mode=settings.mode,
@@ -223,7 +219,7 @@ class WandBSink:
         )
 
     def log(self, step: int, scalars: Scalars) -> None:
-        self._run.log(_numbers(scalars), step=step)
+        self._run.log(_select_numbers(scalars), step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -236,7 +232,7 @@ class SwanlabSink:
     """SwanLab. `settings` is the section `stats_logger.swanlab`."""
 
     def __init__(self, who: RunIdentity, settings: Any) -> None:
-        self._swanlab = _load("swanlab", "stats_logger.swanlab.mode", settings.mode)
+        self._swanlab = _import_package("swanlab", "stats_logger.swanlab.mode", settings.mode)
         self._swanlab.init(
             project=settings.project or who.experiment_name,
             experiment_name=settings.name or who.trial_name,
@@ -246,7 +242,7 @@ class SwanlabSink:
         )
 
     def log(self, step: int, scalars: Scalars) -> None:
-        self._swanlab.log(_numbers(scalars), step=step)
+        self._swanlab.log(_select_numbers(scalars), step=step)
 
     def close(self) -> None:
         self._swanlab.finish()
@@ -259,7 +255,7 @@ class SwanlabSink:
 SERVICES: dict[str, Callable[..., StatsSink]] = {"wandb": WandBSink, "swanlab": SwanlabSink}
 
 
-def _load(package: str, option: str, value: str) -> Any:
+def _import_package(package: str, option: str, value: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
@@ -269,7 +265,7 @@ def _load(package: str, option: str, value: str) -> Any:
         ) from error
 
 
-def _numbers(scalars: Scalars) -> dict[str, float | int]:
+def _select_numbers(scalars: Scalars) -> dict[str, float | int]:
     return {
         name: value for name, value in scalars.items() if isinstance(value, (int, float)) and name != "time"
     }
@@ -284,8 +280,8 @@ def open_sinks(
 ) -> Sinks:
     """Open the sinks of an incarnation that continues from `start_step`.
 
-    These are JSON lines, TensorBoard if it is installed, and the services whose section in `stats_logger` is
-    present and not disabled. Raises ConfigError if the package of a service is missing.
+    These are JSON lines, TensorBoard if it is installed, and the services in `stats_logger` that are not
+    disabled. Raises ConfigError if the package of a service is missing.
     """
     sinks: list[StatsSink] = [JsonlSink(metrics)]
     try:

@@ -1,4 +1,4 @@
-"""Numbers collected over a step (means, values, seconds) and read out as plain scalars, without torch."""
+"""Collects the numbers of a step (means, values, seconds) as plain scalars, without torch."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -6,19 +6,19 @@ from contextlib import contextmanager
 
 
 class Tracker:
-    """What one step measured: means as total over count, plain values, and timings."""
+    """The measurements of one step: means as total over count, plain values, and timings."""
 
     def __init__(self) -> None:
         self._totals: dict[str, tuple[float, float]] = {}
         self._values: dict[str, float] = {}
 
     def mean(self, name: str, total: float, count: float) -> None:
-        """Add to a mean; one without any count is left out of the scalars."""
+        """Add to a mean. A mean with count 0 is left out of the scalars."""
         old_total, old_count = self._totals.get(name, (0.0, 0.0))
         self._totals[name] = (old_total + total, old_count + count)
 
     def value(self, name: str, value: float) -> None:
-        """Set a number; the last one stands."""
+        """Set a number; the last one counts."""
         self._values[name] = value
 
     def add(self, name: str, value: float) -> None:
@@ -26,7 +26,7 @@ class Tracker:
 
     @contextmanager
     def timed(self, name: str) -> Iterator[None]:
-        """Add the seconds that the block took, also where it raises."""
+        """Add the duration of the block in seconds, even if it raises."""
         start = time.monotonic()
         try:
             yield
@@ -34,14 +34,14 @@ class Tracker:
             self.add(name, time.monotonic() - start)
 
     def take(self) -> dict[str, float]:
-        """The scalars so far; the tracker starts again empty."""
-        means = {name: total / count for name, (total, count) in self._totals.items() if count}
-        scalars = {**means, **self._values}
+        """Return the scalars so far and clear the tracker."""
+        averages = {name: total / count for name, (total, count) in self._totals.items() if count}
+        scalars = {**averages, **self._values}
         self._totals, self._values = {}, {}
         return scalars
 
 
-def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def compute_means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each name over the rows that have it."""
     tracker = Tracker()
     for row in rows:
@@ -50,7 +50,7 @@ def means(rows: Iterable[Mapping[str, float]]) -> dict[str, float]:
     return tracker.take()
 
 
-def p95(values: Iterable[float]) -> float:
+def compute_p95(values: Iterable[float]) -> float:
     """Return the value that at least 95 of 100 do not exceed; 0 without values."""
     known = sorted(values)
     return known[-(-95 * len(known) // 100) - 1] if known else 0.0

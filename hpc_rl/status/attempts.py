@@ -80,24 +80,24 @@ class AttemptStatus:
     silences: list[NodeSilence] = field(default_factory=list)  # of its nodes, oldest first
 
 
-def roles_of(attempt: Attempt, events: Sequence[Event]) -> list[RoleStatus]:
+def list_roles(attempt: Attempt, events: Sequence[Event]) -> list[RoleStatus]:
     """Return the replicas that events name, or log files where events are missing; trainer first."""
     found: dict[tuple[str, int], RoleStatus] = {}
     for event in events:
         if event.role in ("", "supervisor"):
             continue
         if event.incarnation is not None:
-            _role(found, event.unit, event.incarnation)
+            _find_role(found, event.unit, event.incarnation)
         if event.unit in found:
-            _note(found[event.unit], event)
-    for log in (log for log in log_files(attempt.dir) if log.role in ROLE_ORDER):
-        _role(found, (log.role, log.index), log.incarnation)
+            _note_event(found[event.unit], event)
+    for log in (log for log in list_log_files(attempt.dir) if log.role in ROLE_ORDER):
+        _find_role(found, (log.role, log.index), log.incarnation)
     for role in found.values():
         role.running = all(end.incarnation != role.incarnation for end in role.ends)
     return sorted(found.values(), key=lambda role: (ROLE_ORDER.get(role.role, 9), role.role, role.index))
 
 
-def silences_of(events: Sequence[Event]) -> list[NodeSilence]:
+def list_silences(events: Sequence[Event]) -> list[NodeSilence]:
     """Return when nodes of an attempt did not answer, oldest first."""
     found: list[NodeSilence] = []
     for event in events:
@@ -113,13 +113,15 @@ def silences_of(events: Sequence[Event]) -> list[NodeSilence]:
     return found
 
 
-def _role(found: dict[tuple[str, int], RoleStatus], unit: tuple[str, int], incarnation: int) -> RoleStatus:
+def _find_role(
+    found: dict[tuple[str, int], RoleStatus], unit: tuple[str, int], incarnation: int
+) -> RoleStatus:
     role = found.setdefault(unit, RoleStatus(*unit, incarnation, running=True))
     role.incarnation = max(role.incarnation, incarnation)
     return role
 
 
-def _note(role: RoleStatus, event: Event) -> None:
+def _note_event(role: RoleStatus, event: Event) -> None:
     if event.kind is EventKind.GAVE_UP:
         role.gave_up, role.restarting = event.reason or "it exited too often", ""
     elif event.kind is EventKind.RESTARTING:
@@ -133,7 +135,7 @@ def _note(role: RoleStatus, event: Event) -> None:
             role.ends.append(IncarnationExit(incarnation, event.code, event.reason, event.time))
 
 
-def log_files(attempt_dir: Path) -> list[ProcessFile]:
+def list_log_files(attempt_dir: Path) -> list[ProcessFile]:
     """Return the role logs of an attempt, trainer first, older incarnations first."""
     found = [log for path in attempt_dir.glob("logs/*.log") if (log := ProcessFile.parse(path))]
     return sorted(

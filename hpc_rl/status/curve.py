@@ -9,22 +9,22 @@ from hpc_rl.core.errors import ConfigError
 Points = Sequence[tuple[int, float]]
 
 
-def smoothed(points: Points, num_steps: int) -> list[tuple[int, float]]:
+def smooth(points: Points, num_steps: int) -> list[tuple[int, float]]:
     """Return each value as the mean of the newest `num_steps` values up to it."""
     values = [value for _, value in points]
     return [(step, fmean(values[max(0, i + 1 - num_steps) : i + 1])) for i, (step, _) in enumerate(points)]
 
 
-def learning_curve(train: Points, heldout: Points, measure: str = "reward") -> str:
+def make_learning_curve(train: Points, heldout: Points, measure: str = "reward") -> str:
     """Return a text plot of (step, measure) pairs: `train` as a line, `heldout` as points."""
-    lines = {"training prompts (mean of 10 steps)": smoothed(train, 10)}
+    lines = {"training prompts (mean of 10 steps)": smooth(train, 10)}
     drawn = [value for points in (*lines.values(), heldout) for _, value in points]
     least = min(0, *drawn)
     scale = (least, 1 + 0.3 * (1 - least))  # the legend is above all values
-    return plotted(lines, {"held-out prompts": heldout}, measure, 72, 14, scale, [0, 0.25, 0.5, 0.75, 1])
+    return draw_plot(lines, {"held-out prompts": heldout}, measure, 72, 14, scale, [0, 0.25, 0.5, 0.75, 1])
 
 
-def plotted(
+def draw_plot(
     lines: Mapping[str, Points],
     dots: Mapping[str, Points],
     title: str,
@@ -35,9 +35,9 @@ def plotted(
 ) -> str:
     """Return a text plot of named series of (step, value), `width` columns wide and `height` lines high.
 
-    Raises ConfigError where plotext is not installed.
+    Raises ConfigError if plotext is not installed.
     """
-    plot = _plotext()
+    plot = _load_plotext()
     plot.clear_figure()
     plot.theme("clear")
     plot.plot_size(width, height)
@@ -46,7 +46,9 @@ def plotted(
         plot.yticks(ticks)
     for label, points in lines.items():
         if points:
-            plot.plot(*zip(*points, strict=True), label=label, marker=next_marker(len(lines), label, lines))
+            plot.plot(
+                *zip(*points, strict=True), label=label, marker=pick_next_marker(len(lines), label, lines)
+            )
     for label, points in dots.items():
         if points:
             plot.scatter(*zip(*points, strict=True), label=label, marker="●")
@@ -58,12 +60,12 @@ def plotted(
     return "\n".join(line.rstrip() for line in plot.uncolorize(plot.build()).rstrip().splitlines())
 
 
-def next_marker(count: int, label: str, lines: Mapping[str, Points]) -> str:
-    """Return a sign for each of several lines, which have no colour; a single one is drawn finer."""
+def pick_next_marker(count: int, label: str, lines: Mapping[str, Points]) -> str:
+    """Return the next sign for one of several lines without colour; a single line is drawn finer."""
     return "braille" if count == 1 else "abcdefgh"[list(lines).index(label) % 8]
 
 
-def _plotext() -> Any:
+def _load_plotext() -> Any:
     try:
         import plotext
     except ImportError as error:

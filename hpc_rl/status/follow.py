@@ -16,25 +16,26 @@ from rich.table import Table
 from rich.text import Text
 
 from hpc_rl.core.errors import ExitCode
-from hpc_rl.core.files import last_lines
-from hpc_rl.core.log import printable
+from hpc_rl.core.files import load_last_lines
+from hpc_rl.core.log import escape_controls
 from hpc_rl.core.records import TrialState
 from hpc_rl.core.trial import Trial
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
-from hpc_rl.status.formatting import exit_text, format_number
-from hpc_rl.status.rollout_report import problems
+from hpc_rl.status.formatting import format_exit, format_number
+from hpc_rl.status.rollout_report import list_problems
 from hpc_rl.status.scheduler_view import TrialWatch
+from hpc_rl.status.trial_state import describe_state
 from hpc_rl.status.trial_status import TrialStatus
 
 TICK_S = 0.5
-PLAIN_EVERY_S = 5.0  # between progress lines where there is no terminal
+PLAIN_EVERY_S = 5.0  # between progress lines if there is no terminal
 LOG_LINES = 20
 EXPECTED_CODES = {0, ExitCode.STOPPED, ExitCode.KILLED_BY_SYSTEM, -15, None}  # of a role that was stopped
 
 
 def follow(trial: Trial, tick_s: float = TICK_S) -> int:
     """Show the trial until it is over; return its exit code."""
-    # what it is given is printable, and it moves the cursor by control characters
+    # its input is printable; it moves the cursor by control characters
     console = Console(file=getattr(sys.stdout, "stream", None), highlight=False, soft_wrap=True)
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
     watch, reporter = TrialWatch(trial), ChangeReporter()
@@ -43,20 +44,20 @@ def follow(trial: Trial, tick_s: float = TICK_S) -> int:
         while True:
             status = watch.poll()
             for line in reporter.news(status):
-                console.print(Text(printable(line)))
+                console.print(Text(escape_controls(line)))
             due = status.over or time.monotonic() - shown_at >= PLAIN_EVERY_S
             if live is not None:
-                live.update(panel(status), refresh=True)
+                live.update(make_panel(status), refresh=True)
             elif status.history.steps and status.step != shown_step and due:
                 shown_step, shown_at = status.step, time.monotonic()
-                console.print(Text(progress_text(status)))
+                console.print(Text(describe_progress(status)))
             if status.over:
                 break
             time.sleep(tick_s)
-    for line in final_lines(status):
+    for line in describe_final_state(status):
         print(line)
     sys.stdout.flush()
-    return exit_code(status)
+    return find_exit_code(status)
 
 
 class ChangeReporter:
@@ -67,30 +68,30 @@ class ChangeReporter:
         self._state: TrialState | None = None
 
     def news(self, status: TrialStatus) -> list[str]:
-        """Return the lines for what is new since the last call."""
+        """Return the lines about changes since the last call."""
         lines = []
         if status.state is not self._state and not status.over:
-            lines.append(state_line(status))
+            lines.append(describe_trial_state(status))
             self._state = status.state
-        for fact, line in _facts(status):
+        for fact, line in _list_facts(status):
             if fact not in self._reported:
                 self._reported.add(fact)
                 lines.append(line)
         return lines
 
 
-def _facts(status: TrialStatus) -> Iterator[tuple[tuple[object, ...], str]]:
-    """Yield everything that happened, oldest attempt first: what tells it from the rest, and its line."""
+def _list_facts(status: TrialStatus) -> Iterator[tuple[tuple[object, ...], str]]:
+    """Yield all events, oldest attempt first: a unique key and a line."""
     for attempt in status.attempts:
         yield ("attempt", attempt.id), f"attempt {attempt.id} started"
         for role in attempt.roles:
             if role.gave_up:
                 yield ("gave up", attempt.id, role.name), f"{role.name} is not started again: {role.gave_up}"
-            for end in role.ends:
-                if end.incarnation < role.incarnation:
-                    why = exit_text(end.code, end.reason)
-                    again = f"started again (incarnation {end.incarnation + 1})"
-                    yield ("end", attempt.id, role.name, end.incarnation), f"{role.name}: {why}; {again}"
+            for exited in role.ends:
+                if exited.incarnation < role.incarnation:
+                    why = format_exit(exited.code, exited.reason)
+                    again = f"started again (incarnation {exited.incarnation + 1})"
+                    yield ("end", attempt.id, role.name, exited.incarnation), f"{role.name}: {why}; {again}"
         for one in attempt.lineages:
             if one.lineage:
                 origin = f"checkpoint {one.from_step}" if one.from_step else "the start"
@@ -99,22 +100,25 @@ def _facts(status: TrialStatus) -> Iterator[tuple[tuple[object, ...], str]]:
         for silence in attempt.silences:
             yield ("silent", attempt.id, silence.node, silence.since, silence.until), silence.text(False)
         if attempt.state is not TrialState.RUNNING:
-            yield ("over", attempt.id), f"attempt {attempt.id}: {attempt.cause or attempt.state}"
+            yield (
+                ("over", attempt.id),
+                f"attempt {attempt.id}: {describe_state(attempt.state, attempt.cause)}",
+            )
     if status.supervisor_silence is not None:
         line = f"the supervisor on {status.supervisor_silence.node} gives no sign of life"
         yield ("silent", status.attempts[-1].id, line), line
-    for problem in problems(status.rollout, status.live is not None) if status.rollout else []:
+    for problem in list_problems(status.rollout, status.live is not None) if status.rollout else []:
         yield ("problem", re.sub(r"\d+", "", problem)), f"rollout: {problem}"  # once, not at every count
     name, values = status.history.held_out
     for step, value in values:
         yield ("held-out", step, value), f"step {step}: held-out {name} {format_number(value)}"
 
 
-def state_line(status: TrialStatus) -> str:
-    return f"{status.trial}: {status.state}" + (f" ({status.reason})" if status.reason else "")
+def describe_trial_state(status: TrialStatus) -> str:
+    return f"{status.trial}: {describe_state(status.state, status.reason)}"
 
 
-def progress_text(status: TrialStatus) -> str:
+def describe_progress(status: TrialStatus) -> str:
     total = f"/{status.total_steps}" if status.total_steps else ""
     parts = [f"step {status.step}{total}"]
     last = status.history.steps[-1] if status.history.steps else {}
@@ -129,13 +133,13 @@ def progress_text(status: TrialStatus) -> str:
     return "  ".join(parts)
 
 
-def panel(status: TrialStatus) -> Group:
+def make_panel(status: TrialStatus) -> Group:
     """Return the foot of a terminal view."""
     grid = Table.grid(padding=(0, 2))
     total = status.total_steps
     busy = (total is None or status.step == 0) and not status.over
     bar = ProgressBar(total=total or 1, completed=status.step, width=30, pulse=busy)
-    progress = Text(progress_text(status), no_wrap=True, overflow="ellipsis")
+    progress = Text(describe_progress(status), no_wrap=True, overflow="ellipsis")
     grid.add_row(Text(status.state, style=STYLES.get(status.state, "")), bar, progress)
     roles = []
     for role in status.attempts[-1].roles if status.attempts else []:
@@ -154,23 +158,23 @@ STYLES = {
 }
 
 
-def final_lines(status: TrialStatus) -> list[str]:
+def describe_final_state(status: TrialStatus) -> list[str]:
     """Return how the trial ended; of a failure also the end of a log.
 
     That is the log of the role that failed first, else the output of the job script.
     """
-    lines = [state_line(status)]
+    lines = [describe_trial_state(status)]
     if status.state not in (TrialState.FAILED, TrialState.KILLED):
         return lines
     path = status.trial.job_output(status.jobs[-1].job_id) if status.jobs else None
-    if status.attempts and (role := failing_role(status.attempts[-1])):
+    if status.attempts and (role := find_failing_role(status.attempts[-1])):
         path = status.trial.attempt(status.attempts[-1].id).log(role.role, role.index, role.incarnation)
-    if path is not None and (last := last_lines(path, LOG_LINES)):
+    if path is not None and (last := load_last_lines(path, LOG_LINES)):
         lines += [f"the last lines of {path}:", *(f"  {line}" for line in last)]
     return lines
 
 
-def failing_role(attempt: AttemptStatus) -> RoleStatus | None:
+def find_failing_role(attempt: AttemptStatus) -> RoleStatus | None:
     """Return the role whose newest incarnation was the first to fail."""
     failed = [
         (end.time or 0.0, role)
@@ -181,8 +185,8 @@ def failing_role(attempt: AttemptStatus) -> RoleStatus | None:
     return min(failed, key=lambda pair: pair[0])[1] if failed else None
 
 
-def exit_code(status: TrialStatus) -> int:
-    """Return the trial's exit code, as that of the command line."""
+def find_exit_code(status: TrialStatus) -> int:
+    """Return the trial's exit code for the command line."""
     if status.state is TrialState.DONE:
         return ExitCode.DONE
     code = status.attempts[-1].exit_code if status.attempts else None

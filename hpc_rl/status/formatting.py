@@ -8,7 +8,7 @@ import sys
 import time
 from pathlib import Path
 
-from hpc_rl.core.log import printable
+from hpc_rl.core.log import escape_controls
 
 
 def format_duration(seconds: float) -> str:
@@ -52,7 +52,7 @@ def format_number(value: float | None) -> str:
     return f"{value:.4f}".rstrip("0").rstrip(".")
 
 
-def exit_text(code: int | None, reason: str) -> str:
+def format_exit(code: int | None, reason: str) -> str:
     """Return why a process exited: its recorded reason, else its exit code."""
     if reason:
         return reason
@@ -63,26 +63,26 @@ def exit_text(code: int | None, reason: str) -> str:
     return f"exit code {code}"
 
 
-def size_text(size_bytes: int) -> str:
+def format_size(size_bytes: int) -> str:
     """Return megabytes or gigabytes for people."""
     return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.1f} MB"
 
 
-def one_line(text: str) -> str:
+def flatten_line(text: str) -> str:
     """Return `text` printable and on one line."""
-    return printable(" ".join(text.split("\n")))
+    return escape_controls(" ".join(text.split("\n")))
 
 
-def program_name(program: str = "hpc-rl") -> str:
+def find_program_name(program: str = "hpc-rl") -> str:
     """Return what to type for a program of this environment: its name where PATH has it, else a path."""
     ours = Path(sys.executable).with_name(program)
     found = shutil.which(program)
     if (found and os.path.realpath(found) == os.path.realpath(ours)) or not ours.exists():
         return program
-    return shell_path(ours)
+    return quote_path(ours)
 
 
-def shell_path(path: Path) -> str:
-    """Return a path quoted for a shell, relative where it is below the working directory."""
+def quote_path(path: Path) -> str:
+    """Return a path quoted for a shell, relative if it is below the working directory."""
     here = Path.cwd()
     return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))

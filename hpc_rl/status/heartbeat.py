@@ -18,7 +18,7 @@ HEARTBEAT_S = LEASE_TTL_S / HEARTBEATS_PER_TTL
 SILENT_S = 2.5 * HEARTBEAT_S
 WATCH_S = 1.2 * HEARTBEAT_S  # for a lease that is renewed to move
 POLL_S = 0.2
-SKEW_S = 2.0  # by which the clocks of the file server and of this machine may differ
+SKEW_S = 2.0  # largest difference between the clocks of the file server and this machine
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Heartbeat:
         self._names, self._clock, self._sleep = names, clock, sleep
 
     def silence(self, attempt: str, patience_s: float = 0.0) -> SupervisorSilence | None:
-        """Return how long the supervisor of an attempt has been silent; None where it lives, or is not known.
+        """Return how long the supervisor of an attempt has been silent; None if it lives, or is not known.
 
         Args:
             attempt: The newest one, which has not recorded an end.
@@ -52,7 +52,7 @@ class Heartbeat:
             return None
         silent_s = lease.age_s
         if silent_s < SILENT_S:
-            renewed_at, others_at = self._times(lease)
+            renewed_at, others_at = self._find_times(lease)
             # one that would be silent at the end of the watch is watched now, not by a later command
             looks_new = -SKEW_S <= time.time() - renewed_at < SILENT_S - patience_s
             if others_at - renewed_at >= SILENT_S:
@@ -66,7 +66,7 @@ class Heartbeat:
 
     def _read(self, attempt: str) -> LeaseView | None:
         with suppress(OSError):
-            lease = self._names.leases(keys.OWNER).get(keys.OWNER)
+            lease = self._names.list_leases(keys.OWNER).get(keys.OWNER)
             if lease is not None and lease.value.get("attempt") == attempt:
                 return lease
         return None
@@ -82,7 +82,7 @@ class Heartbeat:
                 return False
         return True
 
-    def _times(self, lease: LeaseView) -> tuple[float, float]:
+    def _find_times(self, lease: LeaseView) -> tuple[float, float]:
         """Return when this lease and when any other was last renewed, by the clock of the file server."""
         own, others = float("-inf"), float("-inf")
         for path in self._names.root.rglob("*.epoch-*"):

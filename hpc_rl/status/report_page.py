@@ -15,19 +15,19 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.log import redact
 from hpc_rl.stats.kept_samples import Sample
 from hpc_rl.stats.read import HELD_OUT, is_held_out
-from hpc_rl.status.curve import smoothed
+from hpc_rl.status.curve import smooth
 from hpc_rl.status.formatting import format_number
 from hpc_rl.status.goodput import MEANINGS, PARTS, Bucket, Span
-from hpc_rl.status.sample_text import column_text
+from hpc_rl.status.sample_text import format_column
 from hpc_rl.status.trial_report import (
     TrialReport,
-    attempt_rows,
-    differences,
-    fact_rows,
-    goodput_rows,
+    find_differences,
     is_own,
-    staleness,
-    thinned,
+    make_attempt_rows,
+    make_fact_rows,
+    make_goodput_rows,
+    summarize_staleness,
+    thin_out,
 )
 
 CHARTS = {  # metric -> title, in their order; own metrics follow, all others are in the chart with the menu
@@ -61,14 +61,14 @@ COLORS = {  # by Okabe and Ito: told apart by colour-blind readers too
 LINES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000")  # of the trials
 MIN_SPAN = 0.005  # part of an attempt that is seen on the time line
 MAX_OWN = 24  # own metrics that have a chart each
-MIN_SMOOTHED = 40  # points of a curve from which its mean is drawn over it
-NUM_COLUMNS = 4  # steps or evaluations beside each other
+MIN_SMOOTHED = 40  # curves with fewer points have no mean
+NUM_COLUMNS = 4  # steps or evaluations in a row
 NUM_PROMPTS = 3  # that are shown at each of them
 MAX_TEXT = 2000  # characters of a prompt or completion
 
 
-def page(reports: Sequence[TrialReport], now: float) -> str:
-    """Return the page as of `now`, in Unix seconds. Raises ConfigError where plotly is not installed."""
+def make_page(reports: Sequence[TrialReport], now: float) -> str:
+    """Return the page as of `now`, in Unix seconds. Raises ConfigError if plotly is not installed."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
@@ -81,8 +81,8 @@ def page(reports: Sequence[TrialReport], now: float) -> str:
         {
             "name": report.name,
             "directory": report.status.trial.dir,
-            "attempts": attempt_rows(report),
-            "samples": sample_tables(report.samples),
+            "attempts": make_attempt_rows(report),
+            "samples": make_sample_tables(report.samples),
             "config": redact(yaml.safe_dump(report.config, sort_keys=False)),
             "provenance": redact(yaml.safe_dump(report.provenance, sort_keys=True)),
         }
@@ -92,46 +92,52 @@ def page(reports: Sequence[TrialReport], now: float) -> str:
         title=", ".join(report.name for report in reports),
         written=time.strftime("%Y-%m-%d %H:%M %Z", time.localtime(now)),
         trials=trials,
-        facts=fact_rows(reports),
-        buckets=[(str(bucket), MEANINGS[bucket], cells) for bucket, cells in goodput_rows(reports)],
-        differences=differences(reports),
-        figures=as_script({name: figure for name, figure in figures(reports).items() if figure["data"]}),
-        others=as_script(other_curves(reports)),
-        colors=as_script(LINES),
+        facts=make_fact_rows(reports),
+        buckets=[(str(bucket), MEANINGS[bucket], cells) for bucket, cells in make_goodput_rows(reports)],
+        differences=find_differences(reports),
+        figures=format_script(
+            {name: figure for name, figure in make_figures(reports).items() if figure["data"]}
+        ),
+        others=format_script(list_other_curves(reports)),
+        colors=format_script(LINES),
         has_curves=any(report.history.metrics() for report in reports),
         plotly=jinja2.utils.markupsafe.Markup(get_plotlyjs()),
     )
 
 
-def as_script(value: Any) -> Any:
+def format_script(value: Any) -> Any:
     """Return a value as JSON that can stand inside of a script element."""
     text = json.dumps(value).replace("<", "\\u003c").replace("\u2028", "\\u2028")
     return jinja2.utils.markupsafe.Markup(text)
 
 
-def figures(reports: Sequence[TrialReport]) -> dict[str, dict[str, Any]]:
+def make_figures(reports: Sequence[TrialReport]) -> dict[str, dict[str, Any]]:
     """Return the charts of a page as plotly.js takes them, by the ids of their places."""
-    found = {"goodput": goodput_figure(reports)}
+    found = {"goodput": make_goodput_figure(reports)}
     for number, report in enumerate(reports):
-        found[f"attempts-{number}"] = attempts_figure(report)
-    found |= {f"curve-{metric}": curve_figure(reports, metric) for metric in charted(reports)}
+        found[f"attempts-{number}"] = make_attempts_figure(report)
+    found |= {f"curve-{metric}": make_curve_figure(reports, metric) for metric in keep_chart(reports)}
     for number, report in enumerate(reports):
-        found[f"steps-{number}"] = step_figure(report)
+        found[f"steps-{number}"] = make_step_figure(report)
     by_length = [[one.num_tokens for one in report.samples] for report in reports]
-    by_age = [[age for one in report.samples if (age := staleness(one)) is not None] for report in reports]
-    found["lengths"] = histogram(reports, by_length, "Length of kept completions", "tokens")
-    found["ages"] = histogram(reports, by_age, "Staleness of kept completions", "steps behind the trainer")
+    by_age = [
+        [age for one in report.samples if (age := summarize_staleness(one)) is not None] for report in reports
+    ]
+    found["lengths"] = make_histogram(reports, by_length, "Length of kept completions", "tokens")
+    found["ages"] = make_histogram(
+        reports, by_age, "Staleness of kept completions", "steps behind the trainer"
+    )
     return found
 
 
-def charted(reports: Sequence[TrialReport]) -> list[str]:
-    """Return the metrics that have a chart of their own, in their order."""
+def keep_chart(reports: Sequence[TrialReport]) -> list[str]:
+    """Return the metrics with a separate chart, in order."""
     known = dict.fromkeys(name for report in reports for name in report.history.metrics())
     own = [name for name in known if is_own(name)]
     return [*(name for name in CHARTS if name in known), *own[:MAX_OWN]]
 
 
-def chart(title: str, data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:
+def draw_chart(title: str, data: list[dict[str, Any]], **layout: Any) -> dict[str, Any]:
     margin = {"l": 55, "r": 15, "t": 40, "b": 60}
     legend = {"orientation": "h", "y": -0.3, "traceorder": "normal"}
     return {
@@ -140,7 +146,7 @@ def chart(title: str, data: list[dict[str, Any]], **layout: Any) -> dict[str, An
     }
 
 
-def curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, Any]:
+def make_curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, Any]:
     title = CHARTS.get(metric, metric)
     if metric == HELD_OUT:
         title = f"Held-out {reports[0].status.history.held_out[0]}"
@@ -151,16 +157,16 @@ def curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, Any]:
     num_steps = longest // (MIN_SMOOTHED // 2) if longest >= MIN_SMOOTHED and not is_held_out(metric) else 1
     traces = []
     for number, (report, curve) in enumerate(zip(reports, curves, strict=True)):
-        steps, values = columns(thinned(curve))
+        steps, values = make_columns(thin_out(curve))
         mode = "lines+markers" if len(steps) < 30 else "lines"
         line = {"color": LINES[number % len(LINES)]}
         trace = {"x": steps, "y": values, "name": report.name, "mode": mode, "line": line}
         if num_steps > 1:  # the values themselves are pale behind their mean
             traces.append(trace | {"opacity": 0.25, "showlegend": False, "hoverinfo": "skip"})
-            steps, values = columns(thinned(smoothed(curve, num_steps)))
+            steps, values = make_columns(thin_out(smooth(curve, num_steps)))
             trace |= {"x": steps, "y": values}
         traces.append(trace)
-    return chart(
+    return draw_chart(
         f"{title} (mean of {num_steps} steps)" if num_steps > 1 else title,
         traces,
         xaxis={"title": {"text": "step"}},
@@ -169,34 +175,34 @@ def curve_figure(reports: Sequence[TrialReport], metric: str) -> dict[str, Any]:
     )
 
 
-def other_curves(reports: Sequence[TrialReport]) -> dict[str, list[Any]]:
-    """Return the metrics that have no chart of their own: a pair of steps and values for each trial."""
-    drawn = charted(reports)
+def list_other_curves(reports: Sequence[TrialReport]) -> dict[str, list[Any]]:
+    """Return the other metrics: a pair of steps and values for each trial."""
+    drawn = keep_chart(reports)
     names = {name: None for report in reports for name in report.history.metrics() if name not in drawn}
     return {
-        name: [(report.name, *columns(thinned(report.history.curve(name)))) for report in reports]
+        name: [(report.name, *make_columns(thin_out(report.history.curve(name)))) for report in reports]
         for name in names
     }
 
 
-def columns(curve: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
+def make_columns(curve: list[tuple[int, float]]) -> tuple[list[int], list[float]]:
     return [step for step, _ in curve], [float(f"{value:.5g}") for _, value in curve]
 
 
-def step_figure(report: TrialReport) -> dict[str, Any]:
+def make_step_figure(report: TrialReport) -> dict[str, Any]:
     """Return how the seconds of each step are divided."""
     traces = []
     for metric, bucket in PARTS:
-        steps, values = columns(thinned(report.history.curve(metric)))
+        steps, values = make_columns(thin_out(report.history.curve(metric)))
         if any(values):
             line = {"color": COLORS[bucket], "width": 0.5}
             kind = {"stackgroup": "one", "mode": "lines", "name": bucket, "line": line}
             traces.append({"x": steps, "y": values, "fillcolor": COLORS[bucket], **kind})
     axes = {"xaxis": {"title": {"text": "step"}}, "yaxis": {"title": {"text": "seconds"}}}
-    return chart(f"{report.name}: a step of the trainer", traces, **axes)
+    return draw_chart(f"{report.name}: a step of the trainer", traces, **axes)
 
 
-def goodput_figure(reports: Sequence[TrialReport]) -> dict[str, Any]:
+def make_goodput_figure(reports: Sequence[TrialReport]) -> dict[str, Any]:
     names = [report.name for report in reports]
     traces = []
     for bucket in Bucket:
@@ -211,25 +217,25 @@ def goodput_figure(reports: Sequence[TrialReport]) -> dict[str, Any]:
     height = 170 + 40 * len(reports)
     axes: dict[str, Any] = {"xaxis": {"ticksuffix": " %", "range": [0, 100]}}
     axes["yaxis"] = {"automargin": True, "autorange": "reversed"}
-    return chart("Where the allocation went", traces, barmode="stack", height=height, **axes)
+    return draw_chart("Where the allocation went", traces, barmode="stack", height=height, **axes)
 
 
-def attempts_figure(report: TrialReport) -> dict[str, Any]:
-    """Return the attempts of a trial on a line of time, by what the trainer did."""
+def make_attempts_figure(report: TrialReport) -> dict[str, Any]:
+    """Return the attempts of a trial on a time line, by the trainer's activity."""
     bars: dict[str, list[tuple[Any, ...]]] = {}
-    causes = {row[0]: row[-1] for row in attempt_rows(report)}
+    causes = {row[0]: row[-1] for row in make_attempt_rows(report)}
     for number, use in enumerate(report.goodput.attempts, 1):
         label, hover = str(number), f"{use.id}<br>{causes[use.id]}"
         if use.waited_s:
             bars.setdefault("queue", []).append((use.start - use.waited_s, use.waited_s, label, hover))
-        for name, start, end in merged(use.spans, MIN_SPAN * (use.end - use.start)):
+        for name, start, end in merge_spans(use.spans, MIN_SPAN * (use.end - use.start)):
             bars.setdefault(name, []).append((start, end - start, label, hover))
     traces = [
         {
             "type": "bar",
             "orientation": "h",
             "name": name,
-            "base": [date(start) for start, *_ in found],
+            "base": [format_date(start) for start, *_ in found],
             "x": [1000 * seconds for _, seconds, *_ in found],
             "y": [label for *_, label, _ in found],
             "customdata": [[hover, format_number(seconds)] for _, seconds, _, hover in found],
@@ -241,10 +247,10 @@ def attempts_figure(report: TrialReport) -> dict[str, Any]:
     axes: dict[str, Any] = {"xaxis": {"type": "date", "nticks": 4, "tickangle": 0}}
     axes["yaxis"] = {"title": {"text": "attempt"}, "autorange": "reversed", "type": "category"}
     height = 215 + 26 * len(report.goodput.attempts)
-    return chart(f"{report.name}: attempts", traces, barmode="overlay", height=height, **axes)
+    return draw_chart(f"{report.name}: attempts", traces, barmode="overlay", height=height, **axes)
 
 
-def merged(spans: Sequence[Span], least_s: float) -> list[tuple[str, float, float]]:
+def merge_spans(spans: Sequence[Span], least_s: float) -> list[tuple[str, float, float]]:
     """Return (bucket, start, end) of stretches of at least `least_s`, each by what most of it was."""
     stretches: list[list[Span]] = [[]]
     for span in spans:
@@ -263,11 +269,11 @@ def merged(spans: Sequence[Span], least_s: float) -> list[tuple[str, float, floa
     return found
 
 
-def date(when: float) -> str:
+def format_date(when: float) -> str:
     return datetime.fromtimestamp(when, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S.%f")
 
 
-def histogram(
+def make_histogram(
     reports: Sequence[TrialReport], values: list[list[int]], title: str, unit: str
 ) -> dict[str, Any]:
     traces = [
@@ -278,14 +284,14 @@ def histogram(
     every = sorted(one for found in values for one in found) or [0]
     ticks = {"dtick": max(1, (every[-1] - every[0]) // 8), "tick0": 0}  # whole numbers
     axes = {"xaxis": {"title": {"text": unit}} | ticks, "yaxis": {"ticksuffix": " %"}}
-    return chart(title, traces, barmode="overlay", bargap=0.1, showlegend=len(reports) > 1, **axes)
+    return draw_chart(title, traces, barmode="overlay", bargap=0.1, showlegend=len(reports) > 1, **axes)
 
 
-def sample_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def make_sample_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Return completions side by side: the same held-out prompts, then the best and the worst of steps."""
     held_out = [one for one in samples if one.evaluation]
     tables = []
-    by_step = spread({one.step: None for one in held_out})
+    by_step = spread_out({one.step: None for one in held_out})
     prompts = {one.prompt_index: None for one in held_out if one.step == (by_step or [0])[-1]}
     for prompt in list(prompts)[:NUM_PROMPTS]:
         row = [
@@ -293,40 +299,40 @@ def sample_tables(samples: Sequence[Sample]) -> list[dict[str, Any]]:
         ]
         title = f"Held-out prompt {prompt}"
         tables.append(
-            {"title": title, "prompt": clipped(row[0].prompt), "cells": [_cell(one) for one in row]}
+            {"title": title, "prompt": clip_text(row[0].prompt), "cells": [_format_cell(one) for one in row]}
         )
     trained = [one for one in samples if not one.evaluation]
-    steps = spread({one.step: None for one in trained})
+    steps = spread_out({one.step: None for one in trained})
     for title, pick in (("Best completion of a step", max), ("Worst completion of a step", min)):
         row = [
             pick((one for one in trained if one.step == step), key=lambda one: one.reward) for step in steps
         ]
         if row:
-            cells = [_cell(one, with_prompt=True) for one in row]
+            cells = [_format_cell(one, with_prompt=True) for one in row]
             tables.append({"title": title, "prompt": "", "cells": cells})
     return tables
 
 
-def _cell(one: Sample, with_prompt: bool = False) -> dict[str, Any]:
+def _format_cell(one: Sample, with_prompt: bool = False) -> dict[str, Any]:
     facts = (
         f"step {one.step}, reward {format_number(one.reward)}, {one.num_tokens} tokens, {one.finish_reason}"
     )
     parts = ", ".join(f"{name} {format_number(value)}" for name, value in one.stats.items())
-    prompt = clipped(one.prompt) if with_prompt else ""
+    prompt = clip_text(one.prompt) if with_prompt else ""
     return {
         "facts": facts,
         "parts": parts,
         "prompt": prompt,
-        "columns": [column_text(one, name) for name in one.columns],
-        "texts": clipped_texts(one),
+        "columns": [format_column(one, name) for name in one.columns],
+        "texts": clip_texts(one),
     }
 
 
-def clipped(text: str, room: int = MAX_TEXT) -> str:
+def clip_text(text: str, room: int = MAX_TEXT) -> str:
     return text if len(text) <= room else f"{text[:room]} … ({len(text) - room} more characters)"
 
 
-def clipped_texts(one: Sample) -> list[tuple[bool, str]]:
+def clip_texts(one: Sample) -> list[tuple[bool, str]]:
     """Return the first MAX_TEXT characters of a completion in pieces, as Sample.texts."""
     pieces, room = list(one.texts()), MAX_TEXT
     shown: list[tuple[bool, str]] = []
@@ -339,7 +345,7 @@ def clipped_texts(one: Sample) -> list[tuple[bool, str]]:
     return shown
 
 
-def spread(steps: dict[int, None]) -> list[int]:
+def spread_out(steps: dict[int, None]) -> list[int]:
     """Return at most NUM_COLUMNS of the steps: the first, the last, and some between."""
     known = sorted(steps)
     if len(known) <= NUM_COLUMNS:

@@ -11,8 +11,8 @@ from hpc_rl.status.formatting import format_duration
 HANGING_S = 60.0  # a prompt that runs for longer is reported where nothing else has finished meanwhile
 SILENT_ENVIRONMENT_S = 30  # an environment polls several times a second
 STARTING_S = 60.0  # an environment may take so long to connect once the trainer has started
-NO_SERVER_S = 20.0  # for which a prompt may wait for the first server
-MIN_REJECTED_IN_A_ROW = 4  # from which they are reported
+NO_SERVER_S = 20.0  # longest normal wait for the first server
+MIN_REJECTED_IN_A_ROW = 4  # fewer are not reported
 
 
 @dataclass
@@ -44,21 +44,21 @@ class RolloutReport(JsonRecord):
     last_reason: str = ""  # of the newest rejection
     last_error: str = ""  # newest exception, of a reward, a workflow or a request
     issued_again: int = 0  # prompts that earlier user code rejected
-    oldest_running_s: float | None = None  # age of the oldest running prompt; None where none runs
+    oldest_running_s: float | None = None  # age of the oldest running prompt; None if none runs
     quiet_s: float | None = None  # since the last group, rejection or exception; None before the first
     servers: int | None = None  # live generation servers
     pools: dict[str, int] = field(default_factory=dict)  # theirs, by pool
     endpoints: dict[str, str] = field(default_factory=dict)  # problems of pools elsewhere, by pool
-    # seconds for which user code has blocked the event loop of a worker, by its place
+    # place in user code -> seconds that it has blocked the event loop of a worker
     blocked: dict[str, float] = field(default_factory=dict)
     evaluating: list[str] = field(default_factory=list)  # versions
     takes_groups: bool = False  # of environments
     environments: list[EnvironmentReport] = field(default_factory=list)
     trainer_s: float | None = None  # since the trainer first asked for a batch; None before that
-    waits_for: BatchWaitRecord | None = None  # what the next batch of environments' groups waits for
+    waits_for: BatchWaitRecord | None = None  # of the next batch of environments' groups
 
 
-def read_rollout(attempt: Attempt) -> RolloutReport | None:
+def load_rollout(attempt: Attempt) -> RolloutReport | None:
     """Return the report of the newest incarnation that left a sound one, or None."""
     found: dict[int, RolloutReport] = {}
     for path in attempt.dir.glob("rollout.*.json"):
@@ -68,15 +68,15 @@ def read_rollout(attempt: Attempt) -> RolloutReport | None:
     return found[max(found)] if found else None
 
 
-def reasons_text(rejected: Mapping[str, int]) -> str:
+def describe_reasons(rejected: Mapping[str, int]) -> str:
     """Return the reasons of rejected prompts with their counts, the most frequent first."""
     by_count = sorted(rejected.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{reason} {count}" for reason, count in by_count)
 
 
-def summary(report: RolloutReport, live: bool) -> str:
-    """Return one line of counters: of a live rollout role also what it is doing."""
-    # groups of environments have sizes of their own: `accepted` counts prompts
+def describe_rollout(report: RolloutReport, live: bool) -> str:
+    """Return one line of counters; for a live rollout role also its activity."""
+    # groups of environments vary in size: `accepted` counts prompts
     made = f"{report.sealed} batches cut" if report.takes_groups else f"{report.accepted} prompts accepted"
     accepted = f"{made}, {sum(report.rejected.values())} rejected"
     if not live:
@@ -92,8 +92,8 @@ def summary(report: RolloutReport, live: bool) -> str:
     return ", ".join(parts)
 
 
-def environment_lines(report: RolloutReport, live: bool) -> list[str]:
-    """Return a line for each environment: what it has sent, and whether it is there."""
+def describe_environments(report: RolloutReport, live: bool) -> list[str]:
+    """Return a line for each environment: its counters, and whether it is connected."""
     lines = []
     for one in report.environments:
         line = f"{one.name}: groups of {one.group_size}, {one.accepted} accepted, {one.queued} queued, "
@@ -107,12 +107,12 @@ def environment_lines(report: RolloutReport, live: bool) -> list[str]:
                 line += f"; silent for {format_duration(one.silent_s)}"
         lines.append(line)
     if live and report.waits_for is not None:
-        lines.append(wait_line(report.waits_for))
+        lines.append(describe_wait(report.waits_for))
     return lines
 
 
-def wait_line(wait: BatchWaitRecord) -> str:
-    """Return what the next batch waits for."""
+def describe_wait(wait: BatchWaitRecord) -> str:
+    """Return the reason why the next batch waits."""
     sizes, parts = " and ".join(map(str, wait.sizes)), ""
     if wait.parts:
         parts = f"; {wait.parts} more are of groups that are not whole yet"
@@ -133,11 +133,11 @@ def wait_line(wait: BatchWaitRecord) -> str:
     return f"next batch: {said}{parts}"
 
 
-def problems(report: RolloutReport, live: bool) -> list[str]:
-    """Return what deserves attention: rejections, the last exception, prompts that hang."""
+def list_problems(report: RolloutReport, live: bool) -> list[str]:
+    """Return warnings: rejections, the last exception, prompts that hang."""
     lines = []
     if report.rejected:
-        lines.append(f"rejected so far: {reasons_text(report.rejected)}")
+        lines.append(f"rejected so far: {describe_reasons(report.rejected)}")
     if report.issued_again:
         what = "prompts that the earlier reward or workflow rejected are generated again"
         lines.append(f"{report.issued_again} {what}")

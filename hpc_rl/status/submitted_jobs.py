@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 
 from hpc_rl.core.errors import JobEvent
-from hpc_rl.core.records import GIVEN_BACK, JobRecord, JobStateLine, newest_job, read_job_state
-from hpc_rl.core.trial import Trial, read_object
+from hpc_rl.core.records import GIVEN_BACK, JobRecord, JobStateLine, find_newest_job, load_job_state
+from hpc_rl.core.trial import Trial, load_object
 
 
 @dataclass
@@ -20,10 +20,10 @@ class TrialJob:
     native_id: str = ""  # the scheduler's id of its newest job: of a successor, else job_id
     code: int | None = None  # exit code
     reason: str = ""  # of its end, by the job script
-    cluster: str = ""  # Slurm's name of its cluster; empty where that is not known
+    cluster: str = ""  # Slurm's name of its cluster; empty if that is not known
     other_length: bool = False  # total_train_* differs from the submission before
-    saves: bool = True  # when it is asked to stop: its recover.mode is not disabled
-    # starts that a watch on another node gave back: restart -> when, and what was lost
+    saves: bool = True  # at a stop: its recover.mode is not disabled
+    # starts that a watch on another node gave back, by restart number
     lost_starts: dict[int, JobStateLine] = field(default_factory=dict)
     by_signal: bool = False  # ended by a TERM: of a cancel, a preemption or an administrator's requeue
 
@@ -41,20 +41,20 @@ class TrialJob:
         return self.ended and (self.cancelled or not self.by_signal)
 
 
-def read_jobs(trial: Trial) -> list[TrialJob]:
+def load_jobs(trial: Trial) -> list[TrialJob]:
     """Return the submissions of a trial, oldest first. Records that are not sound are skipped."""
     jobs = []
     for path in trial.jobs.glob("*.json"):
         record = JobRecord.read(path)
         if record is not None and record.kind != JobRecord.SERVERS and "_" not in record.job_id:
-            jobs.append(_trial_job(trial, record))
+            jobs.append(_make_job(trial, record))
     jobs.sort(key=lambda job: (job.time, job.job_id))
     if jobs and jobs[-1].start_mode == "resume":  # the mode of later starts is in the plan alone
-        jobs[-1].saves = read_object(trial.plan_json).get("recover_mode") != "disabled"
+        jobs[-1].saves = load_object(trial.plan_json).get("recover_mode") != "disabled"
     return jobs
 
 
-def _trial_job(trial: Trial, record: JobRecord) -> TrialJob:
+def _make_job(trial: Trial, record: JobRecord) -> TrialJob:
     job = TrialJob(
         job_id=record.job_id,
         time=record.time,
@@ -63,10 +63,10 @@ def _trial_job(trial: Trial, record: JobRecord) -> TrialJob:
         start_mode=record.start_mode,
         saves=record.start_mode != "disabled",
         cancelled=trial.cancel_intent(record.job_id).exists(),
-        native_id=newest_job(trial, record.job_id),
+        native_id=find_newest_job(trial, record.job_id),
         other_length=any(change.startswith("total_train_") for change in record.changed),
     )
-    lines = read_job_state(trial, record.job_id)
+    lines = load_job_state(trial, record.job_id)
     job.lost_starts = {line.restart: line for line in lines if line.event in GIVEN_BACK}
     for last in lines[-1:]:
         job.event, job.code, job.reason, job.by_signal = last.event, last.code, last.reason, last.cancelled

@@ -9,19 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.core.records import ProcessFile, ProcessRecord, TrialState
-from hpc_rl.core.trial import Trial, read_object
-from hpc_rl.name_resolve import keys, stored_names_dir
+from hpc_rl.core.trial import Trial, load_object
+from hpc_rl.name_resolve import keys, load_names_dir
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.stats.read import HELD_OUT, is_number
-from hpc_rl.status.formatting import format_duration, format_number, one_line
-from hpc_rl.status.goodput import RECENT_STEPS, step_text
-from hpc_rl.status.rollout_report import problems, summary
+from hpc_rl.status.formatting import flatten_line, format_duration, format_number
+from hpc_rl.status.goodput import RECENT_STEPS, describe_steps
+from hpc_rl.status.rollout_report import describe_rollout, list_problems
 from hpc_rl.status.scheduler_view import TrialWatch
-from hpc_rl.status.trial_status import TrialStatus, names_of_replicas
+from hpc_rl.status.trial_status import TrialStatus, find_replica_names
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 LABEL = 10  # columns of the first word of a line
-MAX_UNITS = 12  # replicas that have a line of their own; more are counted
+MAX_UNITS = 12  # replicas with a line each; more are counted
 MAX_CURVE = 120  # columns
 CURVES = ("reward", HELD_OUT, "loss")
 
@@ -38,14 +38,14 @@ class TrialView:
 
 
 class TrialEye:
-    """Reads the view of a trial repeatedly; what does not change is read once."""
+    """Reads the view of a trial repeatedly; constant parts are read once."""
 
     def __init__(self, trial: Trial) -> None:
         self.trial = trial
         self._watch = TrialWatch(trial)
         self._nodes: dict[Path, str] = {}
-        self._config = read_object(trial.config_json)
-        self._names = NameResolve(stored_names_dir(trial))
+        self._config = load_object(trial.config_json)
+        self._names = NameResolve(load_names_dir(trial))
 
     def look(self) -> TrialView:
         """Return the view now; the scheduler is queried as rarely as by `status --follow`."""
@@ -73,9 +73,9 @@ class TrialEye:
         return self._nodes[path]
 
     def _servers(self) -> dict[int, tuple[str, str]]:
-        units = read_object(self.trial.plan_json).get("units") or []
+        units = load_object(self.trial.plan_json).get("units") or []
         pools = {str(unit.get("pool") or "") for unit in units if unit.get("role") == "server"}
-        leases = [one for pool in pools for one in self._names.leases(keys.servers(pool)).values()]
+        leases = [one for pool in pools for one in self._names.list_leases(keys.servers(pool)).values()]
         found = {}
         for one in leases:
             index = one.key.rpartition("/")[2]
@@ -84,27 +84,29 @@ class TrialEye:
         return found
 
 
-def lines(view: TrialView, width: int, details: bool = True) -> list[str]:
+def describe_trials(view: TrialView, width: int, details: bool = True) -> list[str]:
     """Return a trial as lines of at most `width` columns; with `details` also its roles."""
     status = view.status
-    found = [headline(status), *time_lines(view)]
+    found = [format_headline(status), *describe_times(view)]
     for metric in CURVES:
-        found += curve_line(status, metric, width)
-    found += step_lines(view)
+        found += draw_curve_line(status, metric, width)
+    found += describe_progress(view)
     if status.rollout is not None and status.live is not None:
-        found.append(labelled("rollout", summary(status.rollout, live=True)))
-        found += [labelled("", problem) for problem in problems(status.rollout, live=True)]
+        found.append(format_label("rollout", describe_rollout(status.rollout, live=True)))
+        found += [format_label("", problem) for problem in list_problems(status.rollout, live=True)]
     if details and status.live is not None:
-        found += unit_lines(view)
+        found += describe_units(view)
     indent = " " * LABEL
-    return [part for line in found for part in textwrap.wrap(one_line(line), width, subsequent_indent=indent)]
+    return [
+        part for line in found for part in textwrap.wrap(flatten_line(line), width, subsequent_indent=indent)
+    ]
 
 
-def labelled(label: str, text: str) -> str:
+def format_label(label: str, text: str) -> str:
     return f"{label:<{LABEL}}{text}"
 
 
-def headline(status: TrialStatus) -> str:
+def format_headline(status: TrialStatus) -> str:
     parts = [str(status.trial), str(status.state)]
     if status.step or status.total_steps:
         parts.append(f"step {status.step}" + (f"/{status.total_steps}" if status.total_steps else ""))
@@ -113,21 +115,21 @@ def headline(status: TrialStatus) -> str:
     return "  ".join(parts)
 
 
-def time_lines(view: TrialView) -> Iterator[str]:
+def describe_times(view: TrialView) -> Iterator[str]:
     """Yield why it is in its state, how long it waits, the time limit of the job, and the next save."""
     status, now = view.status, time.time()
     if status.reason:
-        yield labelled("", status.reason)
+        yield format_label("", status.reason)
     if status.state is TrialState.PENDING and status.since:
-        yield labelled("queue", f"for {format_duration(now - status.since)}")
+        yield format_label("queue", f"for {format_duration(now - status.since)}")
     parts = [] if status.ends_at is None else [f"wall time left {format_duration(status.ends_at - now)}"]
     parts += [] if status.generation is None else [f"checkpoint {status.generation}"]
-    parts += next_save(view, now)
+    parts += describe_next_save(view, now)
     if parts and not status.over:
-        yield labelled("time", ", ".join(parts))
+        yield format_label("time", ", ".join(parts))
 
 
-def next_save(view: TrialView, now: float) -> list[str]:
+def describe_next_save(view: TrialView, now: float) -> list[str]:
     """Return when the next checkpoint is due, by steps and by seconds."""
     status, recover = view.status, view.config.get("recover") or {}
     if recover.get("mode") == "disabled":
@@ -144,8 +146,8 @@ def next_save(view: TrialView, now: float) -> list[str]:
     return found
 
 
-def curve_line(status: TrialStatus, metric: str, width: int) -> list[str]:
-    """Return a metric as its newest value and a curve; nothing where it was not measured."""
+def draw_curve_line(status: TrialStatus, metric: str, width: int) -> list[str]:
+    """Return a metric as its newest value and a curve; nothing if it was not measured."""
     values = [value for _, value in status.history.curve(metric)]
     if not values:
         return []
@@ -153,10 +155,10 @@ def curve_line(status: TrialStatus, metric: str, width: int) -> list[str]:
     if len(name) >= LABEL:
         name = metric
     value = f"{format_number(values[-1]):<9}"
-    return [labelled(name, value + sparkline(values, min(MAX_CURVE, width - LABEL - len(value))))]
+    return [format_label(name, value + draw_sparkline(values, min(MAX_CURVE, width - LABEL - len(value))))]
 
 
-def sparkline(values: Sequence[float], width: int) -> str:
+def draw_sparkline(values: Sequence[float], width: int) -> str:
     """Return values as at most `width` blocks of eight heights, each a mean."""
     per = -(-len(values) // max(1, width))
     parts = [values[start : start + per] for start in range(0, len(values), per)]
@@ -166,23 +168,23 @@ def sparkline(values: Sequence[float], width: int) -> str:
     return "".join(BLOCKS[round((mean - least) * scale)] for mean in means)
 
 
-def step_lines(view: TrialView) -> Iterator[str]:
-    """Yield how the seconds of the newest steps are divided, and how old what they train on is."""
+def describe_progress(view: TrialView) -> Iterator[str]:
+    """Yield the division of the newest steps' seconds, and the staleness of their batches."""
     rows = view.status.history.steps[-RECENT_STEPS:]
-    text = step_text(rows)
+    text = describe_steps(rows)
     if not text:
         return
-    yield labelled("step", text)
+    yield format_label("step", text)
     ages = [rows[-1].get(f"staleness_{kind}") for kind in ("mean", "max")]
     if all(map(is_number, ages)):
         mean, most = map(format_number, ages)
-        yield labelled("staleness", f"{mean} (largest {most})")
+        yield format_label("staleness", f"{mean} (largest {most})")
 
 
-def unit_lines(view: TrialView) -> list[str]:
-    """Return a line for each replica: where it is, and what it does; of many only how many do it."""
+def describe_units(view: TrialView) -> list[str]:
+    """Return a line for each replica with its place and activity; many replicas are only counted."""
     attempt = view.status.live
-    known = names_of_replicas(view.status)
+    known = find_replica_names(view.status)
     rows = []
     for role in attempt.roles if attempt else []:
         unit = (role.role, role.index)
@@ -198,7 +200,7 @@ def unit_lines(view: TrialView) -> list[str]:
             state = f"{doing}, weights {version}" if version else doing
         again = f" (start {role.incarnation + 1})" if role.incarnation else ""
         name = role.name + (f" ({known[unit]})" if unit in known else "")
-        rows.append((name, places(view.nodes.get(unit, [])), state + again))
+        rows.append((name, list_places(view.nodes.get(unit, [])), state + again))
     if len(rows) > MAX_UNITS:
         counts = Counter((name.split(" ")[0].rpartition("-")[0], state) for name, _, state in rows)
         rows = [(f"{count} {name}", "", state) for (name, state), count in counts.items()]
@@ -206,7 +208,7 @@ def unit_lines(view: TrialView) -> list[str]:
     return [f"{name:<{max(names, LABEL - 1)}} {node:<{nodes}}  {state}" for name, node, state in rows]
 
 
-def places(nodes: list[str]) -> str:
+def list_places(nodes: list[str]) -> str:
     """Return the nodes of a unit: the first one, and how many more."""
     known = sorted(set(nodes))
     return "" if not known else known[0] + (f" +{len(known) - 1}" if len(known) > 1 else "")

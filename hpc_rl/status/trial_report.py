@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.core.records import TrialState
-from hpc_rl.core.trial import read_object
+from hpc_rl.core.trial import load_object
 from hpc_rl.core.types import WeightVersion
-from hpc_rl.stats.kept_samples import Sample, read_samples
+from hpc_rl.stats.kept_samples import Sample, load_samples
 from hpc_rl.stats.read import Curve, History, is_held_out
 from hpc_rl.status.formatting import format_duration, format_number, format_time
-from hpc_rl.status.goodput import Bucket, Goodput, goodput
-from hpc_rl.status.rollout_report import reasons_text
+from hpc_rl.status.goodput import Bucket, Goodput, compute_goodput
+from hpc_rl.status.rollout_report import describe_reasons
 from hpc_rl.status.trial_status import TrialStatus
 
 MAX_POINTS = 1500  # of a curve; more are thinned evenly
@@ -43,26 +43,26 @@ def make_report(name: str, status: TrialStatus, now: float) -> TrialReport:
     return TrialReport(
         name=name,
         status=status,
-        goodput=goodput(status, now),
-        samples=list(read_samples(trial)),
-        config=flat(read_object(trial.config_json)) | allocation,
-        provenance=read_object(trial.provenance_json),
+        goodput=compute_goodput(status, now),
+        samples=list(load_samples(trial)),
+        config=flatten(load_object(trial.config_json)) | allocation,
+        provenance=load_object(trial.provenance_json),
     )
 
 
-def flat(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+def flatten(section: Mapping[str, Any], above: str = "") -> dict[str, Any]:
     """Return nested options by their dotted names."""
     found: dict[str, Any] = {}
     for name, value in section.items():
         inner = isinstance(value, Mapping) and value
-        found |= flat(value, f"{above}{name}.") if inner else {f"{above}{name}": value}
+        found |= flatten(value, f"{above}{name}.") if inner else {f"{above}{name}": value}
     return found
 
 
-def differences(reports: Sequence[TrialReport]) -> list[tuple[str, list[str]]]:
+def find_differences(reports: Sequence[TrialReport]) -> list[tuple[str, list[str]]]:
     """Return the options that differ between trials, each with the value of every trial."""
     options = {name: None for report in reports for name in report.config}
-    values = [(name, [_shown(report.config, name) for report in reports]) for name in options]
+    values = [(name, [_format_value(report.config, name) for report in reports]) for name in options]
     return [
         (name, shown)
         for name, shown in values
@@ -72,7 +72,7 @@ def differences(reports: Sequence[TrialReport]) -> list[tuple[str, list[str]]]:
     ]
 
 
-def _shown(config: Mapping[str, Any], name: str) -> str:
+def _format_value(config: Mapping[str, Any], name: str) -> str:
     return "null" if name in config and config[name] is None else str(config.get(name, NOT_SET))
 
 
@@ -82,14 +82,14 @@ def is_own(metric: str) -> bool:
     return is_set or metric.startswith(("agent/", "reward/"))
 
 
-def thinned(curve: Curve) -> Curve:
+def thin_out(curve: Curve) -> Curve:
     """Return at most MAX_POINTS points of a curve, the newest among them."""
     every = -(-len(curve) // MAX_POINTS)
     return curve[::-1][::every][::-1] if every > 1 else curve
 
 
-def staleness(sample: Sample) -> int | None:
-    """Return how many steps the oldest weights of a completion were behind; None where none are known."""
+def summarize_staleness(sample: Sample) -> int | None:
+    """Return how many steps the oldest weights of a completion were behind; None if none are known."""
     try:
         steps = [WeightVersion.parse(version).step for version in sample.versions]
     except (ValueError, AttributeError):  # of an environment that does not tell, or a damaged file
@@ -97,8 +97,8 @@ def staleness(sample: Sample) -> int | None:
     return max(0, sample.step - 1 - min(steps)) if steps else None
 
 
-def facts(report: TrialReport) -> dict[str, str]:
-    """Return what the table of a report says of a trial, by the names of its rows."""
+def list_facts(report: TrialReport) -> dict[str, str]:
+    """Return the values of a trial in the table of a report, by row."""
     status, use = report.status, report.goodput
     total = f" of {status.total_steps}" if status.total_steps else ""
     found = {"state": str(status.state), "step": f"{status.step}{total}"}
@@ -117,7 +117,7 @@ def facts(report: TrialReport) -> dict[str, str]:
         found["steps without learning"] = f"{status.idle.total} of {status.idle.num_steps}{note}"
     if status.last_rollout is not None:
         count = sum(status.rejected.values())
-        found["rejected prompts"] = f"{count} ({reasons_text(status.rejected)})" if count else "0"
+        found["rejected prompts"] = f"{count} ({describe_reasons(status.rejected)})" if count else "0"
     if len(status.history.steps) > 1:
         times = sorted(value for _, value in report.history.curve("step_s"))
         found["seconds per step"] = f"{format_number(times[len(times) // 2])} (median)" if times else ""
@@ -126,41 +126,42 @@ def facts(report: TrialReport) -> dict[str, str]:
     found["attempts"] = str(len(status.attempts))
     found["in the queue"] = format_duration(use.queued_s)
     if use.share is not None:
-        found["allocation"] = device_time(use, use.allocation_s)
+        found["allocation"] = describe_device_time(use, use.allocation_s)
         found["goodput"] = f"{use.share:.1%} generated or trained"
     if status.state is not TrialState.DONE and status.generation is not None:
         found["checkpoint"] = str(status.generation)
     return {name: value for name, value in found.items() if value}
 
 
-def device_time(use: Goodput, device_s: float) -> str:
+def describe_device_time(use: Goodput, device_s: float) -> str:
     """Return device-seconds for people, as `12.5 GPU-hours`."""
     unit = "GPU" if use.on_gpus else "process"
     return f"{device_s / 3600:.1f} {unit}-hours" if device_s >= 3600 else f"{device_s:.0f} {unit}-seconds"
 
 
-def fact_rows(reports: Sequence[TrialReport]) -> list[tuple[str, list[str]]]:
+def make_fact_rows(reports: Sequence[TrialReport]) -> list[tuple[str, list[str]]]:
     """Return the table of facts: the name of a row, and the value of each trial."""
-    columns = [facts(report) for report in reports]
+    columns = [list_facts(report) for report in reports]
     names = {name: None for column in columns for name in column}
     return [(name, [column.get(name, "") for column in columns]) for name in names]
 
 
-def goodput_rows(reports: Sequence[TrialReport]) -> list[tuple[Bucket, list[str]]]:
+def make_goodput_rows(reports: Sequence[TrialReport]) -> list[tuple[Bucket, list[str]]]:
     """Return the table of buckets: the share of each trial's allocation, and the time."""
     rows = []
     for bucket in Bucket:
         seconds = [report.goodput.buckets.get(bucket, 0.0) for report in reports]
         if any(seconds):
             cells = [
-                f"{one / max(report.goodput.allocation_s, 1e-9):.1%}, {device_time(report.goodput, one)}"
-                for one, report in zip(seconds, reports, strict=True)
+                f"{duration_s / max(report.goodput.allocation_s, 1e-9):.1%}, "
+                f"{describe_device_time(report.goodput, duration_s)}"
+                for duration_s, report in zip(seconds, reports, strict=True)
             ]
             rows.append((bucket, cells))
     return rows
 
 
-def attempt_rows(report: TrialReport) -> list[list[str]]:
+def make_attempt_rows(report: TrialReport) -> list[list[str]]:
     """Return a row per attempt: id, state, start, how long it held its nodes and waited, steps, cause."""
     known = {one.id: one for one in report.status.attempts}
     rows = []

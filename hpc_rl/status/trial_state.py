@@ -1,21 +1,22 @@
-"""The state of a trial and its reason, from its files and from the scheduler's answer where there is one.
+"""The state of a trial and its reason, from its files and from the scheduler's answer if there is one.
 
 What files tell for certain comes before the scheduler's answer, and that before the age of files.
 """
 
+import re
 import time
 
 from hpc_rl.core.errors import ExitCode, JobEvent, StopCause
 from hpc_rl.core.records import EndedRecord, TrialState
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import NOT_LISTED
-from hpc_rl.schedulers.slurm_states import find_state, why_pending
+from hpc_rl.schedulers.slurm_states import explain_pending, find_state
 from hpc_rl.status.attempts import AttemptStatus
 from hpc_rl.status.formatting import format_time
 from hpc_rl.status.submitted_jobs import TrialJob
 
 SILENT_AFTER_S = 120.0  # a trial whose files are older is not called running without the scheduler's answer
-SKEW_S = 2.0  # by which the clocks of a node and of this machine may differ
+SKEW_S = 2.0  # largest difference between the clocks of a node and this machine
 
 EXITS: dict[int | None, tuple[TrialState, str]] = {
     ExitCode.DONE: (TrialState.DONE, "reached its last step"),
@@ -44,7 +45,24 @@ FIRST_NODE_LOST = (
 )
 
 
-def _saved_text(saves: bool, final_step: int | None, saved_step: int | None) -> str:
+def describe_state(state: TrialState, reason: str) -> str:
+    """Return a state and its reason as one line, without a repeated state word.
+
+    "failed: rollout-0 exited", "cancelled by the user", "done". All texts with both are written here.
+    """
+    word = state.value
+    while reason.startswith(f"{word}: "):
+        reason = reason.removeprefix(f"{word}: ")
+    if not reason or _begins_with(reason, word):
+        return reason or word
+    return f"{word}: {reason}"
+
+
+def _begins_with(text: str, word: str) -> bool:
+    return re.match(rf"{re.escape(word)}\b(?!:)", text) is not None
+
+
+def _describe_saved(saves: bool, final_step: int | None, saved_step: int | None) -> str:
     if not saves:
         return NOTHING_SAVED
     if saved_step is None:
@@ -64,21 +82,22 @@ def describe_exit(
     code, reason = ended.exit_code, ended.reason
     unknown = "exited" if code is None else f"exited with code {code}"
     state, text = EXITS.get(code, (TrialState.FAILED, unknown))
+    if state is TrialState.DONE:  # the recorded reason adds nothing
+        return state, text
     if job.cancelled and state in (TrialState.STOPPED, TrialState.KILLED):
         state, text = TrialState.CANCELLED, "cancelled by the user"
-        if ended.cause is StopCause.CANCELLED and reason:  # the reason tells that already
-            text, reason = reason, ""
-    if state is TrialState.DONE:  # the reason is the same in other words
-        return state, text
+    repeats = state is not TrialState.FAILED and _begins_with(reason, state.value)
+    if repeats or (reason and state is TrialState.CANCELLED and ended.cause is StopCause.CANCELLED):
+        text, reason = reason, ""  # it is more precise than the general text
     if code == ExitCode.STOPPED:
-        text = f"{text}, {_saved_text(job.saves, final_step, saved_step)}"
+        text = f"{text}, {_describe_saved(job.saves, final_step, saved_step)}"
     return state, ": ".join(filter(None, [text, reason])) or "without a recorded reason"
 
 
 def describe_job_exit(
     job: TrialJob, final_step: int | None, saved_step: int | None
 ) -> tuple[TrialState, str]:
-    """Return the same of an attempt that recorded no end, by what the job script recorded."""
+    """Return the same for an attempt without a record of its end, by the job script's record."""
     ended = EndedRecord(exit_code=job.code, reason=f"{job.reason} (code {job.code})")
     return describe_exit(ended, job, final_step, saved_step)
 
@@ -93,9 +112,9 @@ def determine_state(
     """Return the state and the reason of a trial that is not done.
 
     Args:
-        job: The newest submission; without an id where there is none.
+        job: The newest submission; without an id if nothing was submitted.
         own: The newest attempt, where it belongs to that job.
-        job_state: The scheduler's answer for the job; UNKNOWN where it was not queried.
+        job_state: The scheduler's answer for the job; UNKNOWN if it was not queried.
         asked_at: When it was queried, Unix seconds; None for just now.
         last_sign: When a file of the attempt last changed, Unix seconds.
     """
@@ -105,7 +124,7 @@ def determine_state(
     if job_state.state is State.PENDING and not has_started:
         if job.cancelled:
             return TrialState.STOPPING, "cancelled by the user; the scheduler has not confirmed it yet"
-        return TrialState.PENDING, _pending_text(job_state, again=own is not None)
+        return TrialState.PENDING, _describe_pending(job_state, again=own is not None)
     dead = job_state.native == NOT_LISTED or job_state.state in DEAD_JOBS
     if dead and job.event is JobEvent.FIRST_NODE_LOST and not job.cancelled:
         return TrialState.KILLED, FIRST_NODE_LOST
@@ -116,16 +135,16 @@ def determine_state(
         if job_state.state is State.RUNNING:
             return TrialState.STOPPING, f"{job.reason}{doubt}, and it has not reported that yet"
     if own is None:
-        state, reason = _before_first_attempt(job, job_state)
+        state, reason = _judge_unstarted(job, job_state)
     elif own.state is TrialState.RUNNING:
-        state, reason = _without_end(job, own, job_state, last_sign)
+        state, reason = _judge_unended(job, own, job_state, last_sign)
     else:
-        state, reason = _after_end(job, own, dead)
+        state, reason = _judge_recorded_end(job, own, dead)
     return state, reason + doubt
 
 
-def _after_end(job: TrialJob, own: AttemptStatus, dead: bool) -> tuple[TrialState, str]:
-    """Return what follows from a recorded end. `dead`: the scheduler knows that the job is over."""
+def _judge_recorded_end(job: TrialJob, own: AttemptStatus, dead: bool) -> tuple[TrialState, str]:
+    """Judge a recorded end. `dead`: the scheduler knows that the job is over."""
     if own.state is TrialState.DONE:
         return TrialState.DONE, ""
     if dead or job.ended or own.state in (TrialState.FAILED, TrialState.CANCELLED):
@@ -135,43 +154,45 @@ def _after_end(job: TrialJob, own: AttemptStatus, dead: bool) -> tuple[TrialStat
     return TrialState.PENDING, f"{own.cause}; it is being started again"
 
 
-def _pending_text(job_state: JobState, again: bool) -> str:
+def _describe_pending(job_state: JobState, again: bool) -> str:
     text = "waiting to be started again" if again else "waiting to be started"
     if job_state.start_time is not None and job_state.start_time > time.time():
         text += f", expected to start {format_time(job_state.start_time)}"
     if job_state.reason in ("", "None"):
         return text
-    meaning = why_pending(job_state.reason)[1]
+    meaning = explain_pending(job_state.reason)[1]
     return f"{text} ({job_state.reason}" + (f": {meaning})" if meaning != job_state.reason else ")")
 
 
-def _before_first_attempt(job: TrialJob, job_state: JobState) -> tuple[TrialState, str]:
+def _judge_unstarted(job: TrialJob, job_state: JobState) -> tuple[TrialState, str]:
     if job.ended:
         text = f"exited before the supervisor recorded anything: {job.reason} (code {job.code})"
         return (TrialState.CANCELLED if job.cancelled else TrialState.FAILED), text
     if job_state.state.alive:
         return TrialState.RUNNING, "the job has started, the supervisor has not recorded anything yet"
     if job_state.state in DEAD_JOBS:
-        return DEAD_JOBS[job_state.state], f"before it started anything; {_scheduler_text(job_state)}"
+        return DEAD_JOBS[
+            job_state.state
+        ], f"before it started anything; {_describe_scheduler_state(job_state)}"
     if job.cancelled:
         return TrialState.CANCELLED, "cancelled before it started"
     if job_state.native == NOT_LISTED:
-        return TrialState.KILLED, f"before it started anything; {_scheduler_text(job_state)}"
+        return TrialState.KILLED, f"before it started anything; {_describe_scheduler_state(job_state)}"
     if time.time() - job.time < SILENT_AFTER_S:
         return TrialState.PENDING, "submitted, has not recorded anything yet"
     return TrialState.UNKNOWN, "submitted, has not recorded anything yet, and the scheduler does not list it"
 
 
-def _without_end(
+def _judge_unended(
     job: TrialJob, own: AttemptStatus, job_state: JobState, last_sign: float | None
 ) -> tuple[TrialState, str]:
     """Return the state of an attempt that has not recorded an end."""
     if job.ended:
         return describe_job_exit(job, own.final_step, own.saved_step)
     if job_state.state in DEAD_JOBS:
-        return DEAD_JOBS[job_state.state], _scheduler_text(job_state)
+        return DEAD_JOBS[job_state.state], _describe_scheduler_state(job_state)
     if job_state.native == NOT_LISTED:
-        return TrialState.KILLED, f"exited without recording a reason; {_scheduler_text(job_state)}"
+        return TrialState.KILLED, f"exited without recording a reason; {_describe_scheduler_state(job_state)}"
     silent_s = time.time() - last_sign if last_sign is not None else SILENT_AFTER_S
     # The age of files decides only what is shown.
     if job_state.state.alive or silent_s < SILENT_AFTER_S:
@@ -182,7 +203,7 @@ def _without_end(
     return TrialState.UNKNOWN, f"no end recorded, and no heartbeat for {silent_s / 60:.0f} min"
 
 
-def _scheduler_text(job_state: JobState) -> str:
+def _describe_scheduler_state(job_state: JobState) -> str:
     native = job_state.native or job_state.state.value
     if job_state.native == NOT_LISTED:
         return f"the scheduler {job_state.reason}"

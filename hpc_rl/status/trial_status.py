@@ -1,6 +1,6 @@
 """What happened to a trial, from the files of its directory: state, attempts, roles, steps, checkpoints.
 
-Missing, stale and partial files are tolerated: what can't be known is left out. A caller that queried the
+Missing, stale and partial files are tolerated: unknown values are left out. A caller that queried the
 scheduler passes its answer in; it only tells a running job from one that was killed without recording an end.
 """
 
@@ -13,25 +13,25 @@ from typing import Any
 from hpc_rl.core.errors import JobEvent
 from hpc_rl.core.files import Row
 from hpc_rl.core.records import EndedRecord, Event, EventKind, EventLog, LineageRecord, TrialState
-from hpc_rl.core.trial import AttemptId, Trial, read_json, read_object
-from hpc_rl.name_resolve import stored_names_dir
+from hpc_rl.core.trial import AttemptId, Trial, load_json, load_object
+from hpc_rl.name_resolve import load_names_dir
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.stats.idle import IdleSteps, count_idle
-from hpc_rl.stats.read import History, MetricsReader, lineages
-from hpc_rl.status.attempts import STOPPING_EVENTS, AttemptStatus, roles_of, silences_of
+from hpc_rl.stats.read import History, MetricsReader, load_known_lineages
+from hpc_rl.status.attempts import STOPPING_EVENTS, AttemptStatus, list_roles, list_silences
 from hpc_rl.status.formatting import format_duration, format_number, format_rate, format_time
 from hpc_rl.status.heartbeat import Heartbeat, SupervisorSilence
-from hpc_rl.status.rollout_report import RolloutReport, read_rollout
-from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
-from hpc_rl.status.trial_state import describe_exit, describe_job_exit, determine_state
-from hpc_rl.supervise.server_array import ServerArray, read_arrays
+from hpc_rl.status.rollout_report import RolloutReport, load_rollout
+from hpc_rl.status.submitted_jobs import TrialJob, load_jobs
+from hpc_rl.status.trial_state import describe_exit, describe_job_exit, describe_state, determine_state
+from hpc_rl.supervise.server_array import ServerArray, load_arrays
 
 SUSPENDED = "SUSPENDED"  # Slurm's name of the state of a job whose processes are stopped
 KILLED_WITH_NODE = "ended without a record (its node failed, or the scheduler killed it)"
 TAKEN_BACK = "ended without a record (preempted, or its node failed); the scheduler starts the job again"
 RATE_STEPS = 50  # newest steps over which the rate is taken
-# What the trainer does while it makes no step, in its words and those of users.
+# Activity of the trainer between steps: its name -> the name for users.
 BETWEEN_STEPS = {
     "evaluate": "evaluating",
     "save": "saving",
@@ -66,7 +66,7 @@ class TrialStatus:
     ends_at: float | None = None  # when the scheduler ends the newest job, Unix seconds
     rollout: RolloutReport | None = None  # of the newest attempt
     last_rollout: RolloutReport | None = None  # the newest of all attempts
-    doing: str = ""  # what the trainer does now, such as `train` or `evaluate`
+    doing: str = ""  # activity of the trainer, such as `train` or `evaluate`
     doing_step: int = 0
     supervisor_silence: SupervisorSilence | None = None  # of a live attempt
 
@@ -123,9 +123,9 @@ class TrialStatus:
 
     @property
     def pace(self) -> str:
-        """How fast it trains and how much time is left, or what the trainer does between steps.
+        """Training speed and time left, or the trainer's activity between steps.
 
-        Empty while a host is silent: what the trial did before tells nothing about now.
+        Empty while a host is silent: the past pace tells nothing about now.
         """
         if self.silent_hosts:
             return ""
@@ -140,7 +140,7 @@ class TrialStatus:
     @property
     def live(self) -> AttemptStatus | None:
         """The newest attempt while it runs."""
-        return self.attempts[-1] if self.attempts and _runs(self.attempts[-1]) else None
+        return self.attempts[-1] if self.attempts and _is_running(self.attempts[-1]) else None
 
     @property
     def since(self) -> float | None:
@@ -151,9 +151,9 @@ class TrialStatus:
 
     @property
     def last_end(self) -> str:
-        """Why the last attempt that is over ended; empty where none is."""
-        over = [attempt for attempt in self.attempts if not _runs(attempt)]
-        return f"attempt {over[-1].id}: {over[-1].cause or over[-1].state}" if over else ""
+        """Why the last attempt that is over ended; empty if none is."""
+        over = [attempt for attempt in self.attempts if not _is_running(attempt)]
+        return f"attempt {over[-1].id}: {describe_state(over[-1].state, over[-1].cause)}" if over else ""
 
     def to_json(self) -> dict[str, Any]:
         """Return what `status --json` prints."""
@@ -196,22 +196,22 @@ class StatusReader:
         """Return the status now.
 
         Args:
-            job_state: The scheduler's answer for the newest job; None where it was not queried.
+            job_state: The scheduler's answer for the newest job; None if it was not queried.
             asked_at: When it was queried, Unix seconds; None for just now.
             patience_s: How long to wait for a sign of life where files look old; 0 for a reader that stays.
         """
-        jobs = read_jobs(self.trial)
-        lines = lineages(self.trial)
+        jobs = load_jobs(self.trial)
+        lines = load_known_lineages(self.trial)
         history = self._metrics.poll()
-        newest = newest_generation(self.trial)
+        newest = find_newest_generation(self.trial)
         attempts = self._attempts(jobs, lines)
-        last_sign = _last_sign(self.trial, attempts)
+        last_sign = _find_last_sign(self.trial, attempts)
         job, job_state = jobs[-1] if jobs else TrialJob(""), job_state or JobState("", State.UNKNOWN)
         own = attempts[-1] if attempts else None
         if own is not None and job.job_id and own.job_id != job.job_id:
             own = None
-        if isinstance(read_json(self.trial.done), dict):
-            state, reason = TrialState.DONE, _not_saved(self.trial)
+        if isinstance(load_json(self.trial.done), dict):
+            state, reason = TrialState.DONE, _describe_unsaved(self.trial)
         else:
             state, reason = determine_state(job, own, job_state, asked_at, last_sign)
         _close_attempt(attempts, state, reason, job)
@@ -220,7 +220,7 @@ class StatusReader:
         reached = step if state is TrialState.DONE else None
         alive = state in (TrialState.RUNNING, TrialState.STOPPING)
         doing = self._doing(attempts)
-        rollout = read_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None
+        rollout = load_rollout(self.trial.attempt(attempts[-1].id)) if attempts else None
         status = TrialStatus(
             trial=self.trial,
             state=state,
@@ -230,12 +230,12 @@ class StatusReader:
             history=history,
             lineages=lines,
             step=step,
-            total_steps=_total_steps(self.trial, history, lines, jobs, reached),
-            rate=_rate(history, from_step) if self._trains(attempts, lines) else None,
+            total_steps=_find_total_steps(self.trial, history, lines, jobs, reached),
+            rate=_compute_rate(history, from_step) if self._trains(attempts, lines) else None,
             generation=newest,
             exports=sorted(path.name for path in self.trial.exports.glob("[!.]*") if path.is_dir()),
-            plan=read_object(self.trial.plan_json),
-            servers=read_arrays(self.trial),
+            plan=load_object(self.trial.plan_json),
+            servers=load_arrays(self.trial),
             last_sign=last_sign,
             ends_at=self._ends_at(attempts, job_state) if alive else None,
             rollout=rollout,
@@ -250,14 +250,14 @@ class StatusReader:
         self, attempts: list[AttemptStatus], job_state: JobState, patience_s: float
     ) -> SupervisorSilence | None:
         """Return whether the supervisor of a live attempt is silent; one that is suspended may be."""
-        if not attempts or not _runs(attempts[-1]) or job_state.native == SUSPENDED:
+        if not attempts or not _is_running(attempts[-1]) or job_state.native == SUSPENDED:
             return None
         if self._heartbeat is None:
-            self._heartbeat = Heartbeat(NameResolve(stored_names_dir(self.trial)))
+            self._heartbeat = Heartbeat(NameResolve(load_names_dir(self.trial)))
         return self._heartbeat.silence(attempts[-1].id, patience_s)
 
     def _earlier_rollout(self, attempts: list[AttemptStatus]) -> RolloutReport | None:
-        reports = (read_rollout(self.trial.attempt(one.id)) for one in reversed(attempts[:-1]))
+        reports = (load_rollout(self.trial.attempt(one.id)) for one in reversed(attempts[:-1]))
         return next(filter(None, reports), None)
 
     def _event_rows(self, attempt: str) -> list[Event]:
@@ -268,7 +268,7 @@ class StatusReader:
         if not attempts or attempts[-1].last_step is None:
             return False
         newest = attempts[-1]
-        if not _runs(newest):
+        if not _is_running(newest):
             return True
         trainer = next((role for role in newest.roles if role.role == "trainer"), None)
         if trainer is None or not trainer.running:
@@ -281,12 +281,12 @@ class StatusReader:
         return not lines or (lines[-1].attempt, lines[-1].incarnation) == (newest.id, trainer.incarnation)
 
     def _doing(self, attempts: list[AttemptStatus]) -> Row:
-        """Return what the trainer of a live attempt reports; {} where it has not, or none runs."""
-        if not attempts or not _runs(attempts[-1]):
+        """Return the report of a live attempt's trainer; {} without one."""
+        if not attempts or not _is_running(attempts[-1]):
             return {}
         trainer = next((role for role in attempts[-1].roles if role.role == "trainer" and role.running), None)
         attempt = self.trial.attempt(attempts[-1].id)
-        return read_object(attempt.activity("trainer", 0, trainer.incarnation)) if trainer else {}
+        return load_object(attempt.activity("trainer", 0, trainer.incarnation)) if trainer else {}
 
     def _final_step(self, own: list[LineageRecord], last_step: int | None) -> int | None:
         """Return where the last start of training of an attempt ended; `last_step` without its record."""
@@ -305,7 +305,7 @@ class StatusReader:
         """Return the attempts in the order of submission, then of restart."""
         submitted = {job.job_id: number for number, job in enumerate(jobs)}
         last_steps = self._metrics.last_steps()
-        makers = makers_of_generations(self.trial)
+        makers = find_generation_makers(self.trial)
         found = []
         for folder in self.trial.attempts.glob("*"):
             known = AttemptId.parse(folder.name)
@@ -316,8 +316,8 @@ class StatusReader:
                 found.append(((number, attempt.started or 0.0, known.restart), attempt, job))
         found.sort(key=lambda one: one[0])
         for (_, earlier, job), (_, later, _) in pairwise(found):
-            lost = killed_with_node(earlier, job, "")
-            if lost or _runs(earlier):  # a later start means that it is over
+            lost = describe_lost_node(earlier, job, "")
+            if lost or _is_running(earlier):  # a later start means that it is over
                 earlier.state, earlier.cause = TrialState.KILLED, lost or KILLED_WITH_NODE
                 if not lost and job.ended and later.job_id != job.job_id:
                     steps = earlier.final_step, earlier.saved_step
@@ -336,7 +336,7 @@ class StatusReader:
         ended = EndedRecord.read(attempt.ended)
         own = [line for line in lines if line.attempt == name]
         final_step = self._final_step(own, last_step)
-        saved_step = _saved_step(name, own, lines, events, makers)
+        saved_step = _find_saved_step(name, own, lines, events, makers)
         state, cause = TrialState.RUNNING, ""
         if ended is not None:
             state, cause = describe_exit(ended, job, final_step, saved_step)
@@ -353,25 +353,25 @@ class StatusReader:
             last_step=last_step,
             final_step=final_step,
             saved_step=saved_step,
-            roles=roles_of(attempt, events),
+            roles=list_roles(attempt, events),
             stopping=stopping[-1] if stopping else "",
-            silences=silences_of(events),
+            silences=list_silences(events),
         )
 
 
-def read_status(
+def load_status(
     trial: Trial, job_state: JobState | None = None, asked_at: float | None = None, patience_s: float = 0.0
 ) -> TrialStatus:
     """Return the status of a trial as its files are now; arguments as of `StatusReader.read`."""
     return StatusReader(trial).read(job_state, asked_at, patience_s)
 
 
-def _runs(attempt: AttemptStatus) -> bool:
+def _is_running(attempt: AttemptStatus) -> bool:
     return attempt.state is TrialState.RUNNING
 
 
-def killed_with_node(attempt: AttemptStatus, job: TrialJob, otherwise: str) -> str:
-    """Return that a watch gave an attempt back, and why, or `otherwise` where that is not known."""
+def describe_lost_node(attempt: AttemptStatus, job: TrialJob, otherwise: str) -> str:
+    """Return that a watch gave an attempt back, and why, or `otherwise` if that is not known."""
     known = AttemptId.parse(attempt.id)
     lost = job.lost_starts.get(known.restart) if known and known.job_id == job.job_id else None
     if lost is None:
@@ -382,33 +382,33 @@ def killed_with_node(attempt: AttemptStatus, job: TrialJob, otherwise: str) -> s
 
 def _close_attempt(attempts: list[AttemptStatus], state: TrialState, reason: str, job: TrialJob) -> None:
     """Mark the newest attempt as over where the trial is known not to run, although it recorded no end."""
-    if not attempts or not _runs(attempts[-1]):
+    if not attempts or not _is_running(attempts[-1]):
         return
-    if state is TrialState.PENDING:  # what the trial waits for now does not explain that end
+    if state is TrialState.PENDING:  # the current wait does not explain that end
         attempts[-1].state = TrialState.KILLED
-        attempts[-1].cause = killed_with_node(attempts[-1], job, TAKEN_BACK)
+        attempts[-1].cause = describe_lost_node(attempts[-1], job, TAKEN_BACK)
     elif state.is_over:
         closed = state if state in (TrialState.DONE, TrialState.CANCELLED) else TrialState.KILLED
         attempts[-1].state, attempts[-1].cause = closed, reason
 
 
-def newest_generation(trial: Trial) -> int | None:
+def find_newest_generation(trial: Trial) -> int | None:
     """Return the step of the newest checkpoint that has a manifest; it is not verified."""
     steps = [path.parent.name.removeprefix("gen-") for path in trial.recover.glob("gen-*/manifest.json")]
     return max((int(step) for step in steps if step.isdecimal()), default=None)
 
 
-def makers_of_generations(trial: Trial) -> dict[int, str]:
-    """Return the attempts that made the checkpoints that have a manifest, by step; '' where it has none."""
+def find_generation_makers(trial: Trial) -> dict[int, str]:
+    """Return the attempts that made the checkpoints with a manifest, by step; '' if unknown."""
     makers = {}
     for path in trial.recover.glob("gen-*/manifest.json"):
         step = path.parent.name.removeprefix("gen-")
         if step.isdecimal():
-            makers[int(step)] = str(read_object(path).get("attempt") or "")
+            makers[int(step)] = str(load_object(path).get("attempt") or "")
     return makers
 
 
-def _saved_step(
+def _find_saved_step(
     attempt: str,
     own: list[LineageRecord],
     lines: list[LineageRecord],
@@ -424,13 +424,13 @@ def _saved_step(
     return max(steps, default=None)
 
 
-def _not_saved(trial: Trial) -> str:
-    """Return why the last step of a trial that is done has no checkpoint; '' where it has one."""
-    why = read_object(trial.exports / "final" / "hpc_rl.json").get("not_saved")
+def _describe_unsaved(trial: Trial) -> str:
+    """Return why the last step of a done trial has no checkpoint; '' if it has."""
+    why = load_object(trial.exports / "final" / "hpc_rl.json").get("not_saved")
     return f"the last step was not saved: {why}; exports/final is complete" if why else ""
 
 
-def _last_sign(trial: Trial, attempts: list[AttemptStatus]) -> float | None:
+def _find_last_sign(trial: Trial, attempts: list[AttemptStatus]) -> float | None:
     """Return when a file of the newest attempt, or the supervisor's lease, last changed."""
     if not attempts:
         return None
@@ -445,7 +445,7 @@ def _last_sign(trial: Trial, attempts: list[AttemptStatus]) -> float | None:
     return max(stamps, default=None)
 
 
-def _total_steps(
+def _find_total_steps(
     trial: Trial, history: History, lines: list[LineageRecord], jobs: list[TrialJob], reached: int | None
 ) -> int | None:
     """Return the length by the trainer's own metrics, else by the configuration.
@@ -460,13 +460,13 @@ def _total_steps(
         logged = [row["total_steps"] for row in history.steps if isinstance(row.get("total_steps"), int)]
         if logged:
             return logged[-1]
-    total = read_object(trial.config_json).get("total_train_steps")
+    total = load_object(trial.config_json).get("total_train_steps")
     return total if isinstance(total, int) else reached
 
 
-def names_of_replicas(status: TrialStatus) -> dict[tuple[str, int], str]:
+def find_replica_names(status: TrialStatus) -> dict[tuple[str, int], str]:
     """Return the names of environments and the pools of servers, by role and index."""
-    section = read_object(status.trial.config_json).get("environments") or {}
+    section = load_object(status.trial.config_json).get("environments") or {}
     names = {("environment", index): name for index, name in enumerate(section.get("commands") or {})}
     units = status.plan.get("units") or []
     pools = {
@@ -477,18 +477,20 @@ def names_of_replicas(status: TrialStatus) -> dict[tuple[str, int], str]:
     return names | (pools if len(set(pools.values())) > 1 else {})
 
 
-def _rate(history: History, from_step: int) -> float | None:
+def _compute_rate(history: History, from_step: int) -> float | None:
     """Return steps per second over the newest steps since the last start of the trainer."""
-    rows = [row for row in history.steps[-RATE_STEPS:] if row["step"] > from_step and _number(row, "time")]
+    rows = [
+        row for row in history.steps[-RATE_STEPS:] if row["step"] > from_step and _get_number(row, "time")
+    ]
     if not rows:
         return None
     first, last = rows[0], rows[-1]
     if len(rows) >= 2 and last["time"] > first["time"]:
         return (last["step"] - first["step"]) / (last["time"] - first["time"])
-    step_s = _number(last, "step_s")
+    step_s = _get_number(last, "step_s")
     return 1.0 / step_s if step_s and step_s > 0 else None
 
 
-def _number(row: Row, key: str) -> float | None:
+def _get_number(row: Row, key: str) -> float | None:
     value = row.get(key)
     return value if isinstance(value, (int, float)) else None

@@ -1,8 +1,8 @@
-"""The agents of the nodes: one srun for each node and role starts all replicas there, and starts them again.
+"""Agents of the nodes: one srun per node and role starts, and restarts, all replicas of that role there.
 
-A replica is a unit like any other, with a handle of its own: the agent (roles/node_agent.py) is asked by the
-standard input of its srun, and answers by its standard output. An agent lives as long as one of its replicas;
-its death is theirs, and the next start of one brings a new agent.
+A replica is a unit like any other, with a separate handle. The agent (roles/node_agent.py) gets requests on
+the standard input of its srun and answers on standard output. An agent lives as long as one of its replicas;
+if it dies, its replicas die too, and the next start of a replica starts a new agent.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from hpc_rl.supervise.processes import KILL_STEP_S, STOP, Handle, ProcessSteps, 
 logger = logging.getLogger(__name__)
 
 
-def agent_name(role: str) -> str:
+def make_agent_name(role: str) -> str:
     """Return the name of the agent of a role in logs and records."""
     return f"{role}agent"
 
 
 class AgentHandle(SrunHandle):
-    """The srun of an agent, and what the agent has said."""
+    """The srun of an agent, and the agent's answers."""
 
     def __init__(self, role: str, log: Path, processes: Path) -> None:
         super().__init__(role, log, processes)
-        self.codes: dict[str, int] = {}  # of replicas that have exited, by index and incarnation
-        self.running: set[str] = set()  # replicas that no exit was noted of
+        self.codes: dict[str, int] = {}  # of exited replicas, by index and incarnation
+        self.running: set[str] = set()  # replicas without a reported exit
         self.is_leaving = False
         self._unread = b""
         self._said: int | None = None  # read end of its standard output
@@ -45,7 +45,7 @@ class AgentHandle(SrunHandle):
         self._said = read_end
 
     def poll(self) -> int | None:
-        """Return srun's code once it has ended, and note which replicas have exited."""
+        """Note exited replicas; return srun's exit code once it has ended."""
         code = super().poll()
         while self._said is not None:
             try:
@@ -68,12 +68,12 @@ class AgentHandle(SrunHandle):
                 f"{index} {incarnation}" in self.running and re.fullmatch(r"-?\d{1,3}", code)
             ):
                 self.codes[f"{index} {incarnation}"] = int(code)
-            case _:  # of a container's runtime, or of the site's wrapper
+            case _:  # output of a container's runtime, or of the site's wrapper
                 with suppress(OSError), self.log.open("a") as file:
                     file.write(f"{line}\n")
 
     def leave(self) -> None:
-        """Have an agent without replicas exit."""
+        """Let an agent without replicas exit."""
         self.is_leaving = True
         self.send(STOP)
 
@@ -90,7 +90,7 @@ class ReplicaHandle(Handle):
         self._ask("start")
 
     def poll(self) -> int | None:
-        """Return the code of the replica; of the last one of an agent, once that has exited too."""
+        """Return the code of the replica; for the last replica, only once the agent has exited too."""
         if self._has_exited:
             return self._code
         ended = self._agent.poll()
@@ -119,13 +119,13 @@ class ReplicaHandle(Handle):
         self._ask("stacks")
 
     def kill(self) -> None:
-        """Have the agent kill the replica; an agent that does not is killed, with all that it started."""
+        """Ask the agent to kill the replica; if it does not, kill the agent and all its replicas."""
         if self._kill_at == float("inf"):
             self._kill_at = time.monotonic() + KILL_STEP_S
             self._ask("kill")
 
-    def unplaced(self) -> str:
-        return self._agent.unplaced()
+    def explain_unplaced(self) -> str:
+        return self._agent.explain_unplaced()
 
     def _ask(self, *words: str) -> None:
         self._agent.send(" ".join(["unit", self._name, *words]))
@@ -133,7 +133,7 @@ class ReplicaHandle(Handle):
 
 @dataclass
 class AgentSteps(SrunSteps):
-    """One srun per unit; for the replicas of a node, one that all share."""
+    """One srun per unit; the replicas of a node share one."""
 
     plan: Plan = field(kw_only=True)
     _agents: dict[tuple[str, int], AgentHandle] = field(default_factory=dict)
@@ -152,8 +152,8 @@ class AgentSteps(SrunSteps):
         return handle
 
     def _start_agent(self, unit: Unit, argv: list[str], attempt: Attempt) -> AgentHandle:
-        step = self.plan.sharing_step(unit)
-        name, index = agent_name(unit.role), step[0].index
+        step = self.plan.list_step_units(unit)
+        name, index = make_agent_name(unit.role), step[0].index
         logs = ((number, attempt.log(name, index, number)) for number in count())
         number, log = next((number, log) for number, log in logs if not log.exists())
         flags = ["--trial_dir", str(attempt.trial.dir), "--attempt", attempt.id]
@@ -173,7 +173,7 @@ class AgentSteps(SrunSteps):
 
 
 def open_steps(kind: str, plan: Plan) -> ProcessSteps | SrunSteps:
-    """Return how processes are started: `srun` within a Slurm job, `process` on this machine."""
+    """Return the way to start processes: `srun` within a Slurm job, `process` on this machine."""
     if kind == "process":
         return ProcessSteps(gpu_variable=plan.gpu_variable)
     if plan.layout != "hetjob":

@@ -1,9 +1,9 @@
-"""Bad nodes: which nodes failed a trial, and until when they are avoided.
+"""Bad nodes: nodes that failed a trial, each avoided for some time.
 
 A node that was out of contact (Slurm lost it, or others did not reach it) may be back in a minute, and Slurm
-itself gives no job a node that is down. So it is avoided for a 24th of the time, unless that happens again.
+never allocates a node that is down. So it is avoided for only a 24th of the time, unless that happens again.
 
-One file of the trial, written by its supervisor; in layout `jobs` one more of each task of a server array, in
+The supervisor of the trial writes one file; in layout `jobs` each task of a server array has another file, in
 its attempt. The job script of a requeued job runs `scontrol update … ExcNodeList`; a new submission uses
 `--exclude`. Both exclude the worst nodes first, as many as they can spare.
 """
@@ -13,27 +13,27 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.core.trial import Attempt, Trial, read_object, write_atomic, write_json
+from hpc_rl.core.trial import Attempt, Trial, load_object, write_atomic, write_json
 
-OUT_OF_CONTACT_SHARE = 1 / 24  # of the time for which a node is avoided that failed
+OUT_OF_CONTACT_SHARE = 1 / 24  # of the time for which a failed node is avoided
 BadNode = dict[str, Any]  # until, since (Unix seconds), reason, attempt, trouble
 
 
 class NodeTrouble(enum.StrEnum):
-    """What was wrong with a node."""
+    """Kind of trouble with a node."""
 
     FAILED = "failed"  # a process on it reported the failure
     OUT_OF_CONTACT = "out_of_contact"
 
 
-def current(trial: Trial, now: float) -> dict[str, BadNode]:
+def find_bad_nodes(trial: Trial, now: float) -> dict[str, BadNode]:
     """Return the nodes to avoid at `now` (Unix seconds), by name.
 
-    Those that failed come before those out of contact, and the newest before the others.
+    Failed nodes come before nodes out of contact, newer ones before older ones.
     """
     nodes: dict[str, BadNode] = {}
     for path in (trial.bad_nodes, *trial.server_attempts.glob(f"*/{trial.bad_nodes.name}")):
-        for name, bad in _read(path).items():
+        for name, bad in _load(path).items():
             if bad["until"] > now and (name not in nodes or bad["until"] > nodes[name]["until"]):
                 nodes[name] = bad
 
@@ -46,8 +46,8 @@ def current(trial: Trial, now: float) -> dict[str, BadNode]:
     return dict(sorted(nodes.items(), key=badness))
 
 
-def _read(path: Path) -> dict[str, BadNode]:
-    nodes = read_object(path).get("nodes")
+def _load(path: Path) -> dict[str, BadNode]:
+    nodes = load_object(path).get("nodes")
     return {
         name: bad
         for name, bad in (nodes.items() if isinstance(nodes, dict) else ())
@@ -66,11 +66,12 @@ def add(
 ) -> None:
     """Avoid these nodes too. Raises OSError.
 
-    For `hours`; a node that was out of contact, and not in the `hours` before, for a part of them.
+    They are avoided for `hours`; nodes out of contact for a part of this, unless they were listed in the
+    last `hours` already.
     """
     path = attempt.dir / trial.bad_nodes.name if attempt.is_server_task else trial.bad_nodes
-    # One whose time is over stays for as long as it may count as a repetition.
-    known = {name: bad for name, bad in _read(path).items() if bad["until"] + hours * 3600 > now}
+    # An expired entry stays for as long as it may count as a repetition.
+    known = {name: bad for name, bad in _load(path).items() if bad["until"] + hours * 3600 > now}
     for name in nodes:
         share = OUT_OF_CONTACT_SHARE if trouble is NodeTrouble.OUT_OF_CONTACT and name not in known else 1.0
         until = now + hours * 3600 * share
@@ -88,8 +89,8 @@ def add(
 def write_exclude_file(trial: Trial, job_id: str, now: float) -> None:
     """Write the list for the job script, the worst node first. Raises OSError.
 
-    To be done when an attempt begins and when it ends, too: meanwhile the time of some may be over.
+    Call it also when an attempt begins and ends: entries may have expired meanwhile.
     """
-    nodes = current(trial, now)
+    nodes = find_bad_nodes(trial, now)
     if nodes or trial.exclude(job_id).exists():  # an empty list replaces an older one
         write_atomic(trial.exclude(job_id), ",".join(nodes) + "\n")

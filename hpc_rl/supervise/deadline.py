@@ -1,8 +1,8 @@
-"""Wall time: when the scheduler will end the job, and when to stop so that the state is saved before that.
+"""Wall time: the end of the job, and the time to stop so that the state is saved before the end.
 
-The end comes from the job's environment, else from one query; it is queried again rarely, and once more
-before a stop, for an administrator can extend it. Everything is kept on this process's own monotonic clock,
-so nothing is added for the minute by which Slurm's `--signal` may be early.
+The end comes from the job's environment, else from one query. It is queried again rarely, and once more
+before a stop, because an administrator can extend it. All times use this process's monotonic clock, so no
+margin is needed for Slurm's `--signal`, which may be a minute early.
 """
 
 import logging
@@ -16,19 +16,19 @@ from hpc_rl.core.errors import WARNING_S, SchedulerError, StopCause
 from hpc_rl.core.files import JsonLines
 from hpc_rl.core.trial import Attempt
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.stats.tracker import p95
+from hpc_rl.stats.tracker import compute_p95
 
 logger = logging.getLogger(__name__)
-QUERY_EVERY_S = 600.0  # limits can be changed, and the controller is shared
-FRESH_S = 60.0  # before a stop an answer older than this is queried again
+QUERY_EVERY_S = 600.0  # limits can change, and the controller is shared
+FRESH_S = 60.0  # before a stop, an older answer is refreshed
 MARGIN_S = 30.0
-# Unix seconds; what a site knows better than its scheduler, as a power cut in the evening.
+# Unix seconds; an end that the scheduler does not know, for example a power cut.
 SITE_END = "HPC_RL_END_TIME"
-MAX_TIMES = 200  # values that count, of each kind: what was slow long ago is not a measure
+MAX_TIMES = 200  # of each kind: older values are dropped
 
 
 class StepTimes:
-    """How long steps and saves of an attempt take, read from the trainer's metrics as they grow."""
+    """Durations of an attempt's steps and saves, read from the trainer's growing metrics."""
 
     def __init__(self, attempt: Attempt) -> None:
         self._folder = attempt.dir
@@ -48,20 +48,20 @@ class StepTimes:
     @property
     def step_s(self) -> float:
         """95th percentile of a step, everything included; 0 before the first."""
-        return p95(self._values["step_s"])
+        return compute_p95(self._values["step_s"])
 
     @property
     def save_s(self) -> float:
         """95th percentile of a save; 0 before the first."""
-        return p95(self._values["save_s"])
+        return compute_p95(self._values["save_s"])
 
 
 class JobDeadline:
-    """When a job ends, and when its trainer has to stop."""
+    """The end of a job, and the time at which its trainer has to stop."""
 
     def __init__(
         self,
-        query: Callable[[], float | None],  # when the scheduler will end the job, Unix seconds, or None
+        query: Callable[[], float | None],  # returns the end of the job, Unix seconds, or None
         times: StepTimes,
         margin_s: float = MARGIN_S,
         clock: Callable[[], float] = time.monotonic,
@@ -76,7 +76,7 @@ class JobDeadline:
         self._queried = float("-inf")
 
     def update(self) -> bool:
-        """Read new step times, query where that is due; returns whether the end is another than before."""
+        """Read new step times, and query the end if due; return whether the end has changed."""
         self.times.poll()
         changed = self._query_end() if self._clock() - self._queried >= QUERY_EVERY_S else False
         self._place()
@@ -102,22 +102,22 @@ class JobDeadline:
 
     @property
     def lead_s(self) -> float:
-        """How long before the end of the job the trainer is asked to finish its step and save."""
+        """Seconds before the end of the job at which the trainer is asked to finish its step and save."""
         return self.times.step_s + 1.5 * self.times.save_s + self._margin_s
 
     def is_early_warning(self, cause: StopCause) -> bool:
-        """Return whether a request is Slurm's `--signal`, minutes before this clock would stop."""
+        """Return whether a request is Slurm's `--signal`, minutes before this clock stops."""
         return cause is StopCause.USER_SIGNAL and self.left_s < WARNING_S and self.until_drain_s > 0
 
-    def grace_s(self, least_s: float) -> float:
-        """Return how long a trainer that is asked to stop now may take: two of its steps and saves."""
+    def compute_grace_s(self, least_s: float) -> float:
+        """Return how long the trainer may take to stop now: two of its steps and saves."""
         grace_s = max(least_s, 2 * (self.times.step_s + self.times.save_s))
         return max(1.0, min(grace_s, self.left_s)) if self.left_s > 0 else grace_s
 
     def _query_end(self) -> bool:
         self._queried = self._clock()
         given = os.environ.get(SITE_END, "")
-        # A requeued job has it from its first start, where it may be over already.
+        # A requeued job inherits it from its first start: it may be over already.
         site = float(given) if given.isdigit() and float(given) > self._started_at else None
         known = [end for end in (self._query(), site) if end is not None]
         before, self.ends_at = self.ends_at, min(known, default=self.ends_at)
@@ -126,25 +126,24 @@ class JobDeadline:
         return self.ends_at != before
 
     def _place(self) -> None:
-        # Never in the first half of the job's time: a limit that is too short must not make it start and stop
-        # for ever.
+        # Never in the first half of the job's time: a short limit must not make it start and stop for ever.
         if self.ends_at is not None:
             self._drain_at = max(self._end - self.lead_s, (self._started + self._end) / 2)
 
 
 class JobEndTime:
-    """When Slurm will end this job; None outside of one, or where Slurm can't be queried."""
+    """The end of this Slurm job; None outside a job, or if Slurm does not answer."""
 
     def __init__(self) -> None:
         given = os.environ.get("SLURM_JOB_END_TIME", "")
         self._given = float(given) if given.isdigit() else None
         array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-        # Slurm lists a task by these two; in one task of an array SLURM_JOB_ID is the id of the whole array.
+        # Slurm lists a task by these two; in one task of an array, SLURM_JOB_ID is the id of the whole array.
         self._job_id = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
         self._was_called = False
 
     def __call__(self) -> float | None:
-        """Return the end in Unix seconds; the first answer is that of the environment."""
+        """Return the end in Unix seconds; the first answer comes from the environment."""
         is_first, self._was_called = not self._was_called, True
         if self._job_id is None or (is_first and self._given is not None):
             return self._given

@@ -1,16 +1,16 @@
-"""The failure policy: what follows when a unit, the trainer or an attempt exits. Pure.
+"""The failure policy: the consequences of an exit of a unit, the trainer or an attempt. Pure.
 
 Four tables decide whether anything starts again, in this order:
 
-1. A role fails: POLICIES has the action for the class of the failure. The role restarts in place, the job
+1. A role fails: POLICIES maps the class of the failure to an action. The role restarts in place, the job
    gets other nodes, or the attempt ends. The functions below find the class and count the retries.
-2. The attempt is asked to stop: STOPS has the reason and the class of each cause.
-3. The supervisor has exited, or the job is stopped without it: the tables in job_policy.py have the action of
+2. The attempt is asked to stop: STOPS maps each cause to a reason and a class.
+3. The supervisor has exited, or the job stops without it: the tables in job_policy.py give the action of
    the job script.
 4. The next start chooses its checkpoint, or refuses: the table in checkpoint/decide.py.
 
-Slurm's FAILED and srun's code say little, so the class of a failure comes from the exit record of the process
-itself, then from the log lines of srun and the node, then from the code.
+Slurm's FAILED and srun's exit code tell little, so the class of a failure comes from the exit record of the
+process, then from the log lines of srun and the node, then from the exit code.
 """
 
 import re
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from hpc_rl.core.errors import ExitCode, FailureClass, StopCause
-from hpc_rl.core.files import is_full, last_lines
+from hpc_rl.core.files import is_full, load_last_lines
 from hpc_rl.core.records import Event, EventKind, ExitRecord
 from hpc_rl.core.trial import Attempt
 from hpc_rl.plan.schema import Unit
@@ -31,13 +31,13 @@ KILLED = 128 + signal.SIGKILL
 RESTARTING_MODES = ("auto", "fault")
 FIRST_PAUSE_S = 0.5
 MAX_PAUSE_S = 30.0
-HEALTHY_LIFE_S = 60.0  # an incarnation that lived this long was not part of a crash loop
+HEALTHY_LIFE_S = 60.0  # an incarnation that lived this long is not part of a crash loop
 MAX_EXITS_IN_A_ROW = 5
 # The cause may be temporary (a full disk, a drained node), and the other servers keep working.
 GIVE_UP_PAUSE_S = 600.0
-# Attempts in a row without a new checkpoint: something is wrong that no other start will change.
+# Attempts in a row without a new checkpoint: another start would not help.
 MAX_FRUITLESS_ATTEMPTS = 10
-LOG_LINES = 12  # of each log, in which the launcher may say why
+LOG_LINES = 12  # of each log, searched for the launcher's reason
 MAX_QUOTE = 200  # characters of a log line in a reason
 
 
@@ -45,15 +45,15 @@ MAX_QUOTE = 200  # characters of a log line in a reason
 
 
 class FailurePolicy(NamedTuple):
-    """What follows from a failure of one class."""
+    """Consequences of a failure of one class."""
 
-    # the role in place; the job, for other nodes; wait for the user
+    # restart the role in place; restart the job, on other nodes; wait for the user
     action: Literal["restart", "requeue", "end"]
-    uses_retry: bool  # it counts against `recover.retries`; a new generation resets the count
-    advice: str  # what the user has to do once the attempt has ended for it
-    max_restarts: int | None = None  # without a new generation, where `recover.retries` allows more
-    exclude_nodes: bool = False  # the nodes that it happened on are avoided for a while
-    # before each restart in place; None: the longer the more failures there were
+    uses_retry: bool  # counts against `recover.retries`; a new generation resets the count
+    advice: str  # for the user, after the attempt has ended because of it
+    max_restarts: int | None = None  # without a new generation, if `recover.retries` allows more
+    exclude_nodes: bool = False  # the nodes of the failure are avoided for a while
+    # before each restart in place; None: grows with the number of failures
     pause_s: float | None = None
 
 
@@ -81,7 +81,7 @@ POLICIES: dict[FailureClass, FailurePolicy] = {
     ),
     FailureClass.INFRASTRUCTURE: FailurePolicy("restart", True, f"look for the cause in the logs, {RESUME}"),
     FailureClass.DISK_FULL: FailurePolicy(
-        "restart", False, f"make room where the trial is stored, {RESUME}", pause_s=20.0
+        "restart", False, f"free space on the trial's file system, {RESUME}", pause_s=20.0
     ),
     FailureClass.PREEMPTION: FailurePolicy("requeue", False, "nothing: the scheduler starts it again"),
     FailureClass.WALL_TIME: FailurePolicy("requeue", False, "nothing: it continues where it stopped"),
@@ -89,7 +89,7 @@ POLICIES: dict[FailureClass, FailurePolicy] = {
 }
 
 
-# the reason that is recorded, and the class that counts
+# recorded reason, and class
 STOPS: dict[StopCause, tuple[str, FailureClass]] = {
     StopCause.PREEMPTION: (
         "SIGTERM from the scheduler: a cancel, a preemption or the time limit",
@@ -104,7 +104,7 @@ STOPS: dict[StopCause, tuple[str, FailureClass]] = {
 }
 
 
-# --- how a unit exited -----------------------------------------------------------------------------------
+# --- exits of units --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -112,9 +112,9 @@ class UnitExit:
     code: int  # 128 + signal of a death by signal
     reason: str
     failure: FailureClass = FailureClass.UNKNOWN
-    nodes: tuple[str, ...] = ()  # those to blame
-    final: bool = False  # by its own report another start would end the same way
-    out_of_contact: bool = False  # as far as is known, nothing else is wrong with those nodes
+    nodes: tuple[str, ...] = ()  # nodes to blame
+    final: bool = False  # by its own report, another start would fail the same way
+    out_of_contact: bool = False  # those nodes have no other known problem
 
     @property
     def by_signal(self) -> bool:
@@ -122,7 +122,7 @@ class UnitExit:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it uses up the retry budget, as far as its class does."""
+        """Whether it counts against the retry budget, if its class does."""
         return self.code not in (ExitCode.DONE, ExitCode.STOPPED)
 
     @property
@@ -130,12 +130,12 @@ class UnitExit:
         return POLICIES[self.failure]
 
 
-def unit_exit(
+def classify_exit(
     attempt: Attempt, unit: Unit, incarnation: int, launcher_code: int, launcher_log: Path | None = None
 ) -> UnitExit:
-    """Return how an incarnation exited, by its exit records, its launcher's code and its logs.
+    """Return the exit of an incarnation, from its exit records, its launcher's code and its logs.
 
-    `launcher_log` is given where the launcher has a log of its own.
+    `launcher_log`: log of the launcher, if it has a separate one.
     """
     process = (unit.role, unit.index, incarnation)
     ranks = range(unit.num_tasks)
@@ -145,27 +145,27 @@ def unit_exit(
     if launcher_log is not None:
         logs.insert(0, launcher_log)
     if not any(records) and not found.by_signal:
-        quotes = (lines[0].strip()[:MAX_QUOTE] for log in logs if (lines := last_lines(log, 1)))
+        quotes = (lines[0].strip()[:MAX_QUOTE] for log in logs if (lines := load_last_lines(log, 1)))
         quote = next(filter(None, quotes), "")
         found = replace(found, reason=f"{found.reason}; its log ends: {quote}") if quote else found
     if all(records):
         return classify(found, [], [])
-    every_line = [line for log in logs for line in last_lines(log, LOG_LINES)]
-    return classify(found, last_lines(logs[0], LOG_LINES), every_line)
+    every_line = [line for log in logs for line in load_last_lines(log, LOG_LINES)]
+    return classify(found, load_last_lines(logs[0], LOG_LINES), every_line)
 
 
 def start_failure(error: OSError) -> UnitExit:
-    """Return the exit of an incarnation that could not be started at all."""
+    """Return the exit of an incarnation that could not be started."""
     is_missing = isinstance(error, FileNotFoundError | PermissionError)
     failure = FailureClass.DISK_FULL if is_full(error) else FailureClass.UNKNOWN
     code = ExitCode.BAD_CONFIG if is_missing else ExitCode.FAILED
     return UnitExit(code, f"can't be started: {error}", failure)
 
 
-def unplaced(role: str, reason: str, is_first_start: bool) -> UnitExit:
+def make_unplaced_exit(role: str, reason: str, is_first_start: bool) -> UnitExit:
     """Return the exit of a unit whose step the scheduler can't place on the nodes of its job.
 
-    A first start does not fit what the job asked for; later Slurm may hold back what a lost node's steps had.
+    A first start exceeds the job's resources; later, Slurm may hold back resources of a lost node's steps.
     A server is tried again: the trial works without it.
     """
     if not is_first_start:
@@ -176,12 +176,14 @@ def unplaced(role: str, reason: str, is_first_start: bool) -> UnitExit:
 
 
 def combine_ranks(records: Sequence[ExitRecord | None], launcher_code: int) -> UnitExit:
-    """Return the exit of a unit from the records of its ranks (None: it left none) and its launcher's code.
+    """Return the exit of a unit from the records of its ranks (None: no record) and its launcher's code.
 
-    Final codes come first, 78 before the others, then any failure that a rank recorded, then rank 0, which
-    commits: peers that were killed after it (143) tell nothing. Without a record the launcher's code counts.
+    Final codes come first, 78 before the others, then any failure recorded by a rank, then rank 0, which
+    commits: peers killed after it (143) tell nothing. Without a record the launcher's code counts.
     """
-    exits = [None if record is None else _recorded(rank, record) for rank, record in enumerate(records)]
+    exits = [
+        None if record is None else _classify_recorded(rank, record) for rank, record in enumerate(records)
+    ]
     known = [one for one in exits if one is not None]
     for code in FINAL_CODES:
         for one in known:
@@ -189,14 +191,14 @@ def combine_ranks(records: Sequence[ExitRecord | None], launcher_code: int) -> U
                 return one
     for one in known:
         if one.is_failure and not one.by_signal:
-            return _after_silent_ranks(one, [rank for rank, other in enumerate(exits) if other is None])
+            return _classify_silent_ranks(one, [rank for rank, other in enumerate(exits) if other is None])
     if exits and exits[0] is not None:
         return exits[0]
-    return known[0] if known and known[0].by_signal else _unrecorded(launcher_code, len(records))
+    return known[0] if known and known[0].by_signal else _classify_unrecorded(launcher_code, len(records))
 
 
-def _after_silent_ranks(found: UnitExit, silent: list[int]) -> UnitExit:
-    # A rank that was killed leaves no record, and its peers report a lost connection: name the former first.
+def _classify_silent_ranks(found: UnitExit, silent: list[int]) -> UnitExit:
+    # A killed rank leaves no record, and its peers report a lost connection: name the killed rank first.
     if not silent:
         return found
     ranks = f"rank {silent[0]}" if len(silent) == 1 else f"ranks {', '.join(map(str, silent))}"
@@ -204,12 +206,12 @@ def _after_silent_ranks(found: UnitExit, silent: list[int]) -> UnitExit:
     return UnitExit(found.code, reason, final=found.final)
 
 
-def _recorded(rank: int, record: ExitRecord) -> UnitExit:
+def _classify_recorded(rank: int, record: ExitRecord) -> UnitExit:
     reason = f"rank {rank}: {record.reason}" if rank and record.reason else record.reason
     return UnitExit(record.code, reason, record.failure, tuple(record.nodes or ()), record.final)
 
 
-def _unrecorded(launcher_code: int, num_ranks: int) -> UnitExit:
+def _classify_unrecorded(launcher_code: int, num_ranks: int) -> UnitExit:
     code = 128 - launcher_code if launcher_code < 0 else launcher_code
     if code > 128:
         names = {number.value: number.name for number in signal.Signals}
@@ -221,7 +223,7 @@ def _unrecorded(launcher_code: int, num_ranks: int) -> UnitExit:
     return UnitExit(code, f"exited with code {code} before it could leave an exit record")
 
 
-# What srun, slurmstepd, the kernel and PyTorch write where memory ran out or a node died.
+# Messages of srun, slurmstepd, the kernel and PyTorch about exhausted memory or a dead node.
 _MEMORY = re.compile(
     r"exceeded (?:job |step )?memory limit|memory limit at some point"
     r"|oom[-_ ]?kill|out[ -]of[ -]memory|OutOfMemory",
@@ -237,9 +239,9 @@ _NODE = re.compile(
 
 
 def classify(found: UnitExit, launcher_lines: Sequence[str], all_lines: Sequence[str]) -> UnitExit:
-    """Return the exit with its class, by its code, the end of the launcher's own log, and those of all logs.
+    """Return the exit with its class, from its code and the last lines of the launcher's and of all logs.
 
-    The line that decides is quoted. Of a failed node only the launcher knows.
+    The reason quotes the deciding line. Only the launcher reports failed nodes.
     """
     if not found.is_failure or found.final or found.failure is not FailureClass.UNKNOWN:
         return found
@@ -260,32 +262,32 @@ def classify(found: UnitExit, launcher_lines: Sequence[str], all_lines: Sequence
     return found
 
 
-# --- what follows ----------------------------------------------------------------------------------------
+# --- consequences ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Consequence:
-    """What follows from the exit of a unit: start it again, or end the attempt with this code."""
+    """Consequence of a unit's exit: start it again, or end the attempt with this code."""
 
     restart: bool
     exit_code: int
     reason: str
 
 
-def after_trainer(found: UnitExit, mode: str, failures: int, retries: int) -> Consequence:
-    """Return what follows from the exit of a trainer that was not asked to stop.
+def decide_after_trainer(found: UnitExit, mode: str, failures: int, retries: int) -> Consequence:
+    """Return the consequence of the exit of a trainer that was not asked to stop.
 
-    `failures` are those in a row without a new generation, this one included.
+    `failures`: failures in a row without a new generation, including this one.
     """
     if found.code == ExitCode.DONE:
         return Consequence(False, ExitCode.DONE, "the trainer reached its last step")
     if found.code == ExitCode.STOPPED:
         return Consequence(False, ExitCode.STOPPED, found.reason or "the trainer stopped")
-    return after_failure("trainer", found, mode, failures, retries)
+    return decide_after_failure("trainer", found, mode, failures, retries)
 
 
-def after_failure(unit: str, found: UnitExit, mode: str, failures: int, retries: int) -> Consequence:
-    """Return what the table of failures says of an exit, within the retry budget."""
+def decide_after_failure(unit: str, found: UnitExit, mode: str, failures: int, retries: int) -> Consequence:
+    """Return the consequence of a failure by its policy, within the retry budget."""
     text = f"{unit}: {found.reason or f'code {found.code}'}"
     if found.code in FINAL_CODES or found.final:
         return Consequence(False, found.code, text)
@@ -307,14 +309,17 @@ def after_failure(unit: str, found: UnitExit, mode: str, failures: int, retries:
     return Consequence(True, ExitCode.FAILED, text)
 
 
-def after_drain(found: UnitExit | None, mode: str, failures: int, retries: int, asked: str) -> Consequence:
-    """Return what follows when the trainer exited after it was asked to stop, for the reason `asked`.
+def decide_after_drain(
+    found: UnitExit | None, mode: str, failures: int, retries: int, asked: str
+) -> Consequence:
+    """Return the consequence of a trainer's exit after a request to stop, for the reason `asked`.
 
-    `found` is None where none ran. A trainer that was killed before it could save has its newest generation.
+    `found` is None if no trainer ran. A trainer killed before it could save continues from its newest
+    generation.
     """
     if found is None:
         return Consequence(False, ExitCode.STOPPED, f"{asked}; no trainer was running")
-    follows = after_trainer(found, mode, failures, retries)
+    follows = decide_after_trainer(found, mode, failures, retries)
     if follows.exit_code in (ExitCode.DONE, *FINAL_CODES):
         return follows
     if found.code == ExitCode.STOPPED:
@@ -326,10 +331,10 @@ def after_drain(found: UnitExit | None, mode: str, failures: int, retries: int, 
     return follows
 
 
-def fruitless_attempts(attempts: Sequence[Sequence[Event]]) -> int:
-    """Return how many attempts in a row came to no new generation; each is its events, the newest last.
+def count_fruitless_attempts(attempts: Sequence[Sequence[Event]]) -> int:
+    """Count the last attempts in a row without a new generation; each is its events, the newest last.
 
-    Those that the user or, as far as the supervisor could know, a higher priority ended don't count.
+    Attempts ended by the user, or by a preemption that the supervisor knew of, don't count.
     """
     count = 0
     for events in attempts:
@@ -343,6 +348,6 @@ def fruitless_attempts(attempts: Sequence[Sequence[Event]]) -> int:
 HARMLESS = (FailureClass.USER, FailureClass.PREEMPTION)
 
 
-def pause_s(exits_in_a_row: int) -> float:
+def compute_pause_s(exits_in_a_row: int) -> float:
     """Return the pause before the next start: 0.5, 1, 2 … 30 s."""
     return min(FIRST_PAUSE_S * 2 ** max(0, exits_in_a_row - 1), MAX_PAUSE_S)

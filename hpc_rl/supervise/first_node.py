@@ -1,13 +1,12 @@
-"""Whether the first node of a job is lost: a watch on another node finds out, and gives the job back.
+"""Detect the loss of a job's first node from another node, and give the job back to Slurm.
 
 With --no-kill a job continues without its first node, and so without its script and its supervisor, and no
-process is left to end it. A watch looks whether the supervisor renews its lease and whether the node answers.
-It asks Slurm where one of them stops, and rarely otherwise. Slurm alone decides that a node is lost: it is no
-longer a node of the job, or it is down.
+process is left to end it. A watch observes whether the supervisor renews its lease and whether the node
+answers. If one of these stops it asks Slurm, otherwise rarely. Slurm alone decides that a node is lost: it is
+no longer a node of the job, or it is down.
 
 A dying node may also kill the script first, and live long enough to report that: Slurm then ends the job as
-one that failed. A watch learns it by the TERM that Slurm sends to every step, asks why, and has the job
-requeued.
+failed. A watch notices the TERM that Slurm sends to every step, asks for the reason, and requeues the job.
 """
 
 import json
@@ -18,7 +17,7 @@ import time
 from dataclasses import dataclass
 
 from hpc_rl.core.errors import JobEvent, SchedulerError
-from hpc_rl.core.records import GIVEN_BACK, read_job_state
+from hpc_rl.core.records import GIVEN_BACK, load_job_state
 from hpc_rl.core.trial import Trial
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
@@ -27,20 +26,20 @@ from hpc_rl.supervise.host_watch import HostWatch
 
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0
-# All that follows is in looks, so that one number sets the pace.
-SUSPICIOUS_LOOKS = 5  # with a lease that is not renewed, twice as long as between two of its heartbeats
-ASK_EVERY_LOOKS = 3  # while something is suspicious
-ASK_ANYWAY_LOOKS = 60  # while nothing is
-PATIENCE_LOOKS = 6  # by which each watch gives the one before it time to act
-REQUEUE_TRIES = 3  # before a job that Slurm does not requeue is cancelled: it would do nothing until its end
+# The following numbers count looks, so that one number sets the pace.
+SUSPICIOUS_LOOKS = 5  # without a renewed lease: twice the time between two heartbeats
+ASK_EVERY_LOOKS = 3  # while the node is suspicious
+ASK_ANYWAY_LOOKS = 60  # otherwise
+PATIENCE_LOOKS = 6  # so that each watch gives the previous watch time to act
+REQUEUE_TRIES = 3  # then the job is cancelled: it would do nothing until its end
 REQUEUE_AGAIN_S = 1.0
-PATIENCE_AFTER_TERM_S = 2.0  # as PATIENCE_LOOKS: Slurm kills the steps soon
+PATIENCE_AFTER_TERM_S = 2.0  # instead of PATIENCE_LOOKS: Slurm kills the steps soon
 
 
 class Suspicion:
-    """When to ask Slurm about the first node, and when its answers are enough to give the job back. Pure.
+    """Decides when to ask Slurm about the first node, and when to give the job back. Pure.
 
-    `number` is that of the watch: those after the first wait longer.
+    `number`: the number of the watch; watches after the first wait longer.
     """
 
     def __init__(self, number: int = 0, look_every_s: float = LOOK_EVERY_S) -> None:
@@ -56,8 +55,8 @@ class Suspicion:
 
         Args:
             now: By any monotonic clock.
-            lease_age_s: Since the supervisor was last seen to renew its lease.
-            silent_s: For how long the first node has not answered.
+            lease_age_s: Time since the supervisor last renewed its lease.
+            silent_s: Time since the first node last answered.
         """
         is_suspicious = silent_s > 0 or lease_age_s >= SUSPICIOUS_LOOKS * self._look_every_s
         if not is_suspicious:
@@ -74,7 +73,7 @@ class Suspicion:
         return now - rests_since >= num_looks * self._look_every_s
 
     def is_certain(self, now: float, is_lost: bool) -> bool:
-        """Note Slurm's answer; return whether the node is lost by this one and by an earlier one."""
+        """Note Slurm's answer; return whether this answer and an earlier one say that the node is lost."""
         self._asked_at = now
         if not is_lost:
             self._lost_since = None
@@ -87,34 +86,34 @@ class Suspicion:
 
 @dataclass(frozen=True)
 class WatchedJob:
-    """The job of a watch, and how it is given back."""
+    """The job of a watch, and the way to give it back."""
 
-    job_id: str  # Slurm's; of a heterogeneous job that of its first component
-    num_requeues: int  # how often Slurm had requeued it when the watch began
+    job_id: str  # Slurm's; of the first component of a heterogeneous job
+    num_requeues: int  # requeues by Slurm before the watch began
     restart: int  # the number of this start of the submission
     first_node: str
-    requeues: bool  # else it is cancelled
+    requeues: bool  # otherwise it is cancelled
     trial: Trial
     submission: str  # its id
 
     def is_lost(self) -> bool:
         """Return whether Slurm has lost the first node of this start. Raises SchedulerError."""
-        facts = slurm.job_facts(self.job_id)
+        facts = slurm.query_job_facts(self.job_id)
         if not facts.is_running or facts.num_requeues != self.num_requeues:
             return False
-        # Slurm 22.05 may leave a dead node in the list of a job that was requeued.
+        # Slurm 22.05 may leave a dead node in the list of a requeued job.
         return self.first_node not in facts.nodes or slurm.is_dead(self.first_node)
 
     def has_lost_script(self) -> bool:
         """Return whether Slurm ends this start because its script was killed. Raises SchedulerError."""
         if not self.requeues or self.trial.cancel_intent(self.submission).exists():
             return False
-        facts = slurm.job_facts(self.job_id)
+        facts = slurm.query_job_facts(self.job_id)
         return facts.script_signal == signal.SIGKILL and facts.num_requeues == self.num_requeues
 
     def give_back(self, event: JobEvent) -> None:
-        """Record why, and have Slurm start the job again, or end it. Raises SchedulerError, OSError."""
-        lines = read_job_state(self.trial, self.submission)
+        """Record the reason, and let Slurm restart or end the job. Raises SchedulerError, OSError."""
+        lines = load_job_state(self.trial, self.submission)
         if not any(line.restart == self.restart and line.event in GIVEN_BACK for line in lines):
             record = {"event": event.value, "time": int(time.time()), "restart": self.restart}
             with self.trial.job_state(self.submission).open("a") as file:
@@ -126,13 +125,13 @@ class WatchedJob:
             except SchedulerError as error:
                 logger.error("job %s is not requeued: %s", self.job_id, error)
             time.sleep(REQUEUE_AGAIN_S)
-            if slurm.job_facts(self.job_id).num_requeues != self.num_requeues:  # by another watch
+            if slurm.query_job_facts(self.job_id).num_requeues != self.num_requeues:  # by another watch
                 return
         slurm.cancel_job(self.job_id)
 
 
 class Watch:
-    """One watch, on another node. `number` is that of the watch among those of the job."""
+    """One watch, on another node. `number`: its number among the watches of the job."""
 
     def __init__(
         self,
@@ -146,11 +145,11 @@ class Watch:
         self._job, self._names, self._own, self._hosts = job, names, own, hosts
         self._number, self._look_every_s = number, look_every_s
         self._suspicion = Suspicion(number, look_every_s)
-        self._moved_at = time.monotonic()  # when the supervisor was last seen to renew its lease
+        self._moved_at = time.monotonic()  # last observed renewal of the supervisor's lease
 
     def run(self) -> None:
-        """Look until the job was given back or ends. Raises Stale once another watch has taken the place."""
-        # Slurm sends TERM to every process of a job that ends; a watch must live to see a requeue through.
+        """Watch until the job is given back or ends. Raises Stale once another watch has taken over."""
+        # Slurm sends TERM to every process of an ending job; a watch must live until the job is requeued.
         told_to_end = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: told_to_end.set())
         while not told_to_end.wait(self._look_every_s):
@@ -169,10 +168,10 @@ class Watch:
 
     def _look(self) -> bool:
         """Return whether the job was given back. Raises Stale, SchedulerError, OSError."""
-        now = self._read_lease()
+        now = self._observe_lease()
         self._hosts.look()
         lease_age_s = now - self._moved_at
-        silent_s = self._hosts.silent_s().get(self._job.first_node, 0.0)
+        silent_s = self._hosts.measure_silence().get(self._job.first_node, 0.0)
         if not self._suspicion.is_due(now, lease_age_s, silent_s):
             return False
         is_lost = self._job.is_lost()
@@ -183,13 +182,13 @@ class Watch:
         self._job.give_back(JobEvent.FIRST_NODE_LOST)
         return True
 
-    def _read_lease(self) -> float:
-        """Note when the supervisor renewed its lease, and return the time. Raises Stale."""
+    def _observe_lease(self) -> float:
+        """Note renewals of the supervisor's lease; return the time of the last one. Raises Stale."""
         now = time.monotonic()
         try:
             self._own.check()
-            owner = self._names.leases(keys.OWNER).get(keys.OWNER)
-        except OSError as error:  # of a file system that is away
+            owner = self._names.list_leases(keys.OWNER).get(keys.OWNER)
+        except OSError as error:  # file system away
             logger.warning("the lease of the supervisor can't be read: %s", error)
         else:
             if owner is not None:

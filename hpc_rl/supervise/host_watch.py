@@ -1,8 +1,7 @@
-"""Which other nodes of the job answer, and whether this one is cut off from them and from the scheduler.
+"""Watch which nodes of the job answer, and whether this node is cut off from them and from the scheduler.
 
-A host is asked by a connection to a port that no program listens on: one that lives refuses at once, one
-that lost its power or its network says nothing. A host that never answered, behind a firewall, is not
-judged.
+A host is probed by a connection to an unused port: a live host refuses at once, a host without power or
+network does not answer. A host that never answered, for example behind a firewall, is not judged.
 """
 
 import errno
@@ -19,15 +18,15 @@ from hpc_rl.core.net import DISCARD_PORT
 logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 5.0
 ANSWER_S = 3.0
-SILENT_S = 10.0  # from which on a host counts as silent: a single look may fail
-ISOLATED_S = 60.0  # after which a supervisor that is cut off ends
-ASK_EVERY_S = ISOLATED_S / 2  # the scheduler, while all hosts are silent
+SILENT_S = 10.0  # then a host counts as silent: a single look may fail
+ISOLATED_S = 60.0  # then a supervisor that is cut off ends
+ASK_EVERY_S = ISOLATED_S / 2  # of the scheduler, while all hosts are silent
 
 
 class HostWatch:
     """The other nodes of a job, by name and address.
 
-    Where all are silent `scheduler_answers` is asked, at most every ASK_EVERY_S.
+    If all are silent, `scheduler_answers` is called, at most every ASK_EVERY_S.
     """
 
     def __init__(
@@ -49,7 +48,7 @@ class HostWatch:
             while True:
                 try:
                     self.look()
-                # without an answer nothing counts as silent for longer than until the last look
+                # without looks, silence does not grow beyond the last look
                 except Exception:
                     logger.warning("can't look for the other nodes", exc_info=True)
                 time.sleep(LOOK_EVERY_S)
@@ -58,7 +57,7 @@ class HostWatch:
 
     def look(self) -> None:
         begun = self._clock()
-        found = answering(self._addresses)
+        found = find_answering(self._addresses)
         self._answered |= found
         silent = self._answered - found
         self._silent_since = {node: self._silent_since.get(node, begun) for node in sorted(silent)}
@@ -72,29 +71,29 @@ class HostWatch:
                 self._isolated_since = begun
         self._looked_at = self._clock()
 
-    def silent_s(self) -> dict[str, float]:
-        """Return for how long, until the last look, each host that does not answer any more has not."""
+    def measure_silence(self) -> dict[str, float]:
+        """Return, for each silent host, how long it had been silent at the last look."""
         silence = {node: self._looked_at - since for node, since in self._silent_since.items()}
         return {node: seconds for node, seconds in silence.items() if seconds >= SILENT_S}
 
     @property
     def cut_off_s(self) -> float:
-        """For how long, until the last look, no host of several has answered: this one is cut off. Else 0.
+        """How long, at the last look, none of several hosts had answered: this host is cut off. Else 0.
 
-        Of two hosts that do not reach each other neither can tell which one is to blame.
+        If only two hosts don't reach each other, neither can tell which one is to blame.
         """
-        silent = self.silent_s()
+        silent = self.measure_silence()
         return min(silent.values()) if len(self._answered) > 1 and self._answered == silent.keys() else 0.0
 
     @property
     def isolated_s(self) -> float:
-        """For how long, until the last look, neither hosts nor scheduler answered; 0 where one does."""
+        """How long, at the last look, neither hosts nor scheduler had answered; 0 if one answers."""
         since = self._isolated_since
         return 0.0 if since is None else self._looked_at - since
 
 
-def answering(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set[str]:
-    """Return the hosts, of names with addresses, that answer in time."""
+def find_answering(addresses: Mapping[str, str], timeout_s: float = ANSWER_S) -> set[str]:
+    """Return the names of the hosts, among names with addresses, that answer in time."""
     found = set()
     deadline = time.monotonic() + timeout_s
     with selectors.DefaultSelector() as selector, ExitStack() as stack:

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from hpc_rl.supervise.job_loop import KILL_AFTER_S, Child, JobLoop, Timer
 
-TIMED_OUT = 124  # as the program `timeout` exits
-STEP_MARGIN_S = 60.0  # for a step to start on all nodes
+TIMED_OUT = 124  # exit code of the program `timeout`
+STEP_MARGIN_S = 60.0  # time for a step to start on all nodes
 
-# On other nodes there may be no Python before these hooks have run. A TERM goes to all processes of the step.
+# Other nodes may have no Python before these hooks run. A TERM goes to all processes of the step.
 ON_NODE = """
 event=$1 limit_s=$2 logs=$3
 shift 3
@@ -30,22 +30,22 @@ done
 
 
 class HookAnswer(NamedTuple):
-    """How one script ended on one node."""
+    """Exit of one script on one node."""
 
     node: str
     code: int
     script: str
 
-    def failure(self, limit_s: float) -> str:
-        """Return what went wrong, or ""."""
+    def explain_failure(self, limit_s: float) -> str:
+        """Describe the failure; "" for success."""
         if self.code == TIMED_OUT:
             return f"{self.script} took longer than {limit_s:g} s on node {self.node}"
         return f"{self.script} ended with code {self.code} on node {self.node}" if self.code else ""
 
 
 def describe_failures(answers: Sequence[HookAnswer], limit_s: float) -> str:
-    """Return what went wrong in hooks, or ""."""
-    return "; ".join(text for one in answers if (text := one.failure(limit_s)))
+    """Describe failures of hooks; "" if there were none."""
+    return "; ".join(text for one in answers if (text := one.explain_failure(limit_s)))
 
 
 class HookRun:
@@ -79,7 +79,7 @@ class HookRun:
         )
         try:
             self._child = self._loop.spawn(
-                [path], env=self._env, output=log, errors=log, is_group=True, on_exit=self._exited
+                [path], env=self._env, output=log, errors=log, is_group=True, on_exit=self._handle_exit
             )
         finally:
             os.close(log)
@@ -89,7 +89,7 @@ class HookRun:
         ]
 
     def end(self) -> None:
-        """Have the script that runs end; those of a pre_ event that wait are left out."""
+        """End the running script; skip waiting scripts of a pre_ event."""
         self._has_term = True
         if self._child is not None:
             self._child.kill(signal.SIGTERM)
@@ -104,7 +104,7 @@ class HookRun:
         if self._child is not None:
             self._child.kill(signal.SIGKILL)
 
-    def _exited(self) -> None:
+    def _handle_exit(self) -> None:
         for timer in self._timers:
             self._loop.cancel(timer)
         code = self._child.code if self._child is not None else None
@@ -141,7 +141,7 @@ class HookStep:
         flags += ["--mpi=none", f"--job-name={self.event}"]
         words = [self.event, f"{self.limit_s:g}", self._logs, *self._paths]
         argv = ["srun", *flags, "bash", "-c", ON_NODE, "hooks", *words]
-        self._child = self._loop.spawn(argv, env=self._env, output=self._output, on_exit=self._exited)
+        self._child = self._loop.spawn(argv, env=self._env, output=self._output, on_exit=self._handle_exit)
         limit_s = self.limit_s * len(self._paths) + STEP_MARGIN_S
         self._timers = [
             self._loop.call_after(limit_s, self.end),
@@ -149,7 +149,7 @@ class HookStep:
         ]
 
     def end(self) -> None:
-        """Have the step end."""
+        """End the step."""
         if self._child is not None:
             self._child.kill(signal.SIGTERM)
 
@@ -157,7 +157,7 @@ class HookStep:
         if self._child is not None:
             self._child.kill(signal.SIGKILL)
 
-    def _exited(self) -> None:
+    def _handle_exit(self) -> None:
         for timer in self._timers:
             self._loop.cancel(timer)
         text = os.pread(self._output, os.fstat(self._output).st_size, 0).decode(errors="replace")
@@ -165,13 +165,13 @@ class HookStep:
         for line in text.splitlines():
             node, _, rest = line.partition(" ")
             code, _, script = rest.partition(" ")
-            # Other lines come from a TaskProlog of the site.
+            # Other lines may come from a TaskProlog of the site.
             if code.isdecimal() and script in map(os.path.basename, self._paths):
                 self.answers.append(HookAnswer(node, int(code), script))
         self._child, self.is_over = None, True
 
-    def missing(self) -> str:
-        """Return what is wrong with the number of answers, or ""."""
+    def explain_missing(self) -> str:
+        """Describe missing answers; "" if all nodes answered."""
         seen = sorted({one.node for one in self.answers})
         if len(seen) >= self.num_nodes:
             return ""

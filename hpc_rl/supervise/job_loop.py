@@ -1,7 +1,7 @@
-"""The one place in which a job script receives signals, and waits: for signals, ends of children, and timers.
+"""The loop of a job script: it waits for signals, exits of children, and timers.
 
-All signals of WATCHED are blocked from the first line of the program on, and stay pending until `turn` takes
-them, one after the other. So no signal interrupts anything, and none is lost, however many come and whenever.
+All signals in WATCHED are blocked from the first line of the program, and stay pending until `turn` takes
+them, one at a time. So no signal interrupts anything, and none is lost.
 """
 
 import contextlib
@@ -14,43 +14,43 @@ from typing import NamedTuple
 WATCHED = frozenset(
     {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD}
 )
-# What Python, or the head of the script, ignores, and a program would inherit.
+# Signals ignored by Python or by the head of the script; a program would inherit that.
 DEFAULT_IN_CHILDREN = (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGUSR1)
-LOOK_EVERY_S = 5.0  # at children whose end was not reported
-KILL_AFTER_S = 10.0  # after a TERM that a command does not obey
+LOOK_EVERY_S = 5.0  # at children, in case their exit was not reported
+KILL_AFTER_S = 10.0  # after a TERM, if a command does not end
 NOT_STARTED = 127
 
 
 def hold_signals() -> None:
-    """Have all signals wait until they are taken. To be called before anything else."""
+    """Block all signals until the loop takes them. Call this before anything else."""
     signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # one that is ignored reports no exits
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it were ignored, exits would not be reported
 
 
 class Child:
-    """A process that this one has started."""
+    """A child process."""
 
     def __init__(self, pid: int, is_group: bool) -> None:
-        """Describe a process; `is_group`: it leads a process group, which signals go to."""
+        """Describe a process; `is_group`: it leads a process group, which gets the signals."""
         self.pid, self._is_group = pid, is_group
         self.code: int | None = None  # 128 + signal of a death by signal
 
     def kill(self, number: signal.Signals) -> None:
-        """Send a signal, unless it has ended."""
+        """Send a signal, unless the process has ended."""
         if self.code is None:
             with contextlib.suppress(ProcessLookupError):
                 (os.killpg if self._is_group else os.kill)(self.pid, number)
 
 
 class Timer(NamedTuple):
-    """A call that is due at a time of the monotonic clock."""
+    """A call at a time of the monotonic clock."""
 
     due: float
     call: Callable[[], None]
 
 
 class JobLoop:
-    """Waits. `on_signal` is called for each signal that came, never in the middle of something else."""
+    """Waits. `on_signal` is called for each signal, never in the middle of other work."""
 
     def __init__(self, on_signal: Callable[[signal.Signals], None]) -> None:
         self._on_signal = on_signal
@@ -69,9 +69,9 @@ class JobLoop:
         is_group: bool = False,
         on_exit: Callable[[], None] | None = None,
     ) -> Child:
-        """Start a program; its standard input is empty. One that can't be started exits with 127.
+        """Start a program with empty standard input. If it can't be started, the child exits with 127.
 
-        `held` signals wait until the program unblocks them; those `ignored` never disturb it.
+        `held` signals wait until the program unblocks them; it ignores the `ignored` signals.
         """
         pid = os.fork()
         if pid == 0:
@@ -100,17 +100,17 @@ class JobLoop:
         return child
 
     def call_after(self, seconds: float, call: Callable[[], None]) -> Timer:
-        """Have a call made by `turn`, once."""
+        """Let `turn` make a call once, after some time."""
         timer = Timer(time.monotonic() + seconds, call)
         self._timers.append(timer)
         return timer
 
     def cancel(self, timer: Timer) -> None:
-        """Drop a timer, if it is not over."""
+        """Drop a timer, if it is still pending."""
         self._timers = [one for one in self._timers if one is not timer]
 
     def turn(self) -> None:
-        """Wait until something comes, and handle it."""
+        """Wait for the next event, and handle it."""
         now = time.monotonic()
         due_s = min([timer.due - now for timer in self._timers], default=LOOK_EVERY_S)
         came = signal.sigtimedwait(WATCHED, max(0.0, min(due_s, LOOK_EVERY_S)))
@@ -124,7 +124,7 @@ class JobLoop:
             timer.call()
 
     def take_pending(self) -> None:
-        """Handle every signal that has come so far."""
+        """Handle all pending signals."""
         while (came := signal.sigtimedwait(WATCHED, 0)) is not None:
             if came.si_signo != signal.SIGCHLD:
                 self._on_signal(signal.Signals(came.si_signo))
@@ -145,9 +145,9 @@ class JobLoop:
     def run(
         self, argv: Sequence[str], timeout_s: float | None = None, is_disturbed: bool = True
     ) -> tuple[int, str]:
-        """Return exit code and standard output of a command; one that takes longer is killed.
+        """Return exit code and standard output of a command; kill it after its time limit.
 
-        One that is not disturbed lives on when TERM is sent to every process here, and reports its result.
+        An undisturbed command ignores a TERM to all processes here, and reports its result.
         """
         output = os.memfd_create("output")  # a pipe would hold 64 KiB only
         ignored = () if is_disturbed else (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

@@ -1,8 +1,7 @@
-"""What a job script decides: the names of its job, whether it starts again, which nodes it avoids. Pure.
+"""Decisions of a job script: the names of its job, whether to start again, which nodes to avoid. Pure.
 
-The job script starts before anything else of a trial, and in some 50 ms. So this module, and those that it is
-used with (job_loop.py, job_hooks.py, job_runner.py), import only a little of the
-standard library. They have paths as text; a test compares these with the paths of trial.py.
+The job script starts before anything else of a trial, in some 50 ms. So job_*.py import only a little of the
+standard library, and keep paths as text; a test compares these with the paths of trial.py.
 """
 
 import enum
@@ -14,7 +13,7 @@ from hpc_rl.core.errors import ExitCode, StopCause
 
 KILLED_BY_SYSTEM = int(ExitCode.KILLED_BY_SYSTEM)
 SERVERS = "servers.sbatch"
-# What sbatch derived from the job's own request: every srun states what it needs.
+# Variables that sbatch derived from the job's request: every srun states its needs explicitly.
 SLURM_DEFAULTS = (
     *("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK", "SRUN_CPUS_PER_TASK"),
     *("SLURM_MEM_PER_NODE", "SLURM_MEM_PER_CPU", "SLURM_MEM_PER_GPU", "SLURM_TRES_PER_TASK"),
@@ -25,23 +24,23 @@ STEP_VARIABLES = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_TASK_P
 
 
 class ScriptAction(enum.StrEnum):
-    """What the job script does once its supervisor has exited."""
+    """Action of the job script after its supervisor has exited."""
 
     DONE = "done"
-    START_AGAIN = "start_again"  # requeue, or a successor; on this machine in place
+    START_AGAIN = "start_again"  # requeue, or a successor; on this machine, in place
     RESTART_SUPERVISOR = "restart_supervisor"  # in place, within `recover.retries`
     END = "end"
 
 
 class ScriptRule(NamedTuple):
-    """An action of the job script, and the reason that it reports where the job ends with it."""
+    """An action of the job script, and the reason to report if the job ends with it."""
 
     action: ScriptAction
     reason: str
 
 
-# A stop that the script knows of comes before the exit code, but for code 0. With recover.mode disabled
-# nothing is started again. Its last line in `jobs/<job id>.state` has the cause of the stop under `cause`.
+# A known stop takes precedence over the exit code, except for code 0. With recover.mode disabled nothing is
+# started again. The last line in `jobs/<job id>.state` has the cause of the stop under `cause`.
 AFTER_STOP: dict[StopCause, ScriptRule] = {
     StopCause.CANCELLED: ScriptRule(ScriptAction.END, "cancelled by the user"),
     StopCause.TIME_LIMIT: ScriptRule(ScriptAction.START_AGAIN, "the time limit was reached"),
@@ -52,7 +51,7 @@ AFTER_EXIT: dict[ExitCode, ScriptRule] = {
     ExitCode.DONE: ScriptRule(ScriptAction.DONE, "done"),
     ExitCode.STOPPED: ScriptRule(ScriptAction.START_AGAIN, "stopped on request"),
 }
-# of a code above 128
+# for a code above 128
 AFTER_SIGNAL = ScriptRule(
     ScriptAction.RESTART_SUPERVISOR,
     "the supervisor was killed more often in a row without a new checkpoint than recover.retries allows",
@@ -61,7 +60,7 @@ AFTER_OTHER_EXIT = ScriptRule(ScriptAction.END, "the supervisor gave up; see eve
 
 
 class JobSettings(NamedTuple):
-    """What the rendered script hands over, as words `name=value`."""
+    """Settings of the rendered script, passed as words `name=value`."""
 
     trial_dir: str
     python: str
@@ -79,7 +78,7 @@ class JobSettings(NamedTuple):
     layout: str = "allocation"
     continue_by: str = "requeue"
     job_name: str = ""
-    exclude: str = ""  # nodes that the configuration excludes
+    exclude: str = ""  # nodes excluded by the configuration
     pre_job: tuple[str, ...] = ()  # file names below scripts/
     pre_node: tuple[str, ...] = ()
     post_node: tuple[str, ...] = ()
@@ -87,7 +86,7 @@ class JobSettings(NamedTuple):
     on_preempt: tuple[str, ...] = ()
     hook_limit_s: float = 300.0
     on_preempt_limit_s: float = 20.0
-    stop_asked: bool = False  # a signal asked for a stop before this program could listen
+    stop_asked: bool = False  # a signal requested a stop before this program could receive it
 
     @property
     def is_slurm(self) -> bool:
@@ -99,12 +98,12 @@ class JobSettings(NamedTuple):
 
     @property
     def steps(self) -> str:
-        """How the supervisor starts processes."""
+        """The supervisor's way to start processes."""
         return "process" if self.scheduler == "local" else "srun"
 
 
 def parse_words(words: Sequence[str]) -> tuple[JobSettings, list[str]]:
-    """Return the settings, and the arguments of the script, which follow the word `--`. Raises ValueError."""
+    """Return the settings, and the arguments of the script after the word `--`. Raises ValueError."""
     end = words.index("--")
     hints = JobSettings.__annotations__
     values: dict[str, object] = {}
@@ -125,13 +124,13 @@ def parse_words(words: Sequence[str]) -> tuple[JobSettings, list[str]]:
 
 
 class JobNames(NamedTuple):
-    """The ids of a job, and the files that it shares with the commands of its trial."""
+    """The ids of a job, and the files shared with the commands of its trial."""
 
     trial_dir: str
     attempts: str
     job_id: str  # of the submission; a successor keeps it
-    slurm_job: str  # as Slurm calls the job that runs now; empty without Slurm
-    trial_job: str  # of a task of a server array: the job that it serves
+    slurm_job: str  # Slurm's id of the current job; empty without Slurm
+    trial_job: str  # for a task of a server array: the job that it serves
     restart: int
 
     @property
@@ -166,10 +165,10 @@ class JobNames(NamedTuple):
 def name_job(
     settings: JobSettings, arguments: Sequence[str], env: Mapping[str, str], now: float, suffix: str
 ) -> JobNames:
-    """Return the names of this start. `arguments` are those of the script: [SUBMISSION [START [TRIAL_JOB]]].
+    """Return the names of this start. `arguments` of the script: [SUBMISSION [START [TRIAL_JOB]]].
 
-    `now` is in Unix seconds; `suffix` tells jobs of the same second apart. A successor gets the submission
-    and the number of its start.
+    `now` is in Unix seconds; `suffix` distinguishes jobs of the same second. A successor gets the
+    submission and the number of its start as arguments.
     """
     submission, start, trial_job = (*arguments, "", "", "")[:3]
     folders = (settings.trial_dir, settings.attempts)
@@ -178,24 +177,24 @@ def name_job(
         return JobNames(*folders, submission or f"{settings.scheduler}-{stamp}-{suffix}", "", "", 0)
     slurm_job = env["SLURM_JOB_ID"]
     if settings.is_server_task:
-        # SLURM_JOB_ID of one task of every array is the id of the whole array.
+        # In one task of every array, SLURM_JOB_ID is the id of the whole array.
         slurm_job = f"{env['SLURM_ARRAY_JOB_ID']}_{env['SLURM_ARRAY_TASK_ID']}"
-    restart = int(start or 0) + restarts_of_slurm(env)
+    restart = int(start or 0) + count_slurm_restarts(env)
     return JobNames(*folders, submission or slurm_job, slurm_job, trial_job, restart)
 
 
-def restarts_of_slurm(env: Mapping[str, str]) -> int:
-    """Return how often Slurm has started this job again."""
+def count_slurm_restarts(env: Mapping[str, str]) -> int:
+    """Return how often Slurm has restarted this job."""
     return int(env.get("SLURM_RESTART_COUNT") or 0)
 
 
 # --- the environment of all processes ---------------------------------------------------------------------
 
 
-def environment_changes(
+def compute_environment_changes(
     settings: JobSettings, names: JobNames, env: Mapping[str, str]
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the variables to drop, and those to set."""
+    """Return the variables to drop, and the variables to set."""
     dropped: list[str] = []
     changed: dict[str, str] = {}
     if settings.is_server_task:
@@ -204,37 +203,37 @@ def environment_changes(
         dropped = [name for name in SLURM_DEFAULTS if name in env]
         changed["SLURM_EXPORT_ENV"] = "ALL"
     if settings.scheduler == "allocation" or settings.backend == "submitit":
-        # These run the script in a step: its variables would mislead the steps of the roles.
+        # These schedulers run the script in a step: its variables would mislead the steps of the roles.
         dropped += [name for name in env if name.startswith(STEP_PREFIXES) or name in STEP_VARIABLES]
         if "SLURM_JOB_NUM_NODES" in env:
             changed["SLURM_NNODES"] = env["SLURM_JOB_NUM_NODES"]
     return dropped, changed
 
 
-# --- what follows from an exit ----------------------------------------------------------------------------
+# --- consequences of an exit ------------------------------------------------------------------------------
 
 
 def choose_rule(code: int) -> ScriptRule:
-    """Return what the tables say of an exit code of the supervisor."""
+    """Return the rule for an exit code of the supervisor."""
     if code > 128:
         return AFTER_SIGNAL
     return {int(known): rule for known, rule in AFTER_EXIT.items()}.get(code, AFTER_OTHER_EXIT)
 
 
 class Facts(NamedTuple):
-    """What is known at the end of an attempt."""
+    """Facts at the end of an attempt."""
 
     code: int
     recover_mode: str
     is_cancelled: bool = False  # by `hpc-rl cancel`
     has_term: bool = False  # a TERM came
-    is_time_limit: bool = False  # by which Slurm sent it
-    is_requeued: bool = False  # already
+    is_time_limit: bool = False  # the time limit caused the TERM
+    is_requeued: bool = False  # the job is requeued already
     hook_failure: str = ""
 
 
 class Decision(NamedTuple):
-    """Whether the job is started again; the rest is recorded where it is not."""
+    """Whether to start the job again; the other fields are recorded if not."""
 
     starts_again: bool
     reason: str
@@ -243,10 +242,10 @@ class Decision(NamedTuple):
 
 
 def decide(facts: Facts) -> Decision:
-    """Return what follows from the end of an attempt.
+    """Return the consequence of the end of an attempt.
 
-    After a TERM nothing is ever started again, unless the time limit sent it: a requeue of a cancelled job
-    would succeed, and bring it back to life. Slurm itself requeues preempted jobs and lost nodes.
+    After a TERM nothing is started again, unless the time limit sent it: a requeue of a cancelled job would
+    succeed, and revive it. Slurm itself requeues preempted jobs and jobs that lost a node.
     """
     rule = choose_rule(facts.code)
     if rule.action is ScriptAction.DONE:
@@ -277,16 +276,16 @@ def decide(facts: Facts) -> Decision:
 def choose_excluded(
     bad: Sequence[str], all_nodes: Sequence[str], configured: Sequence[str], num_needed: int
 ) -> list[str]:
-    """Return which of the bad nodes, the worst first, the next start avoids: as many as leave enough others.
+    """Return the bad nodes to exclude from the next start, worst first, as many as leave enough others.
 
-    `configured` are excluded anyway.
+    `configured`: nodes that are excluded anyway.
     """
     others = set(all_nodes) - set(configured)
     chosen: list[str] = []
     for node in bad:
         if node in configured or node in chosen:
             continue
-        if node not in others:  # a name that the partition does not have costs nothing
+        if node not in others:  # excluding a name outside the partition costs nothing
             chosen.append(node)
         elif len(others) > num_needed:
             others.discard(node)

@@ -1,7 +1,7 @@
-"""The program that a job script becomes.
+"""The program that a job script executes.
 
-It starts the supervisor, and again when it is killed; runs the hooks; records each start and end; and asks
-for the next start. The loop (job_loop.py) takes the signals, job_policy.py makes the decisions.
+It starts the supervisor, and restarts it if it is killed; runs the hooks; records each start and end; and
+requests the next start. The loop (job_loop.py) takes the signals, job_policy.py decides.
 """
 
 import contextlib
@@ -26,17 +26,17 @@ from hpc_rl.supervise.job_policy import (
     ScriptAction,
     choose_excluded,
     choose_rule,
+    compute_environment_changes,
+    count_slurm_restarts,
     decide,
-    environment_changes,
     name_job,
-    restarts_of_slurm,
 )
 
-MAX_RESTARTS = 20  # on this machine, where no scheduler limits them
-HANG_S = 600.0  # of a supervisor that does nothing at all
-ANSWER_S = 20.0  # for one query of Slurm
-ASK_EVERY_S, NUM_ASKS = 10.0, 360  # while Slurm does not answer: for an hour
-TEARDOWN = "BASH_FUNC_teardown%%"  # in which bash passes on a function, here of an override of the script
+MAX_RESTARTS = 20  # on this machine, without a scheduler that limits them
+HANG_S = 600.0  # of a supervisor without any activity
+ANSWER_S = 20.0  # time for one query of Slurm
+ASK_EVERY_S, NUM_ASKS = 10.0, 360  # while Slurm does not answer: an hour
+TEARDOWN = "BASH_FUNC_teardown%%"  # a function exported by bash, from an override of the script
 
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
@@ -47,12 +47,12 @@ class Superseded(Exception):
 
 
 class JobRunner:
-    """One start of a job, from its first line to its exit code."""
+    """One start of a job, from the first line of its script to its exit code."""
 
     def __init__(self, settings: JobSettings, arguments: Sequence[str]) -> None:
         self.settings = settings
         self.names = name_job(settings, arguments, os.environ, time.time(), os.urandom(2).hex())
-        self.loop = JobLoop(self._on_signal)
+        self.loop = JobLoop(self._handle_signal)
         self._teardown = os.environ.pop(TEARDOWN, "")
         self._hang_s = float(os.environ.get("HPC_RL_SUPERVISOR_HANG_S") or HANG_S)
         self._supervisor: Child | None = None
@@ -62,20 +62,20 @@ class JobRunner:
         self._generations: set[str] = set()
         self._is_attempting = False
         self._has_term = False  # by a TERM
-        self._is_asking = False  # Slurm for the next start
-        self._is_time_limit: bool | None = None  # not known before a TERM
+        self._is_asking = False  # Slurm, for the next start
+        self._is_time_limit: bool | None = None  # unknown before a TERM
         self._is_requeued = False
 
     # --- signals -------------------------------------------------------------------------------------------
 
-    def _on_signal(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         if number in (signal.SIGUSR1, signal.SIGUSR2):
             self._leave_drain_intent()
             self._forward(signal.SIGUSR1)
             return
         self._has_term = True
         if self._is_asking:
-            return  # the request itself causes a TERM
+            return  # a requeue itself causes a TERM
         self._forward(signal.SIGTERM)
         if self._hooks is not None:
             self._hooks.end()
@@ -86,7 +86,7 @@ class JobRunner:
             self._supervisor.kill(number)
 
     def _leave_drain_intent(self) -> None:
-        """Leave a request that outlives a supervisor which is killed, or does not listen yet."""
+        """Write a request to stop: it outlives a killed supervisor, and waits for one that is starting."""
         request = {"cause": StopCause.USER_SIGNAL, "reason": "SIGUSR1", "time": int(time.time())}
         try:
             with open(self.names.drain_intent, "x") as file:
@@ -94,26 +94,26 @@ class JobRunner:
         except FileExistsError:
             pass
         except OSError as error:
-            self._say(f"the request to stop can't be written: {error}")
+            self._print(f"the request to stop can't be written: {error}")
 
     # --- records -------------------------------------------------------------------------------------------
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
         with contextlib.suppress(OSError):
             print(f"{stamp} job {self.names.job_id}: {text}", file=sys.stderr, flush=True)
 
     def _record(self, event: JobEvent, **more: Any) -> None:
-        """Append one line to jobs/<job id>.state in one write."""
+        """Append one line to jobs/<job id>.state by one write."""
         row = {"event": event, "time": int(time.time()), "restart": self.names.restart, **more}
         try:
             with open(self.names.state, "ab", buffering=0) as file:
                 file.write(json.dumps(row).encode() + b"\n")
         except OSError as error:
-            self._say(f"can't write jobs/{self.names.job_id}.state: {error}")
+            self._print(f"can't write jobs/{self.names.job_id}.state: {error}")
 
     def _leave_submission_record(self) -> None:
-        """Record a submission by hand; the record of `hpc-rl submit` is kept."""
+        """Record a submission by hand; keep an existing record of `hpc-rl submit`."""
         settings = self.settings
         row: dict[str, Any] = {"job_id": self.names.job_id, "scheduler": settings.scheduler}
         row["start_mode"] = settings.start_mode
@@ -133,8 +133,8 @@ class JobRunner:
                 os.unlink(temp)
 
     def _identify(self) -> dict[str, Any]:
-        """Return host, pid and kernel start time: they tell this process from a later one with its pid."""
-        ticks = _read_stat(os.getpid())[19]
+        """Return host, pid and kernel start time, which identify this process."""
+        ticks = _load_stat(os.getpid())[19]
         return {"host": os.uname().nodename, "pid": os.getpid(), "start_ticks": int(ticks)}
 
     # --- the job -------------------------------------------------------------------------------------------
@@ -143,7 +143,7 @@ class JobRunner:
         """Run the job; return the exit code of the script."""
         settings = self.settings
         raise_limits()
-        dropped, changed = environment_changes(settings, self.names, os.environ)
+        dropped, changed = compute_environment_changes(settings, self.names, os.environ)
         for name in dropped:
             os.environ.pop(name, None)
         os.environ.update(changed)
@@ -152,22 +152,22 @@ class JobRunner:
         watch = self._start_watch()
         try:
             if settings.is_slurm and settings.layout == "jobs" and not settings.is_server_task:
-                # Servers that gave their nodes back while this job waited are submitted again.
+                # Submit servers again that gave their nodes back while this job waited.
                 self.loop.spawn(self._submit_again("servers"))
             self._leave_submission_record()
             return self._run_attempts()
         except Superseded:
-            self._say("Slurm has started this job again on other nodes: this start ends")
+            self._print("Slurm has started this job again on other nodes: this start ends")
             return int(ExitCode.STOPPED)
         finally:
             if watch is not None:
                 watch.kill(signal.SIGTERM)
 
     def _start_watch(self) -> Child | None:
-        """Start what keeps steps on two other nodes, which give the job back once Slurm has lost this one.
+        """Start the keeper of watches on two other nodes, which give the job back if Slurm loses this node.
 
-        With --no-kill the job then continues without this script and without the supervisor, and no process
-        is left to end it.
+        With --no-kill the job would continue without this script and the supervisor, and no process would end
+        it.
         """
         settings, names = self.settings, self.names
         if settings.n_nodes < 2 or not settings.is_slurm:
@@ -187,20 +187,20 @@ class JobRunner:
             decision = self._decide(code)
             if decision.starts_again and self.settings.is_slurm:
                 if self._is_requeued or self._ask_again(code=code):
-                    self._say(f"stopped with its state saved (code {code}): requeued")
+                    self._print(f"stopped with its state saved (code {code}): requeued")
                     return code
                 # A cancel may have come in between, and is then the reason.
                 decision = self._decide(code)
                 if decision.starts_again:
                     reason = f"{decision.reason}, but Slurm took neither a requeue nor a successor"
                     decision = Decision(False, reason)
-            elif decision.starts_again and not (reason := self._why_not_in_place()):
+            elif decision.starts_again and not (reason := self._explain_no_restart()):
                 self._record(JobEvent.REQUEUED, code=code)
                 self.names = self.names._replace(restart=self.names.restart + 1)
                 continue
             elif decision.starts_again:
                 decision = Decision(False, reason)
-            self._say(f"exits with code {code}: {decision.reason}")
+            self._print(f"exits with code {code}: {decision.reason}")
             cause = {"cause": decision.cause} if decision.cause else {}
             ended = {"code": code, "cancelled": decision.is_cancelled, "reason": decision.reason}
             self._record(JobEvent.ENDED, **ended, **cause)
@@ -217,33 +217,33 @@ class JobRunner:
             self._hook_failure = ""
         else:
             code = int(ExitCode.FAILED)
-        # After every attempt that began, also one that is about to start again.
+        # After every attempt that began, also before a restart.
         failure, self._is_attempting = self._hook_failure, False
         if (hooks := self._on_preempt) is not None:
             self._wait(lambda: hooks.is_over)
             if problem := describe_failures(hooks.answers, hooks.limit_s):
-                self._say(f"hook: {problem}; see {self.names.attempt_dir}/hooks")
+                self._print(f"hook: {problem}; see {self.names.attempt_dir}/hooks")
             self._on_preempt = None
         self._run_hooks("post_node", code)
         self._run_hooks("post_job", code)
         self._hook_failure = failure
         return code
 
-    def _why_not_in_place(self) -> str:
-        """Return why a job without Slurm is not started again where it is, or ""."""
+    def _explain_no_restart(self) -> str:
+        """Return why a job without Slurm is not restarted in place, or ""."""
         if self.settings.scheduler == "allocation":
-            # Somebody asked for the stop, or the time of the surrounding job is over.
+            # Somebody requested the stop, or the time of the surrounding job is over.
             if os.path.exists(self.names.drain_intent):
                 return choose_rule(ExitCode.STOPPED).reason
-            if bad := ",".join(self._blamed_nodes()):
+            if bad := ",".join(self._find_blamed_nodes()):
                 return (
                     f"the attempt blames {bad}, and a start in the same job has the same nodes: "
                     f"salloc --exclude={bad}"
                 )
         return f"stopped {MAX_RESTARTS} times" if self.names.restart >= MAX_RESTARTS else ""
 
-    def _blamed_nodes(self) -> list[str]:
-        """Return the nodes that the newest event about bad nodes of this attempt names."""
+    def _find_blamed_nodes(self) -> list[str]:
+        """Return the nodes in the newest event about bad nodes of this attempt."""
         nodes: list[str] = []
         with contextlib.suppress(OSError), open(f"{self.names.attempt_dir}/events.jsonl") as file:
             for line in file:
@@ -280,10 +280,10 @@ class JobRunner:
                 self._look_for_time_limit()
 
     def _tear_down(self, code: int) -> int:
-        """Run what an override of the script wants to run last; return the exit code that it leaves."""
+        """Run the teardown function of an override of the script; return the final exit code."""
         if not self._teardown:
             return code
-        # A function as bash exports it begins with `() {`.
+        # A function exported by bash begins with `() {`.
         text = f'teardown {self._teardown}\nteardown\nexit "$rc"'
         own = {"rc": str(code), "trial_dir": self.settings.trial_dir, "python": self.settings.python}
         own["workdir"] = self.settings.workdir
@@ -294,7 +294,7 @@ class JobRunner:
     # --- the supervisor ------------------------------------------------------------------------------------
 
     def _run_attempt(self) -> int:
-        """Run the supervisor, again in place while something kills it, as often as a role that fails."""
+        """Run the supervisor; restart it in place if it is killed, as often as a failed role."""
         num_kills, code = 0, KILLED_BY_SYSTEM
         self._has_new_generation()
         while not self._has_term and not self._is_cancelled():
@@ -302,13 +302,13 @@ class JobRunner:
             self.loop.take_pending()
             if self._has_new_generation():
                 num_kills = 0
-            # After a TERM it may well be Slurm that killed it, and nothing is started.
+            # After a TERM, Slurm may have killed it: start nothing.
             is_killed = choose_rule(code).action is ScriptAction.RESTART_SUPERVISOR
             if not is_killed or num_kills >= self.settings.recover_retries or self._has_term:
                 return code
             num_kills += 1
             self._record(JobEvent.SUPERVISOR_KILLED, code=code)
-            self._say(
+            self._print(
                 f"the supervisor was killed (code {code}), time {num_kills} of "
                 f"{self.settings.recover_retries} without a new checkpoint"
             )
@@ -318,7 +318,7 @@ class JobRunner:
         argv = [self.settings.python, "-m", "hpc_rl.roles.supervisor", "--trial_dir", self.settings.trial_dir]
         argv += ["--attempt", self.names.attempt, "--steps", self.settings.steps]
         env = {"HPC_RL_SCRIPT_PID": str(os.getpid())}
-        # USR1 waits until the supervisor listens: it must not kill one that starts.
+        # USR1 waits until the supervisor listens: it must not kill a starting supervisor.
         supervisor = self.loop.spawn(argv, env=env, held=[signal.SIGUSR1])
         self._supervisor = supervisor
         self._guard_supervisor(supervisor, "", 0.0)
@@ -330,21 +330,21 @@ class JobRunner:
         return supervisor.code
 
     def _guard_supervisor(self, supervisor: Child, last_ticks: str, idle_s: float) -> None:
-        """Kill one that does nothing at all for `hang_s`, because it is stopped or stuck."""
+        """Kill a supervisor without any activity for `hang_s`: it is stopped or stuck."""
         if supervisor.code is not None:
             return
-        stat = _read_stat(supervisor.pid)
+        stat = _load_stat(supervisor.pid)
         ticks, state = ".".join(stat[11:13]), "".join(stat[:1])
         period_s = min(self._hang_s, 10.0)
-        # In state D it waits for a file system or a device; a fail-over of those may take minutes.
+        # In state D it waits for a file system or a device; their fail-over may take minutes.
         idle_s = idle_s + period_s if ticks == last_ticks and state != "D" else 0.0
         if idle_s >= self._hang_s:
-            self._say(f"the supervisor did nothing for {idle_s:g} s: it is killed")
+            self._print(f"killing the supervisor: it did nothing for {idle_s:g} s")
             supervisor.kill(signal.SIGKILL)
         self.loop.call_after(period_s, lambda: self._guard_supervisor(supervisor, ticks, idle_s))
 
     def _has_new_generation(self) -> bool:
-        """Return whether there is a checkpoint that the last call did not find."""
+        """Return whether there is a new checkpoint since the last call."""
         try:
             names = set(os.listdir(f"{self.settings.trial_dir}/recover"))
         except OSError:
@@ -356,7 +356,7 @@ class JobRunner:
     # --- hooks ---------------------------------------------------------------------------------------------
 
     def _run_hooks(self, event: str, code: int) -> bool:
-        """Return whether all hooks of an event ended well; else `_hook_failure` names hooks and nodes."""
+        """Run the hooks of an event; return whether all succeeded, else set `_hook_failure`."""
         names: tuple[str, ...] = getattr(self.settings, event)
         if not names:
             return True
@@ -376,10 +376,10 @@ class JobRunner:
             self._hooks = None
         problems = [describe_failures(hooks.answers, hooks.limit_s)]
         if isinstance(hooks, HookStep):
-            problems.append(hooks.missing())
+            problems.append(hooks.explain_missing())
         self._hook_failure = "; ".join(filter(None, problems))
         if self._hook_failure:
-            self._say(f"hook: {self._hook_failure}; see {self.names.attempt_dir}/hooks")
+            self._print(f"hook: {self._hook_failure}; see {self.names.attempt_dir}/hooks")
         return not self._hook_failure and not (self._has_term and event.startswith("pre_"))
 
     def _make_hooks(
@@ -408,7 +408,7 @@ class JobRunner:
     # --- the next start ------------------------------------------------------------------------------------
 
     def _look_for_time_limit(self) -> None:
-        """Find out once whether the time limit sent a TERM; if so, ask for the next start now."""
+        """Find out once whether the time limit sent a TERM; if so, request the next start now."""
         if self._is_time_limit is not None:
             return
         self._is_time_limit = False
@@ -419,81 +419,81 @@ class JobRunner:
             self._is_requeued = self._ask_again(cause=StopCause.TIME_LIMIT, reason="the time limit")
 
     def _is_out_of_time(self) -> bool:
-        """Return whether Slurm gives the time limit as the reason; after a cancel it gives another."""
+        """Return whether Slurm reports the time limit as the reason; after a cancel it reports another."""
         return self.settings.is_slurm and " Reason=TimeLimit " in (self._show_job() or "")
 
     def _show_job(self) -> str | None:
-        """Return what Slurm says of this job; None where it does not answer."""
+        """Return Slurm's description of this job; None if it does not answer."""
         command = ["scontrol", "show", "job", "-o", self.names.slurm_job]
         code, text = self.loop.run(command, ANSWER_S)
         return None if code else text
 
     def _ask_again(self, **details: Any) -> bool:
-        """Have Slurm start this script again, or submit a successor; return whether one of them was taken."""
+        """Requeue this script, or submit a successor; return whether Slurm accepted one of them."""
         if not self.settings.is_slurm:
             return False
         if self.settings.backend == "submitit":
-            # submitit requeues a job whose last record is this one.
+            # submitit requeues a job if its last record is this one.
             self._record(JobEvent.REQUEUED, **details)
             return True
         if not self._is_newest_start():
             raise Superseded
         self._is_asking = True
         try:
-            # This may take long, and so comes before the last look for a cancel.
-            excluded = self._nodes_to_exclude()
+            # This may take long, so do it before the last look for a cancel.
+            excluded = self._choose_excluded()
             if not self._is_wanted():
                 return False
             if self.settings.continue_by == "requeue":
                 if self._requeue(excluded):
                     self._record(JobEvent.REQUEUED, **details)
                     return True
-                self._say(f"Slurm refuses to requeue job {self.names.slurm_job}: a successor continues")
+                self._print(f"Slurm refuses to requeue job {self.names.slurm_job}: a successor continues")
             return self._submit_successor(excluded, details)
         finally:
             self._is_asking = False
 
     def _is_newest_start(self) -> bool:
-        """Return whether Slurm has not started this job again; while it does not answer, wait for an hour.
+        """Return whether Slurm has not restarted this job elsewhere, because this node may be cut off.
 
-        This node may be cut off.
+        Waits up to an hour while Slurm does not answer.
         """
         for _ in range(NUM_ASKS):
             if self._has_term:
                 return True
             answer = self._show_job()
             if answer is not None:
-                own = f" Restarts={restarts_of_slurm(os.environ)} "
+                own = f" Restarts={count_slurm_restarts(os.environ)} "
                 return " Restarts=" not in answer or own in f"{answer} "
-            self._say(f"Slurm does not answer; it is asked again in {ASK_EVERY_S:g} s")
+            self._print(f"Slurm does not answer; trying again in {ASK_EVERY_S:g} s")
             self.loop.sleep(ASK_EVERY_S, lambda: self._has_term)
         return True
 
     def _is_wanted(self) -> bool:
-        """Return False once it was cancelled, or got a TERM that the time limit did not send."""
+        """Return False once the job was cancelled, or got a TERM not caused by the time limit."""
         self.loop.take_pending()
         if self._has_term and self._is_time_limit is None:
             self._is_time_limit = self._is_out_of_time()
         return not self._is_cancelled() and (not self._has_term or self._is_time_limit is True)
 
     def _requeue(self, excluded: str) -> bool:
-        """Ask for another start under the same job id. Only a pending job takes nodes to exclude."""
+        """Request another start under the same job id. Only a pending job accepts nodes to exclude."""
         job = self.names.slurm_job
         code, _ = self.loop.run(["scontrol", "requeue", job], is_disturbed=False)
         if code:
             return False
-        if os.path.exists(self.names.exclude):  # otherwise no node was ever bad
+        if os.path.exists(self.names.exclude):  # otherwise there never was a bad node
             job_id = os.environ["SLURM_JOB_ID"]
             components = [job_id, f"{job_id}+1"] if self.settings.layout == "hetjob" else [job]
             for component in components:
                 update = ["scontrol", "update", f"jobid={component}", f"ExcNodeList={excluded}"]
                 code, _ = self.loop.run(update, is_disturbed=False)
                 if code:
-                    self._say(f"{component} can't exclude {excluded}")
+                    self._print(f"{component} can't exclude {excluded}")
         return True
 
     def _submit_successor(self, excluded: str, details: dict[str, Any]) -> bool:
-        """Submit the job that continues this one; take it back where a signal came meanwhile."""
+        """Submit the job that continues this one; cancel it if a signal came meanwhile."""
         settings = self.settings
         flags = ["--restart", str(self.names.restart + 1), "--after", self.names.slurm_job]
         if os.path.exists(self.names.exclude):
@@ -508,7 +508,7 @@ class JobRunner:
         if self._is_wanted():
             self._record(JobEvent.REQUEUED, **details, successor=job_id)
             return True
-        self._say(f"stopped by a signal while successor {job_id} was submitted: it is cancelled")
+        self._print(f"stopped by a signal while successor {job_id} was submitted: it is cancelled")
         self.loop.run(["scancel", job_id], is_disturbed=False)
         return False
 
@@ -516,8 +516,8 @@ class JobRunner:
         argv = [self.settings.python, "-m", "hpc_rl.roles.submit_again", what]
         return [*argv, "--trial_dir", self.settings.trial_dir, "--job_id", self.names.job_id]
 
-    def _nodes_to_exclude(self) -> str:
-        """Return the nodes of the configuration, and of those that are bad now as many as can be spared."""
+    def _choose_excluded(self) -> str:
+        """Return the nodes of the configuration, and as many currently bad nodes as can be spared."""
         configured = self.settings.exclude
         try:
             with open(self.names.exclude) as file:
@@ -536,14 +536,14 @@ class JobRunner:
         _, text = self.loop.run(["sinfo", "-h", "-N", "-p", partitions, "-o", "%N"], ANSWER_S)
         chosen = choose_excluded(bad, text.split(), own, num_needed)
         if chosen:
-            self._say(f"excluded: {','.join(chosen)}")
+            self._print(f"excluded: {','.join(chosen)}")
         if left := [node for node in bad if node not in chosen and node not in own]:
-            self._say(f"not excluded, or too few nodes would be left: {','.join(left)}")
+            self._print(f"not excluded, or too few nodes would be left: {','.join(left)}")
         return ",".join(filter(None, [configured, *chosen]))
 
 
-def _read_stat(pid: int) -> list[str]:
-    """Return the fields of /proc/<pid>/stat after the name of the program; none where it has ended."""
+def _load_stat(pid: int) -> list[str]:
+    """Return the fields of /proc/<pid>/stat after the program's name; an empty list if it has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             return file.read().rpartition(")")[2].split()

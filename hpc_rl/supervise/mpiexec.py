@@ -1,9 +1,10 @@
-"""The trainer by mpiexec. Its ranks are tied to the supervisor by connections of their own.
+"""Start the trainer by mpiexec. A separate connection ties each rank to the supervisor.
 
-mpiexec hands its standard input to rank 0 alone, Open MPI's not even the end of it, and ends all ranks as
-soon as one has exited. So each rank first of all connects to the supervisor (roles/control.py) and takes that
-for its standard input: lines ask it to stop or to dump its stacks, the end of the connection ends it. When it
-has left its exit record it says so, and exits once all have: none is ended by mpiexec before it has saved.
+mpiexec passes its standard input to rank 0 only (Open MPI's does not even pass its end), and ends all ranks
+as soon as one has exited. So each rank first connects to the supervisor (roles/control.py) and uses the
+connection as standard input: lines ask it to stop or to dump its stacks, the end of the connection ends it.
+After writing its exit record it reports that, and exits once all ranks have: mpiexec ends none before it has
+saved.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.proc import is_alive
 from hpc_rl.core.records import ProcessRecord
 from hpc_rl.core.trial import Attempt
-from hpc_rl.plan.containers import common_env
+from hpc_rl.plan.containers import make_common_env
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.schedulers.hostlist import peer_hosts
+from hpc_rl.schedulers.hostlist import list_peer_hosts
 from hpc_rl.supervise import processes
 from hpc_rl.supervise.processes import STEPS_SCRIPT, Handle, ProcessSteps, SrunHandle, SrunSteps, Steps
 
 logger = logging.getLogger(__name__)
-STRANGER_S = 10.0  # for a connection to show the token
+STRANGER_S = 10.0  # time for a connection to show the token
 MAX_LINE_BYTES = 4096
 
 
 class _Rank:
-    """The supervisor's end of the connection of one rank."""
+    """The supervisor's end of a rank's connection."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setblocking(False)
@@ -44,11 +45,11 @@ class _Rank:
         self._unread = b""
         self._connected_at = time.monotonic()
         self.is_known = False  # it has shown the trial's token
-        self.code: int | None = None  # as it said
+        self.code: int | None = None  # as reported by the rank
         self.is_gone = False
 
-    def lines(self) -> list[str]:
-        """Return the whole lines that have come."""
+    def receive_lines(self) -> list[str]:
+        """Return the complete lines received so far."""
         while not self.is_gone:
             try:
                 data = self._socket.recv(4096)
@@ -64,12 +65,12 @@ class _Rank:
         return [line.decode(errors="replace") for line in lines]
 
     def send(self, line: str) -> None:
-        # One that does not read is noticed when it does not stop.
+        # A rank that does not read is noticed when it does not stop.
         with suppress(OSError):
             self._socket.send(f"{line}\n".encode())
 
     def end(self) -> None:
-        """Show the rank the end of the connection; its own end shows that it has exited."""
+        """Close the rank's input; the rank closes its end when it exits."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -88,13 +89,13 @@ class MpiexecHandle(SrunHandle):
         self.where = f"{address}:{self._listener.getsockname()[1]}"
         self._token, self._num_ranks = token, unit.num_tasks
         self._ranks: list[_Rank] = []
-        self._said: list[str] = []  # for ranks that connect later
-        self._release_at = float("inf")  # of the monotonic clock: the others have had their time
+        self._said: list[str] = []  # lines for ranks that connect later
+        self._release_at = float("inf")  # of the monotonic clock: end of the other ranks' time
         self._is_released = False
 
     def poll(self) -> int | None:
-        """Return mpiexec's code once all ranks have exited too, None before."""
-        self._hear()
+        """Return mpiexec's exit code once all ranks have exited too, None before."""
+        self._receive()
         if time.monotonic() >= self._release_at:
             self._release()
         code = super().poll()
@@ -104,12 +105,12 @@ class MpiexecHandle(SrunHandle):
         if not all(rank.is_gone for rank in self._ranks):
             if time.monotonic() < self._kill_at:
                 return None
-            for process in self._own_host():
+            for process in self._list_local_ranks():
                 with suppress(ProcessLookupError):
                     os.kill(process.pid, signal.SIGKILL)
         for rank in self._ranks:
             rank.close()
-        # MPICH returns the bare number of the signal that killed a rank.
+        # MPICH returns the plain number of the signal that killed a rank.
         has_lost = any(rank.code is None for rank in self._ranks)
         return 128 + code if has_lost and 0 < code < signal.NSIG else code
 
@@ -120,8 +121,8 @@ class MpiexecHandle(SrunHandle):
                 rank.send(line)
 
     def dump_stacks(self) -> None:
-        super().dump_stacks()  # mpiexec hands USR1 on
-        for process in self._own_host():
+        super().dump_stacks()  # mpiexec forwards USR1
+        for process in self._list_local_ranks():
             with suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGCONT)
 
@@ -129,14 +130,14 @@ class MpiexecHandle(SrunHandle):
         self._release()
         processes.signal_task(self._tasks[0], signal.SIGTERM)
 
-    def _hear(self) -> None:
-        """Accept connections, and note which ranks have ended."""
+    def _receive(self) -> None:
+        """Accept connections, and note exited ranks."""
         with suppress(OSError):  # none waits, or the listener is closed
             while True:
                 self._ranks.append(_Rank(self._listener.accept()[0]))
         for rank in self._ranks:
             had_ended = rank.is_gone or rank.code is not None
-            for line in rank.lines():
+            for line in rank.receive_lines():
                 self._obey(rank, line)
             if not had_ended and (rank.is_gone or rank.code is not None) and rank.is_known:
                 is_clean = rank.code in (ExitCode.DONE, ExitCode.STOPPED)
@@ -162,7 +163,7 @@ class MpiexecHandle(SrunHandle):
             rank.is_gone = True
 
     def _release(self) -> None:
-        """Let all ranks exit; what is left after some seconds is killed."""
+        """Let all ranks exit; kill the rest after some seconds."""
         if not self._is_released:
             self._is_released = True
             self._release_at = float("inf")
@@ -171,8 +172,8 @@ class MpiexecHandle(SrunHandle):
             for rank in self._ranks:
                 rank.end()
 
-    def _own_host(self) -> list[ProcessRecord]:
-        """Return the ranks of this host that run."""
+    def _list_local_ranks(self) -> list[ProcessRecord]:
+        """Return the running ranks of this host."""
         found = filter(None, map(ProcessRecord.read, self._processes.glob(self._records)))
         host = socket.gethostname()
         return [one for one in found if one.host == host and is_alive(one.pid, one.start_ticks)]
@@ -180,10 +181,10 @@ class MpiexecHandle(SrunHandle):
 
 @dataclass
 class MpiexecSteps:
-    """Units of MPI by mpiexec, by the launch line in the trial's steps.sh; others as `others` starts them."""
+    """Starts MPI units by mpiexec, with the launch line in the trial's steps.sh; other units by `others`."""
 
     others: ProcessSteps | SrunSteps
-    address: str  # at which the ranks reach this process
+    address: str  # of this process, for the ranks
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
@@ -193,7 +194,7 @@ class MpiexecSteps:
         script = attempt.trial.scripts / STEPS_SCRIPT
         if not script.is_file():
             raise FileNotFoundError(f"{script} does not exist")
-        env = self.environ | common_env(unit, "mpiexec") | processes.search_path(self.environ, unit)
+        env = self.environ | make_common_env(unit, "mpiexec") | processes.make_search_path(self.environ, unit)
         if shutil.which(unit.mpi.mpiexec, path=env.get("PATH")) is None:
             raise FileNotFoundError(f"{unit.mpi.mpiexec} is not on the PATH (launcher.mpi.mpiexec)")
         nodes = ""
@@ -204,23 +205,23 @@ class MpiexecSteps:
                 "OMP_NUM_THREADS", str(min(unit.cpus_per_task, os.cpu_count() or 1))
             )
             name = self.others.gpu_variable
-            env[name] = unit.env.get(name, self.others.gpus(unit))
+            env[name] = unit.env.get(name, self.others.choose_gpus(unit))
         log = attempt.log(unit.role, unit.index, incarnation)
-        token = attempt.trial.tokens()["control"]
+        token = attempt.trial.load_tokens()["control"]
         handle = MpiexecHandle(unit, log, attempt.processes, self.address, token)
         env["HPC_RL_SUPERVISOR"] = handle.where
         step = [unit.launch_line, f"{unit.role}-{unit.index}.{incarnation}", nodes, "", "", "1"]
-        # The interpreter is in the launch line; bash gives way to mpiexec.
+        # The launch line has the interpreter; bash is replaced by mpiexec.
         handle.add(["bash", str(script), *step, *argv[1:]], env, log)
         return handle
 
 
-def with_mpiexec(steps: ProcessSteps | SrunSteps, plan: Plan, interface: str) -> Steps:
-    """Return `steps`, with mpiexec where a unit wants it. Raises ConfigError where no node reaches this."""
+def add_mpiexec(steps: ProcessSteps | SrunSteps, plan: Plan, interface: str) -> Steps:
+    """Return `steps`, with mpiexec for MPI units. Raises ConfigError if no node can reach this one."""
     if not any(unit.by_mpiexec for unit in plan.units):
         return steps
     address = net.LOOPBACK
     if isinstance(steps, SrunSteps):
         interface = interface or os.environ.get("HPC_RL_INTERFACE", "")
-        address = net.published_address(plan.n_nodes, interface, peer_hosts(os.environ))
+        address = net.choose_address(plan.n_nodes, interface, list_peer_hosts(os.environ))
     return MpiexecSteps(steps, address)

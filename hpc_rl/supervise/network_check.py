@@ -1,8 +1,8 @@
-"""The preflight of an attempt: does every node of the job reach every other one, before models are loaded?
+"""The preflight of an attempt: check that every node reaches every other one, before models are loaded.
 
-One srun (one for each component of a heterogeneous job) runs network_node.py on all nodes. What they say to
-each other goes through its standard input and output, which are Slurm's own connections: no file is
-written, and it arrives also where the network that is checked does not work.
+One srun (one for each component of a heterogeneous job) runs network_node.py on all nodes. The nodes exchange
+data through its standard input and output, which use Slurm's own connections: no file is written, and data
+arrives even if the checked network does not work.
 """
 
 import json
@@ -31,23 +31,23 @@ srun --job-name=preflight --overlap --mem=0 --ntasks-per-node=1 --cpus-per-task=
 --export=ALL --mpi=none --input=all
 """
 POLL_S = 0.1
-END_S = 5.0  # for srun to end by itself
+END_S = 5.0  # time for srun to end by itself
 MAX_SHOWN = 4  # pairs of nodes in a reason
 
 
 @dataclass(frozen=True)
 class NetworkFindings:
-    """What the nodes of a job found out about the network between them."""
+    """Results of the check of a job's network."""
 
-    addresses: dict[str, str] = field(default_factory=dict)  # that the roles of each node would publish
-    problem: str = ""  # which nodes do not reach each other; empty where all do
-    bad_nodes: tuple[str, ...] = ()  # without these all others reach each other
-    hopeless: bool = False  # those would be most nodes of the job
-    unchecked: str = ""  # why the check could not be made; the other fields are empty then
+    addresses: dict[str, str] = field(default_factory=dict)  # published by the roles of each node
+    problem: str = ""  # nodes that do not reach each other; empty if all do
+    bad_nodes: tuple[str, ...] = ()  # without these, all others reach each other
+    hopeless: bool = False  # the bad nodes would be most nodes of the job
+    unchecked: str = ""  # why the check failed to run; then the other fields are empty
 
 
 class Preflight:
-    """The check of the nodes of one job, which is given up after `limit_s`.
+    """The check of the nodes of one job, with a time limit of `limit_s`.
 
     `hosts` are the node names of the job, `components` the component of each in a heterogeneous job.
     """
@@ -73,16 +73,16 @@ class Preflight:
         self._lines: queue.Queue[dict[str, Any]] = queue.Queue()
 
     def run(self, log: Path, interrupted: Callable[[], bool]) -> NetworkFindings | None:
-        """Return what was found; None where `interrupted` turned true. Raises OSError."""
+        """Run the check and return its results; None once `interrupted` returns true. Raises OSError."""
         deadline = time.monotonic() + self.limit_s
-        # The others find out about each other in the time that is left when one says nothing.
+        # If a node says nothing, the others still check each other in the remaining time.
         first_deadline = deadline - self.limit_s / 2
         steps: list[subprocess.Popen[bytes]] = []
         results: dict[str, dict[str, Any]] = {}
         try:
             with log.open("ab") as errors:
                 log_begin = errors.tell()
-                for argv in self._commands():
+                for argv in self._make_commands():
                     steps.append(self._start(argv, errors))
             hellos = self._gather("problem", "address", first_deadline, steps, self.hosts, interrupted)
             if hellos and not interrupted():
@@ -92,32 +92,30 @@ class Preflight:
                     if "address" in said
                 }
                 for step in steps:
-                    with suppress(OSError):  # of a step that has ended
-                        _input(step).write(json.dumps(peers).encode() + b"\n")
-                        _input(step).flush()
+                    with suppress(OSError):  # the step has ended
+                        _make_input(step).write(json.dumps(peers).encode() + b"\n")
+                        _make_input(step).flush()
                 results = self._gather("unreached", "", deadline, steps, list(hellos), interrupted)
             if interrupted():
                 return None
             said_by_srun = log.read_bytes()[log_begin:].decode(errors="replace").splitlines()
-            lost = self._lost(said_by_srun)
+            lost = self._find_lost(said_by_srun)
             has_ended = any(step.poll() is not None for step in steps)
             if not lost and (not hellos or (has_ended and len(results) < len(hellos))):
                 why = "srun ended early" if has_ended else f"no node answered within {self.limit_s / 2:g} s"
-                return NetworkFindings(
-                    unchecked=f"{why}: {(said_by_srun or ['it said nothing'])[-1].strip()}"
-                )
+                return NetworkFindings(unchecked=f"{why}: {(said_by_srun or ['no output'])[-1].strip()}")
             return judge(self.hosts, hellos, results, self.limit_s, lost)
         finally:
             for step in steps:
                 _end(step)
 
-    def _lost(self, said_by_srun: Sequence[str]) -> dict[str, str]:
-        """Return the nodes on which srun says that it can't launch its task, with that line."""
+    def _find_lost(self, said_by_srun: Sequence[str]) -> dict[str, str]:
+        """Return the nodes on which srun can't launch its task, with srun's message."""
         found = classify(UnitExit(ExitCode.FAILED, ""), said_by_srun, ())
         names = {name for nodes in found.nodes for name in expand(nodes)}
         return {node: found.reason for node in self.hosts if node in names}
 
-    def _commands(self) -> Iterable[list[str]]:
+    def _make_commands(self) -> Iterable[list[str]]:
         components = self._components or [0] * len(self.hosts)
         for component in sorted(set(components)):
             nodes = [host for host, of in zip(self.hosts, components, strict=True) if of == component]
@@ -128,15 +126,15 @@ class Preflight:
     def _start(self, argv: list[str], errors: IO[bytes]) -> subprocess.Popen[bytes]:
         pipe = subprocess.PIPE
         step = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=errors, start_new_session=True)
-        threading.Thread(target=self._read, args=(step,), daemon=True, name="preflight").start()
+        threading.Thread(target=self._receive, args=(step,), daemon=True, name="preflight").start()
         return step
 
-    def _read(self, step: subprocess.Popen[bytes]) -> None:
+    def _receive(self, step: subprocess.Popen[bytes]) -> None:
         assert step.stdout is not None
         with step.stdout:
             for line in step.stdout:
                 _, mark, text = line.decode(errors="replace").partition(MARK)
-                with suppress(ValueError):  # of another program's line
+                with suppress(ValueError):  # a line of another program
                     if mark:
                         self._lines.put(json.loads(text))
 
@@ -149,7 +147,7 @@ class Preflight:
         nodes: list[str],
         interrupted: Callable[[], bool],
     ) -> dict[str, dict[str, Any]]:
-        """Return the line with one of these keys that each node said in time."""
+        """Return each node's line with one of these keys, if it came in time."""
         found: dict[str, dict[str, Any]] = {}
         while len(found) < len(nodes) and time.monotonic() < deadline and not interrupted():
             ended = all(step.poll() is not None for step in steps)
@@ -171,10 +169,10 @@ def judge(
     limit_s: float,
     lost: Mapping[str, str] = MappingProxyType({}),
 ) -> NetworkFindings:
-    """Return what the nodes said together: where each is reached, and whom each did not reach.
+    """Combine the lines of all nodes: their addresses, and the nodes that each did not reach.
 
-    `lost` are nodes that srun could not start a task on, with the reason. The other tasks may then have been
-    ended before they could say anything; also a node without a hello explains that others have no results.
+    `lost`: nodes on which srun could not start a task, with the reason. In that case the other tasks may have
+    been ended before they said anything. A node without a hello also explains missing results of others.
     """
     silent = {node: f"it did not answer within {limit_s / 2:g} s" for node in hosts if node not in hellos}
     late = {node: f"it did not answer within {limit_s:g} s" for node in hosts if node not in results}
@@ -187,7 +185,7 @@ def judge(
         for peer, reason in results[node]["unreached"].items()
         if peer not in alone
     }
-    bad = [*(node for node in hosts if node in alone), *_cover(hosts, failed)]
+    bad = [*(node for node in hosts if node in alone), *_find_cover(hosts, failed)]
     names = {
         node: f"{node} ({said['interface']} {said['address']})"
         for node, said in hellos.items()
@@ -208,8 +206,8 @@ def judge(
     )
 
 
-def _cover(hosts: Sequence[str], failed: Iterable[tuple[str, str]]) -> list[str]:
-    """Return few nodes without which no pair fails; of nodes that fail as often, a later one."""
+def _find_cover(hosts: Sequence[str], failed: Iterable[tuple[str, str]]) -> list[str]:
+    """Return a small set of nodes that covers all failed pairs; among equals, prefer later nodes."""
     pairs, cover = set(failed), []
     while pairs:
         counts = Counter(node for pair in pairs for node in pair)
@@ -219,15 +217,15 @@ def _cover(hosts: Sequence[str], failed: Iterable[tuple[str, str]]) -> list[str]
     return cover
 
 
-def _input(step: subprocess.Popen[bytes]) -> IO[bytes]:
+def _make_input(step: subprocess.Popen[bytes]) -> IO[bytes]:
     assert step.stdin is not None
     return step.stdin
 
 
 def _end(step: subprocess.Popen[bytes]) -> None:
-    """Have the tasks exit by the end of their input; end those that do not."""
+    """Close the tasks' input, so that they exit; end the rest."""
     with suppress(OSError):
-        _input(step).close()
+        _make_input(step).close()
     for end in (step.terminate, step.kill):
         try:
             step.wait(END_S)

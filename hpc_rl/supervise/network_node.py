@@ -1,8 +1,7 @@
 """One node's part of the preflight (network_check.py): a task on each node of a job.
 
-It says on standard output, in lines of JSON after MARK, where its roles would be reached, and, once the
-supervisor has sent all of these on standard input, which of the other nodes it does not reach. It listens
-until its input ends.
+It prints JSON lines after MARK: first the address of its roles, then, once the supervisor has sent all
+addresses on standard input, the nodes that it does not reach. It listens until its input ends.
 """
 
 import argparse
@@ -14,7 +13,7 @@ from typing import Any
 
 from hpc_rl.core import net
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.schedulers.hostlist import peer_hosts
+from hpc_rl.schedulers.hostlist import list_peer_hosts
 
 MARK = "HPC_RL_PREFLIGHT "  # a site's TaskProlog may print other lines
 
@@ -28,20 +27,22 @@ def main() -> None:
     listener = net.bind()
     net.answer_callers(listener, node)
     try:
-        address = net.published_address(args.num_hosts, args.interface, peer_hosts(os.environ))
+        address = net.choose_address(args.num_hosts, args.interface, list_peer_hosts(os.environ))
     except ConfigError as error:
-        _say({"node": node, "problem": str(error)})
+        _print_answer({"node": node, "problem": str(error)})
     else:
-        interface = net.interface_of(address) or ""
-        _say({"node": node, "interface": interface, "address": address, "port": listener.getsockname()[1]})
+        interface = net.find_interface(address) or ""
+        _print_answer(
+            {"node": node, "interface": interface, "address": address, "port": listener.getsockname()[1]}
+        )
     if line := sys.stdin.readline():
         peers = {name: where for name, where in json.loads(line).items() if name != node}
-        _say({"node": node, "unreached": net.find_unreached(peers)})
+        _print_answer({"node": node, "unreached": net.find_unreached(peers)})
         sys.stdin.read()
     os._exit(0)  # a thread waits for callers
 
 
-def _say(line: dict[str, Any]) -> None:
+def _print_answer(line: dict[str, Any]) -> None:
     os.write(1, f"{MARK}{json.dumps(line)}\n".encode())
 
 

@@ -1,9 +1,9 @@
-"""How a supervisor takes exclusive ownership of a trial before it starts anything.
+"""Exclusive ownership of a trial: a supervisor takes it before it starts anything.
 
 It takes the owner's lease with a higher epoch, which fences an earlier start of the same job that still runs
-elsewhere, and refuses where another job runs the trial. Then it waits for the processes of earlier attempts
-and incarnations: those of this host are known by their records, those of other hosts exit when the pipe from
-their supervisor closes, or when they see the new lease (those that write what a trial continues from).
+elsewhere; it refuses if another job runs the trial. Then it waits for the processes of earlier attempts and
+incarnations. Processes on this host are known by their records. Processes on other hosts exit when the pipe
+from their supervisor closes; processes that write the trial's state also exit when they see the new lease.
 """
 
 import logging
@@ -14,33 +14,33 @@ import time
 from contextlib import suppress
 
 from hpc_rl.core.errors import ExitCode, TrialBusy
-from hpc_rl.core.proc import end_processes, is_alive, start_ticks
-from hpc_rl.core.records import EventKind, JobRecord, ProcessFile, ProcessRecord, read_events
-from hpc_rl.core.trial import Attempt, AttemptId, Trial, submission_of
+from hpc_rl.core.proc import end_processes, find_start_ticks, is_alive
+from hpc_rl.core.records import EventKind, JobRecord, ProcessFile, ProcessRecord, load_events
+from hpc_rl.core.trial import Attempt, AttemptId, Trial, parse_submission
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import LEASE_TTL_S, Lease, LeaseView, NameResolve
 
 logger = logging.getLogger(__name__)
-CHECK_EVERY_S = 2.0  # whether another supervisor has taken over
-FENCE_S = 3 * CHECK_EVERY_S  # for an owner on another host to notice that it is no longer the owner
+CHECK_EVERY_S = 2.0  # for another supervisor's lease
+FENCE_S = 3 * CHECK_EVERY_S  # time for an owner on another host to notice that it lost ownership
 WAIT_S, TERM_S, KILL_S = 10.0, 10.0, 5.0
 
 
 def take_ownership(names: NameResolve, attempt: Attempt) -> Lease:
-    """Become the one supervisor of the trial, once an earlier one on another host must have noticed.
+    """Become the only supervisor of the trial; first give an earlier one on another host time to notice.
 
-    An earlier start of the same job is fenced: the scheduler has started the job again, so it must stop.
-    Raises TrialBusy where the supervisor of another job lives, OSError.
+    An earlier start of the same job is fenced: the scheduler has restarted the job, so it must stop. Raises
+    TrialBusy if the supervisor of another job lives, OSError.
     """
-    before = names.leases(keys.OWNER).get(keys.OWNER)
-    if before is not None and submission_of(str(before.value.get("attempt"))) != attempt.job_id:
+    before = names.list_leases(keys.OWNER).get(keys.OWNER)
+    if before is not None and parse_submission(str(before.value.get("attempt"))) != attempt.job_id:
         _refuse_while_alive(names, before, attempt)
     me = {
         "attempt": attempt.id,
         "host": socket.gethostname(),
         "node": os.environ.get("SLURMD_NODENAME", ""),
         "pid": os.getpid(),
-        "start_ticks": start_ticks(os.getpid()),
+        "start_ticks": find_start_ticks(os.getpid()),
     }
     lease = names.lease(keys.OWNER, me, LEASE_TTL_S)
     if before is not None and before.value.get("host") != socket.gethostname():
@@ -53,16 +53,16 @@ def take_ownership(names: NameResolve, attempt: Attempt) -> Lease:
 
 
 def end_when_fenced(names: NameResolve, attempt: Attempt) -> None:
-    """End this process once the supervisor of a later attempt owns the trial, by a thread, within FENCE_S.
+    """Start a thread that ends this process within FENCE_S after a later attempt's supervisor owns the trial.
 
-    On a node that was cut off nothing else ends a role: the pipe from its supervisor stays open, and the
-    shared disk may still be there.
+    Nothing else ends a role on a node that was cut off: the pipe from its supervisor stays open, and the
+    shared disk may still be reachable.
     """
 
     def watch() -> None:
         while True:
-            with suppress(OSError):  # of a file system that is away, which nothing can be written to
-                if later := later_owner(names, attempt):
+            with suppress(OSError):  # file system away: nothing can be written either
+                if later := find_later_owner(names, attempt):
                     logger.error("attempt %s owns the trial: exiting at once", later)
                     os._exit(ExitCode.KILLED_BY_SYSTEM)
             time.sleep(CHECK_EVERY_S)
@@ -70,9 +70,9 @@ def end_when_fenced(names: NameResolve, attempt: Attempt) -> None:
     threading.Thread(target=watch, daemon=True, name="fence").start()
 
 
-def later_owner(names: NameResolve, attempt: Attempt) -> str:
-    """Return the attempt that owns the trial, where that began after this one; else an empty text."""
-    owner = names.leases(keys.OWNER).get(keys.OWNER)
+def find_later_owner(names: NameResolve, attempt: Attempt) -> str:
+    """Return the attempt that owns the trial, if it began after this one; else an empty text."""
+    owner = names.list_leases(keys.OWNER).get(keys.OWNER)
     other = str(owner.value.get("attempt")) if owner is not None else ""
     return other if _is_later(other, attempt) else ""
 
@@ -88,13 +88,13 @@ def _is_later(other: str, attempt: Attempt) -> bool:
 
 
 def _refuse_while_alive(names: NameResolve, before: LeaseView, attempt: Attempt) -> None:
-    """Raise TrialBusy where the owner lives: by its process on this host, or by the counter of its lease."""
+    """Raise TrialBusy if the owner lives: by its process on this host, or by its lease's counter."""
     owner = before.value
     pid, ticks = owner.get("pid"), owner.get("start_ticks")
     if owner.get("host") == socket.gethostname() and isinstance(pid, int):
         alive = is_alive(pid, ticks)
     else:
-        alive = _moves(names, before)
+        alive = _is_moving(names, before)
     if alive:
         raise TrialBusy(
             f"the trial is run by attempt {owner.get('attempt')} on {owner.get('host')} (process {pid}), "
@@ -103,8 +103,8 @@ def _refuse_while_alive(names: NameResolve, before: LeaseView, attempt: Attempt)
         )
 
 
-def _moves(names: NameResolve, before: LeaseView) -> bool:
-    """Return whether the counter of a lease moves within its time to live, or its epoch does."""
+def _is_moving(names: NameResolve, before: LeaseView) -> bool:
+    """Return whether the counter or the epoch of a lease changes within its time to live."""
     end = time.monotonic() + LEASE_TTL_S + CHECK_EVERY_S
     host = before.value.get("host")
     logger.warning(
@@ -113,7 +113,7 @@ def _moves(names: NameResolve, before: LeaseView) -> bool:
     last_age_s = before.age_s
     while time.monotonic() < end:
         time.sleep(CHECK_EVERY_S / 4)
-        now = names.leases(keys.OWNER).get(keys.OWNER)
+        now = names.list_leases(keys.OWNER).get(keys.OWNER)
         if now is None:
             return False
         if now.epoch != before.epoch or now.age_s < last_age_s:
@@ -123,7 +123,7 @@ def _moves(names: NameResolve, before: LeaseView) -> bool:
 
 
 def kill_leftovers(trial: Trial) -> list[ProcessRecord]:
-    """Kill the processes of earlier supervisors on this host; return those that live on. Raises OSError."""
+    """Kill the processes of earlier supervisors on this host; return the survivors. Raises OSError."""
     alive: dict[tuple[int, int], ProcessRecord] = {}
     for record in map(ProcessRecord.read, trial.attempts.glob("*/processes/*.json")):
         if record is None or record.host != socket.gethostname() or record.pid <= 1:
@@ -136,11 +136,11 @@ def kill_leftovers(trial: Trial) -> list[ProcessRecord]:
     return [alive[one] for one in end_processes(alive, WAIT_S, TERM_S, KILL_S)]
 
 
-def next_incarnations(attempt: Attempt) -> dict[tuple[str, int], int]:
-    """Return the first free incarnation of each unit, by every trace that one can leave. Raises OSError."""
+def find_next_incarnations(attempt: Attempt) -> dict[tuple[str, int], int]:
+    """Return the first free incarnation of each unit, after all traces of earlier ones. Raises OSError."""
     taken = [
         (event.unit, event.incarnation)
-        for event in read_events(attempt)
+        for event in load_events(attempt)
         if event.kind is EventKind.STARTED and event.incarnation is not None
     ]
     for folder in ("logs", "exits", "processes"):

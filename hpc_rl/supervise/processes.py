@@ -1,8 +1,8 @@
-"""Starts the processes of a unit, as children of this process or by one srun, and holds them as one handle.
+"""Start the processes of a unit, as children of this process or by one srun, with one handle for all.
 
-Every process has a pipe from the supervisor as standard input. The supervisor alone holds the other end, so
-that its death, of whatever kind, ends them all; what it writes there asks them to stop. Not by signals: srun
-sends those to every process of the step, children of the role included.
+Every process has a pipe from the supervisor as standard input. Only the supervisor holds the other end, so
+its death, of any kind, ends them all; lines in the pipe ask them to stop. Signals would not do: srun sends
+them to every process of the step, including children of the role.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from pathlib import Path
 from typing import Protocol
 
 from hpc_rl.core.errors import ConfigError, ExitCode
-from hpc_rl.core.files import last_lines
+from hpc_rl.core.files import load_last_lines
 from hpc_rl.core.proc import TiedProcess
 from hpc_rl.core.records import ProcessRecord
 from hpc_rl.core.trial import Attempt
-from hpc_rl.plan.containers import command_of, common_env, container_env
+from hpc_rl.plan.containers import make_command, make_common_env, make_container_env
 from hpc_rl.plan.schema import GPU_VARIABLES, Plan, Unit
 
 logger = logging.getLogger(__name__)
-AFTER_CLEAN_S = 30.0  # for the other tasks, once one has exited with 0 or 75
-AFTER_FAILURE_S = 5.0  # enough for peers to put their own failure on record
-KILL_STEP_S = 10.0  # for srun to end its step, before the client itself is killed
-START_EVERY_S = 0.05  # between two starts of srun: slurmctld limits what one account asks for in a second
+AFTER_CLEAN_S = 30.0  # time for the other tasks, after one exited with 0 or 75
+AFTER_FAILURE_S = 5.0  # time for peers to record their own failure
+KILL_STEP_S = 10.0  # time for srun to end its step, before the client itself is killed
+START_EVERY_S = 0.05  # between two starts of srun: slurmctld limits an account's requests per second
 STOP, STACKS = "stop", "stacks"  # lines of the pipe; see roles/control.py
 STEPS_SCRIPT = "steps.sh"  # below scripts/ of the trial
 _WAITING = re.compile(r"step creation (?:temporarily|still) disabled, retrying")  # srun's message
 
 
 class Handle:
-    """The processes of one incarnation of a unit: children that are stopped and killed together."""
+    """The processes of one incarnation of a unit, which are stopped and killed together."""
 
     def __init__(self, role: str) -> None:
-        self.children: list[ProcessRecord] = []  # what this process started
-        self.launcher_log: Path | None = None  # where not the unit's own log says why its launcher ended
+        self.children: list[ProcessRecord] = []  # started by this process
+        self.launcher_log: Path | None = None  # if the launcher's reason is not in the unit's log
         self._role = role
         self._tasks: list[subprocess.Popen[bytes]] = []
         self._pipes: list[int] = []
@@ -58,11 +58,11 @@ class Handle:
         stdout: int | None = None,
         is_tied: bool = False,
     ) -> None:
-        """Start a child in a session of its own, which writes to `log`, or only its errors beside `stdout`.
+        """Start a child in a new session. It writes to `log`; with `stdout`, only its errors.
 
-        One that `is_tied` is killed when this process dies. Raises OSError.
+        A child that `is_tied` is killed when this process dies. Raises OSError.
         """
-        read_end, write_end = os.pipe()  # neither is inherited, but for the child's own standard input
+        read_end, write_end = os.pipe()  # children inherit neither, except as standard input
         try:
             with log.open("ab") as output:
                 if is_tied:
@@ -83,7 +83,7 @@ class Handle:
         self._pipes.append(write_end)
 
     def poll(self) -> int | None:
-        """Return the launcher's code, None while a process runs. To be called often: it kills stragglers."""
+        """Return the launcher's code, None while a process runs. Call it often: it kills stragglers."""
         for rank, task in enumerate(self._tasks):
             if rank not in self._codes and (code := _reap(task)) is not None:
                 self._codes[rank] = code
@@ -97,19 +97,19 @@ class Handle:
         return None
 
     def hang_up(self) -> None:
-        """Close the pipes: every process within reach of its srun exits, whether Slurm answers or not."""
+        """Close the pipes: every process connected to its srun exits, even if Slurm does not answer."""
         while self._pipes:
             os.close(self._pipes.pop())
 
     def dump_stacks(self) -> None:
-        """Have every process dump its stacks, although it may neither listen nor run."""
-        # Only the tasks: their children may not expect the signal. A stopped task must run to obey it.
+        """Let every process dump its stacks, even if it is stuck or stopped."""
+        # Only the tasks: their children may not expect the signal. A stopped task must run to handle it.
         for task in self._tasks:
             signal_task(task, signal.SIGUSR1)
             signal_task(task, signal.SIGCONT)
 
     def kill(self) -> None:
-        """Kill all processes; poll returns once that has happened."""
+        """Kill all processes; `poll` returns a code once they are gone."""
         self._kill_groups()
 
     def _kill_groups(self) -> None:
@@ -120,24 +120,24 @@ class Handle:
     def send(self, line: str) -> None:
         """Send a line to every process."""
         for pipe in self._pipes:
-            # A process that does not read is noticed when it does not stop.
+            # A process that does not read its pipe is noticed when it does not stop.
             with suppress(BrokenPipeError, BlockingIOError):
                 os.write(pipe, f"{line}\n".encode())
 
-    def unplaced(self) -> str:
-        """Return the scheduler's message while it starts no process; "" where it does, or there is none."""
+    def explain_unplaced(self) -> str:
+        """Return the scheduler's message while it does not start the processes; else ""."""
         return ""
 
 
-def search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
-    """Return the PYTHONPATH of a unit: its own comes after the code of the submission."""
+def make_search_path(environ: dict[str, str], unit: Unit) -> dict[str, str]:
+    """Return the PYTHONPATH of a unit: the code of the submission, then its own."""
     paths = [path for path in (environ.get("PYTHONPATH"), unit.env.get("PYTHONPATH")) if path]
     return {"PYTHONPATH": ":".join(paths)} if paths else {}
 
 
 @dataclass
 class ProcessSteps:
-    """Children of this process, each in a session and process group of its own."""
+    """Children of this process, each in a new session and process group."""
 
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
     gpu_variable: str = GPU_VARIABLES["nvidia"]
@@ -145,13 +145,19 @@ class ProcessSteps:
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
         """Start an incarnation of a unit. Raises OSError."""
         own = {
-            self.gpu_variable: self.gpus(unit),
+            self.gpu_variable: self.choose_gpus(unit),
             "OMP_NUM_THREADS": str(min(unit.cpus_per_task, os.cpu_count() or 1)),
         }
-        env = self.environ | common_env(unit, "process") | own | unit.env | search_path(self.environ, unit)
-        env = container_env(unit, env, "process", attempt.trial.dir, Path.cwd())
+        env = (
+            self.environ
+            | make_common_env(unit, "process")
+            | own
+            | unit.env
+            | make_search_path(self.environ, unit)
+        )
+        env = make_container_env(unit, env, "process", attempt.trial.dir, Path.cwd())
         interpreter, *arguments = argv
-        program = command_of(unit, interpreter, attempt.trial.dir, Path.cwd()).program
+        program = make_command(unit, interpreter, attempt.trial.dir, Path.cwd()).program
         argv = [*(word for line in program for word in line), *arguments]
         handle = Handle(unit.role)
         for rank in range(unit.num_tasks):
@@ -164,8 +170,8 @@ class ProcessSteps:
                 raise
         return handle
 
-    def gpus(self, unit: Unit) -> str:
-        """Return the GPUs of a unit, as the variable names them. Raises ConfigError for too few."""
+    def choose_gpus(self, unit: Unit) -> str:
+        """Return the GPUs of a unit, as names in the variable. Raises ConfigError if there are too few."""
         count = unit.gpus_per_task * unit.tasks_per_node
         visible = [gpu for gpu in self.environ.get(self.gpu_variable, "").split(",") if gpu]
         if visible and unit.gpu_offset + count > len(visible):
@@ -179,8 +185,8 @@ class ProcessSteps:
 
 
 def _reap(task: subprocess.Popen[bytes]) -> int | None:
-    """Return the code of a child that has exited, or None, and kill what it left in its group."""
-    # While the zombie is there its number can't be that of another group.
+    """Return the code of an exited child, and kill the rest of its group; None if it runs."""
+    # While the zombie exists, no other group can get its number.
     if task.returncode is not None:
         return task.returncode
     if os.waitid(os.P_PID, task.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
@@ -190,8 +196,8 @@ def _reap(task: subprocess.Popen[bytes]) -> int | None:
 
 
 def signal_task(task: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to a child that has not been waited for."""
-    # Not by Popen.send_signal: that reaps a child, whose group is then not killed.
+    """Send a signal to a child that was not reaped."""
+    # Not by Popen.send_signal: that may reap the child, and then its group is not killed.
     if task.returncode is None:
         with suppress(ProcessLookupError):
             os.kill(task.pid, number)
@@ -208,7 +214,7 @@ class SrunSteps:
 
     hosts: list[str]  # node names of the job, in Slurm's order
     environ: dict[str, str] = field(default_factory=lambda: dict(os.environ))  # to start from
-    components: list[int] | None = None  # of a heterogeneous job: the component of each host
+    components: list[int] | None = None  # for a heterogeneous job: the component of each host
     _next_start_at: float = 0.0  # of the monotonic clock
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
@@ -229,9 +235,9 @@ class SrunSteps:
         num_replicas: int = 1,
         stdout: int | None = None,
     ) -> None:
-        """Start the srun of a unit, or of the agent of several of its kind on its node. Raises OSError."""
-        env = self.environ | common_env(unit, "srun") | search_path(self.environ, unit)
-        env = container_env(unit, env, "srun", attempt.trial.dir, Path.cwd())
+        """Start the srun of a unit, or of the agent for several units on its node. Raises OSError."""
+        env = self.environ | make_common_env(unit, "srun") | make_search_path(self.environ, unit)
+        env = make_container_env(unit, env, "srun", attempt.trial.dir, Path.cwd())
         script = attempt.trial.scripts / STEPS_SCRIPT
         if not script.is_file():
             raise FileNotFoundError(f"{script} does not exist")
@@ -246,7 +252,7 @@ class SrunSteps:
             component,
             str(num_replicas),
         ]
-        # The interpreter is in the launch line; bash gives way to srun, so that the handle's process is srun.
+        # The launch line has the interpreter; srun replaces bash, so that the handle's process is srun.
         command = ["bash", str(script), *step, *argv[1:]]
         time.sleep(max(0.0, self._next_start_at - time.monotonic()))
         logger.info("%s: %s", log.stem, " ".join(command))
@@ -255,46 +261,46 @@ class SrunSteps:
 
 
 class SrunHandle(Handle):
-    """One srun client; the tasks are Slurm's."""
+    """One srun client; Slurm runs the tasks."""
 
     def __init__(self, role: str, log: Path, processes: Path) -> None:
         super().__init__(role)
         self.log, self._processes, self._records = log, processes, f"{log.stem}-rank*.json"
 
-    def unplaced(self) -> str:
-        # A job that lost a node may wait for ever: Slurm 22.05 does not free what its earlier steps held.
-        last = "".join(last_lines(self.log, 1)).strip()
+    def explain_unplaced(self) -> str:
+        # A job that lost a node may wait for ever: Slurm 22.05 does not free resources of its earlier steps.
+        last = "".join(load_last_lines(self.log, 1)).strip()
         return last if _WAITING.search(last) and not any(self._processes.glob(self._records)) else ""
 
     def dump_stacks(self) -> None:
-        # srun forwards USR1 to its tasks, but not the CONT that stopped ones need.
+        # srun forwards USR1 to its tasks, but not the CONT that stopped tasks need.
         signal_task(self._tasks[0], signal.SIGUSR1)
-        if step := next(filter(None, map(self._step_of, self._processes.glob(self._records))), ""):
+        if step := next(filter(None, map(self._find_step, self._processes.glob(self._records))), ""):
             self._scancel = subprocess.Popen(["scancel", "--signal=CONT", step], stdin=subprocess.DEVNULL)
 
-    def _step_of(self, record: Path) -> str:
-        """Return `<job>.<step>` by the record of a task; Slurm tells it to the tasks alone."""
+    def _find_step(self, record: Path) -> str:
+        """Return `<job>.<step>` from the record of a task; Slurm tells only the tasks."""
         process, job_id = ProcessRecord.read(record), os.environ.get("SLURM_JOB_ID")
         return f"{job_id}.{process.step}" if process and process.step.isdigit() and job_id else ""
 
     def kill(self) -> None:
-        """Have srun kill its step; a client that does not manage is killed later, which closes the pipe."""
+        """Let srun kill its step; if it fails, the client is killed later, which closes the pipe."""
         if self._kill_at == float("inf"):
             self._kill_at = time.monotonic() + KILL_STEP_S
             signal_task(self._tasks[0], signal.SIGTERM)
 
 
 class Steps(Protocol):
-    """How units are started."""
+    """A way to start units."""
 
     def start(self, unit: Unit, argv: list[str], attempt: Attempt, incarnation: int) -> Handle:
         """Start an incarnation of a unit. Raises OSError."""
         ...
 
 
-def unplaced_reason(unit: Unit, plan: Plan, said: str) -> str:
-    """Return why a step may have no place on its nodes: each step gets whole cores of its job."""
-    num_cpus = sum(one.tasks_per_node * one.cpus_per_task for one in plan.sharing_step(unit))
+def describe_unplaced(unit: Unit, plan: Plan, said: str) -> str:
+    """Explain why a step may not fit on its nodes: each step gets whole cores of its job."""
+    num_cpus = sum(one.tasks_per_node * one.cpus_per_task for one in plan.list_step_units(unit))
     return (
         f"Slurm starts no step of {unit.role} {unit.index} on its nodes ({said}): it asks each for "
         f"{num_cpus} CPUs in whole cores, of {plan.threads_per_core} threads "

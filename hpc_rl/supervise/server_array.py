@@ -1,7 +1,7 @@
 """The servers of layout `jobs`: a job array, submitted with the trial, and again by a job that finds none.
 
-Its record `jobs/<array>.json` is of the kind `servers` and names the submission that it serves; each task
-leaves `jobs/<array>_<task>.state` and its attempts in `server_attempts/`.
+Its record `jobs/<array>.json` has the kind `servers` and names the submission that it serves; each task
+writes `jobs/<array>_<task>.state`, and its attempts in `server_attempts/`.
 """
 
 import enum
@@ -10,24 +10,24 @@ import time
 from dataclasses import dataclass, field
 
 from hpc_rl.core.errors import ExitCode, JobEvent
-from hpc_rl.core.records import EndedRecord, JobRecord, newest_job, read_job_state
+from hpc_rl.core.records import EndedRecord, JobRecord, find_newest_job, load_job_state
 from hpc_rl.core.trial import Trial, create_exclusive
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers.base import JobSpec, Scheduler
-from hpc_rl.supervise.successor import comment_option
+from hpc_rl.supervise.successor import make_comment_option
 
-SCRIPT = "servers.sbatch"  # as render names it; importing that would bring jinja2 to every `status`
+SCRIPT = "servers.sbatch"  # as in render/scripts.py; importing that would load jinja2 for every `status`
 # A trainer job that starts at once waits this long for the submitter of its servers.
 SUBMITTING_S = 60.0
 POLL_S = 0.5
 
 
 class TaskState(enum.StrEnum):
-    """State of one task, as its script reports it."""
+    """State of one task, from its script's records."""
 
     RUNNING = "running"
-    WAITING = "waiting"  # to be started again
-    SIGNALLED = "signalled"  # by Slurm, which starts it again after a preemption
+    WAITING = "waiting"  # for a restart
+    SIGNALLED = "signalled"  # by Slurm, which restarts it after a preemption
     ENDED = "ended"
     UNKNOWN = "unknown"
 
@@ -53,12 +53,12 @@ class ServerArray:
 def submit_servers(
     trial: Trial, plan: Plan, serves: str, tag: str, scheduler: Scheduler, *, again: bool = False
 ) -> str:
-    """Submit the array, record it and return its id. `again`: its tag is not the one in the script.
+    """Submit the array, record it and return its id. `again`: use another tag than the script's.
 
     Raises SchedulerError, OSError.
     """
     tag = f"{tag}:servers"
-    options = (comment_option(trial, tag),) if again else ()
+    options = (make_comment_option(trial, tag),) if again else ()
     spec = JobSpec(f"{trial.job_name}.servers", trial.scripts / SCRIPT, tag, ("", "0", serves), options)
     job_id = scheduler.submit(spec)
     made = JobRecord(
@@ -68,14 +68,14 @@ def submit_servers(
         scheduler=scheduler.name,
         time=time.time(),
         tag=tag,
-        num_tasks=len(plan.group("servers").nodes),
+        num_tasks=len(plan.find_group("servers").nodes),
     )
     create_exclusive(trial.job(job_id), json.dumps(made.to_json(), indent=2) + "\n")
     return job_id
 
 
 def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, scheduler: Scheduler) -> str:
-    """Submit the servers of a submission where none waits or runs; return the id of the new array, or "".
+    """Submit the servers of a submission if none waits or runs; return the id of the new array, or "".
 
     Queries the scheduler once. Raises SchedulerError, OSError.
     """
@@ -83,32 +83,32 @@ def ensure_servers(trial: Trial, plan: Plan, serves: str, tag: str, scheduler: S
     deadline = time.monotonic() + SUBMITTING_S
     while trial.submitting.exists() and time.monotonic() < deadline:
         time.sleep(POLL_S)
-    own = [array for array in read_arrays(trial) if array.serves == serves]
-    ids = [job_id for array in own for job_id in jobs_of(trial, array)]
-    states = scheduler.states(ids) if ids else {}
+    own = [array for array in load_arrays(trial) if array.serves == serves]
+    ids = [job_id for array in own for job_id in list_server_jobs(trial, array)]
+    states = scheduler.query_states(ids) if ids else {}
     if any(state.state.alive for state in states.values()):
         return ""
     return submit_servers(trial, plan, serves, f"{tag}:{len(own)}", scheduler, again=True)
 
 
-def jobs_of(trial: Trial, array: ServerArray) -> list[str]:
-    """Return the ids of an array and of the jobs that continue single tasks, where requeue is refused."""
+def list_server_jobs(trial: Trial, array: ServerArray) -> list[str]:
+    """Return the ids of an array and of jobs that continue single tasks because requeue was refused."""
     tasks = {path.stem for path in trial.jobs.glob(f"{array.job_id}_*.next-*")}
-    return [array.job_id, *sorted(newest_job(trial, task) for task in tasks)]
+    return [array.job_id, *sorted(find_newest_job(trial, task) for task in tasks)]
 
 
-def read_arrays(trial: Trial) -> list[ServerArray]:
+def load_arrays(trial: Trial) -> list[ServerArray]:
     """Return the server arrays of a trial, oldest first."""
     arrays = []
     for job in map(JobRecord.read, trial.jobs.glob("*.json")):
         if job is not None and job.kind == JobRecord.SERVERS:
-            tasks = [_task(trial, f"{job.job_id}_{number}") for number in range(job.num_tasks)]
+            tasks = [_parse_task(trial, f"{job.job_id}_{number}") for number in range(job.num_tasks)]
             arrays.append(ServerArray(job.job_id, job.serves, job.time, tasks))
     return sorted(arrays, key=lambda array: (array.time, array.job_id))
 
 
-def _task(trial: Trial, task: str) -> ServerTask:
-    lines = read_job_state(trial, task)
+def _parse_task(trial: Trial, task: str) -> ServerTask:
+    lines = load_job_state(trial, task)
     if not lines:
         return ServerTask(task, TaskState.UNKNOWN)
     last, state, reason = lines[-1], TaskState.RUNNING, ""
@@ -116,7 +116,7 @@ def _task(trial: Trial, task: str) -> ServerTask:
         state = TaskState.WAITING
         reason = f"continued by job {last.successor}" if last.successor else ""
     elif last.event is JobEvent.ENDED:
-        # After a TERM the script can't know whether Slurm starts it again.
+        # After a TERM, the script can't know whether Slurm restarts it.
         state = TaskState.SIGNALLED if last.cancelled else TaskState.ENDED
         ended = EndedRecord.read(trial.attempt(f"{task}.{last.restart}").ended)
         by_supervisor = ended is not None and last.code in (ExitCode.DONE, ExitCode.FAILED)
@@ -133,8 +133,8 @@ TASK_TEXTS = {
 }
 
 
-def array_line(array: ServerArray) -> str:
-    """Return one line of status."""
+def describe_array(array: ServerArray) -> str:
+    """Describe an array in one line, for `hpc-rl status`."""
     counts = {kind: sum(task.state is kind for task in array.tasks) for kind in TASK_TEXTS}
     text = ", ".join(f"{count} {TASK_TEXTS[kind]}" for kind, count in counts.items() if count)
     restarts = sum(max(0, task.starts - 1) for task in array.tasks)

@@ -1,8 +1,8 @@
-"""The supervisor of one task of a server array: keeps its replicas alive while the trial needs them.
+"""The supervisor of one task of a server array: it keeps its replicas alive while the trial needs them.
 
 It owns nothing of the trial: no lease, no lineage, no batch. It stops when the trial is over, was cancelled,
-belongs to another submission, or has had no supervisor for `launcher.slurm.servers.idle_s`; a task whose time
-is nearly over exits with code 75 and is started again.
+belongs to another submission, or has had no supervisor for `launcher.slurm.servers.idle_s`. When its time is
+nearly over, a task exits with code 75 and is restarted.
 """
 
 import os
@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.core.errors import ExitCode, JobEvent, StopCause
-from hpc_rl.core.records import DoneRecord, EventKind, read_job_state
-from hpc_rl.core.trial import Attempt, AttemptId, submission_of
+from hpc_rl.core.records import DoneRecord, EventKind, load_job_state
+from hpc_rl.core.trial import Attempt, AttemptId, parse_submission
 from hpc_rl.name_resolve import keys
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.supervise import ownership
@@ -22,15 +22,15 @@ from hpc_rl.supervise.state_machine import AttemptMachine, Finish
 from hpc_rl.supervise.unit_loop import RateLimit, UnitLoop
 
 OBSERVE_EVERY_S = 2.0
-LEAD_S = 90.0  # a server has nothing to save; Slurm may end a job a minute early
-UNLIMITED = sys.maxsize  # no generation would reset the count; exits in a row are what ends a task
+LEAD_S = 90.0  # a server saves nothing; Slurm may end a job a minute early
+UNLIMITED = sys.maxsize  # no generation would reset the count; a task ends by exits in a row
 
 
 class ServerRunner(UnitLoop):
-    """The supervisor of one server node: of the units of the plan that have their nodes in this job.
+    """The supervisor of the units of one server node.
 
-    `serves` is the submission whose servers these are, empty where the script was submitted by hand;
-    `end_time` as of TrialRunner.
+    `serves`: the submission that these servers serve, empty if the script was submitted by hand; `end_time`:
+    as in TrialRunner.
     """
 
     def __init__(
@@ -46,39 +46,39 @@ class ServerRunner(UnitLoop):
         machine = AttemptMachine(units, "auto", UNLIMITED)
         super().__init__(attempt, plan, config, steps, machine, end_time, LEAD_S)
         self.serves, self.idle_s = serves, config.launcher.slurm.servers.idle_s
-        self._not_needed = ""  # why the trial needs these servers no more
+        self._not_needed = ""  # why the trial no longer needs these servers
         self._owned_at = self.clock()
         self._observing = RateLimit(OBSERVE_EVERY_S)
 
     def begin(self) -> bool:
         details = {"role": "supervisor", "pid": os.getpid(), "serves": self.serves}
         self.write_event(EventKind.SUPERVISOR_STARTED, details)
-        self.machine.restore(0, ownership.next_incarnations(self.attempt))
-        self._not_needed = self._why_not_needed()
+        self.machine.restore(0, ownership.find_next_incarnations(self.attempt))
+        self._not_needed = self._explain_not_needed()
         if self._not_needed:
             self.machine.stop_cause = StopCause.NOT_NEEDED
             self.finish = Finish(ExitCode.DONE, self._not_needed)
         return True
 
     def observe(self, now: float) -> None:
-        """Look at the trial, the leases and the wall time. Raises OSError."""
+        """Check the trial, the leases and the wall time. Raises OSError."""
         if self.deadline.is_reached():
             self.requests.add(StopCause.TIME_LIMIT)
-        if self._observing.due(now) or self.requests:  # a signal may announce an intent
+        if self._observing.is_due(now) or self.requests:  # a signal may announce an intent
             self.deadline.update()
-            self._not_needed = self._not_needed or self._why_not_needed()
+            self._not_needed = self._not_needed or self._explain_not_needed()
             self.observe_servers(now)
             self.kill_hung(now)
 
     def grant_requests(self) -> None:
-        """Stop where the trial needs no servers, or a request waits."""
+        """Stop if the trial needs no servers, or a request waits."""
         causes = self.requests.take()
         if self.machine.stop_cause is not None:
             return
         if self._not_needed:
-            self.do(self.machine.stop(self.clock(), StopCause.NOT_NEEDED, self._not_needed))
+            self.execute(self.machine.stop(self.clock(), StopCause.NOT_NEEDED, self._not_needed))
         elif causes:
-            self.do(self.machine.stop(self.clock(), causes[0]))
+            self.execute(self.machine.stop(self.clock(), causes[0]))
 
     def leave(self, finish: Finish) -> int:
         """Record the end: 0 (trial over), 75 (time over) or 70 (no replica can be kept alive)."""
@@ -90,8 +90,8 @@ class ServerRunner(UnitLoop):
         self.write_ended(code, reason)
         return code
 
-    def _why_not_needed(self) -> str:
-        """Return why the trial needs no servers of this task any more; "" while it does. Raises OSError."""
+    def _explain_not_needed(self) -> str:
+        """Return why the trial no longer needs this task's servers; "" while it does. Raises OSError."""
         done = DoneRecord.read(self.trial.done)
         if done is not None and self.serves in ("", done.job_id):
             return "the trial has reached its end"
@@ -99,16 +99,16 @@ class ServerRunner(UnitLoop):
         jobs = (self.serves, own.array_id if own else "")
         if any(self.trial.cancel_intent(job).exists() for job in jobs if job):
             return "cancelled by the user"
-        lines = read_job_state(self.trial, self.serves)[-1:] if self.serves else []
+        lines = load_job_state(self.trial, self.serves)[-1:] if self.serves else []
         if lines and lines[0].event is JobEvent.ENDED:
             return f"job {self.serves} has ended: {lines[0].reason or 'no reason recorded'}"
-        owner = self.names.leases(keys.OWNER).get(keys.OWNER)
+        owner = self.names.list_leases(keys.OWNER).get(keys.OWNER)
         if owner is None or not owner.alive:
             if self.clock() - self._owned_at < self.idle_s:
                 return ""
             return f"the trial has had no supervisor for {self.idle_s:g} s (launcher.slurm.servers.idle_s)"
         self._owned_at = self.clock()
-        other = submission_of(str(owner.value.get("attempt") or ""))
+        other = parse_submission(str(owner.value.get("attempt") or ""))
         if self.serves in ("", other):
             return ""
-        return f"job {other} runs the trial now, with servers of its own"
+        return f"job {other} runs the trial now, with its own servers"

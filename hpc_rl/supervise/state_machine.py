@@ -1,8 +1,7 @@
 """The pure state machine of one attempt: events in, actions out. It owns no processes, files or clocks.
 
 Phases: RUNNING until a stop is requested or the trainer exits for good; DRAINING while the trainer saves and
-    the other units still serve it; ENDING while all are asked to stop; OVER. `now` is any monotonic clock, in
-    seconds.
+the other units still serve it; ENDING while all units stop; OVER. `now` is any monotonic clock, in seconds.
 """
 
 import enum
@@ -18,8 +17,8 @@ from hpc_rl.supervise.failure_policy import STOPS, Consequence, UnitExit
 
 DRAIN_GRACE_S = 120.0
 END_GRACE_S = 15.0
-KILL_GRACE_S = 25.0  # after the kill, for what can't be killed; an agent's srun is killed after 20 s
-STACKS_S = 3.0  # for the processes of a unit that hangs to dump their stacks
+KILL_GRACE_S = 25.0  # after the kill, then processes are left behind; an agent's srun is killed after 20 s
+STACKS_S = 3.0  # time for the processes of a hanging unit to dump their stacks
 
 Key = tuple[str, int]
 
@@ -46,7 +45,7 @@ class Kill:
 
 @dataclass(frozen=True)
 class DumpStacks:
-    """Have every process of a unit dump its stacks; where it hangs, by a signal."""
+    """Let every process of a unit dump its stacks; by a signal if it hangs."""
 
     key: Key
     hangs: bool
@@ -88,10 +87,10 @@ class Phase(enum.Enum):
 
 
 class SlotState(enum.Enum):
-    IDLE = "idle"  # never started, or exited and not to be started again
+    IDLE = "idle"  # not started, or exited for good
     RUNNING = "running"
-    PAUSED = "paused"  # to be started again at `restart_at`
-    GAVE_UP = "gave up"  # its peers work without it; tried once more at `restart_at`
+    PAUSED = "paused"  # restarts at `restart_at`
+    GAVE_UP = "gave up"  # its peers work without it; tries again at `restart_at`
 
 
 @dataclass
@@ -100,10 +99,10 @@ class Slot:
     incarnation: int = 0  # of the next start
     state: SlotState = SlotState.IDLE
     started_at: float = 0.0
-    served_at: float | None = None  # when this incarnation of a server first served
+    served_at: float | None = None  # first time that this incarnation of a server served
     restart_at: float = 0.0
     exits_in_a_row: int = 0
-    killed_as: UnitExit | None = None  # counts instead of its exit code
+    killed_as: UnitExit | None = None  # replaces its exit code
     kill_at: float = 0.0
     lost_node: bool = False
 
@@ -113,7 +112,7 @@ class Slot:
 
     @property
     def about(self) -> dict[str, Any]:
-        """Which unit this is, as events name it."""
+        """Fields that identify the unit in events."""
         return {"role": self.unit.role, "index": self.unit.index}
 
     @property
@@ -125,7 +124,7 @@ class Slot:
         return f"{self.unit.role} {self.unit.index}"
 
     def was_healthy(self, now: float) -> bool:
-        """Return whether an incarnation that exits now was not part of a crash loop."""
+        """Return whether an incarnation that exits now is not part of a crash loop."""
         since = self.served_at if self.unit.role == "server" else self.started_at
         return since is not None and now - since >= failure_policy.HEALTHY_LIFE_S
 
@@ -137,7 +136,7 @@ class AttemptMachine:
         self.slots: dict[Key, Slot] = {(unit.role, unit.index): Slot(unit) for unit in units}
         self.trainer = self.slots.get(("trainer", 0))
         self.mode, self.retries = mode, retries
-        self.failures = 0  # that use up retries, in a row without a new generation
+        self.failures = 0  # failures that use up retries, in a row without a new generation
         self.phase = Phase.RUNNING
         self.drain_grace_s = DRAIN_GRACE_S
         self.stop_cause: StopCause | None = None
@@ -148,7 +147,7 @@ class AttemptMachine:
         self._killed = False
 
     def restore(self, failures: int, incarnations: dict[Key, int]) -> None:
-        """Continue what supervisors before this one did: their failures, and each unit's next incarnation."""
+        """Continue from earlier supervisors: their failures, and each unit's next incarnation."""
         self.failures = failures
         for key in self.slots.keys() & incarnations.keys():
             self.slots[key].incarnation = incarnations[key]
@@ -156,8 +155,8 @@ class AttemptMachine:
     def start(self, now: float) -> list[Action]:
         return [action for slot in self.slots.values() for action in self._start(slot, now)]
 
-    def progressed(self, step: int) -> list[Action]:
-        """Note a new generation: what a helper without a peer did before was not a crash loop."""
+    def note_progress(self, step: int) -> list[Action]:
+        """Note a new generation: earlier exits of a helper without a peer were not a crash loop."""
         self.failures = 0
         roles = [slot.unit.role for slot in self.slots.values()]
         for slot in self.slots.values():
@@ -175,36 +174,38 @@ class AttemptMachine:
         self.stop_cause, self._stop_reason = cause, reason
         return [LogEvent(EventKind.STOPPING, details | {"class": failure.value}), *self._drain(now)]
 
-    def served(self, now: float, key: Key, incarnation: int) -> None:
-        """Note that a server serves. It may load for long before it fails at the first request."""
+    def note_serving(self, now: float, key: Key, incarnation: int) -> None:
+        """Note that a server serves. It may load for a long time and then fail at the first request."""
         slot = self.slots.get(key)
         if slot is not None and slot.incarnation == incarnation and slot.served_at is None:
             slot.served_at = now
 
     def announce_end(self, cause: StopCause) -> None:
-        """Expect from now on that a trainer without batches stops by itself."""
+        """From now on, expect a trainer without batches to stop by itself."""
         self._may_stop_for = cause
 
-    def hung(self, now: float, key: Key, why: str) -> list[Action]:
-        """Have all units dump their stacks, then kill the one in which nothing moves."""
+    def kill_hung(self, now: float, key: Key, why: str) -> list[Action]:
+        """Let all units dump their stacks, then kill the unit that hangs."""
         slot = self.slots[key]
-        if not self._may_be_killed(slot):
+        if not self._can_be_killed(slot):
             return []
         slot.killed_as = UnitExit(failure_policy.KILLED, why, FailureClass.INFRASTRUCTURE)
         slot.kill_at = now + STACKS_S
         event = LogEvent(EventKind.HUNG, slot.about_incarnation | {"reason": why})
-        return [event, *(DumpStacks(one.key, one is slot) for one in self._running())]
+        return [event, *(DumpStacks(one.key, one is slot) for one in self._list_running())]
 
-    def unplaced(self, key: Key, why: str) -> list[Action]:
+    def kill_unplaced(self, key: Key, why: str) -> list[Action]:
         """Kill a unit whose processes the scheduler failed to start."""
         slot = self.slots[key]
-        if not self._may_be_killed(slot):
+        if not self._can_be_killed(slot):
             return []
-        slot.killed_as = failure_policy.unplaced(slot.unit.role, why, is_first_start=slot.incarnation == 0)
+        slot.killed_as = failure_policy.make_unplaced_exit(
+            slot.unit.role, why, is_first_start=slot.incarnation == 0
+        )
         slot.kill_at = float("inf")
         return [LogEvent(EventKind.UNPLACED, slot.about_incarnation | {"reason": why}), Kill(key)]
 
-    def _may_be_killed(self, slot: Slot) -> bool:
+    def _can_be_killed(self, slot: Slot) -> bool:
         return self.phase is Phase.RUNNING and slot.state is SlotState.RUNNING and slot.killed_as is None
 
     def abandon(self, now: float, code: int, why: str) -> list[Action]:
@@ -216,8 +217,8 @@ class AttemptMachine:
             *self._end_all(now, Consequence(False, code, why), by_force=True),
         ]
 
-    def exited(self, now: float, key: Key, incarnation: int, found: UnitExit) -> list[Action]:
-        """Decide what follows now that all processes of an incarnation have exited."""
+    def handle_exit(self, now: float, key: Key, incarnation: int, found: UnitExit) -> list[Action]:
+        """Handle the exit of all processes of an incarnation."""
         slot = self.slots[key]
         if slot.state is not SlotState.RUNNING or slot.incarnation != incarnation:
             return []
@@ -241,11 +242,11 @@ class AttemptMachine:
         if self.phase is Phase.ENDING:
             return actions + self._finish_if_empty()
         if slot.unit.role == "trainer":
-            return actions + self._trainer_exited(slot, found, now)
-        return actions + self._helper_exited(slot, found, now)
+            return actions + self._handle_trainer_exit(slot, found, now)
+        return actions + self._handle_helper_exit(slot, found, now)
 
     def _uses_retry(self, slot: Slot, found: UnitExit) -> bool:
-        """Return whether an exit uses up a retry: of the trainer, or of any unit that hung."""
+        """Return whether an exit uses up a retry: an exit of the trainer, or of any hanging unit."""
         if slot.unit.role != "trainer":
             return found.failure is FailureClass.INFRASTRUCTURE and found.by_signal
         if self.phase is not Phase.RUNNING and found.by_signal:
@@ -253,9 +254,9 @@ class AttemptMachine:
         return found.is_failure and found.policy.uses_retry
 
     def tick(self, now: float) -> list[Action]:
-        """Return the actions that are due."""
+        """Return the due actions."""
         hanging: list[Action] = [
-            Kill(slot.key) for slot in self._running() if slot.killed_as and now >= slot.kill_at
+            Kill(slot.key) for slot in self._list_running() if slot.killed_as and now >= slot.kill_at
         ]
         return hanging + self._tick(now)
 
@@ -270,15 +271,15 @@ class AttemptMachine:
             self._killed = True
             self._deadline = now + KILL_GRACE_S
             if self.phase is Phase.ENDING:
-                return [Kill(slot.key) for slot in self._running()]
+                return [Kill(slot.key) for slot in self._list_running()]
             trainer = self.trainer
             reason = f"the trainer did not stop within {self.drain_grace_s:g} s"
             late: list[Action] = [LogEvent(EventKind.KILLING, {"reason": reason})]
             return [*late, *([Kill(trainer.key)] if trainer else [])]
         if self.phase is Phase.DRAINING:
             found = UnitExit(failure_policy.KILLED, "it could not be killed")
-            return self._end_all(now, self._after_drain(found))
-        return self._over("; left behind: " + ", ".join(slot.name for slot in self._running()))
+            return self._end_all(now, self._finish_drain(found))
+        return self._over("; left behind: " + ", ".join(slot.name for slot in self._list_running()))
 
     def _start(self, slot: Slot, now: float) -> list[Action]:
         slot.state = SlotState.RUNNING
@@ -286,17 +287,17 @@ class AttemptMachine:
         event = LogEvent(EventKind.STARTED, slot.about_incarnation)
         return [event, Start(slot.unit, slot.incarnation)]
 
-    def _trainer_exited(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
+    def _handle_trainer_exit(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
         if self.phase is Phase.DRAINING:
-            return self._end_all(now, self._after_drain(found))
+            return self._end_all(now, self._finish_drain(found))
         if found.code == ExitCode.STOPPED and self._may_stop_for is not None:
             self.stop_cause = self._may_stop_for
             usual_reason, _ = STOPS[self._may_stop_for]
             found = UnitExit(found.code, f"{usual_reason}: no rollout would be finished")
-        follows = failure_policy.after_trainer(found, self.mode, self.failures, self.retries)
+        follows = failure_policy.decide_after_trainer(found, self.mode, self.failures, self.retries)
         avoid = self._avoid(found)
         if follows.restart:
-            pause_s = found.policy.pause_s or failure_policy.pause_s(self.failures)
+            pause_s = found.policy.pause_s or failure_policy.compute_pause_s(self.failures)
             return avoid + self._pause(slot, now, pause_s, follows.reason)
         return avoid + self._end_all(now, follows)
 
@@ -306,11 +307,11 @@ class AttemptMachine:
         trouble = NodeTrouble.OUT_OF_CONTACT if found.out_of_contact else NodeTrouble.FAILED
         return [Avoid(found.nodes, found.reason, trouble)]
 
-    def _helper_exited(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
+    def _handle_helper_exit(self, slot: Slot, found: UnitExit, now: float) -> list[Action]:
         if found.code == ExitCode.BAD_CONFIG and self._result is None:
             reason = found.reason or "invalid configuration"
             return self._fail(now, ExitCode.BAD_CONFIG, f"{slot.name}: {reason}")
-        # an environment that has finished leaves the others to feed the trial
+        # after one environment has finished, the others feed the trial
         is_finished = slot.unit.role == "environment" and found.code == ExitCode.DONE
         if self.phase is Phase.DRAINING or is_finished:
             return []
@@ -323,22 +324,24 @@ class AttemptMachine:
             why = f"{slot.name}: {found.reason} ({found.failure}: {policy.advice})"
             return self._give_up(slot, now, why, even_alone=True)
         if found.failure is FailureClass.INFRASTRUCTURE and self.failures > self.retries:
-            spent = failure_policy.after_failure(slot.name, found, self.mode, self.failures, self.retries)
+            spent = failure_policy.decide_after_failure(
+                slot.name, found, self.mode, self.failures, self.retries
+            )
             return self._give_up(slot, now, spent.reason, even_alone=True)
         if slot.lost_node:
             return self._give_up(slot, now, f"{slot.name}: {found.reason}")
         if policy.pause_s:
-            slot.exits_in_a_row = 0  # that is not a crash loop
+            slot.exits_in_a_row = 0  # not a crash loop
             return self._pause(slot, now, policy.pause_s, found.reason)
         if slot.exits_in_a_row < failure_policy.MAX_EXITS_IN_A_ROW:
-            return self._pause(slot, now, failure_policy.pause_s(slot.exits_in_a_row), found.reason)
+            return self._pause(slot, now, failure_policy.compute_pause_s(slot.exits_in_a_row), found.reason)
         last = found.reason or f"code {found.code}"
         return self._give_up(
             slot, now, f"{slot.name} exited {slot.exits_in_a_row} times in a row, last: {last}"
         )
 
     def _give_up(self, slot: Slot, now: float, why: str, even_alone: bool = False) -> list[Action]:
-        """Leave a unit down for long; the attempt fails with the last one of a role, or `even_alone`."""
+        """Leave a unit down for long; the attempt fails with the last unit of a role, or if `even_alone`."""
         slot.state = SlotState.GAVE_UP
         slot.restart_at = float("inf") if slot.lost_node else now + failure_policy.GIVE_UP_PAUSE_S
         pause = {} if slot.lost_node else {"pause_s": failure_policy.GIVE_UP_PAUSE_S}
@@ -370,10 +373,12 @@ class AttemptMachine:
         self._deadline = now + self.drain_grace_s
         if trainer is not None and trainer.state is SlotState.RUNNING:
             return [AskToStop(trainer.key)]
-        return self._end_all(now, self._after_drain(None))
+        return self._end_all(now, self._finish_drain(None))
 
-    def _after_drain(self, found: UnitExit | None) -> Consequence:
-        follows = failure_policy.after_drain(found, self.mode, self.failures, self.retries, self._stop_reason)
+    def _finish_drain(self, found: UnitExit | None) -> Consequence:
+        follows = failure_policy.decide_after_drain(
+            found, self.mode, self.failures, self.retries, self._stop_reason
+        )
         if self._result is not None and follows.exit_code != ExitCode.DONE:
             return self._result
         return follows
@@ -384,17 +389,17 @@ class AttemptMachine:
         self._deadline = now + (KILL_GRACE_S if by_force else END_GRACE_S)
         self._killed = by_force
         asked: list[Action] = [
-            Kill(slot.key) if by_force else AskToStop(slot.key) for slot in self._running()
+            Kill(slot.key) if by_force else AskToStop(slot.key) for slot in self._list_running()
         ]
         return asked + self._finish_if_empty()
 
     def _finish_if_empty(self) -> list[Action]:
-        return [] if self._running() else self._over("")
+        return [] if self._list_running() else self._over("")
 
     def _over(self, note: str) -> list[Action]:
         self.phase = Phase.OVER
         assert self._result is not None
         return [Finish(int(self._result.exit_code), self._result.reason + note)]
 
-    def _running(self) -> list[Slot]:
+    def _list_running(self) -> list[Slot]:
         return [slot for slot in self.slots.values() if slot.state is SlotState.RUNNING]

@@ -1,9 +1,9 @@
-"""Successor: the job that continues a submission where its job may not be requeued.
+"""Successor: the job that continues a submission whose job may not be requeued.
 
-It is submitted from the job itself, exactly once, whatever crashes. The submission keeps its id: a successor
-is one more start of it, under another id of Slurm's. It depends on the end of its predecessor, so that never
-two of them run. The number of the start makes its tag; the record of that start, Slurm's queue and a request
-to cancel are checked before the submission, and the latter once more after it.
+The job itself submits it, exactly once, whatever crashes. The submission keeps its id: a successor is another
+start of it, under a new Slurm id. It depends on the end of its predecessor, so that two never run at once.
+Its tag contains the number of the start. Before the submission, the record of that start, Slurm's queue and a
+request to cancel are checked; after it, the request to cancel is checked again.
 """
 
 import json
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hpc_rl.core.errors import TrialBusy
 from hpc_rl.core.records import SuccessorRecord
-from hpc_rl.core.trial import Trial, create_exclusive, read_object
+from hpc_rl.core.trial import Trial, create_exclusive, load_object
 from hpc_rl.schedulers.base import JobSpec
 from hpc_rl.schedulers.slurm import SlurmScheduler
 
@@ -32,11 +32,11 @@ def submit_successor(
     arguments: tuple[str, ...] = (),
     scheduler: SlurmScheduler | None = None,
 ) -> str:
-    """Submit the job that is start number `restart` of a submission, and return its id. Idempotent.
+    """Submit the job for start number `restart` of a submission, and return its id. Idempotent.
 
-    It starts once the job of Slurm's that runs now (`after`) has ended, in any way. `options` are further
-    ones of sbatch; `arguments` follow the submission and the number of the start. Raises TrialBusy where the
-    submission was cancelled; SchedulerError, OSError.
+    It starts once the current Slurm job (`after`) has ended, in any way. `options` are further options of
+    sbatch; `arguments` follow the submission and the number of the start. Raises TrialBusy if the submission
+    was cancelled; SchedulerError, OSError.
     """
     scheduler = scheduler or SlurmScheduler()
     record = trial.successor(job_id, restart)
@@ -45,9 +45,9 @@ def submit_successor(
         return known.job_id
     refuse_cancelled(trial, job_id)
     tag = f"hpc-rl:{trial}:{job_id}.{restart}"
-    options = (f"--dependency=afterany:{after}", comment_option(trial, tag), *options)
+    options = (f"--dependency=afterany:{after}", make_comment_option(trial, tag), *options)
     spec = JobSpec(name, script, tag, (job_id, str(restart), *arguments), options)
-    found = scheduler.find(spec)  # of a start of this very job that died before it could write the record
+    found = scheduler.find(spec)  # of a start of this job that died before it wrote the record
     if found:
         logger.warning("job %s is continued by job %s already", job_id, found)
     new = found or scheduler.submit(spec)
@@ -58,7 +58,7 @@ def submit_successor(
             scheduler.cancel(new)
             return other.job_id
     try:
-        # A cancel that was requested meanwhile has not seen the new job.
+        # A cancel requested meanwhile has not seen the new job.
         refuse_cancelled(trial, job_id)
     except TrialBusy:
         scheduler.cancel(new)
@@ -66,16 +66,16 @@ def submit_successor(
     return new
 
 
-def comment_option(trial: Trial, tag: str) -> str:
-    """Return the option for a tag that is not the one in the script.
+def make_comment_option(trial: Trial, tag: str) -> str:
+    """Return the --comment option for another tag than the script's.
 
-    `launcher.slurm.comment`, by which a site may route or bill jobs, follows it.
+    It is followed by `launcher.slurm.comment`, which a site may use to route or bill jobs.
     """
-    slurm = read_object(trial.config_json).get("launcher", {}).get("slurm", {})
+    slurm = load_object(trial.config_json).get("launcher", {}).get("slurm", {})
     return f"--comment={tag} {slurm.get('comment') or ''}".rstrip()
 
 
 def refuse_cancelled(trial: Trial, job_id: str) -> None:
-    """Raise TrialBusy where the submission was cancelled."""
+    """Raise TrialBusy if the submission was cancelled."""
     if trial.cancel_intent(job_id).exists():
         raise TrialBusy(f"job {job_id} was cancelled by the user: not resuming.")

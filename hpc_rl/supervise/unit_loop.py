@@ -1,7 +1,7 @@
-"""The loop that runs the units of an attempt, common to the supervisors of a trial and of a server job.
+"""The loop over the units of an attempt, common to the supervisors of a trial and of a server job.
 
-A kill at any instant leaves whole files from which the next supervisor continues: what it knows beyond them
-(which processes run, since when) ends with the processes, whose pipes close.
+A kill at any time leaves complete files, from which the next supervisor continues. The rest of its state
+(running processes and their start times) becomes void, because the processes end when their pipes close.
 """
 
 import json
@@ -32,8 +32,8 @@ from hpc_rl.supervise.state_machine import Action, AttemptMachine, Finish, Key, 
 
 logger = logging.getLogger(__name__)
 TICK_S = 0.1
-SECRETS_S = 2.0  # between two looks at the files with secrets
-SAME_TERM_S = 2.0  # the scheduler and the job script both bring the same TERM
+SECRETS_S = 2.0  # between two checks of the secret files
+SAME_TERM_S = 2.0  # the same TERM comes from the scheduler and from the job script
 SIGNALS = {
     signal.SIGTERM: StopCause.PREEMPTION,
     signal.SIGINT: StopCause.INTERRUPTED,
@@ -42,8 +42,8 @@ SIGNALS = {
 
 
 @contextmanager
-def tolerant(doing: str) -> Iterator[None]:
-    """Log an OSError and continue: a shared file system that fails for a moment must not end a trial."""
+def tolerate_errors(doing: str) -> Iterator[None]:
+    """Log an OSError and continue: a short failure of a shared file system must not end a trial."""
     try:
         yield
     except OSError as error:
@@ -51,7 +51,7 @@ def tolerant(doing: str) -> Iterator[None]:
 
 
 def obey_signals(request: Callable[[StopCause], None]) -> None:
-    """Make TERM, INT and USR1 requests; a second TERM ends the process, and its roles by their pipes."""
+    """Turn TERM, INT and USR1 into requests; a second TERM ends the process, and its roles by their pipes."""
     terms: list[float] = []
 
     def on_signal(number: int, _frame: object) -> None:
@@ -63,12 +63,12 @@ def obey_signals(request: Callable[[StopCause], None]) -> None:
 
     for number in SIGNALS:
         signal.signal(number, on_signal)
-    # The job script starts this process with USR1 blocked: one that came early counts now.
+    # The job script starts this process with USR1 blocked: an early signal counts now.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 class StopRequests:
-    """Requests to stop, each taken once. `add` may be called by a signal handler."""
+    """Requests to stop, each taken once. Signal handlers may call `add`."""
 
     def __init__(self) -> None:
         self._waiting: list[StopCause] = []
@@ -81,7 +81,7 @@ class StopRequests:
         self._waiting.append(cause)
 
     def take(self) -> list[StopCause]:
-        """Return the requests that were not taken before; a cancel comes first."""
+        """Return the new requests; a cancel comes first."""
         waiting = [self._waiting.pop(0) for _ in self._waiting[:]]
         new = [cause for cause in dict.fromkeys(waiting) if cause not in self._taken]
         self._taken.update(new)
@@ -89,13 +89,13 @@ class StopRequests:
 
 
 class RateLimit:
-    """Is due at most once per period, and at first at once."""
+    """Limits work to once per period; the first call is due at once."""
 
     def __init__(self, period_s: float) -> None:
         self._period_s = period_s
         self._next = float("-inf")
 
-    def due(self, now: float) -> bool:
+    def is_due(self, now: float) -> bool:
         if now < self._next:
             return False
         self._next = now + self._period_s
@@ -103,7 +103,7 @@ class RateLimit:
 
 
 class UnitLoop(ABC):
-    """Starts, watches and stops the units of an attempt as its state machine decides."""
+    """Starts, watches and stops the units of an attempt, as decided by its state machine."""
 
     def __init__(
         self,
@@ -129,61 +129,61 @@ class UnitLoop(ABC):
         self.clock = time.monotonic
         servers = sum(unit.role == "server" for unit in plan.units)
         self._reading_leases = RateLimit(servers / READS_PER_S)
-        self._leases: dict[str, dict[str, LeaseView]] = {}  # as they were read last, by pool
-        self._secret_files = self.trial.read_secret_files()
+        self._leases: dict[str, dict[str, LeaseView]] = {}  # last read, by pool
+        self._secret_files = self.trial.load_secret_files()
         self._looking_for_secrets = RateLimit(SECRETS_S)
         self._failed_starts: list[tuple[Key, int, UnitExit]] = []
 
     def run(self) -> int:
-        """Run the attempt to its end and return the exit code. Raises OSError where it can't even begin."""
+        """Run the attempt to its end and return the exit code. Raises OSError if it can't begin."""
         obey_signals(self.requests.add)
         self.attempt.make_dirs()
         if not self.begin():
             return ExitCode.DONE
         self.update_exclude_file()
         if self.finish is None:
-            self.do(self.machine.start(self.clock()))
+            self.execute(self.machine.start(self.clock()))
         while self.finish is None:
-            self.round()
+            self.do_round()
             time.sleep(TICK_S)
         return self.leave(self.finish)
 
     @abstractmethod
     def begin(self) -> bool:
-        """Prepare the attempt; False where there is nothing to do. May set `finish`."""
+        """Prepare the attempt; return False if there is nothing to do. May set `finish`."""
 
     @abstractmethod
     def observe(self, now: float) -> None:
-        """Look at files, leases and clocks. Raises OSError."""
+        """Check files, leases and clocks. Raises OSError."""
 
     @abstractmethod
     def grant_requests(self) -> None:
-        """Stop where a request to stop waits."""
+        """Stop if a request to stop waits."""
 
     @abstractmethod
     def leave(self, finish: Finish) -> int:
         """Record the end and return the exit code."""
 
-    def round(self) -> None:
-        """Observe, grant requests, and tell the state machine of all exits."""
+    def do_round(self) -> None:
+        """Observe, grant requests, and report all exits to the state machine."""
         now = self.clock()
-        self.hangs.round(now)
-        with tolerant("observing the trial"):
+        self.hangs.note_round(now)
+        with tolerate_errors("observing the trial"):
             self.observe(now)
-        if self._looking_for_secrets.due(now):
+        if self._looking_for_secrets.is_due(now):
             self._restore_secrets()
         self.grant_requests()
         while self._failed_starts:
             key, incarnation, found = self._failed_starts.pop(0)
-            self.do(self.machine.exited(self.clock(), key, incarnation, found))
+            self.execute(self.machine.handle_exit(self.clock(), key, incarnation, found))
         for key, (handle, incarnation) in list(self.handles.items()):
             code = handle.poll()
             if code is not None:
-                self.unit_exited(key, incarnation, code)
-        self.do(self.machine.tick(self.clock()))
+                self.handle_unit_exit(key, incarnation, code)
+        self.execute(self.machine.tick(self.clock()))
 
-    def do(self, actions: list[Action]) -> None:
-        """Carry out what the state machine decided."""
+    def execute(self, actions: list[Action]) -> None:
+        """Execute the actions of the state machine."""
         for action in actions:
             match action:
                 case state_machine.Start(unit, incarnation):
@@ -194,7 +194,7 @@ class UnitLoop(ABC):
                     self.handles[key][0].kill()
                 case state_machine.DumpStacks(key, hangs) if key in self.handles:
                     handle, _ = self.handles[key]
-                    with tolerant("asking for stacks"):
+                    with tolerate_errors("asking for stacks"):
                         handle.dump_stacks() if hangs else handle.send(STACKS)
                 case state_machine.Avoid(nodes, reason, trouble):
                     self._avoid(nodes, reason, trouble)
@@ -204,56 +204,56 @@ class UnitLoop(ABC):
                     self.finish = action
 
     def observe_servers(self, now: float) -> dict[str, dict[str, LeaseView]]:
-        """Note which servers of this attempt live, and which serve; return the leases of each pool.
+        """Note the live and the serving servers of this attempt; return the leases of each pool.
 
-        Leases of many servers are read more rarely. Raises OSError.
+        With many servers, leases are read less often. Raises OSError.
         """
-        if not self._reading_leases.due(now):
+        if not self._reading_leases.is_due(now):
             return self._leases
         pools = self._leases = {
-            pool.name: self.names.leases(keys.servers(pool.name)) for pool in self.plan.pools
+            pool.name: self.names.list_leases(keys.servers(pool.name)) for pool in self.plan.pools
         }
         for leases in pools.values():
             for key, incarnation in self.hangs.observe_leases(leases, self.attempt.id, now):
-                self.machine.served(now, key, incarnation)
+                self.machine.note_serving(now, key, incarnation)
         return pools
 
     def kill_hung(self, now: float) -> None:
         if self.machine.phase is Phase.RUNNING:
-            for key, why in self.hangs.hung(now, self.deadline.times.step_s, list(self.handles)):
-                self.do(self.machine.hung(now, key, why))
+            for key, why in self.hangs.find_hung(now, self.deadline.times.step_s, list(self.handles)):
+                self.execute(self.machine.kill_hung(now, key, why))
 
     def update_exclude_file(self) -> None:
-        """Tell the job script which nodes to avoid: when an attempt begins, ends, or that changes."""
-        with tolerant("writing the nodes to avoid"):
+        """Tell the job script which nodes to avoid: when an attempt begins or ends, and after changes."""
+        with tolerate_errors("writing the nodes to avoid"):
             bad_nodes.write_exclude_file(self.trial, self.attempt.job_id, time.time())
 
     def write_event(self, kind: EventKind, details: dict[str, Any]) -> None:
-        """Append a line to the events, for people and for the next supervisor."""
+        """Append a line to the events, for users and for the next supervisor."""
         if reason := details.get("reason"):
             details = {**details, "reason": redact(str(reason))}
         line = json.dumps({"time": time.time(), "event": kind.value, **details}).encode() + b"\n"
         logger.info("%s %s", kind, details)
-        # Opened and closed each time so that readers on other nodes see it.
-        with tolerant("writing an event"), self.attempt.events.open("a+b") as file:
+        # Open and close the file each time so that readers on other nodes see the line.
+        with tolerate_errors("writing an event"), self.attempt.events.open("a+b") as file:
             if file.seek(0, os.SEEK_END):
                 file.seek(-1, os.SEEK_END)
-                is_torn = file.read(1) != b"\n"  # by a supervisor that was killed
+                is_torn = file.read(1) != b"\n"  # by a killed supervisor
                 line = b"\n" + line if is_torn else line
             file.write(line)
 
     def write_ended(self, code: int, reason: str) -> None:
-        """Record how the attempt ended. The exit code tells too, so an OSError is only logged."""
+        """Record the end of the attempt. The exit code tells it too, so an OSError is only logged."""
         self.write_event(EventKind.ENDED, {"role": "supervisor", "code": int(code), "reason": reason})
         self.update_exclude_file()
         cause = self.machine.stop_cause
         record = EndedRecord(exit_code=int(code), reason=reason, cause=cause, time=time.time())
-        with tolerant("writing how the attempt ended"):
+        with tolerate_errors("writing how the attempt ended"):
             write_json(self.attempt.ended, record.to_json())
 
     def start_unit(self, unit: Unit, incarnation: int) -> None:
-        """Start an incarnation of a unit; where that fails, it counts as an exit."""
-        self._restore_secrets()  # without them no role can begin
+        """Start an incarnation of a unit; a failed start counts as an exit."""
+        self._restore_secrets()  # no role can start without them
         key = (unit.role, unit.index)
         flags = ["--trial_dir", str(self.trial.dir), "--attempt", self.attempt.id]
         flags += ["--index", str(unit.index), "--incarnation", str(incarnation)]
@@ -263,33 +263,35 @@ class UnitLoop(ABC):
         except OSError as error:
             self._failed_starts.append((key, incarnation, failure_policy.start_failure(error)))
             return
-        with tolerant("recording processes"):
-            for record in handle.children:  # the roles do so only once they have loaded
+        with tolerate_errors("recording processes"):
+            for record in handle.children:  # roles write theirs only after loading
                 path = self.attempt.process_record(*key, incarnation, record.rank, by_client=True)
                 write_json(path, record.to_json())
         self.handles[key] = (handle, incarnation)
-        self.hangs.started(key, self.clock())
+        self.hangs.watch(key, self.clock())
 
     def _restore_secrets(self) -> None:
-        """Write the files with secrets again if they were removed: the roles that run still use them."""
-        with tolerant("restoring the trial's secrets"):
+        """Write removed secret files again: running roles still use them."""
+        with tolerate_errors("restoring the trial's secrets"):
             for path in self.trial.restore_secret_files(self._secret_files):
                 logger.warning("%s was removed while the trial runs: it is written again", path)
 
-    def unit_exited(self, key: Key, incarnation: int, launcher_code: int) -> None:
-        """Find out why all processes of an incarnation have exited, and what follows."""
+    def handle_unit_exit(self, key: Key, incarnation: int, launcher_code: int) -> None:
+        """Classify the exit of all processes of an incarnation, and act on it."""
         handle, _ = self.handles.pop(key)
-        self.hangs.exited(key)
-        with tolerant("ending its lease"):
+        self.hangs.forget(key)
+        with tolerate_errors("ending its lease"):
             self._end_lease(self.machine.slots[key].unit, incarnation)
-        with tolerant("listing the exit records"):
-            os.listdir(self.attempt.dir / "exits")  # NFS forgets names that it did not find before
+        with tolerate_errors("listing the exit records"):
+            os.listdir(self.attempt.dir / "exits")  # drops NFS's cache of absent names
         unit = self.machine.slots[key].unit
-        found = failure_policy.unit_exit(self.attempt, unit, incarnation, launcher_code, handle.launcher_log)
-        self.do(self.machine.exited(self.clock(), key, incarnation, found))
+        found = failure_policy.classify_exit(
+            self.attempt, unit, incarnation, launcher_code, handle.launcher_log
+        )
+        self.execute(self.machine.handle_exit(self.clock(), key, incarnation, found))
 
     def _end_lease(self, unit: Unit, incarnation: int) -> None:
-        """Let readers know at once that a process with a lease is gone, however it ended. Raises OSError."""
+        """End the lease of an exited process at once, however it ended. Raises OSError."""
         holder = {"attempt": self.attempt.id, "incarnation": incarnation}
         if unit.role == "server":
             self.names.end(keys.server(unit.pool or DEFAULT_POOL, unit.index), holder)
@@ -297,10 +299,10 @@ class UnitLoop(ABC):
             self.names.end(keys.ROLLOUT, holder)
 
     def _avoid(self, nodes: Sequence[str], reason: str, trouble: bad_nodes.NodeTrouble) -> None:
-        # Where that can't be written the next start may get these nodes, and will report them again.
+        # If this fails, the next start may get these nodes, and will report them again.
         details = {"nodes": list(nodes), "trouble": trouble, "reason": reason}
         self.write_event(EventKind.BAD_NODES, details)
-        with tolerant("recording bad nodes"):
+        with tolerate_errors("recording bad nodes"):
             hours = self.rules.avoid_hours
             bad_nodes.add(self.trial, self.attempt, nodes, reason, time.time(), hours, trouble)
         self.update_exclude_file()

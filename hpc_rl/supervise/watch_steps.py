@@ -1,9 +1,9 @@
-"""Starts the watches over the first node (first_node.py): steps on two other nodes, which outlive that node.
+"""Start the watches over the first node (first_node.py): steps on two other nodes, which outlive that node.
 
-A client of srun has a helper process, which has Slurm end the step once the client is killed. All clients of
+A client of srun has a helper process, which makes Slurm end the step if the client is killed. All clients of
 a job are on its first node: when the processes there die one by one, helpers would end the watches too. So
-the helpers of their clients are killed at the start. Without one a step outlives its client, and a client
-still exits with its step.
+the helpers of their clients are killed at the start. Without a helper, a step outlives its client, and a
+client still exits with its step.
 """
 
 import logging
@@ -17,14 +17,14 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 NUM_WATCHES = 2
-AGAIN_S = 60.0  # before a watch that has ended is started on another node
+AGAIN_S = 60.0  # before an ended watch is restarted on another node
 POLL_S = 0.2
 SRUN = "srun"
 FLAGS = "--overlap --exact --nodes=1 --ntasks=1 --cpus-per-task=1 --mem=0 --mpi=none --export=ALL"
 
 
 class WatchSteps:
-    """The watches of a job, each on one of `hosts`, which are spread; `command` returns what one runs."""
+    """The watches of a job, spread over `hosts`; `command` returns the command of a watch."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class WatchSteps:
 
     @property
     def running(self) -> set[int]:
-        """The numbers of the watches whose client has not exited."""
+        """Numbers of the watches with a running client."""
         return set(self._clients)
 
     def keep(self) -> None:
-        """Start the watches, and each again on another node when it ends, for ever."""
+        """Start the watches, and restart each on another node when it ends, for ever."""
         while True:
             self.poll(time.monotonic())
             time.sleep(POLL_S)
@@ -59,15 +59,15 @@ class WatchSteps:
                 del self._clients[number]
                 self._with_helper.discard(number)
                 self._start_at[number] = now + self._again_s
-                self._places[number] = self._next_place(number)
+                self._places[number] = self._choose_next_place(number)
             elif number in self._with_helper and end_helper(client.pid):
                 self._with_helper.discard(number)
         for number, start_at in self._start_at.items():
             if number not in self._clients and now >= start_at:
                 self._start(number)
 
-    def _next_place(self, number: int) -> int:
-        """Return the place of the next host, past those of other watches where there are enough hosts."""
+    def _choose_next_place(self, number: int) -> int:
+        """Return the place of the next host, without hosts of other watches if there are enough hosts."""
         taken = {place % len(self._hosts) for other, place in self._places.items() if other != number}
         place = self._places[number] + 1
         while place % len(self._hosts) in taken and len(self._hosts) > len(self._places):
@@ -89,11 +89,11 @@ class WatchSteps:
 
 
 def end_helper(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Kill the helper of an srun, or of the srun that a wrapper has started; False where none exists yet."""
+    """Kill the helper of an srun, or of a wrapper's srun; return False if it does not exist yet."""
     names: dict[int, str] = {}
     children: dict[int, list[int]] = {}
     for folder in proc.glob("[0-9]*"):
-        with suppress(OSError, ValueError):  # of a process that has exited
+        with suppress(OSError, ValueError):  # the process has exited
             name, _, fields = (folder / "stat").read_text().partition(" (")[2].rpartition(") ")
             names[int(folder.name)] = name
             children.setdefault(int(fields.split()[1]), []).append(int(folder.name))

@@ -1,8 +1,8 @@
-"""One prompt of a configuration as the job would run it, against the embedded engine in this process.
+"""Run one prompt of a configuration as the job would, with the embedded engine in this process.
 
-Reads `{"config", "folder", "progress", "timeout_s"}` as JSON from standard input and prints what came of
-the prompt to standard output, as JSON. With a `folder`, models are tiny, and their weights random; their
-sizes are written there. The file `progress` says meanwhile how far it is.
+Reads `{"config", "folder", "progress", "timeout_s"}` as JSON from standard input and prints the prompt's
+outcome to standard output, as JSON. With a `folder`, models are tiny with random weights; their sizes are
+written there. Meanwhile the file `progress` shows the current step.
 """
 
 import asyncio
@@ -26,19 +26,19 @@ from transformers.utils.logging import disable_progress_bar
 
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.experiment import GRPOConfig
-from hpc_rl.config.pool_view import as_pool, reward_models
-from hpc_rl.config.row_shapes import named_rows
-from hpc_rl.config.rules.file_rules import context_of
-from hpc_rl.config.snapshot import is_users
+from hpc_rl.config.pool_view import list_reward_models, view_pool
+from hpc_rl.config.row_shapes import load_named_rows
+from hpc_rl.config.rules.file_rules import find_context
+from hpc_rl.config.snapshot import is_user_file
 from hpc_rl.core import log
 from hpc_rl.core.errors import ConfigError, HpcRlError
-from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, WeightVersion, decode
 from hpc_rl.datasets.encode import Prompt, encode_prompt
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.roles.rollout_worker import open_worker
 from hpc_rl.rollout import pipes
-from hpc_rl.rollout.executor import run_prompt
+from hpc_rl.rollout.executor import make_run_frame
 from hpc_rl.rollout.pipes import NoteKept
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.servers.base import Backend, ReplicaPlace
@@ -49,9 +49,10 @@ from hpc_rl.servers.router import Router
 from hpc_rl.trials.episode import EpisodeProgress, EpisodeStage
 
 PROGRESS_S = 0.5
-MAX_THREADS = 4  # a login node is others' too
+MAX_THREADS = 4  # a login node is shared
 VERSION = WeightVersion(0, 0)
-NOWHERE = ReplicaPlace(0, "cpu", 0, Path(os.devnull), Path(os.devnull))  # an engine here needs no place
+# an engine in this process needs no GPU
+NOWHERE = ReplicaPlace(0, "cpu", 0, Path(os.devnull), Path(os.devnull))
 LATE = "it took more time than --timeout_s"
 _NOT_EMBEDDED: dict[str, Any] = {  # options of gconfig that the engine lacks, with their neutral values
     "stop": None,
@@ -62,7 +63,7 @@ _NOT_EMBEDDED: dict[str, Any] = {  # options of gconfig that the engine lacks, w
 
 
 class EngineClient(HttpServerClient):
-    """The client of an embedded engine of this process, without HTTP."""
+    """The client of an embedded engine in this process, without HTTP."""
 
     def __init__(self, backend: Backend, timeout_s: float) -> None:
         self.url, self._backend, self._timeout_s = "the embedded engine", backend, timeout_s
@@ -71,14 +72,14 @@ class EngineClient(HttpServerClient):
     async def _call(
         self, path: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float | None = None
     ) -> Any:
-        return self._checked(path, *await self._backend.request(path, body))
+        return self._check_answer(path, *await self._backend.request(path, body))
 
 
-def first_prompt(config: GRPOConfig, tokenizer: Tokenizer) -> Prompt:
-    """Return the first prompt of the file that the job would take. Raises ConfigError where there is none."""
+def find_first_prompt(config: GRPOConfig, tokenizer: Tokenizer) -> Prompt:
+    """Return the first prompt of the file that the job would take. Raises ConfigError without one."""
     dataset = config.train_dataset
     most = dataset.max_length
-    for number, row in enumerate(named_rows(dataset.path, dataset.columns)):
+    for number, row in enumerate(load_named_rows(dataset.path, dataset.columns)):
         ids = encode_prompt(tokenizer, row)
         if most is not None and dataset.too_long == "truncate_left":
             ids = ids[-most:]
@@ -88,7 +89,7 @@ def first_prompt(config: GRPOConfig, tokenizer: Tokenizer) -> Prompt:
 
 
 class ProgressWriter:
-    """A thread that writes how far the episode is: user code may hold the event loop."""
+    """A thread that writes the episode's progress: user code may block the event loop."""
 
     def __init__(self, path: Path) -> None:
         self.stage = EpisodeStage.STARTING
@@ -97,7 +98,7 @@ class ProgressWriter:
         threading.Thread(target=self._write, daemon=True).start()
 
     def _write(self) -> None:
-        # The folder is removed when the parent has given up.
+        # The parent removes the folder when its time is up.
         with contextlib.suppress(OSError):
             while True:
                 num_tokens = sum(engine.num_tokens for engine in self.engines)
@@ -105,10 +106,10 @@ class ProgressWriter:
                 time.sleep(PROGRESS_S)
 
 
-async def episode(
+async def run_episode(
     config: GRPOConfig, timeout_s: float, scratch: bool, progress: ProgressWriter
 ) -> dict[str, Any]:
-    """Return what came of one prompt: `trajectories`, or `error` and `trace`.
+    """Return the outcome of one prompt: `trajectories`, or `error` and `trace`.
 
     With `scratch`, the weights of all models are random.
     """
@@ -122,7 +123,7 @@ async def episode(
     def write(data: bytes) -> None:
         frame = decode(data[4:])
         if frame["op"] == "note":
-            worker.kept(NoteKept(op="kept", ticket=0, key=frame["key"], value=frame["value"]))
+            worker.continue_workflow(NoteKept(op="kept", ticket=0, key=frame["key"], value=frame["value"]))
         elif frame["op"] != "endpoint":
             outcome.set_result(frame)
 
@@ -131,13 +132,13 @@ async def episode(
         open_pool = partial(_open_pool, stack, config, timeout_s, scratch, progress)
         worker = await open_worker(stack, config, keys, write, open_pool)
         tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
-        prompt = first_prompt(config, tokenizer)
+        prompt = find_first_prompt(config, tokenizer)
         asked: dict[str, Any] = {"row": prompt.row, "prompt": tokenizer.decode(prompt.input_ids, False)}
         progress.stage = EpisodeStage.RUNNING
-        running = asyncio.create_task(worker.answer(run_prompt(0, 0, prompt, VERSION)))
+        running = asyncio.create_task(worker.answer(make_run_frame(0, 0, prompt, VERSION)))
         await asyncio.wait({running}, timeout=timeout_s - (time.monotonic() - began))
         if not running.done():
-            return asked | _late(_awaited(running.get_coro()))
+            return asked | _describe_delay(_find_awaited(running.get_coro()))
         running.result()
         frame = outcome.result()
         asked["unused"] = ", ".join(f"gconfig.{name}" for name in unused)
@@ -146,18 +147,18 @@ async def episode(
         if frame["op"] != "group":  # the workflow returned None
             return asked | {"trajectories": []}
         group: TrajectoryGroup = decode(frame["group"])
-        return asked | {"trajectories": [_shown(one, tokenizer) for one in group.trajectories]}
+        return asked | {"trajectories": [_show(one, tokenizer) for one in group.trajectories]}
 
 
-def _late(frames: traceback.StackSummary) -> dict[str, Any]:
-    """Return the error of an episode over its limit, and where it is in the code of the user."""
-    own = [frame for frame in frames if is_users(Path(frame.filename))]
+def _describe_delay(frames: traceback.StackSummary) -> dict[str, Any]:
+    """Return the error of an episode over its limit, with its place in the user's code."""
+    own = [frame for frame in frames if is_user_file(Path(frame.filename))]
     where = "" if own else ": the model was being loaded, or made tokens"
     return {"error": LATE + where, "trace": "".join(traceback.format_list(own))}
 
 
-def _awaited(coroutine: Any) -> traceback.StackSummary:
-    """Return where a suspended coroutine waits."""
+def _find_awaited(coroutine: Any) -> traceback.StackSummary:
+    """Return the place where a suspended coroutine waits."""
     frames = []
     while frame := getattr(coroutine, "cr_frame", None):
         frames.append((frame, frame.f_lineno))
@@ -174,7 +175,7 @@ async def _open_pool(
     name: str,
 ) -> ServerPool:
     """Return a pool on an engine of this process, which the stack stops."""
-    view = as_pool(config, name)
+    view = view_pool(config, name)
     if scratch:
         view = replace(view, actor=replace(view.actor, init_from_scratch=True))
     backend = EmbeddedBackend.create(view, NOWHERE)
@@ -185,11 +186,11 @@ async def _open_pool(
         progress.engines.append(backend.engine)
     client = cast(Router, EngineClient(backend, timeout_s))
     tokenizer = Tokenizer(view.tokenizer_path or view.actor.path)
-    return ServerPool(name, client, tokenizer, view.gconfig, context_of(config, name))
+    return ServerPool(name, client, tokenizer, view.gconfig, find_context(config, name))
 
 
-def _shown(one: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
-    """Return a trajectory as text: what the model made, which is trained on, and what it was given."""
+def _show(one: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return a trajectory as text: the model's tokens, which are trained on, and the given ones."""
     parts = []
     for made, tokens in itertools.groupby(
         zip(one.ids, one.loss_mask, strict=True), lambda pair: bool(pair[1])
@@ -205,15 +206,15 @@ def _shown(one: Trajectory, tokenizer: Tokenizer) -> dict[str, Any]:
     }
 
 
-def with_tiny_models(config: GRPOConfig, folder: Path) -> GRPOConfig:
-    """Return the configuration with tiny models, which have no weights, and the tokenizers of its own."""
+def use_tiny_models(config: GRPOConfig, folder: Path) -> GRPOConfig:
+    """Return the configuration with tiny models without weights, and the tokenizers of the real ones."""
     own = config.tokenizer_path or config.actor.path
     pools = {
         name: pool
         if pool.url
         else replace(
             pool,
-            path=_write_tiny(folder / f"pool_{name}", pool.path, name in reward_models(config)),
+            path=_write_tiny(folder / f"pool_{name}", pool.path, name in list_reward_models(config)),
             tokenizer_path=pool.tokenizer_path or pool.path,
         )
         for name, pool in config.pools.items()
@@ -223,19 +224,19 @@ def with_tiny_models(config: GRPOConfig, folder: Path) -> GRPOConfig:
 
 
 def _write_tiny(folder: Path, like: str, scores: bool = False) -> str:
-    """Write the config.json of a Qwen2 of two narrow layers with the vocabulary and context of a model.
+    """Write the config.json of a two-layer Qwen2 with the vocabulary and context of a model.
 
-    One that scores texts, a reward model, is written with its weights.
+    A reward model, which scores texts, is written with its weights.
     """
-    content: Any = read_json(Path(like) / "config.json")
+    content: Any = load_json(Path(like) / "config.json")
     content = content.get("text_config") or content
     names = ("vocab_size", "max_position_embeddings", "eos_token_id")
     given = {name: content[name] for name in names if content.get(name) is not None}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "tie_word_embeddings": True}
     tiny = AutoConfig.for_model("qwen2", **sizes, **heads, **given, num_labels=1, pad_token_id=0)
-    made = AutoModelForSequenceClassification.from_config(tiny) if scores else tiny
-    made.save_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_config(tiny) if scores else tiny
+    model.save_pretrained(folder)
     return str(folder)
 
 
@@ -245,12 +246,12 @@ def main() -> int:
 
     def tell(found: dict[str, Any]) -> None:
         with os.fdopen(out, "w") as file:
-            json.dump(found, file)
+            json.dump(outcome, file)
 
     def give_up() -> None:
-        """Tell where the user's code holds the event loop."""
+        """Report the place where the user's code blocks the event loop."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
-        tell(_late(traceback.extract_stack(frame)))
+        tell(_describe_delay(traceback.extract_stack(frame)))
         os._exit(0)
 
     progress = ProgressWriter(Path(given["progress"]))
@@ -260,19 +261,19 @@ def main() -> int:
     alarm.start()
     os.nice(10)
     torch.set_num_threads(min(MAX_THREADS, os.cpu_count() or 1))
-    log.setup("episode")
-    logging.getLogger().setLevel(logging.ERROR)  # what the workers warn of is in the outcome
+    log.configure("episode")
+    logging.getLogger().setLevel(logging.ERROR)  # the outcome has the workers' warnings
     config = from_dict(given["config"])
     assert isinstance(config, GRPOConfig)
-    torch.manual_seed(config.seed)  # of random weights: the same again another time
+    torch.manual_seed(config.seed)  # of random weights: repeatable
     try:
         if given["folder"]:
-            config = with_tiny_models(config, Path(given["folder"]))
-        found = asyncio.run(episode(config, given["timeout_s"], bool(given["folder"]), progress))
+            config = use_tiny_models(config, Path(given["folder"]))
+        outcome = asyncio.run(run_episode(config, given["timeout_s"], bool(given["folder"]), progress))
     except HpcRlError as error:
-        found = {"error": str(error), "trace": ""}
+        outcome = {"error": str(error), "trace": ""}
     alarm.cancel()
-    tell(found)
+    tell(outcome)
     return 0
 
 

@@ -1,6 +1,7 @@
-"""The half of `hpc-rl checkpoint export` and `import` that needs torch; no GPU. Started by the command.
+"""The part of `hpc-rl checkpoint export` and `import` that needs torch; no GPU. Started by the command.
 
-The command holds the checkpoint, and this process exits with it: its standard input is a pipe of the command.
+The command holds the checkpoint, and this process exits with the command: its standard input is the command's
+pipe.
 """
 
 import argparse
@@ -12,33 +13,35 @@ import threading
 from pathlib import Path
 
 from hpc_rl.checkpoint import generation
-from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Commit, Manifest, config_hash
+from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Commit, Manifest, hash_config
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.experiment import GRPOConfig
-from hpc_rl.config.schedule import updates_per_step
+from hpc_rl.config.schedule import count_updates_per_step
 from hpc_rl.core.errors import Damaged, ExitCode, HpcRlError
 from hpc_rl.core.files import is_full
-from hpc_rl.core.trial import Trial, fsync_dir, read_json, write_json
+from hpc_rl.core.trial import Trial, fsync_dir, load_json, write_json
 from hpc_rl.trainers.exports import RECORD_NAME
-from hpc_rl.trainers.run import tokenizer_folder, versions
+from hpc_rl.trainers.run import find_tokenizer_folder, list_versions
 
 
 def export(trial: Trial, step: int, out: Path) -> None:
-    """Write the weights of a checkpoint, which the command holds, into a folder in Hugging Face format.
+    """Write the weights of a checkpoint, held by the command, into a folder in Hugging Face format.
 
     Raises Damaged, OSError, HpcRlError.
     """
     from hpc_rl.engines.shared.offline import export_state
 
     folder = trial.generation(step)
-    found = generation.verify(generation.check(folder), generation.LIGHT_BYTES)
-    if found.problem or found.manifest is None:
-        raise Damaged(f"checkpoint {step}: {found.problem}")
-    config = from_dict(read_json(folder / generation.CONFIG_NAME) or read_json(trial.config_json) or {})
-    files = {file.name: file for file in found.manifest.files}
+    checked = generation.verify(generation.check(folder), generation.LIGHT_BYTES)
+    if checked.problem or checked.manifest is None:
+        raise Damaged(f"checkpoint {step}: {checked.problem}")
+    config = from_dict(load_json(folder / generation.CONFIG_NAME) or load_json(trial.config_json) or {})
+    files = {file.name: file for file in checked.manifest.files}
     model = config.actor if isinstance(config, GRPOConfig) else config.model
-    export_state(model, config.seed, folder, found.manifest.num_ranks, files, out, tokenizer_folder(config))
-    write_json(out / RECORD_NAME, {"step": step, "version": found.manifest.version, "trial": str(trial)})
+    export_state(
+        model, config.seed, folder, checked.manifest.num_ranks, files, out, find_tokenizer_folder(config)
+    )
+    write_json(out / RECORD_NAME, {"step": step, "version": checked.manifest.version, "trial": str(trial)})
     fsync_dir(out)
 
 
@@ -51,9 +54,9 @@ def import_(trial: Trial, step: int, source: Path) -> None:
     commit.begin()
     try:
         model = config.actor if isinstance(config, GRPOConfig) else config.model
-        updates = step * updates_per_step(config)
+        updates = step * count_updates_per_step(config)
         files, counters = import_weights(model, config.seed, source, updates, commit.folder)
-        commit.rank_done(0, files)
+        commit.record_rank(0, files)
         commit.commit(
             Manifest(
                 step=step,
@@ -63,9 +66,9 @@ def import_(trial: Trial, step: int, source: Path) -> None:
                 submission=IMPORTED,
                 version=IMPORTED,
                 num_ranks=1,
-                config_hash=config_hash(read_json(trial.config_json) or {}),
+                config_hash=hash_config(load_json(trial.config_json) or {}),
                 counters=counters,
-                versions=versions(trial),
+                versions=list_versions(trial),
             )
         )
     except BaseException:

@@ -17,9 +17,9 @@ from typing import Any
 from jsonargparse import ActionConfigFile, ArgumentError, ArgumentParser
 
 from hpc_rl.atropos.environment import Environment
-from hpc_rl.atropos.inference_servers import InferenceServers, MadeUpServers, discover
+from hpc_rl.atropos.inference_servers import InferenceServers, MadeUpServers, find_servers
 from hpc_rl.atropos.rollout_api import RolloutApi
-from hpc_rl.atropos.serving import Serving, process
+from hpc_rl.atropos.serving import Serving, make_groups
 from hpc_rl.atropos.settings import APIServerConfig, EnvConfig, EnvironmentSettings
 from hpc_rl.core import log
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, UserCodeFailed
@@ -41,48 +41,46 @@ ACTIONS = {
 }
 
 
-def parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
     """Return the parser of the command, for help and for the process itself."""
-    made = ArgumentParser(
+    parser = ArgumentParser(
         prog="hpc-rl env serve | process | evaluate",
-        description="Run an environment: tasks of your own that feed a trainer, or are evaluated.",
-        epilog="Options as in atroposlib; a file of them is given by --config FILE.",
+        description="Run an environment: its tasks feed a trainer, or are evaluated.",
+        epilog="Options as in atroposlib; --config FILE reads them from a file.",
         exit_on_error=False,
         allow_abbrev=False,
     )
-    made.add_argument(
+    parser.add_argument(
         "action", choices=list(ACTIONS), help="; ".join(f"{k}: {v}" for k, v in ACTIONS.items())
     )
-    made.add_argument(
+    parser.add_argument(
         "environment", help=f"FILE.py, FILE.py:Class, package.module:Class, or {', '.join(BUILT_IN)}"
     )
-    made.add_argument("--config", action=ActionConfigFile, help="YAML file with env, openai, slurm, …")
-    made.add_argument("--output", default="groups.jsonl", help="process: file for the groups")
-    made.add_argument("--json", action="store_true", help="evaluate: print the metrics as JSON")
-    made.add_argument("--env", type=EnvConfig, default=EnvConfig())
-    made.add_argument("--openai", type=APIServerConfig | list[APIServerConfig], default=APIServerConfig())
-    made.add_argument("--slurm", type=bool, default=True, help="take the servers of the Slurm job's nodes")
-    made.add_argument("--testing", type=bool, default=False, help="make completions up, without a server")
-    made.add_argument(
-        "--max_n_completions", type=int, default=8, help="completions that one request asks for"
-    )
-    return made
+    parser.add_argument("--config", action=ActionConfigFile, help="YAML file with env, openai, slurm, …")
+    parser.add_argument("--output", default="groups.jsonl", help="process: file for the groups")
+    parser.add_argument("--json", action="store_true", help="evaluate: print the metrics as JSON")
+    parser.add_argument("--env", type=EnvConfig, default=EnvConfig())
+    parser.add_argument("--openai", type=APIServerConfig | list[APIServerConfig], default=APIServerConfig())
+    parser.add_argument("--slurm", type=bool, default=True, help="take the servers of the Slurm job's nodes")
+    parser.add_argument("--testing", type=bool, default=False, help="make completions up, without a server")
+    parser.add_argument("--max_n_completions", type=int, default=8, help="completions in one request")
+    return parser
 
 
 def parse(argv: list[str]) -> Any:
-    """Return the settings that a command line and its files make. Raises ArgumentError.
+    """Return the settings from a command line and its files. Raises ArgumentError.
 
-    Options count more than files, wherever `--config` is; a later file counts more than an earlier one. An
-    option `--openai.NAME` is for every server of a list.
+    Options override files, wherever `--config` is; a later file overrides an earlier one. An option
+    `--openai.NAME` applies to every server of a list.
     """
     files, rest = _split_options(argv, lambda name: name == "--config")
     of_servers, rest = _split_options(rest, lambda name: name.startswith("--openai."))
-    made = parser()
-    args = made.parse_args([*files, *rest])
+    parser = make_parser()
+    args = parser.parse_args([*files, *rest])
     if of_servers:
         servers = args.openai if isinstance(args.openai, list) else [args.openai]
-        args.openai = [_with_options(one, of_servers) for one in servers]
-    return made.instantiate(args)
+        args.openai = [_apply_options(server, of_servers) for server in servers]
+    return parser.instantiate(args)
 
 
 def _split_options(argv: list[str], is_wanted: Callable[[str], bool]) -> tuple[list[str], list[str]]:
@@ -99,14 +97,14 @@ def _split_options(argv: list[str], is_wanted: Callable[[str], bool]) -> tuple[l
     return wanted, rest
 
 
-def _with_options(server: Any, options: list[str]) -> Any:
+def _apply_options(server: Any, options: list[str]) -> Any:
     """Return a server's settings with these options. Raises ArgumentError."""
-    made = ArgumentParser(prog="hpc-rl env", exit_on_error=False)
-    made.add_argument("--openai", type=APIServerConfig, default=APIServerConfig())
-    return made.parse_args(["--openai", json.dumps(server.as_dict()), *options]).openai
+    parser = ArgumentParser(prog="hpc-rl env", exit_on_error=False)
+    parser.add_argument("--openai", type=APIServerConfig, default=APIServerConfig())
+    return parser.parse_args(["--openai", json.dumps(server.as_dict()), *options]).openai
 
 
-def settings_of(args: Any) -> EnvironmentSettings:
+def make_settings(args: Any) -> EnvironmentSettings:
     openai = args.openai if isinstance(args.openai, list) else [args.openai]
     return EnvironmentSettings(
         env=args.env,
@@ -118,16 +116,16 @@ def settings_of(args: Any) -> EnvironmentSettings:
 
 
 def load_environment(path: str) -> type[Environment]:
-    """Return the class that a path names. Raises ConfigError."""
+    """Return the class at a path. Raises ConfigError."""
     place, _, name = (
         BUILT_IN.get(path, path).rpartition(":") if ":" in BUILT_IN.get(path, path) else (path, "", "")
     )
-    module = _module(place)
+    module = _import_module(place)
     if name:
-        found = getattr(module, name, None)
-        if not (inspect.isclass(found) and issubclass(found, Environment)):
+        found_class = getattr(module, name, None)
+        if not (inspect.isclass(found_class) and issubclass(found_class, Environment)):
             raise ConfigError(f"{path}: {name} is not a subclass of hpc_rl.atropos.Environment.")
-        return found
+        return found_class
     own = [
         value
         for value in vars(module).values()
@@ -141,7 +139,7 @@ def load_environment(path: str) -> type[Environment]:
     return own[0]
 
 
-def _module(place: str) -> ModuleType:
+def _import_module(place: str) -> ModuleType:
     """Import a file or a module by name. Raises ConfigError."""
     try:
         if not place.endswith(".py"):
@@ -164,7 +162,7 @@ def _module(place: str) -> ModuleType:
 
 async def run(args: Any, cls: type[Environment]) -> int:
     """Run one action; return the exit code."""
-    settings = settings_of(args)
+    settings = make_settings(args)
     stopping = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
@@ -172,15 +170,15 @@ async def run(args: Any, cls: type[Environment]) -> int:
     if settings.testing:
         servers: InferenceServers = MadeUpServers(tokenizer.size, settings.env.seed)
     else:
-        servers = InferenceServers(discover(settings.openai, settings.slurm), settings.max_n_completions)
+        servers = InferenceServers(find_servers(settings.openai, settings.slurm), settings.max_n_completions)
     async with servers:
         environment = cls(settings.env, servers, tokenizer)
         if args.action == "serve":
             async with RolloutApi(settings.env.rollout_server_url) as api:
-                await until(stopping, Serving(environment, api, stopping).run())
+                await _serve_until(stopping, Serving(environment, api, stopping).run())
             return ExitCode.STOPPED if stopping.is_set() else ExitCode.DONE
         if args.action == "process":
-            written, page = await process(environment, Path(args.output), stopping)
+            written, page = await make_groups(environment, Path(args.output), stopping)
             print(f"{written} groups of {settings.env.group_size}; to read: {page}")
             return ExitCode.DONE if written == settings.env.total_steps else ExitCode.FAILED
         await environment.setup()
@@ -189,13 +187,13 @@ async def run(args: Any, cls: type[Environment]) -> int:
         except HpcRlError:
             raise
         except Exception as error:
-            raise UserCodeFailed(f"the evaluation failed: {Raised.of(error).text}") from error
+            raise UserCodeFailed(f"the evaluation failed: {Raised.from_error(error).text}") from error
         print(json.dumps(metrics) if args.json else "\n".join(f"{k} {v:.4g}" for k, v in metrics.items()))
         return ExitCode.DONE
 
 
-async def until(stopping: asyncio.Event, serving: Coroutine[Any, Any, None]) -> None:
-    """Serve; once `stopping` is set, for a few seconds at most: an API that is away would be waited for."""
+async def _serve_until(stopping: asyncio.Event, serving: Coroutine[Any, Any, None]) -> None:
+    """Serve; after `stopping` is set, wait a few seconds at most: an unreachable API would delay the end."""
     task = asyncio.create_task(serving)
     waiting = asyncio.create_task(stopping.wait())
     try:
@@ -211,7 +209,7 @@ async def until(stopping: asyncio.Event, serving: Coroutine[Any, Any, None]) -> 
 
 def main(argv: list[str]) -> int:
     """Run the command; return its exit code."""
-    log.setup("environment", "")
+    log.configure("environment", "")
     try:
         args = parse(argv)
         return asyncio.run(run(args, load_environment(args.environment)))

@@ -1,4 +1,4 @@
-"""What rank 0 of the trainer does, in a small file: the supervisor tells work from a hang by it."""
+"""The current activity of the trainer's rank 0, in a small file. The supervisor uses it to detect a hang."""
 
 import json
 import logging
@@ -15,11 +15,11 @@ PERIOD_S = 2.0
 
 
 class Activity:
-    """A thread that rewrites the file after each change, at most every PERIOD_S; the first time at once."""
+    """A thread that writes the file at once, then after each change, at most every PERIOD_S."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._now: tuple[str, int, int] = ("start", 0, 0)  # what, at which step, after how many changes
+        self._now: tuple[str, int, int] = ("start", 0, 0)  # activity, step, number of changes
         path.parent.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._show, daemon=True, name="activity").start()
 
@@ -32,7 +32,7 @@ class Activity:
         except OSError as error:
             if not is_full(error):
                 raise
-            overwrite(self._path, json.dumps(value))  # a trainer that waits for disk space does not hang
+            overwrite(self._path, json.dumps(value))  # a trainer that waits for disk space is not a hang
 
     def _show(self) -> None:
         shown = None
@@ -42,6 +42,6 @@ class Activity:
                 try:
                     self._write({"doing": what, "step": step, "changes": changes, "time": time.time()})
                     shown = now
-                except OSError as error:  # what can't be shown now is shown in the next round
-                    logger.warning("can't show what the trainer does: %s", error)
+                except OSError as error:  # try again in the next round
+                    logger.warning("can't record the trainer's activity: %s", error)
             time.sleep(PERIOD_S)

@@ -1,4 +1,4 @@
-"""Metrics of a training batch: rewards and their parts, lengths, staleness, what workflows measured."""
+"""Metrics of a training batch: rewards and their parts, lengths, staleness, stats of workflows."""
 
 import logging
 from collections.abc import Sequence
@@ -6,35 +6,32 @@ from statistics import pstdev
 
 import numpy as np
 
-from hpc_rl.checkpoint.lineage import ancestors_of
+from hpc_rl.checkpoint.lineage import find_ancestors
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
-from hpc_rl.core.records import read_lineages
+from hpc_rl.core.records import load_lineages
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import Trajectory, TrajectoryGroup
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.minibatches import is_useful
 
 logger = logging.getLogger(__name__)
-OF_REWARD = "reward/"  # what the names of a reward's parts begin with
+OF_REWARD = "reward/"  # prefix of the names of a reward's parts
 
 
 class BatchMetrics:
-    """Reports batches to a tracker; warns once of a wanted name that no trajectory has."""
+    """Reports batches to a tracker. Warns once about a configured name that no trajectory has."""
 
     def __init__(self, config: GRPOConfig, trial: Trial) -> None:
         self.agent_stats = config.actor.log_agent_stats_keys if config.actor.log_agent_stats else []
-        self._all_stats = isinstance(config, TeacherConfig)  # all that the workflow `teacher` measures
+        self._all_stats = isinstance(config, TeacherConfig)  # report all stats of the workflow `teacher`
         self._reported_missing: set[str] = set()
         self._trial = trial
         self._reward_clip = config.actor.reward_clip
         self._reported_clipped = False
-        self._ancestors: tuple[int, dict[int, int]] = (
-            0,
-            {},
-        )  # of which lineage, and what ancestors_of returns
+        self._ancestors: tuple[int, dict[int, int]] = (0, {})  # a lineage and its ancestors
 
     def __call__(self, stats: Tracker, step: int, lineage: int, groups: Sequence[TrajectoryGroup]) -> None:
-        """Report the batch of a step, which `lineage` trains on."""
+        """Report the batch of a step of `lineage`."""
         rows = [row for group in groups for row in group.trajectories]
         staleness = [max(0, step - 1 - row.oldest_step()) for row in rows]
         for row, age in zip(rows, staleness, strict=True):
@@ -53,7 +50,7 @@ class BatchMetrics:
         stats.value("given_up", sum(self._is_given_up(row, lineage) for row in rows))
         stats.value("num_tokens", sum(len(row.ids) for row in rows))
 
-    def shaped(
+    def report_shaping(
         self,
         stats: Tracker,
         groups: Sequence[TrajectoryGroup],
@@ -61,9 +58,9 @@ class BatchMetrics:
         advantages: Sequence[np.ndarray],
         clipped_share: float,
     ) -> None:
-        """Report what shaping left of the rewards: `advantages` are those of `rows`, float32 [L].
+        """Report the effect of shaping: groups with zero advantages, and clipped rewards.
 
-        Groups that dynamic sampling dropped have none of these rows.
+        `advantages` belong to `rows`, float32 [L]. Rows of groups that dynamic sampling dropped are missing.
         """
         useful = {id(row) for row, one in zip(rows, advantages, strict=False) if is_useful(one)}
         idle = sum(not any(id(row) in useful for row in group.trajectories) for group in groups)
@@ -79,10 +76,10 @@ class BatchMetrics:
             )
 
     def _is_given_up(self, row: Trajectory, lineage: int) -> bool:
-        """Return whether weights made its tokens which those that are trained do not descend from."""
+        """Return whether some of its tokens came from weights that are no ancestors of the trained ones."""
         older = {int(one) for one in row.lineages[row.loss_mask]} - {lineage}
         if older and self._ancestors[0] != lineage:
-            self._ancestors = (lineage, ancestors_of(lineage, read_lineages(self._trial)))
+            self._ancestors = (lineage, find_ancestors(lineage, load_lineages(self._trial)))
         return any(
             (row.steps[row.loss_mask & (row.lineages == one)] > self._ancestors[1].get(one, -1)).any()
             for one in older
@@ -92,7 +89,7 @@ class BatchMetrics:
         for name, value in row.stats.items():
             if name in self.agent_stats:
                 stats.mean(f"agent/{name}", value, 1)
-            # rows without a right answer have no accuracies
+            # rows without a known answer have no accuracies
             if self._all_stats or name.startswith(OF_REWARD):
                 stats.mean(name, value, 1)
 

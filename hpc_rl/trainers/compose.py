@@ -1,4 +1,4 @@
-"""Compose: from the configuration to a run and its recipe, with the engine's state loaded."""
+"""Builds a run and its recipe from the configuration, and loads the engine's state."""
 
 import logging
 from collections.abc import Callable
@@ -12,24 +12,24 @@ from typing import Any
 from hpc_rl import __version__
 from hpc_rl.config.load.stored import redact
 from hpc_rl.config.options.dataset import DatasetConfig
-from hpc_rl.config.options.experiment import GRPOConfig, RWConfig, SFTConfig, has_own_prompts, total_steps
+from hpc_rl.config.options.experiment import GRPOConfig, RWConfig, SFTConfig, count_steps, has_own_prompts
 from hpc_rl.config.options.training import TrainEngineConfig
-from hpc_rl.config.pool_view import trained_pool
-from hpc_rl.core.allocation import TRAIN_BACKENDS
-from hpc_rl.core.node_copies import identity
-from hpc_rl.core.trial import read_json
-from hpc_rl.datasets.encode import Encoded, Prompts, read_encoded, save_encoded
+from hpc_rl.config.pool_view import find_trained_pool
+from hpc_rl.core.node_copies import compute_identity
+from hpc_rl.core.trial import load_json
+from hpc_rl.datasets.encode import Encoded, Prompts, load_encoded, save_encoded
 from hpc_rl.datasets.rows import Rows
 from hpc_rl.datasets.tokenizer import Tokenizer
+from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Engine
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.stats.sinks import JsonlSink, RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
-from hpc_rl.trainers.grpo_recipe import GRPO, num_updates, place_schedule
+from hpc_rl.trainers.grpo_recipe import GRPO, count_updates, place_schedule
 from hpc_rl.trainers.loop import Recipe
-from hpc_rl.trainers.run import Run, tokenizer_folder
+from hpc_rl.trainers.run import Run, find_tokenizer_folder
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
 from hpc_rl.weights.publish import TRANSPORTS, Publisher
@@ -42,56 +42,58 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     """Compose RL training: batches from the rollout role, weights to the servers."""
     config = start.config
     assert isinstance(config, GRPOConfig)
-    num_prompts, start.data = start.ranks.from_rank0(lambda: _prompts(config))
+    num_prompts, start.data = start.ranks.from_rank0(lambda: _count_prompts(config))
     begun = start.ranks.from_rank0(lambda: begin(start))
-    reference = _reference(start, config)
-    run = _run(start, begun, config.actor, num_updates(config, num_prompts), stack)
+    reference = _build_reference(start, config)
+    run = _make_run(start, begun, config.actor, count_updates(config, num_prompts), stack)
     place_schedule(run.engine, run.step, config)
     rollout = RolloutClient(start.names, start.tokens)
     stack.callback(rollout.close)
     publisher = None
     if start.ranks.rank == 0:
         wait_s = config.rollout.setup_timeout
-        publisher = Publisher(start.trial, start.names, start.tokens, trained_pool(config), wait_s)
+        publisher = Publisher(start.trial, start.names, start.tokens, find_trained_pool(config), wait_s)
         stack.callback(publisher.close)
-    transport = TRANSPORTS["disk"](start.trial, publisher)  # the only one so far, so it is not an option
-    samples = _samples(start, config, stack) if start.ranks.rank == 0 else None
+    transport = TRANSPORTS["disk"](start.trial, publisher)  # not an option: there is only one so far
+    samples = _open_samples(start, config, stack) if start.ranks.rank == 0 else None
     return run, GRPO(run, rollout, transport, num_prompts, reference, samples)
 
 
-def _samples(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -> SampleWriter:
-    """Return what keeps completions readable. Rank 0 only."""
+def _open_samples(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -> SampleWriter:
+    """Return the writer of readable completions. Rank 0 only."""
     sink = JsonlSink(start.attempt.samples(start.incarnation))
     stack.callback(sink.close)
-    decode = partial(Tokenizer(tokenizer_folder(config)).decode, skip_special_tokens=False)
+    decode = partial(Tokenizer(find_tokenizer_folder(config)).decode, skip_special_tokens=False)
     return SampleWriter(sink, decode, config.rollout.keep_samples)
 
 
 def compose_supervised(task: SupervisedTask, start: TrainerContext, stack: ExitStack) -> Composed:
-    """Compose supervised training: batches from the dataset, computed by each rank."""
+    """Compose supervised training: each rank computes the batches from the dataset."""
     config = start.config
     assert isinstance(config, SFTConfig | RWConfig)
-    tokenizer = Tokenizer(tokenizer_folder(config))
-    rows = _encoded(task, start, config.train_dataset, tokenizer)
+    tokenizer = Tokenizer(find_tokenizer_folder(config))
+    rows = _load_encoded(task, start, config.train_dataset, tokenizer)
     start.data = rows.fingerprint
     begun = start.ranks.from_rank0(lambda: begin(start))
     valid = config.valid_dataset
-    held_out = None if valid is None else _encoded(task, start, valid, tokenizer)
-    run = _run(start, begun, config.model, total_steps(config, len(rows)), stack)
+    held_out = None if valid is None else _load_encoded(task, start, valid, tokenizer)
+    run = _make_run(start, begun, config.model, count_steps(config, len(rows)), stack)
     return run, SupervisedRecipe(run, task, rows, held_out)
 
 
-def _encoded(
+def _load_encoded(
     task: SupervisedTask, start: TrainerContext, dataset: DatasetConfig, tokenizer: Tokenizer
 ) -> Rows[Encoded]:
-    """Return the rows of a dataset as tokens; ranks of a node with a disk of its own share the work."""
+    """Return the rows of a dataset as tokens. If a node has a local disk, its ranks share the work."""
     if start.copies.folder is None or start.ranks.num == 1:
         return task.load(dataset, tokenizer)
-    sources = [identity(Path(dataset.path).expanduser()), identity(Path(tokenizer.folder))]
+    sources = [compute_identity(Path(dataset.path).expanduser()), compute_identity(Path(tokenizer.folder))]
     key = repr((sources, dataset.max_length, task.load.__name__, __version__))
     try:
-        made = start.copies.once(key, ".npz", lambda path: save_encoded(path, task.load(dataset, tokenizer)))
-        return read_encoded(made)
+        made = start.copies.make_once(
+            key, ".npz", lambda path: save_encoded(path, task.load(dataset, tokenizer))
+        )
+        return load_encoded(made)
     except OSError as error:
         logger.warning("this rank encodes %s itself: %s", dataset.path, error)
         return task.load(dataset, tokenizer)
@@ -105,27 +107,27 @@ COMPOSE: dict[str, Callable[[TrainerContext, ExitStack], Composed]] = {
 }
 
 
-def _prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
+def _count_prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
     """Return the number of prompts in an epoch and the fingerprint of the rows."""
-    # those of the rollout role are tokenized there
+    # no workers: the rollout role tokenizes the prompts
     dataset = replace(config.train_dataset, num_workers=0) if has_own_prompts(config) else None
-    prompts = Prompts(dataset, Tokenizer(tokenizer_folder(config)), config.seed)
+    prompts = Prompts(dataset, Tokenizer(find_tokenizer_folder(config)), config.seed)
     return len(prompts), prompts.rows.fingerprint
 
 
-def _reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
-    """Return the frozen model of the KL terms, if one has a coefficient; it is never saved."""
+def _build_reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
+    """Return the frozen model of the KL terms, or None if their coefficients are 0. It is never saved."""
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
         return None
-    engine = _engine(start, _local(start, config.ref), "ref", frozen=True)
+    engine = _make_engine(start, _use_local_copy(start, config.ref), "ref", frozen=True)
     engine.initialize(0)
     return engine
 
 
-def _engine(
+def _make_engine(
     start: TrainerContext, model: TrainEngineConfig, name: str = "actor", frozen: bool = False
 ) -> Engine:
-    engine: Engine = resolve_name(TRAIN_BACKENDS[start.train.backend].implementation)(
+    engine: Engine = resolve_name(ENGINES[start.train.backend])(
         model,
         Mesh.of(start.train, start.ranks.rank, start.ranks.num),
         name=name,
@@ -137,17 +139,17 @@ def _engine(
     return engine
 
 
-def _local(start: TrainerContext, model: TrainEngineConfig) -> TrainEngineConfig:
-    """Return the section with a copy on the node's disk, if the ranks there read the whole checkpoint."""
-    # On several nodes each rank reads its part only: less in all than a copy on each.
-    return replace(model, path=start.copies.path_of(model.path)) if start.is_one_node else model
+def _use_local_copy(start: TrainerContext, model: TrainEngineConfig) -> TrainEngineConfig:
+    """Return the section with a copy of the checkpoint on the node's disk, if training has one node."""
+    # On several nodes each rank reads only its part, which is less than a copy for each node.
+    return replace(model, path=start.copies.find_path(model.path)) if start.is_one_node else model
 
 
-def _run(
+def _make_run(
     start: TrainerContext, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack
 ) -> Run:
-    """Return the run around an engine with its state. `begun` is what start.begin returned on rank 0."""
-    engine = _engine(start, model if begun["manifest"] else _local(start, model))
+    """Return the run with an engine whose state is loaded. `begun` is the result of `begin` on rank 0."""
+    engine = _make_engine(start, model if begun["manifest"] else _use_local_copy(start, model))
     engine.initialize(updates, empty=begun["manifest"] is not None)
     begun = load_state(start, begun, engine)
     config, attempt = start.config, start.attempt
@@ -155,7 +157,7 @@ def _run(
     if start.ranks.rank == 0:
         tensorboard = config.stats_logger.tensorboard.path
         folder = Path(tensorboard).expanduser() if tensorboard else start.trial.tensorboard
-        stored = redact(read_json(start.trial.config_json) or {})
+        stored = redact(load_json(start.trial.config_json) or {})
         who = RunIdentity(config.experiment_name, config.trial_name, attempt.dir, stored)
         metrics = attempt.metrics(start.incarnation)
         run.sinks = open_sinks(metrics, folder, run.step, who, config.stats_logger)

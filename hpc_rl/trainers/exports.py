@@ -1,7 +1,7 @@
-"""Exports: folders of weights that appear under their names only when whole, and what happens on a full disk.
+"""Exports: folders of weights that get their names only when they are complete, and waiting on a full disk.
 
-A folder takes the place of another by two renames: the old one out of sight, the new one in. A start after a
-kill between the two calls `repair`.
+Two renames replace a folder: the old folder gets a hidden name, then the new folder gets its name. After a
+kill between the two, the next start calls `repair`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.changes import measured_by
-from hpc_rl.config.load.stored import trainer_of
+from hpc_rl.config.changes import digest_options
+from hpc_rl.config.load.stored import find_trainer
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.core import files
 from hpc_rl.core.errors import RoleFailed
-from hpc_rl.core.trial import Trial, fsync_dir, read_json, write_json
+from hpc_rl.core.trial import Trial, fsync_dir, load_json, write_json
 from hpc_rl.engines.base import Engine
 from hpc_rl.engines.shared.hf_io import fsync_file
 from hpc_rl.trainers.ranks import Ranks
@@ -35,17 +35,17 @@ _LEFTOVER = re.compile(r"\.(best|final|step-\d{8,})\.(tmp|old|gone)")
 
 
 def begin(folder: Path) -> Path:
-    """Make an empty folder beside `folder`, hidden from readers, to write into. Raises OSError."""
-    temporary = beside(folder)
+    """Make an empty hidden folder next to `folder`, for writing. Raises OSError."""
+    temporary = make_hidden_path(folder)
     if temporary.exists():
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     return temporary
 
 
-def put(folder: Path) -> None:
-    """Give what was written the name of `folder`, durably, in place of what has it now. Raises OSError."""
-    temporary, old = beside(folder), beside(folder, "old")
+def install(folder: Path) -> None:
+    """Rename the written hidden folder to `folder`, durably; replace an existing one. Raises OSError."""
+    temporary, old = make_hidden_path(folder), make_hidden_path(folder, "old")
     fsync_dir(temporary)
     if folder.exists():
         shutil.rmtree(old, ignore_errors=True)
@@ -56,16 +56,16 @@ def put(folder: Path) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove an export: first its name, so that no reader sees half of it. Raises OSError."""
-    gone = beside(folder, "gone")
+    """Remove an export. First rename it, so no reader sees half of it. Raises OSError."""
+    gone = make_hidden_path(folder, "gone")
     shutil.rmtree(gone, ignore_errors=True)
     os.rename(folder, gone)
-    fsync_dir(folder.parent)  # a power failure must not bring the name back to a half
+    fsync_dir(folder.parent)  # otherwise a power failure could restore the name of a partly removed folder
     shutil.rmtree(gone, ignore_errors=True)
 
 
 def repair(exports: Path) -> None:
-    """Finish or undo what a killed incarnation left. For the owner of the trial only. Raises OSError."""
+    """Finish or undo the exports of a killed incarnation. For the owner of the trial only. Raises OSError."""
     for entry in sorted(os.listdir(exports)) if exports.is_dir() else []:
         if match := _LEFTOVER.fullmatch(entry):
             name, mark = match.groups()
@@ -76,30 +76,30 @@ def repair(exports: Path) -> None:
                 shutil.rmtree(exports / entry, ignore_errors=True)
 
 
-def beside(folder: Path, mark: str = "tmp") -> Path:
-    """Return the hidden place where a folder is written, or to which it is moved."""
+def make_hidden_path(folder: Path, mark: str = "tmp") -> Path:
+    """Return the hidden path where a folder is written or moved."""
     return folder.with_name(f".{folder.name}.{mark}")
 
 
 @dataclass
 class WeightWriter:
-    """Writes weights for all ranks together, and waits while the disk is full."""
+    """Writes the weights of all ranks, and waits while the disk is full."""
 
     engine: Engine
     ranks: Ranks
     stopping: threading.Event  # ends the waiting
-    tokenizer: Path  # folder whose tokenizer files go with the weights
-    on_wait: Callable[[], None] = lambda: None  # called before each further try
+    tokenizer: Path  # folder of the tokenizer files that are written with the weights
+    on_wait: Callable[[], None] = lambda: None  # called before each retry
 
     def write(
         self, what: str, folder: Path, finish: Callable[[], object], durable: bool, patient: bool = True
     ) -> bool:
-        """Write the weights to a hidden place beside `folder`, then call `finish` on rank 0. Collective.
+        """Write the weights to a hidden folder next to `folder`, then call `finish` on rank 0. Collective.
 
-        On a full disk: wait for space, or return False at once unless `patient`. Returns False if nothing was
-        written because of that, or of a stop. Any other error is raised on every rank.
+        On a full disk, waits for space if `patient`. Returns False if nothing was written because of a full
+        disk or a stop. Any other error is raised on every rank.
         """
-        first, temporary = self.ranks.rank == 0, beside(folder)
+        first, temporary = self.ranks.rank == 0, make_hidden_path(folder)
 
         def export() -> None:
             self.engine.export(temporary, self.tokenizer, durable=durable)
@@ -112,9 +112,9 @@ class WeightWriter:
     def until_space(
         self, what: str, folder: Path, parts: Sequence[Callable[[], object]], patient: bool = True
     ) -> bool:
-        """Run the parts in order, again from the first whenever rank 0 finds the disk full; see `write`."""
+        """Run the parts in order; start over when rank 0 finds the disk full. See `write`."""
         reported = False
-        for pause_s in files.pauses():
+        for pause_s in files.yield_pauses():
             error: OSError | None = None
             for part in parts:
                 try:
@@ -135,8 +135,8 @@ class WeightWriter:
                     files.tell_room(what)
                 return True
             if self.ranks.rank == 0:
-                # other writers need the little space that it took
-                shutil.rmtree(beside(folder), ignore_errors=True)
+                # free the space for other writers
+                shutil.rmtree(make_hidden_path(folder), ignore_errors=True)
                 if patient and not reported:
                     files.tell_full(what, error, folder.parent)
             if stop or not patient:
@@ -144,26 +144,26 @@ class WeightWriter:
             reported = True
             self.on_wait()
             self.stopping.wait(pause_s)
-        raise AssertionError("files.pauses() is endless")
+        raise AssertionError("files.yield_pauses() is endless")
 
 
 @dataclass(frozen=True)
 class Ranking:
-    """The number of an evaluation by which states are compared."""
+    """The metric of evaluations by which states are compared."""
 
     metric: str
-    mode: str  # min | max: which of two is better
-    measured_by: Mapping[str, str]  # options that the number depends on, with digests of their values
+    mode: str  # min | max
+    measured_by: Mapping[str, str]  # options that affect the metric, with digests of their values
 
     @classmethod
     def of(cls, config: Config) -> Ranking:
         keep = config.saver.keep_best
-        metric = (keep.metric if keep else None) or METRICS[trainer_of(config)][0]
+        metric = (keep.metric if keep else None) or METRICS[find_trainer(config)][0]
         mode = (keep.mode if keep else None) or ("min" if metric.endswith("loss") else "max")
-        return cls(metric, mode, measured_by(config))
+        return cls(metric, mode, digest_options(config))
 
     def changed_since(self, standing: Mapping[str, Any]) -> list[str]:
-        """Return what differs from when `standing` was recorded, so that its number can't be compared."""
+        """Return the options that changed since `standing` was recorded and make it incomparable."""
         before = standing.get("measured_by") or {}
         changed = [
             option for option, digest in self.measured_by.items() if before.get(option, digest) != digest
@@ -174,7 +174,7 @@ class Ranking:
     def improvement(
         self, numbers: Mapping[str, Any] | None, standing: Mapping[str, Any]
     ) -> dict[str, Any] | None:
-        """Return the record of an evaluation that beats the `standing` one; None if it does not."""
+        """Return the record of an evaluation if it beats the `standing` one, else None."""
         value = (numbers or {}).get(self.metric)
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
@@ -188,17 +188,17 @@ class Ranking:
 
 @dataclass
 class Exports:
-    """The folders in `exports/` that training writes: `step-…` now and then, `best` and `final`.
+    """The folders that training writes in `exports/`: `step-…`, `best` and `final`.
 
-    What is on disk is the memory: a restart compares with the best there, unless it was measured otherwise. A
-    best model of steps that a recover discarded stays, since it was evaluated and is whole.
+    The best result is recorded only on disk: a restart compares with it if it was measured in the same way. A
+    recover keeps a best model of discarded steps, because it was evaluated and is complete.
     """
 
     trial: Trial
     config: Config
     writer: WeightWriter
     version_of: Callable[[int], str]  # the label of the weights after a step
-    on_export: Callable[[int], None]  # called with the step before weights are written
+    on_export: Callable[[int], None]  # called with the step before each export
 
     def __post_init__(self) -> None:
         self.folder = self.trial.exports
@@ -206,7 +206,7 @@ class Exports:
         self.saver = self.config.saver
 
     def write_step(self, step: int) -> None:
-        """Write `exports/step-<step>`; on a full disk leave it out and say so."""
+        """Write `exports/step-<step>`; on a full disk, skip it and log an error."""
         folder = self.folder / f"step-{step:08d}"
         if not self._write(folder, step, patient=False) and self.ranks.rank == 0:
             logger.error(
@@ -216,7 +216,10 @@ class Exports:
             )
 
     def keep_best(self, numbers: Mapping[str, Any] | None, step: int) -> bool:
-        """Write `exports/best` if an evaluation (rank 0's numbers) beats it; False if a stop prevented it."""
+        """Write `exports/best` if an evaluation (rank 0's numbers) beats it.
+
+        Returns False if a stop prevented the export.
+        """
         found = None
         if self.saver.keep_best is not None and self.ranks.rank == 0:
             ranking, standing = Ranking.of(self.config), self.record("best") or {}
@@ -237,7 +240,7 @@ class Exports:
         return True
 
     def write_final(self, step: int) -> bool:
-        """Write `exports/final`: the last weights, or with `saver.keep_best.as_final` the best ones.
+        """Write `exports/final`: the last weights, or the best ones with `saver.keep_best.as_final`.
 
         Returns False if the trainer was asked to stop while it waited for space.
         """
@@ -252,15 +255,15 @@ class Exports:
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Return the record of an export, None if there is no such export."""
-        return read_json(self.folder / name / RECORD_NAME)
+        return load_json(self.folder / name / RECORD_NAME)
 
     def note_not_saved(self, problem: str) -> None:
         """Record in `exports/final` that the last state could not be saved."""
         path = self.folder / "final" / RECORD_NAME
         try:
             write_json(path, (self.record("final") or {}) | {"not_saved": problem})
-        except OSError as error:  # what prevents a save may prevent this, too
-            logger.error("that can't be written to %s either: %s", path, error)
+        except OSError as error:  # for example, the disk is still full
+            logger.error("can't record this in %s: %s", path, error)
 
     def _write(
         self, folder: Path, step: int, extra: Mapping[str, Any] | None = None, patient: bool = True
@@ -282,12 +285,12 @@ class Exports:
 
     def _finish(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
         record = {"step": step, "version": self.version_of(step), "trial": str(self.trial), **extra}
-        write_json(beside(folder) / RECORD_NAME, record)
-        put(folder)
+        write_json(make_hidden_path(folder) / RECORD_NAME, record)
+        install(folder)
         drop_old_exports(self.folder, self.saver.keep_last)
 
 
 def drop_old_exports(folder: Path, keep_last: int | None) -> None:
-    """Remove all `step-…` exports but the newest `keep_last`; null keeps all. Raises OSError."""
+    """Remove all `step-…` exports except the newest `keep_last`; None keeps all. Raises OSError."""
     for old in sorted(folder.glob("step-[0-9]*"))[:-keep_last] if keep_last else []:
         remove(old)

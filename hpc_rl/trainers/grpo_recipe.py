@@ -1,8 +1,8 @@
 """The recipe of RL trials: batches come from the rollout role, weights go to the generation servers.
 
-What a step computes is a row of ALGORITHMS. All that depends on the whole batch (shaping, advantages, the cut
-into mini-batches, loss weights) is computed on every rank from the whole batch, before rows are shared out:
-nothing depends on the number of ranks.
+A row of ALGORITHMS defines the computation of a step. Every rank computes shaping, advantages, mini-batches
+and loss weights from the whole batch before the rows are divided among ranks, so nothing depends on the
+number of ranks.
 """
 
 import logging
@@ -14,37 +14,37 @@ import numpy as np
 import torch
 
 from hpc_rl.algorithms import ALGORITHMS, grpo, kl
-from hpc_rl.algorithms.advantages import clipped_share, informative_rows
+from hpc_rl.algorithms.advantages import compute_clipped_share, select_informative_rows
 from hpc_rl.algorithms.base import RewardBatch, TokenBatch
 from hpc_rl.algorithms.normalization import Levels
-from hpc_rl.config.options.experiment import GRPOConfig, total_steps
+from hpc_rl.config.options.experiment import GRPOConfig, count_steps
 from hpc_rl.config.options.training import NormConfig, PPOActorConfig
-from hpc_rl.config.schedule import updates_per_step
+from hpc_rl.config.schedule import count_updates_per_step
 from hpc_rl.core.errors import DataUnusable
 from hpc_rl.core.types import Batch, Trajectory, decode
 from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.shared.packing import balance
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
-from hpc_rl.servers.sampling import logprob_temperature, sampling_temperature
+from hpc_rl.servers.sampling import get_logprob_temperature, get_sampling_temperature
 from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.trainers.batch_metrics import BatchMetrics
 from hpc_rl.trainers.minibatches import (
     Known,
     Minibatch,
     ScoredRows,
-    rectangle,
-    sent_advantages,
-    sent_or,
-    shares,
-    temperature_column,
+    choose_advantages,
+    choose_sent,
+    divide_rows,
+    make_temperature_column,
+    pad_rows,
 )
 from hpc_rl.trainers.run import Run
-from hpc_rl.weights.publish import DiskTransport
+from hpc_rl.weights.transport import Transport
 
 logger = logging.getLogger(__name__)
-MAX_STEPS_WITHOUT_UPDATE = 20  # in a row; with float16 also as many as the loss scale may need to come down
-ROUND_S = 10.0  # a rank must wait for another for less time than a collective may last
+MAX_STEPS_WITHOUT_UPDATE = 20  # in a row; float16 adds the steps that the loss scale may need to shrink
+ROUND_S = 10.0  # must be shorter than the time limit of a collective
 MEANS_OVER_TOKENS = (
     "entropy",
     "clip_ratio",
@@ -57,17 +57,17 @@ MEANS_OVER_TOKENS = (
 
 
 class GRPO:
-    """The recipe of a GRPO trial, and of the other algorithms.
+    """The recipe of GRPO and the other algorithms.
 
-    `num_prompts` are those of one epoch; `reference` is the frozen model of the KL terms, if any; `samples`
-    keeps completions, on rank 0.
+    `num_prompts` is the number of prompts in one epoch. `reference` is the frozen model of the KL terms, if
+    any. `samples` keeps completions, on rank 0.
     """
 
     def __init__(
         self,
         run: Run,
         rollout: RolloutClient,
-        transport: DiskTransport,
+        transport: Transport,
         num_prompts: int,
         reference: Engine | None = None,
         samples: SampleWriter | None = None,
@@ -82,8 +82,8 @@ class GRPO:
         self.config = run.config
         self.actor = run.config.actor
         self.algorithm = ALGORITHMS[self.actor.algorithm]
-        self.total_steps = total_steps(run.config, num_prompts)
-        self.temperature = logprob_temperature(sampling_temperature(self.config.gconfig))
+        self.total_steps = count_steps(run.config, num_prompts)
+        self.temperature = get_logprob_temperature(get_sampling_temperature(self.config.gconfig))
         self.recomputes = self.actor.recompute_logprob or self.actor.use_decoupled_loss
         self.has_kl_rewards = self.actor.kl_ctl > 0 and (
             reference is not None or self.algorithm.zero_reference
@@ -93,9 +93,9 @@ class GRPO:
         self._steps_without_update = 0  # in a row
 
     def batch(self, step: int) -> Batch | None:
-        """Return the batch, fetched by rank 0 in rounds, so that other ranks learn of a delay or a stop.
+        """Return the batch, or None after a stop. Collective.
 
-        Collective.
+        Rank 0 fetches it in rounds, so that other ranks learn about a delay or a stop.
         """
         run = self.run
 
@@ -120,7 +120,9 @@ class GRPO:
         """Train on a batch. Raises DataUnusable after too many steps in a row without an optimizer update."""
         scored = self._score(step, batch)
         actor = self.actor
-        clipped = clipped_share(scored.rewards_B, actor.reward_bias, actor.reward_scaling, actor.reward_clip)
+        clipped = compute_clipped_share(
+            scored.rewards_B, actor.reward_bias, actor.reward_scaling, actor.reward_clip
+        )
         if self.algorithm.drops_groups_first:
             scored = scored.select(self._informative_rows(scored))
         rows = scored.rows
@@ -130,7 +132,7 @@ class GRPO:
             known = self._logprobs_of_all(rows) if self.has_kl_rewards else None
             advantages = self._advantages(scored, known)
             minibatches = self._minibatches(scored, advantages)
-        self._describe.shaped(self.run.stats, batch.groups, rows, advantages, clipped)
+        self._describe.report_shaping(self.run.stats, batch.groups, rows, advantages, clipped)
         if self.samples is not None:
             self.samples.write_step(step, batch.groups, rows if advantages else [], advantages)
         mine = [minibatch.rows[self.run.engine.mesh.data_rank] for minibatch in minibatches]
@@ -146,7 +148,7 @@ class GRPO:
     def publish(self, step: int) -> None:
         version = self.run.version(step)
         published = self.transport.publish(version, self.run.writer.write, self.run.stopping)
-        # None after a stop: the next start publishes before anything else
+        # None after a stop; the next start publishes first
         if published is not None and self.run.ranks.rank == 0:
             num_servers = len(published.acknowledged)
             self.run.stats.value("publish_servers", num_servers)
@@ -154,9 +156,9 @@ class GRPO:
                 logger.info("start: weights %s are published to %d servers", version, num_servers)
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
-        """Have the rollout role evaluate the weights after `step`, and log that as a line of its own.
+        """Let the rollout role evaluate the weights after `step`; log the result as a separate line.
 
-        Returns {} without held-out data and above rank 0, None if a stop came first.
+        Returns {} without held-out data and on ranks above 0, None after a stop.
         """
         run = self.run
         if self.config.valid_dataset is None or run.ranks.rank != 0:
@@ -187,14 +189,14 @@ class GRPO:
         return divmod(consumed, self.num_prompts) if self.num_prompts else (0, consumed)
 
     def frontier(self, step: int) -> dict[str, int]:
-        """Return the newest batch that went into the state, and the largest prompt index in it."""
+        """Return the newest batch in the state, and its largest prompt index."""
         return self._frontier if self._frontier.get("sealed") == step else {"sealed": step}
 
     def retain(self, step: int) -> None:
         self.rollout.retain(step)
 
     def _score(self, step: int, batch: Batch) -> ScoredRows:
-        """Return the trajectories of a batch with their rewards, overlong penalty included."""
+        """Return the trajectories of a batch with their rewards, including the overlong penalty."""
         rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
         sizes = torch.tensor([len(group.trajectories) for group in batch.groups])
         group_B = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
@@ -212,26 +214,26 @@ class GRPO:
         return ScoredRows(rows, rewards_B, rewards_B + penalty_B, group_B)
 
     def _informative_rows(self, scored: ScoredRows) -> list[int]:
-        """Return the rows that dynamic sampling keeps; all without it."""
+        """Return the rows that dynamic sampling keeps; all rows if it is off."""
         if not self.actor.dynamic_sampling:
             return list(range(len(scored.rows)))
         rewards_B = scored.given_B if self.algorithm.compares_given_rewards else scored.rewards_B
         informative = self.algorithm.informative_rows
         if self._has_mixed_sizes(scored):
-            informative = informative_rows
+            informative = select_informative_rows
         kept = informative(rewards_B, scored.group_B, self.config.gconfig.n_samples)
         num_dropped = len(scored.group_B.unique()) - len(scored.group_B[kept].unique())
         self.run.stats.add("groups_dropped", num_dropped)
         return kept
 
     def _has_mixed_sizes(self, scored: ScoredRows) -> bool:
-        """Return whether environments sent groups of other sizes than the trial's own."""
+        """Return whether environments sent groups of another size than the configured one."""
         sizes_G = torch.unique(scored.group_B, return_counts=True)[1]
         return self.config.environments is not None and bool((sizes_G != self.config.gconfig.n_samples).any())
 
     def _advantages(self, scored: ScoredRows, known: Known | None) -> list[np.ndarray]:
-        """Return float32 [L] per row of the whole batch."""
-        mask_BT = rectangle([row.loss_mask for row in scored.rows])
+        """Return the advantages, float32 [L] per row of the whole batch."""
+        mask_BT = pad_rows([row.loss_mask for row in scored.rows])
         batch = RewardBatch(
             rewards_B=scored.rewards_B,
             mask_BT=mask_BT,
@@ -248,24 +250,24 @@ class GRPO:
             reward_bias=self.actor.reward_bias,
             reward_scaling=self.actor.reward_scaling,
             reward_clip=self.actor.reward_clip,
-            reward_norm=levels(self.actor.reward_norm),
-            adv_norm=levels(self.actor.adv_norm),
+            reward_norm=make_levels(self.actor.reward_norm),
+            adv_norm=make_levels(self.actor.adv_norm),
             discount=self.actor.discount,
             gae_lambda=self.actor.gae_lambda,
             **options,
         )
         computed = (advantages_BT[i, : len(row.ids)].numpy() for i, row in enumerate(scored.rows))
-        return [sent_advantages(row, one) for row, one in zip(scored.rows, computed, strict=True)]
+        return [choose_advantages(row, one) for row, one in zip(scored.rows, computed, strict=True)]
 
     def _minibatches(self, scored: ScoredRows, advantages: list[np.ndarray]) -> list[Minibatch]:
-        """Return the rows that are trained on, cut and shared out."""
+        """Select the rows to train on, cut them into mini-batches and divide them among the ranks."""
         rows = scored.rows
         all_rows = list(range(len(rows)))
         members = all_rows if self.algorithm.drops_groups_first else self._informative_rows(scored)
         if self.actor.mask_no_eos_with_zero and not self.algorithm.zeroes_truncated:
             members = [i for i in members if rows[i].finish_reason != "length"]
             self.run.stats.add("rows_masked", len(rows) - len(members))
-        return shares(
+        return divide_rows(
             rows,
             advantages,
             members,
@@ -276,17 +278,16 @@ class GRPO:
         )
 
     def _finish_step(self, step: int, num_successful: int, num_tried: int) -> None:
-        """Raise DataUnusable after too many steps in a row in which the weights did not change."""
-        # the schedule counts the updates of a whole batch, also if dynamic sampling or the mask left fewer
-        # rows
-        missing = updates_per_step(self.config) - num_tried
+        """Advance the schedule. Raises DataUnusable after too many steps in a row without an update."""
+        # the schedule counts the updates of a whole batch, even if dynamic sampling or the mask dropped rows
+        missing = count_updates_per_step(self.config) - num_tried
         if missing > 0:
             self.run.engine.pass_updates(missing)
         if not num_tried:
             self.run.stats.mean("update_successful", 0.0, 1)
             logger.warning("no update in this step: no row is left to train on")
         self._steps_without_update = 0 if num_successful else self._steps_without_update + 1
-        if self._steps_without_update < max_steps_without_update(self.actor):
+        if self._steps_without_update < count_allowed_idle_steps(self.actor):
             return
         why = "the loss or its gradient was not finite" if num_tried else "no row was left to train on"
         raise DataUnusable(
@@ -302,12 +303,12 @@ class GRPO:
         behav = [self._prox_and_behav(rows, known, i)[1] for i in range(len(rows))]
         zero = np.zeros(1, np.float32)  # see Algorithm.zero_reference
         reference = [zero if known.reference is None else known.reference[i] for i in range(len(rows))]
-        rewards_BT = kl.kl_rewards(rectangle(behav), rectangle(reference), mask_BT, self.actor.kl_ctl)
+        rewards_BT = kl.compute_kl_rewards(pad_rows(behav), pad_rows(reference), mask_BT, self.actor.kl_ctl)
         self.run.stats.mean("kl_rewards", float(rewards_BT.sum(dtype=torch.float64)), int(mask_BT.sum()))
         return rewards_BT
 
     def _logprobs_of_all(self, rows: list[Trajectory]) -> Known:
-        """Return the log-probabilities of all rows, each rank having computed a share. Collective."""
+        """Return the log-probabilities of all rows; each rank computes a share. Collective."""
         lengths = [len(row.ids) for row in rows]
         mesh = self.run.engine.mesh
         mine = self._logprobs(rows, balance(lengths, mesh.num_data_ranks)[mesh.data_rank])
@@ -321,13 +322,13 @@ class GRPO:
         )
 
     def _logprobs(self, rows: list[Trajectory], numbers: list[int]) -> Known:
-        """Return these rows' log-probabilities under the current and the reference model, as needed."""
+        """Return the log-probabilities of some rows under the current and the reference model, if needed."""
         if not rows:
             return Known(None, None)
         masks = [rows[i].loss_mask for i in numbers]
         columns = {"loss_mask": masks}
         if self.algorithm.recomputes_at_temperature:
-            columns |= temperature_column([rows[i] for i in numbers], self.temperature)
+            columns |= make_temperature_column([rows[i] for i in numbers], self.temperature)
         sequences = Sequences([rows[i].ids for i in numbers], columns)
         temperature = self.temperature if self.algorithm.recomputes_at_temperature else 1.0
 
@@ -344,7 +345,7 @@ class GRPO:
         if recomputed is not None and not rows[i].has_logprobs:
             return recomputed, recomputed
         recomputed = recomputed if self.recomputes else None
-        return grpo.reference_logprobs(rows[i].logprobs, recomputed, self.actor.use_decoupled_loss)
+        return grpo.choose_logprobs(rows[i].logprobs, recomputed, self.actor.use_decoupled_loss)
 
     def _sequences(
         self, rows: list[Trajectory], advantages: list[np.ndarray], known: Known, part: list[int]
@@ -355,17 +356,17 @@ class GRPO:
             "advantages": [advantages[i] for i in part],
             "prox": [prox for prox, _ in pairs],
             "behav": [behav for _, behav in pairs],
-            **temperature_column([rows[i] for i in part], self.temperature),
+            **make_temperature_column([rows[i] for i in part], self.temperature),
         }
         if known.reference is not None and self.actor.beta:
-            columns["ref"] = [sent_or(rows[i].ref_logprobs, known.reference[i]) for i in part]
+            columns["ref"] = [choose_sent(rows[i].ref_logprobs, known.reference[i]) for i in part]
         if self.actor.loss_aggregation != "token_mean":
             columns["weights"] = [self._token_weights(rows[i]) for i in part]
         return Sequences([rows[i].ids for i in part], columns)
 
     def _token_weights(self, row: Trajectory) -> np.ndarray:
         num_tokens, most = int(row.loss_mask.sum()), self.config.gconfig.max_new_tokens
-        weight = grpo.token_weights(num_tokens, self.actor.loss_aggregation, most)
+        weight = grpo.compute_token_weight(num_tokens, self.actor.loss_aggregation, most)
         return np.full(len(row.ids), weight, np.float32)
 
     def _loss(self, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
@@ -391,7 +392,7 @@ class GRPO:
         )
 
     def _report(self, sums: dict[str, float], minibatch: Minibatch) -> None:
-        # means over tokens (entropy, ratios) are over the rows that were computed; the loss is over all rows
+        # token means (entropy, ratios) cover the computed rows; the loss covers all rows
         stats = self.run.stats
         tokens = sums.get("num_tokens", 0.0)
         for name in MEANS_OVER_TOKENS:
@@ -405,18 +406,18 @@ class GRPO:
         stats.add("behave_dropped", sums.get("behave_dropped", 0.0))
 
 
-def num_updates(config: GRPOConfig, num_prompts: int) -> int:
-    """Return the optimizer updates of the whole trial, over which the learning-rate schedule runs."""
-    return total_steps(config, num_prompts) * updates_per_step(config)
+def count_updates(config: GRPOConfig, num_prompts: int) -> int:
+    """Return the number of optimizer updates in the whole trial, the length of the learning-rate schedule."""
+    return count_steps(config, num_prompts) * count_updates_per_step(config)
 
 
 def place_schedule(engine: Engine, step: int, config: GRPOConfig) -> None:
-    """Set the learning-rate schedule to `step`: it counts updates, whose number per step may have changed."""
-    engine.pass_updates(step * updates_per_step(config) - engine.counters()["updates"])
+    """Move the learning-rate schedule to `step`; the number of updates per step may have changed."""
+    engine.pass_updates(step * count_updates_per_step(config) - engine.counters()["updates"])
 
 
-def max_steps_without_update(actor: PPOActorConfig) -> int:
-    """Return after how many steps in a row without an optimizer update the trial ends."""
+def count_allowed_idle_steps(actor: PPOActorConfig) -> int:
+    """Return the number of steps in a row without an optimizer update after which the trial ends."""
     scale = actor.optimizer if actor.dtype == "float16" else None
     if scale is None:
         return MAX_STEPS_WITHOUT_UPDATE
@@ -424,8 +425,8 @@ def max_steps_without_update(actor: PPOActorConfig) -> int:
     return MAX_STEPS_WITHOUT_UPDATE + halvings + scale.hysteresis
 
 
-def levels(norm: NormConfig | None) -> Levels | None:
-    """Return the section as the algorithms take it."""
+def make_levels(norm: NormConfig | None) -> Levels | None:
+    """Convert the section for the algorithms."""
     if norm is None:
         return None
     return Levels(norm.mean_level, norm.std_level, norm.eps, norm.mean_leave1out, norm.std_unbiased)

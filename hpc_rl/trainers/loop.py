@@ -1,6 +1,6 @@
-"""The training loop: a recipe says what a step is, the run when to save, evaluate, export and stop.
+"""The training loop: the recipe defines a step; the run decides when to save, evaluate, export and stop.
 
-A step's line of metrics is written before its generation: no saved step is without its line. `save_s` in a
+A step's line of metrics is written before its generation, so every saved step has its line. `save_s` in a
 line is therefore the time spent on saving since the previous line.
 """
 
@@ -11,39 +11,39 @@ from hpc_rl.trainers.run import Run
 
 
 class Recipe(Protocol):
-    """One kind of training. All methods but `frontier` and `retain` are called by every rank."""
+    """One kind of training. Every rank calls all methods except `frontier` and `retain`."""
 
     total_steps: int
 
     def batch(self, step: int) -> Any | None:
-        """Return the whole train batch of a step; None if the trainer is asked to stop while it waits."""
+        """Return the whole train batch of a step; None if the trainer must stop while it waits."""
 
     def update(self, step: int, batch: Any) -> None:
-        """Train on a batch; metrics go to the run's tracker."""
+        """Train on a batch. Adds metrics to the run's tracker."""
 
     def publish(self, step: int) -> None:
-        """Bring the weights after `step` to the servers that generate with them."""
+        """Send the weights after `step` to the generation servers."""
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
-        """Return metrics on held-out data; None if the trainer is asked to stop meanwhile.
+        """Return metrics on held-out data; None if the trainer must stop meanwhile.
 
-        Returns {} without such data, and on a rank that does not ask for them.
+        Returns {} without held-out data, and on ranks that do not evaluate.
         """
 
     def position(self, step: int) -> tuple[int, int]:
-        """Return (finished epochs, rows of the next one that are used up) after a step."""
+        """Return (finished epochs, used rows of the current epoch) after a step."""
 
     def frontier(self, step: int) -> dict[str, int]:
         """Return the position of the batch log after `step`; {} without a batch log. Rank 0 only."""
 
     def retain(self, step: int) -> None:
-        """Release data that only generations before `step` need: they are gone. Rank 0 only."""
+        """Release data that only removed generations before `step` needed. Rank 0 only."""
 
 
 def train(run: Run, recipe: Recipe) -> ExitCode:
-    """Train from the run's step to the end, or to the boundary after a stop; return the role's exit code.
+    """Train from the run's step to the end, or until the end of a step after a stop; return the exit code.
 
-    Raises ConfigError if the end is before the state that was loaded.
+    Raises ConfigError if the loaded state is beyond the end.
     """
     total = run.total_steps = recipe.total_steps
     if run.step > total:
@@ -78,7 +78,7 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
         if exports:
             run.exports.write_step(step)
         run.log(step)
-        # an evaluation that a stop cut short is owed for this very state
+        # a stop interrupted the evaluation, so the next start must repeat it for this state
         stops = stops or run.owes_evaluation
         if saves or stops or step == total:
             run.save(recipe, step, last=step == total)

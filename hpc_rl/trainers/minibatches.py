@@ -1,4 +1,4 @@
-"""How a train batch is cut into mini-batches and shared out over ranks. Pure, the same on every rank."""
+"""Cuts a train batch into mini-batches and divides them among ranks. Pure, the same on every rank."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ScoredRows:
     """Trajectories with their rewards, float32 [B], and the numbers of their groups, int64 [B]."""
 
     rows: list[Trajectory]
-    given_B: torch.Tensor  # rewards as the reward function or the environment gave them
+    given_B: torch.Tensor  # rewards from the reward function or the environment
     rewards_B: torch.Tensor  # with the overlong penalty
     group_B: torch.Tensor
 
@@ -36,7 +36,7 @@ class ScoredRows:
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer update: rows[data_rank] are row numbers of the batch; all count in the loss weight."""
+    """One optimizer update. rows[data_rank] are row numbers of the batch."""
 
     rows: list[list[int]]
     loss_weight: float
@@ -44,11 +44,11 @@ class Minibatch:
 
 
 def is_useful(advantages: np.ndarray) -> bool:
-    """Whether a row can change the weights."""
+    """Return whether a row can change the weights."""
     return bool(advantages.any())
 
 
-def shares(
+def divide_rows(
     rows: list[Trajectory],
     advantages: list[np.ndarray],
     members: list[int],
@@ -58,12 +58,12 @@ def shares(
     keep_all: bool = False,
     weight_by_row: bool = False,
 ) -> list[Minibatch]:
-    """Cut the `members` among the rows into mini-batches, then each over the data ranks, both by length.
+    """Cut the rows `members` into mini-batches, and each of these into shares of the data ranks, by length.
 
-    A row whose advantages are all exactly 0 adds nothing to the loss and the gradient: it is not computed
-    (unless `keep_all`, because the loss has another term), but counts in the loss weight. If all rows of a
-    mini-batch are such, the shortest is kept: the update happens, with gradient 0. The loss weight counts
-    tokens, with `weight_by_row` rows.
+    A row whose advantages are all exactly 0 adds nothing to the loss and the gradient. It is skipped, but
+    counts in the loss weight; with `keep_all` it is kept, for a loss with another term. If a mini-batch has
+    only such rows, the shortest is kept: the update happens, with gradient 0. The loss weight counts tokens,
+    or rows with `weight_by_row`.
     """
     lengths = [len(row.ids) for row in rows]
     result = []
@@ -78,21 +78,21 @@ def shares(
     return result
 
 
-def sent_advantages(row: Trajectory, computed: np.ndarray) -> np.ndarray:
-    """Return the advantages that an environment sent with a row, float32 [L], or the computed ones."""
+def choose_advantages(row: Trajectory, computed: np.ndarray) -> np.ndarray:
+    """Return the advantages sent by an environment, float32 [L], else the computed ones."""
     if row.zero_advantage:
         return np.zeros_like(computed)
-    return sent_or(row.advantages, computed) * row.loss_mask
+    return choose_sent(row.advantages, computed) * row.loss_mask
 
 
-def sent_or(sent: np.ndarray | None, computed: np.ndarray) -> np.ndarray:
+def choose_sent(sent: np.ndarray | None, computed: np.ndarray) -> np.ndarray:
     return computed if sent is None else sent
 
 
-def temperature_column(rows: list[Trajectory], default: float) -> dict[str, list[np.ndarray]]:
-    """Return the column `temperature` of rows, float32 [L] each; none where all were sampled at `default`.
+def make_temperature_column(rows: list[Trajectory], default: float) -> dict[str, list[np.ndarray]]:
+    """Return the column `temperature` of rows, float32 [L] each; {} if all were sampled at `default`.
 
-    A server reports the log-probabilities of greedy tokens, of temperature 0, at temperature 1.
+    Greedy tokens (temperature 0) get temperature 1, at which servers report their log-probabilities.
     """
     if all(row.temperatures is None for row in rows):
         return {}
@@ -103,6 +103,6 @@ def temperature_column(rows: list[Trajectory], default: float) -> dict[str, list
     return {"temperature": [np.where(values > 0, values, np.float32(1.0)) for values in sampled]}
 
 
-def rectangle(rows: list[np.ndarray]) -> torch.Tensor:
-    """Return ragged rows as one tensor [B, T], filled with 0 (false) on the right."""
+def pad_rows(rows: list[np.ndarray]) -> torch.Tensor:
+    """Pad ragged rows with 0 (false) on the right; return one tensor [B, T]."""
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)

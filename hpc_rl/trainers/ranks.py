@@ -1,4 +1,4 @@
-"""Ranks: what the processes of a trainer agree on between collectives of the engine. Nothing is pickled."""
+"""Ranks: exchange of small data among the processes of a trainer. Nothing is pickled."""
 
 import json
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from hpc_rl.core import errors
 from hpc_rl.core.errors import HpcRlError, RoleFailed
 from hpc_rl.engines.base import sum_over_ranks
 
-CHUNK_BYTES = 1 << 28  # of one broadcast: a whole batch may not fit into GPU memory next to the model
+CHUNK_BYTES = 1 << 28  # of one broadcast; a whole batch may not fit into GPU memory in addition to the model
 
 
 class Ranks:
@@ -46,7 +46,7 @@ class Ranks:
         return answer["value"]
 
     def whole(self, mine: dict[int, np.ndarray], lengths: list[int]) -> dict[int, np.ndarray]:
-        """Return the rows of all ranks, float32 [lengths[i]] by row number i, from what each rank has.
+        """Gather the rows of all ranks, float32 [lengths[i]] by row number i.
 
         No two ranks may have the same row.
         """
@@ -56,12 +56,12 @@ class Ranks:
         ends = np.cumsum(lengths)
         for i, row in mine.items():
             flat[ends[i] - lengths[i] : ends[i]] = row
-        tensor = torch.from_numpy(flat).to(_device())
-        dist.all_reduce(tensor)  # all but one of the terms are 0: exact
+        tensor = torch.from_numpy(flat).to(_choose_device())
+        dist.all_reduce(tensor)  # exact: only one term is not 0
         return dict(enumerate(np.split(tensor.cpu().numpy(), ends[:-1])))
 
     def bytes_from_rank0(self, make: Callable[[], bytes | None]) -> bytes | None:
-        """Return what `make` returns on rank 0, as from_rank0 does, for bytes of any size or None."""
+        """As from_rank0, for bytes of any size or None."""
         body: bytes | None = None
 
         def made() -> bool:
@@ -74,17 +74,17 @@ class Ranks:
     def _broadcast(self, body: bytes) -> bytes:
         if self.num == 1:
             return body
-        size = torch.tensor([len(body)], dtype=torch.int64, device=_device())
+        size = torch.tensor([len(body)], dtype=torch.int64, device=_choose_device())
         dist.broadcast(size, src=0)
         whole = bytearray(body if self.rank == 0 else int(size))
         for start in range(0, len(whole), CHUNK_BYTES):
             chunk = memoryview(whole)[start : start + CHUNK_BYTES]
-            part = torch.frombuffer(chunk, dtype=torch.uint8).to(_device())
+            part = torch.frombuffer(chunk, dtype=torch.uint8).to(_choose_device())
             dist.broadcast(part, src=0)
             chunk[:] = part.cpu().numpy().data
         return bytes(whole)
 
 
-def _device() -> str:
+def _choose_device() -> str:
     """Return the device of the process group's tensors."""
     return "cuda" if dist.get_backend() == "nccl" else "cpu"

@@ -1,6 +1,7 @@
-"""Run: one incarnation of a trainer: its position, metrics and timers; how its state is saved and it exits.
+"""The run: one incarnation of a trainer, with its position, metrics, timers, saves, exports and exit.
 
-The loop (loop.py) decides when, this does it for all ranks together; what a step trains is the recipe's.
+It acts for all ranks together. The loop (loop.py) decides the order; the recipe defines the training of a
+step.
 """
 
 import functools
@@ -17,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl import __version__
-from hpc_rl.checkpoint.generation import Manifest, config_hash, scan
+from hpc_rl.checkpoint.generation import Manifest, hash_config, scan
 from hpc_rl.checkpoint.retention import RetentionPolicy
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.core.errors import CannotWrite, ExitCode
 from hpc_rl.core.records import check_newest_lineage
-from hpc_rl.core.trial import Trial, read_json, read_object, submission_of
+from hpc_rl.core.trial import Trial, load_json, load_object, parse_submission
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.engines.base import Engine
 from hpc_rl.stats.idle import MIN_IN_A_ROW, IdleSteps
@@ -36,16 +37,17 @@ from hpc_rl.trainers.start import TrainerContext
 
 logger = logging.getLogger(__name__)
 LOGGED_METRICS = ("reward", "accuracy_delta", "loss", "grad_norm", "lr", "staleness_mean", "step_s")
-ASKED_EVERY_S = 1.0  # a look for a request to save
-TRIM_EVERY_STEPS = 10  # of the batch log, if no generation is saved
+ASKED_EVERY_S = 1.0  # between checks for a request to save
+TRIM_EVERY_STEPS = 10  # between trims of the batch log, if no generations are saved
 LIBRARIES = ("torch", "transformers", "numpy", "safetensors")
 
 
 class Timer:
-    """Fires by epochs, steps or seconds; each of the three counters starts again only when it was due itself.
+    """Fires by epochs, steps or seconds. Each of the three counters restarts only when it fires.
 
-    freq_steps 4 and freq_secs 60: steps 4, 8, 12 … fire, and the first step that ends 60 s after the last one
-    that fired by seconds. Seconds are rank 0's clock. State is what has elapsed, never the frequencies.
+    With freq_steps 4 and freq_secs 60, steps 4, 8, 12 … fire, and also the first step that ends 60 s after
+    the last one that fired by seconds. Seconds are rank 0's clock. The state has elapsed counts, not
+    frequencies.
     """
 
     def __init__(self, frequency: FrequencyConfig, clock: Callable[[], float] = time.monotonic) -> None:
@@ -55,7 +57,7 @@ class Timer:
         self.restore({})
 
     def check(self, epochs: int = 0, steps: int = 1) -> bool:
-        """Count finished epochs and steps; return whether something is due."""
+        """Count finished epochs and steps; return whether the timer fires."""
         self._epochs += epochs
         self._steps += steps
         elapsed = self.state()
@@ -71,7 +73,7 @@ class Timer:
         return {"epochs": self._epochs, "steps": self._steps, "secs": self._clock() - self._since}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state; time without a running trainer does not count."""
+        """Continue from a saved state. Time without a running trainer does not count."""
         self._epochs = int(state.get("epochs", 0))
         self._steps = int(state.get("steps", 0))
         self._since = self._clock() - float(state.get("secs", 0.0))
@@ -79,22 +81,22 @@ class Timer:
 
 @dataclass(kw_only=True)
 class Run(TrainerContext):
-    """A trainer incarnation with its engine: what a recipe and the loop need to know of it."""
+    """A trainer incarnation with its engine, for the recipe and the loop."""
 
     engine: Engine  # initialized, its state loaded
-    lineage: int  # that this incarnation writes
-    step: int  # that it starts from: the loaded generation's, or 0
+    lineage: int  # of this incarnation
+    step: int  # start: the step of the loaded generation, or 0
     sinks: Sinks  # where metrics go; rank 0 only
     stats: Tracker = field(default_factory=Tracker)  # metrics of the current step
-    total_steps: int | None = None  # once the loop knows it
-    evaluation: tuple[int, dict[str, float]] = (-1, {})  # step and numbers of the last one; on rank 0
-    loaded: str = ""  # version of the generation that was loaded; '' after a fresh start
-    owes_evaluation: bool = False  # an evaluation was due, and was postponed by a stop
-    activity: Activity | None = None  # what this process does, for the supervisor; rank 0 only
+    total_steps: int | None = None  # set by the loop
+    evaluation: tuple[int, dict[str, float]] = (-1, {})  # step and numbers of the last evaluation; on rank 0
+    loaded: str = ""  # version of the loaded generation; '' after a fresh start
+    owes_evaluation: bool = False  # a stop postponed an evaluation
+    activity: Activity | None = None  # current activity, for the supervisor; rank 0 only
     idle: IdleSteps = field(default_factory=IdleSteps)  # of this incarnation
     _line_at: float = field(default_factory=time.monotonic)
-    _request: object = None  # id of the last one of `hpc-rl checkpoint now`
-    _look_at: float = 0.0  # for the next one; of the monotonic clock
+    _request: object = None  # id of the last request of `hpc-rl checkpoint now`
+    _look_at: float = 0.0  # time of the next check for one, monotonic clock
 
     def __post_init__(self) -> None:
         recover = self.config.recover
@@ -111,7 +113,7 @@ class Run(TrainerContext):
             self.engine,
             self.ranks,
             self.stopping,
-            tokenizer_folder(self.config),
+            find_tokenizer_folder(self.config),
             lambda: self.does("wait for room", self.step),
         )
         self.exports = Exports(self.trial, self.config, self.writer, self.export_version, self._exports)
@@ -122,7 +124,7 @@ class Run(TrainerContext):
         }
 
     def restore(self, manifest: dict[str, Any]) -> None:
-        """Take the counters of the generation that was loaded."""
+        """Restore the counters of the loaded generation."""
         for name, timer in self.timers.items():
             timer.restore(manifest["timers"].get(name, {}))
         self.owes_evaluation = bool(manifest["timers"].get("owes_evaluation"))
@@ -133,20 +135,23 @@ class Run(TrainerContext):
         return WeightVersion(self.lineage, step)
 
     def export_version(self, step: int) -> str:
-        """Return the version of an export after `step`; for weights that were only loaded, their maker's."""
+        """Return the version of an export after `step`; for loaded weights, their original version."""
         return self.loaded if step == self.step and self.loaded else str(self.version(step))
 
     def does(self, what: str, step: int) -> None:
-        """Report to the supervisor what this rank does now."""
+        """Report the current activity to the supervisor."""
         if self.activity is not None:
             self.activity.does(what, step)
 
     def due(self, recipe: Any, step: int) -> list[bool]:
-        """Return whether to stop, save, evaluate and export after a step: any rank's stop, rank 0's clock."""
+        """Return whether to stop, save, evaluate and export after a step.
+
+        Any rank can request a stop; rank 0's clock decides the rest.
+        """
         epochs = recipe.position(step)[0] - recipe.position(step - 1)[0]
         fired = {name: timer.check(epochs) and self.ranks.rank == 0 for name, timer in self.timers.items()}
         self.settle(recipe)
-        # nothing is saved, so nothing goes back: trained batches may go, except after an earlier generation
+        # without saves no start goes back: remove trained batches, except after an older generation
         if self.config.recover.mode == "disabled" and self.ranks.rank == 0 and step % TRIM_EVERY_STEPS == 0:
             recipe.retain(min((found.step for found in scan(self.trial)), default=step))
         asked = fired["save"] or self._is_save_asked()
@@ -154,20 +159,20 @@ class Run(TrainerContext):
         return self.ranks.any_of(self.stopping.is_set(), saves, fired["evaluate"], fired["export"])
 
     def _is_save_asked(self) -> bool:
-        """Return whether `hpc-rl checkpoint now` asks for a save that was not begun; rank 0 looks, rarely."""
+        """Return whether `hpc-rl checkpoint now` requests a new save. Only rank 0 checks, rarely."""
         if self.ranks.rank != 0 or time.monotonic() < self._look_at:
             return False
         self._look_at = time.monotonic() + ASKED_EVERY_S
         path = self.trial.save_intent
-        # Not by opening it alone: NFS remembers for long that a file was not there.
+        # list the directory first: NFS caches for a long time that a file does not exist
         with suppress(OSError):
             if path.name in os.listdir(path.parent):
-                before, self._request = self._request, read_object(path).get("id")
+                before, self._request = self._request, load_object(path).get("id")
                 return self._request not in (None, before)
         return False
 
     def evaluate(self, recipe: Any, step: int) -> None:
-        """Evaluate now; if the trainer is asked to stop meanwhile, the evaluation is owed."""
+        """Evaluate now. If the trainer must stop meanwhile, the next start repeats the evaluation."""
         self.does("evaluate", step)
         with self.stats.timed("evaluate_s"):
             numbers = recipe.evaluate(step)
@@ -178,7 +183,7 @@ class Run(TrainerContext):
         self.owes_evaluation = self.ranks.any(numbers is None or not kept)
 
     def log(self, step: int) -> None:
-        """Log one line of metrics for the step: what was tracked since the previous line. Raises Stale."""
+        """Log one line with the metrics tracked since the previous line. Raises Stale."""
         self._check_newest()
         self.stats.add("save_s", 0.0)
         now = time.monotonic()
@@ -194,13 +199,15 @@ class Run(TrainerContext):
             row["total_steps"] = self.total_steps
         self.sinks.log(step, row)
         names = [name for name in row if name in LOGGED_METRICS or name.startswith("reward/")]
-        shown = {name: row[name] for name in sorted(names, key=_place) if isinstance(row.get(name), float)}
+        shown = {
+            name: row[name] for name in sorted(names, key=_find_place) if isinstance(row.get(name), float)
+        }
         self._log_info("step %d: %s", step, "  ".join(f"{name} {value:.4g}" for name, value in shown.items()))
         self._line_at = now
         self._warn_of_idle(step, row)
 
     def _warn_of_idle(self, step: int, row: dict[str, float | int | str]) -> None:
-        """Log that nothing has been learned for some steps: for 10, 20, 40 and so on."""
+        """Warn that nothing was learned for 10, 20, 40 and so on steps in a row."""
         self.idle.add(step, row)
         times, rest = divmod(self.idle.in_a_row, MIN_IN_A_ROW)
         if times and not rest and times.bit_count() == 1 and self.ranks.rank == 0:
@@ -209,8 +216,8 @@ class Run(TrainerContext):
     def save(self, recipe: Any, step: int, last: bool = False) -> None:
         """Save a generation, unless the mode forbids it or it exists; then apply retention.
 
-        The last one is waited for. With `recover.async_save` the others are written while training continues;
-        one that is due while another is in flight follows it.
+        Waits for the last generation. With `recover.async_save` the others are written while training
+        continues; a save that is due during another save follows it.
         """
         if self.config.recover.mode == "disabled":
             return
@@ -227,7 +234,7 @@ class Run(TrainerContext):
             self.settle(recipe, waits)
 
     def settle(self, recipe: Any, wait: bool = False) -> None:
-        """Finish a save in flight if it is written, and release the batches that only older ones needed."""
+        """Finish a save in flight if it is written; release batches that only removed generations needed."""
         oldest = self.saving.settle(wait)
         if oldest is not None and self.ranks.rank == 0:
             recipe.retain(oldest)
@@ -241,10 +248,10 @@ class Run(TrainerContext):
             lineage=self.lineage,
             attempt=self.attempt.id,
             incarnation=self.incarnation,
-            submission=submission_of(self.attempt.id),
+            submission=parse_submission(self.attempt.id),
             version=str(self.version(step)),
             num_ranks=self.ranks.num,
-            config_hash=config_hash(read_json(self.trial.config_json) or {}),
+            config_hash=hash_config(load_json(self.trial.config_json) or {}),
             epoch=epoch,
             cursor=cursor,
             data=self.data,
@@ -253,17 +260,17 @@ class Run(TrainerContext):
             counters=self.engine.counters(),
             stats=self.sinks.state(),
             metrics=numbers if evaluated == step else {},
-            versions=versions(self.trial),
+            versions=list_versions(self.trial),
         )
 
     def is_done(self, total: int) -> bool:
-        """Whether an earlier start finished these `total` steps: its final export has the loaded version."""
+        """Return whether an earlier start finished `total` steps: the final export has the loaded version."""
         record = self.exports.record("final") or {}
         exported = record.get("step") == total and record.get("version") == self.loaded
         return self.step >= total and self.ranks.any(self.ranks.rank == 0 and exported)
 
     def finish(self, recipe: Any, step: int) -> ExitCode:
-        """Exit after the final export. A failed last save is tried once more, then recorded."""
+        """Exit after the final export. Retries a failed last save once, then records the failure."""
         if self.saving.problem:
             self.save(recipe, step, last=True)
         if self.saving.problem and self.ranks.rank == 0:
@@ -275,7 +282,7 @@ class Run(TrainerContext):
         return ExitCode.DONE
 
     def stop(self, recipe: Any, step: int) -> ExitCode:
-        """Exit at the boundary after `step`, with its state saved; before the first step there is none."""
+        """Exit after `step` and save its state; before the first step there is nothing to save."""
         if step == 0 and self.saving.newest < 0:
             self._log_info("asked to stop before the first step: there is nothing to save")
             return ExitCode.STOPPED
@@ -300,24 +307,24 @@ class Run(TrainerContext):
             logger.info(text, *values)
 
 
-def _place(name: str) -> int:
-    """Return the place of a metric in the line of a step: parts of the reward come after it."""
+def _find_place(name: str) -> int:
+    """Return the sort key of a metric in the log line; parts of the reward follow it."""
     return LOGGED_METRICS.index(name.partition("/")[0])
 
 
 @functools.cache
-def versions(trial: Trial) -> dict[str, str]:
-    """Return the versions of the code and of the libraries that make the state."""
+def list_versions(trial: Trial) -> dict[str, str]:
+    """Return the versions of the code and of the libraries that affect the state."""
     found = {"hpc_rl": __version__, "python": platform.python_version()}
     for name in LIBRARIES:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    commit = ((read_json(trial.provenance_json) or {}).get("git") or {}).get("commit")
+    commit = ((load_json(trial.provenance_json) or {}).get("git") or {}).get("commit")
     return {**found, **({"commit": commit} if commit else {})}
 
 
-def tokenizer_folder(config: Config) -> Path:
+def find_tokenizer_folder(config: Config) -> Path:
     model = config.model if hasattr(config, "model") else config.actor
     return Path(config.tokenizer_path or model.path).expanduser()

@@ -1,9 +1,9 @@
-"""Saving: how all ranks write a generation together, while the loop waits or while it continues.
+"""Saves generations on all ranks together, while the loop waits or continues.
 
-A thread of each rank writes that rank's snapshot; rank 0's thread then waits for the files of the others and
+A thread of each rank writes the rank's snapshot; rank 0's thread then waits for the files of the others and
 commits. At most one save is in flight. Ranks exchange their outcomes in `settle`, on the main thread: a save
-that fails on one rank is called off on all. A failed save is reported loudly and training continues: earlier
-generations are whole, the partial one is removed, and the next save that is due tries again.
+that fails on one rank is canceled on all. A failed save is logged as an error and training continues: earlier
+generations are complete, the partial one is removed, and the next due save tries again.
 """
 
 import logging
@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from hpc_rl.checkpoint.generation import Commit, Manifest, room_problem
+from hpc_rl.checkpoint.generation import Commit, Manifest, find_room_problem
 from hpc_rl.checkpoint.retention import Holds, RetentionPolicy, retain
 from hpc_rl.core.checked_file import Abandoned
 from hpc_rl.core.errors import CannotWrite
@@ -28,17 +28,17 @@ POLL_S = (0.02, 1.0)  # first and longest pause between checks for the other ran
 
 @dataclass
 class PendingSave:
-    """One save: what this rank's thread does, and how far it is."""
+    """The progress of one save on this rank."""
 
     commit: Commit
     manifest: Manifest | None  # rank 0 only
     snapshot: Snapshot
     started: float = field(default_factory=time.monotonic)
     cancel: threading.Event = field(default_factory=threading.Event)
-    written: threading.Event = field(default_factory=threading.Event)  # this rank's part is over or failed
+    written: threading.Event = field(default_factory=threading.Event)  # this rank's part is written or failed
     ended: threading.Event = field(default_factory=threading.Event)
     committed: bool = False
-    oldest: int = 0  # step of the oldest generation that retention left
+    oldest: int = 0  # step of the oldest generation after retention
     took_s: float = 0.0
     error: Exception | None = None
 
@@ -53,13 +53,13 @@ class Saving:
     engine: Engine
     ranks: Ranks
     policy: RetentionPolicy
-    newest: int = -1  # step of the newest committed generation, -1 if there is none
-    problem: str = ""  # why the newest save failed; '' if it did not
+    newest: int = -1  # step of the newest committed generation, or -1
+    problem: str = ""  # why the newest save failed; '' if it succeeded
     num_failed: int = 0  # saves in a row that failed
     owed: bool = False  # a save was due while another was in flight
     _job: PendingSave | None = None
     _last: bool = False
-    _known: dict[str, str] = field(default_factory=dict)  # what retention has read: version -> problem
+    _known: dict[str, str] = field(default_factory=dict)  # results of retention's checks: version -> problem
 
     def __post_init__(self) -> None:
         self._holds = Holds(self.trial)
@@ -67,8 +67,8 @@ class Saving:
     def start(self, step: int, manifest: Callable[[], Manifest], copied: bool, last: bool = False) -> None:
         """Begin to save the state after `step`; `settle` finishes it. Collective.
 
-        No other save may be in flight.
-        If not `copied`, the live tensors are written: settle before the next update. `last`: no step follows.
+        No other save may be in flight. If not `copied`, the live tensors are written: settle before the next
+        update. `last`: no step follows.
         """
         assert self._job is None, "one save at a time"
         self.owed, self._last = False, last
@@ -84,9 +84,9 @@ class Saving:
     def settle(self, wait: bool) -> int | None:
         """Finish the save in flight if it is written. Collective.
 
-        Returns the step of the oldest generation kept, once one was committed. Returns None while it is
-        written (unless `wait`), after a failure, and if nothing is in flight. An error that is not the disk's
-        is raised on every rank.
+        Returns the step of the oldest kept generation after a commit. Returns None while the save is being
+        written (unless `wait`), after a failure, and without a save in flight. Errors other than OSError are
+        raised on every rank.
         """
         job = self._job
         if job is None:
@@ -113,14 +113,14 @@ class Saving:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save was started and not settled."""
+        """Whether a save was started and is not settled."""
         return self._job is not None
 
     def _make_room(self, commit: Commit, size: int) -> str:
-        """Make the folder to write into; return why that is not possible, or ''."""
+        """Make the folder for a save; return '' or the problem."""
         try:
             self.trial.recover.mkdir(exist_ok=True)
-            if problem := room_problem(self.trial, size):
+            if problem := find_room_problem(self.trial, size):
                 return problem
             commit.begin()
         except OSError as error:
@@ -129,10 +129,10 @@ class Saving:
 
     def _work(self, job: PendingSave) -> None:
         try:
-            # a listing drops what NFS remembers of names that were not there
+            # a listing refreshes NFS's cache of missing names
             os.listdir(job.commit.folder.parent)
             files = job.snapshot.write(job.commit.folder, job.cancel)
-            job.commit.rank_done(self.ranks.rank, files)
+            job.commit.record_rank(self.ranks.rank, files)
             job.written.set()
             if job.manifest is not None:
                 self._commit(job, job.manifest)
@@ -145,7 +145,7 @@ class Saving:
 
     def _commit(self, job: PendingSave, manifest: Manifest) -> None:
         pause_s, longest_s = POLL_S
-        while job.commit.missing_ranks(self.ranks.num):
+        while job.commit.list_missing_ranks(self.ranks.num):
             if job.cancel.wait(pause_s):
                 raise Abandoned
             pause_s = min(longest_s, 2 * pause_s)
@@ -153,7 +153,7 @@ class Saving:
         job.commit.commit(manifest)
         try:
             job.oldest = retain(self.trial, self.policy, self._holds, self._known)
-        except OSError as error:  # the generation is committed; the next save removes what is surplus
+        except OSError as error:  # the generation is committed; the next save removes the surplus
             logger.warning("older checkpoints could not be removed: %s", error)
         job.committed = True
 

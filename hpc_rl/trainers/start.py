@@ -1,4 +1,4 @@
-"""Start: from which state a trainer incarnation continues; decided, recorded and prepared by rank 0."""
+"""The start of a trainer incarnation: rank 0 decides, records and prepares the state to continue from."""
 
 import logging
 import threading
@@ -9,7 +9,7 @@ from typing import Any
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Decision, Situation
-from hpc_rl.checkpoint.lineage import next_lineage, withdraw
+from hpc_rl.checkpoint.lineage import create_lineage, withdraw
 from hpc_rl.checkpoint.start_facts import decide_start
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.options.operations import RecoverConfig
@@ -25,7 +25,7 @@ from hpc_rl.core.errors import (
     RoleFailed,
 )
 from hpc_rl.core.node_copies import NodeCopies
-from hpc_rl.core.records import JobRecord, read_lineages
+from hpc_rl.core.records import JobRecord, load_lineages
 from hpc_rl.core.trial import Attempt, Trial
 from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.engines.base import Engine
@@ -45,7 +45,7 @@ REFUSALS: dict[int, type[HpcRlError]] = {
 
 @dataclass(kw_only=True)
 class TrainerContext:
-    """One trainer incarnation and what it was given; every rank has one."""
+    """The inputs of a trainer incarnation. Every rank has one."""
 
     trial: Trial
     attempt: Attempt
@@ -53,29 +53,29 @@ class TrainerContext:
     config: Config  # in force
     tokens: dict[str, str]
     names: NameResolve
-    train: Train  # the engine and its mesh, as the allocation names them
+    train: Train  # the engine and its mesh, from the allocation
     device: str  # of this rank
     ranks: Ranks
-    stopping: threading.Event  # set when this process is asked to stop
+    stopping: threading.Event  # set when this process must stop
     copies: NodeCopies = field(default_factory=NodeCopies)
     is_one_node: bool = True  # all ranks run on one node
     data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the training rows; {} if not taken
 
 
 def begin(start: TrainerContext) -> dict[str, Any]:
-    """Decide, set aside what must not be loaded, and open the next lineage. Rank 0 only.
+    """Decide on the state to load, set aside unwanted generations, and open the next lineage. Rank 0 only.
 
     Returns {"lineage", "step", "manifest"}; the manifest is None for a fresh start. Raises ConfigError,
-    NothingToResume or GivenUp, with the reason, if nothing may start.
+    NothingToResume or GivenUp, with the reason, if no start is possible.
     """
     trial, attempt, recover = start.trial, start.attempt, start.config.recover
-    first_mode, wanted, new_batches = first_start(trial, attempt, recover)
+    first_mode, wanted, new_batches = find_first_start(trial, attempt, recover)
     asked = Situation(recover.mode, first_mode, retries=recover.retries, wanted=wanted)
     decision, unwanted = decide_start(trial, attempt, start.incarnation, asked)
     logger.info("%s", decision.reason)
     if decision.action in ("refuse", "end"):
         raise REFUSALS.get(decision.exit_code, GivenUp)(decision.reason)
-    manifest = _manifest(trial, decision)
+    manifest = _load_manifest(trial, decision)
     if manifest is not None:
         when = f"checkpoint {manifest['step']} was made"
         check_same_rows(start.config.train_dataset.path, manifest["data"], start.data, when)
@@ -86,20 +86,20 @@ def begin(start: TrainerContext) -> dict[str, Any]:
             raise GivenUp(
                 f"can't continue from checkpoint {decision.step}, and nothing was set aside: {error}"
             ) from error
-    for found in unwanted:  # before the lineage: a kill in between finds the same first start again
-        generation.set_aside(found.path, found.problem, asked=bool(decision.set_aside))
+    for found in unwanted:  # before the new lineage, so the decision is the same after a kill here
+        generation.move_aside(found.path, found.problem, asked=bool(decision.set_aside))
     generation.clear_leftovers(trial)
     disk.clear_leftovers(trial)
     exports.repair(trial.exports)
-    record = next_lineage(trial, attempt, start.incarnation, decision, new_batches)
+    record = create_lineage(trial, attempt, start.incarnation, decision, new_batches)
     return {"lineage": record.lineage, "step": record.from_step, "manifest": manifest}
 
 
 def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> dict[str, Any]:
-    """Load what `begin` chose; set aside a damaged generation, and load what is chosen then. Collective.
+    """Load the generation that `begin` chose; if it is damaged, set it aside and choose again. Collective.
 
-    Returns what training begins from, in the form of `begin`. The engine is made anew if a damaged generation
-    may have been loaded in part and the start is fresh.
+    Returns the loaded state, in the form of `begin`. If the start is fresh after a damaged generation was
+    partly loaded, initializes the engine again.
     """
     while begun["manifest"] is not None:
         manifest, folder = begun["manifest"], start.trial.generation(begun["step"])
@@ -113,7 +113,7 @@ def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> 
             logger.error("checkpoint %d can't be loaded: %s", begun["step"], problem)
         if not start.ranks.any(bool(problem)):
             return begun
-        problem = problem or "a file that another rank reads is not what was written; its log names it"
+        problem = problem or "another rank read a damaged file; its log names the file"
         lineage = begun["lineage"]
         begun = start.ranks.from_rank0(partial(_walk_back, start, lineage, folder, problem))
         if begun["manifest"] is None:
@@ -122,14 +122,14 @@ def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> 
 
 
 def _walk_back(start: TrainerContext, lineage: int, folder: Path, problem: str) -> dict[str, Any]:
-    # its lineage has made nothing: no version was labelled with it
-    generation.set_aside(folder, problem)
+    # the lineage has produced no version yet, so it can be removed
+    generation.move_aside(folder, problem)
     withdraw(start.trial, lineage)
     return begin(start)
 
 
 def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
-    """Raise RoleFailed if the schedule or the optimizer differs from the position in the manifest."""
+    """Raise RoleFailed if the schedule or the optimizer is not at the position in the manifest."""
     expected = manifest.get("counters") or {}
     found = engine.counters()
     for name in sorted(name for name in expected if expected[name] != found.get(name)):
@@ -138,17 +138,18 @@ def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
         )
 
 
-def first_start(trial: Trial, attempt: Attempt, recover: RecoverConfig) -> tuple[str, int | None, bool]:
+def find_first_start(trial: Trial, attempt: Attempt, recover: RecoverConfig) -> tuple[str, int | None, bool]:
     """Return the mode of the submission's first start, the step of its `--from`, and whether batches are new.
 
-    The mode is `resume` after `hpc-rl recover`. Later starts of a submission replay what the first one made.
+    The mode is `resume` after `hpc-rl recover`. Later starts of a submission replay the first start's
+    batches.
     """
     job = JobRecord.read(trial.job(attempt.job_id)) or JobRecord(job_id=attempt.job_id)
-    is_first = all(record.submission != attempt.job_id for record in read_lineages(trial))
+    is_first = all(record.submission != attempt.job_id for record in load_lineages(trial))
     return job.start_mode or recover.mode, job.from_step, job.new_batches and is_first
 
 
-def _manifest(trial: Trial, decision: Decision) -> dict[str, Any] | None:
+def _load_manifest(trial: Trial, decision: Decision) -> dict[str, Any] | None:
     if decision.action == "fresh":
         return None
     found = generation.check(trial.generation(decision.step or 0))

@@ -1,6 +1,6 @@
-"""Supervised training: SFT and reward models share one recipe. What differs is a SupervisedTask.
+"""Supervised training: SFT and reward models share one recipe; a SupervisedTask defines the differences.
 
-Batch k is a pure function of (seed, k): a resumed run sees what an uninterrupted one sees.
+Batch k is a pure function of (seed, k), so a resumed run gets the same batches as an uninterrupted one.
 """
 
 import math
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from hpc_rl.config.options.dataset import DatasetConfig
-from hpc_rl.config.options.experiment import RWConfig, SFTConfig, total_steps
+from hpc_rl.config.options.experiment import RWConfig, SFTConfig, count_steps
 from hpc_rl.datasets.encode import load_pairs, load_sequences
 from hpc_rl.datasets.order import locate
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -21,20 +21,20 @@ from hpc_rl.engines.shared.packing import balance
 from hpc_rl.trainers.run import Run
 
 Row = tuple[np.ndarray, np.ndarray]
-NEARLY_GREEDY = 1e-6  # temperature at which the most probable token has all of the probability
+NEARLY_GREEDY = 1e-6  # temperature at which the most probable token has probability 1
 
 
 @dataclass(frozen=True)
 class SupervisedTask:
-    """What one kind of supervised training makes of its rows."""
+    """The functions of one kind of supervised training."""
 
-    load: Callable[[DatasetConfig, Tokenizer], Any]  # reads a dataset into rows with a fingerprint
+    load: Callable[[DatasetConfig, Tokenizer], Any]  # loads a dataset as rows with a fingerprint
     num_tokens: Callable[[Row], int]
-    encode: Callable[[list[Row]], Sequences]  # rows as sequences for the engine
-    loss: LossFn  # of a micro-batch of these
-    weight: Callable[[list[Row]], int]  # what the sum of the loss over a batch is divided by
-    means: dict[str, str]  # metric -> sum of the loss function that is divided by the number of rows
-    evaluate: Callable[[Engine, Sequences], dict[str, float]]  # metrics of held-out rows. Collective
+    encode: Callable[[list[Row]], Sequences]  # converts rows to sequences for the engine
+    loss: LossFn  # of a micro-batch of these sequences
+    weight: Callable[[list[Row]], int]  # divisor of the loss over a batch
+    means: dict[str, str]  # metric -> sum from the loss function, to be divided by the number of rows
+    evaluate: Callable[[Engine, Sequences], dict[str, float]]  # metrics of held-out rows; collective
 
 
 class SupervisedRecipe:
@@ -47,7 +47,7 @@ class SupervisedRecipe:
         self.rows = rows
         self.held_out = held_out
         self.config = run.config
-        self.total_steps = total_steps(run.config, len(rows))
+        self.total_steps = count_steps(run.config, len(rows))
 
     def batch(self, step: int) -> list[Row]:
         dataset, seed = self.config.train_dataset, self.config.seed
@@ -65,10 +65,10 @@ class SupervisedRecipe:
             stats.value(name, sums[name])
 
     def publish(self, step: int) -> None:
-        """No server generates with these weights."""
+        """Do nothing: no server generates with these weights."""
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
-        """Evaluate on the held-out rows, into the step's line of metrics; none before the first step."""
+        """Evaluate on the held-out rows; add the metrics to the step's line. Not before the first step."""
         if self.held_out is None or step == 0:
             return {}
         numbers = self.task.evaluate(self.run.engine, self._share(self.held_out))
@@ -80,11 +80,11 @@ class SupervisedRecipe:
         return divmod(step * self.config.train_dataset.batch_size, len(self.rows))
 
     def frontier(self, step: int) -> dict[str, int]:
-        """There is no batch log: batches follow from the step."""
+        """Return {}: batches follow from the step, so there is no batch log."""
         return {}
 
     def retain(self, step: int) -> None:
-        """No data is kept for a generation."""
+        """Do nothing: generations need no other data."""
 
     def _share(self, rows: list[Row]) -> Sequences:
         """Return the rows of this data rank, balanced by length."""
@@ -93,20 +93,20 @@ class SupervisedRecipe:
         return self.task.encode([rows[i] for i in shares[mesh.data_rank]])
 
 
-def sequences(rows: list[Row]) -> Sequences:
+def make_sequences(rows: list[Row]) -> Sequences:
     """Encode (ids int32 [L], loss_mask bool [L]) rows."""
     return Sequences([ids for ids, _ in rows], {"loss_mask": [mask for _, mask in rows]})
 
 
-def sequence_loss(batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def compute_sequence_loss(batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of the negative log-likelihood over the masked tokens, and their number."""
     mask_T = batch.columns_T["loss_mask"]
     loss_T = -torch.where(mask_T, batch.logprobs_T, torch.zeros_like(batch.logprobs_T))
     return loss_T.sum(), {"num_tokens": mask_T.sum()}
 
 
-def held_out_loss(engine: Engine, rows: Sequences) -> dict[str, float]:
-    """Return the mean negative log-likelihood of completion tokens, and the share that are the most probable.
+def evaluate_loss(engine: Engine, rows: Sequences) -> dict[str, float]:
+    """Return the mean negative log-likelihood of completion tokens, and the share of most probable tokens.
 
     Collective.
     """
@@ -120,36 +120,36 @@ def held_out_loss(engine: Engine, rows: Sequences) -> dict[str, float]:
     return {"eval_loss": total / max(1.0, count), "eval_token_accuracy": right / max(1.0, count)}
 
 
-def pairs(rows: list[Row]) -> Sequences:
-    """Encode (chosen ids, rejected ids) rows, int32, in turn; each sequence is scored at its last token."""
+def make_pairs(rows: list[Row]) -> Sequences:
+    """Encode (chosen ids, rejected ids) rows, int32, alternately; scores are at the last tokens."""
     ids = [sequence for row in rows for sequence in row]
     return Sequences(ids, {"loss_mask": [np.arange(len(row)) == len(row) - 1 for row in ids]})
 
 
-def pair_loss(batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    return pairwise_loss(batch.logprobs_T[batch.columns_T["loss_mask"]].reshape(-1, 2))
+def compute_pair_loss(batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    return compute_pairwise_loss(batch.logprobs_T[batch.columns_T["loss_mask"]].reshape(-1, 2))
 
 
-def pairwise_loss(scores_P2: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def compute_pairwise_loss(scores_P2: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Return the sum of -log sigmoid(chosen - rejected) over pairs of scores, float32 [P, 2].
 
-    Also reports how many pairs are in order, and the sum of their margins. Bradley and Terry, "Rank Analysis
-    of Incomplete Block Designs", 1952; as a loss of reward models in Ouyang et al., arXiv 2203.02155,
-    equation 1.
+    Also reports the number of correctly ordered pairs and the sum of the margins. Bradley and Terry, "Rank
+    Analysis of Incomplete Block Designs", 1952; as a loss of reward models in Ouyang et al., arXiv
+    2203.02155, equation 1.
     """
     margin_P = scores_P2[:, 0] - scores_P2[:, 1]
     sums = {"num_correct": (margin_P > 0).sum(), "margin": margin_P.detach().sum()}
     return -torch.nn.functional.logsigmoid(margin_P).sum(), sums
 
 
-def held_out_preferences(engine: Engine, rows: Sequences) -> dict[str, float]:
+def evaluate_preferences(engine: Engine, rows: Sequences) -> dict[str, float]:
     """Return the mean Bradley-Terry loss, and the share of pairs whose chosen sequence scores higher.
 
     Collective.
     """
     scored = zip(engine.logprobs(rows, 1.0), rows.columns["loss_mask"], strict=True)
     scores_P2 = torch.tensor([float(scores[mask].sum()) for scores, mask in scored]).reshape(-1, 2)
-    loss, sums = pairwise_loss(scores_P2)
+    loss, sums = compute_pairwise_loss(scores_P2)
     numbers = [float(loss), float(sums["num_correct"]), float(len(scores_P2))]
     total, correct, count = sum_over_data_ranks(engine.mesh, numbers)
     return {"eval_loss": total / max(1.0, count), "eval_accuracy": correct / max(1.0, count)}
@@ -158,18 +158,18 @@ def held_out_preferences(engine: Engine, rows: Sequences) -> dict[str, float]:
 SFT = SupervisedTask(
     load=load_sequences,
     num_tokens=lambda row: len(row[0]),
-    encode=sequences,
-    loss=sequence_loss,
+    encode=make_sequences,
+    loss=compute_sequence_loss,
     weight=lambda rows: sum(int(mask.sum()) for _, mask in rows),
     means={},
-    evaluate=held_out_loss,
+    evaluate=evaluate_loss,
 )
 REWARD_MODEL = SupervisedTask(
     load=load_pairs,
     num_tokens=lambda row: len(row[0]) + len(row[1]),
-    encode=pairs,
-    loss=pair_loss,
+    encode=make_pairs,
+    loss=compute_pair_loss,
     weight=len,
     means={"accuracy": "num_correct", "margin": "margin"},
-    evaluate=held_out_preferences,
+    evaluate=evaluate_preferences,
 )

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from hpc_rl.core.errors import CannotWrite, SchedulerError
 from hpc_rl.core.files import is_full
-from hpc_rl.core.trial import Trial, account, write_json
+from hpc_rl.core.trial import Trial, find_account_name, write_json
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.status.scheduler_view import query, scheduler_of
-from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
-from hpc_rl.supervise.server_array import jobs_of, read_arrays
+from hpc_rl.status.scheduler_view import make_job_scheduler, query
+from hpc_rl.status.submitted_jobs import TrialJob, load_jobs
+from hpc_rl.supervise.server_array import list_server_jobs, load_arrays
 
 POLL_S = 1.0  # of files
 
@@ -41,7 +41,7 @@ def cancel(trial: Trial, now: bool = False) -> list[CancelledJob]:
 
     Raises CannotWrite, or SchedulerError where a scheduler failed; every request is recorded then.
     """
-    jobs = read_jobs(trial)
+    jobs = load_jobs(trial)
     done: list[CancelledJob] = []
     problems: list[str] = []
     for job in jobs:  # a failure must not keep the request from the next one
@@ -62,12 +62,12 @@ def cancel(trial: Trial, now: bool = False) -> list[CancelledJob]:
 def _cancel_servers(trial: Trial, cluster: str) -> list[CancelledJob]:
     """Cancel the server arrays of all submissions; they hold no state. Raises SchedulerError."""
     done = []
-    for array in read_arrays(trial):
+    for array in load_arrays(trial):
         job = TrialJob(array.job_id, native_id=array.job_id, scheduler="slurm", cluster=cluster)
         if all(task.state == "ended" for task in array.tasks) and array.tasks:
             continue
-        scheduler = scheduler_of(trial, job)
-        for job_id in jobs_of(trial, array):
+        scheduler = make_job_scheduler(trial, job)
+        for job_id in list_server_jobs(trial, array):
             scheduler.cancel(job_id)
         done.append(CancelledJob(job, CancelOutcome.SERVERS, None))
     return done
@@ -75,8 +75,10 @@ def _cancel_servers(trial: Trial, cluster: str) -> list[CancelledJob]:
 
 def _cancel(trial: Trial, job: TrialJob, now: bool) -> CancelledJob:
     try:
-        scheduler = scheduler_of(trial, job)
-        state = scheduler.states([job.native_id]).get(job.native_id, JobState(job.native_id, State.UNKNOWN))
+        scheduler = make_job_scheduler(trial, job)
+        state = scheduler.query_states([job.native_id]).get(
+            job.native_id, JobState(job.native_id, State.UNKNOWN)
+        )
     except SchedulerError as error:
         write_request(trial, job, now)
         raise SchedulerError(
@@ -99,7 +101,7 @@ def _cancel(trial: Trial, job: TrialJob, now: bool) -> CancelledJob:
 
 def write_request(trial: Trial, job: TrialJob, now: bool) -> None:
     """Record that the user cancels a job. Raises CannotWrite."""
-    request = {"time": time.time(), "user": account(), "host": socket.gethostname(), "now": now}
+    request = {"time": time.time(), "user": find_account_name(), "host": socket.gethostname(), "now": now}
     path = trial.cancel_intent(job.job_id)
     try:
         path.parent.mkdir(exist_ok=True)
@@ -119,7 +121,7 @@ def wait_until_over(trial: Trial, job: TrialJob, timeout_s: float) -> JobState |
     """
     deadline, since = time.monotonic() + timeout_s, time.time()
     while True:
-        if any(now.job_id == job.job_id and now.over for now in read_jobs(trial)):
+        if any(now.job_id == job.job_id and now.over for now in load_jobs(trial)):
             return JobState(job.job_id, State.UNKNOWN, reason="its script has ended")
         answer = query(trial, since, patience_s=0.0)
         state = answer.states.get(job.job_id)

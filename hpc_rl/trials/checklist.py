@@ -1,9 +1,8 @@
 """The one list of checks of a set-up. `check`, `submit`, `submit --dry_run` and `doctor` run it.
 
-CHECKS is in the order in which a submission happens. A check gets the subject, as far as the checks before it
-have made it: the adapted configuration, the plan, what that needs, the scripts. It yields refusals and notes,
-or raises one of the errors of this package, whose lines count one by one. All that is wrong is reported at
-once.
+CHECKS has the order of a submission. Each check reads and extends the subject: the adapted configuration, the
+plan, its needs, the scripts. It yields refusals and notes, or raises an error of this package; each line of
+the error counts as a refusal. All refusals are reported at once.
 """
 
 import dataclasses
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.load.stored import Loaded
-from hpc_rl.config.options.experiment import has_own_prompts, total_steps
-from hpc_rl.config.rules.check import RulesRefuse, check, with_origins
+from hpc_rl.config.options.experiment import count_steps, has_own_prompts
+from hpc_rl.config.rules.check import RulesRefuse, append_origins, check
 from hpc_rl.core.errors import ConfigError, DoesNotFit, ExitCode, HpcRlError, SchedulerError
 from hpc_rl.core.trial import Trial
 from hpc_rl.datasets.rows import count_rows
@@ -67,7 +66,7 @@ class Planned:
 
 
 class Stage(enum.Enum):
-    """What a check needs beside the configuration."""
+    """The requirement of a check besides the configuration."""
 
     OPTIONS = enum.auto()  # nothing
     HERE = enum.auto()  # models, data and code that this machine sees
@@ -81,12 +80,12 @@ class Stage(enum.Enum):
 
 ALL = frozenset(Stage)
 OF_A_PLAN = frozenset({Stage.OPTIONS, Stage.HERE, Stage.PYTHONS})
-WITHOUT_A_PLAN = frozenset({Stage.HERE})  # what can be said about a configuration that lacks options
+WITHOUT_A_PLAN = frozenset({Stage.HERE})  # checks of a configuration that lacks options
 
 
 @dataclass
 class Subject:
-    """What the checks look at."""
+    """The object of the checks."""
 
     loaded: Loaded
     scheduler: str
@@ -105,7 +104,7 @@ class Subject:
 
     @property
     def trial(self) -> Trial:
-        return submission.trial_of(self.loaded.config)
+        return submission.make_trial(self.loaded.config)
 
     @property
     def planned(self) -> Planned | None:
@@ -120,7 +119,7 @@ FIX = "correct the option."
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the list; `fix` is what to do if it refuses, for `hpc-rl doctor`."""
+    """One row of the list; `fix` is the advice of `hpc-rl doctor` after a refusal."""
 
     name: str
     stage: Stage
@@ -131,12 +130,12 @@ class Check:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the checks found, and the plan that a submission would use: None if no plan can be made."""
+    """The results of the checks, and the plan of a submission: None if no plan can be made."""
 
     results: list[CheckResult]
     planned: Planned | None
     start: FirstStart | None
-    of_scripts: list[CheckResult]  # those of the results that are about the scripts and the cluster
+    of_scripts: list[CheckResult]  # results about the scripts and the cluster
 
     @property
     def refusals(self) -> list[CheckResult]:
@@ -221,54 +220,54 @@ def _check_batch(subject: Subject) -> Iterator[Refusal]:
     num_rows = count_rows(rows.path, rows.batch_size)
     if num_rows is None or num_rows >= rows.batch_size:
         return
-    total_steps(config, num_rows)
+    count_steps(config, num_rows)
     why = f"{rows.path} has {num_rows} rows, so each batch has some of them several times"
     yield Refusal(option="train_dataset.batch_size", value=rows.batch_size, why=why, is_note=True)
 
 
 def _check_trainer(subject: Subject) -> Iterator[Finding]:
-    config, plan = subject.loaded.config, _plan(subject)
-    yield from _of_problems("torch", preflight.check_interpreter(config, plan, "trainer"))
+    config, plan = subject.loaded.config, _require_plan(subject)
+    yield from _report_problems("torch", preflight.check_interpreter(config, plan, "trainer"))
     yield from interpreters.check_trainer(config, plan)
 
 
 def _check_servers(subject: Subject, library: str) -> Iterator[Finding]:
-    config, plan = subject.loaded.config, _plan(subject)
+    config, plan = subject.loaded.config, _require_plan(subject)
     if any(pool.backend == library for pool in plan.pools):
-        yield from _of_problems(library, preflight.check_interpreter(config, plan, "server"))
+        yield from _report_problems(library, preflight.check_interpreter(config, plan, "server"))
         yield from interpreters.check_servers(config, plan, library)
 
 
 def _check_megatron(subject: Subject) -> None:
-    preflight.refuse_missing_engine(_plan(subject))
+    preflight.refuse_missing_engine(_require_plan(subject))
 
 
 def _check_libraries(subject: Subject) -> Iterator[Refusal]:
-    return interpreters.check_libraries(subject.loaded.config, _plan(subject))
+    return interpreters.check_libraries(subject.loaded.config, _require_plan(subject))
 
 
 def _adapt_attention(subject: Subject) -> None:
-    subject.loaded = preflight.with_attention(subject.loaded, _plan(subject))
+    subject.loaded = preflight.adapt_attention(subject.loaded, _require_plan(subject))
 
 
 def _check_mpi(subject: Subject) -> None:
-    subject.loaded = preflight.with_mpi(subject.loaded, _plan(subject), subject.scheduler)
+    subject.loaded = preflight.adapt_mpi(subject.loaded, _require_plan(subject), subject.scheduler)
 
 
 def _check_modules(subject: Subject) -> Iterator[CheckResult]:
-    return _of_problems("modules", preflight.check_modules(subject.loaded.config))
+    return _report_problems("modules", preflight.check_modules(subject.loaded.config))
 
 
 def _check_address(subject: Subject) -> Iterator[CheckResult]:
-    return _of_problems("address", preflight.check_address(subject.loaded.config, subject.scheduler))
+    return _report_problems("address", preflight.check_address(subject.loaded.config, subject.scheduler))
 
 
 def _check_gpus(subject: Subject) -> Iterator[CheckResult]:
-    return _of_problems("gpus", preflight.check_gpus(subject.loaded.config, subject.scheduler))
+    return _report_problems("gpus", preflight.check_gpus(subject.loaded.config, subject.scheduler))
 
 
 def _check_local_dir(subject: Subject) -> Iterator[CheckResult]:
-    return _of_problems("local dir", preflight.check_local_dir(subject.loaded.config, subject.scheduler))
+    return _report_problems("local dir", preflight.check_local_dir(subject.loaded.config, subject.scheduler))
 
 
 def _check_sandbox(subject: Subject) -> Iterator[CheckResult]:
@@ -276,16 +275,16 @@ def _check_sandbox(subject: Subject) -> Iterator[CheckResult]:
 
 
 def _check_memory(subject: Subject) -> Iterator[CheckResult]:
-    """Estimate what the trial needs; refuse what can't hold it."""
-    config, plan = subject.loaded.config, _plan(subject)
-    known = needs.known_models(config)
-    subject.needs = needs.needs_of(config, plan, known, subject.scheduler, subject.counts_rows)
+    """Estimate the memory of the trial; refuse machines that are too small."""
+    config, plan = subject.loaded.config, _require_plan(subject)
+    known = needs.find_known_models(config)
+    subject.needs = needs.estimate_needs(config, plan, known, subject.scheduler, subject.counts_rows)
     estimated = subject.needs.problems if subject.needs else []
-    subject.problems = [*train_mesh.problems(config, plan, known), *estimated]
+    subject.problems = [*train_mesh.find_problems(config, plan, known), *estimated]
     if subject.problems and Stage.HERE in subject.stages:
         raise DoesNotFit("\n".join(subject.problems))
     if Stage.HERE in subject.stages:
-        yield from preflight.check_memory(_plan(subject), subject.scheduler)
+        yield from preflight.check_memory(_require_plan(subject), subject.scheduler)
 
 
 def _check_accounts(subject: Subject) -> None:
@@ -307,7 +306,7 @@ def _check_space(subject: Subject) -> Iterator[Refusal]:
 
 def _check_state(subject: Subject) -> None:
     subject.start = submission.check_submittable(
-        subject.trial, subject.loaded, _plan(subject), subject.scheduler, subject.recovery
+        subject.trial, subject.loaded, _require_plan(subject), subject.scheduler, subject.recovery
     )
 
 
@@ -320,8 +319,8 @@ def _check_capacity(subject: Subject) -> Iterator[CheckResult]:
     if subject.scheduler != "slurm":
         yield CheckResult("capacity", CheckState.SKIPPED, preflight.HERE)
         return
-    bad = list(bad_nodes.current(subject.trial, time.time()))
-    said = preflight.compare(subject.loaded.config, _plan(subject), SlurmScheduler(), bad)
+    bad = list(bad_nodes.find_bad_nodes(subject.trial, time.time()))
+    said = preflight.compare_capacity(subject.loaded.config, _require_plan(subject), SlurmScheduler(), bad)
     subject.plan, subject.avoid, subject.has_no_answer = said.plan, said.avoid, said.has_no_answer
     yield from said.refusals
     yield from (CheckResult("capacity", CheckState.NOTE, note) for note in said.notes)
@@ -332,17 +331,17 @@ def _check_capacity(subject: Subject) -> Iterator[CheckResult]:
 
 def _check_scripts(subject: Subject) -> Iterator[CheckResult]:
     subject.scripts = submission.render_scripts(
-        subject.loaded, _plan(subject), subject.trial, subject.scheduler
+        subject.loaded, _require_plan(subject), subject.trial, subject.scheduler
     )
-    yield from preflight.lint_checks(subject.scripts)
+    yield from preflight.check_lint(subject.scripts)
 
 
 def _check_acceptance(subject: Subject) -> list[CheckResult]:
-    return preflight.acceptance_checks(subject.scripts, SlurmScheduler())
+    return preflight.check_acceptance(subject.scripts, SlurmScheduler())
 
 
-def _of_problems(name: str, problems: Iterable[Problem]) -> Iterator[CheckResult]:
-    """Yield what is wrong on the nodes as well as refused, what they may have as a note."""
+def _report_problems(name: str, problems: Iterable[Problem]) -> Iterator[CheckResult]:
+    """Yield certain problems as refusals, and notes for parts that the nodes may have."""
     for one in problems:
         if one.text and one.is_certain:
             yield CheckResult(name, CheckState.REFUSED, one.text, exit_code=ExitCode.REFUSED)
@@ -350,7 +349,7 @@ def _of_problems(name: str, problems: Iterable[Problem]) -> Iterator[CheckResult
             yield CheckResult(name, CheckState.NOTE, f"{one.text}; the nodes must have it.")
 
 
-def _plan(subject: Subject) -> Plan:
+def _require_plan(subject: Subject) -> Plan:
     assert subject.plan is not None, "`judge` runs the checks that need a plan only if there is one"
     return subject.plan
 
@@ -415,29 +414,29 @@ def judge(
             is_wanted &= not any(row.state in WRONG for row in results)
         is_wanted &= subject.scheduler == "slurm" or one.stage not in _ON_SLURM
         if is_wanted and (subject.plan or not one.needs_plan):
-            found = _run(one, subject)
+            found = _apply_check(one, subject)
             results += found
             of_scripts += found if one.stage in _OF_SCRIPTS else []
     _note(subject, [row.text for row in results if row.state is CheckState.NOTE])
     return Verdict(results, subject.planned, subject.start, of_scripts)
 
 
-def judge_unreadable(error: ConfigError) -> Verdict:
+def refuse_unreadable(error: ConfigError) -> Verdict:
     """Return the verdict on a configuration that can't be read."""
-    return Verdict(_of_error("configuration", error), None, None, [])
+    return Verdict(_convert_error("configuration", error), None, None, [])
 
 
-def _run(one: Check, subject: Subject) -> list[CheckResult]:
+def _apply_check(one: Check, subject: Subject) -> list[CheckResult]:
     """Return the results of a check, at least one."""
     results: list[CheckResult] = []
     try:
         for found in one.look(subject) or ():
-            results.append(_result(one.name, found) if isinstance(found, Refusal) else found)
+            results.append(_convert_refusal(one.name, found) if isinstance(found, Refusal) else found)
     except HpcRlError as error:
-        results += _of_error(one.name, error)
+        results += _convert_error(one.name, error)
     origins = subject.loaded.origins if one.name != "configuration" else {}
     results = [
-        dataclasses.replace(row, detail=with_origins(row.detail, origins))
+        dataclasses.replace(row, detail=append_origins(row.detail, origins))
         if row.state is CheckState.REFUSED and row.exit_code in _ABOUT_OPTIONS
         else row
         for row in results
@@ -448,24 +447,24 @@ def _run(one: Check, subject: Subject) -> list[CheckResult]:
 _ABOUT_OPTIONS = (ExitCode.REFUSED, ExitCode.CANNOT_WRITE)
 
 
-def _result(name: str, found: Refusal) -> CheckResult:
+def _convert_refusal(name: str, found: Refusal) -> CheckResult:
     state = CheckState.NOTE if found.is_note else CheckState.REFUSED
     code = ExitCode.DONE if found.is_note else found.exit_code
     return CheckResult(name, state, str(found), option=found.option, exit_code=code)
 
 
-def _of_error(name: str, error: HpcRlError) -> list[CheckResult]:
-    """Return the lines of an error; each line of a ConfigError is a refusal of its own."""
+def _convert_error(name: str, error: HpcRlError) -> list[CheckResult]:
+    """Return the lines of an error; each line of a ConfigError is one refusal."""
     lines = str(error).splitlines() if isinstance(error, ConfigError) else [str(error)]
     state = CheckState.UNREACHABLE if isinstance(error, SchedulerError) else CheckState.REFUSED
     return [CheckResult(name, state, line, exit_code=error.exit_code) for line in lines]
 
 
-def plan_of(loaded: Loaded, pythons: bool = True, count_rows: bool = False) -> Planned:
-    """Check and plan: that data and models exist, and that this machine and memory suffice.
+def make_planned(loaded: Loaded, pythons: bool = True, count_rows: bool = False) -> Planned:
+    """Check a configuration (data, models, this machine, memory) and plan it.
 
-    With `pythons` interpreters are asked for what the roles import; with `count_rows` the rows are counted,
-    for the number of steps. Raises ConfigError with all that is refused, one a line.
+    `pythons` checks the packages of interpreters; `count_rows` counts the rows for the number of steps.
+    Raises ConfigError with one refusal a line.
     """
     stages = OF_A_PLAN if pythons else OF_A_PLAN - {Stage.PYTHONS}
     return judge(loaded, stages, counts_rows=count_rows).require()

@@ -4,12 +4,12 @@ from hpc_rl.config.options.experiment import Config
 from hpc_rl.core.errors import ConfigError, ExitCode, TrialStateError
 from hpc_rl.schedulers.base import State
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.status.submitted_jobs import read_jobs
+from hpc_rl.status.submitted_jobs import load_jobs
 from hpc_rl.trials import trial_index
 
 
-def sbatch_options(after: str, only_if_done: bool, config: Config, scheduler: str) -> tuple[str, ...]:
-    """Return the option of sbatch for a job that waits for the end of another; none where that is over.
+def make_sbatch_options(after: str, only_if_done: bool, config: Config, scheduler: str) -> tuple[str, ...]:
+    """Return sbatch's option for a job that waits for another; no option if the other is over.
 
     Args:
         after: A job id, or a trial as commands name it.
@@ -17,7 +17,7 @@ def sbatch_options(after: str, only_if_done: bool, config: Config, scheduler: st
         config: Whose `launcher.slurm.dependency` holds as well.
         scheduler: What the new job is for.
 
-    Raises ConfigError and TrialStateError, with what is wrong, TrialNameError, SchedulerError.
+    Raises ConfigError, TrialStateError, TrialNameError, SchedulerError.
     """
     flag = "--after_ok" if only_if_done else "--after"
     slurm = config.launcher.slurm
@@ -29,8 +29,8 @@ def sbatch_options(after: str, only_if_done: bool, config: Config, scheduler: st
         )
     job_id, code, is_over = after, None, False
     if not after.isdigit():
-        job_id, code, is_over = _newest_job(after)
-    seen = SlurmScheduler().states([job_id])[job_id]
+        job_id, code, is_over = _find_newest_job(after)
+    seen = SlurmScheduler().query_states([job_id])[job_id]
     if seen.state.alive:
         kind = "afterok" if only_if_done else "afterany"
         words = [f"{kind}:{job_id}", *([slurm.dependency] if slurm.dependency else [])]
@@ -44,10 +44,10 @@ def sbatch_options(after: str, only_if_done: bool, config: Config, scheduler: st
     return ()
 
 
-def _newest_job(name: str) -> tuple[str, int | None, bool]:
+def _find_newest_job(name: str) -> tuple[str, int | None, bool]:
     """Return the id of a trial's newest job, its exit code, and whether it is over."""
     trial = trial_index.resolve(name)
-    jobs = [job for job in read_jobs(trial) if job.scheduler == "slurm"]
+    jobs = [job for job in load_jobs(trial) if job.scheduler == "slurm"]
     if not jobs:
         raise TrialStateError(f"{trial} has no job in Slurm: it was not submitted there.")
     return jobs[-1].native_id, jobs[-1].code, jobs[-1].over

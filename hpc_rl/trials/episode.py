@@ -1,4 +1,4 @@
-"""One prompt of a configuration, run here in a process of its own before it is submitted."""
+"""One prompt of a configuration, run in a separate process on this machine before the submission."""
 
 import enum
 import json
@@ -9,19 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.load.stored import to_dict, without_secrets
+from hpc_rl.config.load.stored import redact_secrets, to_dict
 from hpc_rl.config.options.experiment import Config, GRPOConfig, has_own_prompts
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.records import JsonRecord
-from hpc_rl.core.trial import read_json
-from hpc_rl.doctor.machine import cgroup_memory
+from hpc_rl.core.trial import load_json
+from hpc_rl.doctor.machine import measure_cgroup_memory
 from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
-from hpc_rl.trials.needs import known_models
+from hpc_rl.trials.needs import find_known_models
 from hpc_rl.trials.user_code import run_apart
 
 GB = 1 << 30
 MOST_BYTES = 8 * GB  # of weights: more takes a CPU minutes for a completion
-MEMORY_SHARE = 0.5  # of what is free that they may take
+MEMORY_SHARE = 0.5  # share of the free memory that they may take
 GRACE_S = 20.0  # beyond the time limit, for the process to say where it hangs
 SMALLER = "Give a smaller one by --model DIR, or add --tiny_model."
 
@@ -42,26 +42,26 @@ class EpisodeProgress(JsonRecord):
     num_tokens: int = 0  # that the models have made
 
 
-def run_episode(
+def play_episode(
     config: Config,
     timeout_s: float,
     tiny: bool,
     workdir: Path,
     show: Callable[[EpisodeProgress], None] = lambda progress: None,
 ) -> dict[str, Any]:
-    """Return what came of the first prompt: see tools/check_episode.py; and `log`, what was printed.
+    """Return the outcome of the first prompt (see tools/check_episode.py), and its output as `log`.
 
     With `tiny`, models are tiny ones of random weights. `show` gets the progress about once a second. Raises
     ConfigError if no episode can be run here.
     """
     if not isinstance(config, GRPOConfig) or not has_own_prompts(config):
         raise ConfigError("--episode needs prompts of the trial's own: sft, rw and environments have none.")
-    if not tiny and (refusals := list(_too_large(config))):
+    if not tiny and (refusals := list(_describe_size(config))):
         raise ConfigError("\n".join(refusals))
     with tempfile.TemporaryDirectory(prefix="hpc-rl-episode-") as folder:
         progress = Path(folder) / "progress.json"
         given = {
-            "config": to_dict(without_secrets(config)),
+            "config": to_dict(redact_secrets(config)),
             "folder": folder if tiny else "",
             "progress": str(progress),
             "timeout_s": timeout_s,
@@ -72,7 +72,7 @@ def run_episode(
             given,
             timeout_s + GRACE_S,
             workdir,
-            lambda: show(EpisodeProgress.parse(read_json(progress)) or EpisodeProgress()),
+            lambda: show(EpisodeProgress.parse(load_json(progress)) or EpisodeProgress()),
         )
     try:
         return json.loads(said) | {"log": printed}
@@ -82,12 +82,12 @@ def run_episode(
         return {"error": error, "trace": "", "log": printed}
 
 
-def _too_large(config: GRPOConfig) -> Iterator[str]:
+def _describe_size(config: GRPOConfig) -> Iterator[str]:
     """Yield a refusal for each model that this machine should not load."""
-    room = min(MOST_BYTES, MEMORY_SHARE * _free_bytes())
+    room = min(MOST_BYTES, MEMORY_SHARE * _measure_free_bytes())
     paths = {"actor.path": config.actor.path}
     paths |= {f"pools.{name}.path": pool.path for name, pool in config.pools.items() if not pool.url}
-    known = known_models(config)
+    known = find_known_models(config)
     for option, path in paths.items():
         shape = ModelShape.of(known.get(path, {}))
         files = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
@@ -97,12 +97,12 @@ def _too_large(config: GRPOConfig) -> Iterator[str]:
             yield f"{option} {path} has {size / GB:.1f} GB of weights, and {has}. {SMALLER}"
 
 
-def _free_bytes() -> float:
+def _measure_free_bytes() -> float:
     """Return the memory that is free here, as far as the kernel and the control group say."""
     free = float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     for line in Path("/proc/meminfo").read_text().splitlines():
         name, _, rest = line.partition(":")
         if name == "MemAvailable":
             free = float(rest.split()[0]) * 1024
-    limit = cgroup_memory()
+    limit = measure_cgroup_memory()
     return free if limit is None else min(free, limit)

@@ -1,14 +1,14 @@
-"""The first rows of a trial as tokens, by the code of the job: what can't be encoded, or is too long."""
+"""The first rows of a trial as tokens, by the code of the job: rows that can't be encoded or are too long."""
 
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from hpc_rl.config.load.stored import trainer_of
+from hpc_rl.config.load.stored import find_trainer
 from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import Config, GRPOConfig
-from hpc_rl.config.row_shapes import Row, messages_of, named_rows
-from hpc_rl.config.rules.file_rules import context_of
-from hpc_rl.config.rules.training_rules import trained
+from hpc_rl.config.row_shapes import Row, get_messages, load_named_rows
+from hpc_rl.config.rules.file_rules import find_context
+from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.datasets.encode import encode_pair, encode_prompt, encode_sequence
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -22,18 +22,18 @@ LENGTHS: dict[str, Callable[[Tokenizer, Row], int]] = {  # by trainer, in tokens
 
 
 def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[str]:
-    """Return notes on rows that the job rejects or leaves out. Raises ConfigError where that is all of them.
+    """Return notes on rows that the job rejects or leaves out. Raises ConfigError if that is all of them.
 
     Datasets and tokenizers that only the nodes see are left out, and the `unreadable` sections.
     """
-    section, engine = trained(config)
+    section, engine = find_trained_model(config)
     option = "tokenizer_path" if config.tokenizer_path else f"{section}.path"
     folder = Path(config.tokenizer_path or engine.path).expanduser()
     sections = [("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)]
     found = [
         (name, one, rows)
         for name, one in sections
-        if one and one.path and name not in unreadable and (rows := named_rows(one.path, one.columns))
+        if one and one.path and name not in unreadable and (rows := load_named_rows(one.path, one.columns))
     ]
     if not (folder / "tokenizer.json").is_file() or not found:
         return []
@@ -44,7 +44,7 @@ def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[s
     notes, refusals = list[str](), list[str]()
     for name, one, rows in found:
         try:
-            notes += _notes(config, name, one, rows, tokenizer)
+            notes += _list_notes(config, name, one, rows, tokenizer)
         except ConfigError as error:
             refusals.append(str(error))
     if refusals:
@@ -52,11 +52,11 @@ def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[s
     return notes
 
 
-def _notes(
+def _list_notes(
     config: Config, name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer
 ) -> Iterator[str]:
     lengths = []
-    length_of = LENGTHS.get(trainer_of(config), lambda tokenizer, row: len(encode_prompt(tokenizer, row)))
+    length_of = LENGTHS.get(find_trainer(config), lambda tokenizer, row: len(encode_prompt(tokenizer, row)))
     for number, row in enumerate(rows, 1):
         try:
             lengths.append(length_of(tokenizer, row))
@@ -67,34 +67,34 @@ def _notes(
         raise ConfigError(
             f"evaluator.sets_column {sets}: none of the first {len(rows)} rows of {name} has it."
         )
-    context = context_of(config) if isinstance(config, GRPOConfig) else None
+    context = find_context(config) if isinstance(config, GRPOConfig) else None
     is_cut = dataset.too_long == "truncate_left"
     most = min(
         (limit for limit in (dataset.max_length, context and context - 1) if limit is not None), default=None
     )
-    yield from _unknown(name, dataset, rows, tokenizer)
+    yield from _find_unknown(name, dataset, rows, tokenizer)
     odd = sum(not length for length in lengths)
-    yield from _told(name, dataset, "have no token", odd, len(lengths))
+    yield from _format_note(name, dataset, "have no token", odd, len(lengths))
     if most is not None and not (is_cut and dataset.max_length):
         long = sum(length > most for length in lengths)
         remedy = f" Raise {name}.max_length." if most == dataset.max_length else ""
-        yield from _told(name, dataset, f"have more than {most} tokens", long, len(lengths), remedy)
+        yield from _format_note(name, dataset, f"have more than {most} tokens", long, len(lengths), remedy)
 
 
-def _unknown(name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer) -> Iterator[str]:
+def _find_unknown(name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer) -> Iterator[str]:
     """Yield a note if rows have characters without a token. Raises ConfigError if nothing has a token.
 
-    A model reads and writes only what has tokens.
+    A model reads and writes only tokens.
     """
     unknown, num_rows, num_unknown, num_chars = dict[str, None](), 0, 0, 0
     for row in rows:
         texts = [str(row[column]) for column in TEXT_COLUMNS if isinstance(row.get(column), str | int)]
-        texts += [one["content"] for one in messages_of(row) or () if isinstance(one.get("content"), str)]
+        texts += [one["content"] for one in get_messages(row) or () if isinstance(one.get("content"), str)]
         parts = [part for text in texts for part in tokenizer.unknown(text)]
         unknown |= dict.fromkeys(parts)
         num_rows += bool(parts)
-        num_unknown += sum(map(_num_visible, parts))
-        num_chars += sum(map(_num_visible, texts))
+        num_unknown += sum(map(_count_visible, parts))
+        num_chars += sum(map(_count_visible, texts))
     if not unknown:
         return
     shown = ", ".join(repr(part) for part in list(unknown)[:MAX_EXAMPLES])
@@ -105,14 +105,14 @@ def _unknown(name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Toke
     yield f"WARNING: {name}: {what} in tokenizer {tokenizer.folder}; the model neither reads nor writes it."
 
 
-def _num_visible(text: str) -> int:
+def _count_visible(text: str) -> int:
     return len("".join(text.split()))
 
 
-def _told(
+def _format_note(
     name: str, dataset: DatasetConfig, what: str, num_bad: int, num: int, remedy: str = ""
 ) -> Iterator[str]:
-    """Yield a note where some prompts are unusable. Raises ConfigError where all are."""
+    """Yield a note where some prompts are unusable. Raises ConfigError if all are."""
     if num_bad and num_bad == num:
         raise ConfigError(
             f"{name}.path {dataset.path}: the first {num} rows {what}, and can't be trained on.{remedy}"

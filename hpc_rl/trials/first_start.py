@@ -14,23 +14,23 @@ from typing import Any
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Situation, decide
-from hpc_rl.checkpoint.start_facts import gather, read_limit, seals_of
-from hpc_rl.config.changes import Change, changes, refuse_unsafe
-from hpc_rl.config.load.stored import from_dict, without_secrets
-from hpc_rl.config.options.experiment import LENGTH_OPTIONS, Config, GRPOConfig, last_step
-from hpc_rl.config.schedule import highest_rate, is_length_exact, rate_of_step
+from hpc_rl.checkpoint.start_facts import choose_read_limit, gather, list_seals
+from hpc_rl.config.changes import Change, list_changes, refuse_unsafe
+from hpc_rl.config.load.stored import from_dict, redact_secrets
+from hpc_rl.config.options.experiment import LENGTH_OPTIONS, Config, GRPOConfig, find_last_step
+from hpc_rl.config.schedule import compute_step_rate, find_highest_rate, is_length_exact
 from hpc_rl.core.errors import ConfigError, NothingToResume, TrialBusy
-from hpc_rl.core.trial import Trial, account, entries, read_object
-from hpc_rl.datasets.rows import check_same_rows, fingerprint_in_passing
-from hpc_rl.rollout.batch_log.judged import Judged, rejected_by_user_code
+from hpc_rl.core.trial import Trial, find_account_name, list_entries, load_object
+from hpc_rl.datasets.rows import check_same_rows, compute_fingerprint
+from hpc_rl.rollout.batch_log.judged import Judged, count_rejected_by_user_code
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
-from hpc_rl.rollout.batch_log.replay import check_replay, read_state, rows_of
+from hpc_rl.rollout.batch_log.replay import check_replay, load_fingerprint, load_state
 from hpc_rl.trials import trial_index
 from hpc_rl.trials.user_code import CODE_OF, judged_by
 
 PLACEHOLDER_ATTEMPT = "next.0"  # an attempt id that no scheduler gives
-MAX_LOG_BYTES = 64 << 20  # up to which a command reads a batch log before it submits a start that replays it
-RATE_TOLERANCE = 1e-6  # by which two learning rates count as the same
+MAX_LOG_BYTES = 64 << 20  # largest batch log that a command reads before it submits a replay
+RATE_TOLERANCE = 1e-6  # relative difference of equal learning rates
 LOCATION_OPTIONS = ("cluster.fileroot", "experiment_name", "trial_name")
 
 
@@ -45,19 +45,19 @@ class Recovery:
 
 @dataclass(frozen=True, kw_only=True)
 class Continuation:
-    """What a first start trains on, and what becomes of what there is."""
+    """The data that a first start trains on, and the future of existing batches."""
 
     step: int  # that it starts from
     new_batches: bool
     set_aside: tuple[int, ...]  # batches by step; their prompts are issued again
     replayed: tuple[int, ...]  # batches by step that are trained on as they are
-    of_another_policy: bool  # a policy or options that are given up made those
-    learning_rate: float | None  # of the next step; None where it is not known
+    of_another_policy: bool  # made by an abandoned policy or options
+    learning_rate: float | None  # of the next step; None if it is not known
     learning_rate_before: float | None  # of the step before it, under the options of that time
     highest_learning_rate: float | None  # of the next step and all later ones
     learning_rate_exact: bool  # `max_length` may drop rows, which makes epochs and the schedule shorter
     raised_by_length: bool  # the schedule is longer now, so the rate rises
-    rejected: int | None  # prompts that user code rejected; None where that takes long to read
+    rejected: int | None  # prompts that user code rejected; None if that takes long to read
     rejected_again: bool  # they are issued again
 
 
@@ -81,7 +81,7 @@ class FirstStart:
         self.decision = decide(self.situation)
         self.step = self.decision.step
         # files of that checkpoint that only the start reads
-        self.unread = _unread(trial, self.step, wanted) if self.step is not None else ()
+        self.unread = _list_unread(trial, self.step, wanted) if self.step is not None else ()
 
     def check(self) -> None:
         """Raise TrialBusy, NothingToResume or ConfigError where it would fail or ruin what the trial has."""
@@ -90,18 +90,18 @@ class FirstStart:
         if self.mode in ("disabled", "fault") and (trial.has_state() or not will_start):
             raise TrialBusy(
                 f"trial {trial} has state already, and recover.mode={situation.mode} starts from step 0. "
-                f"{self._ways_to_resume()}"
+                f"{self._list_ways_to_resume()}"
                 f"For a fresh start give another trial_name, or remove {trial.dir}."
             )
         if not will_start:
-            raise NothingToResume(f"{self.decision.reason}. {self._advice()}".rstrip())
+            raise NothingToResume(f"{self.decision.reason}. {self._make_advice()}".rstrip())
         if self.step is not None:
             check_end(self.step, trial, self.config, self._num_rows)
         self.find_changes()
         refuse_unsafe(self.changes, str(trial), self._replay)
         path = self.config.train_dataset.path
         when = "its batch log was begun" if self.step is None else f"checkpoint {self.step} was made"
-        check_same_rows(path, self._data, fingerprint_in_passing(path), when)
+        check_same_rows(path, self._data, compute_fingerprint(path), when)
         self._check_batches()
         if situation.wanted is None:
             self._check_finished()
@@ -118,13 +118,13 @@ class FirstStart:
 
     def continuation(self, is_dropped: bool = False) -> Continuation:
         """Return what this start trains on, as far as the batch log has it, which may be dropped before."""
-        cut = tuple(sorted(one for one in seals_of(self.trial) if one > (self.step or 0)))
+        cut = tuple(sorted(one for one in list_seals(self.trial) if one > (self.step or 0)))
         new, step, before = self.new_batches, self.step or 0, self._before or self.config
         num_rows = self._num_rows
-        rate = rate_of_step(self.config, step + 1, num_rows)
-        former = rate_of_step(before, max(step, 1), num_rows)
-        highest = highest_rate(self.config, step + 1, num_rows)
-        usual = max(former or 0.0, highest_rate(before, step + 1, num_rows) or 0.0)
+        rate = compute_step_rate(self.config, step + 1, num_rows)
+        former = compute_step_rate(before, max(step, 1), num_rows)
+        highest = find_highest_rate(self.config, step + 1, num_rows)
+        usual = max(former or 0.0, find_highest_rate(before, step + 1, num_rows) or 0.0)
         rises = highest is not None and highest > usual * (1 + RATE_TOLERANCE)
         longer = any(change.name in LENGTH_OPTIONS for change in self.changes)
         given_up = self.situation.wanted is not None or any(change.new_batches for change in self.changes)
@@ -152,7 +152,7 @@ class FirstStart:
         return bool(self.judged.changed) or not (self.judged.before or has_progress(self.trial))
 
     def rejected(self) -> int | None:
-        """Return how many prompts user code rejected; None where the batch log is too large to read now.
+        """Return how many prompts user code rejected; None if the batch log is too large to read now.
 
         Not those that are issued again with the batches of their time.
         """
@@ -161,14 +161,14 @@ class FirstStart:
         until = self.step or 0 if self.new_batches and not self.judges_anew else None
         with contextlib.suppress(OSError, LedgerDamaged):
             if _is_small_log(self.trial):
-                return rejected_by_user_code(read_state(self.trial.rollout), until)
+                return count_rejected_by_user_code(load_state(self.trial.rollout), until)
         return None
 
     def find_changes(self) -> None:
         """Find what differs from the configuration behind the trial's state, if it has any.
 
         That is the configuration of the checkpoint to be loaded, which has nothing of what was submitted
-        since; where there are only batches, the trial's own file. Raises ConfigError where neither is
+        since; if there are only batches, the trial's own file. Raises ConfigError if neither is
         readable.
         """
         trial = self.trial
@@ -177,12 +177,12 @@ class FirstStart:
         step = self.step
         copies = [trial.generation(step) / generation.CONFIG_NAME] if step is not None else []
         for path in (*copies, trial.config_json):
-            if data := read_object(path):
+            if data := load_object(path):
                 try:
                     self._before = from_dict(data)
-                    found = changes(without_secrets(self._before), without_secrets(self.config))
+                    found = list_changes(redact_secrets(self._before), redact_secrets(self.config))
                     self.changes = [self._allow_move(change) for change in found]
-                    self.changes += self._code_changes()
+                    self.changes += self._find_code_changes()
                 except ConfigError as error:
                     raise ConfigError(
                         f"{path}, from which trial {trial} would resume, is of another version: {error}"
@@ -194,7 +194,7 @@ class FirstStart:
             "another trial_name."
         )
 
-    def _code_changes(self) -> list[Change]:
+    def _find_code_changes(self) -> list[Change]:
         """Return what differs of the user's code since the rollout role last ran, as checksums."""
         found = []
         for name in self.judged.changed:
@@ -210,20 +210,20 @@ class FirstStart:
         if change.name in LOCATION_OPTIONS:
             config = self.config
             names = (config.experiment_name, config.trial_name)
-            now = Trial.of(config.cluster.fileroot, account(), *names)
+            now = Trial.of(config.cluster.fileroot, find_account_name(), *names)
             if os.path.realpath(now.dir) == os.path.realpath(self.trial.dir):
                 return replace(change, safe=True, reason="the trial is there now")
         return change
 
-    def _ways_to_resume(self) -> str:
-        if sound_steps(self.trial, self.situation.trimmed):
+    def _list_ways_to_resume(self) -> str:
+        if list_sound_steps(self.trial, self.situation.trimmed):
             return f"Resume it with `hpc-rl recover {self.trial}` or recover.mode=auto. "
         return "" if self.situation.trimmed else "Resume it with recover.mode=auto. "
 
-    def _advice(self) -> str:
-        """Return what to do where there is nothing to start from as requested."""
+    def _make_advice(self) -> str:
+        """Return what to do if there is nothing to start from as requested."""
         trial, situation = self.trial, self.situation
-        if situation.wanted is not None and (steps := sound_steps(trial, situation.trimmed)):
+        if situation.wanted is not None and (steps := list_sound_steps(trial, situation.trimmed)):
             return f"Allowed: {', '.join(map(str, steps))}."
         if self.mode != "resume":
             return ""
@@ -236,19 +236,19 @@ class FirstStart:
 
     @functools.cached_property
     def _num_rows(self) -> int | None:
-        """How many rows the dataset has, before `max_length` drops any; None where that is not known."""
-        rows = (self._data or fingerprint_in_passing(self.config.train_dataset.path)).get("rows")
+        """How many rows the dataset has, before `max_length` drops any; None if that is not known."""
+        rows = (self._data or compute_fingerprint(self.config.train_dataset.path)).get("rows")
         return rows if isinstance(rows, int) else None
 
     @property
     def _data(self) -> dict[str, Any]:
-        """The fingerprint of the rows behind the state to start from; {} where none was taken."""
+        """The fingerprint of the rows behind the state to start from; {} if none was taken."""
         found = generation.check(self.trial.generation(self.step)).manifest if self.step is not None else None
         has_log = _has_batches(self.trial)
-        return (found.data if found else {}) or (rows_of(self.trial.rollout) if has_log else {})
+        return (found.data if found else {}) or (load_fingerprint(self.trial.rollout) if has_log else {})
 
     def _check_batches(self) -> None:
-        """Raise NothingToResume where a batch log, unless it is large, can't be replayed from the step."""
+        """Raise NothingToResume if a batch log, unless it is large, can't be replayed from the step."""
         trial = self.trial
         if not _has_batches(trial):
             return
@@ -268,28 +268,29 @@ class FirstStart:
             end = "total_train_steps" if self.config.total_train_epochs is None else "total_train_epochs"
             raise NothingToResume(
                 f"{trial} has reached its end. To train it longer: "
-                f"hpc-rl recover {trial_index.cli_name(trial)} {end}=N; its results are in {trial.exports}. "
+                f"hpc-rl recover {trial_index.format_name(trial)} {end}=N; "
+                f"its results are in {trial.exports}. "
                 "For a fresh start give another trial_name."
             )
 
 
-def _unread(trial: Trial, step: int, wanted: int | None) -> tuple[str, ...]:
+def _list_unread(trial: Trial, step: int, wanted: int | None) -> tuple[str, ...]:
     found = generation.check(trial.generation(step))
-    limit = read_limit(found, wanted, in_passing=True)
+    limit = choose_read_limit(found, wanted, in_passing=True)
     if found.manifest is None or limit is None:
         return ()
     return tuple(file.name for file in found.manifest.files if file.size > limit)
 
 
-def sound_steps(trial: Trial, first: int = 0) -> list[int]:
+def list_sound_steps(trial: Trial, first: int = 0) -> list[int]:
     """Return the steps of checkpoints from `first` on, newest first, of which no small file is damaged."""
     found = [one for one in generation.scan(trial) if one.step >= first]
     return [one.step for one in found if not generation.verify(one, generation.LIGHT_BYTES).problem]
 
 
 def check_end(step: int, trial: Trial, config: Config, num_rows: int | None = None) -> None:
-    """Raise ConfigError where a trial ends before a checkpoint; `num_rows` of its dataset, where known."""
-    end = last_step(config, num_rows)
+    """Raise ConfigError if a trial ends before a checkpoint; `num_rows` of its dataset, where known."""
+    end = find_last_step(config, num_rows)
     if end is not None and end < step:
         values = {name: getattr(config, name) for name in LENGTH_OPTIONS}
         given = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
@@ -310,11 +311,11 @@ def _has_batches(trial: Trial) -> bool:
 
 def _is_small_log(trial: Trial) -> bool:
     """Return whether a command may read the batch log, or what there is of one."""
-    files = [entry for entry in entries(trial.rollout) if entry.is_file(follow_symlinks=False)]
+    files = [entry for entry in list_entries(trial.rollout) if entry.is_file(follow_symlinks=False)]
     return sum(entry.stat().st_size for entry in files) <= MAX_LOG_BYTES
 
 
-def stale_leftovers(trial: Trial, config: Config, start: FirstStart) -> list[Path]:
+def find_stale_leftovers(trial: Trial, config: Config, start: FirstStart) -> list[Path]:
     """Return files of earlier starts that no start may use, because other options or rows made them.
 
     Only of a trial without checkpoints and batches: groups and rejections that are in no batch, and the
@@ -323,10 +324,10 @@ def stale_leftovers(trial: Trial, config: Config, start: FirstStart) -> list[Pat
     """
     if has_progress(trial):
         return []
-    data, path = read_object(trial.config_json), config.train_dataset.path
+    data, path = load_object(trial.config_json), config.train_dataset.path
     with contextlib.suppress(ConfigError):
-        check_same_rows(path, rows_of(trial.rollout), fingerprint_in_passing(path), "the log was begun")
-        found = changes(from_dict(data), config) if data else []
+        check_same_rows(path, load_fingerprint(trial.rollout), compute_fingerprint(path), "the log was begun")
+        found = list_changes(from_dict(data), config) if data else []
         # the policy that they were made by is still the initial one, whatever it is trained with
         fit = [
             change.safe and (not change.new_batches or change.name.startswith("actor.")) for change in found

@@ -9,30 +9,52 @@ from dataclasses import replace
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Commit, Found
 from hpc_rl.checkpoint.retention import hold
-from hpc_rl.config.changes import Change, changes, refuse_other_model
-from hpc_rl.config.load.stored import from_dict, without_secrets
-from hpc_rl.config.options.experiment import Config
-from hpc_rl.core.errors import CannotWrite, TrialBusy, TrialStateError
+from hpc_rl.config.changes import Change, list_changes, refuse_other_model
+from hpc_rl.config.load.stored import from_dict, redact_secrets
+from hpc_rl.config.options.experiment import Config, find_last_step
+from hpc_rl.core.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy, TrialStateError
 from hpc_rl.core.records import ForkRecord
-from hpc_rl.core.trial import Trial, read_object, write_json
+from hpc_rl.core.trial import Trial, load_object, write_json
+from hpc_rl.datasets.rows import compute_fingerprint
+from hpc_rl.trials.first_start import list_sound_steps
 
 FORKED = "fork"
 
 
-def changes_of_fork(parent: Trial, found: Found, config: Config) -> list[Change]:
+def find_changes(parent: Trial, found: Found, config: Config) -> list[Change]:
     """Return the options in which a fork differs from the configuration behind a checkpoint.
 
-    Raises ConfigError where it could not load the state: another trainer, model or optimizer.
+    Raises ConfigError if it could not load the state: another trainer, model or optimizer.
     """
-    data = read_object(found.path / generation.CONFIG_NAME) or read_object(parent.config_json)
-    differing = changes(without_secrets(from_dict(data)), without_secrets(config))
+    data = load_object(found.path / generation.CONFIG_NAME) or load_object(parent.config_json)
+    differing = list_changes(redact_secrets(from_dict(data)), redact_secrets(config))
     refuse_other_model(differing, str(parent))
     return differing
 
 
+def check_end(step: int, config: Config) -> None:
+    """Raise ConfigError if the fork has no step to train."""
+    end = find_last_step(config, compute_fingerprint(config.train_dataset.path).get("rows"))
+    if end is not None and end <= step:
+        raise ConfigError(
+            f"the fork would end at step {end}, and checkpoint {step} is there already: "
+            f"add total_train_steps=N above {step}, or --from an earlier checkpoint."
+        )
+
+
+def choose_checkpoint(parent: Trial, step: int | None) -> Found:
+    """Return the checkpoint of a step, or the newest sound one. Raises NothingToResume."""
+    steps = list_sound_steps(parent)
+    if not steps or step not in (None, *steps):
+        wanted = "sound checkpoint" if step is None else f"sound checkpoint {step}"
+        known = f"Allowed: {', '.join(map(str, steps))}." if steps else "It has none."
+        raise NothingToResume(f"{parent} has no {wanted}. {known}")
+    return generation.check(parent.generation(steps[0] if step is None else step))
+
+
 @contextlib.contextmanager
-def new_trial(trial: Trial) -> Iterator[None]:
-    """Remove the directory of a new trial where the block fails. Raises TrialBusy where there is one."""
+def claim_trial(trial: Trial) -> Iterator[None]:
+    """Remove the directory of a new trial where the block fails. Raises TrialBusy if there is one."""
     if os.path.lexists(trial.dir):
         raise TrialBusy(
             f"{trial.dir} exists already, and a fork is a new trial: give it another name. "
@@ -48,7 +70,7 @@ def new_trial(trial: Trial) -> Iterator[None]:
 def give_checkpoint(parent: Trial, found: Found, trial: Trial, command: Sequence[str]) -> None:
     """Commit a checkpoint of another trial in a rendered one, whose configuration it gets.
 
-    Files are linked where both are on one file system: they never change. Raises TrialStateError where the
+    Files are linked where both are on one file system: they never change. Raises TrialStateError if the
     checkpoint is damaged or gone, CannotWrite.
     """
     manifest = found.manifest
@@ -72,7 +94,7 @@ def give_checkpoint(parent: Trial, found: Found, trial: Trial, command: Sequence
                     incarnation=0,
                     submission=FORKED,
                     version=IMPORTED,
-                    config_hash=generation.config_hash(read_object(trial.config_json)),
+                    config_hash=generation.hash_config(load_object(trial.config_json)),
                     data={},  # the rows may be others
                     ledger={},
                     timers={},

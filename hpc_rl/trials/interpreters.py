@@ -14,10 +14,10 @@ from hpc_rl.config import (
     sglang_versions,
     vllm_versions,
 )
-from hpc_rl.config.load.stored import open_variables
+from hpc_rl.config.load.stored import list_open_variables
 from hpc_rl.config.options.experiment import Config, GRPOConfig
-from hpc_rl.config.rules.dataset_rules import datasets_read
-from hpc_rl.core.allocation import SERVER_BACKENDS
+from hpc_rl.config.rules.dataset_rules import list_datasets
+from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.doctor import machine
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.trials.refusal import Refusal
@@ -29,10 +29,10 @@ _OWN = "launcher.modules, launcher.setup or PYTHONPATH must bring it"
 
 
 def check_trainer(config: Config, plan: Plan) -> Iterator[Refusal]:
-    """Yield what the interpreter of the trainer lacks, or that it is none."""
+    """Yield the missing packages of the trainer's interpreter, or that it does not run."""
     if not has_own_interpreter(plan, "trainer"):
         return
-    found = _packages(plan.python)
+    found = _list_packages(plan.python)
     if found is None:
         return
     if isinstance(found, str):
@@ -40,10 +40,12 @@ def check_trainer(config: Config, plan: Plan) -> Iterator[Refusal]:
             option="launcher.python", value=plan.python, why=found, use="name a Python 3.11 or newer"
         )
         return
-    brings_own = _brings_own(config, "trainer_env_vars")
+    brings_own = _is_self_contained(config, "trainer_env_vars")
     if missing := [name for name in NEEDED if name not in found]:
-        yield _missing("launcher.python", plan.python, missing, brings_own, "pip install 'hpc-rl[train]'")
-    elif _numbers(found["torch"]) < machine.MIN_TORCH:
+        yield _find_missing(
+            "launcher.python", plan.python, missing, brings_own, "pip install 'hpc-rl[train]'"
+        )
+    elif _parse_numbers(found["torch"]) < machine.MIN_TORCH:
         least = ".".join(map(str, machine.MIN_TORCH))
         why = f"it has torch {found['torch']}, and {least} or newer is needed"
         yield Refusal(
@@ -56,7 +58,7 @@ def check_trainer(config: Config, plan: Plan) -> Iterator[Refusal]:
 
 def check_libraries(config: Config, plan: Plan) -> Iterator[Refusal]:
     """Yield options that need a library of the trainer's or the rollout role's interpreter."""
-    found = _packages(plan.python)
+    found = _list_packages(plan.python)
     if found is None or isinstance(found, str):
         return
     wanted: list[tuple[str, str, str, str, str]] = []  # role, option, value, package, extra
@@ -67,7 +69,7 @@ def check_libraries(config: Config, plan: Plan) -> Iterator[Refusal]:
     role = "rollout" if isinstance(config, GRPOConfig) else "trainer"
     if isinstance(config, GRPOConfig) and "math_verify" in config.rollout.reward_functions:
         wanted.append((role, "rollout.reward_fn", "math_verify", "math-verify", "train"))
-    for section, dataset in datasets_read(config):
+    for section, dataset in list_datasets(config):
         path = Path(dataset.path)
         package = "pyarrow" if path.suffix == ".parquet" else "datasets" if path.is_dir() else ""
         if package:
@@ -77,7 +79,7 @@ def check_libraries(config: Config, plan: Plan) -> Iterator[Refusal]:
             why = f"it needs the package {package}, and {plan.python} lacks it"
             use = f"`pip install 'hpc-rl[{extra}]'` there"
             use += ", or set it to disabled" if option.startswith("stats_logger.") else ""
-            brings_own = _brings_own(config, "trainer_env_vars")
+            brings_own = _is_self_contained(config, "trainer_env_vars")
             yield Refusal(
                 option=option, value=value, why=why, use=_OWN if brings_own else use, is_note=brings_own
             )
@@ -87,8 +89,8 @@ def check_servers(config: Config, plan: Plan, library: str) -> Iterator[Refusal]
     """Yield interpreters that lack the library of their servers, and versions without a table of flags."""
     if not isinstance(config, GRPOConfig):
         return
-    for python, option in dict.fromkeys(_server_pythons(config, plan, library)):
-        found = _packages(python)
+    for python, option in dict.fromkeys(_list_server_pythons(config, plan, library)):
+        found = _list_packages(python)
         if found is None:
             continue
         if isinstance(found, str):
@@ -97,11 +99,11 @@ def check_servers(config: Config, plan: Plan, library: str) -> Iterator[Refusal]
             use = "set it to an environment that has it"
             if not config.cluster.n_gpus_per_node:
                 use += ", or use embedded servers"
-            yield _missing(
-                option, python, [library], _brings_own(config, "inference_server_env_vars"), "", use
+            yield _find_missing(
+                option, python, [library], _is_self_contained(config, "inference_server_env_vars"), "", use
             )
         elif (version := found[library].partition("+")[0]) not in SERVER_VERSIONS[library]:
-            known = sorted(SERVER_VERSIONS[library], key=_numbers)
+            known = sorted(SERVER_VERSIONS[library], key=_parse_numbers)
             why = (
                 f"its {library} {version} is not in the table of flags ({', '.join(known)}): the flags of "
                 f"{known[-1]} are used"
@@ -109,11 +111,15 @@ def check_servers(config: Config, plan: Plan, library: str) -> Iterator[Refusal]
             yield Refusal(option=option, value=python, why=why, is_note=True)
 
 
-def _server_pythons(config: GRPOConfig, plan: Plan, library: str) -> Iterator[tuple[str, str]]:
+def _list_server_pythons(config: GRPOConfig, plan: Plan, library: str) -> Iterator[tuple[str, str]]:
     """Yield interpreter and option of the pools with servers of a library on the nodes themselves."""
     for pool in plan.pools:
         units = [unit for unit in plan.units if unit.pool == pool.name and unit.role == "server"]
-        if pool.backend != library or not SERVER_BACKENDS[library].is_process or any(map(_in_image, units)):
+        if (
+            pool.backend != library
+            or not SERVER_BACKENDS[library].is_process
+            or any(map(_is_in_image, units))
+        ):
             continue
         own = config.pools[pool.name].python if pool.name in config.pools else None
         if own:
@@ -125,27 +131,27 @@ def _server_pythons(config: GRPOConfig, plan: Plan, library: str) -> Iterator[tu
 
 def has_own_interpreter(plan: Plan, role: str) -> bool:
     """Return whether a role runs by the interpreter of the plan, not by that of an image."""
-    return any(unit.role == role and not _in_image(unit) for unit in plan.units)
+    return any(unit.role == role and not _is_in_image(unit) for unit in plan.units)
 
 
-def _in_image(unit: Unit) -> bool:
+def _is_in_image(unit: Unit) -> bool:
     return unit.container is not None
 
 
-def _packages(python: str) -> Mapping[str, str] | str | None:
+def _list_packages(python: str) -> Mapping[str, str] | str | None:
     """Return the packages of an interpreter, or why it is not one; None if it can't be run here."""
-    return machine.versions(python) if shutil.which(python) else None
+    return machine.find_versions(python) if shutil.which(python) else None
 
 
-def _brings_own(config: Config, variables: str) -> bool:
+def _is_self_contained(config: Config, variables: str) -> bool:
     """Return whether the job may find packages where the interpreter does not by itself."""
     launcher = config.launcher
     paths = [os.environ.get("PYTHONPATH", "")]
-    paths += [open_variables(config, name).get("PYTHONPATH", "") for name in ("env", variables)]
+    paths += [list_open_variables(config, name).get("PYTHONPATH", "") for name in ("env", variables)]
     return bool(launcher.modules or launcher.setup or any(paths))
 
 
-def _missing(
+def _find_missing(
     option: str, python: str, names: list[str], brings_own: bool, command: str, use: str = ""
 ) -> Refusal:
     why = f"it lacks {', '.join(names)}"
@@ -153,5 +159,5 @@ def _missing(
     return Refusal(option=option, value=python, why=why, use=_OWN if brings_own else use, is_note=brings_own)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_numbers(version: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])[:3]))

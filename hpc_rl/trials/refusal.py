@@ -35,7 +35,7 @@ class Refusal:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One row of the list of checks; `name` is that of the check."""
+    """One row of the list of checks; `name` is the name of the check."""
 
     name: str
     state: CheckState
@@ -49,5 +49,5 @@ class CheckResult:
 
     @property
     def text(self) -> str:
-        """Return what was found, with what would fit."""
+        """Return the problem and the values that would fit."""
         return self.detail + (f" Nearest that fits: {self.nearest}." if self.nearest else "")

@@ -1,4 +1,4 @@
-"""Removal of a trial: what its directory holds, and taking it away once no job of it lives."""
+"""Removal of a trial: the contents of its directory, and its deletion once no job lives."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from hpc_rl.trials import trial_index
 from hpc_rl.trials.lock import TrialLock
 from hpc_rl.trials.submission import check_idle
 
-# directory of the trial -> what it holds; all else is the job's records and scripts
+# directory of the trial -> kind of content; the rest is records and scripts
 HOLDS = {
     "recover": "checkpoints",
     "weights": "published weights",
@@ -34,8 +34,8 @@ class Content:
     size_bytes: int
 
 
-def contents(trial: Trial) -> list[Content]:
-    """Return what the directory of a trial holds, by kind; a file that several names share counts once."""
+def measure_contents(trial: Trial) -> list[Content]:
+    """Return the disk use of a trial by kind; a file with several names counts once."""
     found = {name: [0, 0] for name in (*HOLDS.values(), REST)}
     seen: set[tuple[int, int]] = set()
     for folder, _, files in os.walk(trial.dir):
@@ -53,12 +53,12 @@ def contents(trial: Trial) -> list[Content]:
     return [Content(name, *total) for name, total in found.items()]
 
 
-def remove(trial: Trial, keep_exports: bool) -> None:
+def remove_trial(trial: Trial, keep_exports: bool) -> None:
     """Remove the directory of a trial and its entry in the index; with `keep_exports` all but `exports/`.
 
     What is removed is renamed first, and exports that are kept never move. A removal that was killed is
     finished by the next. Raises TrialBusy while a job of the trial lives or another command prepares one,
-    SchedulerError where that can't be asked, CannotWrite.
+    SchedulerError if that can't be asked, CannotWrite.
     """
     directory = Path(os.path.realpath(trial.dir))
     moved = directory.with_name(f".{directory.name}.{uuid.uuid4().hex[:12]}.removed")
@@ -78,6 +78,6 @@ def remove(trial: Trial, keep_exports: bool) -> None:
         shutil.rmtree(left, ignore_errors=True)
         if left.exists():
             raise CannotWrite(f"a part of {left} can't be removed; remove it by hand")
-    for entry in trial_index.entries():
+    for entry in trial_index.list_entries():
         if os.path.realpath(entry.dir) == str(directory):
             entry.file.unlink(missing_ok=True)

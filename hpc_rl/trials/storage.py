@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
-from hpc_rl.checkpoint.generation import lack_of_space
-from hpc_rl.config.options.experiment import Config, value_of
+from hpc_rl.checkpoint.generation import explain_lack_of_space
+from hpc_rl.config.options.experiment import Config, get_value
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.files import format_size
 from hpc_rl.core.trial import Trial
@@ -22,12 +22,12 @@ WRITTEN = (
 )  # fmt: skip
 
 
-def write_problem(path: Path) -> str:
+def find_write_problem(path: Path) -> str:
     """Return why a directory can't be made or written, or ''. Tries it, and leaves nothing.
 
     Permissions do not tell: the file system may be read-only or full, or refuse new files as /proc does.
     """
-    there = existing_parent(path)
+    there = find_existing_parent(path)
     try:
         with tempfile.TemporaryDirectory(prefix=PROBE_PREFIX, dir=there) as folder:
             Path(folder, "probe").write_bytes(b"x")
@@ -36,7 +36,7 @@ def write_problem(path: Path) -> str:
     return ""
 
 
-def existing_parent(path: Path) -> Path:
+def find_existing_parent(path: Path) -> Path:
     """Return the directory itself, or its nearest parent that exists."""
     for one in (path, *path.parents):
         with contextlib.suppress(OSError):
@@ -46,10 +46,10 @@ def existing_parent(path: Path) -> Path:
 
 
 def check_places(config: Config) -> Iterator[Refusal]:
-    """Yield directories beside the trial's that can't be written."""
+    """Yield other directories of the configuration that can't be written."""
     for option in WRITTEN:
-        path = value_of(config, option)
-        if path and (problem := write_problem(Path(path))):
+        path = get_value(config, option)
+        if path and (problem := find_write_problem(Path(path))):
             yield Refusal(
                 option=option,
                 value=path,
@@ -59,10 +59,10 @@ def check_places(config: Config) -> Iterator[Refusal]:
             )
 
 
-def free_bytes(path: Path) -> int | None:
+def measure_free_bytes(path: Path) -> int | None:
     """Return the free space that this account may use; None if the file system does not count it."""
     try:
-        usage = os.statvfs(existing_parent(path))
+        usage = os.statvfs(find_existing_parent(path))
     except OSError:
         return None
     return usage.f_bavail * usage.f_frsize if usage.f_blocks else None
@@ -70,12 +70,12 @@ def free_bytes(path: Path) -> int | None:
 
 def check_space(config: Config, trial: Trial, needs: Estimate | None) -> Iterator[Refusal]:
     """Yield that no checkpoint would fit beside the space that a save leaves free, or not all that stay."""
-    free = free_bytes(trial.dir)
+    free = measure_free_bytes(trial.dir)
     saves = config.recover.mode != "disabled"
     if free is None:
         return
     about = partial(Refusal, option="cluster.fileroot", value=config.cluster.fileroot)
-    if saves and (problem := lack_of_space(free, int(needs.disk.checkpoint) if needs else 0)):
+    if saves and (problem := explain_lack_of_space(free, int(needs.disk.checkpoint) if needs else 0)):
         yield about(
             why=f"no checkpoint could be saved: {problem}",
             use="free some space, or name another directory",

@@ -25,36 +25,36 @@ from typing import Any
 import yaml
 
 import hpc_rl
-from hpc_rl.config.load.profiles import site_dirs
-from hpc_rl.config.load.source import literal
+from hpc_rl.config.load.profiles import list_site_dirs
+from hpc_rl.config.load.source import escape_references
 from hpc_rl.config.load.stored import (
     REDACTED,
     VARIABLES,
     Loaded,
-    secret_variables,
+    find_trainer,
+    list_secret_variables,
+    redact_secrets,
     to_dict,
-    trainer_of,
-    without_secrets,
 )
-from hpc_rl.config.options.experiment import Config, value_of
-from hpc_rl.config.snapshot import snapshot_files
+from hpc_rl.config.options.experiment import Config, get_value
+from hpc_rl.config.snapshot import list_snapshot_files
 from hpc_rl.core.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
 from hpc_rl.core.log import MIN_SECRET_CHARS
 from hpc_rl.core.records import JobRecord
-from hpc_rl.core.trial import Trial, account, read_object, write_json
+from hpc_rl.core.trial import Trial, find_account_name, load_object, write_json
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import code_zip
-from hpc_rl.render.scripts import Stamp, render, script_name
+from hpc_rl.render.scripts import Stamp, choose_script_name, render
 from hpc_rl.schedulers import make_scheduler, pick
 from hpc_rl.schedulers.base import JobSpec, Scheduler
-from hpc_rl.schedulers.shared_query import cluster_name
+from hpc_rl.schedulers.shared_query import find_cluster_name
 from hpc_rl.schedulers.submitit import SubmititScheduler
-from hpc_rl.status.scheduler_view import scheduler_of
-from hpc_rl.status.submitted_jobs import TrialJob, read_jobs
+from hpc_rl.status.scheduler_view import make_job_scheduler
+from hpc_rl.status.submitted_jobs import TrialJob, load_jobs
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.supervise.server_array import submit_servers
 from hpc_rl.trials import trial_index
-from hpc_rl.trials.first_start import Continuation, FirstStart, Recovery, stale_leftovers
+from hpc_rl.trials.first_start import Continuation, FirstStart, Recovery, find_stale_leftovers
 from hpc_rl.trials.lock import TrialLock
 from hpc_rl.trials.user_code import checkout_of, user_code
 
@@ -71,16 +71,16 @@ class Submission:
     tag: str  # finds the job after a submission whose answer was lost
     start: FirstStart
     dropped: tuple[Path, ...]  # removed leftovers of earlier starts under other options
-    allocation_was: str  # of the plan before, where there was one
+    allocation_was: str  # of the plan before, if there was one
     continuation: Continuation  # before the job has started
     job_id: str = ""
     server_job_id: str = ""  # of layout jobs
     notes_before: tuple[str, ...] = ()  # that the submission before this one printed
 
 
-def trial_of(config: Config) -> Trial:
+def make_trial(config: Config) -> Trial:
     """Return the trial of a configuration, for this account."""
-    return Trial.of(config.cluster.fileroot, account(), config.experiment_name, config.trial_name)
+    return Trial.of(config.cluster.fileroot, find_account_name(), config.experiment_name, config.trial_name)
 
 
 def submit(
@@ -97,11 +97,11 @@ def submit(
 ) -> Submission:
     """Write the trial directory and submit its job; `command` is for the records, `options` are sbatch's.
 
-    By default the configuration says in which directory and to which scheduler, and the nodes that failed the
-    trial recently are the ones to `avoid`. `is_checked` if `check_submittable` was called just before. Raises
+    By default the configuration names the directory and the scheduler, and `avoid` has the nodes that failed
+    the trial recently. `is_checked` if `check_submittable` was called just before. Raises
     TrialBusy, NothingToResume, CannotWrite, SchedulerError or ConfigError; no new directory is left.
     """
-    trial = trial or trial_of(loaded.config)
+    trial = trial or make_trial(loaded.config)
     scheduler = scheduler or make_scheduler(loaded.config.launcher.type, trial)
     if loaded.config.launcher.slurm.backend == "submitit" and scheduler.name == "slurm":
         scheduler = SubmititScheduler()
@@ -117,9 +117,9 @@ def submit(
         record = JobRecord(
             job_id=job_id,
             scheduler=scheduler.name,
-            cluster=cluster_name() if scheduler.name == "slurm" else "",
+            cluster=find_cluster_name() if scheduler.name == "slurm" else "",
             time=time.time(),
-            command=tuple(_shown(command, loaded.config)),
+            command=tuple(_hide_secrets(command, loaded.config)),
             tag=made.tag,
             start_mode=start.mode,
             from_step=start.situation.wanted,
@@ -128,14 +128,14 @@ def submit(
             changed=tuple(map(str, start.changes)),
         )
         write_json(trial.job(job_id), record.to_json())
-    trial_index.record(trial)
+    trial_index.record_trial(trial)
     return replace(made, job_id=job_id, server_job_id=server_job_id)
 
 
 def _submit_jobs(
     made: Submission, plan: Plan, scheduler: Scheduler, options: Sequence[str] = ()
 ) -> tuple[str, str]:
-    """Submit the trial's job and, of layout `jobs`, that of its servers; return their ids.
+    """Submit the trial's job, and with layout `jobs` its servers' job; return their ids.
 
     Where the second one is refused, the first one is cancelled. Raises SchedulerError.
     """
@@ -156,11 +156,11 @@ def render_to(
 
     Raises TrialBusy, NothingToResume, CannotWrite, ConfigError.
     """
-    trial = Trial(Path(os.path.expanduser(directory)).absolute()) if directory else trial_of(loaded.config)
+    trial = Trial(Path(os.path.expanduser(directory)).absolute()) if directory else make_trial(loaded.config)
     check_idle(trial)
     with TrialLock(trial, "rendered") as lock:
         start = FirstStart(trial, loaded.config)
-        if trial.has_state():  # without, what it starts from may still be imported
+        if trial.has_state():  # without state, its checkpoint may still be imported
             start.check()
         return _prepare(lock, loaded, plan, list(command), start, pick(loaded.config.launcher.type))
 
@@ -168,7 +168,7 @@ def render_to(
 def check_submittable(
     trial: Trial, loaded: Loaded, plan: Plan, scheduler: str, recovery: Recovery | None = None
 ) -> FirstStart:
-    """Return what the first start of a submission would do now.
+    """Return the first start of a submission, as of now.
 
     Reads files, queries the scheduler at most once. Raises TrialBusy, NothingToResume, ConfigError,
     SchedulerError.
@@ -182,7 +182,7 @@ def check_submittable(
 
 
 def check_programs(plan: Plan, loaded: Loaded) -> None:
-    """Raise ConfigError where this machine, which is to run the trial, lacks a program that starts it."""
+    """Raise ConfigError if this machine, which is to run the trial, lacks a program that starts it."""
     python = plan.python
     if "launcher.python" in loaded.explicit and shutil.which(python) is None:
         raise ConfigError(
@@ -199,11 +199,11 @@ def check_programs(plan: Plan, loaded: Loaded) -> None:
 def check_idle(trial: Trial) -> None:
     """Raise TrialBusy while a job of the trial is alive; SchedulerError where another cluster has it."""
     jobs: dict[tuple[str, str], list[TrialJob]] = {}
-    for job in read_jobs(trial):
+    for job in load_jobs(trial):
         if not job.over:
             jobs.setdefault((job.scheduler, job.cluster), []).append(job)
     for group in jobs.values():
-        states = scheduler_of(trial, group[0]).states([job.native_id for job in group])
+        states = make_job_scheduler(trial, group[0]).query_states([job.native_id for job in group])
         for job_id, state in states.items():
             if state.state.alive:
                 raise TrialBusy(
@@ -221,55 +221,55 @@ def _prepare(
     scheduler: str,
     avoid: Sequence[str] | None = None,
 ) -> Submission:
-    """Write everything that the job reads, and remove what no start may use."""
-    trial, config = lock.trial, without_secrets(loaded.config)
-    dropped = stale_leftovers(trial, config, start)
+    """Write all files of the job, and remove leftovers that no start may use."""
+    trial, config = lock.trial, redact_secrets(loaded.config)
+    dropped = find_stale_leftovers(trial, config, start)
     continuation = start.continuation(is_dropped=bool(dropped))
-    allocation_was = str(read_object(trial.plan_json).get("allocation") or "")
+    allocation_was = str(load_object(trial.plan_json).get("allocation") or "")
     zip_name, zip_bytes = code_zip.build()
-    bad = tuple(bad_nodes.current(trial, time.time()) if avoid is None else avoid)
-    code = _snapshot(config)
+    bad = tuple(bad_nodes.find_bad_nodes(trial, time.time()) if avoid is None else avoid)
+    code = _take_snapshot(config)
     stamp = replace(
-        _stamp(trial, config, zip_name, code),
+        _make_stamp(trial, config, zip_name, code),
         avoid=bad,
         start_mode=start.mode,
         from_step=start.situation.wanted,
         new_batches=start.new_batches,
     )
     files: dict[Path, str | bytes] = {
-        trial.config_json: _json(to_dict(config)),
-        trial.plan_json: _json(plan.to_json()),
+        trial.config_json: _format_json(to_dict(config)),
+        trial.plan_json: _format_json(plan.to_json()),
         trial.scripts / zip_name: zip_bytes,
     }
     files |= {trial.scripts / stamp.snapshot / name: data for name, data in code.items()}
-    scripts = render(config, plan, trial, stamp, scheduler, site_dirs())
+    scripts = render(config, plan, trial, stamp, scheduler, list_site_dirs())
     texts = {trial.scripts / name: text for name, text in scripts.items()}
-    hashes = {str(path.relative_to(trial.dir)): sha256(data) for path, data in (files | texts).items()}
+    hashes = {str(path.relative_to(trial.dir)): hash_text(data) for path, data in (files | texts).items()}
     try:
         trial.make_dirs(int(config.launcher.umask, 8))
         trial.make_secret()
     except OSError as error:
         raise CannotWrite(f"{trial.secret} can't be written: {error.strerror or error}") from error
     for name in VARIABLES:
-        variables = secret_variables(loaded.config, name)
+        variables = list_secret_variables(loaded.config, name)
         text = "".join(f"{key}={value}\0" for key, value in variables.items())
         if text or trial.secret_variables(name).exists():
             lock.write(trial.secret_variables(name), text, mode=0o600)
-    explicit = literal(explicit_options(replace(loaded, config=config)))
+    explicit = escape_references(list_explicit_options(replace(loaded, config=config)))
     config_yaml = yaml.safe_dump(explicit, sort_keys=False, allow_unicode=True)
     lock.write(trial.config_yaml, config_yaml, mode=0o600)
-    about = provenance(_shown(command, loaded.config), stamp.workdir, hashes)
-    notes_before = tuple(read_object(trial.provenance_json).get("notes") or ())
+    about = make_provenance(_hide_secrets(command, loaded.config), stamp.workdir, hashes)
+    notes_before = tuple(load_object(trial.provenance_json).get("notes") or ())
     about["notes"] = [*loaded.notes, *plan.notes]
-    about["code"] = user_code(config, stamp.workdir, git_state)
-    lock.write(trial.provenance_json, _json(about), mode=0o600)
+    about["code"] = user_code(config, stamp.workdir, find_git_state)
+    lock.write(trial.provenance_json, _format_json(about), mode=0o600)
     for path, data in files.items():
         lock.write(path, data, mode=0o600)
     for path, text in texts.items():
         lock.write(path, text, mode=0o755)
     for path in dropped:
         lock.remove(path)
-    script = trial.scripts / script_name(scheduler)
+    script = trial.scripts / choose_script_name(scheduler)
     return Submission(
         trial,
         script,
@@ -283,9 +283,9 @@ def _prepare(
     )
 
 
-def _shown(command: Sequence[str], config: Config) -> list[str]:
+def _hide_secrets(command: Sequence[str], config: Config) -> list[str]:
     """Return the words of a command with secret variables starred."""
-    secrets = [item for name in VARIABLES for item in secret_variables(config, name).items()]
+    secrets = [item for name in VARIABLES for item in list_secret_variables(config, name).items()]
     shown = list(command)
     for name, value in secrets:
         for i, word in enumerate(shown):
@@ -299,23 +299,23 @@ def _shown(command: Sequence[str], config: Config) -> list[str]:
     return shown
 
 
-def _snapshot(config: Config) -> dict[str, bytes]:
+def _take_snapshot(config: Config) -> dict[str, bytes]:
     """Return the user's code that travels with the trial, by name. Raises ConfigError."""
-    found = snapshot_files(config, Path.cwd())
+    found = list_snapshot_files(config, Path.cwd())
     try:
         return {name: path.read_bytes() for name, path in found.items()}
     except OSError as error:
         raise ConfigError(f"launcher.snapshot: {error.filename} can't be read: {error.strerror}.") from error
 
 
-def _stamp(trial: Trial, config: Config, zip_name: str, code: Mapping[str, bytes]) -> Stamp:
+def _make_stamp(trial: Trial, config: Config, zip_name: str, code: Mapping[str, bytes]) -> Stamp:
     return Stamp(
         version=hpc_rl.__version__,
-        config_sha256=sha256(_json(to_dict(config))),
+        config_sha256=hash_text(_format_json(to_dict(config))),
         command=["hpc-rl", "render", "--config", str(trial.config_yaml)],
         tag=f"hpc-rl:{trial}:{secrets.token_hex(4)}",
         wheel=zip_name,
-        snapshot=f"code-{sha256(repr(sorted(code.items())))[:12]}" if code else "",
+        snapshot=f"code-{hash_text(repr(sorted(code.items())))[:12]}" if code else "",
         workdir=Path.cwd(),
         start_mode=config.recover.mode,
     )
@@ -323,47 +323,47 @@ def _stamp(trial: Trial, config: Config, zip_name: str, code: Mapping[str, bytes
 
 def render_scripts(loaded: Loaded, plan: Plan, trial: Trial, scheduler: str) -> dict[str, str]:
     """Return the scripts of a submission by their names below scripts/. Raises ConfigError."""
-    stamp = _stamp(trial, loaded.config, code_zip.build()[0], _snapshot(loaded.config))
-    return render(loaded.config, plan, trial, stamp, scheduler, site_dirs())
+    stamp = _make_stamp(trial, loaded.config, code_zip.build()[0], _take_snapshot(loaded.config))
+    return render(loaded.config, plan, trial, stamp, scheduler, list_site_dirs())
 
 
-def explicit_options(loaded: Loaded) -> dict[str, Any]:
+def list_explicit_options(loaded: Loaded) -> dict[str, Any]:
     """Return the options that were given explicitly, as a tree that loads to the same configuration."""
-    tree: dict[str, Any] = {"trainer": trainer_of(loaded.config)}
+    tree: dict[str, Any] = {"trainer": find_trainer(loaded.config)}
     for name in sorted(loaded.origins):
         *path, last = name.split(".")
         branch = tree
         for part in path:
             branch = branch.setdefault(part, {})
-        branch[last] = value_of(loaded.config, name)
+        branch[last] = get_value(loaded.config, name)
     return tree
 
 
-def _json(value: Any) -> str:
+def _format_json(value: Any) -> str:
     return json.dumps(value, indent=2, sort_keys=True) + "\n"
 
 
-def sha256(text: str | bytes) -> str:
+def hash_text(text: str | bytes) -> str:
     return hashlib.sha256(text.encode() if isinstance(text, str) else text).hexdigest()
 
 
-def provenance(command: list[str], workdir: Path, hashes: dict[str, str]) -> dict[str, Any]:
+def make_provenance(command: list[str], workdir: Path, hashes: dict[str, str]) -> dict[str, Any]:
     """Return the content of provenance.json; the time is in the job's record."""
     return {
         "version": hpc_rl.__version__,
-        "git": git_state(Path(hpc_rl.__file__).parent.parent),
+        "git": find_git_state(Path(hpc_rl.__file__).parent.parent),
         "command": command,
         "workdir": str(workdir),
-        "workdir_git": git_state(checkout_of(workdir)),
-        "user": account(),
+        "workdir_git": find_git_state(checkout_of(workdir)),
+        "user": find_account_name(),
         "host": socket.gethostname(),
         "python": platform.python_version(),
         "sha256": hashes,
     }
 
 
-def git_state(checkout: Path) -> dict[str, Any] | None:
-    """Return the commit of a checkout, and whether it has changes; None for a folder that is none."""
+def find_git_state(checkout: Path) -> dict[str, Any] | None:
+    """Return the commit of a checkout, and whether it has changes; None for other folders."""
     if not (checkout / ".git").exists():
         return None
     describe = ["describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]

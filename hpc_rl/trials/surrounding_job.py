@@ -45,7 +45,7 @@ def is_inside(environ: Mapping[str, str]) -> bool:
     return bool(environ.get("SLURM_JOB_ID"))
 
 
-def surrounding_job(environ: Mapping[str, str]) -> SurroundingJob:
+def find_surrounding_job(environ: Mapping[str, str]) -> SurroundingJob:
     """Return the job that this process is in. Raises ConfigError outside of one, SchedulerError."""
     if not is_inside(environ):
         raise ConfigError(f"{OUTSIDE}.")
@@ -53,15 +53,15 @@ def surrounding_job(environ: Mapping[str, str]) -> SurroundingJob:
     if environ.get("SLURM_HET_SIZE"):
         why = "is heterogeneous, and one step spans no components here"
         raise ConfigError(f"job {job_id} {why}: use an allocation of one component, or `hpc-rl submit`.")
-    said = slurm.output(["scontrol", "show", "job", "-d", "-o", job_id])
-    nodes = _nodes(said)
+    said = slurm.query_output(["scontrol", "show", "job", "-d", "-o", job_id])
+    nodes = _parse_nodes(said)
     order = expand(environ.get("SLURM_JOB_NODELIST", ""))
     if not order or not set(order) <= set(nodes):
         raise SchedulerError(f"scontrol show job {job_id} does not tell the nodes of the job: {said[:200]!r}")
     return SurroundingJob(job_id, tuple(nodes[name] for name in order))
 
 
-def _nodes(text: str) -> dict[str, JobNode]:
+def _parse_nodes(text: str) -> dict[str, JobNode]:
     found = {}
     for names, cpu_ids, mem, gres in _SHARE.findall(text):
         cpus = len(expand(f"[{cpu_ids}]"))

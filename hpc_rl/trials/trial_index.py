@@ -18,8 +18,8 @@ from pathlib import Path
 
 from hpc_rl.core.errors import TrialNameError
 from hpc_rl.core.records import JsonRecord
-from hpc_rl.core.trial import Trial, state_home, write_json
-from hpc_rl.status.formatting import program_name
+from hpc_rl.core.trial import Trial, find_state_home, write_json
+from hpc_rl.status.formatting import find_program_name
 
 logger = logging.getLogger(__name__)
 LIST_HINT = "Run `hpc-rl list` to see your trials, or pass a trial directory."
@@ -44,19 +44,19 @@ class IndexEntry(JsonRecord):
 
     @property
     def file(self) -> Path:
-        return directory() / f"{hashlib.sha256(self.dir.encode()).hexdigest()[:16]}.json"
+        return find_directory() / f"{hashlib.sha256(self.dir.encode()).hexdigest()[:16]}.json"
 
 
-def directory() -> Path:
+def find_directory() -> Path:
     """Return the directory of the index: `$XDG_STATE_HOME/hpc-rl/trials`, by default below ~/.local/state."""
-    return state_home() / "trials"
+    return find_state_home() / "trials"
 
 
-def record(trial: Trial) -> bool:
+def record_trial(trial: Trial) -> bool:
     """Add or renew a trial; return False, and log a line, where the state directory can't be written."""
     entry = IndexEntry(os.path.realpath(trial.dir), trial.experiment, trial.name, time.time())
     try:
-        directory().mkdir(parents=True, exist_ok=True, mode=0o700)
+        find_directory().mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(entry.file, entry.to_json())
     except OSError as error:
         logger.warning("the trial is not in the index (%s): name it by its path", error)
@@ -64,16 +64,16 @@ def record(trial: Trial) -> bool:
     return True
 
 
-def entries() -> list[IndexEntry]:
+def list_entries() -> list[IndexEntry]:
     """Return all indexed trials, newest submission first. Files that are not entries are skipped."""
-    read = map(IndexEntry.read, directory().glob("*.json"))
+    read = map(IndexEntry.read, find_directory().glob("*.json"))
     found = [entry for entry in read if entry is not None and os.path.isabs(entry.dir)]
     return sorted(found, key=lambda entry: (-entry.time, entry.dir))
 
 
-def prune() -> list[IndexEntry]:
+def prune_index() -> list[IndexEntry]:
     """Remove and return the entries of trials whose directory is gone."""
-    gone = [entry for entry in entries() if entry.gone]
+    gone = [entry for entry in list_entries() if entry.gone]
     for entry in gone:
         entry.file.unlink(missing_ok=True)
     return gone
@@ -85,10 +85,10 @@ def is_trial(path: Path) -> bool:
 
 
 def resolve_all(names: Iterable[str]) -> list[Trial]:
-    """Return the trials with names, in which * and ? match. Raises TrialNameError as `resolve` does."""
+    """Return the trials with the names; * and ? match. Raises TrialNameError as `resolve` does."""
     found: dict[Path, Trial] = {}
     for text in names:
-        known = entries() if is_pattern(text) else []
+        known = list_entries() if is_pattern(text) else []
         match = [one.trial for one in known if not one.gone and is_named(one.trial, text)]
         found |= {trial.dir: trial for trial in match or [resolve(text)]}
     return list(found.values())
@@ -107,7 +107,7 @@ def is_named(trial: Trial, pattern: str) -> bool:
 def resolve(text: str) -> Trial:
     """Return the trial with a path, an `experiment/trial`, or a trial name that only one trial has.
 
-    Raises TrialNameError that lists the candidates, or near names where there is none; also for a trial that
+    Raises TrialNameError that lists the candidates, or near names if there is none; also for a trial that
     this account can't read.
     """
     trial = _resolve(text)
@@ -118,9 +118,9 @@ def resolve(text: str) -> Trial:
 def _resolve(text: str) -> Trial:
     path = Path(os.path.expanduser(text))
     if path.is_absolute() or text.split("/")[0] in (".", "..") or text.startswith("~"):
-        return _by_path(text, path)
+        return _resolve_path(text, path)
     found = {os.path.realpath(path): Trial(path.absolute())} if is_trial(path) else {}
-    known = entries()
+    known = list_entries()
     wanted = text.strip("/")
     for entry in known:
         if wanted in (entry.trial.name, str(entry.trial)):
@@ -140,7 +140,7 @@ def _resolve(text: str) -> Trial:
             f"trial {text!r} was in {gone}, and that directory is gone "
             "(`hpc-rl list --prune` removes such trials from the index)"
         )
-    raise TrialNameError(f"there is no trial {text!r}. {_suggestion(wanted, known)}")
+    raise TrialNameError(f"there is no trial {text!r}. {_suggest(wanted, known)}")
 
 
 def check_readable(trial: Trial) -> None:
@@ -159,21 +159,21 @@ def check_readable(trial: Trial) -> None:
             continue
 
 
-def cli_name(trial: Trial) -> str:
-    """Return what to type for a trial: experiment/trial where that is unique, else its quoted path."""
+def format_name(trial: Trial) -> str:
+    """Return what to type for a trial: experiment/trial if that is unique, else its quoted path."""
     with contextlib.suppress(TrialNameError):
         if os.path.realpath(_resolve(str(trial)).dir) == os.path.realpath(trial.dir):
             return str(trial)
     return shlex.quote(str(trial.dir))
 
 
-def commands(trial: Trial, *verbs: str) -> list[str]:
+def list_commands(trial: Trial, *verbs: str) -> list[str]:
     """Return what to type about a trial: for `logs --follow`, `hpc-rl logs TRIAL --follow`."""
-    program, name = program_name(), cli_name(trial)
+    program, name = find_program_name(), format_name(trial)
     return [" ".join([program, *verb.split()[:1], name, *verb.split()[1:]]) for verb in verbs]
 
 
-def _by_path(text: str, path: Path) -> Trial:
+def _resolve_path(text: str, path: Path) -> Trial:
     trial = Trial(Path(os.path.normpath(path.absolute())))
     if is_trial(path):
         return trial
@@ -182,7 +182,7 @@ def _by_path(text: str, path: Path) -> Trial:
     raise TrialNameError(f"{text} {what}. {LIST_HINT}")
 
 
-def _suggestion(wanted: str, known: list[IndexEntry]) -> str:
+def _suggest(wanted: str, known: list[IndexEntry]) -> str:
     names = {name for entry in known if not entry.gone for name in (entry.trial.name, str(entry.trial))}
     near = difflib.get_close_matches(wanted, sorted(names), n=3, cutoff=0.5)
     if near:

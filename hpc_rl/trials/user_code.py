@@ -20,15 +20,15 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.changes import JUDGES, measured_by
-from hpc_rl.config.load.stored import open_variables, secret_variables, to_dict, without_secrets
+from hpc_rl.config.changes import JUDGES, digest_options
+from hpc_rl.config.load.stored import list_open_variables, list_secret_variables, redact_secrets, to_dict
 from hpc_rl.config.options.experiment import Config, GRPOConfig
-from hpc_rl.config.snapshot import is_users, snapshot_files
+from hpc_rl.config.snapshot import is_user_file, list_snapshot_files
 from hpc_rl.core.errors import ConfigError
 
 CODE_OF = "code of "
 START_S = 60.0  # for the import of a user's module
-# Kinds of lines of tools/check_user_code.py, beside refusals and notes.
+# Kinds of lines of tools/check_user_code.py besides refusals and notes.
 IMPORTS, CALLS, DONE = "imports", "calls", "done"
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
@@ -38,7 +38,7 @@ def user_code(
 ) -> dict[str, dict[str, Any]]:
     """Return {option: {"file", "sha256", "git"}} of the options that name code of the user's.
 
-    The checksum is that of the file or, where it imports other code of the user's, of all these files. A file
+    The checksum covers the file and the user's modules that it imports. A file
     that is not found here, or can't be read, is left out: the nodes may have it.
     """
     found, git_state = {}, functools.cache(git_state)  # a checkout is asked once
@@ -48,17 +48,17 @@ def user_code(
 
 
 def checkout_of(folder: Path) -> Path:
-    """Return the root of the git checkout that a folder is in, or the folder where it is in none."""
+    """Return the root of the git checkout that a folder is in, or the folder if it is in none."""
     return next((one for one in (folder, *folder.parents) if (one / ".git").exists()), folder)
 
 
 def judged_by(config: Config, path: Sequence[str]) -> dict[str, str]:
-    """Return what decides which prompts are rejected, with digests: options, and `code of OPTION`.
+    """Return digests of the options and the code that decide which prompts are rejected.
 
     `path` is where Python finds modules.
     """
     code = {f"{CODE_OF}{name}": digest for name, (_, digest) in _code(config, path).items()}
-    return measured_by(config, JUDGES) | code
+    return digest_options(config, JUDGES) | code
 
 
 def _code(config: Config, path: Sequence[str]) -> dict[str, tuple[Path, str]]:
@@ -90,12 +90,12 @@ def _own_files(file: Path | None, path: Sequence[str]) -> dict[Path, bytes]:
         found[one] = data
         with contextlib.suppress(SyntaxError, ValueError):
             sources = (source_file(name, places) for name, places in _imports(ast.parse(data), one, path))
-            waiting += {one for one in sources if one and one not in found and is_users(one)}
+            waiting += {one for one in sources if one and one not in found and is_user_file(one)}
     return found
 
 
 def _imports(tree: ast.AST, file: Path, path: Sequence[str]) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yield the modules that code may import, each with the directories in which it is found."""
+    """Yield the modules that code may import, each with its directories."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, path) for alias in node.names)
@@ -107,7 +107,7 @@ def _imports(tree: ast.AST, file: Path, path: Sequence[str]) -> Iterator[tuple[s
 
 
 def source_file(module: str, path: Sequence[str]) -> Path | None:
-    """Return the file of a module, None where it is not found or has none."""
+    """Return the file of a module; None without one."""
     places: Sequence[str] | None = path
     for depth, _ in enumerate(parts := module.split(".")):
         spec = PathFinder.find_spec(".".join(parts[: depth + 1]), places)
@@ -134,7 +134,7 @@ def code_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tu
 
 
 def own_environment(config: Config, python: str) -> bool:
-    """Return whether the job has another environment than this process: what imports there may not here."""
+    """Return whether the job has another environment than this process, with other packages."""
     launcher = config.launcher
     images = (launcher.slurm.trainer_image, launcher.slurm.rollout_image)
     return bool(launcher.modules or launcher.setup or any(images) or python != sys.executable)
@@ -148,9 +148,9 @@ def run_apart(
     workdir: Path,
     watch: Callable[[], None] = lambda: None,
 ) -> tuple[str, str, int | None]:
-    """Run a module of app in a process group of its own, which gets `given` as JSON and the job's variables.
+    """Run a module of tools in a new process group, with `given` as JSON and the job's variables.
 
-    Returns what it wrote to both outputs, and its exit code; None where it took more than `limit_s`. The
+    Returns both outputs and the exit code; None if it took more than `limit_s`. The
     outputs are files, not pipes, and the group is killed: user code may leave processes behind. `watch` is
     called about once a second meanwhile.
     """
@@ -203,7 +203,7 @@ def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
         return ["rewards and workflow are not tried here: the job has an environment of its own"]
     num_tries = 1 + len(config.rollout.reward_functions)
     limit_s = (START_S + config.rollout.reward_timeout_s) * num_tries
-    given = to_dict(without_secrets(config))
+    given = to_dict(redact_secrets(config))
     said, printed, code = run_apart("hpc_rl.tools.check_user_code", config, given, limit_s, workdir)
     found: dict[str, list[str]] = {"refusals": [], "notes": []}
     tried = kind = ""
@@ -225,12 +225,14 @@ def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
 def _unfinished(
     config: GRPOConfig, kind: str, tried: str, said: str, printed: str, code: int | None
 ) -> tuple[bool, str]:
-    """Return whether a try that has no outcome is refused, and how it ended and where.
+    """Return whether an unfinished try is refused, with its end and its place.
 
     One over its time limit has left its stack, and exit code 1.
     """
     frames = [(Path(file), line, name) for file, line, name in _FRAME.findall(said)]
-    place = next((f" ({file.name}:{line}, in {name})" for file, line, name in frames if is_users(file)), "")
+    place = next(
+        (f" ({file.name}:{line}, in {name})" for file, line, name in frames if is_user_file(file)), ""
+    )
     if code is not None and not (code == 1 and frames):
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         last = (printed.strip().splitlines() or ["it printed nothing"])[-1]
@@ -243,9 +245,9 @@ def _unfinished(
 
 
 def _environ(config: Config, workdir: Path) -> dict[str, str]:
-    """Return the variables of the job, as far as they matter to what can be imported."""
-    environ = {**os.environ, **open_variables(config, "env"), **secret_variables(config, "env")}
-    roots = {str(path)[: -len(name)] for name, path in snapshot_files(config, workdir).items()}
+    """Return the variables of the job that affect imports."""
+    environ = {**os.environ, **list_open_variables(config, "env"), **list_secret_variables(config, "env")}
+    roots = {str(path)[: -len(name)] for name, path in list_snapshot_files(config, workdir).items()}
     paths = [*sorted(roots - {f"{workdir}/"}), environ.get("PYTHONPATH", "")]
     return environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
 

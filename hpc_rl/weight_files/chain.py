@@ -16,7 +16,7 @@ import numpy as np
 
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.core.errors import Damaged
-from hpc_rl.core.trial import read_object, write_json
+from hpc_rl.core.trial import load_object, write_json
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.weight_files import rank_file
 from hpc_rl.weight_files.rank_file import StoredRectangle
@@ -52,7 +52,7 @@ class VersionIndex:
     @classmethod
     def read(cls, folder: Path) -> VersionIndex | None:
         """Return the index of a version; None if it is missing, incomplete or of another format."""
-        content = read_object(folder / INDEX_NAME)
+        content = load_object(folder / INDEX_NAME)
         try:
             if content["format"] != FORMAT:
                 return None
@@ -100,11 +100,10 @@ def find_rebuildable(indices: Indices) -> set[WeightVersion]:
 def choose_removable(
     indices: Indices, needed: Collection[WeightVersion], budget_bytes: float
 ) -> list[WeightVersion]:
-    """Return the versions to remove, so that the others fit the budget; a needed one can still be rebuilt.
+    """Return the versions to remove so that the others fit the budget. Needed versions stay rebuildable.
 
-    The oldest versions go first. A version that another one is based on goes only together with it, or after
-    it; so an old chain loses its newest versions first. More than the budget stays if the needed versions
-    take more.
+    The oldest chains go first. The base of another version is removed only with or after that version, so a
+    chain loses its newest versions first. If the needed versions exceed the budget, they stay.
 
     Args:
         indices: All complete versions.
@@ -138,7 +137,7 @@ def _trace_existing(version: WeightVersion, indices: Indices) -> list[VersionInd
 
 
 def _split_chains(indices: Indices) -> Iterator[list[WeightVersion]]:
-    """Yield the versions of each chain in order; the chain with the oldest start first."""
+    """Yield the versions of each chain in order, the chain with the oldest start first."""
     chains: dict[WeightVersion, list[WeightVersion]] = {}
     start_of: dict[WeightVersion, WeightVersion] = {}
     for version in sorted(indices):
@@ -159,18 +158,18 @@ class Tensor:
 
 
 def rebuild(folder: Path, chain: Sequence[VersionIndex]) -> dict[str, Tensor]:
-    """Return all tensors of the last version of a chain, by name; `folder` has a directory for each version.
+    """Return all tensors of the last version of a chain, by name. `folder` has a directory for each version.
 
-    Every file and every checksum is verified. Raises Damaged, OSError.
+    Verifies every file and every checksum. Raises Damaged, OSError.
     """
     tensors: dict[str, Tensor] = {}
     for index in chain:
-        for stored in read_version(folder / str(index.version), index):
+        for stored in load_version(folder / str(index.version), index):
             place = stored.rectangle
             tensor = tensors.get(place.name)
             if tensor is None:
                 tensor = Tensor(
-                    place.dtype, place.whole_shape, np.zeros(_count(place.whole_shape), place.word)
+                    place.dtype, place.whole_shape, np.zeros(_count_values(place.whole_shape), place.word)
                 )
                 tensors[place.name] = tensor
             if (tensor.dtype, tensor.shape) != (place.dtype, place.whole_shape):
@@ -179,14 +178,14 @@ def rebuild(folder: Path, chain: Sequence[VersionIndex]) -> dict[str, Tensor]:
     return tensors
 
 
-def read_version(folder: Path, index: VersionIndex) -> Iterator[StoredRectangle]:
-    """Yield what a version stores, of all ranks. Raises Damaged, OSError."""
+def load_version(folder: Path, index: VersionIndex) -> Iterator[StoredRectangle]:
+    """Yield the stored rectangles of a version, from all ranks. Raises Damaged, OSError."""
     for rank, record in enumerate(index.files):
         try:
-            yield from rank_file.read(folder / record.name, rank, record)
+            yield from rank_file.load(folder / record.name, rank, record)
         except FileNotFoundError as error:
             raise Damaged(f"{folder.name}/{record.name} is missing") from error
 
 
-def _count(shape: Sequence[int]) -> int:
+def _count_values(shape: Sequence[int]) -> int:
     return int(np.prod(shape, dtype=np.int64))

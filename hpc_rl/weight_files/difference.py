@@ -1,8 +1,8 @@
 """Differences between two versions of a model's weights: the values that changed, and their positions.
 
-A rank compares the rectangles that it owns with its previous publication, byte by byte, and keeps what
-changed. Applying a difference overwrites bytes, so it is exact, and it may be applied twice. Nothing here
-knows about files or ranks.
+A rank compares the rectangles that it owns with its previous publication, byte by byte, and keeps the changed
+values. Applying a difference overwrites bytes, so it is exact and may be repeated. This module knows neither
+files nor ranks.
 
 Positions count the values of a rectangle in row-major order. They are stored as gaps: the number of unchanged
 values before each stored one, as uint16. If more than 65,535 values in a row are unchanged, an unchanged

@@ -35,7 +35,7 @@ ALIGN_BYTES = 64  # of the first array in a file
 
 @dataclass(frozen=True)
 class StoredRectangle:
-    """A rectangle in one version: its checksum, and what the version stores for it."""
+    """A rectangle in one version: its checksum and its stored values."""
 
     rectangle: Rectangle
     xxh3: str  # of all its values in this version
@@ -53,8 +53,8 @@ class StoredRectangle:
     def apply(self, whole: np.ndarray) -> None:
         """Bring the rectangle of a tensor, a flat array of `Rectangle.word`, to this version.
 
-        The tensor must have the version before, unless the rectangle is stored whole. Raises Damaged if the
-        result does not have the checksum.
+        The tensor must have the previous version, unless the rectangle is stored whole. Raises Damaged if the
+        result has another checksum.
         """
         view = self.rectangle.view(whole)
         try:
@@ -69,12 +69,12 @@ class StoredRectangle:
 
 
 def compare(rectangle: Rectangle, before: np.ndarray | None, after: np.ndarray) -> StoredRectangle:
-    """Return what a version stores for a rectangle: the smaller of its changes and all of its values.
+    """Return the stored form of a rectangle: its changes or all of its values, whichever is smaller.
 
     Args:
         rectangle: Where the values are.
-        before: The values in the version before, flat, of type `Rectangle.word`; None stores all values.
-        after: The values now. They are referred to, not copied, if all are stored.
+        before: The values in the previous version, flat, of type `Rectangle.word`; None stores all values.
+        after: The new values. If all are stored, they are referenced, not copied.
     """
     checksum = digest(after)
     if before is not None:
@@ -112,30 +112,30 @@ def write(
     return checked_file.write(path, parts, cancel)
 
 
-def read(path: Path, rank: int, expected: FileRecord | None) -> Iterator[StoredRectangle]:
+def load(path: Path, rank: int, expected: FileRecord | None) -> Iterator[StoredRectangle]:
     """Yield the rectangles of a rank's file, checked against its record.
 
-    Raises Damaged if the file is not what was written, OSError.
+    Raises Damaged if the file differs from the written one, OSError.
     """
     with CheckedReader(path, expected) as reader:
-        begin, header = _read_header(reader)
+        begin, header = _load_header(reader)
         try:
             described = json.loads(header.pop("__metadata__")["version"])
             if (described["format"], described["rank"]) != (FORMAT, rank):
                 came = f"rank {described['rank']} in format {described['format']}"
                 raise Damaged(f"{path.name}: {came}, expected rank {rank} in format {FORMAT}")
-            rectangles = [(_rectangle(one), str(one["xxh3"])) for one in described["rectangles"]]
+            rectangles = [(_parse_rectangle(one), str(one["xxh3"])) for one in described["rectangles"]]
         except (ValueError, KeyError, TypeError) as error:
             raise Damaged(f"{path.name} is not a rank's file of a version: {error!r}") from error
         for i, (rectangle, checksum) in enumerate(rectangles):
-            values = _array(reader, begin, header.get(f"{i}.values"), rectangle.word)
-            gaps = _array(reader, begin, header.get(f"{i}.gaps"), np.dtype(np.uint16))
+            values = _load_array(reader, begin, header.get(f"{i}.values"), rectangle.word)
+            gaps = _load_array(reader, begin, header.get(f"{i}.gaps"), np.dtype(np.uint16))
             is_whole = f"{i}.gaps" not in header and f"{i}.values" in header
             changes = None if is_whole or not rectangle.num_values else Changes(gaps, values)
             yield StoredRectangle(rectangle, checksum, changes, values)
 
 
-def _read_header(reader: CheckedReader) -> tuple[int, dict[str, Any]]:
+def _load_header(reader: CheckedReader) -> tuple[int, dict[str, Any]]:
     try:
         begin = 8 + int.from_bytes(reader.read(0, 8), "little")
         header = json.loads(reader.read(8, begin))
@@ -146,7 +146,7 @@ def _read_header(reader: CheckedReader) -> tuple[int, dict[str, Any]]:
     return begin, header
 
 
-def _rectangle(record: dict[str, Any]) -> Rectangle:
+def _parse_rectangle(record: dict[str, Any]) -> Rectangle:
     sizes = (tuple(map(int, record[key])) for key in ("offset", "shape", "whole_shape"))
     if record["dtype"] not in DTYPE_BYTES:
         raise ValueError(f"unknown type {record['dtype']!r}")
@@ -159,7 +159,7 @@ def _rectangle(record: dict[str, Any]) -> Rectangle:
     return rectangle
 
 
-def _array(
+def _load_array(
     reader: CheckedReader, begin: int, entry: dict[str, Any] | None, word: np.dtype[Any]
 ) -> np.ndarray:
     if entry is None:

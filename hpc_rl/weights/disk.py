@@ -1,7 +1,7 @@
-"""Published weights on disk: one folder per version, a pointer to the newest, and the removal of old ones.
+"""Published weights on disk: one folder per version, a pointer to the newest, removal of old versions.
 
-Nothing here is fsynced: published weights can be made again from a checkpoint, and a trainer that starts
-publishes first. Closing the files makes them visible to other nodes.
+Nothing is fsynced: weights can be published again from a checkpoint, and a trainer publishes first when it
+starts. Closing the files makes them visible to other nodes.
 """
 
 import json
@@ -14,20 +14,20 @@ from pathlib import Path
 
 from hpc_rl.core.errors import Stale
 from hpc_rl.core.records import check_newest_lineage
-from hpc_rl.core.trial import Trial, entries, read_json
+from hpc_rl.core.trial import Trial, list_entries, load_json
 from hpc_rl.core.types import WeightVersion
 
 logger = logging.getLogger(__name__)
-KEEP = 2  # newest versions
+KEEP = 2  # newest versions that are kept
 
 
 def finish(trial: Trial, version: WeightVersion) -> Path:
-    """Give weights that were written to `.<version>.tmp` their name, and point to it.
+    """Rename the weights in `.<version>.tmp` to their final name and update the pointer.
 
     Raises OSError, and Stale if newer weights are current or a later trainer has begun.
     """
     check_newest_lineage(trial, version.lineage)
-    pointer = read_json(trial.current_weights)
+    pointer = load_json(trial.current_weights)
     if pointer and (pointer["lineage"], pointer["step"]) > (version.lineage, version.step):
         newer = pointer["label"]
         raise Stale(f"weights {newer} are current: a later trainer than this one ({version}) has published")
@@ -42,14 +42,14 @@ def finish(trial: Trial, version: WeightVersion) -> Path:
     return final
 
 
-def size_bytes(folder: Path) -> int:
+def count_bytes(folder: Path) -> int:
     return sum(entry.stat().st_size for entry in os.scandir(folder) if entry.is_file())
 
 
 def prune(trial: Trial, held: Iterable[str]) -> list[str]:
-    """Remove all versions but the newest KEEP, those in `held` and the current one; return what went."""
-    versions = sorted(filter(None, map(_version, os.listdir(trial.weights))), reverse=True)
-    current = read_json(trial.current_weights) or {}
+    """Remove all versions except the newest KEEP, `held` and the current one; return the removed ones."""
+    versions = sorted(filter(None, map(_parse_version, os.listdir(trial.weights))), reverse=True)
+    current = load_json(trial.current_weights) or {}
     staying = {*held, current.get("label")}
     going = [str(version) for version in versions[KEEP:] if str(version) not in staying]
     for label in going:
@@ -58,15 +58,15 @@ def prune(trial: Trial, held: Iterable[str]) -> list[str]:
 
 
 def drop(trial: Trial) -> int:
-    """Remove every published version of a trial that is done; return the bytes that were freed.
+    """Remove every published version of a finished trial; return the number of freed bytes.
 
-    For its owner. The pointer goes first: a server that starts meanwhile waits for weights. A recover
-    publishes those of its checkpoint. Raises OSError.
+    For its owner. Removes the pointer first, so a server that starts meanwhile waits for weights. A recover
+    publishes the weights of its checkpoint. Raises OSError.
     """
     trial.current_weights.unlink(missing_ok=True)
-    versions = filter(None, (_version(entry.name) for entry in entries(trial.weights)))
+    versions = filter(None, (_parse_version(entry.name) for entry in list_entries(trial.weights)))
     folders = [trial.published(str(version)) for version in versions]
-    freed = sum(map(size_bytes, folders))
+    freed = sum(map(count_bytes, folders))
     for folder in folders:
         shutil.rmtree(folder)
     clear_leftovers(trial)
@@ -83,7 +83,7 @@ def clear_leftovers(trial: Trial) -> None:
                 Path(entry.path).unlink(missing_ok=True)
 
 
-def _version(name: str) -> WeightVersion | None:
+def _parse_version(name: str) -> WeightVersion | None:
     try:
         return WeightVersion.parse(name)
     except ValueError:

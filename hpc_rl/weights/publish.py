@@ -1,8 +1,8 @@
-"""Publish: bring weights into all live servers of a pool at once: pause, update, verify, resume.
+"""Publishes weights to all live servers of a pool at once: pause, update, verify, resume.
 
-The training thread waits for the answers of an event loop in another thread, which keeps the connections and
-watches the leases between publishes. A server that fails is left out: it loads the current weights by itself,
-and is asked again once its lease says that it has them. One acknowledgement is enough to continue.
+The training thread waits for an event loop in another thread, which keeps the connections and watches the
+leases between publishes. A failed server is skipped: it loads the current weights by itself, and is used
+again when its lease shows them. One acknowledgement is enough to continue.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,27 +28,20 @@ from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 from hpc_rl.servers.client import HttpServerClient, open_session
 from hpc_rl.servers.router import is_older
 from hpc_rl.weights import disk
+from hpc_rl.weights.transport import Published, Transport, WriteWeights
 
 logger = logging.getLogger(__name__)
 
-RETRY_S, LONGEST_RETRY_S = 0.1, 2.0  # between two searches for a server while there is none
+RETRY_S, LONGEST_RETRY_S = 0.1, 2.0  # first and longest pause between searches for a server
 RESUME_TIMEOUT_S = 5.0
-# states in which a server takes no updates; one that starts loads the newest weights
+# states in which a server accepts no updates; a starting server loads the newest weights
 BUSY = ("starting", "loading", "stale", "stopping")
-SLOWEST_LOAD_BYTES_PER_S = 50e6  # a server that loads slower than this is left out
-
-
-@dataclass
-class Published:
-    """The outcome of a publish: servers that have the weights, and the problems of the others, by key."""
-
-    acknowledged: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+SLOWEST_LOAD_BYTES_PER_S = 50e6  # a server that loads slower is skipped
 
 
 @dataclass
 class Publisher:
-    """Rank 0's connections to the generation servers; to be closed. Only its own thread uses `names`."""
+    """Rank 0's connections to the generation servers. Close it at the end. Only its thread uses `names`."""
 
     trial: Trial
     names: NameResolve
@@ -56,10 +49,10 @@ class Publisher:
     pool: str = DEFAULT_POOL
     setup_timeout_s: float = 600.0  # to wait for the first acknowledgement of a publish
     update_timeout_s: float = 60.0  # of one server, in addition to the time for loading the bytes
-    watch_s: float = 1.0  # between two reads of the leases between publishes
+    watch_s: float = 1.0  # between reads of the leases
 
     def __post_init__(self) -> None:
-        self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch that failed, label that it did not get
+        self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch and label of the failed update
         self._leases: dict[str, LeaseView] = {}
         self._session: aiohttp.ClientSession | None = None
         self._pruning: asyncio.Future[Any] | None = None
@@ -71,9 +64,9 @@ class Publisher:
     def publish(
         self, version: WeightVersion, path: Path, stopping: threading.Event | None = None
     ) -> Published:
-        """Bring the weights at `path` into the servers; return once one has them, or `stopping` is set.
+        """Update the servers to the weights at `path`; return once one server has them or `stopping` is set.
 
-        Raises RoleFailed if no server took them within setup_timeout_s, or they are gone.
+        Raises RoleFailed if no server loaded them within setup_timeout_s, or if they were removed.
         """
         publishing = self._publish(str(version), path, stopping)
         work: Future[Published] = asyncio.run_coroutine_threadsafe(publishing, self._loop)
@@ -87,7 +80,7 @@ class Publisher:
         self._loop.close()
 
     async def _publish(self, label: str, path: Path, stopping: threading.Event | None) -> Published:
-        limit_s = self.update_timeout_s + disk.size_bytes(path) / SLOWEST_LOAD_BYTES_PER_S
+        limit_s = self.update_timeout_s + disk.count_bytes(path) / SLOWEST_LOAD_BYTES_PER_S
         give_up_at = time.monotonic() + self.setup_timeout_s
         waiting, pause_s = False, RETRY_S
         while True:
@@ -108,17 +101,19 @@ class Publisher:
             if time.monotonic() > give_up_at:
                 raise RoleFailed(
                     f"no generation server took weights {label} within {self.setup_timeout_s:.0f} s: "
-                    f"{_problems(result)}"
+                    f"{_describe_problems(result)}"
                 )
             if not waiting:
-                logger.info("weights %s: waiting for a generation server (%s)", label, _problems(result))
+                logger.info(
+                    "weights %s: waiting for a generation server (%s)", label, _describe_problems(result)
+                )
             waiting = True
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, LONGEST_RETRY_S)
 
     def _targets(self) -> dict[str, LeaseView]:
-        """Return live servers that take updates; those that failed before only if there is no other."""
-        self._leases = self.names.leases(keys.servers(self.pool))
+        """Return live servers that accept updates; servers that failed before only if there are no others."""
+        self._leases = self.names.list_leases(keys.servers(self.pool))
         live, usual = {}, {}
         for key, seen in self._leases.items():
             if seen.alive and seen.value.get("state") not in BUSY:
@@ -138,14 +133,14 @@ class Publisher:
             self._left_out[key] = (targets[key].epoch, label)
 
     async def _update(self, key: str, seen: LeaseView, label: str, path: Path, limit_s: float) -> str:
-        """Update one server; return '' or the problem."""
+        """Update one server; return the problem, or ''."""
         client = self._client(seen.value["url"])
         try:
             async with asyncio.timeout(limit_s):
                 await client.pause()
                 try:
                     await client.update_weights(str(path), label)
-                except BaseException:  # a time-out too: held requests must not wait for good
+                except BaseException:  # also after a timeout: paused requests must not wait forever
                     await client.resume(timeout_s=RESUME_TIMEOUT_S)
                     raise
                 info, _ = await asyncio.gather(client.model_info(), client.resume())
@@ -168,11 +163,11 @@ class Publisher:
             self._pruning = self._loop.run_in_executor(None, disk.prune, self.trial, held)
 
     async def _watch(self) -> None:
-        # read regularly, so that a server that died is known to be dead by the next publish
+        # regular reads, so that the next publish knows which servers have died
         while True:
             await asyncio.sleep(self.watch_s)
             with contextlib.suppress(OSError):  # the next read may succeed
-                self._leases = self.names.leases(keys.servers(self.pool))
+                self._leases = self.names.list_leases(keys.servers(self.pool))
 
     async def _close(self) -> None:
         if self._pruning is not None:
@@ -181,27 +176,23 @@ class Publisher:
             await self._session.close()
 
 
-def _problems(result: Published) -> str:
+def _describe_problems(result: Published) -> str:
     return "; ".join(f"{key}: {problem}" for key, problem in result.failed.items()) or "none is ready"
-
-
-# trainers/exports.py: (what, final folder, finish, durable) -> whether all ranks have written the weights
-WriteWeights = Callable[..., bool]
 
 
 @dataclass
 class DiskTransport:
-    """Weights through the trial directory: written by rank 0, loaded by the servers. Every rank has one."""
+    """Sends weights through the trial directory: rank 0 writes, servers load. Every rank has one."""
 
     trial: Trial
-    publisher: Publisher | None  # of rank 0
+    publisher: Publisher | None  # rank 0 only
 
     def publish(
         self, version: WeightVersion, write: WriteWeights, stopping: threading.Event
     ) -> Published | None:
         """Publish the current weights; None if a stop came before they were written. Collective.
 
-        Raises RoleFailed if no server took them, OSError.
+        Raises RoleFailed if no server loaded them, OSError.
         """
         folder = self.trial.published(str(version))
         if not write(f"weights {version}", folder, partial(disk.finish, self.trial, version), durable=False):
@@ -209,4 +200,5 @@ class DiskTransport:
         return Published() if self.publisher is None else self.publisher.publish(version, folder, stopping)
 
 
-TRANSPORTS: dict[str, type[DiskTransport]] = {"disk": DiskTransport}
+# name -> class
+TRANSPORTS: dict[str, Callable[[Trial, Publisher | None], Transport]] = {"disk": DiskTransport}

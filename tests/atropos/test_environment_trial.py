@@ -158,7 +158,7 @@ def test_environments_end_with_0_and_saw_no_error(trial):
     assert code == 0, by_hand[-3000:]
     for text in (role, by_hand):
         assert not ERROR_STATUS.search(text), text[-3000:]
-        assert made.tokens()["data"] not in text or text is by_hand  # of the role's command it is masked
+        assert made.load_tokens()["data"] not in text or text is by_hand  # of the role's command it is masked
     (path,) = made.attempts.rglob("events.jsonl")
     events = [json.loads(line) for line in path.read_text().splitlines()]
     ends = [one for one in events if one["event"] == "exited" and one.get("role") == "environment"]
@@ -173,7 +173,7 @@ def test_a_command_prints_the_urls_of_a_trial_that_runs(trial):
     written = here / "by-hand.yaml"
     settings = yaml.safe_load(written.read_text())
     assert written.stat().st_mode & 0o777 == 0o600  # it has the data token
-    token = made.tokens()["data"]
+    token = made.load_tokens()["data"]
     assert settings["env"]["rollout_server_url"].endswith(f"/t/{token}")
     assert settings["env"]["wandb_name"] == "by-hand" and settings["env"]["group_size"] == 4
     assert [one["api_key"] for one in settings["openai"]] == [token, token]

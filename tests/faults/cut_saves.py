@@ -126,7 +126,7 @@ def save(trial: Trial, step: int) -> None:
     commit = Commit(trial, step, "7.0", 0)
     commit.begin()
     for rank in range(NUM_RANKS):
-        commit.rank_done(rank, Rank(rank, NUM_RANKS, float(step)).write(commit.folder))
+        commit.record_rank(rank, Rank(rank, NUM_RANKS, float(step)).write(commit.folder))
     who = {"attempt": "7.0", "incarnation": 0, "submission": "7", "version": f"0.{step}", "config_hash": ""}
     commit.commit(Manifest(step=step, lineage=0, num_ranks=NUM_RANKS, **who))
     retain(trial, RetentionPolicy(2))

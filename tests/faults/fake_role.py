@@ -19,7 +19,7 @@ import threading
 import time
 from pathlib import Path
 
-from hpc_rl.core.proc import start_ticks
+from hpc_rl.core.proc import find_start_ticks
 from hpc_rl.core.trial import Attempt, Trial, write_json
 from hpc_rl.roles import control
 
@@ -39,7 +39,7 @@ def main(role: str) -> int:
     name = f"{role}-{args.index}.{args.incarnation}-rank{rank}"
     me = {
         "pid": os.getpid(),
-        "start_ticks": start_ticks(os.getpid()),
+        "start_ticks": find_start_ticks(os.getpid()),
         "host": socket.gethostname(),
         "role": role,
         "rank": rank,

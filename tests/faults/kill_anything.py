@@ -24,8 +24,8 @@ from promises import Promises, every_row, story
 from toy_trials import make_toy, pid_of
 
 from hpc_rl.core.files import JsonLines
-from hpc_rl.core.proc import is_alive, start_ticks
-from hpc_rl.core.trial import Trial, read_json
+from hpc_rl.core.proc import find_start_ticks, is_alive
+from hpc_rl.core.trial import Trial, load_json
 from hpc_rl.schedulers import make_scheduler
 from hpc_rl.stats.read import is_evaluation
 
@@ -235,7 +235,7 @@ class Killed:
     def find(self, what: str) -> list[Victim]:
         """The living processes of a kind."""
         role = ROLES.get(what, what)
-        records = [read_json(path) for path in self.trial.attempts.glob(f"*/processes/{role}-*.json")]
+        records = [load_json(path) for path in self.trial.attempts.glob(f"*/processes/{role}-*.json")]
         found = []
         for row in filter(None, records):
             with contextlib.suppress(ProcessLookupError):
@@ -249,7 +249,7 @@ class Killed:
         self.until(lambda: self.over)
         end = JsonLines(self.trial.job_state(self.job_id)).poll()[-1]
         assert (end["event"], end["code"]) == ("ended", 0), f"{end}\n{story(self.trial)}"
-        assert (read_json(self.trial.done) or {}).get("job_id") == self.job_id
+        assert (load_json(self.trial.done) or {}).get("job_id") == self.job_id
         assert (self.trial.exports / "final" / "model.safetensors").exists()
         assert not list(self.trial.weights.iterdir()), "what was published for servers is removed"
         self.until(lambda: not any(self.find(what) for what in VICTIMS))
@@ -306,7 +306,7 @@ def children(pid: int) -> list[Victim]:
         ]
     except OSError:
         return []
-    return [Victim(child, ticks) for child in pids if (ticks := start_ticks(child)) is not None]
+    return [Victim(child, ticks) for child in pids if (ticks := find_start_ticks(child)) is not None]
 
 
 def new_luck() -> random.Random:

@@ -19,13 +19,13 @@ from hpc_rl.rollout.batch_log.ledger import (
     GroupRecord,
     LedgerDamaged,
     RecordPlace,
-    group_at,
-    read_segment,
-    segment_path,
-    segments,
+    get_segment_path,
+    list_segments,
+    load_group,
+    load_segment,
 )
-from hpc_rl.rollout.batch_log.replay import LogState, read_state
-from hpc_rl.rollout.batch_log.seals import Seal, batch_bytes, read_seals
+from hpc_rl.rollout.batch_log.replay import LogState, load_state
+from hpc_rl.rollout.batch_log.seals import Seal, encode_batch, load_seals
 from hpc_rl.stats import read as stats
 
 OF_THE_BATCH = (
@@ -62,7 +62,7 @@ class Promises:
                 digest = hashlib.sha256(path.read_bytes()).hexdigest()
                 step = int(path.stem)
                 if step not in self._seen:
-                    seal = read_seals(self.trial.rollout)[step]
+                    seal = load_seals(self.trial.rollout)[step]
                     self._seen[step] = (seal, digest, batch_digest(self.trial.rollout, seal))
             except (FileNotFoundError, KeyError, LedgerDamaged):
                 if path.exists():
@@ -73,7 +73,7 @@ class Promises:
     def check(self) -> None:
         """The trial is over: all of it."""
         self.look()
-        state = read_state(self.trial.rollout)
+        state = load_state(self.trial.rollout)
         self._batches(state)
         self._fates(state)
         self._contents(state)
@@ -118,8 +118,8 @@ class Promises:
         most = at_the_end * self.batch_size + state.rejections.total()
         assert issued <= most, f"{issued} prompts were issued, {most} may be: some were lost and replaced"
         records: dict[int, int] = {}
-        for number in segments(self.trial.rollout):
-            for _, record in read_segment(self.trial.rollout, number):
+        for number in list_segments(self.trial.rollout):
+            for _, record in load_segment(self.trial.rollout, number):
                 if isinstance(record, GroupRecord):
                     records[record.index] = records.get(record.index, 0) + 1
         again = {index: count for index, count in records.items() if count > 1}
@@ -132,7 +132,7 @@ class Promises:
             )
 
     def _metrics(self) -> None:
-        history = stats.read(self.trial)
+        history = stats.load_history(self.trial)
         assert [row["step"] for row in history.steps] == list(range(1, self.total_steps + 1))
         first: dict[int, dict] = {}
         for row in every_row(self.trial):
@@ -160,7 +160,7 @@ def every_row(trial: Trial) -> list[stats.Row]:
 
 def batch_digest(folder: Path, seal: Seal) -> str:
     """Of the bytes that the trainer gets for this seal. Raises LedgerDamaged."""
-    body = batch_bytes(seal.step, [_group(folder, place) for place in seal.places.values()])
+    body = encode_batch(seal.step, [_group(folder, place) for place in seal.places.values()])
     return hashlib.sha256(body).hexdigest()
 
 
@@ -171,11 +171,11 @@ def read_groups(folder: Path, seal: Seal) -> list[TrajectoryGroup]:
 
 def _group(folder: Path, place: RecordPlace) -> bytes:
     try:
-        fd = os.open(segment_path(folder, place.segment), os.O_RDONLY)
+        fd = os.open(get_segment_path(folder, place.segment), os.O_RDONLY)
     except OSError as error:
         raise LedgerDamaged(str(error)) from error
     try:
-        return group_at(fd, place)
+        return load_group(fd, place)
     finally:
         os.close(fd)
 

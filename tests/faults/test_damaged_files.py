@@ -133,7 +133,7 @@ def shell(folder: Path, tmp_path: Path, monkeypatch) -> Shell:
     with pytest.MonkeyPatch.context() as patched:
         patched.setenv("XDG_STATE_HOME", str(shell.root / "state"))
         for name in ("finished", "stopped"):
-            trial_index.record(trial_of(folder, name))
+            trial_index.record_trial(trial_of(folder, name))
     return shell
 
 

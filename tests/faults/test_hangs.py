@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.core.trial import load_json, write_json
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -64,7 +64,7 @@ def test_hangs_without_progress_come_to_an_end(fake):
     )
     assert fake.run() == 70, fake.story()
     assert len(fake.events("hung")) == 2
-    reason = read_json(fake.attempt.ended)["reason"]
+    reason = load_json(fake.attempt.ended)["reason"]
     assert "hangs" in reason and "2 failures in a row" in reason and "hpc-rl status" in reason
 
 
@@ -78,7 +78,7 @@ def test_a_drain_survives_the_death_of_the_supervisor(fake):
     supervisor.wait()
     assert fake.run() == 75, fake.story()
     assert len(fake.events("started", "trainer")) == 1, "nothing was started again"
-    assert "SIGUSR1" in read_json(fake.attempt.ended)["reason"]
+    assert "SIGUSR1" in load_json(fake.attempt.ended)["reason"]
 
 
 def test_a_drain_intent_is_found_by_a_later_supervisor(fake):

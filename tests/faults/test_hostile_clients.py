@@ -18,7 +18,7 @@ import pytest
 from kill_anything import READY, Killed, Trials, make_workplace
 from probes import Probe, answer_to, probes
 
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 from hpc_rl.name_resolve import keys, open_names
 
 pytestmark = pytest.mark.timeout(300)
@@ -32,11 +32,11 @@ class Target:
 
     def __init__(self, one: Killed) -> None:
         self.one, self.trial = one, one.trial
-        self.tokens = one.trial.tokens()
+        self.tokens = one.trial.load_tokens()
         names = open_names(one.trial)
         self.leases = {
-            "rollout": lambda: names.leases(keys.ROLLOUT)[keys.ROLLOUT],
-            "server": lambda: names.leases(keys.server("rollout", 0))[keys.server("rollout", 0)],
+            "rollout": lambda: names.list_leases(keys.ROLLOUT)[keys.ROLLOUT],
+            "server": lambda: names.list_leases(keys.server("rollout", 0))[keys.server("rollout", 0)],
         }
         self.urls = {name: lease().value["url"] for name, lease in self.leases.items()}
         self.pids = {name: lease().value["pid"] for name, lease in self.leases.items()}
@@ -97,13 +97,13 @@ async def ask_all(target: Target) -> tuple[Counter, list[str]]:
 
 
 def test_no_request_is_let_in_or_is_a_fault_of_ours(target):
-    before = read_json(target.trial.current_weights)
+    before = load_json(target.trial.current_weights)
     counts, wrong = asyncio.run(ask_all(target))
     print(sum(counts.values()), "probes:", counts)
     assert sum(counts.values()) > 800
     assert not wrong, f"{len(wrong)} of {sum(counts.values())}:\n" + "\n".join(wrong[:80])
     target.check_unharmed()
-    assert read_json(target.trial.current_weights) != before
+    assert load_json(target.trial.current_weights) != before
 
 
 def flood(url: str, idle: int, slow: int, stack: contextlib.ExitStack) -> list[socket.socket]:

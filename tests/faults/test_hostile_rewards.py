@@ -12,8 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "integration"))
 
 from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial, wait_until
 
-from hpc_rl.core.proc import start_ticks
-from hpc_rl.rollout.batch_log.ledger import RejectReason, RejectRecord, read_segment, segments
+from hpc_rl.core.proc import find_start_ticks
+from hpc_rl.rollout.batch_log.ledger import RejectReason, RejectRecord, list_segments, load_segment
 from hpc_rl.status.rollout_report import RolloutReport
 
 pytestmark = pytest.mark.timeout(180)
@@ -72,7 +72,7 @@ def test_their_prompts_are_rejected_and_the_others_make_batches(tmp_path):
         client.close()
         server.close()
     forked = [int(line) for line in (tmp_path / "forked").read_text().split()]
-    wait_until(lambda: not any(start_ticks(pid) for pid in forked))
+    wait_until(lambda: not any(find_start_ticks(pid) for pid in forked))
 
 
 BLOCKING = """import os, time
@@ -119,7 +119,7 @@ def test_a_workflow_that_blocks_its_event_loop_is_reported_with_its_place(tmp_pa
 
 def rejected(trial) -> dict[int, str]:
     records = [
-        record for number in segments(trial.rollout) for _, record in read_segment(trial.rollout, number)
+        record for number in list_segments(trial.rollout) for _, record in load_segment(trial.rollout, number)
     ]
     return {record.index: record.reason for record in records if isinstance(record, RejectRecord)}
 

@@ -20,7 +20,7 @@ from kill_anything import (
     shuffled,
 )
 
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 
 pytestmark = pytest.mark.timeout(600)
 KEPT = {"recover.keep": 50}  # only what comes before the first generation is trimmed
@@ -109,7 +109,7 @@ def test_the_retry_budget_ends_a_trial_that_makes_no_progress(trials):
     one.kill_each(["trainer"] * 2, new_luck())
     one.until(lambda: one.over)
     assert len(one.kills) == 2
-    ended = read_json(one.trial.attempt(f"{one.job_id}.0").ended)
+    ended = load_json(one.trial.attempt(f"{one.job_id}.0").ended)
     assert ended["exit_code"] == 70
     assert "(2 failures in a row without a new checkpoint; recover.retries allows 1; " in ended["reason"]
     assert not one.trial.done.exists()

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -28,10 +28,10 @@ def test_a_supervisor_without_its_script_saves_and_ends(tmp_path):
     script.send_signal(signal.SIGKILL)
     script.wait()
     fake.until(lambda: fake.attempt.ended.exists())
-    ended = read_json(fake.attempt.ended)
+    ended = load_json(fake.attempt.ended)
     assert (
         ended["exit_code"] == 75
-        and read_json(fake.attempt.ended)["cause"] == "script_killed"
+        and load_json(fake.attempt.ended)["cause"] == "script_killed"
         and "job script" in ended["reason"]
     )
     assert not fake.alive()
@@ -44,7 +44,7 @@ def test_a_script_that_died_first_is_missed(tmp_path):
     script.wait()
     assert fake.run(HPC_RL_SCRIPT_PID=str(script.pid)) == 75, fake.story()
     assert (
-        read_json(fake.attempt.ended)["cause"] == "script_killed"
-        and "job script" in read_json(fake.attempt.ended)["reason"]
+        load_json(fake.attempt.ended)["cause"] == "script_killed"
+        and "job script" in load_json(fake.attempt.ended)["reason"]
     )
     assert not fake.events("started")

@@ -104,9 +104,9 @@ def test_no_group_is_lost_or_counts_twice(tmp_path, order):
     )  # fmt: skip
     role = Role(trial).start()
     names = NameResolve(trial.names)
-    wait_until(lambda: (seen := names.leases(keys.ROLLOUT).get(keys.ROLLOUT)) is not None and seen.alive)
-    base = names.leases(keys.ROLLOUT)[keys.ROLLOUT].value["url"]
-    url = f"{base}/t/{trial.tokens()['data']}"
+    wait_until(lambda: (seen := names.list_leases(keys.ROLLOUT).get(keys.ROLLOUT)) is not None and seen.alive)
+    base = names.list_leases(keys.ROLLOUT)[keys.ROLLOUT].value["url"]
+    url = f"{base}/t/{trial.load_tokens()['data']}"
     client = role.client(poll_s=0.5)
     with pytest.raises(TimeoutError):  # the trainer has asked: environments may register
         client.batch_bytes(1, 0, within_s=1)

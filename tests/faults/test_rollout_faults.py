@@ -19,8 +19,8 @@ from rollout_trial import FakeServer, RolloutRole, begin_lineage, make_trial, wa
 
 from hpc_rl.core.errors import RoleFailed
 from hpc_rl.core.types import decode, encode
-from hpc_rl.rollout.batch_log.ledger import NoteRecord, read_segment, segments
-from hpc_rl.rollout.batch_log.replay import read_state
+from hpc_rl.rollout.batch_log.ledger import NoteRecord, list_segments, load_segment
+from hpc_rl.rollout.batch_log.replay import load_state
 
 STEPS = 12
 
@@ -73,7 +73,7 @@ def train(role: RolloutRole, server: FakeServer, seed: int, num_steps: int = STE
 
 def audit(trial, batch_size: int, num_steps: int = STEPS) -> list[list[int]]:
     """Prompt indexes of each batch, after checks that every index is used at most once and none was lost."""
-    state = read_state(trial.rollout)
+    state = load_state(trial.rollout)
     batches = [list(state.seals[step].places) for step in range(1, num_steps + 1)]
     used = [index for batch in batches for index in batch]
     assert len(set(used)) == len(used) == batch_size * num_steps
@@ -97,7 +97,7 @@ def test_kills_of_the_sequencer_lose_and_repeat_nothing(tmp_path, order, bound):
             assert batches == [list(range(3 * i, 3 * i + 3)) for i in range(STEPS)]
         if bound == "hard":
             assert (
-                max(age for seal in read_state(trial.rollout).seals.values() for age in seal.staleness) <= 2
+                max(age for seal in load_state(trial.rollout).seals.values() for age in seal.staleness) <= 2
             )
         client = role.client()
         begin_lineage(trial, 99)
@@ -149,8 +149,8 @@ async def run(prompt, generate):
 def audit_notes(trial, told: Path, used: dict[int, set[int]]) -> None:
     """Each workflow went by what is on disk, and nothing was made again after one had continued with it."""
     noted: dict[int, list[int]] = {}
-    for number in segments(trial.rollout):
-        for _, record in read_segment(trial.rollout, number):
+    for number in list_segments(trial.rollout):
+        for _, record in load_segment(trial.rollout, number):
             if isinstance(record, NoteRecord):
                 noted.setdefault(record.index, []).append(decode(record.value))
     assert all(len(nonces) == 1 for nonces in noted.values()), "what is on disk is never made again"

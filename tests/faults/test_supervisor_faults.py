@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.supervise import bad_nodes
 
@@ -36,8 +36,8 @@ def fake(tmp_path: Path) -> Iterator[Fake]:
 def test_the_end_of_training_ends_everything_and_says_done(fake):
     fake.write({"trainer": ["train"]})
     assert fake.run() == 0, fake.story()
-    assert read_json(fake.trial.done)["job_id"] == JOB
-    assert read_json(fake.attempt.ended)["exit_code"] == 0
+    assert load_json(fake.trial.done)["job_id"] == JOB
+    assert load_json(fake.attempt.ended)["exit_code"] == 0
     assert {row["role"]: row["code"] for row in fake.events("exited")} == {
         "trainer": 0,
         "server": 75,
@@ -49,7 +49,7 @@ def test_the_end_of_training_ends_everything_and_says_done(fake):
     (left / "model.safetensors").write_bytes(b"12345")
     assert fake.run() == 0  # done is done: nothing is started again
     assert len(fake.events("started", "trainer")) == 1
-    assert not left.exists() and read_json(fake.trial.done)["freed_bytes"] == 5
+    assert not left.exists() and load_json(fake.trial.done)["freed_bytes"] == 5
 
 
 def test_a_later_jobs_end_is_kept_and_an_earlier_jobs_mark_goes(fake):
@@ -59,10 +59,10 @@ def test_a_later_jobs_end_is_kept_and_an_earlier_jobs_mark_goes(fake):
     write_json(fake.trial.job("earlier"), {"time": 50.0})
     write_json(fake.trial.done, {"job_id": "later"})
     assert fake.run() == 0
-    assert not fake.events("started") and read_json(fake.trial.done)["job_id"] == "later"
+    assert not fake.events("started") and load_json(fake.trial.done)["job_id"] == "later"
     write_json(fake.trial.done, {"job_id": "earlier"})
     assert fake.run() == 0
-    assert fake.events("started") and read_json(fake.trial.done)["job_id"] == JOB
+    assert fake.events("started") and load_json(fake.trial.done)["job_id"] == JOB
 
 
 def test_the_script_hears_of_bad_nodes_at_both_ends_of_an_attempt(fake):
@@ -89,7 +89,7 @@ def test_retries_are_counted_across_supervisors(fake):
     supervisor.kill()
     assert fake.run() == 70, fake.story()
     assert len(fake.events("started", "trainer")) == 4
-    assert "3 failures in a row" in read_json(fake.attempt.ended)["reason"]
+    assert "3 failures in a row" in load_json(fake.attempt.ended)["reason"]
 
 
 def test_progress_gives_the_retries_back(fake):
@@ -120,13 +120,15 @@ def test_secrets_that_are_removed_while_a_trial_runs_are_written_again(fake):
     secrets = fake.trial.secret_variables("trainer_env_vars")
     secrets.write_text("HF_TOKEN=x\0")
     secrets.chmod(0o600)
-    tokens = fake.trial.tokens()
+    tokens = fake.trial.load_tokens()
     supervisor = fake.start()
     fake.until(lambda: fake.newest("server", 0) and fake.newest("trainer", 0))
     fake.trial.secret.unlink()
     secrets.unlink()
     fake.until(lambda: fake.trial.secret.exists() and secrets.exists())
-    assert fake.trial.tokens() == tokens and fake.trial.variables("trainer_env_vars") == {"HF_TOKEN": "x"}
+    assert fake.trial.load_tokens() == tokens and fake.trial.load_variables("trainer_env_vars") == {
+        "HF_TOKEN": "x"
+    }
     assert fake.trial.secret.stat().st_mode & 0o777 == 0o600
     assert f"{fake.trial.secret} was removed while the trial runs" in fake.story()
     supervisor.terminate()
@@ -171,7 +173,7 @@ def test_a_request_to_stop_lets_the_trainer_save_first(fake, wish):
     assert supervisor.wait(90) == 75, fake.story()
     ends = [row["role"] for row in fake.events("exited")]
     assert ends[0] == "trainer" and len(ends) == 3
-    assert read_json(fake.attempt.ended)["exit_code"] == 75
+    assert load_json(fake.attempt.ended)["exit_code"] == 75
     assert not fake.trial.done.exists()
 
 
@@ -211,7 +213,7 @@ def test_a_supervisor_that_lost_the_trial_kills_and_leaves(fake):
     open_names(fake.trial).lease(keys.OWNER, {"attempt": "other.0"}, 15.0)
     assert supervisor.wait(90) == 70, fake.story()
     assert not fake.alive()
-    assert "another supervisor" in read_json(fake.attempt.ended)["reason"]
+    assert "another supervisor" in load_json(fake.attempt.ended)["reason"]
 
 
 @pytest.mark.parametrize("seed", range(2))

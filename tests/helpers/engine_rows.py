@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from hpc_rl.engines.base import MicroBatch, Sequences
-from hpc_rl.trainers.supervised import sequence_loss
+from hpc_rl.trainers.supervised import compute_sequence_loss
 
 
 def some_rows(lengths=(9, 3, 30, 1, 12, 2, 30), seed: int = 0, mask: bool = True) -> Sequences:
@@ -25,7 +25,7 @@ def micro_batches_of(engine, rows: Sequences) -> list[list[int]]:
 
     def loss(batch: MicroBatch):
         lengths.append(torch.bincount(batch.row_T).tolist())
-        return sequence_loss(batch)
+        return compute_sequence_loss(batch)
 
     engine.train_batch(rows, loss, 60.0, 1.0)
     return sorted(lengths)

@@ -16,9 +16,9 @@ from hpc_rl.gateway.balance import BalancingRouter
 from hpc_rl.gateway.gateway import Gateway, GatewaySettings
 from hpc_rl.gateway.gateway_log import GatewayLog
 from hpc_rl.gateway.requests import Bounds
-from hpc_rl.gateway.routes import gateway_routes
+from hpc_rl.gateway.routes import make_gateway_routes
 from hpc_rl.name_resolve import keys
-from hpc_rl.rollout.routes import application
+from hpc_rl.rollout.routes import make_application
 
 TOKENS = {"control": "control-token", "data": "data-token"}
 
@@ -120,7 +120,7 @@ async def open_gateway(
     router = BalancingRouter(names, tokens["data"], setup_timeout_s=0.3, request_retries=0, poll_s=0.02)
     async with router, aiohttp.ClientSession() as session:
         gateway = Gateway(router, tokenizer, log, bounds, settings, "toy")
-        service = HttpService(application(gateway_routes(gateway), tokens), close_timeout_s=0.1)
+        service = HttpService(make_application(make_gateway_routes(gateway), tokens), close_timeout_s=0.1)
         listener = net.bind("127.0.0.1")
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         await service.start(listener)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from patience import extend
 
-from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.engines.shared.distributed import init_ranks, shutdown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,7 +52,7 @@ def main(scenarios: Mapping[str, Callable[[Path, int, int], None]]) -> None:
 
     def find() -> tuple[str, int]:
         deadline = time.monotonic() + extend(60)
-        while (found := read_json(record)) is None:
+        while (found := load_json(record)) is None:
             if time.monotonic() > deadline:
                 raise TimeoutError("rank 0 did not publish its store")
             time.sleep(0.05)

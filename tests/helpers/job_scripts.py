@@ -19,7 +19,7 @@ from toy_plans import sft_plan
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.core.files import JsonLines
 from hpc_rl.core.trial import Trial
-from hpc_rl.render.scripts import Stamp, render, script_name
+from hpc_rl.render.scripts import Stamp, choose_script_name, render
 
 ROOT = Path(__file__).resolve().parents[2]
 GUARD_S = 120.0
@@ -98,31 +98,26 @@ def write_programs(folder: Path, programs: dict[str, str]) -> None:
         (folder / name).chmod(0o755)
 
 
+def make_stamp(workdir: Path, **more: Any) -> Stamp:
+    """Return a stamp; `more` replaces any field."""
+    usual = {"version": "1", "config_sha256": "0", "command": ["render"], "tag": "tag", "wheel": "w.zip"}
+    return Stamp(**{"start_mode": "auto", "workdir": workdir, **usual, **more})
+
+
+def sft_config(mode: str = "auto", **launcher: Any) -> Any:
+    """Return the configuration of the SFT trial exp/one; `launcher` is its section of that name."""
+    names = {"experiment_name": "exp", "trial_name": "one"}
+    paths = {"train_dataset": {"path": "/data"}, "model": {"path": "/model"}}
+    return from_dict({**names, **paths, "recover": {"mode": mode}, "launcher": launcher})
+
+
 def render_toy(root: Path, scheduler: str, python: Path, **options: Any) -> tuple[Trial, dict[str, str]]:
     """Return a small trial below `root` and its scripts; `options` are sections of launcher."""
     hooks, launcher = options.pop("hooks", {}), options.pop("launcher", {})
-    config = from_dict(
-        {
-            "experiment_name": "exp",
-            "trial_name": "one",
-            "train_dataset": {"path": "/data"},
-            "model": {"path": "/model"},
-            "recover": {"mode": "auto"},
-            "launcher": {"slurm": options, "hooks": hooks, **launcher},
-        }
-    )
+    config = sft_config(slurm=options, hooks=hooks, **launcher)
     plan = sft_plan([], str(python), recover_mode="auto")
-    stamp = Stamp(
-        version="1",
-        config_sha256="0",
-        command=["render"],
-        tag="tag",
-        wheel="w.zip",
-        workdir=root,
-        start_mode="auto",
-    )
     trial = Trial(root / "exp" / "one")
-    return trial, render(config, plan, trial, stamp, scheduler)
+    return trial, render(config, plan, trial, make_stamp(root), scheduler)
 
 
 class JobRun:
@@ -155,7 +150,7 @@ class JobRun:
         if self.scheduler == "slurm":
             env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_PARTITION": "main"}
             env |= {"SLURMD_NODENAME": "n1"}
-        argv = ["bash", str(self.trial.scripts / script_name(self.scheduler))]
+        argv = ["bash", str(self.trial.scripts / choose_script_name(self.scheduler))]
         argv += [] if self.scheduler == "slurm" else [self.job_id]
         with (self.here / "said").open("wb") as said:
             self.process = subprocess.Popen(

@@ -12,8 +12,8 @@ from patience import extend
 from toy_trials import ROOT, hpc_rl, is_running, logs_of, pid_of, status, trial_of
 
 from hpc_rl.core.records import ProcessRecord
-from hpc_rl.core.trial import Trial, read_json
-from hpc_rl.stats.read import read
+from hpc_rl.core.trial import Trial, load_json
+from hpc_rl.stats.read import load_history
 
 NUM_STEPS = 200
 OPTIONS = ["allocation_mode=fsdp:d2", f"total_train_steps={NUM_STEPS}", "recover.freq_steps=10"]
@@ -63,7 +63,7 @@ def kill(trial: Trial, incarnation: int, process: str) -> None:
     wait_for("a checkpoint", lambda: len(events(trial, "progress")) > seen, trial)
     ranks = [rank_of(trial, incarnation, rank) for rank in (0, 1)]
     (record,) = trial.attempts.glob(f"*/processes/{process}.json")
-    os.kill(pid_of(read_json(record)), signal.SIGKILL)
+    os.kill(pid_of(load_json(record)), signal.SIGKILL)
     wait_for("the restart", lambda: len(events(trial, "started")) == incarnation + 2, trial)
     assert not any(is_running(vars(one)) for one in ranks), "a rank lives beside its successor"
 
@@ -82,14 +82,16 @@ def kill_stop_and_continue(folder: Path, trial: Trial, mpiexec_too: bool = False
         kill(trial, 1, "client-trainer-0.1-rank0")
     killed = [row for row in events(trial, "exited") if row["role"] == "trainer"]
     assert all(row["class"] == "unknown" and "kill" in row["reason"].lower() for row in killed), killed
-    steps = read(trial).last_step
-    wait_for("steps of the second start", lambda: read(trial).last_step > steps, trial)
+    steps = load_history(trial).last_step
+    wait_for("steps of the second start", lambda: load_history(trial).last_step > steps, trial)
     hpc_rl("cancel", trial.name, cwd=folder)
     wait_for("the stop", lambda: status(folder, trial.name)["state"] == "cancelled", trial)
-    stopped_at = read(trial).last_step
+    stopped_at = load_history(trial).last_step
     assert stopped_at < NUM_STEPS
     hpc_rl("recover", trial.name, cwd=folder)
     wait_for("the end", trial.done.exists, trial)
     story = hpc_rl("status", trial.name, "--offline", cwd=folder).stdout
     assert f"from checkpoint {stopped_at}" in story
-    assert [row["step"] for row in read(trial).steps] == list(range(1, NUM_STEPS + 1)), "each step once"
+    assert [row["step"] for row in load_history(trial).steps] == list(range(1, NUM_STEPS + 1)), (
+        "each step once"
+    )

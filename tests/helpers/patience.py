@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 VARIABLE = "HPC_RL_TEST_SLOWNESS"
 LOOP_S = 0.25
@@ -36,3 +37,13 @@ def set_slowness() -> None:
 def extend(limit_s: float) -> float:
     """Return a limit for this machine, in seconds."""
     return limit_s * BESIDE_OTHERS * float(os.environ.get(VARIABLE, "1"))
+
+
+def wait_until(
+    condition: Callable[[], object], limit_s: float = 60.0, said: Callable[[], object] = str
+) -> None:
+    """Wait until a condition holds. Raises AssertionError with what is `said` where that takes too long."""
+    deadline = time.monotonic() + extend(limit_s)
+    while not condition():
+        assert time.monotonic() < deadline, said()
+        time.sleep(0.02)

@@ -17,7 +17,7 @@ from hpc_rl.core.checked_file import record
 from hpc_rl.engines.base import Engine, Sequences
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.engines.shared.packing import balance
-from hpc_rl.trainers.supervised import sequence_loss
+from hpc_rl.trainers.supervised import compute_sequence_loss
 
 COMMON = {
     "vocab_size": 96,
@@ -150,7 +150,7 @@ def train(engine: Engine, out: Path) -> None:
     numbers = []
     for step in range(NUM_STEPS):
         share = batch(step, mesh.data_rank, mesh.num_data_ranks)
-        numbers.append(engine.train_batch(share, sequence_loss, weight(batch(step)), TEMPERATURE))
+        numbers.append(engine.train_batch(share, compute_sequence_loss, weight(batch(step)), TEMPERATURE))
         if step == 0:
             engine.snapshot(copied=False).write(out)
     (out / f"rank-{mesh.rank}.json").write_text(json.dumps({**rows, "numbers": numbers}))

@@ -7,7 +7,7 @@ from conformance import ServedReplica
 
 from hpc_rl.config.options.inference import SGLangConfig
 from hpc_rl.servers.server_process import ServerProcess
-from hpc_rl.servers.sglang import NAME, SGLangBackend, settings_of
+from hpc_rl.servers.sglang import NAME, SGLangBackend, make_settings
 
 SHIM = Path(__file__).parents[1] / "sglang" / "shim"
 
@@ -27,7 +27,7 @@ def backend_of(python: str, tokenizer: Path, folder: Path, extra_args: tuple[str
         max_running_requests=64,
         disable_overlap_schedule=True,
     )
-    settings = settings_of(of_cpu, "cpu", 1, 0)
+    settings = make_settings(of_cpu, "cpu", 1, 0)
     settings["tokenizer_path"] = str(tokenizer)
     process = ServerProcess(name=NAME, python=python, env=env, log=folder / "sglang.log")
     secret = folder / "sglang.yaml"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from hpc_rl.core.trial import Trial, account
+from hpc_rl.core.trial import Trial, find_account_name
 
 STORED = Path(__file__).parents[1] / "fixtures" / "trials" / "trials.tar.gz"
 BINARY = (".zip", ".safetensors", ".ledger", ".seal")
@@ -19,7 +19,7 @@ def folder(tmp_path) -> Path:
     """A directory of submission with both trials in it."""
     with tarfile.open(STORED) as tar:
         tar.extractall(tmp_path, filter="data")
-    trials = tmp_path / "runs" / account() / "stored"
+    trials = tmp_path / "runs" / find_account_name() / "stored"
     trials.parent.mkdir(parents=True)
     (tmp_path / "trials").rename(trials)
     python = Path(sys.executable)
@@ -51,4 +51,4 @@ def update_checksums(manifest: Path) -> None:
 
 
 def trial_of(folder: Path, name: str) -> Trial:
-    return Trial(folder / "runs" / account() / "stored" / name)
+    return Trial(folder / "runs" / find_account_name() / "stored" / name)

@@ -36,3 +36,9 @@ def sft_plan(units: list[Unit], python: str, **more: Any) -> Plan:
         "pools": [],
     }
     return toy_plan(units, python, **{**fields, **more})
+
+
+def toy_unit(role: str = "trainer", **more: Any) -> Unit:
+    """Return a unit of one process with one CPU on the first node; `more` replaces any field."""
+    size = {"nodes": [0], "tasks_per_node": 1, "cpus_per_task": 1, "mem_mb_per_task": 1, "gpus_per_task": 0}
+    return Unit(role=role, **{"index": 0, "module": "m", **size, **more})

@@ -18,7 +18,7 @@ from hpc_rl.core.proc import is_alive
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import TrajectoryGroup, decode
 from hpc_rl.examples import toy
-from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, read_segment, segments
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, list_segments, load_segment
 
 # how a command is run in a directory; a test on other hosts has another way
 on_host: Callable[[list[str], Path], list[str]] = lambda command, _cwd: command  # noqa: E731
@@ -93,12 +93,12 @@ def groups_in_ledger(trial: Trial) -> list[TrajectoryGroup]:
     """Every finished group that the ledger still holds, in the order in which they were finished."""
     places = [
         place
-        for number in segments(trial.rollout)
-        for place, record in read_segment(trial.rollout, number)
+        for number in list_segments(trial.rollout)
+        for place, record in load_segment(trial.rollout, number)
         if isinstance(record, GroupRecord)
     ]
     ledger = Ledger(trial.rollout)
     try:
-        return [decode(ledger.read_group(place)) for place in places]
+        return [decode(ledger.fetch_group(place)) for place in places]
     finally:
         ledger.close()

@@ -7,7 +7,7 @@ from conformance import ServedReplica
 
 from hpc_rl.config.options.inference import VLLMConfig
 from hpc_rl.servers.server_process import ServerProcess
-from hpc_rl.servers.vllm import CPU_ENVIRONMENT, ENVIRONMENT, NAME, VLLMBackend, settings_of
+from hpc_rl.servers.vllm import CPU_ENVIRONMENT, ENVIRONMENT, NAME, VLLMBackend, make_settings
 
 # small kernels are not worth compiling
 TEST_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
@@ -19,7 +19,7 @@ def backend_of(python: str, tokenizer: Path, folder: Path, extra_args: tuple[str
     of_cpu = VLLMConfig(
         dtype="float32", gpu_memory_utilization=None, enforce_eager=True, kv_cache_memory_bytes=1 << 28
     )
-    settings = settings_of(of_cpu, "cpu", 1, 0) | {"tokenizer": str(tokenizer)}
+    settings = make_settings(of_cpu, "cpu", 1, 0) | {"tokenizer": str(tokenizer)}
     process = ServerProcess(name=NAME, python=python, env=env, log=folder / "vllm.log")
     return VLLMBackend(process=process, settings=settings, extra_args=extra_args)
 

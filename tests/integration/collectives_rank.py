@@ -16,7 +16,7 @@ NODES = ["n1", "n2", "n3", "n4"]
 def scenario_check(folder: Path, rank: int, num_ranks: int) -> None:
     collectives.NUMBERS["cpu"] = 1 << 12
     collectives.LIMIT_S = 5.0
-    own = collectives.own_numbers
+    own = collectives.make_numbers
     store = dist.distributed_c10d._get_default_store()
     found = {"fine": ask(store, "fine", rank)}
 
@@ -26,9 +26,9 @@ def scenario_check(folder: Path, rank: int, num_ranks: int) -> None:
         sent[7] += who == 2
         return sent
 
-    collectives.own_numbers = wrong
+    collectives.make_numbers = wrong
     found["wrong"] = ask(store, "wrong", rank)
-    collectives.own_numbers = lambda numbers, who: own(numbers, who + 1)
+    collectives.make_numbers = lambda numbers, who: own(numbers, who + 1)
     found["all"] = ask(store, "all", rank)
     write_json(folder / f"found-{rank}.json", found)
 

@@ -31,7 +31,7 @@ from hpc_rl.trainers import ranks as ranks_module
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.saving import Saving
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
-from hpc_rl.trainers.supervised import sequence_loss
+from hpc_rl.trainers.supervised import compute_sequence_loss
 
 LENGTHS = (9, 3, 30, 1, 12, 2, 30, 17)
 WEIGHT = 80.0
@@ -68,7 +68,9 @@ def share(step: int, rank: int, num_ranks: int) -> Sequences:
 
 def train(engine, steps) -> list[dict[str, float]]:
     return [
-        engine.train_batch(share(step, engine.mesh.rank, engine.mesh.num_ranks), sequence_loss, WEIGHT, 0.9)
+        engine.train_batch(
+            share(step, engine.mesh.rank, engine.mesh.num_ranks), compute_sequence_loss, WEIGHT, 0.9
+        )
         for step in steps
     ]
 
@@ -178,7 +180,7 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
             copied=False,
         )
         assert saving.settle(wait=True) is not None, saving.problem
-    path = trial.generation(2) / state.file_name(num_ranks - 1)
+    path = trial.generation(2) / state.make_file_name(num_ranks - 1)
     if rank == 0:
         content = bytearray(path.read_bytes())
         content[-9] ^= 1  # of the last tensor: rank 0 does not read it

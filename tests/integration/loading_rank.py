@@ -10,7 +10,7 @@ from engine_weights import whole_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from hpc_rl.config.options.training import OptimizerConfig, TrainEngineConfig
-from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.engines.shared.mesh import Mesh
 
@@ -98,7 +98,7 @@ def scenario_memory(folder: Path, rank: int, num_ranks: int) -> None:
     }
     write_json(folder / f"memory-{rank}.json", answer)
     if rank == 0:
-        first = read_json(folder / "sums.json")
+        first = load_json(folder / "sums.json")
         name = "model.layers.0.mlp.up_proj.weight"
         mine = next(shard.local for shard in engine.shards if shard.name == name)
         assert float(mine.sum(dtype=torch.float64)) == first[str(num_ranks)]

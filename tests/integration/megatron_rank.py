@@ -13,11 +13,11 @@ import torch
 from hpc_rl.config.options.megatron import MegatronConfig, MegatronDDPConfig
 from hpc_rl.config.options.training import MicroBatchSpec, OptimizerConfig, TrainEngineConfig
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.engines.shared.packing import balance
-from hpc_rl.trainers.supervised import sequence_loss
+from hpc_rl.trainers.supervised import compute_sequence_loss
 
 LENGTHS = (9, 3, 30, 1, 12, 2, 30, 17)
 VOCABULARY = 37
@@ -84,7 +84,7 @@ def measure(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> 
     steps = []
     for step in range(NUM_STEPS):
         _, mine = share(batch(step), engine.mesh)
-        steps.append(engine.train_batch(mine, sequence_loss, WEIGHT, TEMPERATURE))
+        steps.append(engine.train_batch(mine, compute_sequence_loss, WEIGHT, TEMPERATURE))
         if step == 0:
             engine.save(out)
     engine.export(out / "trained")
@@ -103,7 +103,7 @@ def move(folder: Path, layout: dict[str, Any], saved: str, rank: int, num_ranks:
     steps = []
     for step in (1, 2):
         _, mine = share(batch(step), engine.mesh)
-        steps.append(engine.train_batch(mine, sequence_loss, WEIGHT, TEMPERATURE))
+        steps.append(engine.train_batch(mine, compute_sequence_loss, WEIGHT, TEMPERATURE))
     return {"steps": steps, "counters": engine.counters()}
 
 
@@ -124,7 +124,7 @@ def broken_on_the_last_data_rank(engine: Any) -> dict[str, Any]:
     result = engine.train_batch(mine, loss, WEIGHT, TEMPERATURE)
     after = whole(engine)
     same = before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
-    again = engine.train_batch(mine, sequence_loss, WEIGHT, TEMPERATURE)
+    again = engine.train_batch(mine, compute_sequence_loss, WEIGHT, TEMPERATURE)
     return {
         "update_successful": result["update_successful"],
         "unchanged": same,
@@ -155,7 +155,7 @@ def other(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> di
     found: dict[str, Any] = {"rows": numbers, "logprobs": [[float(x) for x in one] for one in logprobs]}
     if not engine.frozen:
         _, mine = share(batch(0), engine.mesh)
-        found["step"] = engine.train_batch(mine, sequence_loss, WEIGHT, TEMPERATURE)
+        found["step"] = engine.train_batch(mine, compute_sequence_loss, WEIGHT, TEMPERATURE)
         found["broken"] = broken_on_the_last_data_rank(engine)
     if engine.config.mb_spec.max_tokens_per_mb:
         found["refused"] = refused(engine)
@@ -175,7 +175,7 @@ def refusal(folder: Path, layout: dict[str, Any]) -> str:
 def scenario_layouts(folder: Path, rank: int, num_ranks: int) -> None:
     """Measure each layout that `layouts-N.json` names; load states in others; other kinds of models."""
     faulthandler.dump_traceback_later(290, exit=True)
-    plan = read_json(folder / f"layouts-{num_ranks}.json")
+    plan = load_json(folder / f"layouts-{num_ranks}.json")
     known = {layout["name"]: layout for layout in plan["layouts"]}
     said = {name: refusal(folder, layout) for name, layout in plan["refusals"].items()}
     write_json(folder / f"refusals-{num_ranks}-{rank}.json", said)
@@ -218,7 +218,7 @@ def scenario_memory(folder: Path, rank: int, num_ranks: int) -> None:
     if rank == 0:
         pieces = (piece for one in engine.parameters for piece in one.pieces())
         mine = next(piece.local for piece in pieces if piece.name == "model.layers.0.mlp.up_proj.weight")
-        assert float(mine.sum(dtype=torch.float64)) == read_json(folder / "sums.json")["2"]
+        assert float(mine.sum(dtype=torch.float64)) == load_json(folder / "sums.json")["2"]
 
 
 if __name__ == "__main__":

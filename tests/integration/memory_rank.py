@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from hpc_rl.config.options.training import MicroBatchSpec, TrainEngineConfig
-from hpc_rl.core.allocation import TRAIN_BACKENDS, parse
-from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.core.allocation import parse
+from hpc_rl.core.trial import load_json, write_json
+from hpc_rl.engines import ENGINES
 from hpc_rl.engines.base import Engine, Sequences
 from hpc_rl.engines.shared.mesh import Mesh
 
@@ -45,7 +46,7 @@ def engine_of(folder: Path, case: dict, rank: int, num_ranks: int) -> Engine:
         mb_spec=MicroBatchSpec(max_tokens_per_mb=case["tokens"]),
     )
     train = parse(case["mesh"]).train
-    kind = resolve_name(TRAIN_BACKENDS[train.backend].implementation)
+    kind = resolve_name(ENGINES[train.backend])
     engine = kind(config, Mesh.of(train, rank, num_ranks))
     engine.initialize(10)
     return engine
@@ -85,7 +86,7 @@ def measured(folder: Path, case: dict, rank: int, num_ranks: int) -> dict[str, i
 
 
 def scenario_measure(folder: Path, rank: int, num_ranks: int) -> None:
-    cases = read_json(folder / "cases.json")
+    cases = load_json(folder / "cases.json")
     # libraries are loaded, and their code is read, before anything is measured
     for case in cases["warm_up"]:
         measured(folder / case["model"], case, rank, num_ranks)

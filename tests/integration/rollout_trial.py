@@ -266,7 +266,7 @@ class RolloutRole:
 
     def client(self, poll_s: float = 2.0) -> DecodingClient:
         return DecodingClient(
-            NameResolve(self.trial.names), self.trial.tokens(), deadline_s=60.0, poll_s=poll_s
+            NameResolve(self.trial.names), self.trial.load_tokens(), deadline_s=60.0, poll_s=poll_s
         )
 
     def children(self) -> list[int]:

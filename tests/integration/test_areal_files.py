@@ -14,8 +14,8 @@ from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, status
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_rl.core.trial import Trial
-from hpc_rl.stats.read import read
-from tests.unit.config.test_areal import EXAMPLES, saved_config, written
+from hpc_rl.stats.read import load_history
+from tests.unit.config.test_areal import EXAMPLES, make_saved_config, write_example
 
 STEPS = 2
 ROWS = {  # example -> trainer's section, training rows, held-out rows
@@ -73,9 +73,9 @@ def trials(place) -> dict[str, Trial]:
         file, changes, *_ = EXAMPLES[name]
         folder = place / name
         folder.mkdir()
-        config = written(folder, file, changes)
+        config = write_example(folder, file, changes)
         if name == "sft":
-            text = yaml.safe_dump(saved_config(file)).replace("/storage/experiments", str(toy / "runs"))
+            text = yaml.safe_dump(make_saved_config(file)).replace("/storage/experiments", str(toy / "runs"))
             config.write_text(text.replace("/storage/models/Qwen2.5-1.5B-Instruct", str(path)))
         more = ["actor.log_agent_stats=true", "actor.log_agent_stats_keys=[turns]"] * (name == "multi_turn")
         if name in MESHES:
@@ -105,7 +105,7 @@ def test_it_runs_to_its_end(trials, place, name):
     trial = trials[name]
     wait_for(trial, place, 380)
     assert (trial.exports / "final" / "model.safetensors").is_file()
-    history = read(trial)
+    history = load_history(trial)
     assert [row["step"] for row in history.steps] == [1, 2]
     assert history.held_out[1][-1][0] == STEPS  # after the last step, whatever evaluator.freq_epochs says
     config = json.loads(trial.config_json.read_text())
@@ -132,5 +132,5 @@ def test_a_file_as_atlas_documents_it_trains(place):
     trial = Trial(Path(json.loads(said.stdout)["dir"]))
     wait_for(trial, place, 160)
     # 8 sequences twice on one rank are two questions with 8 answers each
-    assert [round(row["num_tokens"] / row["seq_len"]) for row in read(trial).steps] == [16, 16]
-    assert read(trial).steps[1]["kl_loss"] >= 0
+    assert [round(row["num_tokens"] / row["seq_len"]) for row in load_history(trial).steps] == [16, 16]
+    assert load_history(trial).steps[1]["kl_loss"] >= 0

@@ -13,7 +13,7 @@ import pytest
 from command_line import PROGRAM, Shell, make_python, small_trial
 from patience import extend
 
-from hpc_rl.core.trial import Trial, account
+from hpc_rl.core.trial import Trial, find_account_name
 from hpc_rl.trials import trial_index
 
 
@@ -235,7 +235,7 @@ def test_a_refusing_sbatch(shell, tmp_path):
 
 
 def test_a_trial_that_has_state(shell, tmp_path):
-    trial = Trial.of(tmp_path / "runs", account(), "sums", "small")
+    trial = Trial.of(tmp_path / "runs", find_account_name(), "sums", "small")
     trial.make_dirs()
     (trial.generation(5)).mkdir()
     for mode in ("disabled", "fault"):
@@ -306,16 +306,16 @@ def test_an_interrupt_of_follow_leaves_the_trial_and_says_so(shell, sleeper):
 def test_an_ambiguous_trial_name(shell, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for experiment in ("sums", "maths"):
-        trial = Trial.of(tmp_path / "runs", account(), experiment, "small")
+        trial = Trial.of(tmp_path / "runs", find_account_name(), experiment, "small")
         trial.make_dirs()
         trial.plan_json.write_text("{}")
-        trial_index.record(trial)
+        trial_index.record_trial(trial)
     for command in ("status", "logs", "cancel", "recover"):
         message = shell.refused(64, command, "small", process=True)
         assert "2 trials match 'small'" in message
         for experiment in ("sums", "maths"):
             assert f"{experiment}/small" in message
-            assert str(Trial.of(tmp_path / "runs", account(), experiment, "small").dir) in message
+            assert str(Trial.of(tmp_path / "runs", find_account_name(), experiment, "small").dir) in message
     assert "Did you mean" in shell.refused(64, "status", "smal")
 
 

@@ -26,8 +26,8 @@ from markdown_it import MarkdownIt
 from patience import extend
 
 from hpc_rl.cli import options as command_options
-from hpc_rl.cli.__main__ import COMMANDS, build_parsers, module
-from hpc_rl.config.load.fields import generic, options
+from hpc_rl.cli.__main__ import COMMANDS, build_parsers, load_module
+from hpc_rl.config.load.fields import list_options, make_generic
 from hpc_rl.config.load.load import load
 from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import CONFIGS
@@ -47,17 +47,23 @@ DOCS = ROOT / "docs"
 BASE = ROOT / "configs" / "grpo_sglang.yaml"
 OTHER_PROGRAMS = {
     "bash",
+    "cd",
+    "curl",
     "eval",
     "git",
     "hf",
+    "lm_eval",
     "make",
     "mkdocs",
     "pip",
     "python",
+    "python3",
     "salloc",
     "sbatch",
     "scontrol",
+    "source",
     "tensorboard",
+    "vllm",
 }
 PLACEHOLDER = re.compile(r"[A-Z]+|…")
 
@@ -317,19 +323,21 @@ def test_a_command_has_these_options(line, shell):
     words = [str(BASE) if word == "FILE" else word for word in shlex.split(line, comments=True)]
     words = words[: next((at for at, word in enumerate(words) if word in ("|", ">", "&&")), len(words))]
     if "hpc-rl" not in words:
-        assert words[0] in OTHER_PROGRAMS, words
+        assert Path(words[0]).name in OTHER_PROGRAMS, words
         return
     argv = words[words.index("hpc-rl") + 1 :]
     if argv[0].startswith("-") or PLACEHOLDER.fullmatch(argv[0]):
         return
     assert argv[0] in COMMANDS
-    if argv[0] == "env" and argv[1:2] and argv[1] in module("env").HANDED_OVER:
+    if argv[0] == "env" and argv[1:2] and argv[1] in load_module("env").HANDED_OVER:
         return  # test_environments_page.py
     parsers = build_parsers(argv[:1])
     path = next(tuple(argv[:length]) for length in (2, 1) if tuple(argv[:length]) in parsers)
     if len(argv) == len(path) or "--help" in argv:  # the name of a command
         return
-    args = parsers[()].parse_args([*path, *command_options.arranged(parsers[path], argv[len(path) :])])
+    args = parsers[()].parse_args(
+        [*path, *command_options.arrange_arguments(parsers[path], argv[len(path) :])]
+    )
     for name in path:
         args = args[name]
     if overrides := getattr(args, "overrides", None):
@@ -338,10 +346,10 @@ def test_a_command_has_these_options(line, shell):
 
 
 def is_option(name: str) -> bool:
-    return any(generic(cls, name) in options(cls) for cls in CONFIGS.values())
+    return any(make_generic(cls, name) in list_options(cls) for cls in CONFIGS.values())
 
 
-@pytest.mark.parametrize("page", [page for page in nav() if page != "configuration.md"])
+@pytest.mark.parametrize("page", [page for page in nav() if not page.startswith("configuration/")])
 def test_options_that_a_page_names_exist(page):
     for code in inline_code(page):
         found = re.match(r"[a-z_]+(?:\.[a-z_0-9]+)+(?=$|[ :=])", code)
@@ -403,7 +411,7 @@ def quoted(page: str) -> list[str]:
 
 
 def test_every_command_and_built_in_is_on_a_page():
-    text = "".join((DOCS / page).read_text() for page in nav() if page != "configuration.md")
+    text = "".join((DOCS / page).read_text() for page in nav() if not page.startswith("configuration/"))
     assert not [name for name in COMMANDS if f"hpc-rl {name}" not in text]
     for page, table in (("rewards.md", BUILTINS), ("workflows.md", WORKFLOWS)):
         assert table.keys() <= {*quoted(page)}, page

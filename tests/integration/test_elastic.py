@@ -10,10 +10,10 @@ from toy_trials import make_toy
 from trainer_processes import Roles, make_trial, write_plan
 
 from hpc_rl.core.files import JsonLines
-from hpc_rl.core.records import read_lineages
+from hpc_rl.core.records import load_lineages
 from hpc_rl.core.trial import Trial, write_json
-from hpc_rl.rollout.batch_log.seals import Seal, read_seals
-from hpc_rl.stats.read import read
+from hpc_rl.rollout.batch_log.seals import Seal, load_seals
+from hpc_rl.stats.read import load_history
 
 pytestmark = pytest.mark.timeout(1500)
 NUM_STEPS = 9
@@ -69,18 +69,18 @@ def run(toy: Path, name: str, parts: list[tuple[int, int]], again_from: int | No
 def test_any_number_of_ranks_after_a_restart_trains_as_one_unbroken_run(toy):
     whole = run(toy, "whole", [(1, NUM_STEPS)])
     elastic = run(toy, "elastic", [(4, 2), (2, 4), (3, NUM_STEPS)], again_from=1)
-    lines = read_lineages(elastic)
+    lines = load_lineages(elastic)
     assert [line.submission for line in lines] == ["1", "2", "3", "4"]
     assert 2 <= lines[1].from_step < lines[2].from_step < NUM_STEPS
     assert lines[3].from_step == 1 and lines[3].set_aside == tuple(range(2, NUM_STEPS + 1))
     assert len(list((elastic.recover / "set-aside").iterdir())) == NUM_STEPS - 1
-    compare(whole, elastic, read(elastic).steps)
-    assert {row["lineage"] for row in read(elastic).steps[1:]} == {3}, (
+    compare(whole, elastic, load_history(elastic).steps)
+    assert {row["lineage"] for row in load_history(elastic).steps[1:]} == {3}, (
         "every batch was trained again, from the log"
     )
     rows = [row for row in JsonLines(elastic.attempt("3.0").metrics(0)).poll() if "loss" in row]
     assert rows[-1]["step"] == NUM_STEPS
-    quiet = {row["step"]: row["loss"] for row in read(whole).steps}
+    quiet = {row["step"]: row["loss"] for row in load_history(whole).steps}
     np.testing.assert_allclose(
         [row["loss"] for row in rows], [quiet[row["step"]] for row in rows], rtol=1e-5, atol=1e-5
     )
@@ -89,7 +89,7 @@ def test_any_number_of_ranks_after_a_restart_trains_as_one_unbroken_run(toy):
 def compare(whole: Trial, elastic: Trial, stopped: list[dict]) -> None:
     """The same batches, token for token, and the same numbers."""
 
-    seals, others = read_seals(whole.rollout), read_seals(elastic.rollout)
+    seals, others = load_seals(whole.rollout), load_seals(elastic.rollout)
     assert (
         list(seals) == list(others) == list(range(2, NUM_STEPS + 1))
     )  # what came before the first generation is trimmed
@@ -103,7 +103,7 @@ def compare(whole: Trial, elastic: Trial, stopped: list[dict]) -> None:
                 np.testing.assert_array_equal(row.steps, same.steps)
     check_versions(others, elastic)
 
-    quiet = read(whole).steps
+    quiet = load_history(whole).steps
     assert [row["step"] for row in stopped] == list(range(1, NUM_STEPS + 1))
     for name in ("loss", "grad_norm", "reward", "lr"):
         np.testing.assert_allclose(
@@ -116,7 +116,7 @@ def check_versions(seals: dict[int, Seal], trial: Trial) -> None:
 
     After a recover the servers have that one before the first new token.
     """
-    starts = {line.lineage: line.from_step for line in read_lineages(trial)}
+    starts = {line.lineage: line.from_step for line in load_lineages(trial)}
     for step, seal in seals.items():
         for group in read_groups(trial.rollout, seal):
             for row in group.trajectories:

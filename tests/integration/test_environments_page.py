@@ -27,7 +27,7 @@ def test_from_an_empty_file_to_a_trained_model(tmp_path):
     assert len(code.splitlines()) + len(commands.splitlines()) <= 40
     (shell.here / "sums.py").write_text(code)
     said = {}
-    for line in commands.splitlines():
+    for line in commands.replace("\\\n", " ").splitlines():
         command = line.partition(" #")[0].strip()
         said[" ".join(command.split()[1:3])] = shell.type(command, timeout_s=300)
     assert "2 groups of 4; to read: groups.html" in said["env process"]

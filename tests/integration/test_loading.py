@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 
 SCRIPT = Path(__file__).with_name("loading_rank.py")
 SIZES = {
@@ -72,7 +72,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_rank_count_loads_what_transformers_loads(models, num_ranks):
     gloo_ranks.run(SCRIPT, "equal", num_ranks, models)
     for rank in range(num_ranks):
-        found = read_json(models / f"equal-{num_ranks}-{rank}.json")
+        found = load_json(models / f"equal-{num_ranks}-{rank}.json")
         assert len(found) == 5 * 6
         assert not {name: odd for name, odd in found.items() if odd}
 
@@ -110,7 +110,7 @@ def check_memory(folder: Path, shape: dict[str, Any], engine: str = "fsdp") -> N
     write_large(folder, shape)
     script = {"fsdp": SCRIPT, "megatron": SCRIPT.with_name("megatron_rank.py")}[engine]
     gloo_ranks.run(script, "memory", NUM_RANKS, folder, timeout_s=380)
-    found = [read_json(folder / f"memory-{rank}.json") for rank in range(NUM_RANKS)]
+    found = [load_json(folder / f"memory-{rank}.json") for rank in range(NUM_RANKS)]
     print(json.dumps(found))
     for one in found:
         assert one["peak_bytes"] <= 1.3 * (one["share_bytes"] + one["block_bytes"] + 300e6)

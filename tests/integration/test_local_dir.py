@@ -9,7 +9,7 @@ from patience import extend
 from toy_trials import hpc_rl, logs_of, make_quickstart, status, trial_of
 
 from hpc_rl.core.trial import Trial
-from hpc_rl.stats.read import read
+from hpc_rl.stats.read import load_history
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs" / "quickstart"
 
@@ -36,7 +36,7 @@ def test_replicas_of_a_node_share_copies_that_are_gone_in_the_end_with_the_code_
     trial = trial_of(tmp_path, "local")
     done = run_script(trial)
     assert done.returncode == 0, f"{done.stdout}{done.stderr}\n{logs_of(trial)}"
-    assert [row["reward"] for row in read(trial).steps] == [0.5] * 2, "the code of the submission"
+    assert [row["reward"] for row in load_history(trial).steps] == [0.5] * 2, "the code of the submission"
     [attempt] = trial.attempts.iterdir()
     servers = [path.read_text() for path in sorted((attempt / "logs").glob("server-*.log"))]
     copied = [source for text in servers for source in re.findall(r"copied (\S+) to", text)]

@@ -22,10 +22,10 @@ from transformers import (
     get_cosine_schedule_with_warmup,
 )
 
-from hpc_rl.config.schedule import learning_rate
-from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.config.schedule import compute_learning_rate
+from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.engines.base import MicroBatch
-from hpc_rl.trainers.supervised import sequence_loss
+from hpc_rl.trainers.supervised import compute_sequence_loss
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
@@ -256,7 +256,7 @@ class Plain:
             seen = MicroBatch(
                 logprobs_T, torch.zeros_like(logprobs_T), columns, torch.zeros_like(logprobs_T).long()
             )
-            loss = sequence_loss(seen)[0] / megatron_rank.WEIGHT
+            loss = compute_sequence_loss(seen)[0] / megatron_rank.WEIGHT
             adam.zero_grad()
             loss.backward()
             grads = {name: one.grad for name, one in self.model.named_parameters()}
@@ -264,7 +264,7 @@ class Plain:
             if step == 0:
                 self.gradients = {name: one.clone() for name, one in grads.items()}
             if schedule is None:
-                adam.param_groups[0]["lr"] = learning_rate(config, step, megatron_rank.NUM_STEPS)
+                adam.param_groups[0]["lr"] = compute_learning_rate(config, step, megatron_rank.NUM_STEPS)
             adam.step()
             if schedule is not None:
                 schedule.step()
@@ -320,7 +320,7 @@ def saved(folder: Path, num_ranks: int, kind: str) -> dict[str, torch.Tensor]:
 
 
 def results(folder: Path, name: str, num_ranks: int = 2) -> list[dict[str, Any]]:
-    return [read_json(folder / f"{name}-{num_ranks}-{rank}.json") for rank in range(num_ranks)]
+    return [load_json(folder / f"{name}-{num_ranks}-{rank}.json") for rank in range(num_ranks)]
 
 
 def logprobs_of(found: list[dict[str, Any]]) -> list[list[float]]:

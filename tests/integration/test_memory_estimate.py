@@ -9,8 +9,8 @@ import pytest
 
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.core.allocation import parse
-from hpc_rl.core.trial import read_json
-from hpc_rl.plan.memory import RankLoad, RankMemory, rank_memory
+from hpc_rl.core.trial import load_json
+from hpc_rl.plan.memory import RankLoad, RankMemory, estimate_rank_memory
 from hpc_rl.plan.model_shape import ModelShape
 
 pytestmark = [
@@ -97,7 +97,7 @@ def measure(folder: Path, cases: dict[str, dict], more: list[dict]) -> list[dict
             patch.setenv(f"MALLOC_{name}_", value)
         patch.setenv("MALLOC_ARENA_MAX", "1")
         gloo_ranks.run(Path(__file__).with_name("memory_rank.py"), "measure", NUM_RANKS, folder)
-    return [read_json(folder / f"measured-{rank}.json") for rank in range(NUM_RANKS)]
+    return [load_json(folder / f"measured-{rank}.json") for rank in range(NUM_RANKS)]
 
 
 def estimated(one: dict) -> RankMemory:
@@ -117,7 +117,7 @@ def estimated(one: dict) -> RankMemory:
         saves=True,
         saves_copies=True,
     )
-    return rank_memory(load)
+    return estimate_rank_memory(load)
 
 
 @pytest.mark.parametrize("name", CASES)

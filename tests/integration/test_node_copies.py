@@ -27,7 +27,7 @@ copies = NodeCopies(Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()
 before = bytes_read()
-path = Path(copies.path_of(sys.argv[2]))
+path = Path(copies.find_path(sys.argv[2]))
 asking = bytes_read() - before
 print(path, asking, sum(len(one.read_bytes()) for one in path.glob("*.safetensors")), flush=True)
 """
@@ -120,19 +120,19 @@ def test_a_hundred_kills(tmp_path):
 
 def test_what_was_replaced_is_copied_again(tmp_path):
     model, copies = make_model(tmp_path / "model", 4096), NodeCopies(tmp_path / "disk")
-    first = Path(copies.path_of(str(model)))
+    first = Path(copies.find_path(str(model)))
     (model / "config.json").write_text('{"other": 1}')
-    second = Path(copies.path_of(str(model)))
+    second = Path(copies.find_path(str(model)))
     assert (first / "config.json").read_text() == "{}"
     assert (second / "config.json").read_text() == '{"other": 1}'
-    assert Path(copies.path_of(str(model))) == second
+    assert Path(copies.find_path(str(model))) == second
 
 
 def test_other_forms_of_the_weights_and_folders_are_linked_and_not_copied(tmp_path):
     model, copies = make_model(tmp_path / "model", 4096), NodeCopies(tmp_path / "disk")
     (model / "pytorch_model.bin").write_bytes(b"the same weights")
     (model / "templates").mkdir()
-    copy = Path(copies.path_of(str(model)))
+    copy = Path(copies.find_path(str(model)))
     assert (copy / "pytorch_model.bin").readlink() == model / "pytorch_model.bin"
     assert (copy / "templates").readlink() == model / "templates"
     assert not (copy / "model-0.safetensors").is_symlink()
@@ -141,7 +141,7 @@ def test_other_forms_of_the_weights_and_folders_are_linked_and_not_copied(tmp_pa
 def test_without_room_the_original_is_read_and_the_log_says_so(tmp_path, monkeypatch, caplog):
     model, copies = make_model(tmp_path / "model", 4096), NodeCopies(tmp_path / "disk")
     monkeypatch.setattr(node_copies, "SPARE_BYTES", 1 << 60)
-    assert copies.path_of(str(model)) == str(model)
+    assert copies.find_path(str(model)) == str(model)
     assert "and 1073741824.0 GB to spare are needed" in caplog.text and "are free in" in caplog.text
     assert not list((tmp_path / "disk").glob("**/*.safetensors"))
 
@@ -153,13 +153,13 @@ def test_two_versions_stay_and_those_that_are_read(tmp_path):
     def there() -> list[str]:
         return sorted(path.name for path in (tmp_path / "disk" / "versions").glob("*/*"))
 
-    with copies.reading(str(models[0]), is_version=True) as first:
+    with copies.open_copy(str(models[0]), is_version=True) as first:
         for model in models[1:4]:
-            with copies.reading(str(model), is_version=True):
+            with copies.open_copy(str(model), is_version=True):
                 pass
         assert there() == ["0.0", "0.2", "0.3"]
         assert (Path(first) / "model-0.safetensors").is_file()
-    with copies.reading(str(models[4]), is_version=True):
+    with copies.open_copy(str(models[4]), is_version=True):
         pass
     assert there() == ["0.3", "0.4"]
 
@@ -167,7 +167,7 @@ def test_two_versions_stay_and_those_that_are_read(tmp_path):
 def test_a_file_is_copied_under_its_name(tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text("{}\n")
-    copy = Path(NodeCopies(tmp_path / "disk").path_of(str(data)))
+    copy = Path(NodeCopies(tmp_path / "disk").find_path(str(data)))
     assert copy.name == "train.jsonl" and copy.read_text() == "{}\n" and copy != data
 
 
@@ -178,8 +178,8 @@ def test_a_file_is_made_once_on_a_node(tmp_path):
         calls.append(path)
         path.write_text("made")
 
-    assert copies.once("key", ".txt", make).read_text() == "made"
-    assert copies.once("key", ".txt", make).read_text() == "made"
+    assert copies.make_once("key", ".txt", make).read_text() == "made"
+    assert copies.make_once("key", ".txt", make).read_text() == "made"
     assert len(calls) == 1
     with pytest.raises(ZeroDivisionError):
-        copies.once("other", ".txt", lambda path: path.write_text(str(1 / 0)))
+        copies.make_once("other", ".txt", lambda path: path.write_text(str(1 / 0)))

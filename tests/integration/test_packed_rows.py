@@ -12,7 +12,7 @@ from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.engines.shared import attention
 from hpc_rl.engines.shared.micro_batches import cut
-from hpc_rl.trainers.supervised import sequence_loss
+from hpc_rl.trainers.supervised import compute_sequence_loss
 
 LENGTHS = (9, 3, 17, 1, 12, 2, 17)
 TINY = {
@@ -64,7 +64,7 @@ def assert_equal_training(one, other) -> None:
     rows = some_rows()
     for want, got in zip(one.logprobs(rows, 0.9), other.logprobs(rows, 0.9), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
-    trained = [engine.train_batch(rows, sequence_loss, 50.0, 0.9) for engine in (one, other)]
+    trained = [engine.train_batch(rows, compute_sequence_loss, 50.0, 0.9) for engine in (one, other)]
     for name in ("loss", "grad_norm"):
         assert trained[1][name] == pytest.approx(trained[0][name], rel=1e-4)
 
@@ -122,20 +122,20 @@ def test_a_layer_makes_one_attention_call_and_never_waits(
 ) -> None:
     engine = engine_of(tmp_path, "packed", max_tokens=30, dtype=dtype, gradient_checkpointing=checkpointing)
     calls: list[tuple] = []
-    one_call = attention.packed
+    one_call = attention.attend_packed
 
     def counted(query, key, value, rows, *more):
         calls.append(rows.lengths)
         return one_call(query, key, value, rows, *more)
 
-    monkeypatch.setattr(attention, "packed", counted)
+    monkeypatch.setattr(attention, "attend_packed", counted)
     waits = Waits()
     waits.watch(engine.model.trunk().layers, monkeypatch)
     rows, num_layers = some_rows(), TINY["num_hidden_layers"]
     with waits:
         engine.logprobs(rows, 1.0)
         in_forward = len(calls)
-        engine.train_batch(rows, sequence_loss, 50.0, 1.0)
+        engine.train_batch(rows, compute_sequence_loss, 50.0, 1.0)
     groups = cut(rows, "packed", engine.config.mb_spec)
     assert len(groups) > 1
     assert in_forward == num_layers * len(groups)

@@ -23,7 +23,7 @@ from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.net import bind
 from hpc_rl.core.trial import write_json
 from hpc_rl.plan.schema import Pool
-from hpc_rl.status.rollout_report import problems, read_rollout
+from hpc_rl.status.rollout_report import list_problems, load_rollout
 
 KEY = "sk-of-the-judge"
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %};{% endif %}"
@@ -194,9 +194,9 @@ def test_status_tells_of_a_judge_that_fails_until_it_answers_again(tmp_path, jud
 
     def wait_for_problem(count: int) -> list[str]:
         for _ in range(600):
-            report = read_rollout(trial.attempt("1.0"))
+            report = load_rollout(trial.attempt("1.0"))
             if report is not None and len(report.endpoints) == count:
-                return [line for line in problems(report, live=True) if "pool judge" in line]
+                return [line for line in list_problems(report, live=True) if "pool judge" in line]
             time.sleep(0.1)
         raise AssertionError(report)
 

@@ -14,11 +14,11 @@ from training import FakeEngine
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.operations import KeepBestConfig
 from hpc_rl.core.errors import ExitCode, RoleFailed, Stale
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 from hpc_rl.core.types import encode
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.rollout.batch_log.replay import read_state
+from hpc_rl.rollout.batch_log.replay import load_state
 from hpc_rl.stats.sinks import JsonlSink, Sinks
 from hpc_rl.trainers.grpo_recipe import GRPO
 from hpc_rl.weights.publish import DiskTransport
@@ -93,7 +93,7 @@ def test_a_run_with_evaluation_replay_trim_and_stop(run):
     assert encode(client.batch(6, 1)) == encode(batches[6])
     client.close()
     assert role.stop() == ExitCode.STOPPED
-    state = read_state(trial.rollout)
+    state = load_state(trial.rollout)
     assert (state.trimmed, sorted(state.seals), state.consumed) == (5, [6, 7], 21)
 
 
@@ -112,7 +112,7 @@ async def run(prompt, generate):
 def test_what_a_workflow_measures_in_an_evaluation_is_logged_and_decides_what_is_best(tmp_path, run):
     (tmp_path / "measuring.py").write_text(WORKFLOW)
     trial, server, role = run(workflow="measuring:run", env={"PYTHONPATH": str(tmp_path)})
-    config = from_dict(read_json(trial.config_json))
+    config = from_dict(load_json(trial.config_json))
     config.saver.keep_best = KeepBestConfig(metric="eval_made_by")
     metrics, client = trial.attempt("1.0").metrics(0), role.client()
     sinks = Sinks([JsonlSink(metrics)])
@@ -128,7 +128,7 @@ def test_what_a_workflow_measures_in_an_evaluation_is_logged_and_decides_what_is
     assert all(
         (row["eval_reward"], row["eval_num_prompts"], row["eval_left_out"]) == (0.5, 7, 0) for row in rows
     )
-    best = read_json(trial.exports / "best" / "hpc_rl.json")
+    best = load_json(trial.exports / "best" / "hpc_rl.json")
     assert (best["step"], best["metric"], best["value"]) == (5, "eval_made_by", 5.0)
 
 
@@ -151,8 +151,8 @@ def test_tokens_are_asked_for(run):
     client = role.client()
     client.batch(1, 0)
     client.close()
-    url = NameResolve(trial.names).leases(keys.ROLLOUT)[keys.ROLLOUT].value["url"]
-    tokens = trial.tokens()
+    url = NameResolve(trial.names).list_leases(keys.ROLLOUT)[keys.ROLLOUT].value["url"]
+    tokens = trial.load_tokens()
 
     def code(path: str, token: str = "", data: bytes | None = None) -> int:
         request = urllib.request.Request(
@@ -200,7 +200,7 @@ def test_user_code_that_cannot_be_loaded_is_a_bad_configuration(run, tmp_path, n
         assert role.process.wait(90) == ExitCode.BAD_CONFIG, role.log.read_text()
     said = role.log.read_text()
     assert words in said and "executor worker 0 exited" not in said
-    record = read_json(trial.attempt("1.0").exit_record("rollout", 0, 0, 0))
+    record = load_json(trial.attempt("1.0").exit_record("rollout", 0, 0, 0))
     assert record["class"] == "user" and record["final"] and words in record["reason"]
 
 
@@ -225,7 +225,7 @@ def test_a_trainer_that_gives_batches_up_gets_new_ones_by_its_own_weights(run):
         server.publish(f"1.{step}")
     client.close()
     assert role.stop() == ExitCode.STOPPED
-    state = read_state(trial.rollout)
+    state = load_state(trial.rollout)
     used = [index for _, seal in sorted(state.seals.items()) for index in list(seal.places)]
     assert used == list(range(len(used)))
-    assert sorted(read_state(trial.rollout / "set-aside" / "1").seals) == [3, 4, 5]
+    assert sorted(load_state(trial.rollout / "set-aside" / "1").seals) == [3, 4, 5]

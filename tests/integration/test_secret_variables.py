@@ -9,9 +9,9 @@ import pytest
 from command_line import Shell, small_trial
 from patience import extend
 
-from hpc_rl.cli.recover import stored
 from hpc_rl.config.load.stored import from_dict
-from hpc_rl.core.trial import Trial, account
+from hpc_rl.core.trial import Trial, find_account_name
+from hpc_rl.trials.prepare import load_stored
 
 SECRETS = {
     "env": {"HF_TOKEN": "hf_secretvalue1", "SITE_LICENSE_KEY": "key with 'quotes'\nand lines"},
@@ -28,7 +28,7 @@ def rendered(tmp_path: Path) -> tuple[Shell, Trial]:
     done = shell.call("render", "--config", "grpo.yaml", *words)
     assert done.returncode == 0, done.stderr
     assert not any(value in done.stdout + done.stderr for value in every_secret())
-    return shell, Trial.of(tmp_path / "runs", account(), "sums", "small")
+    return shell, Trial.of(tmp_path / "runs", find_account_name(), "sums", "small")
 
 
 def every_secret() -> list[str]:
@@ -67,7 +67,7 @@ def test_the_processes_get_them(rendered):
         ["bash", "-c", script], capture_output=True, text=True, timeout=extend(20), check=True
     )
     assert done.stdout == "/".join(SECRETS["env"].values()), done.stderr
-    assert {name: trial.variables(name) for name in SECRETS} == SECRETS
+    assert {name: trial.load_variables(name) for name in SECRETS} == SECRETS
 
 
 def test_a_short_value_is_hidden_in_the_command_and_other_words_stay(rendered):
@@ -81,9 +81,9 @@ def test_a_short_value_is_hidden_in_the_command_and_other_words_stay(rendered):
 
 def test_recover_has_them_again(rendered):
     _, trial = rendered
-    launcher = stored(trial, []).config.launcher
+    launcher = load_stored(trial, []).config.launcher
     assert {name: getattr(launcher, name) for name in SECRETS} == {
         name: values | OPEN for name, values in SECRETS.items()
     }
     trial.secret_variables("env").unlink()
-    assert stored(trial, []).config.launcher.env["HF_TOKEN"] == "***"
+    assert load_stored(trial, []).config.launcher.env["HF_TOKEN"] == "***"

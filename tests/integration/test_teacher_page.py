@@ -19,7 +19,7 @@ from hpc_rl.config.load.load import load
 from hpc_rl.config.options.teacher import TeachingConfig
 from hpc_rl.config.rules.check import check
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of
+from hpc_rl.rollout.teacher.reward import Lesson, compute_values, load_parts
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "teacher.md").read_text()
@@ -101,7 +101,7 @@ def test_the_example_of_the_page_is_worth_what_it_says():
     lesson = Lesson(
         baseline=0.5, taught=1.0, teaching="Multiply, then add.", num_tokens=40, leaks=False, has_answer=True
     )
-    values = values_of(load_parts(TeachingConfig().reward_parts), lesson)
+    values = compute_values(load_parts(TeachingConfig().reward_parts), lesson)
     assert f"{values['efficiency']:.3f}" in PAGE
     assert f"reward is {sum(values.values()):.3f}" in PAGE.replace("\n", " ")
     rows = re.findall(r"^\| `(\w+)` \|", PAGE.partition("## The reward")[2], re.MULTILINE)

@@ -17,7 +17,7 @@ from command_line import PROGRAM, Shell
 from toy_trials import groups_in_ledger, hpc_rl, logs_of
 from transformers import AutoModelForCausalLM
 
-from hpc_rl.core.trial import Trial, read_json
+from hpc_rl.core.trial import Trial, load_json
 from hpc_rl.examples import hints, toy
 from hpc_rl.name_resolve.shared_fs import NameResolve
 
@@ -50,9 +50,9 @@ class Watch:
     seen: list[Answers] = field(default_factory=list)
 
     def look(self) -> None:
-        for key, lease in NameResolve(self.trial.names).leases("server/teacher").items():
+        for key, lease in NameResolve(self.trial.names).list_leases("server/teacher").items():
             self._ask(key, lease.value)
-        for key, lease in NameResolve(self.trial.names).leases("server/student").items():
+        for key, lease in NameResolve(self.trial.names).list_leases("server/student").items():
             self._ask(key, lease.value)
 
     def _ask(self, key: str, lease: dict) -> None:
@@ -61,7 +61,7 @@ class Watch:
             "sampling_params": [{"max_new_tokens": 1, "temperature": 0}] * len(ASKED),
             "return_logprob": True,
         }
-        token = read_json(self.trial.secret)["data"]
+        token = load_json(self.trial.secret)["data"]
         request = urllib.request.Request(
             lease["url"] + "/generate",
             json.dumps(body).encode(),
@@ -82,14 +82,14 @@ class Watch:
         self._keep(version)
 
     def _keep(self, version: str) -> None:
-        if version and not (self.kept / version).exists():
-            partial = self.kept / f"{version}.partial"
+        if version and not (self.continue_workflow / version).exists():
+            partial = self.continue_workflow / f"{version}.partial"
             try:
                 shutil.copytree(self.trial.published(version), partial)
             except (OSError, shutil.Error):  # replaced by newer ones meanwhile
                 shutil.rmtree(partial, ignore_errors=True)
             else:
-                partial.rename(self.kept / version)
+                partial.rename(self.continue_workflow / version)
 
     def of(self, pool: str) -> list[Answers]:
         return [answers for answers in self.seen if answers.pool == pool]

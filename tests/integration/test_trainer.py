@@ -16,7 +16,7 @@ from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import NormConfig, PPOActorConfig
-from hpc_rl.core.trial import Trial, read_json, write_json
+from hpc_rl.core.trial import Trial, load_json, write_json
 from hpc_rl.core.types import Batch, Trajectory, TrajectoryGroup
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.trainers.grpo_recipe import GRPO
@@ -96,13 +96,13 @@ def test_two_ranks_drain_together_and_one_rank_goes_on(toy):
         assert roles.ended(both) == [75, 75]
         stopped = newest(trial)
         assert stopped == roles.rows()[-1]["step"] < 400
-        config = read_json(trial.config_json)
+        config = load_json(trial.config_json)
         config["total_train_steps"] = stopped + 5
         write_json(trial.config_json, config)
         write_plan(trial, "sft", 1)
         assert roles.ended(roles.trainer(1)) == [0]
     assert [row["step"] for row in roles.rows(1)] == list(range(stopped + 1, stopped + 6))
-    assert read_json(trial.exports / "final" / "hpc_rl.json")["version"] == f"1.{stopped + 5}"
+    assert load_json(trial.exports / "final" / "hpc_rl.json")["version"] == f"1.{stopped + 5}"
 
 
 def test_what_forbids_a_start_ends_every_rank_with_the_same_code(toy):
@@ -112,7 +112,7 @@ def test_what_forbids_a_start_ends_every_rank_with_the_same_code(toy):
         assert roles.ended(roles.trainer(2)) == [3, 3]
     assert (
         "no valid checkpoint to resume from"
-        in read_json(trial.attempt("1.0").exit_record("trainer", 0, 0, 1))["reason"]
+        in load_json(trial.attempt("1.0").exit_record("trainer", 0, 0, 1))["reason"]
     )
     assert list(trial.lineages.iterdir()) == []
 
@@ -233,7 +233,7 @@ def test_grpo_walks_back_after_a_kill_and_gets_the_same_batches_again(
     evaluations = [row for row in roles.rows(0) + roles.rows(1) if "eval_reward" in row]
     assert [row["eval_version"] for row in evaluations] == ["0.0", "1.12"]
     assert all(row["eval_num_prompts"] == 200 for row in evaluations)
-    assert read_json(trial.current_weights)["label"] == "1.12"
+    assert load_json(trial.current_weights)["label"] == "1.12"
     assert sorted(path.name for path in trial.weights.iterdir() if path.is_dir())[-2:] == ["1.11", "1.12"]
 
 
@@ -260,5 +260,5 @@ def test_a_reward_model_learns_and_continues_after_a_kill(toy):
     rows = roles.rows(0) + roles.rows(1)
     assert rows[-1]["step"] == 60 and rows[-1]["loss"] < 0.6 < 0.69 - 0.2 + rows[0]["loss"]
     assert rows[-1]["eval_accuracy"] > 0.8 and rows[-1]["eval_loss"] < 0.5
-    config = read_json(trial.exports / "final" / "config.json")
+    config = load_json(trial.exports / "final" / "config.json")
     assert config["architectures"] == ["Qwen3ForSequenceClassification"]

@@ -36,11 +36,11 @@ import pytest
 import torch
 from disconnect import disconnect, disconnect_in_loader
 from places import Place, place_at, places_of
-from test_parameters import CONFIGS, ENVIRONMENT, SECTIONS, Row, of
+from test_parameters import CONFIGS, ENVIRONMENT, SECTIONS, Row, select_rows
 
 import hpc_rl
 from hpc_rl.config.compat import atlas
-from hpc_rl.config.load.fields import hints, options, section_of
+from hpc_rl.config.load.fields import find_section, list_hints, list_options
 from hpc_rl.config.options.training import TrainEngineConfig
 
 FOLDER = Path(__file__).resolve().parent
@@ -66,7 +66,7 @@ def target_of(row: Row) -> tuple[Callable[..., None], tuple]:
     cls = CONFIGS["teacher" if row.option.startswith("teacher.") else trainer]
     *sections, leaf = row.option.split(".")
     for section in sections:
-        cls = section_of(hints(cls)[section]) or cls
+        cls = find_section(list_hints(cls)[section]) or cls
     return disconnect, (cls, leaf, issubclass(cls, TrainEngineConfig))  # engines do not tell models apart
 
 
@@ -186,17 +186,17 @@ def import_all() -> None:
 def is_section(row: Row) -> bool:
     if row.system != "areal":
         return False
-    return section_of(options(CONFIGS[SECTIONS[row.section][0]])[row.option]) is not None
+    return find_section(list_options(CONFIGS[SECTIONS[row.section][0]])[row.option]) is not None
 
 
 def members_of(row: Row) -> list[Row]:
     """Return the rows of the options of a section, its own left out."""
     inside = f"{row.option}."
-    return [one for one in of("works") if one.system == "areal" and one.option.startswith(inside)]
+    return [one for one in select_rows("works") if one.system == "areal" and one.option.startswith(inside)]
 
 
 def chosen_rows(args: argparse.Namespace) -> list[Row]:
-    rows = [row for row in of("works") if re.search(args.only, str(row))]
+    rows = [row for row in select_rows("works") if re.search(args.only, str(row))]
     if args.sample:
         rows = [row for row in rows if not is_section(row)]
         rows = random.Random(args.seed).sample(rows, min(args.sample, len(rows)))
@@ -259,7 +259,9 @@ def check_places(rows: list[Row], args: argparse.Namespace, findings: Findings, 
     """Run tests without their options at one place each; return the number of places."""
     every: dict[str, dict[tuple, set[str]]] = {}  # option -> the classes that have it -> tests
     of_environments = set()
-    for row in (row for row in of("works") if not is_section(row) and target_of(row)[0] is disconnect):
+    for row in (
+        row for row in select_rows("works") if not is_section(row) and target_of(row)[0] is disconnect
+    ):
         option = row.parameter if row.system == "atropos" else row.option
         every.setdefault(option, {}).setdefault(target_of(row)[1], set()).add(row.shown_by)
         if row.system == "atropos":

@@ -16,13 +16,11 @@ from typing import Any
 from hpc_rl.config.load import load
 
 TESTS = str(Path(__file__).resolve().parents[1]) + "/"
-SEES_VALUES = tuple(
-    f"hpc_rl.config.{module}" for module in ("loading", "rules", "show", "tables.changes", "snapshot")
-)
+SEES_VALUES = tuple(f"hpc_rl.config.{module}" for module in ("load", "rules", "show", "changes", "snapshot"))
 # The callers of these count.
 TRANSPARENT = ("dataclasses", "copy", __name__)
 TRANSPARENT_FUNCTIONS = (
-    *("value_of", "replaced", "open_variables", "secret_variables"),
+    *("get_value", "replace_value", "list_open_variables", "list_secret_variables"),
     *("__eq__", "__repr__", "__hash__"),
 )
 UNSET = object()

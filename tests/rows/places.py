@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from test_read import LOCAL_NAMES, own_names, owners
+from test_read import LOCAL_NAMES, find_own_names, find_owners
 
 ROOT = Path(__file__).resolve().parents[2]
 # these see what was configured (disconnect.py), or declare it
@@ -83,7 +83,7 @@ def places_of(option: str, is_of_an_environment: bool = False) -> list[Place]:
     reads = _reads()[leaf]
     if is_of_an_environment:
         reads = [one for one in reads if one.of in ENVIRONMENTS and "/environments/" in one.file]
-    elif len(owners()[leaf]) > 1 or leaf in own_names():
+    elif len(find_owners()[leaf]) > 1 or leaf in find_own_names():
         reads = [one for one in reads if one.of in names]
     found: list[Place] = []
     counts: dict[tuple[str, str], int] = defaultdict(int)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.config.environment_file import environment_file
+from hpc_rl.config.environment_file import make_environment_settings
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.trial import Trial
@@ -15,12 +15,12 @@ from hpc_rl.examples.toy import ALPHABET, make_tokenizer
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render.scripts import Stamp, render
-from hpc_rl.roles.rollout import open_prompts, rules
+from hpc_rl.roles.rollout import make_rules, open_prompts
 from hpc_rl.roles.rollout_worker import open_servers
 from hpc_rl.servers.base import ReplicaPlace
-from hpc_rl.servers.server_process import tokenizer_of
+from hpc_rl.servers.server_process import find_tokenizer
 from hpc_rl.servers.sglang import SGLangBackend
-from hpc_rl.trials.submission import trial_of
+from hpc_rl.trials.submission import make_trial
 
 TRAINERS = ("grpo", "sft", "rw")
 
@@ -48,10 +48,10 @@ def planned(trainer: str, *overrides: str) -> Plan:
     ids=lambda value: value if "/" not in value else "",
 )
 def test_a_trial_lies_where_its_names_say(trainer, option, place, monkeypatch):
-    monkeypatch.setattr("hpc_rl.trials.submission.account", lambda: "USER")
+    monkeypatch.setattr("hpc_rl.trials.submission.find_account_name", lambda: "USER")
     value = "/other" if "fileroot" in option else "other"
     overrides = ["cluster.fileroot=/r", f"{option}={value}"]
-    assert str(trial_of(checked(trainer, *overrides).config).dir).endswith(place)
+    assert str(make_trial(checked(trainer, *overrides).config).dir).endswith(place)
 
 
 @pytest.mark.parametrize("trainer", TRAINERS)
@@ -92,7 +92,7 @@ def test_a_process_is_given_what_the_launcher_says(trainer):
         workdir=Path("/w"),
         start_mode="auto",
     )
-    script = render(loaded.config, plan, trial_of(loaded.config), stamp, "slurm", [])["trial.sbatch"]
+    script = render(loaded.config, plan, make_trial(loaded.config), stamp, "slurm", [])["trial.sbatch"]
     assert "\n#SBATCH --partition=night\n" in script
 
 
@@ -144,7 +144,7 @@ def test_the_rollout_role_takes_the_tokenizer_of_another_folder(tmp_path):
 
 def test_an_environment_is_told_of_the_tokenizer_of_another_folder():
     config = checked("grpo", "environments={}", "total_train_steps=3", "tokenizer_path=/other").config
-    assert environment_file(config, "a", "http://h", "token")["env"]["tokenizer_name"] == "/other"
+    assert make_environment_settings(config, "a", "http://h", "token")["env"]["tokenizer_name"] == "/other"
 
 
 async def test_workers_and_servers_take_the_tokenizer_of_another_folder(tmp_path):
@@ -154,12 +154,12 @@ async def test_workers_and_servers_take_the_tokenizer_of_another_folder(tmp_path
     trial.make_dirs()
     async with AsyncExitStack() as stack:
         pool = await open_servers(stack, trial, config, "rollout", "token")
-        assert str(pool.tokenizer.folder) == tokenizer_of(config) == f"{tmp_path}/other"
+        assert str(pool.tokenizer.folder) == find_tokenizer(config) == f"{tmp_path}/other"
 
 
 def test_the_rollout_role_follows_the_configuration():
     overrides = ["async_training=false", "gconfig.n_samples=3", "rollout.queue_size=99"]
-    made = rules(checked("grpo", *overrides, "rollout.max_head_offpolicyness=5").config)
+    made = make_rules(checked("grpo", *overrides, "rollout.max_head_offpolicyness=5").config)
     assert (made.eta, made.n_samples, made.queue_size) == (0, 3, 99)
 
 

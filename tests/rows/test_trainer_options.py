@@ -28,7 +28,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 from hpc_rl.examples.toy import ALPHABET, make_tokenizer
 from hpc_rl.name_resolve import open_names
-from hpc_rl.stats.read import History, read
+from hpc_rl.stats.read import History, load_history
 from hpc_rl.trainers import compose
 from hpc_rl.trainers.loop import train
 from hpc_rl.trainers.ranks import Ranks
@@ -98,7 +98,7 @@ class Trained:
 
     @property
     def history(self) -> History:
-        return read(self.trial)
+        return load_history(self.trial)
 
     @property
     def evaluated(self) -> list[int]:

@@ -91,7 +91,7 @@ class Chaos(Killed):
     def _state(self) -> JobState:
         if self._seen is None or time.monotonic() - self._looked_at > LOOK_EVERY_S:
             self._looked_at = time.monotonic()
-            self._seen = SlurmScheduler().states([self.job_id])[self.job_id]
+            self._seen = SlurmScheduler().query_states([self.job_id])[self.job_id]
         return self._seen
 
     def _hurry(self) -> None:

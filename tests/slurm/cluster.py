@@ -29,6 +29,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# this file is a program too
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
 from packages import Slurm, find_or_fetch
 from patience import extend
 

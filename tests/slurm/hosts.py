@@ -26,11 +26,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from patience import extend
-
+# this file is a program too
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 sys.path.insert(0, str(Path(__file__).parent))
 
 from cluster import Cluster, Slurm, speak_to
+from patience import extend
 
 CHECKOUT = Path(__file__).resolve().parents[2]
 PRIVATE = ("/tmp", "/dev/shm", "/run")

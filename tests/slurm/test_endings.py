@@ -21,12 +21,12 @@ from hpc_rl.config.load.load import Loaded
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.core.errors import TrialBusy
 from hpc_rl.core.files import JsonLines
-from hpc_rl.core.trial import Trial, read_json, write_json
+from hpc_rl.core.trial import Trial, load_json, write_json
 from hpc_rl.schedulers.base import JobSpec, State
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.schedulers.submitit import SubmititScheduler
 from hpc_rl.status.scheduler_view import query
-from hpc_rl.status.trial_status import TrialStatus, read_status
+from hpc_rl.status.trial_status import TrialStatus, load_status
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trials.cancellation import CancelOutcome, cancel
 from hpc_rl.trials.submission import check_idle, submit
@@ -46,18 +46,18 @@ class Job:
 
     @property
     def state(self) -> State:
-        return self.scheduler.states([self.id])[self.id].state
+        return self.scheduler.query_states([self.id])[self.id].state
 
     @property
     def story(self) -> TrialStatus:
-        return read_status(self.trial, self.scheduler.states([self.id])[self.id])
+        return load_status(self.trial, self.scheduler.query_states([self.id])[self.id])
 
     def events(self, event: str, restart: int = 0) -> list[dict]:
         rows = JsonLines(self.trial.attempt(f"{self.id}.{restart}").events).poll()
         return [row for row in rows if row["event"] == event]
 
     def ended(self, restart: int = 0) -> dict | None:
-        return read_json(self.trial.attempt(f"{self.id}.{restart}").ended)
+        return load_json(self.trial.attempt(f"{self.id}.{restart}").ended)
 
     def is_up(self, restart: int = 0) -> bool:
         """Every role has said so itself."""
@@ -139,7 +139,7 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_pat
     high = cluster.run(
         "sbatch", "--parsable", "-p", "high", "-N4", "--exclusive", "-o", "/dev/null", "--wrap", "sleep 2"
     ).strip()
-    until(lambda: job.scheduler.states([high])[high].state is State.DONE)
+    until(lambda: job.scheduler.query_states([high])[high].state is State.DONE)
     until(
         lambda: (
             JsonLines(job.trial.job_state(job.id)).poll()[-1]["event"] == "ended"
@@ -149,7 +149,7 @@ def test_a_preempted_trial_comes_back_by_itself_and_saves_first(cluster, tmp_pat
     )
     until(
         lambda: (
-            read_status(job.trial, query(job.trial, newer_than=time.time() - 1).newest, time.time()).state
+            load_status(job.trial, query(job.trial, newer_than=time.time() - 1).newest, time.time()).state
             == "pending"
         ),
         60,
@@ -174,7 +174,7 @@ def test_a_trainer_whose_node_dies_goes_on_elsewhere(cluster, start, until):
     until(lambda: job.ended() is not None)
     assert job.ended()["exit_code"] == 75 and "lost its node" in job.ended()["reason"], job.said()
     assert job.events("exited")[0]["class"] == "node"
-    assert list(bad_nodes.current(job.trial, time.time())) == [doomed]
+    assert list(bad_nodes.find_bad_nodes(job.trial, time.time())) == [doomed]
     until(lambda: "ExcNodeList=(null)" not in job.shown())
     assert re.search(rf"ExcNodeList={doomed}\b", job.shown())
     until(job.hurry, 180)
@@ -185,7 +185,9 @@ def test_a_trainer_whose_node_dies_goes_on_elsewhere(cluster, start, until):
 
 
 def expanded(cluster: Cluster, job: Job) -> list[str]:
-    return cluster.run("scontrol", "show", "hostnames", job.scheduler.states([job.id])[job.id].nodes).split()
+    return cluster.run(
+        "scontrol", "show", "hostnames", job.scheduler.query_states([job.id])[job.id].nodes
+    ).split()
 
 
 def test_a_plain_scancel_stays_dead_and_is_told(cluster, start, until):

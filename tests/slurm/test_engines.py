@@ -12,8 +12,8 @@ from kill_anything import EXACT, Killed, Trials, make_workplace
 from pytest import approx
 from toy_trials import hpc_rl
 
-from hpc_rl.core.trial import read_json
-from hpc_rl.stats.read import read
+from hpc_rl.core.trial import load_json
+from hpc_rl.stats.read import load_history
 
 pytestmark = pytest.mark.timeout(600)
 MESHES = ("fsdp:d2", "fsdp:t2", "megatron:t2", "megatron:p2")
@@ -64,7 +64,7 @@ def start(cluster, folder) -> Iterator:
 
 
 def rewards(one: Killed) -> list[float]:
-    rows = read(one.trial).steps
+    rows = load_history(one.trial).steps
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1)), "each step once"
     return [row["reward"] for row in rows]
 
@@ -90,7 +90,7 @@ def continued(one: Killed, lineage: int, mesh: str) -> None:
     before = published(one, lineage)
     said = hpc_rl("recover", one.trial.dir, "--json", f"allocation_mode=embedded:d1+{mesh}", cwd=one.folder)
     one.job_id = json.loads(said.stdout)["job_id"]
-    assert read_json(one.trial.plan_json)["allocation"] == f"embedded:d1+{mesh}"
+    assert load_json(one.trial.plan_json)["allocation"] == f"embedded:d1+{mesh}"
     one.until(lambda: published(one, lineage + 1))
     step, weights = min(published(one, lineage + 1).items(), key=lambda item: int(item[0]))
     assert weights == before[step]

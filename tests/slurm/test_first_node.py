@@ -15,8 +15,8 @@ from kill_anything import READY, make_workplace, new_luck
 from packages import NEWEST, SUITES
 
 from hpc_rl.core.errors import JobEvent
-from hpc_rl.core.records import read_job_state
-from hpc_rl.stats.read import read
+from hpc_rl.core.records import load_job_state
+from hpc_rl.stats.read import load_history
 
 pytestmark = pytest.mark.one_host("the processes of a node are found by the files that they hold")
 NUM_ROUNDS = {version: 20 if version == NEWEST else 5 for version in SUITES}
@@ -54,14 +54,14 @@ def test_each_death_of_the_first_node_costs_a_start_and_no_step(cluster, tmp_pat
         one.finish().promises.check()
     finally:
         one.close()
-    assert [row["step"] for row in read(one.trial).steps] == list(range(1, one.total_steps + 1))
+    assert [row["step"] for row in load_history(one.trial).steps] == list(range(1, one.total_steps + 1))
 
 
 def lose_first_node(one: Chaos, luck: random.Random, restart: int) -> float:
     """Kill the processes of the first node; return how long it took until the job was given back."""
 
     def is_given_back() -> bool:
-        lines = read_job_state(one.trial, one.job_id)
+        lines = load_job_state(one.trial, one.job_id)
         return any(
             line.restart == restart and line.event in (JobEvent.FIRST_NODE_LOST, JobEvent.SCRIPT_KILLED)
             for line in lines

@@ -13,7 +13,7 @@ import pytest
 from patience import extend
 from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, status, trial_of
 
-from hpc_rl.stats.read import read
+from hpc_rl.stats.read import load_history
 
 pytestmark = pytest.mark.timeout(400)
 CONFIG = "configs/grpo.yaml"
@@ -65,7 +65,7 @@ def test_two_nodes_of_an_allocation_train_and_what_does_not_fit_is_refused(clust
     hosts = {record.name: record.read_text() for record in trial.attempts.glob("*/processes/trainer-*.json")}
     assert any('"node": "n1"' in text for text in hosts.values()), hosts
     plan = status(clone, "first", "--offline")
-    assert [row["step"] for row in read(trial).steps] == [1, 2, 3]
+    assert [row["step"] for row in load_history(trial).steps] == [1, 2, 3]
     assert plan["state"] == "done"
 
 
@@ -77,7 +77,7 @@ def test_a_ctrl_c_and_a_kill_save_and_recover_continues(cluster, clone, until):
         started = below_salloc(clone, "run", CONFIG, "trial_name=first", "total_train_steps=400")
         assert started.stdout is not None
         pid = int(started.stdout.readline())
-        until(lambda: trial.dir.exists() and read(trial).last_step >= step, 120)
+        until(lambda: trial.dir.exists() and load_history(trial).last_step >= step, 120)
         return started, pid
 
     first, pid = run_until_step(3)
@@ -85,7 +85,7 @@ def test_a_ctrl_c_and_a_kill_save_and_recover_continues(cluster, clone, until):
     said, _ = first.communicate(timeout=extend(200))
     assert first.returncode == 75, said
     assert status(clone, "first")["state"] == "cancelled"
-    stopped_at = read(trial).last_step
+    stopped_at = load_history(trial).last_step
 
     second, pid = run_until_step(stopped_at + 3)
     os.kill(pid, signal.SIGKILL)
@@ -97,7 +97,7 @@ def test_a_ctrl_c_and_a_kill_save_and_recover_continues(cluster, clone, until):
 
     hpc_rl("recover", "first", f"total_train_steps={newest + 40}", cwd=clone)
     until(trial.done.exists, 200)
-    steps = [row["step"] for row in read(trial).steps]
+    steps = [row["step"] for row in load_history(trial).steps]
     assert steps == list(range(1, newest + 41)), "each step once"
 
 
@@ -105,7 +105,7 @@ def test_a_ctrl_c_and_a_kill_save_and_recover_continues(cluster, clone, until):
 def test_a_cancel_from_elsewhere_ends_the_command_and_submit_tells_of_run(cluster, clone, until):
     trial = trial_of(clone, "first")
     running = below_salloc(clone, "run", CONFIG, "trial_name=first", "total_train_steps=400")
-    until(lambda: trial.dir.exists() and read(trial).last_step >= 1, 120)
+    until(lambda: trial.dir.exists() and load_history(trial).last_step >= 1, 120)
     again = hpc_rl("submit", CONFIG, "trial_name=first", cwd=clone, check=False)
     assert again.returncode == 69 or "is running" in again.stderr, again.stderr
     hpc_rl("cancel", "first", cwd=clone)

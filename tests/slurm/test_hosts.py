@@ -23,12 +23,12 @@ from toy_trials import ROOT, hpc_rl, logs_of, trial_of
 
 from hpc_rl.checkpoint.generation import scan, verify
 from hpc_rl.core.errors import ExitCode
-from hpc_rl.core.records import Event, EventKind, read_events, read_lineages
+from hpc_rl.core.records import Event, EventKind, load_events, load_lineages
 from hpc_rl.core.trial import Attempt, Trial
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.rollout.batch_log.seals import read_seals
-from hpc_rl.stats.read import read
+from hpc_rl.rollout.batch_log.seals import load_seals
+from hpc_rl.stats.read import load_history
 from hpc_rl.supervise.host_watch import ISOLATED_S
 
 pytestmark = pytest.mark.timeout(900)
@@ -91,7 +91,7 @@ def train(cluster: HostsCluster, name: str, num_nodes: int, *more: str) -> Trial
     hpc_rl("submit", "--config", "configs/grpo.yaml", *options, cwd=here)
     trial = trial_of(here, name)
     wait_for_end(trial)
-    history = read(trial)
+    history = load_history(trial)
     assert [row["step"] for row in history.steps] == list(range(1, NUM_STEPS + 1))
     first, last = history.evaluations[0]["eval_reward"], history.evaluations[-1]["eval_reward"]
     assert last > first + 0.05, f"held-out reward {first} -> {last}"
@@ -138,7 +138,7 @@ def test_two_ranks_on_two_hosts_fine_tune(cluster):
     hpc_rl("submit", "--config", "configs/sft.yaml", *options, cwd=here)
     trial = trial_of(here, "sft")
     wait_for_end(trial)
-    losses = [row["loss"] for row in read(trial).steps]
+    losses = [row["loss"] for row in load_history(trial).steps]
     assert len(losses) == 20 and losses[-1] < losses[0] - 0.2
 
 
@@ -149,7 +149,7 @@ def nodes_of(cluster: HostsCluster) -> dict[str, str]:
 
 
 def step_of(trial: Trial) -> int:
-    return read(trial).last_step
+    return load_history(trial).last_step
 
 
 def wait_for_step(trial: Trial, step: int) -> None:
@@ -173,7 +173,7 @@ def test_power_loss_of_a_server_node_costs_seconds(cluster):
     nodes = nodes_of(cluster)
     cluster.kill_node(next(node for name, node in nodes.items() if name.startswith("serveragent-1")))
     wait_for_end(trial)
-    assert len(read(trial).steps) == NUM_STEPS
+    assert len(load_history(trial).steps) == NUM_STEPS
     assert longest_pause_s(trial) < extend(10)
 
 
@@ -205,7 +205,7 @@ def test_nodes_that_do_not_reach_each_other_are_named_before_models_load(cluster
 
 def events_of(trial: Trial, kind: EventKind) -> list[Event]:
     attempts = [trial.attempt(folder.name) for folder in sorted(trial.attempts.glob("*"))]
-    return [event for attempt in attempts for event in read_events(attempt) if event.kind is kind]
+    return [event for attempt in attempts for event in load_events(attempt) if event.kind is kind]
 
 
 def node_with(cluster: HostsCluster, role: str) -> str:
@@ -216,22 +216,22 @@ def node_with(cluster: HostsCluster, role: str) -> str:
 
 def longest_pause_s(trial: Trial) -> float:
     """Return the longest time between two steps, lost ones included."""
-    times = [row["time"] for row in read(trial).steps]
+    times = [row["time"] for row in load_history(trial).steps]
     return max(later - earlier for earlier, later in itertools.pairwise(times))
 
 
 def check_history(trial: Trial) -> None:
     """See that a trial has each step, batch and prompt once, by one start after the other, and whole files."""
-    rows = read(trial).steps
+    rows = load_history(trial).steps
     print(f"{trial.name}: {longest_pause_s(trial):.0f} s between two steps at most", flush=True)
     assert [row["step"] for row in rows] == list(range(1, NUM_STEPS + 1))
     assert [row["lineage"] for row in rows] == sorted(row["lineage"] for row in rows)
     for found in map(verify, scan(trial)):
         assert not found.problem, f"{found.path}: {found.problem}"
-    seals = read_seals(trial.rollout).values()
+    seals = load_seals(trial.rollout).values()
     used = [index for seal in seals for index in seal.places]
     assert len(used) == len(set(used)), "a prompt is in two batches"
-    starts = read_lineages(trial)
+    starts = load_lineages(trial)
     assert [start.from_step for start in starts] == sorted(start.from_step for start in starts)
 
 
@@ -252,7 +252,7 @@ def test_a_first_node_that_is_cut_off_writes_nothing_once_another_start_owns_the
     try:
         wait_for(lambda: cluster.hurry() or len(list(trial.attempts.iterdir())) == 2, trial)
         [second] = [trial.attempt(one.name) for one in trial.attempts.iterdir() if one != first.dir]
-        wait_for(lambda: EventKind.SUPERVISOR_STARTED in {event.kind for event in read_events(second)}, trial)
+        wait_for(lambda: EventKind.SUPERVISOR_STARTED in {event.kind for event in load_events(second)}, trial)
         writers = ("rollout", "trainer", *(["supervisor"] if supervisor == "lives" else []))
         assert running_on(cluster, "n1", writers), "nothing lives there that could write"
         wait_for(lambda: not running_on(cluster, "n1", writers), trial, FENCED_S)
@@ -352,7 +352,7 @@ def status_of(cluster: HostsCluster, trial: Trial) -> dict[str, Any]:
 
 def counter_of_owner(trial: Trial) -> int:
     """Return how often the supervisor has renewed its lease."""
-    return NameResolve(trial.names).leases(keys.OWNER)[keys.OWNER].counter
+    return NameResolve(trial.names).list_leases(keys.OWNER)[keys.OWNER].counter
 
 
 @pytest.mark.soak

@@ -9,12 +9,12 @@ from cluster import Cluster, speak_to
 from kill_anything import READY, Killed, Trials, make_workplace, short_name
 from toy_trials import hpc_rl
 
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.servers.router import is_older
 from hpc_rl.supervise import bad_nodes
-from hpc_rl.supervise.server_array import read_arrays
+from hpc_rl.supervise.server_array import load_arrays
 
 pytestmark = pytest.mark.timeout(900)
 JOBS = {
@@ -41,7 +41,7 @@ def serving(one: Killed) -> dict[str, str]:
     """Weights of each server whose lease is alive and says that it serves."""
     if not hasattr(one, "names"):
         one.names = NameResolve(one.trial.names)
-    leases = one.names.leases(keys.servers("rollout"))
+    leases = one.names.list_leases(keys.servers("rollout"))
     return {
         key: seen.value["version"]
         for key, seen in leases.items()
@@ -58,12 +58,12 @@ def node_by_attach(one: Killed, role: str, number: int) -> str:
 
 
 def current(one: Killed) -> str:
-    return (read_json(one.trial.current_weights) or {"label": ""})["label"]
+    return (load_json(one.trial.current_weights) or {"label": ""})["label"]
 
 
 def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trials, cluster, until):
     one = trials.start(JOBS, scheduler="slurm", total_steps=120, held=True)
-    [array] = read_arrays(one.trial)
+    [array] = load_arrays(one.trial)
     one.until(lambda: len(serving(one)) == 2 and one.num_rows() >= 5)
     assert node_by_attach(one, "server", 1) == next(
         line.split()[3] for line in queue(cluster) if f"{array.job_id}_1" in line
@@ -110,7 +110,7 @@ def test_servers_are_preempted_half_way_and_come_back_with_current_weights(trial
         "the trainer was never started again"
     )
     until(lambda: not queue(cluster))
-    assert [task.reason for task in read_arrays(one.trial)[0].tasks] == ["the trial has reached its end"] * 2
+    assert [task.reason for task in load_arrays(one.trial)[0].tasks] == ["the trial has reached its end"] * 2
 
 
 def test_one_heterogeneous_job(trials, cluster, until):
@@ -143,7 +143,7 @@ def test_where_requeue_is_refused_a_successor_goes_on(trials, cluster, until):
     cluster.run("scontrol", "update", f"jobid={one.job_id}", "Requeue=0")
     cluster.run("scancel", "--batch", "--signal=USR1", one.job_id)
     one.until(lambda: (one.trial.jobs / f"{one.job_id}.next-0001").exists())
-    successor = read_json(one.trial.successor(one.job_id, 1))["job_id"]
+    successor = load_json(one.trial.successor(one.job_id, 1))["job_id"]
     assert successor != one.job_id
     assert cluster.run("squeue", "-h", "-t", "all", "-j", successor, "-o", "%k").split()[1:] == ["project-7"]
     assert " ExcNodeList=n4 " in cluster.run("scontrol", "show", "job", "-o", successor), (
@@ -178,7 +178,7 @@ def test_submitit_submits_saves_and_requeues(trials, cluster, until):
     until(
         lambda: set(cluster.run("sinfo", "-h", "-p", "main", "-o", "%T").split()) == {"idle"}, 60
     )  # the first start is gone
-    assert (read_json(one.trial.attempt(f"{one.job_id}.0").ended) or {}).get("exit_code") == 75, (
+    assert (load_json(one.trial.attempt(f"{one.job_id}.0").ended) or {}).get("exit_code") == 75, (
         "saved before it was requeued"
     )
     again = one.trial.attempt(f"{one.job_id}.1").dir
@@ -230,10 +230,10 @@ def test_a_trial_of_four_time_limits_finishes_by_successors(short_cluster, tmp_p
     assert attempts == [f"{one.job_id}.{number}" for number in range(len(attempts))]
     assert len(attempts) >= 4
     followed = [
-        read_json(one.trial.successor(one.job_id, number))["job_id"] for number in range(1, len(attempts))
+        load_json(one.trial.successor(one.job_id, number))["job_id"] for number in range(1, len(attempts))
     ]
     assert len(set(followed)) == len(followed), "one successor for each start"
-    tasks = [task for array in read_arrays(one.trial) for task in array.tasks]
+    tasks = [task for array in load_arrays(one.trial) for task in array.tasks]
     assert max(task.starts for task in tasks) >= 2, "the servers' jobs went on as well"
     print(f"{len(attempts)} attempts, starts of the server tasks: {[task.starts for task in tasks]}")
     until(lambda: not queue(short_cluster))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from toy_trials import ROOT, hpc_rl, logs_of, make_quickstart, trial_of
 
-from hpc_rl.stats.read import read
+from hpc_rl.stats.read import load_history
 
 pytestmark = [pytest.mark.timeout(400), pytest.mark.soak]
 OPTIONS = ["experiment_name=sums", "trial_name=local", "total_train_steps=12", "valid_dataset=null"]
@@ -28,7 +28,7 @@ def test_a_job_leaves_nothing_on_a_nodes_disk_after_a_kill(cluster, until, tmp_p
     config = ROOT / "configs" / "quickstart" / "grpo.yaml"
     hpc_rl("submit", "--config", config, *OPTIONS, f"cluster.local_dir={disk}", cwd=tmp_path)
     trial = trial_of(tmp_path, "local")
-    until(lambda: read(trial).last_step >= 2, 200)
+    until(lambda: load_history(trial).last_step >= 2, 200)
     assert list(disk.iterdir()), "copies are there"
     killed = next(trial.attempts.glob("*/processes/server-1.0-rank0.json"))
     os.kill(json.loads(killed.read_text())["pid"], signal.SIGKILL)

@@ -82,7 +82,7 @@ def test_attach_runs_a_command_on_the_node_of_a_role(cluster, tmp_path, until):
     write_json(trial.plan_json, {"trainer": "grpo", "n_nodes": 2})
     job_id = cluster.run("sbatch", "--parsable", "-N2", "-o", "/dev/null", "--wrap", "sleep 300").strip()
     write_json(trial.job(job_id), {"job_id": job_id, "scheduler": "slurm", "time": time.time()})
-    trial_index.record(trial)
+    trial_index.record_trial(trial)
     until(lambda: cluster.run("squeue", "-h", "-j", job_id, "-o", "%T").strip() == "RUNNING")
     nodes = cluster.run("squeue", "-h", "-j", job_id, "-o", "%N").strip()
     last = cluster.run("scontrol", "show", "hostnames", nodes).split()[-1]

@@ -6,8 +6,8 @@ import pytest
 from mpi_trials import by_mpiexec, kill_stop_and_continue, mpi_python, submit, wait_for, weights
 from toy_trials import ROOT, hpc_rl, make_quickstart, trial_of
 
-from hpc_rl.core.trial import read_json
-from hpc_rl.stats.read import read
+from hpc_rl.core.trial import load_json
+from hpc_rl.stats.read import load_history
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -38,8 +38,8 @@ def test_the_main_job_learns_with_two_ranks_on_each_of_two_nodes(cluster, tmp_pa
     hpc_rl("submit", "--config", ROOT / "configs" / "grpo.yaml", "--n_nodes=4", *options, cwd=tmp_path)
     trial = trial_of(tmp_path, "grpo")
     wait_for("the end", trial.done.exists, trial, timeout_s=500)
-    history = read(trial)
+    history = load_history(trial)
     first, last = history.evaluations[0]["eval_reward"], history.evaluations[-1]["eval_reward"]
     assert last > first + 0.1, f"held-out reward {first} -> {last}"
-    records = map(read_json, trial.attempts.glob("*/processes/trainer-0.0-rank*.json"))
+    records = map(load_json, trial.attempts.glob("*/processes/trainer-0.0-rank*.json"))
     assert sorted(record["node"] for record in records) == ["n1", "n1", "n2", "n2"]

@@ -55,7 +55,7 @@ def trials(cluster, counted, tmp_path) -> list[Trial]:
             "sbatch", "--parsable", "-o", "/dev/null", f"-J{trial}", "--wrap", "sleep 600"
         ).strip()
         write_json(trial.job(job_id), {"job_id": job_id, "scheduler": "slurm", "time": time.time()})
-        trial_index.record(trial)
+        trial_index.record_trial(trial)
         made.append(trial)
     return made
 

@@ -1,4 +1,4 @@
-"""A student is taught on Slurm: each pool has nodes of its own, and servers and the rollout role are killed."""
+"""A student is taught on Slurm: each pool has its own nodes, and servers and the rollout role are killed."""
 
 import json
 import os
@@ -9,8 +9,8 @@ import pytest
 from toy_trials import ROOT, hpc_rl, pid_of, trial_of
 
 from hpc_rl.examples import hints
-from hpc_rl.rollout.batch_log.ledger import NoteRecord, read_segment, segments
-from hpc_rl.rollout.batch_log.replay import read_state
+from hpc_rl.rollout.batch_log.ledger import NoteRecord, list_segments, load_segment
+from hpc_rl.rollout.batch_log.replay import load_state
 
 pytestmark = pytest.mark.timeout(600)
 STEPS = 200  # enough that `status` is asked while it runs
@@ -38,7 +38,7 @@ def records(trial, role: str, index: int) -> list[dict]:
 
 
 def num_batches(trial) -> int:
-    return read_state(trial.rollout).top
+    return load_state(trial.rollout).top
 
 
 def test_each_pool_has_its_nodes_and_kills_lose_no_probe_and_repeat_no_baseline(cluster, until, tmp_path):
@@ -72,13 +72,13 @@ def test_each_pool_has_its_nodes_and_kills_lose_no_probe_and_repeat_no_baseline(
 
     notes = [
         (record.index, record.key)
-        for number in segments(trial.rollout)
-        for _, record in read_segment(trial.rollout, number)
+        for number in list_segments(trial.rollout)
+        for _, record in load_segment(trial.rollout, number)
         if isinstance(record, NoteRecord)
     ]
     assert {key for _, key in notes} == {"baseline", "probe"}
     assert max(Counter(notes).values()) == 1, "a baseline or probe was made twice"
-    used = {index for seal in read_state(trial.rollout).seals.values() for index in seal.places}
+    used = {index for seal in load_state(trial.rollout).seals.values() for index in seal.places}
     assert used and {(index, key) for index in used for key in ("baseline", "probe")} <= set(notes)
     for log in trial.attempts.glob("*/logs/server-1.*.log"):
         assert "serving weights" not in log.read_text(), "the student takes no weights of the trainer"

@@ -65,7 +65,7 @@ class Job:
 
     @property
     def state(self) -> State:
-        return self.scheduler.states([self.id])[self.id].state
+        return self.scheduler.query_states([self.id])[self.id].state
 
     @property
     def log(self) -> list[str]:
@@ -172,7 +172,7 @@ def test_slurm_reads_the_directives_as_they_were_meant(cluster, start, until):
         assert words in shown
     assert re.search(r"\b(OverSubscribe=OK|Exclusive=NO)\b", shown), "not of its own: 22.05, then 26.05"
     assert 'it\'s "mine" # \\ü' in cluster.run("squeue", "-h", "-j", job.id, "-o", "%k")
-    seen = job.scheduler.states([job.id, "1"])
+    seen = job.scheduler.query_states([job.id, "1"])
     assert seen[job.id].state is State.RUNNING and seen[job.id].nodes and seen["1"].state is State.UNKNOWN
     assert 1500 < job.scheduler.end_time(job.id) - time.time() <= 1800
 
@@ -314,7 +314,7 @@ def test_the_death_of_a_watch_with_the_first_node_brings_the_job_back(cluster, s
     assert len({first, near, far}) == 3
     for node in (first, near):
         cluster.kill_node(node)
-    until(lambda: job.scheduler.states([job.id])[job.id].native == "PENDING", 120)
+    until(lambda: job.scheduler.query_states([job.id])[job.id].native == "PENDING", 120)
     cluster.up()
     rerun(cluster, job, until)
     until(lambda: job.state is State.DONE)
@@ -335,7 +335,7 @@ def test_a_first_node_whose_processes_die_one_by_one_brings_the_job_back(
     job = start("hang", "0", n_nodes=3)
     until(lambda: len(list(job.trial.names.glob("watch/*"))) == 2 and not helpers_of(cluster, job))
     cluster.kill_processes(batch_node(cluster, job), random.Random(1), first=first)
-    until(lambda: job.scheduler.states([job.id])[job.id].native == "PENDING", 120)
+    until(lambda: job.scheduler.query_states([job.id])[job.id].native == "PENDING", 120)
     cluster.up()
     rerun(cluster, job, until)
     until(lambda: job.state is State.DONE)
@@ -365,7 +365,7 @@ def test_the_death_of_another_node_leaves_the_job_alone(cluster, start, until):
     until(lambda: "act hang" in job.log)
     [other] = {"n1", "n2"} - {batch_node(cluster, job)}
     cluster.kill_node(other)
-    until(lambda: job.scheduler.states([job.id])[job.id].nodes != "n[1-2]")
+    until(lambda: job.scheduler.query_states([job.id])[job.id].nodes != "n[1-2]")
     assert job.state is State.RUNNING and job.events == ["started"]
 
 

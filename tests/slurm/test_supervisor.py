@@ -19,7 +19,7 @@ from supervised import HERE, ROOT, Fake, unit
 from toy_trials import is_running, pid_of
 
 from hpc_rl.core.records import ProcessRecord
-from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.name_resolve import keys, open_names
 
 SCRIPT = f"""#!/bin/bash
@@ -67,7 +67,7 @@ class SlurmFake(Fake):
         return (self.trial.dir / "job.out").read_text()[-6000:]
 
     def ended(self) -> dict | None:
-        return read_json(self.attempt.ended)
+        return load_json(self.attempt.ended)
 
     def log(self, name: str) -> str:
         return (self.attempt.dir / "logs" / f"{name}.log").read_text()
@@ -108,7 +108,7 @@ def test_units_start_at_once_and_end_with_a_killed_supervisor(fake):
     gpus = {name: fake.log(name).split()[3:4] for name in ("server-0.0", "rollout-0.0", "trainer-0.0-rank3")}
     assert len(gpus["server-0.0"][0].split(",")) == 2 and len(gpus["trainer-0.0-rank3"][0].split(",")) == 2
     assert gpus["rollout-0.0"] == []
-    record = read_json(fake.attempt.processes / "supervisor-0.0-rank0.json")
+    record = load_json(fake.attempt.processes / "supervisor-0.0-rank0.json")
     os.kill(pid_of(record), signal.SIGKILL)
     fake.until(fake.ended)
     assert fake.ended()["exit_code"] == 0, fake.story()
@@ -161,7 +161,7 @@ def steps(fake: SlurmFake) -> Counter[tuple[str, str]]:
 
 def counters(fake: SlurmFake) -> dict[str, int]:
     """How often each server has written its lease."""
-    leases = open_names(fake.trial).leases(keys.servers("rollout"))
+    leases = open_names(fake.trial).list_leases(keys.servers("rollout"))
     return {key: lease.counter for key, lease in leases.items() if lease.value["state"] in keys.ROUTABLE}
 
 

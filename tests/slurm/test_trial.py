@@ -11,7 +11,7 @@ import pytest
 from patience import extend
 from toy_trials import ROOT, hpc_rl, logs_of, status, trial_of
 
-from hpc_rl.stats.read import read
+from hpc_rl.stats.read import load_history
 
 pytestmark = pytest.mark.timeout(900)
 NUM_STEPS = 100
@@ -36,7 +36,7 @@ def wait_for(what: str, condition, trial, timeout_s: float = 400) -> None:
 
 
 def last_step(trial) -> int:
-    return read(trial).last_step
+    return load_history(trial).last_step
 
 
 def commands_left(folder: Path) -> list[str]:
@@ -96,7 +96,7 @@ def test_the_readme_command_trains_and_goes_on_after_a_cancel(cluster, clone):
     assert finished["state"] == "done"
     assert len(finished["attempts"]) == 2
 
-    history = read(trial)
+    history = load_history(trial)
     assert [row["step"] for row in history.steps] == list(range(1, NUM_STEPS + 1)), "each step once"
     first, last = history.evaluations[0]["eval_reward"], history.evaluations[-1]["eval_reward"]
     assert last > first + 0.1, f"held-out reward {first} -> {last}"

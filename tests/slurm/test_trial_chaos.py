@@ -13,7 +13,7 @@ from chaos import EVENTS, Chaos
 from kill_anything import EXACT, READY, Killed, Trials, make_workplace, new_luck, short_name
 
 from hpc_rl.core.files import JsonLines
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.status.trial_status import load_status
 
 pytestmark = pytest.mark.timeout(900)
 FOUR_NODES = {"cluster.n_nodes": 4, "allocation_mode": "embedded:d2+fsdp:d2"}
@@ -65,7 +65,7 @@ def events_of(one: Chaos) -> list[str]:
 
 def check(one: Chaos) -> None:
     one.finish().promises.check()
-    story = read_status(one.trial)
+    story = load_status(one.trial)
     assert story.state == "done"
     assert [row["step"] for row in story.history.steps] == list(range(1, one.total_steps + 1)), (
         "each step once"

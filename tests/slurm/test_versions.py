@@ -16,8 +16,8 @@ from toy_trials import hpc_rl
 
 from hpc_rl.doctor.finding import Requirements, Status
 from hpc_rl.doctor.slurm_checks import OLDEST, check_slurm
-from hpc_rl.stats.read import read
-from hpc_rl.supervise.server_array import read_arrays
+from hpc_rl.stats.read import load_history
+from hpc_rl.supervise.server_array import load_arrays
 
 pytestmark = pytest.mark.timeout(600)
 OLDER = [pytest.param(version, marks=pytest.mark.soak) for version in SUITES if version != NEWEST]
@@ -52,7 +52,7 @@ def state_of(one: Killed) -> str:
 def check_end(one: Killed) -> None:
     """See that a trial has each step once."""
     one.finish().promises.check()
-    assert [row["step"] for row in read(one.trial).steps] == list(range(1, one.total_steps + 1))
+    assert [row["step"] for row in load_history(one.trial).steps] == list(range(1, one.total_steps + 1))
     assert state_of(one) == "done"
 
 
@@ -95,12 +95,12 @@ def test_one_heterogeneous_job(trials, cluster):
 def test_servers_as_jobs_of_their_own(trials, cluster):
     one = trials.start(APART | {"launcher.slurm.layout": "jobs"}, scheduler="slurm", total_steps=6, held=True)
     one.until(lambda: one.num_rows() >= 1)
-    [array] = read_arrays(one.trial)
+    [array] = load_arrays(one.trial)
     shown = cluster.run("squeue", "-h", "-o", "%i").split()
     assert set(shown) == {one.job_id, f"{array.job_id}_0"}
     check_end(one)
     one.until(lambda: not cluster.run("squeue", "-h"))
-    assert [task.reason for task in read_arrays(one.trial)[0].tasks] == ["the trial has reached its end"]
+    assert [task.reason for task in load_arrays(one.trial)[0].tasks] == ["the trial has reached its end"]
 
 
 def test_doctor_accepts_the_versions_that_are_tested(cluster):

@@ -12,9 +12,9 @@ import pytest
 from kill_anything import READY, Killed, Trials, make_workplace, short_name
 
 from hpc_rl.core.files import JsonLines
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.status.trial_status import load_status
 from hpc_rl.supervise.deadline import SITE_END
 
 pytestmark = pytest.mark.timeout(600)
@@ -71,10 +71,10 @@ def test_a_job_whose_time_is_nearly_over_saves_is_requeued_and_goes_on(trials, m
         "one that comes back before that time stops once more"
     )
     for restart in attempts[:-1]:
-        ended = read_json(one.trial.attempt(f"{one.job_id}.{restart}").ended)
+        ended = load_json(one.trial.attempt(f"{one.job_id}.{restart}").ended)
         assert ended["exit_code"] == 75 and "time is nearly over" in ended["reason"]
     assert one.promises.steps_repeated() == 0, "each stop saved the last step that it had trained"
-    story = read_status(one.trial, SlurmScheduler().states([one.job_id])[one.job_id])
+    story = load_status(one.trial, SlurmScheduler().query_states([one.job_id])[one.job_id])
     assert "time is nearly over" in story.attempts[0].cause and story.attempts[-1].state == "done"
 
 
@@ -95,7 +95,7 @@ def test_a_trial_of_four_time_limits_finishes_over_several_requeues(trials):
     attempts = restarts(one)
     assert len(attempts) >= 4 and attempts == list(range(len(attempts)))
     for restart in attempts[:-1]:
-        ended = read_json(one.trial.attempt(f"{one.job_id}.{restart}").ended)
+        ended = load_json(one.trial.attempt(f"{one.job_id}.{restart}").ended)
         assert ended["exit_code"] == 75 and "time is nearly over" in ended["reason"], (
             "none was ended by Slurm"
         )

@@ -138,7 +138,7 @@ def make_generation():
         making = Commit(trial, step, "job-1.0", 0)
         making.begin()
         (making.folder / "state").write_text(f"state of {step}")
-        making.rank_done(0, [checked_file.record(making.folder / "state")])
+        making.record_rank(0, [checked_file.record(making.folder / "state")])
         who = {"attempt": "job-1.0", "incarnation": 0, "submission": "job-1", "version": f"0.{step}"}
         making.commit(Manifest(step=step, lineage=0, num_ranks=1, config_hash="c", **who, **more))
 

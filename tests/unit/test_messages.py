@@ -15,7 +15,7 @@ import pytest
 
 from hpc_rl.checkpoint.decide import Cause, GenerationInfo, PastStart, Situation, decide
 from hpc_rl.cli.cancel import OUTCOMES, OUTCOMES_UNSAVED
-from hpc_rl.cli.status import text
+from hpc_rl.cli.status import describe_status
 from hpc_rl.config.changes import Change, refuse_unsafe
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
@@ -29,7 +29,8 @@ from hpc_rl.schedulers.shared_query import NOT_LISTED
 from hpc_rl.schedulers.sinfo import Node
 from hpc_rl.status import scheduler_view
 from hpc_rl.status.submitted_jobs import TrialJob
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.status.trial_state import describe_state
+from hpc_rl.status.trial_status import load_status
 from hpc_rl.supervise import failure_policy
 from hpc_rl.supervise.job_policy import (
     AFTER_EXIT,
@@ -116,7 +117,7 @@ def a_request_that_the_cluster_cannot_run(fake):
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
 
     class Cluster:
-        def nodes(self) -> list[Node]:
+        def query_nodes(self) -> list[Node]:
             return [Node("main", f"n{number}", 64, 256_000, is_default=True) for number in (1, 2)]
 
     preflight.quick_check(loaded.config, plan, Cluster())
@@ -144,7 +145,7 @@ def a_trial_that_ends_before_its_checkpoint(fake):
 
 @message
 def a_trial_of_another_cluster(fake):
-    scheduler_view.scheduler_of(fake.trial, TrialJob("7", scheduler="slurm", cluster="west"))
+    scheduler_view.make_job_scheduler(fake.trial, TrialJob("7", scheduler="slurm", cluster="west"))
 
 
 def situation(*steps: int, **more) -> str:
@@ -181,7 +182,7 @@ def a_start_after_too_many(fake):
 
 @message
 def a_trial_name_that_is_unknown(fake):
-    trial_index.record(fake.trial)
+    trial_index.record_trial(fake.trial)
     trial_index.resolve("t2")
 
 
@@ -216,8 +217,8 @@ def a_cancel_on_a_full_disk(fake):
 
 
 def reason_of(fake, *args) -> str:
-    status = read_status(fake.trial, *args)
-    return f"{status.state}: {status.reason}"
+    status = load_status(fake.trial, *args)
+    return describe_state(status.state, status.reason)
 
 
 @message
@@ -267,7 +268,7 @@ def status_of_a_trial_that_waits(fake):
 @message
 def status_of_a_trial_that_was_taken_back(fake):
     fake.run_to(5)
-    status = read_status(fake.trial, JobState("7", State.PENDING, "PENDING", "BeginTime"), time.time())
+    status = load_status(fake.trial, JobState("7", State.PENDING, "PENDING", "BeginTime"), time.time())
     return status.last_end
 
 
@@ -277,7 +278,7 @@ def status_of_a_rollout_that_makes_no_progress(fake):
     report = {"rejected": {"reward_timeout": 60}, "rejected_in_a_row": 60, "last_reason": "reward_timeout"}
     report |= {"last_error": "KeyError: 'answer'", "servers": 0, "oldest_running_s": 300, "quiet_s": 290}
     write_json(fake.trial.attempt("7.0").rollout_report(0), report)
-    lines = text(read_status(fake.trial))
+    lines = describe_status(load_status(fake.trial))
     return "\n".join(lines[lines.index("") :][-13:-3])
 
 
@@ -286,7 +287,7 @@ def status_of_a_rollout_that_makes_no_progress(fake):
 
 def after(code: int, reason: str, failure: FailureClass = FailureClass.UNKNOWN, failures: int = 1) -> str:
     found = failure_policy.UnitExit(code, reason, failure)
-    return failure_policy.after_failure("trainer", found, "auto", failures, 3).reason
+    return failure_policy.decide_after_failure("trainer", found, "auto", failures, 3).reason
 
 
 @message
@@ -312,7 +313,9 @@ def a_trainer_that_failed_too_often(fake):
 @message
 def a_trainer_that_was_killed_before_it_could_save(fake):
     found = failure_policy.UnitExit(137, "killed by SIGKILL")
-    return failure_policy.after_drain(found, "auto", 0, 3, AFTER_STOP[StopCause.CANCELLED].reason).reason
+    return failure_policy.decide_after_drain(
+        found, "auto", 0, 3, AFTER_STOP[StopCause.CANCELLED].reason
+    ).reason
 
 
 # -- attach, job script
@@ -321,7 +324,7 @@ def a_trainer_that_was_killed_before_it_could_save(fake):
 @message
 def attach_without_a_process(fake):
     fake.run_to(3)
-    attachment.choose_process(read_status(fake.trial), "server", None, None)
+    attachment.choose_process(load_status(fake.trial), "server", None, None)
 
 
 @message
@@ -360,5 +363,5 @@ class RunningScheduler:
 
     def __init__(self, trial: object) -> None: ...
 
-    def states(self, job_ids: list[str]) -> dict[str, JobState]:
+    def query_states(self, job_ids: list[str]) -> dict[str, JobState]:
         return {job_id: JobState(job_id, State.RUNNING) for job_id in job_ids}

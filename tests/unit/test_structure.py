@@ -40,6 +40,19 @@ def test_modules_have_no_import_cycle():
         visit(name, [])
 
 
+MAX_IMPORTS = 12  # internal modules that one command may import
+
+
+def test_commands_import_few_modules():
+    """A command parses, calls and prints; more imports mean that work belongs below."""
+    modules = {module_name(path) for path in SOURCES}
+    counts = {}
+    for path in sorted((ROOT / "cli").glob("*.py")):
+        names = {name for name in imports(tree_of(path)) if name.startswith("hpc_rl.")}
+        counts[place(path)] = len({name if name in modules else name.rpartition(".")[0] for name in names})
+    assert not {name: count for name, count in counts.items() if count > MAX_IMPORTS}
+
+
 def module_name(path: Path) -> str:
     return ".".join(("hpc_rl", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__")
 

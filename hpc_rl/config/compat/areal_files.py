@@ -1,6 +1,6 @@
-"""AReaL's own names and values: what they are here, or that they have no effect, each with a note.
+"""Translate names and values of AReaL's files, or drop the ones without effect, each with a note.
 
-`translate` is for names and comes before references are resolved, `as_unwritten` for values and comes after.
+`translate` handles names, before references are resolved; `drop_idle_values` handles values, afterwards.
 """
 
 import dataclasses
@@ -18,8 +18,8 @@ from hpc_rl.config.compat.areal_names import (
     WORKFLOW,
     WORKFLOW_ARGS,
 )
-from hpc_rl.config.load.fields import defaults, options
-from hpc_rl.config.load.parser import typed
+from hpc_rl.config.load.fields import list_defaults, list_options
+from hpc_rl.config.load.parser import convert_value
 from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
 
@@ -29,7 +29,7 @@ _SHOWN = 3  # names in a note
 
 @dataclasses.dataclass
 class RenamedSettings:
-    """Settings with names of ours; those that were replaced, for references to them; notes and refusals."""
+    """Settings with our names; the `replaced` ones, for references to them; notes and refusals."""
 
     settings: Settings
     replaced: Settings = dataclasses.field(default_factory=dict)
@@ -38,12 +38,12 @@ class RenamedSettings:
 
 
 def translate(cls: type, given: Settings) -> RenamedSettings:
-    """Return settings without AReaL's names that `cls`, the configuration of a trainer, does not have."""
+    """Translate the AReaL names that `cls`, the configuration of a trainer, does not have."""
     done = RenamedSettings({})
     idle: dict[str, list[str]] = defaultdict(list)  # reason -> names
-    for name, item in _with_norms(_flat(given)).items():
-        row = NAMES.get(_known_part(name))
-        if name in options(cls) or (row is None and not _is_of_ref(name, cls)):
+    for name, item in _convert_norms(_flatten_sections(given)).items():
+        row = NAMES.get(_find_known_part(name))
+        if name in list_options(cls) or (row is None and not _is_of_ref(name, cls)):
             done.settings[name] = item
             continue
         done.replaced[name] = item
@@ -54,21 +54,21 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
             if row.to not in given:
                 done.settings[row.to] = item
             done.notes.append(f"{name} ({item.origin}) is {row.to}.")
-        elif ANY in row.idle or item.plain() in row.idle or _is_idle(name, item, given):
+        elif ANY in row.idle or item.to_plain() in row.idle or _is_idle(name, item, given):
             idle[row.why].append(name)
         else:
             shown = "" if isinstance(item.value, dict) else f" {item.shown} can't be used:"
             done.refusals.append(f"{name} ({item.origin}):{shown} {row.why}. Remove this option.")
-    done.notes += [f"{_few(names)}: no effect: {why}." for why, names in idle.items()]
-    if WORKFLOW_ARGS in options(cls):
-        if "teacher" not in options(cls):
+    done.notes += [f"{_shorten_list(names)}: no effect: {why}." for why, names in idle.items()]
+    if WORKFLOW_ARGS in list_options(cls):
+        if "teacher" not in list_options(cls):
             _choose_workflow(done)
         _collect_workflow_args(done)
     return done
 
 
-def _flat(given: Settings) -> Settings:
-    """Return settings with the options of a section of AReaL, which is none here, by dotted names."""
+def _flatten_sections(given: Settings) -> Settings:
+    """Flatten AReaL's section `checkpointer`, which hpc-rl does not have, to dotted names."""
     found: Settings = {}
     for name, item in given.items():
         if name == "checkpointer" and isinstance(item.value, dict):
@@ -78,8 +78,8 @@ def _flat(given: Settings) -> Settings:
     return found
 
 
-def _with_norms(given: Settings) -> Settings:
-    """Return settings with sections in place of the switches of v0.3.0 to v0.3.2, when adv_norm was on."""
+def _convert_norms(given: Settings) -> Settings:
+    """Replace the switches of v0.3.0 to v0.3.2, which turned adv_norm on, by sections."""
     found = dict(given)
     for norm, switch in (("adv_norm", "group_adv_norm"), ("reward_norm", "group_reward_norm")):
         by_group, section = found.pop(f"actor.{switch}", None), f"actor.{norm}"
@@ -96,21 +96,21 @@ def _with_norms(given: Settings) -> Settings:
     return found
 
 
-def _known_part(name: str) -> str:
-    """Return the name, or the section of it that the table has."""
+def _find_known_part(name: str) -> str:
+    """Return the name, or the section around it, that the table lists; else empty."""
     while name and name not in NAMES:
         name = name.rpartition(".")[0]
     return name
 
 
 def _is_of_ref(name: str, cls: type) -> bool:
-    """Return whether it is an option of the policy's loss in the section ref, which AReaL has as well."""
+    """Return whether a name is an option of the policy's loss in section ref, where AReaL allows it."""
     section, _, option = name.partition(".")
     return (
         section == "ref"
-        and section in options(cls)
-        and option in options(PPOActorConfig)
-        and option not in options(TrainEngineConfig)
+        and section in list_options(cls)
+        and option in list_options(PPOActorConfig)
+        and option not in list_options(TrainEngineConfig)
     )
 
 
@@ -118,19 +118,19 @@ def _check_type(name: str, item: SourceValue, done: RenamedSettings) -> None:
     if isinstance(item.value, dict) or "${" in str(item.value):
         return
     try:
-        typed(options(PPOActorConfig)[name.partition(".")[2]], item)
+        convert_value(list_options(PPOActorConfig)[name.partition(".")[2]], item)
     except ValueError as error:
-        done.refusals.append(f"{name} ({item.origin}): {item} can't be used; omit it. {error}".strip())
+        done.refusals.append(f"{name} ({item.origin}): {item} can't be used; remove it. {error}".strip())
 
 
 def _is_idle(name: str, item: SourceValue, given: Settings) -> bool:
-    """Return whether a name has no effect beside what else is given."""
+    """Return whether other settings leave a name without effect."""
     if name == "actor.kl_estimator":
         return "actor.kl_ctl" in given and given["actor.kl_ctl"].value == 0
     return name == "vllm.model" and "actor.path" in given and item.value == given["actor.path"].value
 
 
-def _few(names: list[str]) -> str:
+def _shorten_list(names: list[str]) -> str:
     more = len(names) - _SHOWN
     return f"{', '.join(names[:_SHOWN])} and {more} more" if more > 1 else ", ".join(names)
 
@@ -148,20 +148,20 @@ def _choose_workflow(done: RenamedSettings) -> None:
     if keys <= OF_MULTI_TURN and ("turn_discount" in keys or {"max_turns"} < keys):
         item = next(iter(found.values()))
         done.settings[WORKFLOW] = dataclasses.replace(item, value="multi_turn", text="multi_turn")
-        done.notes.append(f"{WORKFLOW} is multi_turn, for {_few(list(found))} ({item.origin}).")
+        done.notes.append(f"{WORKFLOW} is multi_turn, for {_shorten_list(list(found))} ({item.origin}).")
         return
     telling = [name for name in found if name.partition(".")[0] not in OF_MULTI_TURN] or list(found)
     done.refusals.append(
-        f"{_few(telling)} ({found[telling[0]].origin}): {WORKFLOW} is not set. AReaL's examples with this "
-        "option run agents whose code hpc-rl does not have. Set the workflow, as "
+        f"{_shorten_list(telling)} ({found[telling[0]].origin}): {WORKFLOW} is not set. AReaL's examples "
+        "with this option run agents whose code hpc-rl does not have. Set the workflow, as "
         f"{WORKFLOW}=my_module:MyAgent or {WORKFLOW}=multi_turn; it gets these options as {WORKFLOW_ARGS}."
     )
 
 
 def _collect_workflow_args(done: RenamedSettings) -> None:
-    """Put what stands for arguments of the workflow into `rollout.workflow_args`.
+    """Collect the arguments of the workflow in `rollout.workflow_args`.
 
-    Keys that the mapping has count more than those of AReaL's files, and arguments more than both.
+    Keys of this mapping win over top-level keys of AReaL's files; the command line wins over both.
     """
     known = done.settings
     whole = known.get(WORKFLOW_ARGS, SourceValue({}, ""))
@@ -179,14 +179,10 @@ def _collect_workflow_args(done: RenamedSettings) -> None:
             done.replaced[name] = item
             done.notes.append(f"{name} ({item.origin}) is {WORKFLOW_ARGS}.{name}.")
         if name == "n_trajs":
-            _set_n_samples(item, done)
+            _apply_n_trajs(item, done)
     args |= whole.value | typed_in
     if args:
         known[WORKFLOW_ARGS] = SourceValue(args, whole.origin or next(iter(args.values())).origin)
-
-
-def _type_of(name: str) -> type:
-    return type(AS_UNWRITTEN[name][0])
 
 
 def _insert(tree: dict[str, SourceValue], path: list[str], item: SourceValue) -> None:
@@ -198,8 +194,8 @@ def _insert(tree: dict[str, SourceValue], path: list[str], item: SourceValue) ->
     tree[path[-1]] = item
 
 
-def _set_n_samples(item: SourceValue, done: RenamedSettings) -> None:
-    """Let the group have the trajectories that AReaL's workflow makes of one prompt, with `n_samples` 1."""
+def _apply_n_trajs(item: SourceValue, done: RenamedSettings) -> None:
+    """Set the size of a group to `n_trajs`, the trajectories per prompt that AReaL makes with n_samples 1."""
     own, count = done.settings.get("gconfig.n_samples"), item.value
     is_free = own is None or (own.value == 1 and not own.is_argument)
     if isinstance(count, int) and count > 1 and is_free:
@@ -207,36 +203,36 @@ def _set_n_samples(item: SourceValue, done: RenamedSettings) -> None:
         done.notes.append(f"gconfig.n_samples is {count}: n_trajs is the number of trajectories in a group.")
 
 
-def as_unwritten(cls: type, settings: Settings) -> list[str]:
-    """Take out what AReaL's files spell out and means nothing here; return notes. References are resolved."""
-    notes, of = [], defaults(cls)
+def drop_idle_values(cls: type, settings: Settings) -> list[str]:
+    """Remove values of AReaL's files that mean nothing here; return notes. References must be resolved."""
+    notes, of = [], list_defaults(cls)
     for name, item in list(settings.items()):
         if item.is_argument:
             continue
-        value, leaf = item.plain(), name.rpartition(".")[2]
+        value, leaf = item.to_plain(), name.rpartition(".")[2]
         if leaf in ("mean_level", "std_level") and str(value).lower() == "none":
             settings[name] = dataclasses.replace(item, value=None, text=None)
-        elif name in AS_UNWRITTEN and (type(value), value) == (_type_of(name), AS_UNWRITTEN[name][0]):
-            followed = AS_UNWRITTEN[name][1]
-            other = settings[followed].plain() if followed in settings else of.get(followed, ...)
+        elif (row := AS_UNWRITTEN.get(name)) and (type(value), value) == (type(row[0]), row[0]):
+            followed = row[1]
+            other = settings[followed].to_plain() if followed in settings else of.get(followed, ...)
             if other != value:
                 del settings[name]
             if other not in (value, ...):
                 notes.append(f"{name} ({item.origin}): {value} is AReaL's default; it is {followed} here.")
-        elif reason := _idle(name, value, settings):
+        elif reason := _explain_idle(name, value, settings):
             del settings[name]
             notes.append(f"{name} ({item.origin}): no effect: {reason}.")
     return notes
 
 
-def _idle(name: str, value: Any, settings: Settings) -> str:
-    """Return why a value of AReaL's files has no effect; empty where it may have one."""
+def _explain_idle(name: str, value: Any, settings: Settings) -> str:
+    """Return why a value of AReaL's files has no effect; empty if it may have one."""
     if name == "launcher.slurm.srun_additional_args" and value and set(str(value).split()) <= SRUN_ARGS:
-        return "the plan gives srun what it needs, and -K would end the roles before they save"
+        return "the plan sets all needed options of srun, and -K would end the roles before they save"
     images = (f"launcher.slurm.{role}_image" for role in ("trainer", "inference_server", "rollout"))
     if name == "launcher.slurm.mount" and value == MOUNT:
         given = (settings[image].value for image in images if image in settings)
-        return "" if any(one not in (None, "none") for one in given) else "there is no container image"
+        return "" if any(one not in (None, "none") for one in given) else "no container image is set"
     daemons = {"cluster.name_resolve.etcd3_addr": "etcd3", "cluster.name_resolve.ray_actor_name": "ray"}
     used = settings.get("cluster.name_resolve.type")
     if name in daemons and isinstance(value, str) and (used is None or used.value == "nfs"):

@@ -1,21 +1,21 @@
-"""Names of AReaL v0.3.0 to v0.4.1 that are no options here, and values of its files that mean nothing here.
+"""Names of AReaL v0.3.0 to v0.4.1 that hpc-rl lacks, and values of its files without a meaning here.
 
-`{model}` is each model in the trainer: actor, ref and model.
+`{model}` stands for each model in the trainer: actor, ref and model.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-ANY = object()  # among the values that have no effect: every value
+ANY = object()  # matches every value
 
 
 @dataclass(frozen=True)
 class OtherName:
-    """What a name of AReaL's is here."""
+    """The meaning of an AReaL name."""
 
-    to: str = ""  # the option; empty where there is none
-    idle: tuple[Any, ...] = ()  # values that have no effect; the others are refused
-    why: str = ""  # why, and what to use
+    to: str = ""  # our option, if any
+    idle: tuple[Any, ...] = ()  # values without effect; other values are refused
+    why: str = ""  # the reason, and a replacement
 
     def describe(self) -> str:
         if self.to or ANY in self.idle:
@@ -30,7 +30,7 @@ class OtherName:
 MODELS = ("actor", "ref", "model")
 WORKFLOW = "rollout.workflow"
 WORKFLOW_ARGS = "rollout.workflow_args"
-# What AReaL's multi-turn, search and tool examples have at the top level for their workflows.
+# Top-level keys of AReaL's multi-turn, search and tool examples, for their workflows.
 OF_WORKFLOWS = (
     "agent_type", "judge_engine", "log_agent_stats", "log_agent_stats_keys", "max_llm_calls_per_run",
     "max_tokens_per_trajectory", "max_turns", "n_trajs", "tir", "turn_discount",
@@ -59,11 +59,11 @@ NAMES: dict[str, OtherName] = {
         why="allocation_mode names servers and trainer together, as sglang:d4+fsdp:d4"
     ),
     "rollout.pause_grace_period": OtherName(
-        idle=(ANY,), why="what is in flight at an update continues with the new weights at once"
+        idle=(ANY,), why="requests in flight at an update continue with the new weights at once"
     ),
     "rollout.dump_to_file": OtherName(idle=(ANY,), why="`hpc-rl samples` shows completions"),
     "rollout.fileroot": OtherName(idle=(ANY,), why="a trial writes below cluster.fileroot"),
-    "rollout.tokenizer_path": OtherName(idle=(ANY,), why="tokenizer_path is that of all roles"),
+    "rollout.tokenizer_path": OtherName(idle=(ANY,), why="all roles use tokenizer_path"),
     "scheduler.type": OtherName(idle=(None, "slurm", "local"), why="launcher.type says where a trial runs"),
     "enable_offload": OtherName(idle=(False,), why="see fsdp.offload_params of each model"),
     "{model}.offload": OtherName(idle=(False,), why="see {model}.fsdp.offload_params"),
@@ -71,7 +71,7 @@ NAMES: dict[str, OtherName] = {
     "{model}.weight_update_mode": OtherName(idle=(ANY,), why="servers read new weights from files"),
     "{model}.megatron.virtual_pipeline_parallel_size": OtherName("{model}.megatron.virtual_pipeline_size"),
     **{
-        f"{{model}}.megatron.{name}": OtherName(idle=(value,), why="the engine has no other")
+        f"{{model}}.megatron.{name}": OtherName(idle=(value,), why="the engine supports only this value")
         for name, value in (
             ("moe_token_dispatcher_type", "alltoall"),
             ("moe_shared_expert_overlap", False),
@@ -131,10 +131,10 @@ NAMES: dict[str, OtherName] = {
     ),
     "vllm.enable_sleep_mode": OtherName(idle=(False,), why="servers and trainer share no GPU"),
     "vllm.disable_sliding_window": OtherName(
-        idle=(True,), why="vLLM does it by itself where a model needs it; else use vllm.extra_args"
+        idle=(True,), why="vLLM does it if a model needs it; else use vllm.extra_args"
     ),
-    "vllm.swap_space": OtherName(idle=(4,), why="vLLM has no such option any more; see vllm.cpu_offload_gb"),
-    "vllm.max_seq_len_to_capture": OtherName(idle=(ANY,), why="vLLM has no such option any more"),
+    "vllm.swap_space": OtherName(idle=(4,), why="vLLM removed this option; see vllm.cpu_offload_gb"),
+    "vllm.max_seq_len_to_capture": OtherName(idle=(ANY,), why="vLLM removed this option"),
     "sglang.enable_multithread_load": OtherName(idle=(ANY,), why="new weights are loaded tensor by tensor"),
     "sglang.enable_fast_load": OtherName(idle=(ANY,), why="new weights are loaded tensor by tensor"),
 }
@@ -147,8 +147,8 @@ NAMES |= {
     for model in MODELS
 }
 
-# Option -> AReaL's default, which its saved config.yaml spells out, and the option that ours follows. In a
-# file it counts as not written, so that ours follows or adapts.
+# Option -> AReaL's default, which its saved config.yaml spells out, and the option that our default follows.
+# In a file such a value counts as not written, so our default follows or adapts.
 AS_UNWRITTEN: dict[str, tuple[Any, str]] = {
     "actor.group_size": (1, "gconfig.n_samples"),
     "actor.reward_norm.group_size": (1, "gconfig.n_samples"),

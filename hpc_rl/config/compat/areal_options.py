@@ -1,11 +1,11 @@
-"""AReaL's options here: defaults that differ, and options of which only some values can be used."""
+"""AReaL's options in hpc-rl: defaults that differ, and options that accept only some values."""
 
 from dataclasses import dataclass
 from typing import Any
 
 _IDENTITY = "follows the root: a trial has one identity"
 _GCONFIG = "null follows gconfig, so the two can't disagree"
-_ATTENTION = "the same, but sdpa without GPUs, for dtype float32, and where flash-attn is not installed"
+_ATTENTION = "the same, but sdpa without GPUs, for dtype float32, and if flash-attn is not installed"
 _REQUIRED = "required: without it there is nothing to train"
 _AREALS = "actor.algorithm areal does as AReaL"
 
@@ -16,7 +16,7 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
         "/tmp/areal/name_resolve",
         "empty: names/ in the trial's directory, which all nodes see",
     ),
-    "total_train_epochs": ("1", "the same, but null where total_train_steps or total_train_n_seqs is set"),
+    "total_train_epochs": ("1", "the same, but null if total_train_steps or total_train_n_seqs is set"),
     "ref": ("required", "null: no reference model; options of the loss are accepted there without effect"),
     "rollout.consumer_batch_size": ("1", "null follows train_dataset.batch_size: there is one batch size"),
     "rollout.max_concurrent_rollouts": (
@@ -25,7 +25,7 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     ),
     "rollout.queue_size": (
         "null",
-        "the same, but what runs counts, too, and a full queue holds generation back; in AReaL it fails",
+        "the same, but running prompts count too, and a full queue pauses generation; in AReaL it fails",
     ),
     "rollout.schedule_policy": ("round_robin", "least_loaded: long completions don't pile up on one server"),
     "rollout.setup_timeout": ("120.0", "600: servers load weights from a shared disk and compile first"),
@@ -43,7 +43,7 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     "train_dataset.num_workers": ("0", "the same, but threads that tokenize: the rows are in memory"),
     "train_dataset.drop_last": (
         "true",
-        "the same, but of the trial, not of each pass: a batch may span two passes, so every row is used",
+        "the same, but per trial, not per pass: a batch may span two passes, so every row is used",
     ),
     "train_dataset.type": ("???", "follows the trainer: rl for grpo, sft for sft, rw for rw"),
     "launcher.slurm.srun_additional_args": (
@@ -63,11 +63,11 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
         )
         for section in ("actor", "model")
     },
-    "gconfig.max_tokens": ("65536", "the same, or actor.mb_spec.max_tokens_per_mb where that is less"),
+    "gconfig.max_tokens": ("65536", "the same, or actor.mb_spec.max_tokens_per_mb if that is less"),
     **{
         f"{section}.max_length": (
             "null",
-            "the same; of sft model.mb_spec.max_tokens_per_mb, of rw half of it, where that is set",
+            "the same; if model.mb_spec.max_tokens_per_mb is set, this for sft and half of it for rw",
         )
         for section in ("train_dataset", "valid_dataset")
     },
@@ -95,8 +95,8 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     ),
     "actor.mask_no_eos_with_zero": (
         "false",
-        "the same; truncated completions are those that the servers call so, and leave the loss; in AReaL "
-        f"the longest of a batch get no reward; {_AREALS}",
+        "the same; completions that the servers report as truncated leave the loss; in AReaL the longest of "
+        f"a batch get no reward; {_AREALS}",
     ),
     "actor.dynamic_sampling": (
         "false",
@@ -118,7 +118,7 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     **{
         f"{section}.dtype": (
             "bfloat16",
-            "the same, of compute and exports; parameters and moments are float32; without GPUs float32",
+            "the same, for compute and exports; parameters and moments are float32; without GPUs float32",
         )
         for section in ("actor", "model")
     },
@@ -131,8 +131,8 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
     },
 }
 
-_FILES = "processes find each other by files on the shared file system; use nfs, or omit it"
-_SERVICE = "there is no scheduler service: Slurm places the roles; omit the section"
+_FILES = "processes find each other by files on the shared file system; use nfs, or remove it"
+_SERVICE = "hpc-rl has no scheduler service: Slurm places the roles; remove the section"
 _REWARDS = "rewards are computed by the rollout role; use a function in rollout.reward_fn"
 _REWARD_MODEL = "servers of the trial hold it: use pools.reward_model.path and rollout.reward_fn reward_model"
 _FSDP2 = "use the fsdp backend, which is FSDP2"
@@ -143,12 +143,12 @@ _KEY = "a key does not belong in a file that others may read"
 
 @dataclass(frozen=True)
 class Unavailable:
-    """The values that an option can have, and why it can have no other."""
+    """The values that an option accepts, and why it accepts no others."""
 
     allowed: tuple[Any, ...]
     why: str
 
-    def accepted(self) -> str:
+    def describe_allowed(self) -> str:
         words = {"": "empty", "{}": "empty", "none": "null"}
         texts = [str(value).lower() for value in self.allowed]
         return ", ".join(words.get(text, text) for text in texts)
@@ -159,7 +159,7 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "cluster.name_resolve.etcd3_addr": Unavailable(("localhost:2379",), _FILES),
     "cluster.name_resolve.ray_actor_name": Unavailable(("ray_kv_store",), _FILES),
     "scheduler.endpoint": Unavailable(("http://localhost:8081",), _SERVICE),
-    "scheduler.deploy_mode": Unavailable(("separation",), "allocation_mode decides it; omit it"),
+    "scheduler.deploy_mode": Unavailable(("separation",), "allocation_mode decides it; remove it"),
     "scheduler.functioncall_service_domain": Unavailable(("http://localhost:8080",), _REWARDS),
     "scheduler.reward_functioncall_config": Unavailable(({},), _REWARDS),
     "scheduler.reward_model_path": Unavailable(("",), _REWARD_MODEL),
@@ -176,11 +176,11 @@ UNAVAILABLE: dict[str, Unavailable] = {
     ),
 }
 MODEL_UNAVAILABLE: dict[str, Unavailable] = {  # options of each model in the trainer: actor, ref, model
-    "megatron.wrap_with_ddp": Unavailable((True,), "gradients must be summed over data ranks; omit it"),
+    "megatron.wrap_with_ddp": Unavailable((True,), "gradients must be summed over data ranks; remove it"),
     "megatron.use_torch_fsdp2": Unavailable((False,), _FSDP2),
     "megatron.use_custom_fsdp": Unavailable((False,), _FSDP2),
     "megatron.ddp.average_in_collective": Unavailable(
-        (False,), "losses are divided by the tokens of the whole batch, once; omit it"
+        (False,), "losses are divided by the tokens of the whole batch, once; remove it"
     ),
     "megatron.ddp.fp8_param_gather": Unavailable((False,), _NO_FP8),
     "megatron.overlap_param_gather_with_optimizer_step": Unavailable(
@@ -196,6 +196,6 @@ MODEL_UNAVAILABLE: dict[str, Unavailable] = {  # options of each model in the tr
         (True,), "the schedule continues at the step of the checkpoint, with the rates of this configuration"
     ),
     "megatron.distribute_saved_activations": Unavailable(
-        (False, None), "sequence parallelism, which t above 1 brings, divides them already; omit it"
+        (False, None), "with t above 1 sequence parallelism divides them already; remove it"
     ),
 }

@@ -1,6 +1,6 @@
-"""ATLAS names of the top level: the option that each stands for, or why it is refused or has no effect.
+"""Translate top-level ATLAS names to our options, or refuse them, or note that they have no effect.
 
-`{model}` is `actor` for grpo and `model` for sft. Some values are translated.
+`{model}` is `actor` for grpo and `model` for sft. Some values are translated too.
 """
 
 import dataclasses
@@ -15,10 +15,10 @@ from hpc_rl.core.errors import ConfigError
 
 _VLLM = "use vllm:dN+fsdp:dM in allocation_mode for N servers of vLLM"
 _OWN_SERVERS = "the trial starts its own servers, which announce their addresses"
-_HERE = (None, "localhost", "127.0.0.1", "0.0.0.0")  # vllm_host where the trial's own servers are meant
+_HERE = (None, "localhost", "127.0.0.1", "0.0.0.0")  # values of vllm_host for the trial's own servers
 _VLLM_DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other names
 ANY = object()  # every value
-PROBE_TOKENS = 500  # the default of max_probe_tokens, which chooses no trainer
+PROBE_TOKENS = 500  # the default of max_probe_tokens, which does not choose a trainer
 _ALL_TRAINERS = ("grpo", "teacher", "sft", "rw")
 _OPTIONAL = ("ref", "valid_dataset")  # sections that may be missing
 _NO_ROWS = "there is no valid_dataset"
@@ -27,28 +27,28 @@ _NO_BEST = "the best model is kept where a valid_dataset and a metric are given"
 
 @dataclass(frozen=True)
 class Alias:
-    """What an ATLAS name stands for."""
+    """The meaning of an ATLAS name."""
 
-    to: str = ""  # the option; empty where there is none
+    to: str = ""  # our option, if any
     translate: Callable[[Any], Any] = lambda value: value  # raises ValueError with the reason
-    idle: tuple[Any, ...] = ()  # values that have no effect; without `to` the others are refused
-    why: str = ""  # why there is no effect, and what to use
-    note: str = ""  # with `to`: what differs
-    needs: str = ""  # with `to`: the section without which there is no effect
+    idle: tuple[Any, ...] = ()  # values without effect; without `to` other values are refused
+    why: str = ""  # why it has no effect, and a replacement
+    note: str = ""  # with `to`: the difference
+    needs: str = ""  # with `to`: the section that must exist for an effect
     default: Any = ANY  # with `needs`: the value that is accepted without that section
-    allocates: bool = False  # whether it chooses vLLM in allocation_mode, if that is empty
-    times: tuple[
-        str, ...
-    ] = ()  # with `to`: names whose values, where they are given, are factors of this one
-    also: Mapping[str, Any] = field(default_factory=dict)  # what else the name sets, where nothing else does
-    also_for: tuple[str, ...] = ("grpo", "teacher")  # the trainers for which it sets that
+    allocates: bool = False  # chooses vLLM in an empty allocation_mode
+    times: tuple[str, ...] = ()  # with `to`: names whose given values are factors of this one
+    also: Mapping[str, Any] = field(default_factory=dict)  # other options to set, unless they are given
+    also_for: tuple[str, ...] = ("grpo", "teacher")  # trainers that get the options of `also`
 
     def describe(self) -> str:
         if self.to:
             product = "".join(f" * {name}" for name in self.times)
             is_product = f"{self.to} is the name{product}" if product else self.to
             trainers = "" if self.also_for == _ALL_TRAINERS else f" ({', '.join(self.also_for)})"
-            also = ", ".join(f"{name} becomes {_shown(value)}{trainers}" for name, value in self.also.items())
+            also = ", ".join(
+                f"{name} becomes {_format_value(value)}{trainers}" for name, value in self.also.items()
+            )
             alone = f"no effect without a section {self.needs}" if self.needs else ""
             return "; ".join(filter(None, (is_product, self.note, also, alone)))
         if self.allocates:
@@ -59,15 +59,15 @@ class Alias:
         return f"refused: only {accepted}: {self.why}" if accepted else f"refused: {self.why}"
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _neutral_if(neutral: float, *idle: float | None) -> Callable[[Any], Any]:
+def _make_neutral(neutral: float, *idle: float | None) -> Callable[[Any], Any]:
     return lambda value: neutral if value in idle else value
 
 
-def _whole(value: Any) -> Any:
+def _parse_count(value: Any) -> Any:
     if value is None:
         return 1
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -75,7 +75,7 @@ def _whole(value: Any) -> Any:
     return value
 
 
-def _report_to(value: Any) -> Any:
+def _translate_report_to(value: Any) -> Any:
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ValueError("it must be a list of names: wandb, tensorboard, none")
@@ -85,14 +85,14 @@ def _report_to(value: Any) -> Any:
     return "online" if "wandb" in names else "disabled"
 
 
-def _metric(value: Any) -> Any:
+def _translate_metric(value: Any) -> Any:
     # Hugging Face accepts names with `eval_` or without; ATLAS's own log has eval/reward.
     if not isinstance(value, str):
         raise ValueError("it must be the name of a metric, such as eval_reward")
     return f"eval_{value.replace('eval/', 'eval_').removeprefix('eval_')}"
 
 
-def _mode(value: Any) -> Any:
+def _translate_mode(value: Any) -> Any:
     if not isinstance(value, bool):
         raise ValueError("it must be true or false")
     return "max" if value else "min"
@@ -103,11 +103,11 @@ ALIASES: dict[str, Alias] = {
     "learning_rate": Alias("{model}.optimizer.lr"),
     "num_train_epochs": Alias("total_train_epochs"),
     "per_device_train_batch_size": Alias(
-        "train_dataset.sequences_per_rank", _whole, times=("gradient_accumulation_steps",)
+        "train_dataset.sequences_per_rank", _parse_count, times=("gradient_accumulation_steps",)
     ),
     "gradient_accumulation_steps": Alias(
         "{model}.mb_spec.n_mbs",
-        _whole,
+        _parse_count,
         times=("backprop_accumulation_steps",),
         note="a factor of per_device_train_batch_size, too",
     ),
@@ -138,10 +138,10 @@ ALIASES: dict[str, Alias] = {
     "reward_weights": Alias(
         "rollout.reward_weights", note="one for each function of rollout.reward_fn, in their order"
     ),
-    "top_k": Alias("gconfig.top_k", _neutral_if(100_000_000, None, -1)),
+    "top_k": Alias("gconfig.top_k", _make_neutral(100_000_000, None, -1)),
     "top_p": Alias("gconfig.top_p"),
-    "min_p": Alias("gconfig.min_p", _neutral_if(0.0, None)),
-    "repetition_penalty": Alias("gconfig.repetition_penalty", _neutral_if(1.0, None)),
+    "min_p": Alias("gconfig.min_p", _make_neutral(0.0, None)),
+    "repetition_penalty": Alias("gconfig.repetition_penalty", _make_neutral(1.0, None)),
     "generation_aggregation_steps": Alias(
         idle=(ANY,),
         why="servers batch the requests in flight, which rollout.max_concurrent_rollouts limits",
@@ -158,7 +158,7 @@ ALIASES: dict[str, Alias] = {
             "one that is given must have vLLM servers",
         ),
     ),
-    "vllm_device": Alias(idle=(ANY,), why="allocation_mode gives servers GPUs of their own"),
+    "vllm_device": Alias(idle=(ANY,), why="allocation_mode assigns GPUs to the servers"),
     "vllm_gpu_memory_utilization": Alias("vllm.gpu_memory_utilization"),
     "vllm_dtype": Alias("vllm.dtype", lambda value: _VLLM_DTYPES.get(value, value)),
     "vllm_max_model_len": Alias("vllm.max_model_len"),
@@ -180,11 +180,11 @@ ALIASES: dict[str, Alias] = {
         why="servers generate, not the trainer, and weights are always published whole",
     ),
     "backprop_accumulation_steps": Alias(
-        "{model}.mb_spec.n_mbs", _whole, times=("gradient_accumulation_steps",)
+        "{model}.mb_spec.n_mbs", _parse_count, times=("gradient_accumulation_steps",)
     ),
     "backprop_accumulation_micro_batch_size": Alias("{model}.mb_spec.max_seqs_per_mb"),
     "remove_unused_columns": Alias(
-        idle=(False,), why="the reward function gets every column of a row; omit it"
+        idle=(False,), why="the reward function gets every column of a row; remove it"
     ),
     "max_probe_tokens": Alias(
         "teacher.max_probe_tokens",
@@ -222,7 +222,7 @@ ALIASES: dict[str, Alias] = {
     ),
     "metric_for_best_model": Alias(
         "saver.keep_best.metric",
-        _metric,
+        _translate_metric,
         idle=(None,),
         why=f"null is the trainer's own metric: {_NO_BEST}",
         note="exports/best is the best model",
@@ -231,26 +231,28 @@ ALIASES: dict[str, Alias] = {
     ),
     "greater_is_better": Alias(
         "saver.keep_best.mode",
-        _mode,
+        _translate_mode,
         idle=(None,),
         why=f"null is `false` for a loss only: {_NO_BEST}",
         needs="valid_dataset",
         default=True,
     ),
     "report_to": Alias(
-        "stats_logger.wandb.mode", _report_to, note="JSON lines and TensorBoard files are always written"
+        "stats_logger.wandb.mode",
+        _translate_report_to,
+        note="JSON lines and TensorBoard files are always written",
     ),
 }
 
 
-def _origin(item: SourceValue, name: str) -> str:
-    """Return where an ATLAS name stands; on the command line that has the name already."""
+def _describe_origin(item: SourceValue, name: str) -> str:
+    """Return the origin of an ATLAS name; on the command line it contains the name already."""
     return item.origin if item.origin.endswith(name) else f"{item.origin} ({name})"
 
 
 _OF_ITS_CODE = "0, the default of ATLAS's code"
 _UNSET = "null, the default of ATLAS's code"
-PRESET_DEPARTURES = {  # name -> ATLAS's documented default, and what --preset atlas has instead
+PRESET_DEPARTURES = {  # name -> ATLAS's documented default, and the value of --preset atlas
     "per_device_train_batch_size": ("8", "null: train_dataset.batch_size counts questions, 1 by default"),
     "warmup_ratio": ("0.1", _OF_ITS_CODE),
     "weight_decay": ("0.01", _OF_ITS_CODE),
@@ -268,7 +270,7 @@ PRESET_DEPARTURES = {  # name -> ATLAS's documented default, and what --preset a
 
 @dataclass
 class Translated:
-    """Sources with our names in place of ATLAS's, with notes and refusals."""
+    """Sources with our names instead of ATLAS's, with notes and refusals."""
 
     sources: list[Settings]
     notes: list[str]
@@ -278,9 +280,9 @@ class Translated:
 def translate(
     sources: Sequence[Settings], known: Mapping[str, Any], present: Collection[str] = ()
 ) -> Translated:
-    """Replace ATLAS names. `present` are the sections at the top level that are not null.
+    """Replace ATLAS names. `present` names the top-level sections that are not null.
 
-    An option that has different values by its two names is refused; arguments take precedence over files.
+    An option with different values under its two names is refused. The command line wins over files.
     """
     return _Translator(sources, known, present).translate()
 
@@ -295,14 +297,14 @@ class _Translator:
         self.given = {name: item for source in sources for name, item in source.items()}  # the last counts
         self.present = set(present)
         for name, item in self.given.items():
-            self.present |= {option.partition(".")[0] for option in self.also(name, item)}
+            self.present |= {option.partition(".")[0] for option in self.find_extra_settings(name, item)}
         self.done = Translated([], [], [])
 
     def translate(self) -> Translated:
         by_alias: dict[tuple[bool, str], tuple[str, SourceValue]] = {}
-        if self.wants_vllm():  # an empty allocation_mode is chosen here
+        if self.wants_vllm():  # this code fills in an empty allocation_mode
             self.sources = [
-                {name: item for name, item in source.items() if name != "allocation_mode" or item.plain()}
+                {name: item for name, item in source.items() if name != "allocation_mode" or item.to_plain()}
                 for source in self.sources
             ]
         for source in self.sources:
@@ -310,32 +312,32 @@ class _Translator:
             for name, item in source.items():
                 if name not in ALIASES:
                     settings[name] = item
-                elif found := self.one(name, item):
+                elif found := self.translate_name(name, item):
                     option, value = found
                     by_alias[item.is_argument, option] = (name, value)
-                    if option not in source:  # else it has the same value, or is refused below
+                    if option not in source:  # else both have the same value, or are refused below
                         settings[option] = value
-                    settings |= self.also(name, item)
+                    settings |= self.find_extra_settings(name, item)
             self.done.sources.append(settings)
         for source in self.sources:
             for (is_argument, option), (name, value) in by_alias.items():
                 native = source.get(option)
                 if native is None or native.is_argument != is_argument:
-                    continue  # an argument counts more than a file, by either name
-                if native.plain() != value.plain() and "${" not in str(native.plain()):
-                    ours = f"{option} ({native.origin}) {native.plain()}"
-                    both = f"{name} ({value.origin}) {value.plain()} and {ours}"
+                    continue  # the command line wins over a file, under either name
+                if native.to_plain() != value.to_plain() and "${" not in str(native.to_plain()):
+                    ours = f"{option} ({native.origin}) {native.to_plain()}"
+                    both = f"{name} ({value.origin}) {value.to_plain()} and {ours}"
                     line = f"{both} are the same option with different values; use one of them."
                     self.done.refusals.append(line)
         self.done.notes = list(dict.fromkeys(self.done.notes))
         return self.done
 
-    def also(self, name: str, item: SourceValue) -> Settings:
-        """Return what a name sets in addition to its own option."""
+    def find_extra_settings(self, name: str, item: SourceValue) -> Settings:
+        """Return the settings that a name adds to its own option."""
         alias = ALIASES.get(name)
-        if alias is None or not item.plain() or self.trainer not in alias.also_for:
+        if alias is None or not item.to_plain() or self.trainer not in alias.also_for:
             return {}
-        origin = _origin(item, name)
+        origin = _describe_origin(item, name)
         also = {option.replace("{model}", self.model): value for option, value in alias.also.items()}
         return {
             option: SourceValue(value, origin)
@@ -344,59 +346,61 @@ class _Translator:
         }
 
     def is_decided(self, option: str) -> bool:
-        """Return whether another option that is given decides about this one."""
+        """Return whether another given option decides this one."""
         mode = self.given.get("recover.mode")
-        if option.startswith("recover.") and mode is not None and mode.plain() == "disabled":
+        if option.startswith("recover.") and mode is not None and mode.to_plain() == "disabled":
             return True
         periods = {"recover.freq_epochs", "recover.freq_secs"}
         return option == "recover.freq_steps" and bool(periods & self.given.keys())
 
     def wants_vllm(self) -> bool:
-        """Return whether generation is to be vLLM's."""
-        return any(self.value_of(name) is True for name in ("use_vllm", "use_vllm_server"))
+        """Return whether the user asks for vLLM servers."""
+        return any(self.get_value(name) is True for name in ("use_vllm", "use_vllm_server"))
 
-    def value_of(self, name: str) -> Any:
+    def get_value(self, name: str) -> Any:
         item = self.given.get(name)
-        return None if item is None else item.plain()
+        return None if item is None else item.to_plain()
 
-    def allocation(self, name: str, item: SourceValue) -> tuple[str, SourceValue] | None:
-        """Return `allocation_mode` with vLLM servers, or None where it is given and has them."""
+    def choose_allocation(self, name: str, item: SourceValue) -> tuple[str, SourceValue] | None:
+        """Return `allocation_mode` with vLLM servers; None if it is given, or nothing is to change."""
         place, count = f"{name} ({item.origin})", 1
         try:
-            if name != "num_vllm_clients" and not isinstance(item.plain(), bool):
+            if name != "num_vllm_clients" and not isinstance(item.to_plain(), bool):
                 raise ValueError("it must be true or false")
-            count = _whole(self.value_of("num_vllm_clients"))
+            count = _parse_count(self.get_value("num_vllm_clients"))
         except ValueError as error:
-            if name == "num_vllm_clients" or not isinstance(item.plain(), bool):
-                self.done.refusals.append(f"{place}: {item.plain()} can't be used: {error}.")
+            if name == "num_vllm_clients" or not isinstance(item.to_plain(), bool):
+                self.done.refusals.append(f"{place}: {item.to_plain()} can't be used: {error}.")
             return None
         if not self.wants_vllm() or self.model != "actor":
             why = "this trainer generates nothing" if self.model != "actor" else "vLLM is not asked for"
             self.done.notes.append(f"{place} has no effect here: {why}.")
             return None
         mode = self.given.get("allocation_mode")
-        if mode is not None and mode.plain():
+        if mode is not None and mode.to_plain():
             self.check_allocation(name, item, mode)
             return None
         if self.trainer == "teacher":
             use = "allocation_mode=vllm:dN+vllm[student]:dM+fsdp:d*"
             self.done.refusals.append(f"{place}: a teacher trial has two pools of servers; use {use}.")
             return None
-        engine = self.value_of("actor.backend") or "fsdp"
+        engine = self.get_value("actor.backend") or "fsdp"
         text = f"vllm:d{count}+{engine}:d*"
         self.done.notes.append(f"{place}: allocation_mode is {text}.")
-        return "allocation_mode", dataclasses.replace(item, value=text, text=text, origin=_origin(item, name))
+        return "allocation_mode", dataclasses.replace(
+            item, value=text, text=text, origin=_describe_origin(item, name)
+        )
 
     def check_allocation(self, name: str, item: SourceValue, mode: SourceValue) -> None:
-        """Note, or refuse, a name beside an `allocation_mode` that is given."""
-        value, place = item.plain(), f"{name} ({item.origin})"
+        """Note or refuse a name that comes together with an `allocation_mode`."""
+        value, place = item.to_plain(), f"{name} ({item.origin})"
         try:
-            pools = parse(str(mode.plain()), "").pools
+            pools = parse(str(mode.to_plain()), "").pools
         except ConfigError:
             return  # the plan refuses it
         others = {one.split(".")[1] for one in self.given if one.startswith("pools.") and one.count(".") > 1}
         servers = next((one for one in pools if one.pool not in others), None)
-        where = f"allocation_mode {mode.plain()} ({mode.origin})"
+        where = f"allocation_mode {mode.to_plain()} ({mode.origin})"
         if servers is None or (servers.backend != "vllm" and value is True):
             generates = f"has {servers.backend} servers" if servers else "has no servers"
             self.done.refusals.append(f"{place}: true, but {where} {generates}; {_VLLM}, or remove {name}.")
@@ -406,12 +410,12 @@ class _Translator:
         else:
             self.done.notes.append(f"{place} has no effect here: {where} says it.")
 
-    def one(self, name: str, item: SourceValue) -> tuple[str, SourceValue] | None:
-        """Return the option that a name stands for, and its value; None where there is no effect."""
-        alias, value, place = ALIASES[name], item.plain(), f"{name} ({item.origin})"
+    def translate_name(self, name: str, item: SourceValue) -> tuple[str, SourceValue] | None:
+        """Return the option that a name means, with its value; None if it is idle or refused."""
+        alias, value, place = ALIASES[name], item.to_plain(), f"{name} ({item.origin})"
         option, why = (text.replace("{model}", self.model) for text in (alias.to, alias.why))
         if alias.allocates:
-            return self.allocation(name, item)
+            return self.choose_allocation(name, item)
         is_idle = ANY in alias.idle or any(value == one and type(value) is type(one) for one in alias.idle)
         there = self.present if alias.needs in _OPTIONAL else self.known
         is_default = value == alias.default or alias.default is ANY
@@ -419,23 +423,26 @@ class _Translator:
             self.done.notes.append(f"{place} has no effect here: {why}.")
             return None
         if not alias.to:
-            self.done.refusals.append(f"{place}: {_shown(value)} can't be used: {why}.")
+            self.done.refusals.append(f"{place}: {_format_value(value)} can't be used: {why}.")
             return None
         if option not in self.known:
-            line = f"{place} stands for {option}, which this trainer does not have; omit it."
+            line = f"{place} stands for {option}, which this trainer does not have; remove it."
             self.done.refusals.append(line)
             return None
-        also = (f"{other} is {_shown(set_to.value)}" for other, set_to in self.also(name, item).items())
+        also = (
+            f"{other} is {_format_value(set_to.value)}"
+            for other, set_to in self.find_extra_settings(name, item).items()
+        )
         self.done.notes.append("; ".join(filter(None, (f"{place} is {option}", alias.note, *also))) + ".")
         try:
             made = value if "${" in str(value) else alias.translate(value)
             for other in (other for other in alias.times if other in self.given):
-                made = _whole(made)
-                with suppress(ValueError):  # of the other, which is refused by its own name
-                    made *= _whole(self.given[other].plain())
+                made = _parse_count(made)
+                with suppress(ValueError):  # the other name gets its own refusal
+                    made *= _parse_count(self.given[other].to_plain())
         except ValueError as error:
             self.done.refusals.append(f"{place}: {value} can't be used: {error}.")
             return None
         if made != value:
             item = dataclasses.replace(item, value=made, text=str(made))
-        return option, dataclasses.replace(item, origin=_origin(item, name))
+        return option, dataclasses.replace(item, origin=_describe_origin(item, name))

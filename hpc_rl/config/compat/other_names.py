@@ -1,10 +1,10 @@
-"""Names of TRL, verl, OpenRLHF, prime-rl and slime that are no options here, and what to use.
+"""Names of TRL, verl, OpenRLHF, prime-rl and slime that hpc-rl lacks, each with a replacement.
 
-They are hints, not aliases: what they count or mean differs a little. `{model}` is actor, or model in sft
+These are hints, not aliases, because units and meanings differ a little. `{model}` is actor, or model in sft
 and rw.
 """
 
-# Sections of verl's files: their last names are looked up.
+# Sections of verl's files; their options are looked up by the last part of the name.
 SECTIONS = ("actor_rollout_ref", "algorithm", "custom_reward_function", "data")
 FIXED_NODES = (
     "The nodes of a trial are fixed when it is planned, as its ranks are: servers that come and go are "
@@ -22,7 +22,7 @@ _STALE = "use rollout.max_head_offpolicyness."
 _SAVED = "recover.freq_steps is for checkpoints, saver.freq_steps for exports."
 _PLACE = "a trial writes below cluster.fileroot."
 
-ROWS = {  # names -> what to do here
+ROWS = {  # names -> replacement
     # devices
     "gpus n_gpus num_gpus gpus_per_node": _GPUS,
     "spare_nodes min_nodes max_nodes": FIXED_NODES,
@@ -32,12 +32,12 @@ ROWS = {  # names -> what to do here
     "bf16": "use {model}.dtype bfloat16.",
     "fp16": "use {model}.dtype float16.",
     "deepspeed fsdp_config fsdp_strategy": "allocation_mode names the engine, fsdp or megatron.",
-    "vllm_mode": "allocation_mode says what generates, and where.",
+    "vllm_mode": "allocation_mode chooses the servers and their GPUs.",
     "param_offload": "use {model}.fsdp.offload_params.",
     "optimizer_offload": "use {model}.optimizer.offload.",
     "enable_gradient_checkpointing": "use {model}.gradient_checkpointing.",
-    "torch_compile use_liger_kernel use_liger_loss": "not built: leave it out.",
-    "packing use_remove_padding use_dynamic_bsz": "always: see {model}.mb_spec.max_tokens_per_mb.",
+    "torch_compile use_liger_kernel use_liger_loss": "not built. Remove this option.",
+    "packing use_remove_padding use_dynamic_bsz": "always on: see {model}.mb_spec.max_tokens_per_mb.",
     # batches
     "train_batch_size rollout_batch_size global_batch_size": "use train_dataset.batch_size: prompts.",
     "mini_batch_size ppo_mini_batch_size": "use actor.ppo_n_minibatches, the number of updates of a step.",
@@ -69,9 +69,9 @@ ROWS = {  # names -> what to do here
     "loss_type loss_agg_mode": "use actor.loss_aggregation: token_mean (dapo), sequence_mean (grpo) or "
     "constant_length (dr_grpo); for DAPO actor.eps_clip_higher and actor.dynamic_sampling, too.",
     "mask_truncated_completions": "use actor.mask_no_eos_with_zero.",
-    "importance_sampling_level": "ratios are of tokens; those of sequences (GSPO) are not built.",
+    "importance_sampling_level": "ratios are per token; ratios per sequence (GSPO) are not built.",
     "use_kl_loss use_kl_in_reward kl_loss_coef kl_coef kl_loss_type kl_penalty init_kl_coef": _KL,
-    "entropy_coeff entropy_coef top_entropy_quantile": "not built: leave it out.",
+    "entropy_coeff entropy_coef top_entropy_quantile": "not built. Remove this option.",
     "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha": "the reference model stays as it is.",
     "max_off_policy_steps max_async_level max_staleness": _STALE,
     # the optimizer
@@ -87,7 +87,7 @@ ROWS = {  # names -> what to do here
     "save_strategy save_freq save_interval": _SAVED,
     "eval_strategy evaluation_strategy test_freq eval_interval": _EVALUATED,
     "per_device_eval_batch_size val_batch_size": _EVALUATED,
-    "eval_on_start val_before_train": "with a valid_dataset that is done.",
+    "eval_on_start val_before_train": "grpo with a valid_dataset always evaluates before the first step.",
     "resume_from_checkpoint resume_mode": "recover.mode auto resumes; by hand `hpc-rl recover TRIAL` does.",
     "push_to_hub hub_model_id": "nothing is uploaded: exports/ of the trial has what you upload.",
 }

@@ -1,9 +1,9 @@
-"""Loading a configuration: files, overrides, ATLAS names and references, to dataclasses.
+"""Load a configuration: convert files, overrides, ATLAS names and references to dataclasses.
 
-Order: defaults, a preset below files, the cluster's profile, the files from left to right, a preset over
-files, the overrides from left to right. Sections merge by key, mappings of sections as well; lists and other
-mappings of free keys are replaced.
-Rules across sections are those of rules/check.py.
+Later sources win, in this order: defaults, a preset below files, the cluster's profile, the files from left
+to right, a preset over files, the overrides from left to right. Sections and mappings of sections merge by
+key; lists and other mappings are replaced.
+rules/check.py has the rules across sections.
 """
 
 import contextlib
@@ -21,30 +21,30 @@ from hpc_rl.config.compat import areal_files, atlas
 from hpc_rl.config.compat.areal_names import OF_WORKFLOWS
 from hpc_rl.config.load import parser
 from hpc_rl.config.load.fields import (
-    defaults,
-    extras_of,
-    hints,
-    members_of,
-    names_in,
-    nearest,
-    options,
-    section_of,
+    find_members,
+    find_names,
+    find_nearest,
+    find_section,
+    list_defaults,
+    list_hints,
+    list_limits,
+    list_options,
 )
-from hpc_rl.config.load.names import ALIASES, refused_names
-from hpc_rl.config.load.profiles import SHIPPED_PROFILES, known_profiles, profile_dirs
+from hpc_rl.config.load.names import ALIASES, find_refused_names
+from hpc_rl.config.load.profiles import SHIPPED_PROFILES, find_profiles, list_profile_dirs
 from hpc_rl.config.load.source import (
     Settings,
     SourceValue,
+    add_origin,
+    flatten_settings,
     is_reference,
+    load_yaml,
     merge,
-    read_argument,
-    read_overrides,
-    read_yaml,
-    settings_of,
-    with_origin,
-    without,
+    parse_argument,
+    parse_overrides,
+    remove_setting,
 )
-from hpc_rl.config.load.stored import Loaded, trainer_of
+from hpc_rl.config.load.stored import Loaded, find_trainer
 from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.config.options.limits import Place
 from hpc_rl.core.errors import ConfigError
@@ -61,17 +61,17 @@ def load(
 ) -> Loaded:
     """Return the configuration of files and overrides (`a.b=c`, `--a.b=c`, `--a.b c`). Raises ConfigError.
 
-    `~a.b` deletes what files, presets and earlier overrides say about an option or a section.
-    Relative paths are made absolute. `cluster` names a profile that must exist; `profiles` are the
-    directories searched, by default those of the site and the shipped ones; `environ` has SBATCH_DEFAULTS.
+    `~a.b` deletes the values of files, presets and earlier overrides for an option or a section.
+    Relative paths become absolute. `cluster` names a profile that must exist. `profiles` are the directories
+    to search for it, by default the site's and the shipped ones. `environ` may contain SBATCH_DEFAULTS.
     """
-    defaults_of_site = _of_environment(environ or {})
-    files = [read_yaml(Path(file)) for file in config_files]
-    profiles = profile_dirs() if profiles is None else profiles
+    defaults_of_site = _load_site_defaults(environ or {})
+    files = [load_yaml(Path(file)) for file in config_files]
+    profiles = list_profile_dirs() if profiles is None else profiles
     if cluster is not None:
         overrides = [f"cluster.cluster_name={cluster}", *overrides]
-    typed = read_overrides(list(overrides))
-    model = _model_section(files, typed)
+    typed = parse_overrides(list(overrides))
+    model = _find_model_section(files, typed)
     aliases = {short: full.replace("{model}", model) for short, full in ALIASES.items()}
     deletions = _Deletions()
     arguments: list[Settings] = []
@@ -80,16 +80,16 @@ def load(
         if item.is_deletion:
             files, arguments = deletions.add(name, item, files, arguments)
         else:
-            arguments.append(settings_of(SourceValue({name: item}, "")))
-    profile, notes = _profile(merge([*files, *arguments]), profiles, required=cluster is not None)
+            arguments.append(flatten_settings(SourceValue({name: item}, "")))
+    profile, notes = _load_profile(merge([*files, *arguments]), profiles, required=cluster is not None)
     profile = deletions.apply(profile)
     trainer = pick_trainer(merge([*profile, *files, *arguments]), config_files, presets)
     cls = CONFIGS[trainer]
-    below, over = presets_of.read(presets, options(cls), [*profile, *files, *arguments])
+    below, over = presets_of.load_presets(presets, list_options(cls), [*profile, *files, *arguments])
     below, over = deletions.apply(below), deletions.apply(over)
     given = merge([*below, *profile, *files, *arguments])
     present = {name.partition(".")[0] for name, item in given.items() if item.value is not None}
-    translated = atlas.translate([*profile, *files, *arguments], options(cls), present)
+    translated = atlas.translate([*profile, *files, *arguments], list_options(cls), present)
     num_files = len(profile) + len(files)
     settings = merge(
         [defaults_of_site, *below, *translated.sources[:num_files], *over, *translated.sources[num_files:]]
@@ -97,42 +97,39 @@ def load(
     of_areal = areal_files.translate(cls, settings)
     settings = of_areal.settings
     refusals = [
-        *deletions.refusals(),
+        *deletions.list_refusals(),
         *translated.refusals,
         *of_areal.refusals,
-        *refused_names(cls, settings, aliases),
+        *find_refused_names(cls, settings, aliases),
     ]
-    known = options(cls, members=members_of(cls, settings))
+    known = list_options(cls, members=find_members(cls, settings))
     settings = {name: item for name, item in settings.items() if name in known}
     try:
-        # The environment first: what refers to such an option takes its type.
+        # The environment comes first, because a reference to such an option takes its type.
         _resolve(cls, settings, "${oc.env:", of_areal.replaced)
         _resolve(cls, settings, "${", of_areal.replaced)
     except ConfigError as error:
-        if not refusals:  # else it may refer to what is refused
+        if not refusals:  # else it may refer to a refused option
             refusals.append(str(error))
-    of_areal.notes += areal_files.as_unwritten(cls, settings)
+    of_areal.notes += areal_files.drop_idle_values(cls, settings)
     config, refusals = parser.parse(cls, settings, refusals)
-    config = dataclasses.replace(config, trainer=trainer_of(config))
+    config = dataclasses.replace(config, trainer=find_trainer(config))
     notes += [
         f"{name} is {item.value}, by {item.origin}."
         for name, item in settings.items()
         if item is defaults_of_site.get(name)
     ]
     notes += [*translated.notes, *of_areal.notes]
-    found = Loaded(_absolute(config), _origins(cls, settings), notes)
+    found = Loaded(_make_absolute(config), _list_origins(cls, settings), notes)
     if refusals:
         message = "\n".join(refusals)
-        unresolved = {name for name, item in settings.items() if "${" in repr(item.plain())}
-        raise UnusableOptions(message, found, unresolved | (known.keys() & {*names_in(message)}))
+        unresolved = {name for name, item in settings.items() if "${" in repr(item.to_plain())}
+        raise UnusableOptions(message, found, unresolved | (known.keys() & {*find_names(message)}))
     return found
 
 
 class UnusableOptions(ConfigError):
-    """Options that can't be used, one a line.
-
-    `rest` is the configuration without them.
-    """
+    """Refused options, one per line; `rest` is the configuration without them."""
 
     def __init__(self, message: str, rest: Loaded, unknown: Set[str]) -> None:
         super().__init__(message)
@@ -140,12 +137,12 @@ class UnusableOptions(ConfigError):
         self._last = {name.rpartition(".")[2] for name in unknown}
 
     def is_unknown(self, name: str) -> bool:
-        """Return whether a name may be that of an option whose value in `rest` is not the one meant."""
+        """Return whether `rest` may have another value than the user meant for an option."""
         above = itertools.accumulate(name.split("."), "{}.{}".format)
         return name in self._last or any(one in self._unknown for one in above)
 
 
-# What sbatch takes from the environment, and sites set in a login profile -> the option it is the default of.
+# Variables that sbatch reads, and sites set in login profiles -> the option that gets this default.
 SBATCH_DEFAULTS = {
     "SBATCH_ACCOUNT": "launcher.slurm.account",
     "SBATCH_PARTITION": "launcher.slurm.partition",
@@ -156,11 +153,11 @@ SBATCH_DEFAULTS = {
 
 
 class _Deletions:
-    """The deletions of the command line (`~a.b`): each takes away what files and earlier arguments set."""
+    """The deletions of the command line (`~a.b`): each removes the values of files and earlier arguments."""
 
     def __init__(self) -> None:
         self._items: dict[str, SourceValue] = {}
-        self._deleted: dict[str, list[Any]] = {}  # the values that were there
+        self._deleted: dict[str, list[Any]] = {}  # the deleted values
 
     def add(
         self, name: str, item: SourceValue, files: list[Settings], arguments: list[Settings]
@@ -168,26 +165,26 @@ class _Deletions:
         """Return files and earlier arguments without an option."""
         self._items[name] = item
         self._deleted[name] = []
-        return self._without(name, files), self._without(name, arguments)
+        return self._remove(name, files), self._remove(name, arguments)
 
     def apply(self, sources: list[Settings]) -> list[Settings]:
-        """Return sources that come before the command line without what it deletes."""
+        """Apply the deletions to sources that come before the command line."""
         for name in self._items:
-            sources = self._without(name, sources)
+            sources = self._remove(name, sources)
         return sources
 
-    def _without(self, name: str, sources: list[Settings]) -> list[Settings]:
-        kept = [without(source, name) for source in sources]
+    def _remove(self, name: str, sources: list[Settings]) -> list[Settings]:
+        kept = [remove_setting(source, name) for source in sources]
         for before, after in zip(sources, kept, strict=True):
             if before != after:
                 item = before.get(name)
-                self._deleted[name].append(None if item is None else item.plain())
+                self._deleted[name].append(None if item is None else item.to_plain())
         return kept
 
-    def refusals(self) -> Iterator[str]:
-        """Yield what could not be deleted, as in Hydra."""
+    def list_refusals(self) -> Iterator[str]:
+        """Yield a refusal for each deletion that finds no such value, as Hydra does."""
         for name, item in self._items.items():
-            values, wanted = self._deleted[name], item.plain()
+            values, wanted = self._deleted[name], item.to_plain()
             if not values:
                 use = "remove this argument, or correct the name"
                 yield f"~{name}: nothing sets {name}, so there is nothing to delete; {use}."
@@ -195,21 +192,23 @@ class _Deletions:
                 yield f"~{name}={wanted}: {name} is {values[0]}; write ~{name} to delete it whatever it is."
 
 
-def _of_environment(environ: Mapping[str, str]) -> Settings:
+def _load_site_defaults(environ: Mapping[str, str]) -> Settings:
     given = {name: environ[variable] for variable, name in SBATCH_DEFAULTS.items() if environ.get(variable)}
     variables = {name: variable for variable, name in SBATCH_DEFAULTS.items()}
     return {name: SourceValue(value, f"environment {variables[name]}") for name, value in given.items()}
 
 
-def _model_section(files: Sequence[Settings], typed: Sequence[tuple[str, SourceValue]]) -> str:
-    """Return the section that short names of the model mean."""
+def _find_model_section(files: Sequence[Settings], typed: Sequence[tuple[str, SourceValue]]) -> str:
+    """Return the section, `actor` or `model`, that the short names of the model mean."""
     values = {name: item.value for file in files for name, item in file.items()}
     values |= {name: item.value for name, item in typed if name not in ALIASES and not item.is_deletion}
     has_model = any(name.partition(".")[0] == "model" for name in values)
     return "model" if has_model or values.get("trainer") in ("sft", "rw") else "actor"
 
 
-def _profile(settings: Settings, folders: Sequence[Path], required: bool) -> tuple[list[Settings], list[str]]:
+def _load_profile(
+    settings: Settings, folders: Sequence[Path], required: bool
+) -> tuple[list[Settings], list[str]]:
     """Return the profile that `cluster.cluster_name` names, with a note. Raises ConfigError."""
     item = settings.get("cluster.cluster_name")
     name = item.value if item else None
@@ -218,10 +217,10 @@ def _profile(settings: Settings, folders: Sequence[Path], required: bool) -> tup
             f"cluster.cluster_name ({item.origin}): {name} can't be used: its profile is read "
             "before references are resolved; write the name, or give --cluster NAME."
         )
-    known = known_profiles([folder.expanduser() for folder in folders])
+    known = find_profiles([folder.expanduser() for folder in folders])
     if isinstance(name, str) and name in known and name != "local":
         note = f"cluster.cluster_name {name}: {known[name]} is loaded before every other file."
-        return [read_yaml(known[name])], [note]
+        return [load_yaml(known[name])], [note]
     if required:
         places = ", ".join(str(folder) for folder in folders if folder.is_dir()) or "no directory that exists"
         names = ", ".join(sorted(known)) or "none"
@@ -229,40 +228,41 @@ def _profile(settings: Settings, folders: Sequence[Path], required: bool) -> tup
     if not isinstance(name, str) or name == "local":
         return [], []
     places = " nor ".join(str(folder) for folder in folders if folder not in SHIPPED_PROFILES)
-    return [], [f"cluster.cluster_name {name} is only a name: there is no profile {name}.yaml in {places}."]
+    return [], [f"cluster.cluster_name {name} is only a label: {places} has no profile {name}.yaml."]
 
 
-def _origins(cls: type, settings: Settings) -> dict[str, str]:
-    """Return the origins of the options and null sections that were written."""
+def _list_origins(cls: type, settings: Settings) -> dict[str, str]:
+    """Return the origins of all options and null sections that were set."""
     found: dict[str, str] = {}
-    members = members_of(cls, settings)
-    known, of = options(cls, members=members), defaults(cls, members=members)
+    members = find_members(cls, settings)
+    known, of = list_options(cls, members=members), list_defaults(cls, members=members)
     for name, item in settings.items():
         if item.value is None and name in members:
             continue  # it was removed
-        if item.value is None or not section_of(known[name]):
+        if item.value is None or not find_section(known[name]):
             found[name] = item.origin
         elif of.get(name, ...) is None:
             inside = [other for other in of if other.startswith(f"{name}.")]
-            # An optional section that is there but empty was chosen with all its defaults.
+            # An empty optional section counts as chosen with all its defaults.
             if not settings.keys() & set(inside):
                 found |= dict.fromkeys(inside, item.origin)
     return found
 
 
-_OF_GRPO = ("actor.", "gconfig.")  # what ATLAS names of such a trial stand for
+_OF_GRPO = ("actor.", "gconfig.")  # an ATLAS name for these options means trainer grpo
 
 
 def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Collection[str] = ()) -> str:
-    """Return the trainer: the key `trainer`, else by the section given, else by ATLAS names and presets.
+    """Return the trainer by the key `trainer`, else by the sections, else by ATLAS names and presets.
 
-    Raises ConfigError.
+    Raises ConfigError if nothing tells the trainer.
     """
     named = settings.get("trainer")
     if named is not None and named.value is not None:
         if not isinstance(named.value, str) or named.value not in CONFIGS:
+            value = repr(named.to_plain())
             raise ConfigError(
-                f"trainer ({named.origin}): {named.plain()!r} can't be used; allowed: {', '.join(CONFIGS)}."
+                f"trainer ({named.origin}): {value} can't be used; allowed: {', '.join(CONFIGS)}."
             )
         return named.value
     origins: dict[str, str] = {}
@@ -276,7 +276,7 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
         )
     if "model" in origins:
         kinds = (settings.get(f"{section}.type") for section in ("train_dataset", "valid_dataset"))
-        # As in AReaL's reward-model files; the one may refer to the other.
+        # As in AReaL's reward-model files; one of the two may refer to the other.
         return "rw" if any(kind and kind.value == "rw" for kind in kinds) else "sft"
     stands_for = [alias.to for name, alias in atlas.ALIASES.items() if name in origins]
     probes = settings.get("max_probe_tokens")
@@ -298,17 +298,17 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
         "or say it: trainer: grpo, teacher, sft or rw."
         + ("" if where else " Give a configuration with --config FILE.")
         + "".join(f" {name} ({settings[name].origin}) is null." for name in nulls)
-        + "".join(f"\n{line}" for line in _unknown_at_top(settings))
+        + "".join(f"\n{line}" for line in _list_unknown_names(settings))
     )
 
 
-def _unknown_at_top(settings: Settings) -> list[str]:
-    """Return a refusal for each name that no trainer has."""
-    known = {name for cls in CONFIGS.values() for name in hints(cls)} | {*atlas.ALIASES, *OF_WORKFLOWS}
+def _list_unknown_names(settings: Settings) -> list[str]:
+    """Return a refusal for each name that no trainer knows."""
+    known = {name for cls in CONFIGS.values() for name in list_hints(cls)} | {*atlas.ALIASES, *OF_WORKFLOWS}
     lines = []
     for name, item in settings.items():
         if name.partition(".")[0] not in known:
-            near = nearest(name, known)
+            near = find_nearest(name, known)
             lines.append(f"unknown key {name} ({item.origin}){f': did you mean {near}?' if near else '.'}")
     return lines
 
@@ -317,28 +317,25 @@ _LITERAL = "; where no reference is meant, write \\${ for ${"
 
 
 def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> None:
-    """Resolve `${a.b}` against everything that is set, defaults and `replaced` names included.
-
-    Raises ConfigError.
-    """
-    wanted = {name: item for name, item in settings.items() if mark in repr(item.plain())}
+    """Resolve `${a.b}` against all settings, defaults and `replaced` names. Raises ConfigError."""
+    wanted = {name: item for name, item in settings.items() if mark in repr(item.to_plain())}
     if not wanted:
         return
-    import omegaconf  # 0.1 s, and few configurations have references
+    import omegaconf  # takes 0.1 s, and few configurations have references
 
     tree: dict[str, Any] = {}
-    members = members_of(cls, settings)
-    known, of = options(cls, members=members), defaults(cls, members=members)
+    members = find_members(cls, settings)
+    known, of = list_options(cls, members=members), list_defaults(cls, members=members)
     for name, default in of.items():
-        parser.put(tree, name.split("."), default)
+        parser.insert_value(tree, name.split("."), default)
     for name, item in replaced.items():
-        parser.put(tree, name.split("."), item.plain())
+        parser.insert_value(tree, name.split("."), item.to_plain())
     for name, item in settings.items():
-        value = item.plain()
-        if section_of(known[name]) is None and "${" not in repr(value):
+        value = item.to_plain()
+        if find_section(known[name]) is None and "${" not in repr(value):
             with contextlib.suppress(ValueError):  # the parser refuses it later
-                value = parser.typed(known[name], item)
-        parser.put(tree, name.split("."), value)
+                value = parser.convert_value(known[name], item)
+        parser.insert_value(tree, name.split("."), value)
     try:
         whole = omegaconf.OmegaConf.create(tree)
     except omegaconf.errors.GrammarParseError as error:
@@ -352,44 +349,45 @@ def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> No
             if omegaconf.OmegaConf.is_config(value):
                 value = omegaconf.OmegaConf.to_container(value, resolve=True)
         except (omegaconf.errors.OmegaConfBaseException, ValueError) as error:
-            reason = f"{str(error).splitlines()[0]}{_LITERAL}{_hint_of_environment(item)}"
-            line = f"{name} ({item.origin}): {item.plain()!r} can't be resolved: {reason}."
+            reason = f"{str(error).splitlines()[0]}{_LITERAL}{_suggest_environment(item)}"
+            line = f"{name} ({item.origin}): {item.to_plain()!r} can't be resolved: {reason}."
             raise ConfigError(line) from error
         reference = re.fullmatch(r"\$\{([\w.-]+)\}", item.value) if isinstance(item.value, str) else None
         follows_a_default = reference and reference[1] not in settings and reference[1] in of
         if follows_a_default and value == of.get(name, ...):
-            del settings[name]  # it is its own default, and may still adapt as that does
-        elif isinstance(value, str) and "${oc.env:" in str(item.value):  # the environment has text only
-            settings[name] = read_argument(value, item.origin)
+            del settings[name]  # both are defaults, and may still adapt together
+        elif isinstance(value, str) and "${oc.env:" in str(item.value):  # variables are text
+            settings[name] = parse_argument(value, item.origin)
         else:
-            settings[name] = with_origin(value, item.origin)
+            settings[name] = add_origin(value, item.origin)
 
 
-def _hint_of_environment(item: SourceValue) -> str:
-    """Return how to write the environment variables that a text may mean, as a shell would; else ""."""
-    names = re.findall(r"\$\{([A-Z_][A-Z0-9_]*)\}", str(item.plain()))
+def _suggest_environment(item: SourceValue) -> str:
+    """Return the correct form for a shell variable in a text; empty if it has none."""
+    names = re.findall(r"\$\{([A-Z_][A-Z0-9_]*)\}", str(item.to_plain()))
     return f"; for an environment variable, write ${{oc.env:{names[0]}}}" if names else ""
 
 
-def _absolute(section: Any) -> Any:
-    """Return the section with absolute paths."""
+def _make_absolute(section: Any) -> Any:
+    """Return a section with absolute paths."""
     changes: dict[str, Any] = {}
     cls: type = type(section)
-    for name, places in _places(cls).items():
+    for name, places in _list_places(cls).items():
         value = getattr(section, name)
         if dataclasses.is_dataclass(value):
-            changes[name] = _absolute(value)
+            changes[name] = _make_absolute(value)
         elif isinstance(value, dict):
-            changes[name] = {key: _absolute(member) for key, member in value.items()}
+            changes[name] = {key: _make_absolute(member) for key, member in value.items()}
         elif value and any(place.is_path(value) for place in places):
             changes[name] = os.path.abspath(os.path.expanduser(value))
     return dataclasses.replace(section, **changes) if changes else section
 
 
 @functools.cache
-def _places(cls: type) -> dict[str, list[Place]]:
-    """Return what says which texts are paths, of each path, section and mapping of sections."""
+def _list_places(cls: type) -> dict[str, list[Place]]:
+    """Return field -> its Place limits, for each path, section and mapping of sections."""
     found = {
-        name: [one for one in extras_of(hint) if isinstance(one, Place)] for name, hint in hints(cls).items()
+        name: [one for one in list_limits(hint) if isinstance(one, Place)]
+        for name, hint in list_hints(cls).items()
     }
-    return {name: places for name, places in found.items() if places or section_of(hints(cls)[name])}
+    return {name: places for name, places in found.items() if places or find_section(list_hints(cls)[name])}

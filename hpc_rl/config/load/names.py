@@ -1,6 +1,6 @@
-"""Names that are not options: short names, the answers to names of other toolkits, and what may be meant.
+"""Refuse unknown names, with a hint: short names, names of other toolkits, and misspellings.
 
-Also refused: what stands for a section and is none, and required options that are missing.
+Also refuse values in place of a section, and missing required options.
 """
 
 import dataclasses
@@ -14,17 +14,17 @@ from hpc_rl.config.compat import atlas
 from hpc_rl.config.compat.areal_names import OF_WORKFLOWS, WORKFLOW_ARGS
 from hpc_rl.config.compat.other_names import ANSWERS, SECTIONS
 from hpc_rl.config.load.fields import (
-    default_of,
-    extras_of,
-    generic,
-    hints,
+    find_members,
+    find_section,
+    get_default,
+    guess_name,
     is_mapping,
     is_one_slip,
     is_optional,
-    meant,
-    members_of,
-    options,
-    section_of,
+    list_hints,
+    list_limits,
+    list_options,
+    make_generic,
 )
 from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.config.options.experiment import CONFIGS
@@ -50,48 +50,48 @@ LONGEST_WORD = 5  # letters
 
 
 def is_top_level(name: str) -> bool:
-    """Return whether a name without a dot stands for an option or a section, here or in another toolkit."""
-    known: list[Collection[str]] = [ALIASES, atlas.ALIASES, ANSWERS, *map(options, CONFIGS.values())]
+    """Return whether a name without a dot is an option or section, here or in another toolkit."""
+    known: list[Collection[str]] = [ALIASES, atlas.ALIASES, ANSWERS, *map(list_options, CONFIGS.values())]
     return any(name in names for names in known)
 
 
-def refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> list[str]:
-    """Return refusals: names that are no options, what stands for a section, what is missing."""
-    known = options(cls, members=members_of(cls, settings))
+def find_refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> list[str]:
+    """Return refusals of unknown names, of values in place of sections, and of missing options."""
+    known = list_options(cls, members=find_members(cls, settings))
     refusals: dict[str, str] = {}
     suggested: set[str] = set()
     for name, item in settings.items():
         parents = itertools.accumulate(name.split("."), "{}.{}".format)  # a, a.b, a.b.c
         unknown = next((parent for parent in parents if parent not in known), "")
-        if unknown in SECTIONS:  # verl's: what its option is here
+        if unknown in SECTIONS:  # a section of verl; the hint is about its option
             unknown = name
         if unknown:
-            meant, hint = _meant(cls, known, unknown, aliases)
+            meant, hint = _suggest_option(cls, known, unknown, aliases)
             suggested.add(meant)
             shown = unknown if unknown.isprintable() else repr(unknown)
             refusals.setdefault(unknown, f"unknown key {shown} ({item.origin}): {hint}")
-        elif section_of(known[name]):
+        elif find_section(known[name]):
             is_left_out = item.value is None and (is_optional(known[name]) or is_mapping(known[name]))
             if item.value != {} and not is_left_out:
-                refusals[name] = _no_section(name, item)
+                refusals[name] = _refuse_section(name, item)
     given = {name for one in settings for name in itertools.accumulate(one.split("."), "{}.{}".format)}
-    missing = [line for name, line in _missing(cls, settings, given) if name not in suggested]
-    return [*refusals.values(), *_refused_keys(cls, settings), *missing]
+    missing = [line for name, line in _find_missing(cls, settings, given) if name not in suggested]
+    return [*refusals.values(), *_check_keys(cls, settings), *missing]
 
 
-def _refused_keys(cls: type, settings: Settings) -> Iterator[str]:
-    """Yield a refusal for each key of a mapping of sections that is none."""
-    for member in members_of(cls, settings):
+def _check_keys(cls: type, settings: Settings) -> Iterator[str]:
+    """Yield a refusal for each invalid key of a mapping of sections."""
+    for member in find_members(cls, settings):
         mapping, _, key = member.rpartition(".")
-        (limit,) = extras_of(typing.get_args(options(cls)[mapping])[0])
-        if limit.refusal(key, False) is not None:
+        (limit,) = list_limits(typing.get_args(list_options(cls)[mapping])[0])
+        if limit.explain_refusal(key, False) is not None:
             origin = next(
                 item.origin for name, item in settings.items() if f"{name}.".startswith(f"{member}.")
             )
             yield f"{member} ({origin}): {key!r} can't be a key of {mapping}; allowed: {limit}."
 
 
-def _no_section(name: str, item: SourceValue) -> str:
+def _refuse_section(name: str, item: SourceValue) -> str:
     came = "null" if item.value is None else str(item)
     hint = "it is a section with keys of its own"
     if isinstance(item.value, str) and "${" in item.value:
@@ -99,10 +99,12 @@ def _no_section(name: str, item: SourceValue) -> str:
     return f"{name} ({item.origin}): {came} can't stand here; {hint}."
 
 
-def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str, str]) -> tuple[str, str]:
-    """Return the option that an unknown name may mean (empty if unsure), and what to say."""
+def _suggest_option(
+    cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str, str]
+) -> tuple[str, str]:
+    """Return the option that an unknown name may mean (empty if unsure), and a hint."""
     parent, _, leaf = name.rpartition(".")
-    others = [trainer for trainer, one in CONFIGS.items() if generic(one, name) in options(one)]
+    others = [trainer for trainer, one in CONFIGS.items() if make_generic(one, name) in list_options(one)]
     if others:
         return "", f"only a trial with trainer: {' or '.join(others)} has it."
     if name in aliases:
@@ -115,53 +117,55 @@ def _meant(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str,
         return "", f"did you mean {WORKFLOW_ARGS}.{leaf}?"
     if typing.get_origin(known.get(parent)) is dict and not is_mapping(known[parent]):
         return "", f"{parent} has no keys of its own; give all of it at once, as {parent}='{{{leaf}: …}}'."
-    if parent in known and section_of(known[parent]) is None:
-        return "", f"{parent} is an option, which has no keys of its own."
+    if parent in known and find_section(known[parent]) is None:
+        return "", f"{parent} is an option, not a section: it has no keys."
     below = [n for n in known if parent and n.startswith(f"{parent}.") and n.rpartition(".")[2] == leaf]
     if len(below) == 1:
         return below[0], f"did you mean {below[0]}?"
     siblings = {n.rpartition(".")[2]: n for n in known if n.rpartition(".")[0] == parent}
-    elsewhere = _same_leaf(known, name, leaf)
-    near = meant(leaf, [*siblings, *([] if parent else [*aliases, *atlas.ALIASES])])
+    elsewhere = _find_same_leaf(known, name, leaf)
+    near = guess_name(leaf, [*siblings, *([] if parent else [*aliases, *atlas.ALIASES])])
     if near and (not elsewhere or (parent and is_one_slip(leaf, near))):
         return siblings.get(near, ""), f"did you mean {siblings.get(near, near)}?"
     if parent and leaf in atlas.ALIASES and not elsewhere:
         to = atlas.ALIASES[leaf].to.replace("{model}", "actor" if "actor" in known else "model")
         hint = f"did you mean {to}? " if to in known else ""
         return "", f"{hint}{leaf} stands at the top level, without {parent}."
-    leaves = [n.rpartition(".")[2] for n, hint in known.items() if section_of(hint) is None]
-    if not elsewhere and len(leaf) > LONGEST_WORD:  # a short one is a word of its own: `model` is no `mode`
-        elsewhere = _same_leaf(known, name, meant(leaf, leaves))
+    leaves = [n.rpartition(".")[2] for n, hint in known.items() if find_section(hint) is None]
+    if not elsewhere and len(leaf) > LONGEST_WORD:  # short names are words: `model` is no `mode`
+        elsewhere = _find_same_leaf(known, name, guess_name(leaf, leaves))
     if elsewhere:
         return "", f"did you mean {' or '.join(elsewhere[:3])}?"
     if len(siblings) > MOST_SHOWN and parent:
         return "", f"`--help {parent}` shows the {len(siblings)} that are known here."
     if parent and siblings:
         return "", f"known here: {', '.join(sorted(siblings))}."
-    own = f" A value for a workflow of your own goes into {WORKFLOW_ARGS}." if WORKFLOW_ARGS in known else ""
-    return "", f"there is no option like it; `--help all` shows every one.{'' if parent else own}"
+    own = f" A value for your own workflow goes into {WORKFLOW_ARGS}." if WORKFLOW_ARGS in known else ""
+    return "", f"no option has a similar name; `--help all` lists all options.{'' if parent else own}"
 
 
-def _same_leaf(known: Collection[str], name: str, leaf: str) -> list[str]:
-    """Return the options of this last name whose whole names are most like the one given."""
+def _find_same_leaf(known: Collection[str], name: str, leaf: str) -> list[str]:
+    """Return the options that end in `leaf`, if their whole names are the most similar to `name`."""
     same = [n for n in known if n.rpartition(".")[2] == leaf]
     alike = {n: difflib.SequenceMatcher(None, name, n).ratio() for n in same}
     return [n for n, ratio in alike.items() if ratio > max(alike.values()) - 0.1]
 
 
-def _missing(cls: type, settings: Settings, given: Set[str], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield each required option and section that is not among the given, with the refusal."""
+def _find_missing(
+    cls: type, settings: Settings, given: Set[str], prefix: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yield (name, refusal) of each required option or section that is not given."""
     for field in dataclasses.fields(cls):
-        if is_mapping(hints(cls)[field.name]):
+        if is_mapping(list_hints(cls)[field.name]):
             continue
-        name, section = prefix + field.name, section_of(hints(cls)[field.name])
+        name, section = prefix + field.name, find_section(list_hints(cls)[field.name])
         is_set = name in given
         if is_set and section and settings.get(name, SourceValue({}, "")).value == {}:
-            yield from _missing(section, settings, given, f"{name}.")
-        elif not is_set and default_of(field) is dataclasses.MISSING:
+            yield from _find_missing(section, settings, given, f"{name}.")
+        elif not is_set and get_default(field) is dataclasses.MISSING:
             if section is None:
                 yield name, f"{name} is missing and has no default: set it in the file, or with --{name}."
                 continue
             inner = dataclasses.fields(section)
-            needed = [f"{name}.{one.name}" for one in inner if default_of(one) is dataclasses.MISSING]
+            needed = [f"{name}.{one.name}" for one in inner if get_default(one) is dataclasses.MISSING]
             yield name, f"section {name} is missing; it needs at least {', '.join(needed)}."

@@ -1,7 +1,7 @@
-"""The options of a configuration as a jsonargparse parser, made of the dataclasses.
+"""Parse options with jsonargparse, by the dataclasses of the configuration.
 
-`parse` makes a configuration of settings whose origin is known. The library judges types; added here are
-limits, nearest choices, and refusals of all values at once, each with its origin.
+`parse` makes a configuration from settings with origins. jsonargparse checks types. This module adds limits,
+nearest choices, and refusals of all values at once, each with its origin.
 """
 
 import dataclasses
@@ -19,63 +19,63 @@ from jsonargparse import ArgumentError, ArgumentParser, set_loader, set_parsing_
 from hpc_rl.config.compat.other_names import FIXED_NODES
 from hpc_rl.config.load.fields import (
     FREE_KEY,
-    alternatives,
-    base_of,
-    default_of,
-    did_you_mean,
-    extras_of,
-    hints,
+    find_members,
+    find_section,
+    get_default,
     is_mapping,
     is_optional,
-    members_of,
-    options,
-    section_of,
+    list_alternatives,
+    list_hints,
+    list_limits,
+    list_options,
+    strip_limits,
+    suggest_name,
 )
 from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.config.load.stored import construct
 from hpc_rl.config.options.limits import AsWritten, Grammar, Limits
 
 LARGEST_INT = 2**53 - 1  # exact in every JSON reader
-# Values come from our own readers: the library must not read the text 'null' or '5' as YAML once more.
+# Our own readers have parsed the values: jsonargparse must not read the text 'null' or '5' as YAML again.
 set_loader("as_it_is", lambda text: text)
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
-def config_parser(cls: type, chosen: Collection[str] | None = None, **settings: Any) -> ArgumentParser:
-    """Return a parser of all options of a configuration, or the `chosen` ones; one group per section."""
+def make_parser(cls: type, chosen: Collection[str] | None = None, **settings: Any) -> ArgumentParser:
+    """Return a parser for all options of a configuration, or the `chosen` ones, with a group per section."""
     parser = ArgumentParser(exit_on_error=False, parser_mode="as_it_is", **settings)
     add_options(parser, cls, chosen)
     return parser
 
 
 def add_options(parser: ArgumentParser, cls: type, chosen: Collection[str] | None = None) -> None:
-    """Add the options of a configuration that a parser does not have yet."""
+    """Add the options of a configuration that a parser lacks."""
     present = parser._option_string_actions
-    wanted = {name for name in options(cls) if f"--{name}" not in present}
+    wanted = {name for name in list_options(cls) if f"--{name}" not in present}
     if chosen is not None:
         wanted &= set(chosen)
-    for prefix, section, text in sections(cls):
-        own = {name for name, hint in hints(section).items() if section_of(hint) is None}
+    for prefix, section, text in list_sections(cls):
+        own = {name for name, hint in list_hints(section).items() if find_section(hint) is None}
         here = {name for name in own if prefix + name in wanted}
         if here:
             title = f"{prefix[:-1]}: {text.rstrip('.')}" if prefix else "top level"
             group = parser.add_argument_group(title.replace("%", "%%"))
-            skip: set[str | int] = {name for name in hints(section) if name not in here}
+            skip: set[str | int] = {name for name in list_hints(section) if name not in here}
             group.add_class_arguments(section, prefix[:-1] or None, as_group=False, skip=skip)
 
 
-def sections(cls: type, prefix: str = "", text: str = "") -> Iterator[tuple[str, type, str]]:
+def list_sections(cls: type, prefix: str = "", text: str = "") -> Iterator[tuple[str, type, str]]:
     """Yield (prefix with its dot, dataclass, help) of the configuration and its sections, parents first.
 
-    One member stands for those of a mapping of sections: its prefix is `pools.NAME.`.
+    In a mapping of sections one member, with the prefix `pools.NAME.`, stands for all.
     """
     yield prefix, cls, text
-    texts = docstring_texts(cls) if any(section_of(hint) for hint in hints(cls).values()) else {}
-    for name, hint in hints(cls).items():
-        section = section_of(hint)
+    texts = parse_docstrings(cls) if any(find_section(hint) for hint in list_hints(cls).values()) else {}
+    for name, hint in list_hints(cls).items():
+        section = find_section(hint)
         if section:
             key = f"{FREE_KEY}." if is_mapping(hint) else ""
-            yield from sections(section, f"{prefix}{name}.{key}", texts[name])
+            yield from list_sections(section, f"{prefix}{name}.{key}", texts[name])
 
 
 class Option(NamedTuple):
@@ -89,17 +89,22 @@ class Option(NamedTuple):
 
 def describe_options(cls: type) -> list[Option]:
     """Return the options of one section, subsections left out."""
-    texts = docstring_texts(cls)
+    texts = parse_docstrings(cls)
     return [
-        Option(field.name, allowed(hints(cls)[field.name]), _default(field), texts[field.name])
+        Option(
+            field.name,
+            describe_allowed(list_hints(cls)[field.name]),
+            _describe_default(field),
+            texts[field.name],
+        )
         for field in dataclasses.fields(cls)
-        if section_of(hints(cls)[field.name]) is None
+        if find_section(list_hints(cls)[field.name]) is None
     ]
 
 
 @cache
-def docstring_texts(cls: type) -> dict[str, str]:
-    """Return the texts below the fields of a dataclass and its bases, by field."""
+def parse_docstrings(cls: type) -> dict[str, str]:
+    """Return the docstring of each field of a dataclass and its bases."""
     import docstring_parser
 
     found: dict[str, str] = {}
@@ -110,7 +115,7 @@ def docstring_texts(cls: type) -> dict[str, str]:
     return found
 
 
-def _default(field: dataclasses.Field) -> str:
+def _describe_default(field: dataclasses.Field) -> str:
     if field.default is None or isinstance(field.default, bool):
         return str(field.default).lower().replace("none", "null")
     if field.default is not dataclasses.MISSING:
@@ -118,17 +123,17 @@ def _default(field: dataclasses.Field) -> str:
     return "empty" if field.default_factory is not dataclasses.MISSING else "required"
 
 
-def allowed(hint: Any) -> str:
-    """Return a description of what an option accepts."""
-    return " or ".join(_describe(kind) for kind in alternatives(hint))
+def describe_allowed(hint: Any) -> str:
+    """Describe the values that an option accepts."""
+    return " or ".join(_describe(kind) for kind in list_alternatives(hint))
 
 
 def _describe(kind: Any) -> str:
-    origin, base = typing.get_origin(kind), base_of(kind)
+    origin, base = typing.get_origin(kind), strip_limits(kind)
     if origin is typing.Annotated:
-        limits = [str(extra) for extra in extras_of(kind) if isinstance(extra, Limits | Grammar)]
-        # The format of a text says more than that it is one.
-        is_format = any(isinstance(extra, Grammar) for extra in extras_of(kind))
+        limits = [str(extra) for extra in list_limits(kind) if isinstance(extra, Limits | Grammar)]
+        # A format says more than "text".
+        is_format = any(isinstance(extra, Grammar) for extra in list_limits(kind))
         return ", ".join(limits if is_format else [_describe(base), *limits])
     if origin is Literal:
         return ", ".join(str(arg) or "empty" for arg in typing.get_args(kind))
@@ -148,11 +153,11 @@ def _describe(kind: Any) -> str:
 
 
 def parse(cls: type, settings: Settings, refusals: list[str]) -> tuple[Any, list[str]]:
-    """Return the configuration of the values that can be used, and these and every other refusal.
+    """Return a configuration of the usable values, and all refusals, the given ones first.
 
-    With refusals, values that are missing are texts without a character.
+    If there are refusals, missing values become empty texts.
     """
-    known, is_unresolved = options(cls, members=members_of(cls, settings)), bool(refusals)
+    known, is_unresolved = list_options(cls, members=find_members(cls, settings)), bool(refusals)
     refusals = list(refusals)
     tree: dict[str, Any] = {}
     for name, item in settings.items():
@@ -162,29 +167,30 @@ def parse(cls: type, settings: Settings, refusals: list[str]) -> tuple[Any, list
         if item.value == "???":
             refusals.append(f"{name} ({item.origin}): ??? stands for a value that is missing; set it.")
             continue
-        if section_of(known[name]) is None:
+        if find_section(known[name]) is None:
             if is_unresolved and "${" in str(item.value):
                 continue
             try:
-                value = typed(known[name], item)
+                value = convert_value(known[name], item)
             except ValueError as error:
-                # Of a value within the type that the option has, only its limits are wrong.
+                # A value of the right type is outside its limits; its type need not be shown.
                 value = item.shown if isinstance(error, OutOfLimits) else item
-                line = f"{name} ({item.origin}): {value} can't be used; allowed: {allowed(known[name])}."
+                choices = describe_allowed(known[name])
+                line = f"{name} ({item.origin}): {value} can't be used; allowed: {choices}."
                 is_range = name == "cluster.n_nodes" and re.fullmatch(r"\d+-\d+", str(item.value))
                 refusals.append(f"{line} {FIXED_NODES if is_range else error}".strip())
                 continue
-        put(tree, name.split("."), value)
+        insert_value(tree, name.split("."), value)
     if refusals:
         _complete(cls, tree)
     return construct(cls, tree), refusals
 
 
 def _complete(cls: type, tree: dict[str, Any]) -> None:
-    """Put empty texts where required options are missing, which are all texts."""
+    """Set missing required options to empty texts; all of them are texts."""
     for field in dataclasses.fields(cls):
-        hint, is_needed = hints(cls)[field.name], default_of(field) is dataclasses.MISSING
-        section = section_of(hint)
+        hint, is_needed = list_hints(cls)[field.name], get_default(field) is dataclasses.MISSING
+        section = find_section(hint)
         if section is None:
             if is_needed:
                 tree.setdefault(field.name, "")
@@ -196,88 +202,88 @@ def _complete(cls: type, tree: dict[str, Any]) -> None:
             _complete(section, tree[field.name])
 
 
-def typed(hint: Any, item: SourceValue) -> Any:
-    """Return a value as the option has it: text as in the source, integers for whole floats.
+def convert_value(hint: Any, item: SourceValue) -> Any:
+    """Convert a value to the type of its option: text as in the source, whole floats to integers.
 
-    Raises ValueError, with the reason where there is more to say than what is allowed.
+    Raises ValueError. Its message is the reason, or empty if the allowed values explain it.
     """
-    kinds = [base_of(kind) for kind in alternatives(hint)]
-    if any(isinstance(extra, AsWritten) for extra in extras_of(hint)) and not isinstance(item.value, str):
-        return json.dumps(item.plain())
+    kinds = [strip_limits(kind) for kind in list_alternatives(hint)]
+    if any(isinstance(extra, AsWritten) for extra in list_limits(hint)) and not isinstance(item.value, str):
+        return json.dumps(item.to_plain())
     value = item.value
     if hint is Any and isinstance(value, list | dict):
         parts = value.items() if isinstance(value, dict) else enumerate(value)
-        made = {key: typed(Any, part) for key, part in parts}
+        made = {key: convert_value(Any, part) for key, part in parts}
         return made if isinstance(value, dict) else list(made.values())
     if isinstance(value, list | dict):
         inner = [typing.get_args(kind)[-1] for kind in kinds if typing.get_origin(kind) is type(value)]
         if inner and isinstance(value, dict):
-            return {key: _member(inner[0], key, part) for key, part in value.items()}
+            return {key: _convert_member(inner[0], key, part) for key, part in value.items()}
         if inner:
-            return [typed(inner[0], part) for part in value]
-        # `a: b` on the command line is text where an option is
-        value = item.plain() if item.text is None else item.text
+            return [convert_value(inner[0], part) for part in value]
+        # `a: b` on the command line is text if the option is no mapping
+        value = item.to_plain() if item.text is None else item.text
     elif value is None:
         value = "" if item.is_argument and not item.text and not (is_optional(hint) or hint is Any) else None
     elif isinstance(value, float) and int in kinds and value.is_integer():
         value = int(value)
     elif str in kinds and item.text is not None and (item.is_argument or not isinstance(value, bool)):
         value = item.text
-    value = _judged(hint, kinds, value)
+    value = _check_value(hint, kinds, value)
     if isinstance(value, str) and ("\0" in value or any("\ud800" <= char <= "\udfff" for char in value)):
         raise ValueError("It must be text without NUL, in UTF-8.")
     if isinstance(value, int | float) and not math.isfinite(value):
         raise ValueError("It must be finite.")
     is_bare_number = not isinstance(item.value, str) and not item.is_argument
-    of_its_type = (kind for kind in alternatives(hint) if base_of(kind) is type(value))
-    for limit in (limit for kind in of_its_type for limit in extras_of(kind)):
-        reason = limit.refusal(value, is_bare_number)
+    of_its_type = (kind for kind in list_alternatives(hint) if strip_limits(kind) is type(value))
+    for limit in (limit for kind in of_its_type for limit in list_limits(kind)):
+        reason = limit.explain_refusal(value, is_bare_number)
         if reason is not None:
-            # A number in place of a text is told by its type.
+            # For a number in place of a text the message shows the type.
             raise ValueError(reason) if is_bare_number and isinstance(value, str) else OutOfLimits(reason)
     return value
 
 
 class OutOfLimits(ValueError):
-    """A value of the right type that the limits of its option leave out."""
+    """A value of the right type is outside the limits of its option."""
 
 
-def _member(hint: Any, key: str, item: SourceValue) -> Any:
+def _convert_member(hint: Any, key: str, item: SourceValue) -> Any:
     try:
-        return typed(hint, item)
+        return convert_value(hint, item)
     except ValueError as error:
         raise type(error)(str(error) or f"{key} is {item}.") from error
 
 
-def _judged(hint: Any, kinds: list[Any], value: Any) -> Any:
-    """Return the value if the library accepts it. Raises ValueError, with the nearest choice."""
+def _check_value(hint: Any, kinds: list[Any], value: Any) -> Any:
+    """Return the value if jsonargparse accepts it. Raises ValueError with the nearest choice."""
     if isinstance(value, int) and abs(value) > LARGEST_INT:
         raise ValueError(f"Numbers end at {LARGEST_INT}.")
     choices = [one for kind in kinds if typing.get_origin(kind) is Literal for one in typing.get_args(kind)]
     try:
-        # The library would convert them: the text 'null' to null, '1_0' to an integer, true to 1.
+        # jsonargparse would convert these: the text 'null' to null, '1_0' to an integer, true to 1.
         if Any in kinds:
             return value
         if value is None or isinstance(value, bool | str):
             if type(value) in kinds or (isinstance(value, str) and value in choices):
                 return value
         else:
-            return _parser_of(hint).parse_object({"value": value})["value"]
+            return _make_value_parser(hint).parse_object({"value": value})["value"]
     except ArgumentError:
         pass
-    raise ValueError(did_you_mean(str(value), [str(one) for one in choices]))
+    raise ValueError(suggest_name(str(value), [str(one) for one in choices]))
 
 
 @cache
-def _parser_of(hint: Any) -> ArgumentParser:
+def _make_value_parser(hint: Any) -> ArgumentParser:
     """Return a parser of one value."""
     parser = ArgumentParser(exit_on_error=False, parser_mode="as_it_is", add_help=False)
     parser.add_argument("--value", type=hint)
     return parser
 
 
-def put(tree: dict[str, Any], path: list[str], value: Any) -> None:
-    """Set one value in nested mappings; a mapping that is there is not replaced by an empty one."""
+def insert_value(tree: dict[str, Any], path: list[str], value: Any) -> None:
+    """Set one value in nested mappings; an empty mapping does not replace an existing one."""
     for part in path[:-1]:
         if not isinstance(tree.get(part), dict):
             tree[part] = {}

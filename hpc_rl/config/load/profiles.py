@@ -1,4 +1,4 @@
-"""Directories of a site: cluster profiles, template overrides, hooks; highest precedence first."""
+"""Find the directories of a site, with cluster profiles, template overrides and hooks. The first wins."""
 
 import os
 from collections.abc import Mapping
@@ -13,11 +13,11 @@ SHIPPED_PROFILES = (
 )  # in a wheel; in a checkout
 
 
-def site_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
-    """Return the directories of a site, whether they exist or not.
+def list_site_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
+    """Return the directories of a site; they need not exist.
 
-    `HPC_RL_SITE_DIR` (several separated by colons; empty for none) is the whole list; without it the user's
-    `$XDG_CONFIG_HOME/hpc-rl` comes before the machine's /etc/hpc-rl.
+    `HPC_RL_SITE_DIR` sets the whole list, separated by colons; empty means no directory. If it is not set,
+    the user's `$XDG_CONFIG_HOME/hpc-rl` comes before the machine's /etc/hpc-rl.
     """
     if SITE_DIR in environ:
         return [
@@ -27,12 +27,12 @@ def site_dirs(environ: Mapping[str, str] = os.environ) -> list[Path]:
     return [Path(own) / "hpc-rl", SYSTEM]
 
 
-def profile_dirs() -> list[Path]:
-    """Return the directories that may have a profile `<cluster name>.yaml`; the first that has it counts."""
-    return [*(folder / "cluster" for folder in site_dirs()), *SHIPPED_PROFILES]
+def list_profile_dirs() -> list[Path]:
+    """Return the directories to search for a profile `<cluster name>.yaml`; the first match wins."""
+    return [*(folder / "cluster" for folder in list_site_dirs()), *SHIPPED_PROFILES]
 
 
-def known_profiles(folders: list[Path]) -> dict[str, Path]:
+def find_profiles(folders: list[Path]) -> dict[str, Path]:
     """Return the profiles by name."""
     found: dict[str, Path] = {}
     for folder in folders:

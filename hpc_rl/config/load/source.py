@@ -1,6 +1,6 @@
-"""Settings in YAML files and on the command line: each value by dotted name, with its origin.
+"""Read settings from YAML files and the command line: each value by dotted name, with its origin.
 
-YAML is read as YAML 1.2: `24:00:00`, `0123`, `no` and `1_0` are text, `1e-6` is a number.
+Files are YAML 1.2: `24:00:00`, `0123`, `no` and `1_0` are text, `1e-6` is a number.
 """
 
 import re
@@ -12,35 +12,36 @@ from typing import Any
 
 import yaml
 
-from hpc_rl.config.load.fields import generic, members_of, options, section_of
+from hpc_rl.config.load.fields import find_members, find_section, list_options, make_generic
 from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.files import similar_file
+from hpc_rl.core.files import find_similar_file
 
 
 @dataclass(frozen=True)
 class SourceValue:
     """A value with its origin. A mapping or a list holds SourceValues; `text` is the source text of a scalar.
 
-    An argument of the command line is text first: `--launcher.slurm.time 90` needs no quotes.
+    If an option accepts text, an argument of the command line is text: `--launcher.slurm.time 90` needs no
+    quotes.
     """
 
     value: Any
     origin: str
     text: str | None = None
     is_argument: bool = False
-    is_deletion: bool = False  # `~a.b`, or `~a.b=value`, whose value must be the one that is deleted
+    is_deletion: bool = False  # `~a.b`, or `~a.b=value`, which deletes only this value
 
-    def plain(self) -> Any:
+    def to_plain(self) -> Any:
         """Return the value without origins."""
         if isinstance(self.value, dict):
-            return {key: item.plain() for key, item in self.value.items()}
-        return [item.plain() for item in self.value] if isinstance(self.value, list) else self.value
+            return {key: item.to_plain() for key, item in self.value.items()}
+        return [item.to_plain() for item in self.value] if isinstance(self.value, list) else self.value
 
     @property
     def shown(self) -> str:
         """The value as messages show it."""
-        value = self.plain()
+        value = self.to_plain()
         if value is None:
             return "nothing" if self.is_argument and not self.text else "null"
         shown = self.text if self.text is not None else repr(value)
@@ -52,7 +53,7 @@ class SourceValue:
 
     def __str__(self) -> str:
         """Return the value with its type, for messages about a wrong type."""
-        value = self.plain()
+        value = self.to_plain()
         return (
             self.shown
             if value is None
@@ -61,7 +62,7 @@ class SourceValue:
 
 
 LONGEST_SHOWN = 200  # characters of a value in a message
-Settings = dict[str, SourceValue]  # by dotted name; a section only where it is empty or null
+Settings = dict[str, SourceValue]  # by dotted name; a section is an entry only if it is empty or null
 _TYPE_NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -72,18 +73,18 @@ _TYPE_NAMES = {
 }
 
 
-def with_origin(data: Any, origin: str) -> SourceValue:
-    """Return plain data as a SourceValue, all of one origin."""
+def add_origin(data: Any, origin: str) -> SourceValue:
+    """Convert plain data to a SourceValue with one origin."""
     if isinstance(data, dict):
-        return SourceValue({str(key): with_origin(item, origin) for key, item in data.items()}, origin)
+        return SourceValue({str(key): add_origin(item, origin) for key, item in data.items()}, origin)
     if isinstance(data, list):
-        return SourceValue([with_origin(item, origin) for item in data], origin)
+        return SourceValue([add_origin(item, origin) for item in data], origin)
     is_number = isinstance(data, int | float) and not isinstance(data, bool)
     return SourceValue(data, origin, str(data) if is_number else None)
 
 
 class Yaml12(yaml.SafeLoader):
-    """PyYAML with the scalars of YAML 1.2's core schema, octal and hexadecimal left out."""
+    """PyYAML with the scalars of YAML 1.2's core schema, except octal and hexadecimal numbers."""
 
     num_values = 0
     has_references = True  # else `${` is text
@@ -97,7 +98,7 @@ class Yaml12(yaml.SafeLoader):
     }
 
 
-MOST_VALUES = 100_000  # in one file, aliases counted wherever they stand
+MOST_VALUES = 100_000  # in one file; an alias counts at each use
 _REFERENCE = re.compile(r"(\\*)\$\{")
 _TAGS = {
     f"tag:yaml.org,2002:{kind}"
@@ -118,10 +119,10 @@ for _tag, _regex, _first in (
 MAX_FILE_BYTES = 1 << 19
 
 
-def read_yaml(path: Path) -> Settings:
-    """Return the settings in a file. Raises ConfigError: missing, not YAML, a key twice, not a mapping.
+def load_yaml(path: Path) -> Settings:
+    """Return the settings of a file. Raises ConfigError if it is missing, invalid YAML or no mapping.
 
-    A .json file, as a trial's own, holds no references: `${` is text there.
+    In a .json file, such as a trial's config.json, `${` is text, not a reference.
     """
     try:
         with path.open("rb") as file:
@@ -133,7 +134,7 @@ def read_yaml(path: Path) -> Settings:
             )
         text = data.decode("utf-8")
     except OSError as error:
-        near = similar_file(path) if isinstance(error, FileNotFoundError) else ""
+        near = find_similar_file(path) if isinstance(error, FileNotFoundError) else ""
         hint = f" Did you mean {path.with_name(near)}?" if near else ""
         raise ConfigError(f"config file {path} can't be read: {error.strerror}.{hint}") from error
     except UnicodeDecodeError as error:
@@ -145,16 +146,16 @@ def read_yaml(path: Path) -> Settings:
             f"config file {path} must hold a mapping of options (key: value), "
             f"not {type(tree.value).__name__}."
         )
-    return settings_of(tree) if tree.value else {}
+    return flatten_settings(tree) if tree.value else {}
 
 
-def settings_of(tree: SourceValue, prefix: str = "") -> Settings:
-    """Take a mapping apart where it is a section. Raises ConfigError for an option that stands twice."""
+def flatten_settings(tree: SourceValue, prefix: str = "") -> Settings:
+    """Flatten sections to dotted names. Raises ConfigError for an option that is set twice."""
     found: Settings = {}
     for key, value in tree.value.items():
         name, item = prefix + key, replace(value, is_argument=value.is_argument or tree.is_argument)
         is_section = isinstance(item.value, dict) and item.value and _is_section(name)
-        for inner, setting in (settings_of(item, f"{name}.") if is_section else {name: item}).items():
+        for inner, setting in (flatten_settings(item, f"{name}.") if is_section else {name: item}).items():
             if inner in found:
                 raise ConfigError(
                     f"{inner} ({setting.origin}) stands twice in one file: also {found[inner].origin}."
@@ -164,17 +165,17 @@ def settings_of(tree: SourceValue, prefix: str = "") -> Settings:
 
 
 def _is_section(name: str) -> bool:
-    return any(generic(cls, name) in _section_names() for cls in CONFIGS.values())
+    return any(make_generic(cls, name) in _list_section_names() for cls in CONFIGS.values())
 
 
 @cache
-def _section_names() -> frozenset[str]:
-    every = (item for cls in CONFIGS.values() for item in options(cls).items())
-    return frozenset(name for name, hint in every if section_of(hint))
+def _list_section_names() -> frozenset[str]:
+    every = (item for cls in CONFIGS.values() for item in list_options(cls).items())
+    return frozenset(name for name, hint in every if find_section(hint))
 
 
 def merge(sources: Iterable[Settings]) -> Settings:
-    """Lay sources over each other. Null removes what a section has; a later option of it brings it back."""
+    """Merge sources; later ones win. Null removes a section, and a later option in it brings it back."""
     merged: Settings = {}
     for source in sources:
         for name, item in source.items():
@@ -188,8 +189,8 @@ def merge(sources: Iterable[Settings]) -> Settings:
     return merged
 
 
-def without(settings: Settings, name: str) -> Settings:
-    """Return settings without an option, a section, or a key of a mapping."""
+def remove_setting(settings: Settings, name: str) -> Settings:
+    """Remove an option, a section, or a key of a mapping."""
     kept = {
         other: item for other, item in settings.items() if other != name and not other.startswith(f"{name}.")
     }
@@ -197,54 +198,54 @@ def without(settings: Settings, name: str) -> Settings:
     while above := above.rpartition(".")[0]:
         item = kept.get(above)
         if item is not None and isinstance(item.value, dict):
-            inside = without(item.value, name.removeprefix(f"{above}."))
+            inside = remove_setting(item.value, name.removeprefix(f"{above}."))
             kept[above] = replace(item, value=inside)
     return kept
 
 
-def literal(value: Any) -> Any:
-    """Return plain data with each `${` escaped, which would begin a reference."""
+def escape_references(value: Any) -> Any:
+    """Escape each `${` in plain data, so that it begins no reference."""
     if isinstance(value, dict):
-        return {key: literal(item) for key, item in value.items()}
+        return {key: escape_references(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [literal(item) for item in value]
+        return [escape_references(item) for item in value]
     return _REFERENCE.sub(lambda found: 2 * found[1] + r"\${", value) if isinstance(value, str) else value
 
 
 def is_reference(value: str) -> bool:
-    """Return whether a `${` in it begins a reference: one without an odd number of backslashes before it."""
+    """Return whether a `${` in a text begins a reference; an odd number of backslashes escapes it."""
     return any(len(found[1]) % 2 == 0 for found in _REFERENCE.finditer(value))
 
 
-def read_argument(text: str, origin: str) -> SourceValue:
-    """Return the value of one argument: YAML where it can be read as that, else text."""
+def parse_argument(text: str, origin: str) -> SourceValue:
+    """Parse one argument as YAML, or as text if it is not valid YAML."""
     try:
         value = _parse(text, origin).value
     except ConfigError:
         value = text
     if value is None and text.strip() not in ("", "~", "null", "Null", "NULL"):
-        value = text  # as '#1': on the command line there are no comments
+        value = text  # such as '#1': the command line has no comments
     quoted = isinstance(value, str) and text[:1] in ("'", '"')
     return SourceValue(value, origin, value if quoted else text, is_argument=True)
 
 
-def read_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
-    """Return (dotted name, value) of `a.b=c`, `--a.b=c`, `--a.b c` and `~a.b`, in their order.
+def parse_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
+    """Parse `a.b=c`, `--a.b=c`, `--a.b c` and `~a.b` to (dotted name, value), in order. Raises ConfigError.
 
-    As in Hydra, `+` and `++` may stand before a name. Raises ConfigError.
+    As in Hydra, a name may begin with `+` or `++`.
     """
     found: list[tuple[str, SourceValue]] = []
     rest = iter(tokens)
     for token in rest:
         name, equals, value = token.partition("=")
         if token.startswith("--") and len(name) > 2:
-            name = _underscored(name[2:])
+            name = _replace_hyphens(name[2:])
             if not equals:
                 value = next(rest, "--")
                 if value.startswith("--"):
                     raise ConfigError(f"{token} needs a value: {token} VALUE, or {token}=VALUE.")
         elif token.startswith("~") and len(name) > 1:
-            item = read_argument(value, f"command line: {token}")
+            item = parse_argument(value, f"command line: {token}")
             found.append((name[1:], replace(item, text=value if equals else None, is_deletion=True)))
             continue
         elif token.startswith(("-", "~")) or not equals or not name:
@@ -252,13 +253,13 @@ def read_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
                 f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE, "
                 "and ~a.b deletes it."
             )
-        found.append((name.lstrip("+"), read_argument(value, f"command line: {token.partition('=')[0]}")))
+        found.append((name.lstrip("+"), parse_argument(value, f"command line: {token.partition('=')[0]}")))
     return found
 
 
-def _underscored(name: str) -> str:
-    """Return the name of a flag, `-` read as `_`, but in the key of a member, which is the user's own."""
-    member = next((one for cls in CONFIGS.values() for one in members_of(cls, [name])), "")
+def _replace_hyphens(name: str) -> str:
+    """Replace `-` by `_` in the name of a flag, except in the key of a member, which the user chose."""
+    member = next((one for cls in CONFIGS.values() for one in find_members(cls, [name])), "")
     return member + name.removeprefix(member).replace("-", "_")
 
 
@@ -291,18 +292,18 @@ def _convert(loader: Yaml12, node: yaml.Node, name: str) -> SourceValue:
             f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here."
         )
     if isinstance(node, yaml.MappingNode):
-        return SourceValue(_mapping(loader, node, name), origin)
+        return SourceValue(_convert_mapping(loader, node, name), origin)
     if isinstance(node, yaml.SequenceNode):
         return SourceValue([_convert(loader, item, name) for item in node.value], origin)
     try:
         value = loader.construct_object(node)
-        return SourceValue(value if loader.has_references else literal(value), origin, node.value)
+        return SourceValue(value if loader.has_references else escape_references(value), origin, node.value)
     except ValueError as error:  # thousands of digits, or `!!int ten`
         shown = node.value if len(node.value) < 40 else f"{node.value[:20]}… ({len(node.value)} characters)"
         raise ConfigError(f"{origin}: {shown} can't be read as a number.") from error
 
 
-def _mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, SourceValue]:
+def _convert_mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, SourceValue]:
     own: dict[str, SourceValue] = {}
     merged: dict[str, SourceValue] = {}
     for key_node, value_node in node.value:

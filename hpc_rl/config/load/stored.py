@@ -1,4 +1,4 @@
-"""A configuration as plain data and back: the content of `config.json`. Roles in a job read it with this."""
+"""Convert a configuration to the plain data of `config.json` and back, and redact secrets."""
 
 import dataclasses
 import re
@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from hpc_rl.config.load.fields import hints, is_mapping, nearest, section_of
-from hpc_rl.config.options.cluster import environment_of
+from hpc_rl.config.load.fields import find_nearest, find_section, is_mapping, list_hints
+from hpc_rl.config.options.cluster import parse_environment
 from hpc_rl.config.options.experiment import (
     CONFIGS,
     Config,
@@ -19,7 +19,7 @@ from hpc_rl.core.errors import ConfigError
 
 REDACTED = "***"
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)(?!env$)", re.IGNORECASE)
-# of a variable of the environment; not TOKENIZERS_PARALLELISM, nor counts such as MAX_NUM_BATCHED_TOKENS
+# Matches environment variables; not TOKENIZERS_PARALLELISM, nor counts such as MAX_NUM_BATCHED_TOKENS.
 _SECRET_VARIABLE = re.compile(
     r"key|passw|passphrase|_pwd$|secret|credential|(^|_)(auth|pat)$|^(?!.*(max|min|num)_\w*tokens).*token(?!iz)",
     re.IGNORECASE,
@@ -34,15 +34,15 @@ class Loaded:
     config: Config
     origins: dict[str, str]
     notes: list[str] = field(default_factory=list)
-    adapted: dict[str, str] = field(default_factory=dict)  # option -> why it is not at its default
+    adapted: dict[str, str] = field(default_factory=dict)  # option -> why its default changed
 
     @property
     def explicit(self) -> frozenset[str]:
         return frozenset(self.origins)
 
 
-def trainer_of(config: Config) -> Literal["grpo", "teacher", "sft", "rw"]:
-    """Return the trainer that a configuration is for."""
+def find_trainer(config: Config) -> Literal["grpo", "teacher", "sft", "rw"]:
+    """Return the trainer of a configuration."""
     if isinstance(config, GRPOConfig):
         return "teacher" if isinstance(config, TeacherConfig) else "grpo"
     return "rw" if isinstance(config, RWConfig) else "sft"
@@ -50,7 +50,7 @@ def trainer_of(config: Config) -> Literal["grpo", "teacher", "sft", "rw"]:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """Return every option as JSON data; `trainer` names the class."""
-    return dataclasses.asdict(config) | {"trainer": trainer_of(config)}
+    return dataclasses.asdict(config) | {"trainer": find_trainer(config)}
 
 
 def from_dict(data: Mapping[str, Any]) -> Config:
@@ -59,22 +59,22 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     if named not in CONFIGS:
         raise ConfigError(f"config.json: trainer {named!r} can't be used; allowed: {', '.join(CONFIGS)}.")
     config = construct(CONFIGS[named], data)
-    return dataclasses.replace(config, trainer=trainer_of(config))
+    return dataclasses.replace(config, trainer=find_trainer(config))
 
 
 def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
     """Return a section from nested plain data. Raises ConfigError for unknown and missing names."""
     values: dict[str, Any] = {}
     for name, value in data.items():
-        if name not in hints(cls):
-            near = nearest(name, hints(cls))
+        if name not in list_hints(cls):
+            near = find_nearest(name, list_hints(cls))
             hint = f": did you mean {prefix}{near}?" if near else "."
             raise ConfigError(
                 f"config.json: unknown key {prefix}{name}{hint} If another version of hpc-rl wrote it, use "
                 "that version, or submit a new trial."
             )
-        section = section_of(hints(cls)[name])
-        if section is not None and is_mapping(hints(cls)[name]):
+        section = find_section(list_hints(cls)[name])
+        if section is not None and is_mapping(list_hints(cls)[name]):
             members = {key: part for key, part in (value or {}).items() if part is not None}
             value = {key: construct(section, part, f"{prefix}{name}.{key}.") for key, part in members.items()}
         elif section is not None and isinstance(value, Mapping):
@@ -87,7 +87,7 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """Return the value of an option, or a configuration as plain data, with its secrets starred."""
+    """Replace secrets by stars in the value of an option, or in a configuration as plain data."""
     option = name.rpartition(".")[2]
     if option in VARIABLES and isinstance(value, dict):
         return {key: REDACTED if item and is_secret_variable(key) else item for key, item in value.items()}
@@ -101,38 +101,38 @@ def redact(value: Any, name: str = "") -> Any:
 
 
 def is_secret(name: str) -> bool:
-    """Return whether the value of an option must not be shown, by its name."""
+    """Return whether the name of an option tells that its value is a secret."""
     return _SECRET.search(name.rpartition(".")[2]) is not None
 
 
 def is_secret_variable(name: str) -> bool:
-    """Return whether the value of a variable of the environment must not be shown, by its name."""
+    """Return whether the name of an environment variable tells that its value is a secret."""
     return _SECRET_VARIABLE.search(name) is not None
 
 
-def open_variables(config: Config, name: str) -> dict[str, str]:
-    """Return the variables of an option of VARIABLES but for secrets. Raises ConfigError."""
-    found = environment_of(f"launcher.{name}", getattr(config.launcher, name))
+def list_open_variables(config: Config, name: str) -> dict[str, str]:
+    """Return the variables of an option in VARIABLES, without secrets. Raises ConfigError."""
+    found = parse_environment(f"launcher.{name}", getattr(config.launcher, name))
     return {key: value for key, value in found.items() if not is_secret_variable(key)}
 
 
-def secret_variables(config: Config, name: str) -> dict[str, str]:
-    """Return the secrets among the variables of an option of VARIABLES. Raises ConfigError."""
-    found = environment_of(f"launcher.{name}", getattr(config.launcher, name))
+def list_secret_variables(config: Config, name: str) -> dict[str, str]:
+    """Return the secret variables of an option in VARIABLES. Raises ConfigError."""
+    found = parse_environment(f"launcher.{name}", getattr(config.launcher, name))
     return {key: value for key, value in found.items() if value and is_secret_variable(key)}
 
 
-def without_secrets(config: Config) -> Config:
-    """Return what may be written where others may come to read it: secret variables are starred."""
+def redact_secrets(config: Config) -> Config:
+    """Replace secret variables by stars, for files that other users may read."""
     starred = {name: redact(getattr(config.launcher, name), name) for name in VARIABLES}
     return dataclasses.replace(config, launcher=dataclasses.replace(config.launcher, **starred))
 
 
-def with_secrets(config: Config, known: Mapping[str, Mapping[str, str]]) -> Config:
-    """Return a configuration whose starred variables have their values, by option, where they are known."""
+def restore_secrets(config: Config, known: Mapping[str, Mapping[str, str]]) -> Config:
+    """Replace stars by the known values of secret variables; `known` is option -> variable -> value."""
     filled: dict[str, Any] = {}
     for name in VARIABLES:
-        given = environment_of(f"launcher.{name}", getattr(config.launcher, name))
+        given = parse_environment(f"launcher.{name}", getattr(config.launcher, name))
         if starred := {key for key, value in given.items() if value == REDACTED and is_secret_variable(key)}:
             values = known.get(name, {})
             filled[name] = given | {key: values[key] for key in starred & values.keys()}

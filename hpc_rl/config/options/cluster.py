@@ -47,8 +47,8 @@ class ClusterSpecConfig:
     name_resolve: NameResolveConfig = field(default_factory=NameResolveConfig)
     """How the processes of a trial find each other."""
     cluster_name: str = "local"
-    """Profile to load before all other files: `cluster/<name>.yaml` in the site's directories, else one of
-    configs/cluster. If no such profile exists, the value is only a label; `--cluster NAME` requires one."""
+    """Profile to load before all other files: `cluster/<name>.yaml` in the site's directories or in
+    configs/cluster. Without such a profile the value is only a label; `--cluster NAME` requires one."""
     fileroot: PathText = "~/hpc-rl"
     """Directory on a file system that all nodes share; trials are stored in
     `{fileroot}/{user}/{experiment}/{trial}`."""
@@ -64,14 +64,14 @@ class ClusterSpecConfig:
     variable HPC_RL_INTERFACE of the job, else the route to the other nodes."""
     local_dir: NodePath = ""
     """Directory on each node's own disk, such as `/scratch` or `$TMPDIR`. Models, published weights,
-    encoded datasets and .sif images of apptainer are copied there once per node, and removed at the end of
-    the job; empty means no copies. hpc-rl extension."""
+    encoded datasets and .sif images of apptainer are copied there once per node and removed at the end of
+    the job. Empty means no copies. hpc-rl extension."""
     gpu_kind: Literal["nvidia", "amd"] = "nvidia"
-    """Kind of the GPUs. With `amd`, apptainer gets `--rocm` instead of `--nv`, and where Slurm does not
-    assign GPUs, ROCR_VISIBLE_DEVICES names them instead of CUDA_VISIBLE_DEVICES. hpc-rl extension."""
+    """Kind of the GPUs. With `amd`, apptainer gets `--rocm` instead of `--nv`, and if Slurm does not assign
+    GPUs, ROCR_VISIBLE_DEVICES names them instead of CUDA_VISIBLE_DEVICES. hpc-rl extension."""
     node_dirs: list[PathText] = field(default_factory=list)
-    """Directories that only compute nodes see: models, datasets and images below them are not checked at
-    submission, but by the job. Not needed for a path of which nothing is there. hpc-rl extension."""
+    """Directories that only compute nodes see. The job, not the submission, checks models, datasets and
+    images below them. Not needed if this machine has no parent of a path. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)
@@ -97,7 +97,7 @@ class SlurmNodesConfig:
     gpu_type: GpuType | None = None
     """GPU type, such as `a100`."""
     gres: str | None = None
-    """Generic resources per node; if it names GPUs, it is what requests them."""
+    """Generic resources per node; if they include GPUs, no other option requests GPUs."""
 
 
 @dataclass(kw_only=True)
@@ -107,7 +107,7 @@ class ServerJobsConfig(SlurmNodesConfig):
     cpus_per_task: SlurmCountOrDerived | None = None
     """CPUs per node; `derived` takes the number from the plan."""
     mem: SlurmMemoryOrDerived | None = None
-    """Memory per node, also where `launcher.slurm` has it per CPU or GPU."""
+    """Memory per node, even if `launcher.slurm` sets it per CPU or GPU."""
     exclusive: bool | Literal["user", "mcs", "topo"] | None = None
     """Whole nodes (true), or nodes not shared with some others."""
     tmp: SlurmMemory | None = None
@@ -123,20 +123,20 @@ class ServerJobsConfig(SlurmNodesConfig):
 
 @dataclass(kw_only=True)
 class SrunArgsConfig:
-    """Further options of the srun of single roles, one per item; they win over the plan's.
+    """Further srun options of single roles, one per item; they win over the plan's.
 
-    Such as `--cpu-bind=cores`, `--gpu-bind=closest`, `--mem-bind=local`, `--distribution=cyclic`,
+    Examples: `--cpu-bind=cores`, `--gpu-bind=closest`, `--mem-bind=local`, `--distribution=cyclic`,
     `--hint=nomultithread`.
     """
 
     trainer: list[str] = field(default_factory=list)
-    """Of the trainer."""
+    """Options for the trainer."""
     server: list[str] = field(default_factory=list)
-    """Of the generation servers."""
+    """Options for the generation servers."""
     rollout: list[str] = field(default_factory=list)
-    """Of the rollout role."""
+    """Options for the rollout role."""
     environment: list[str] = field(default_factory=list)
-    """Of the commands of `environments`."""
+    """Options for the commands of `environments`."""
 
 
 @dataclass(kw_only=True)
@@ -154,7 +154,7 @@ class SlurmLauncherConfig(SlurmNodesConfig):
     mem_per_gpu: SlurmMemory | None = None
     """Memory per GPU, instead of per node."""
     gpus_by: Literal["gpus-per-node", "gres"] | None = "gpus-per-node"
-    """Option that requests the GPUs; null where Slurm does not manage GPUs (this requires whole nodes)."""
+    """Option that requests the GPUs; null if Slurm does not manage GPUs (this requires whole nodes)."""
     exclusive: bool | Literal["user", "mcs", "topo"] | None = None
     """Whole nodes (true), or nodes not shared with other users (`user`), accounts (`mcs`) or switches
     (`topo`)."""
@@ -181,7 +181,7 @@ class SlurmLauncherConfig(SlurmNodesConfig):
     srun_args: SrunArgsConfig = field(default_factory=SrunArgsConfig)
     """Further options of the srun of single roles, after `srun_additional_args`. hpc-rl extension."""
     srun_mpi: Literal["none", "pmix", "pmi2", "cray_shasta"] = "none"
-    """`--mpi` of the trainer's srun. With another value than `none` its ranks find each other by MPI, with
+    """`--mpi` of the trainer's srun. With any value but `none` its ranks find each other by MPI, which needs
     the extra `mpi` (mpi4py) in the trainer's Python. hpc-rl extension."""
     container_type: Literal["apptainer", "pyxis", "none"] = "apptainer"
     """Program that starts the images. A role without an image runs without a container; the supervisor always
@@ -223,8 +223,8 @@ class SlurmLauncherConfig(SlurmNodesConfig):
 class HooksConfig:
     """Scripts that run at fixed moments of every attempt.
 
-    They run after those in the site's `hooks.d`. A script is a path or inline text (several lines, or one
-    that begins with `#!`); a copy is submitted.
+    They run after the scripts in the site's `hooks.d`. A script is a path or inline text (several lines, or
+    one that begins with `#!`); the trial gets a copy.
     """
 
     dir: PathText = ""
@@ -264,27 +264,27 @@ class LauncherConfig:
     type: Literal["auto", "slurm", "local"] = "auto"
     """`auto` uses Slurm if `sbatch` is on the PATH, else this machine."""
     python: Executable | None = None
-    """Python interpreter of the supervisor and of roles without a container; null means the one that submits.
-    """
+    """Python interpreter of the supervisor and of roles without a container; null means the submitting
+    one."""
     inference_server_python: Executable | None = None
-    """Python interpreter of SGLang or vLLM, which have an environment of their own; null means the role's."""
+    """Python interpreter of SGLang or vLLM, from their separate environment; null means the role's."""
     templates_dir: PathText = ""
     """Directory of templates that take precedence over the site's and the packaged ones; empty means none."""
     modules: list[ModuleName] = field(default_factory=list)
     """Environment modules to load on the first node before anything else, such as `cuda/12.4`; all roles
-    inherit what they set. hpc-rl extension."""
+    inherit their variables. hpc-rl extension."""
     setup: str = ""
     """Bash text that every job script sources after the modules, without `-e` and `-u`. hpc-rl extension."""
     env: dict[str, str] | str = ""
     """Environment variables of all roles: a mapping, or `A=b,C=d`; they win over the site's, the modules' and
     the setup's. hpc-rl extension."""
     snapshot: list[PathText] = field(default_factory=list)
-    """Files and directories of your own code, such as `rewards.py`, that a submission copies into the trial:
-    its roles import the copies. Empty means that they import from the working directory what is there when
-    they start. hpc-rl extension."""
+    """Files and directories of your own code, such as `rewards.py`, that a submission copies into the trial;
+    its roles import the copies. If empty, they import the files that are in the working directory when they
+    start. hpc-rl extension."""
     umask: Umask = "077"
     """Permissions that new files of a trial do not get. With `027` the group may read logs, checkpoints and
-    exports; scripts, config.json and tokens stay the user's. hpc-rl extension."""
+    exports; scripts, config.json and tokens stay private. hpc-rl extension."""
     inference_server_cpus_per_gpu: PositiveInt = 4
     """CPUs per unit of the generation servers."""
     inference_server_mem_per_gpu: PositiveInt = 32768
@@ -300,27 +300,27 @@ class LauncherConfig:
     inference_server_env_vars: dict[str, str] | str = ""
     """Environment variables of the generation servers: a mapping, or `A=b,C=d`."""
     trainer_env_vars: dict[str, str] | str = ""
-    """Environment variables of the trainer ranks: a mapping, or `A=b,C=d`. On GPUs with
-    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, and for megatron with t or c
-    `CUDA_DEVICE_MAX_CONNECTIONS=1`, unless they are given here."""
+    """Environment variables of the trainer ranks: a mapping, or `A=b,C=d`. Unless given here, GPUs add
+    `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`, and megatron with t or c
+    `CUDA_DEVICE_MAX_CONNECTIONS=1`."""
     trainer_start: Literal["srun", "mpiexec"] = "srun"
-    """What starts the trainer's ranks. `srun`: as all roles, by srun, or on this machine directly. `mpiexec`:
-    by MPI, with the extra `mpi` (mpi4py) in the trainer's Python. hpc-rl extension."""
+    """Program that starts the trainer's ranks. `srun`: by srun as all roles, or directly on this machine.
+    `mpiexec`: by MPI, which needs the extra `mpi` (mpi4py) in the trainer's Python. hpc-rl extension."""
     mpi: MpiConfig = field(default_factory=MpiConfig)
     """How `trainer_start: mpiexec` starts the trainer. hpc-rl extension."""
     check_collectives: bool = True
-    """Check, before a trainer of several ranks trains, that they sum and exchange numbers correctly, and name
-    slow nodes. hpc-rl extension."""
+    """Check before training that the trainer's ranks sum and exchange numbers correctly, and name slow nodes.
+    hpc-rl extension."""
     preflight_timeout_s: NonNegativeInt = 60
-    """Time for the nodes of a Slurm job to show, before an attempt starts anything, that each reaches every
-    other one; nodes that do not are named and avoided. 0 leaves that out. hpc-rl extension."""
+    """Seconds in which each node of a Slurm job must reach every other one, before an attempt starts
+    anything; nodes that fail are named and avoided. 0 skips this check. hpc-rl extension."""
     hooks: HooksConfig = field(default_factory=HooksConfig)
     """Scripts that run at fixed moments of every attempt."""
     slurm: SlurmLauncherConfig = field(default_factory=SlurmLauncherConfig)
     """Slurm options."""
 
 
-def environment_of(option: str, value: dict[str, str] | str) -> dict[str, str]:
+def parse_environment(option: str, value: dict[str, str] | str) -> dict[str, str]:
     """Return the variables of a mapping, or of `A=b,C=d` if no value contains a comma. Raises ConfigError."""
     found = dict(value) if isinstance(value, dict) else {}
     for part in value.split(",") if isinstance(value, str) else ():

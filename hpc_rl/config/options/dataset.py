@@ -13,16 +13,16 @@ class DatasetConfig:
     """A dataset.
 
     Its rows have a `prompt` (text, or a list of chat messages under `messages`) and any columns that the
-    reward function uses; `columns` says which are which where they have other names.
+    reward function uses; `columns` maps columns with other names.
     """
 
     path: PathText
     """A .jsonl or .parquet file, or a directory with a saved Hugging Face dataset; empty in a trial on
     environments alone."""
     columns: dict[str, str] = field(default_factory=dict)
-    """Columns that have other names in the file, by the names that are needed: {prompt: question, answer:
-    solution}; `reward_model.ground_truth` is a part of a column. A text that is named `messages` becomes one
-    turn of a user. The default is empty, but for rows of GSM8K (question, answer), MATH (problem, answer or
+    """Columns with other names in the file, as needed name: column, such as {prompt: question, answer:
+    solution}; `reward_model.ground_truth` is a part of a column. A text for `messages` becomes one turn of a
+    user. The default is empty, except for rows of GSM8K (question, answer), MATH (problem, answer or
     solution), verl (reward_model) and AReaL-boba (solutions). hpc-rl extension."""
     type: Literal["rl", "sft", "rw"] = "rl"
     """`rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` rows `chosen` and `rejected` (a
@@ -30,21 +30,21 @@ class DatasetConfig:
     batch_size: PositiveInt = 1
     """Prompts (rl), sequences (sft) or pairs (rw) per train batch."""
     sequences_per_rank: PositiveInt | None = None
-    """Sequences (rw: pairs) per data rank of the trainer and train batch, which give batch_size its default:
+    """Sequences (rw: pairs) per data rank in each train batch. They give batch_size its default:
     sequences_per_rank * data ranks / gconfig.n_samples. null means no such default. hpc-rl extension."""
     shuffle: bool = True
     """Shuffle the rows in every epoch, by `seed`."""
     pin_memory: bool = False
     """Use page-locked memory for transfers to the GPU."""
     num_workers: NonNegativeInt = 0
-    """Threads that tokenize all rows when the dataset is read; 0 means none: rows of type rl are tokenized as
-    they are needed, others by the main thread."""
+    """Threads that tokenize all rows when the dataset is read. With 0, rows of type rl are tokenized when
+    they are needed, other rows by the main thread."""
     drop_last: bool = True
     """Drop the last batch of the trial if the rows don't fill it; false fills it with rows of another pass.
     """
     max_length: PositiveInt | None = None
-    """Largest number of tokens of a prompt (rl) or sequence (sft, rw); `too_long` says what becomes of longer
-    rows. null means no limit."""
+    """Largest number of tokens of a prompt (rl) or sequence (sft, rw); `too_long` decides about longer rows.
+    null means no limit."""
     too_long: Literal["drop", "truncate_left"] = "drop"
     """`drop` leaves out rows above max_length; `truncate_left` keeps the last max_length tokens of a prompt
     (rl). hpc-rl extension."""

@@ -1,4 +1,4 @@
-"""The configuration of a trial, one class for each trainer; its length in steps, and dotted access."""
+"""The configuration of a trial, one class per trainer; its length in steps, and access by dotted names."""
 
 from __future__ import annotations
 
@@ -82,12 +82,12 @@ class GRPOConfig(BaseExperimentConfig):
     """A GRPO trial."""
 
     async_training: bool = True
-    """Generate while training; false alternates the two: each batch is made by the newest weights."""
+    """Generate while training; false alternates the two, so that the newest weights make each batch."""
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
     """Sampling of completions."""
     eval_gconfig: GenerationHyperparameters | None = None
-    """Sampling in evaluations, which make one completion of a held-out prompt, or n_samples and the mean of
-    their rewards. What is not given here is as in `gconfig`. hpc-rl extension."""
+    """Sampling in evaluations: one completion per held-out prompt, or the mean reward of n_samples. Options
+    that are not given here follow `gconfig`. hpc-rl extension."""
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     """The rollout role."""
     actor: PPOActorConfig
@@ -99,10 +99,10 @@ class GRPOConfig(BaseExperimentConfig):
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
     """Embedded servers, if the allocation has them."""
     pools: dict[PoolName, PoolConfig] = field(default_factory=dict)
-    """Models that are asked and never trained, by name: each pool of `allocation_mode` but the trained one,
-    and endpoints elsewhere. hpc-rl extension."""
+    """Models that answer or score but are never trained, by name: every pool of `allocation_mode` except the
+    trained one, and external endpoints. hpc-rl extension."""
     environments: EnvironmentsConfig | None = None
-    """What feeds the trial from outside; null means nothing does."""
+    """Environments that feed the trial from outside; null means none."""
 
 
 @dataclass(kw_only=True)
@@ -110,7 +110,7 @@ class TeacherConfig(GRPOConfig):
     """A trial that trains a teacher, by GRPO, to make a student answer better."""
 
     teacher: TeachingConfig = field(default_factory=TeachingConfig)
-    """How the student in pool `student` is probed and taught, and what the teacher is rewarded for."""
+    """How to probe and teach the student in pool `student`, and the teacher's reward."""
 
 
 @dataclass(kw_only=True)
@@ -140,17 +140,17 @@ LENGTH_OPTIONS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs
 
 
 def has_own_prompts(config: Config) -> bool:
-    """Return whether `train_dataset` is read: always, but in a trial on environments alone."""
+    """Return whether the trial reads `train_dataset`; it does not if it trains on environments alone."""
     environments = config.environments if isinstance(config, GRPOConfig) else None
     return environments is None or environments.own_prompts
 
 
-def total_steps(config: Config, num_rows: int) -> int:
-    """Return the number of steps of a trial: the smallest that `LENGTH_OPTIONS` give.
+def count_steps(config: Config, num_rows: int) -> int:
+    """Return the number of steps of a trial: the smallest limit of `LENGTH_OPTIONS`.
 
-    Raises ConfigError where the passes over the data make no whole batch.
+    Raises ConfigError if the passes over the data make no whole batch.
     """
-    steps = last_step(config, num_rows)
+    steps = find_last_step(config, num_rows)
     assert steps is not None, "rules/check.py requires one of LENGTH_OPTIONS"
     if steps < 1:
         size = config.train_dataset.batch_size
@@ -161,10 +161,10 @@ def total_steps(config: Config, num_rows: int) -> int:
     return steps
 
 
-def last_step(config: Config, num_rows: int | None) -> int | None:
-    """Return an upper bound of the number of steps, from the number of rows before `max_length` drops any.
+def find_last_step(config: Config, num_rows: int | None) -> int | None:
+    """Return an upper bound of the number of steps; `num_rows` counts rows before `max_length` drops any.
 
-    None where only `total_train_epochs` is set and the number of rows is not known.
+    Returns None if only `total_train_epochs` is set and the number of rows is unknown.
     """
     size = config.train_dataset.batch_size
     bounds = [config.total_train_steps] if config.total_train_steps is not None else []
@@ -185,17 +185,17 @@ class _Absent:
 ABSENT: Any = _Absent()
 
 
-def value_of(config: Any, name: str) -> Any:
-    """Return the value of a dotted option, or ABSENT where a section is missing or null."""
+def get_value(config: Any, name: str) -> Any:
+    """Return the value of a dotted option, or ABSENT if a section is missing or null."""
     for part in name.split("."):
         config = config.get(part, ABSENT) if isinstance(config, dict) else getattr(config, part, ABSENT)
     return config
 
 
-def replaced(section: Any, path: list[str], value: Any) -> Any:
-    """Return the same configuration with one option changed."""
+def replace_value(section: Any, path: list[str], value: Any) -> Any:
+    """Return a copy of a section with one option changed."""
     if len(path) > 1:
-        value = replaced(value_of(section, path[0]), path[1:], value)
+        value = replace_value(get_value(section, path[0]), path[1:], value)
     if isinstance(section, dict):
         return section | {path[0]: value}
     return dataclasses.replace(section, **{path[0]: value})

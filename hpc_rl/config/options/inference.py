@@ -71,15 +71,15 @@ class JudgeConfig:
     """A model of another pool that scores completions. hpc-rl extension."""
 
     pool: str = "judge"
-    """Its pool, of section `pools`."""
+    """Pool of the judge, in section `pools`."""
     template: str = _JUDGE
-    """What it is asked, as one turn of a user: a name in braces stands for a value, {question}, {completion}
+    """Prompt of the judge, one turn of a user. A name in braces stands for a value: {question}, {completion}
     or a column of the row; other braces are text. The score is the number between <score> and </score>."""
     temperatures: list[NonNegativeFloat] = field(default_factory=lambda: [0.2, 0.5, 0.8])
-    """It is asked once at each of these temperatures; the reward is the mean of its scores."""
+    """The judge scores once at each of these temperatures; the reward is the mean."""
     retries: NonNegativeInt = 2
-    """How often it is asked again, at each temperature, if its answer has no score. A temperature that still
-    has none does not count; if none has one, the prompt is rejected."""
+    """Number of repeated questions at each temperature if the answer has no score. Temperatures that give no
+    score are skipped; without any score the prompt is rejected."""
 
 
 @dataclass(kw_only=True)
@@ -92,28 +92,28 @@ class InferenceEngineConfig:
     """The root's `trial_name`; null follows it."""
     queue_size: PositiveInt | None = None
     """Largest number of prompts in flight plus finished groups not yet in a batch, at least a batch. null
-    leaves it to the staleness bound."""
+    means that only the staleness bound limits it."""
     consumer_batch_size: PositiveInt | None = None
     """Must equal `train_dataset.batch_size`; null follows it."""
     enable_rollout_tracing: bool = False
     """Log every generation request when it is sent and when it is answered."""
     check_trajectory_format: bool = False
-    """Check shapes and types of what a workflow returns; a bad trajectory rejects the prompt, with the
-    reason."""
+    """Check shapes and types of the trajectories of a workflow; a bad one rejects the prompt, with the
+    reason. """
     schedule_policy: Literal["least_loaded", "round_robin"] = "least_loaded"
     """Server for a request: the one with the fewest requests of this trial, or one after the other."""
     max_concurrent_rollouts: PositiveInt | None = None
     """Largest number of prompts in flight; null means twice the batch size."""
     max_head_offpolicyness: NonNegativeInt = 0
-    """How many weight versions the data may lag behind the trainer; what holds to it is `staleness_bound`."""
+    """Number of weight versions that the data may lag behind the trainer; see `staleness_bound`."""
     staleness_bound: Literal["soft", "hard", "drop"] = "soft"
     """`soft` limits the number of prompts issued, as AReaL does: a slow trajectory may lag further behind.
-    `hard` bounds every trajectory, `drop` rejects those that lag further. hpc-rl extension."""
+    `hard` bounds every trajectory, `drop` rejects trajectories that lag further. hpc-rl extension."""
     batch_order: Literal["ready", "in_order"] = "ready"
     """`ready` takes groups as they finish, `in_order` by prompt index. hpc-rl extension."""
     workflow: str = "single_turn"
-    """`single_turn`; `multi_turn`, which lets the model try a second time; `teacher`, the default of that
-    trainer; or `package.module:name` of your own. hpc-rl extension."""
+    """`single_turn`; `multi_turn`, which lets the model try a second time; `teacher`, the default of trainer
+    teacher; or your own `package.module:name`. hpc-rl extension."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the workflow's class, or of its `create` after the configuration, by name:
     `max_turns`, `turn_discount`, `max_tokens_per_trajectory`, `feedback`, `tools`, `tool_timeout_s` for
@@ -125,7 +125,7 @@ class InferenceEngineConfig:
     for an empty completion, 0 for gconfig.max_new_tokens; `countdown` (columns nums and target);
     `code_tests`, the share of the texts in the column tests that the code passes; `judge`, which asks the
     model of `judge`; the name of a pool whose model is a reward model, such as `reward_model`; or
-    `package.module:name` of your own. Several, separated by commas, are added up, and
+    your own `package.module:name`. Several, separated by commas, are added up, and
     each is logged as `reward/NAME`. hpc-rl extension."""
     reward_weights: list[float] | None = None
     """Factor of each function of `reward_fn`, in their order; null means 1 each. hpc-rl extension."""
@@ -134,8 +134,8 @@ class InferenceEngineConfig:
     reward_timeout_s: PositiveFloat = 15.0
     """Time limit of one reward call in seconds; exceeding it rejects the prompt. hpc-rl extension."""
     sandbox: Literal["available", "required"] = "available"
-    """Of the code that `code_tests` runs: `available` confines it as well as the machine can, `required` ends
-    the trial on a machine that can't protect everything. hpc-rl extension."""
+    """Sandbox for the code that `code_tests` runs: `available` confines it as well as the machine can,
+    `required` ends the trial on a machine that can't protect everything. hpc-rl extension."""
     num_workers: PositiveInt = 1
     """Number of executor processes. hpc-rl extension."""
     setup_timeout: PositiveFloat = 600.0
@@ -144,13 +144,13 @@ class InferenceEngineConfig:
     request_timeout: PositiveFloat = 3600.0
     """Time limit of one generation request in seconds, weight updates included."""
     request_retries: NonNegativeInt = 3
-    """Times that a request which a server failed is sent again, to another server if there is one; then its
-    prompt is rejected."""
+    """Number of times that a failed request is sent again, if possible to another server; then its prompt is
+    rejected."""
     keep_samples: NonNegativeInt = 1
-    """Groups of each step whose completions are kept, for `hpc-rl samples`. hpc-rl extension."""
+    """Number of groups per step whose completions are kept for `hpc-rl samples`. hpc-rl extension."""
     prompt_retries: NonNegativeInt = 2
-    """Times that a prompt is issued again after an exception of the workflow before it is rejected. hpc-rl
-    extension."""
+    """Number of times that a prompt is issued again after an exception of the workflow; then it is rejected.
+    hpc-rl extension."""
 
     @property
     def reward_functions(self) -> list[str]:
@@ -158,7 +158,7 @@ class InferenceEngineConfig:
         return [name.strip() for name in self.reward_fn.split(",")]
 
 
-# The choices of version 0.5.23. For the backend of a plug-in: null here, and its flag in extra_args.
+# The choices of version 0.5.23. For a plug-in's backend use null, and its flag in extra_args.
 AttentionBackend = Literal[
     "aiter", "ascend", "compressed", "cutedsl_mla", "dsa", "dsv4", "fa3", "fa4", "flashinfer", "flashmla",
     "flex_attention", "hpc_ops", "intel_amx", "intel_xpu", "llada2_cfg_flashinfer", "minicpm_flashattn",
@@ -202,7 +202,7 @@ class SGLangConfig:
     enable_mixed_chunk: bool = False
     """Mix prefill and decode in one batch."""
     enable_dp_attention: bool = False
-    """Data-parallel attention; needs dp_size above 1, in place of which there are more servers."""
+    """Data-parallel attention; needs dp_size above 1. Use more servers instead."""
     enable_ep_moe: bool = False
     """Expert-parallel MoE layers, in older versions."""
     enable_torch_compile: bool = False
@@ -323,11 +323,11 @@ class VLLMConfig:
     enforce_eager: bool = False
     """Use no CUDA graphs and do not compile the model. Defaults to true without GPUs."""
     attention_backend: str | None = None
-    """Attention kernels, by vLLM's name of them; null leaves it to vLLM."""
+    """Attention kernels, by vLLM's name; null leaves it to vLLM."""
     disable_custom_all_reduce: bool = False
     """Use NCCL instead of the custom all-reduce."""
     enable_expert_parallel: bool = False
-    """Divide the experts of MoE layers among the GPUs of a server, instead of each expert."""
+    """Divide the experts of MoE layers among the GPUs of a server, instead of dividing each expert."""
     cpu_offload_gb: NonNegativeInt = 0
     """GiB of weights of each GPU kept in host memory."""
     enable_log_requests: bool = False
@@ -345,6 +345,6 @@ class EmbeddedConfig:
     max_running_requests: PositiveInt = 256
     """Largest number of sequences decoded at once."""
     batch_invariant: bool = False
-    """Decode each sequence by itself, so that its tokens do not depend on the others; slow."""
+    """Decode each sequence alone, so that its tokens do not depend on others; slow."""
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Data type of weights and compute."""

@@ -1,6 +1,6 @@
 """Limits of values, declared with their types: `n_nodes: PositiveInt`.
 
-Only the loader reads them; for all other code these are plain `int`, `float` and `str`.
+Only the loader uses them; for all other code the types are plain `int`, `float` and `str`.
 """
 
 import re
@@ -12,15 +12,15 @@ from hpc_rl.core import slurm_time
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of a number; `above` and `below` leave the bound itself out."""
+    """Bounds of a number; `above` and `below` exclude the bound."""
 
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
     below: float | None = None
 
-    def refusal(self, value: float, is_bare_number: bool) -> str | None:
-        """Return why a value is refused, which may be empty; None where it is allowed."""
+    def explain_refusal(self, value: float, is_bare_number: bool) -> str | None:
+        """Return None for an allowed value, else the reason of the refusal, which may be empty."""
         is_inside = (
             (self.at_least is None or value >= self.at_least)
             and (self.at_most is None or value <= self.at_most)
@@ -34,14 +34,14 @@ class Limits:
         return " and ".join(f"{word} {bound:g}" for word, bound in words.items() if bound is not None)
 
 
-_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")  # of a shell, in a path
+_VARIABLE = re.compile(r"\$(?:([A-Za-z_]\w*)|\{([A-Za-z_]\w*)\})")  # a shell variable in a path
 
 
 @dataclass(frozen=True)
 class Place:
     """A path: `~` is expanded, a relative path is made absolute, an empty one stays empty.
 
-    Variables of a shell are refused: a file has no shell that would expand them.
+    Shell variables are refused, because no shell expands them in a file.
     """
 
     bare_names: bool = False  # a name without a slash is looked up on the PATH
@@ -53,8 +53,8 @@ class Place:
             return False
         return not (self.bare_names and "/" not in text)
 
-    def refusal(self, text: str, is_bare_number: bool) -> str | None:
-        """Return why the text can't be a path; None where it can."""
+    def explain_refusal(self, text: str, is_bare_number: bool) -> str | None:
+        """Return why a text can't be a path; None if it can."""
         if self.or_script and not self.is_path(text):
             return None
         if any(ord(char) < 32 or ord(char) == 127 for char in text):
@@ -68,9 +68,9 @@ class Place:
 
 @dataclass(frozen=True)
 class AsWritten:
-    """Any value, kept as a text: anything else than a text as JSON."""
+    """Any value, stored as text; values of other types are stored as JSON."""
 
-    def refusal(self, text: str, is_bare_number: bool) -> str | None:
+    def explain_refusal(self, text: str, is_bare_number: bool) -> str | None:
         """Return None: every text is allowed."""
         return None
 
@@ -103,8 +103,8 @@ class Grammar:
     words: str
     quoted: bool = False
 
-    def refusal(self, text: str, is_bare_number: bool) -> str | None:
-        """Return an empty text where the format is another; None where it is allowed."""
+    def explain_refusal(self, text: str, is_bare_number: bool) -> str | None:
+        """Return None for a text of this format, else an empty reason."""
         fits = re.fullmatch(self.pattern, text) and not (self.quoted and is_bare_number)
         return None if fits else ""
 

@@ -1,4 +1,4 @@
-"""Section `megatron` of a model in the trainer: the options of megatron-core, by the names that AReaL has."""
+"""Section `megatron` of a model in the trainer: options of megatron-core, with AReaL's names."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ class MegatronDDPConfig:
     check_for_nan_in_grad: bool = False
     """End the trial at a gradient that is not a number, before it is summed."""
     bucket_size: PositiveInt | None = None
-    """Parameters in a bucket; null means a number by the data ranks; needs `overlap_grad_reduce`."""
+    """Parameters in a bucket; null derives the number from the data ranks; needs `overlap_grad_reduce`."""
     average_in_collective: bool = False
-    """Average gradients over ranks while they are summed; only false: losses are divided by the number of
-    tokens."""
+    """Average gradients over ranks while summing them; only false, because losses are divided by the number
+    of tokens."""
     fp8_param_gather: bool = False
     """Gather parameters in FP8; only false."""
 
 
 @dataclass(kw_only=True)
 class MegatronConfig:
-    """Options of the megatron backend; its parallel sizes are those of `allocation_mode`."""
+    """Options of the megatron backend; `allocation_mode` sets its parallel sizes."""
 
     wrap_with_ddp: bool = True
     """Sum gradients over data ranks; only true."""
@@ -68,15 +68,16 @@ class MegatronConfig:
     use_deterministic_algorithms: bool = False
     """Have PyTorch use deterministic algorithms only; slower."""
     recompute_granularity: Literal["full", "selective"] | None = "full"
-    """What `gradient_checkpointing` recomputes: whole layers, or what `recompute_modules` names."""
+    """Scope of `gradient_checkpointing`: whole layers (`full`), or the parts in `recompute_modules`
+    (`selective`)."""
     recompute_method: Literal["uniform", "block"] | None = "uniform"
-    """With `full`: `uniform` keeps the input of each `recompute_num_layers` layers, a divisor of those of
-    a stage, `block` recomputes the first `recompute_num_layers` layers of each stage only. Null with
+    """With `full`: `uniform` keeps one input per `recompute_num_layers` layers, which must divide the layers
+    of a stage; `block` recomputes only the first `recompute_num_layers` layers of each stage. Null with
     `selective`."""
     recompute_num_layers: PositiveInt | None = 1
     """Number of layers for `recompute_method`. Null with `selective`."""
     distribute_saved_activations: bool | None = None
-    """Divide what is kept among tensor ranks; not true: sequence parallelism does it already."""
+    """Divide saved activations among tensor ranks; not true, because sequence parallelism does it already."""
     recompute_modules: list[str] | None = None
-    """With `selective`: parts of a layer that are recomputed, of core_attn, layernorm, mlp and moe; null
-    means core_attn."""
+    """With `selective`: the recomputed parts of a layer, from core_attn, layernorm, mlp and moe; null means
+    core_attn."""

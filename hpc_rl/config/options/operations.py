@@ -1,4 +1,4 @@
-"""Sections `saver`, `evaluator`, `recover` and `stats_logger`: what happens from time to time."""
+"""Sections `saver`, `evaluator`, `recover` and `stats_logger`: periodic work."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hpc_rl.config.options.limits import AboveOne, NonNegativeInt, PathText, Pos
 
 @dataclass(kw_only=True)
 class FrequencyConfig:
-    """How often: whenever one of the three periods that are set has passed. All null means never."""
+    """How often: whenever one of the three periods has passed. All null means never."""
 
     freq_epochs: PositiveInt | None = None
     """Every N epochs."""
@@ -39,8 +39,8 @@ class KeepBestConfig:
     metric: str | None = None
     """Metric of an evaluation: `eval_reward` (grpo), `eval_loss` (sft, rw), `eval_accuracy` (rw),
     `eval_token_accuracy` (sft), or `eval_accuracy_delta`, `eval_reward`, `eval_student_accuracy`,
-    `eval_baseline_accuracy` and `eval_reward_<part>` (teacher), or `eval_<name>` where a workflow of your own
-    has <name> in its `Trajectory.stats`; null means the first of these that the trainer has."""
+    `eval_baseline_accuracy` and `eval_reward_<part>` (teacher), or `eval_<name>` if your own workflow puts
+    <name> into `Trajectory.stats`; null means the trainer's first metric in this list."""
     mode: Literal["max", "min"] | None = None
     """Whether larger or smaller is better; null means `min` for a loss, else `max`."""
     as_final: bool = False
@@ -55,31 +55,31 @@ class SaverConfig(FrequencyConfig, IdentityConfig):
     """Number of most recent exports to keep, in addition to the final and the best one; null keeps all.
     hpc-rl extension."""
     keep_best: KeepBestConfig | None = None
-    """Keep the best model by evaluation; null disables it. After another held-out dataset, reward, workflow
-    or teacher, or other pools, the next evaluation is the best again. hpc-rl extension."""
+    """Keep the best model by evaluation; null disables it. After a change of the held-out dataset, reward,
+    workflow, teacher or pools, the next evaluation starts as the best. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)
 class EvaluatorConfig(FrequencyConfig, IdentityConfig):
     """Evaluation on `valid_dataset`.
 
-    With such a dataset one always runs after the last step, and in a GRPO trial also before the first.
+    With this dataset one always runs after the last step, and in a GRPO trial also before the first.
     """
 
     keep_samples: NonNegativeInt = 32
-    """Prompts of each evaluation whose completions are kept, the first of `valid_dataset`, for `hpc-rl
-    samples`. hpc-rl extension."""
+    """Number of prompts, from the start of `valid_dataset`, whose completions each evaluation keeps for
+    `hpc-rl samples`. hpc-rl extension."""
     pass_reward: float = 1.0
-    """Least reward of a completion that passes, for `eval_pass@k` where `eval_gconfig.n_samples` is above 1.
+    """Smallest reward of a completion that passes, for `eval_pass@k` if `eval_gconfig.n_samples` is above 1.
     hpc-rl extension."""
     sets_column: str | None = None
-    """Column of `valid_dataset` that names the set of a row: each set has metrics of its own, as
+    """Column of `valid_dataset` that names the set of a row. Each set gets its metrics, such as
     `eval_NAME/reward`; null measures all rows together only. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)
 class RecoverConfig(FrequencyConfig, IdentityConfig):
-    """Checkpoints, and what a start does with them."""
+    """Checkpoints, and how a start uses them."""
 
     mode: Literal["disabled", "auto", "fault", "resume"] = "disabled"
     """`disabled` neither saves nor loads checkpoints; `auto` loads the newest valid checkpoint, if any;
@@ -106,8 +106,8 @@ class RecoverConfig(FrequencyConfig, IdentityConfig):
     """Longest time without progress before it counts as a hang, in seconds; it also applies to start-up and
     the first step. hpc-rl extension."""
     avoid_hours: NonNegativeInt = 24
-    """Hours for which requeues and later submissions avoid a node that failed; 0 disables it. hpc-rl
-    extension."""
+    """Hours during which requeues and later submissions avoid a failed node; 0 disables it. hpc-rl extension.
+    """
 
 
 @dataclass(kw_only=True)
@@ -179,8 +179,8 @@ class StatsLoggerConfig(IdentityConfig):
     tensorboard: TensorBoardConfig = field(default_factory=TensorBoardConfig)
     """TensorBoard files."""
     every_steps: PositiveInt = 1
-    """TensorBoard and the services get the metrics of every N-th step, and all evaluations; metrics.jsonl has
-    every step. hpc-rl extension."""
+    """Send the metrics of every N-th step, and of all evaluations, to TensorBoard and the services;
+    metrics.jsonl has every step. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

@@ -1,4 +1,4 @@
-"""Section `pools`: models beside the trained one that answer, or score, while trajectories are made."""
+"""Section `pools`: further models, never trained, that answer or score during rollouts."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ PoolName = Annotated[str, Grammar(POOL_NAME.pattern, POOL_NAME_WORDS)]
 
 @dataclass(kw_only=True)
 class PoolConfig:
-    """A pool of servers whose model is not trained, or an endpoint elsewhere. hpc-rl extension."""
+    """A pool of servers whose model is not trained, or an external endpoint. hpc-rl extension."""
 
     path: PathText = ""
-    """Directory of a Hugging Face checkpoint, which is never updated; `allocation_mode` has servers for it. A
-    reward model where `rollout.reward_fn` names the pool. Either this or `url`."""
+    """Directory of a Hugging Face checkpoint, which is never updated; `allocation_mode` has servers for it.
+    If `rollout.reward_fn` names the pool, it is a reward model. Set either this or `url`."""
     tokenizer_path: PathText = ""
     """Directory of its tokenizer; empty means the model's."""
     url: str = ""
-    """Base URL of an endpoint that speaks OpenAI's API, such as http://host:8000/v1; `allocation_mode` has no
+    """Base URL of an endpoint with OpenAI's API, such as http://host:8000/v1; `allocation_mode` has no
     servers for it."""
     model: str = ""
-    """Name of the model at `url`; empty means the only one that it lists."""
+    """Name of the model at `url`; empty means the only model that it lists."""
     api_key_env: str = ""
-    """Environment variable, in the job, with the key for `url`; empty means that it asks for none."""
+    """Environment variable of the job with the key for `url`; empty means no key."""
     max_new_tokens: PositiveInt = 1024
     """Largest number of tokens in an answer."""
     temperature: NonNegativeFloat = 1.0
@@ -47,7 +47,7 @@ class PoolConfig:
     python: Executable | None = None
     """Python interpreter of its SGLang or vLLM servers; null means `launcher.inference_server_python`."""
     max_requests: PositiveInt = 256
-    """Requests at once, of each executor process."""
+    """Simultaneous requests of each executor process."""
     options: dict[str, AnyText] = field(default_factory=dict)
-    """Options of the servers that differ for this pool, by their names in the section of the backend, such as
+    """Server options that differ for this pool, by their names in the backend's section, such as
     `context_length: 4096`."""

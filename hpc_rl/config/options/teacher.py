@@ -1,4 +1,4 @@
-"""Section `teacher`: a student is taught, and how much better it answers is the teacher's reward."""
+"""Section `teacher`: a teacher helps a student, and gets the improvement of its answers as reward."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 from hpc_rl.config.options.limits import NonNegativeFloat, PositiveInt
 
-STUDENT = "student"  # the pool of the model that is taught
-TRUTH_COLUMNS = ("answer", "ground_truth")  # with the right answer of a row; the second is ATLAS's
+STUDENT = "student"  # the pool of the student
+TRUTH_COLUMNS = ("answer", "ground_truth")  # columns with the right answer; the second is ATLAS's
 _DIAGNOSTIC = """\
 {question}
 
@@ -40,17 +40,17 @@ Think step by step, and end with the final answer in \\boxed{}."""
 
 @dataclass(kw_only=True)
 class TemplatesConfig:
-    """What the two models are asked, as one turn of a user.
+    """Prompts of the two models, each one turn of a user.
 
-    A name in braces stands for a value: {question}, or a column of the row, and where it exists {approach} or
-    {teaching}. Other braces are text, and values are never searched for names.
+    A name in braces stands for a value: {question}, a column of the row, and {approach} and {teaching} once
+    they exist. Other braces are text, and values are never searched for names.
     """
 
     diagnostic: str = _DIAGNOSTIC
     """Asks the student how it would approach the question; the answer is {approach}."""
     adaptive: str = _ADAPTIVE
-    """Asks the teacher, the model that is trained, for a teaching; it knows {question} and {approach}. The
-    text between <teaching> and </teaching> is {teaching}, or the whole completion without them."""
+    """Asks the teacher, the trained model, for a teaching, with {question} and {approach}. {teaching} is the
+    text between <teaching> and </teaching>, or the whole completion if they are missing."""
     with_teaching: str = _WITH_TEACHING
     """Asks the student for an answer to {question} with {teaching}."""
     baseline: str = _BASELINE
@@ -59,21 +59,21 @@ class TemplatesConfig:
 
 @dataclass(kw_only=True)
 class TeachingConfig:
-    """How a student is probed and taught, and what the teacher is rewarded for. hpc-rl extension."""
+    """How to probe and teach the student, and the teacher's reward. hpc-rl extension."""
 
     max_probe_tokens: PositiveInt = 500
-    """Largest number of tokens in which the student says how it would approach a question."""
+    """Largest number of tokens of the student's approach to a question."""
     num_baseline_answers: PositiveInt = 2
-    """Answers of the student without teaching, for each question."""
+    """Number of the student's answers without teaching, per question."""
     num_taught_answers: PositiveInt = 2
-    """Answers of the student with each teaching."""
+    """Number of the student's answers with each teaching."""
     templates: TemplatesConfig = field(default_factory=TemplatesConfig)
-    """What the two models are asked."""
+    """Prompts of the two models."""
     reward_parts: list[str] = field(default_factory=lambda: ["gain", "solved", "efficiency", "leak"])
-    """What the reward of a teaching is the sum of, in this order: `gain`, `solved`, `efficiency`, `leak`, or
-    `package.module:name` of your own. Each is reported as reward_<name>."""
+    """Parts of a teaching's reward, which is their sum in this order: `gain`, `solved`, `efficiency`, `leak`,
+    or your own `package.module:name`. Each is reported as reward_<name>."""
     efficiency_weight: NonNegativeFloat = 1.0
-    """How much a short teaching is worth: `efficiency` adds this times 100 / (100 + its tokens) of a positive
-    reward."""
+    """Weight of a short teaching: `efficiency` adds this times 100 / (100 + its tokens) of a positive reward.
+    """
     degradation_penalty_multiplier: NonNegativeFloat = 2.0
-    """Factor of `gain` where the student answers worse with the teaching than without."""
+    """Factor of `gain` if the student answers worse with the teaching than without."""

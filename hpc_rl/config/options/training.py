@@ -68,7 +68,7 @@ class MicroBatchSpec:
     n_mbs: PositiveInt | None = 1
     """Smallest number of micro-batches; null means 1."""
     granularity: PositiveInt = 1
-    """Number of neighbouring sequences of a rank that stay in one micro-batch; 2 for a reward model (chosen
+    """Number of consecutive sequences of a rank that stay in one micro-batch; 2 for a reward model (chosen
     and rejected)."""
     max_tokens_per_mb: PositiveInt | None = None
     """Largest number of tokens in a micro-batch; null means no limit. Defaults to 32768 with GPUs, or
@@ -92,25 +92,25 @@ class FSDPEngineConfig:
     wrap_policy: FSDPWrapPolicy | None = None
     """Which modules are sharded individually; null means the model's layers."""
     offload_params: bool = False
-    """Keep parameters in CPU memory, and the moments and updates of a trained model; each layer is on the GPU
-    only while it is used."""
+    """Keep parameters in CPU memory, and the moments and updates of a trained model. A layer is on the GPU
+    only during its computation."""
     offload_activations: bool = False
     """Keep the inputs of layers, from which `gradient_checkpointing` recomputes the rest, in CPU memory until
     the backward pass. hpc-rl extension."""
     reshard_after_forward: bool = True
-    """Give a layer's gathered parameters free after its forward pass, and gather them again for the backward
-    pass; false keeps them, which takes memory and saves messages. hpc-rl extension."""
+    """Free a layer's gathered parameters after its forward pass, and gather them again for the backward pass.
+    false keeps them, which takes memory and saves messages. hpc-rl extension."""
     replicate_size: PositiveInt = 1
-    """Number of groups that the data ranks form (HSDP): each has a whole copy of the model, divided among its
-    ranks. 1 divides one copy among all. hpc-rl extension."""
+    """Number of groups of data ranks (HSDP). Each group has a whole copy of the model, divided among its
+    ranks. 1 divides one copy among all ranks. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)
 class DeepSpeedAutoTPEngineConfig:
-    """Options of AReaL's DeepSpeed backend, in place of which there is the fsdp backend."""
+    """Options of AReaL's DeepSpeed backend; hpc-rl has the fsdp backend instead."""
 
     autotp_size: PositiveInt = 1
-    """Tensor-parallel size; only 1: it is `t` of `allocation_mode`."""
+    """Tensor-parallel size; only 1, because `t` of `allocation_mode` sets it."""
 
 
 @dataclass(kw_only=True)
@@ -132,13 +132,13 @@ class TrainEngineConfig:
     """
     attn_impl: str = "flash_attention_2"
     """Attention: sdpa, eager, and on GPUs flash_attention_2, flash_attention_3 (packages flash-attn and
-    flash-attn-3) and flex_attention. Defaults to the flash attention that the trainer's Python has, else to
-    sdpa, which on GPUs is PyTorch's flash attention; to sdpa without GPUs and with `dtype` float32."""
+    flash-attn-3) and flex_attention. Defaults to the flash attention of the trainer's Python, else to sdpa,
+    which on GPUs is PyTorch's flash attention. Without GPUs, or with `dtype` float32, defaults to sdpa."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """Data type in which the model computes, and of published and exported weights; the parameters that the
-    optimizer updates, and its moments, are float32. Defaults to float32 without GPUs."""
+    """Data type of the computation, and of published and exported weights. The optimizer's parameters and
+    moments are float32. Defaults to float32 without GPUs."""
     grad_reduce_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which gradients are summed over ranks."""
+    """Data type of the gradients while they are summed over ranks."""
     backend: Literal["", "fsdp", "megatron"] = ""
     """Train engine; empty means fsdp."""
     fsdp: FSDPEngineConfig = field(default_factory=FSDPEngineConfig)
@@ -146,7 +146,7 @@ class TrainEngineConfig:
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """Options of the megatron backend."""
     ds_auto_tp: DeepSpeedAutoTPEngineConfig = field(default_factory=DeepSpeedAutoTPEngineConfig)
-    """Tensor parallelism as AReaL's DeepSpeed backend has it; `allocation_mode` has it here."""
+    """Tensor parallelism of AReaL's DeepSpeed backend; use `allocation_mode` instead."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
     disable_dropout: bool = False
@@ -166,9 +166,9 @@ class NormConfig:
     std_level: Literal["batch", "group"] | None = "batch"
     """Scope of the standard deviation to divide by; null divides by none."""
     group_size: PositiveInt | None = None
-    """Trajectories per group; null means `gconfig.n_samples`, which it must equal."""
+    """Trajectories per group. Must equal `gconfig.n_samples`; null follows it."""
     mean_leave1out: bool = False
-    """Leave an entry out of its own mean."""
+    """Exclude an entry from the mean that is subtracted from it."""
     std_unbiased: bool = False
     """Use the unbiased standard deviation."""
     eps: PositiveFloat = 1e-5
@@ -180,9 +180,10 @@ class PPOActorConfig(TrainEngineConfig):
     """The policy of GRPO and PPO."""
 
     group_size: PositiveInt | None = None
-    """Trajectories per prompt; null means `gconfig.n_samples`, which it must equal."""
+    """Trajectories per prompt. Must equal `gconfig.n_samples`; null follows it."""
     ppo_n_minibatches: PositiveInt = 4
-    """Optimizer updates per train batch, each on a part of its rows, of about as many tokens."""
+    """Optimizer updates per train batch; each uses a part of its rows, with about the same number of
+    tokens."""
     eps_clip: ShareInside = 0.2
     """Clip range of the probability ratio: [1 - eps_clip, 1 + eps_clip]."""
     eps_clip_higher: PositiveFloat | None = None
@@ -190,7 +191,7 @@ class PPOActorConfig(TrainEngineConfig):
     c_clip: AboveOne | None = None
     """Dual clip for negative advantages, above 1; null disables it."""
     temperature: PositiveFloat | None = None
-    """Sampling temperature of the behavior policy; null means `gconfig.temperature`, which it must equal."""
+    """Sampling temperature of the behavior policy. Must equal `gconfig.temperature`; null follows it."""
     reward_norm: NormConfig | None = None
     """Normalization of rewards; null means none."""
     reward_scaling: PositiveFloat = 1.0
@@ -207,7 +208,7 @@ class PPOActorConfig(TrainEngineConfig):
     overlong_penalty_factor: NonNegativeFloat | None = None
     """Largest penalty."""
     max_new_tokens: PositiveInt | None = None
-    """Largest number of tokens in a completion; null means `gconfig.max_new_tokens`, which it must equal."""
+    """Largest number of tokens in a completion. Must equal `gconfig.max_new_tokens`; null follows it."""
     mask_no_eos_with_zero: bool = False
     """Leave truncated completions (finish_reason length) out of the loss; they still count in the baseline of
     their group."""
@@ -215,13 +216,13 @@ class PPOActorConfig(TrainEngineConfig):
     """Drop groups whose rewards, without the overlong penalty, are all equal. They are dropped before
     normalization, so batches differ in size. A step whose groups are all dropped makes no update."""
     loss_aggregation: Literal["token_mean", "sequence_mean", "constant_length"] = "token_mean"
-    """`token_mean`: every token of a minibatch has the same weight; `sequence_mean`: every completion has;
-    `constant_length`: the sum over a completion divided by `gconfig.max_new_tokens` (Dr.GRPO, with std_level
-    null). hpc-rl extension."""
+    """`token_mean`: every token of a minibatch has the same weight; `sequence_mean`: every completion has the
+    same weight; `constant_length`: the sum over a completion is divided by `gconfig.max_new_tokens` (Dr.GRPO,
+    with std_level null). hpc-rl extension."""
     algorithm: Literal["grpo", "areal"] = "grpo"
-    """Row of the table of algorithms: `grpo`, also for DAPO and Dr.GRPO by the options of this section;
-    `areal` computes rewards, advantages and dynamic sampling exactly as AReaL v0.3 did, mistakes included.
-    hpc-rl extension."""
+    """Algorithm: `grpo`, also for DAPO and Dr.GRPO with other options of this section; `areal` computes
+    rewards, advantages and dynamic sampling exactly as AReaL v0.3 did, mistakes included. hpc-rl
+    extension."""
     log_agent_stats: bool = False
     """Log the entries of `Trajectory.stats` that `log_agent_stats_keys` names."""
     log_agent_stats_keys: list[str] = field(default_factory=list)

@@ -1,13 +1,13 @@
-"""Presets: named sets of values. Those of ATLAS are overridden by every file, `cpu` overrides every file."""
+"""Presets: named sets of values. Every file overrides the presets of ATLAS; `cpu` overrides every file."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.load.fields import did_you_mean
-from hpc_rl.config.load.source import Settings, read_yaml
-from hpc_rl.core.allocation import SERVER_BACKENDS
+from hpc_rl.config.load.fields import suggest_name
+from hpc_rl.config.load.source import Settings, load_yaml
+from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.errors import ConfigError
 
 BELOW = ("atlas", "atlas-teacher")
@@ -17,30 +17,31 @@ _ONLY_GRPO = ("launcher.rollout_", "launcher.inference_server_")
 _OPTIONAL = ("ref", "valid_dataset")
 
 
-def read(
+def load_presets(
     names: Sequence[str], known: Mapping[str, Any], sources: Sequence[Settings]
 ) -> tuple[list[Settings], list[Settings]]:
-    """Return the presets below the files, and those over them. Raises ConfigError for an unknown name."""
+    """Return the presets that files override, and the ones that override files. Raises ConfigError."""
     given = {
         name: item.value for source in sources for name, item in source.items() if item.value is not None
     }
-    made = {name: _fit(_read(name), known, given) for name in names}
+    made = {name: _fit(_load_preset(name), known, given) for name in names}
     return [made[name] for name in made if name in BELOW], [made[name] for name in made if name in OVER]
 
 
-def _read(name: str) -> Settings:
+def _load_preset(name: str) -> Settings:
     if name not in (*BELOW, *OVER):
         known = [*BELOW, *OVER]
-        hint = did_you_mean(name, known)
+        hint = suggest_name(name, known)
         raise ConfigError(f"preset {name!r} is not known; allowed: {', '.join(known)}. {hint}".strip())
-    found = read_yaml(Path(__file__).with_name(f"{name}.yaml"))
+    found = load_yaml(Path(__file__).with_name(f"{name}.yaml"))
     return {option: dataclasses.replace(item, origin=f"preset {name}") for option, item in found.items()}
 
 
 def _fit(preset: Settings, known: Mapping[str, Any], given: Mapping[str, Any]) -> Settings:
-    """Return the part of a preset that a trainer has and what is `given` allows; `actor` includes `model`.
+    """Return the options of a preset that the trainer has and that fit the `given` ones.
 
-    An optional section that the preset does not complete is left out unless it is given.
+    Options of `actor` become options of `model` for a trainer without `actor`. An optional section without a
+    path in the preset is left out unless it is given.
     """
     fitting: Settings = {}
     present = {name.partition(".")[0] for name in given}
@@ -51,7 +52,7 @@ def _fit(preset: Settings, known: Mapping[str, Any], given: Mapping[str, Any]) -
     for name, item in preset.items():
         if "actor" not in known:
             if name.startswith(only_grpo):
-                continue  # it is there in every configuration, but only grpo has servers
+                continue  # every configuration has these options, but only grpo has servers
             name = f"model.{name.removeprefix('actor.')}" if name.startswith("actor.") else name
         top = name.partition(".")[0]
         is_absent = top in _OPTIONAL and top not in present and f"{top}.path" not in preset

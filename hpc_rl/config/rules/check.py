@@ -1,6 +1,6 @@
-"""Check a loaded configuration: adapt defaults that the planned device can't do, then ask every rule.
+"""Check a loaded configuration: adapt defaults that the planned devices don't support, then apply all rules.
 
-A rule yields refusals. An option that the user set is never changed, only refused.
+A rule yields refusals. The options that the user set are never changed, only refused.
 """
 
 import itertools
@@ -8,9 +8,16 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Set
 from dataclasses import fields, replace
 from typing import Any
 
-from hpc_rl.config.load.fields import names_in
-from hpc_rl.config.load.stored import Loaded, trainer_of
-from hpc_rl.config.options.experiment import ABSENT, LENGTH_OPTIONS, Config, GRPOConfig, replaced, value_of
+from hpc_rl.config.load.fields import find_names
+from hpc_rl.config.load.stored import Loaded, find_trainer
+from hpc_rl.config.options.experiment import (
+    ABSENT,
+    LENGTH_OPTIONS,
+    Config,
+    GRPOConfig,
+    get_value,
+    replace_value,
+)
 from hpc_rl.config.rules import (
     consistency,
     container_rules,
@@ -30,7 +37,7 @@ from hpc_rl.config.rules import (
     vllm_rules,
     vocabulary_rules,
 )
-from hpc_rl.core.allocation import SERVER_BACKENDS
+from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.errors import ConfigError
 
 DEFAULT_RECOVER_SECS = 600
@@ -67,7 +74,7 @@ FILE_RULES: list[Rule] = [
 
 
 class RulesRefuse(ConfigError):
-    """Refusals of rules; `adapted` is the configuration that they are about."""
+    """Rules refuse the configuration, which is `adapted`."""
 
     def __init__(
         self, message: str, adapted: Loaded, rules: Set[Callable[..., Iterator[str]]], unreadable: set[str]
@@ -79,9 +86,9 @@ class RulesRefuse(ConfigError):
 
 
 def check(loaded: Loaded, *, files: bool = True) -> Loaded:
-    """Return the configuration with its defaults adapted and notes about it.
+    """Return the configuration with adapted defaults, and notes about it.
 
-    `files` false leaves out what must exist on disk. Raises RulesRefuse with one line for each refusal.
+    `files` false skips the rules about files on disk. Raises RulesRefuse with one line per refusal.
     """
     config, notes, adapted = adapt(loaded.config, loaded.explicit)
     rules: list[Callable[..., Iterator[str]]] = [*RULES]
@@ -89,49 +96,49 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     rules += FILE_RULES if files else []
     found = {rule: list(rule(config, loaded.explicit)) for rule in rules}
     if refusals := list(dict.fromkeys(itertools.chain(*found.values()))):
-        message = "\n".join(with_origins(refusal, loaded.origins) for refusal in refusals)
+        message = "\n".join(append_origins(refusal, loaded.origins) for refusal in refusals)
         so_far = replace(loaded, config=config, adapted=adapted)
         of_data = (line for rule in dataset_rules.RULES for line in found.get(rule, ()))
-        unreadable = {name.partition(".")[0] for line in of_data for name in names_in(line)}
+        unreadable = {name.partition(".")[0] for line in of_data for name in find_names(line)}
         raise RulesRefuse(message, so_far, {rule for rule, lines in found.items() if lines}, unreadable)
-    notes += _notes(config, loaded.explicit)
-    notes += [*file_rules.notes(config), *dataset_rules.notes(config)] if files else []
+    notes += _list_notes(config, loaded.explicit)
+    notes += [*file_rules.list_notes(config), *dataset_rules.list_notes(config)] if files else []
     return Loaded(config, loaded.origins, [*loaded.notes, *notes], adapted)
 
 
-def with_origins(refusal: str, origins: Mapping[str, str]) -> str:
-    """Append where the options that a refusal names were set."""
-    places = list(dict.fromkeys(origins[word] for word in names_in(refusal) if word in origins))
+def append_origins(refusal: str, origins: Mapping[str, str]) -> str:
+    """Append the origins of the options in a refusal."""
+    places = list(dict.fromkeys(origins[word] for word in find_names(refusal) if word in origins))
     return f"{refusal} ({', '.join(places[:3])})" if places else refusal
 
 
 def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str], dict[str, str]]:
-    """Replace defaults that the planned device or trainer can't do; what is in `explicit` stays.
+    """Replace defaults that the planned devices or the trainer don't support; `explicit` options stay.
 
-    Returns notes, and the reason for each option that was replaced.
+    Returns the configuration, notes, and option -> reason of each replacement.
     """
     wanted: dict[str, tuple[Any, str]] = {}  # option -> value, and the reason for the note; empty for no note
     if not isinstance(config, GRPOConfig):
-        kind = trainer_of(config)
+        kind = find_trainer(config)
         wanted |= {f"{section}.type": (kind, "") for section in ("train_dataset", "valid_dataset")}
     elif not config.cluster.n_gpus_per_node:
-        used = {pool.backend for pool in consistency.server_pools(config)}
+        used = {pool.backend for pool in consistency.list_server_pools(config)}
         for name, backend in SERVER_BACKENDS.items():
             reason = "the plan has no GPUs" if name in used else ""
             for option, value in backend.without_gpus.items():
                 wanted[f"{backend.section}.{option}"] = (value, reason)
     for rules in (training_rules, engine_rules, dataset_rules):
-        wanted |= rules.adapted(config, explicit)
-    wanted |= generation_rules.adapted(config)
+        wanted |= rules.adapt_defaults(config, explicit)
+    wanted |= generation_rules.adapt_defaults(config)
     notes, adapted = [], {}
     quiet = {"total_train_epochs": "another length is set"}
     quiet |= dict.fromkeys((backend.section for backend in SERVER_BACKENDS.values()), "the plan has no GPUs")
     for name, (value, reason) in wanted.items():
-        old = value_of(config, name)
+        old = get_value(config, name)
         if name in explicit or old == value or old is ABSENT:
             continue
-        config = replaced(config, name.split("."), value)
-        adapted[name] = reason or quiet.get(name.partition(".")[0], f"trainer is {trainer_of(config)}")
+        config = replace_value(config, name.split("."), value)
+        adapted[name] = reason or quiet.get(name.partition(".")[0], f"trainer is {find_trainer(config)}")
         if reason:
             old, new = ("null" if one is None else one for one in (old, value))
             notes.append(f"{name} is {new} instead of the default {old}: {reason}.")
@@ -141,20 +148,20 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str],
         config = replace(config, eval_gconfig=replace(config.gconfig, **own))
     recover = config.recover
     if recover.mode != "disabled" and not consistency.has_period(recover):
-        config = replaced(config, ["recover", "freq_secs"], DEFAULT_RECOVER_SECS)
+        config = replace_value(config, ["recover", "freq_secs"], DEFAULT_RECOVER_SECS)
         unset = "none of recover.freq_epochs, freq_steps, freq_secs is set"
         adapted["recover.freq_secs"] = unset
         notes.append(f"recover: saves every {DEFAULT_RECOVER_SECS} s, because {unset}.")
     return config, notes, adapted
 
 
-def _notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def _list_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if isinstance(config, GRPOConfig):
-        yield from training_rules.notes(config)
-        yield from generation_rules.notes(config)
-        yield from sampling_rules.notes(config)
-    yield from training_rules.notes_on_learning_rate(config)
-    yield from consistency.idle_notes(config, explicit)
+        yield from training_rules.list_notes(config)
+        yield from generation_rules.list_notes(config)
+        yield from sampling_rules.list_notes(config)
+    yield from training_rules.list_learning_rate_notes(config)
+    yield from consistency.list_idle_notes(config, explicit)
     if config.recover.mode == "disabled" and consistency.has_period(config.recover):
         yield "recover.freq_* has no effect: recover.mode disabled neither saves nor loads checkpoints."
     limits = {name: getattr(config, name) for name in LENGTH_OPTIONS}

@@ -1,21 +1,22 @@
-"""Rules about options of any trial that must agree with each other, or that have an effect only together."""
+"""Rules about options that must agree with each other, or have an effect only together."""
 
 from collections.abc import Collection, Iterator
 
 from hpc_rl.config.compat.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
-from hpc_rl.config.load.fields import defaults, is_mapping, members_of, options
-from hpc_rl.config.load.stored import REDACTED, VARIABLES, is_secret, is_secret_variable, trainer_of
-from hpc_rl.config.options.cluster import environment_of
+from hpc_rl.config.load.fields import find_members, is_mapping, list_defaults, list_options
+from hpc_rl.config.load.stored import REDACTED, VARIABLES, find_trainer, is_secret, is_secret_variable
+from hpc_rl.config.options.cluster import parse_environment
 from hpc_rl.config.options.experiment import (
     ABSENT,
     LENGTH_OPTIONS,
     Config,
     GRPOConfig,
     TeacherConfig,
-    value_of,
+    get_value,
 )
 from hpc_rl.config.options.operations import FrequencyConfig
-from hpc_rl.core.allocation import SERVER_BACKENDS, Servers, parse, usual_server_backend
+from hpc_rl.core.allocation import Servers, parse
+from hpc_rl.core.backends import SERVER_BACKENDS, choose_server_backend
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.trial import check_name
 
@@ -27,7 +28,7 @@ METRICS = {  # trainer -> the metrics of its evaluations; the first is the defau
 }
 _SECTIONS = ("saver", "evaluator", "recover", "stats_logger", "rollout", "actor", "ref", "model")
 _ROOTS = {"experiment_name": "experiment_name", "trial_name": "trial_name", "fileroot": "cluster.fileroot"}
-FOLLOWS = {  # option -> the one that it must equal, and defaults to
+FOLLOWS = {  # option -> the option that it must equal and follows by default
     "actor.group_size": "gconfig.n_samples",
     "actor.reward_norm.group_size": "gconfig.n_samples",
     "actor.adv_norm.group_size": "gconfig.n_samples",
@@ -38,7 +39,7 @@ FOLLOWS = {  # option -> the one that it must equal, and defaults to
 }
 _NORMS = ("actor.reward_norm", "actor.adv_norm")
 _MODELS = ("actor", "ref", "model")
-NEEDS = {  # option -> the one without which it has no effect
+NEEDS = {  # option -> the option that it needs for an effect
     "evaluator.freq_epochs": "valid_dataset",
     "evaluator.freq_steps": "valid_dataset",
     "evaluator.freq_secs": "valid_dataset",
@@ -63,53 +64,55 @@ NEEDS = {  # option -> the one without which it has no effect
 _IDENTITY = {f"{section}.{name}": root for section in _SECTIONS for name, root in _ROOTS.items()}
 
 
-def server_pools(config: Config) -> tuple[Servers, ...]:
-    """Return the pools of `allocation_mode`, empty where the plan refuses it; or those of a derived one."""
+def list_server_pools(config: Config) -> tuple[Servers, ...]:
+    """Return the pools of `allocation_mode`, or of a derived one; empty if the plan will refuse it."""
     if not config.allocation_mode.strip():
-        return (Servers(usual_server_backend(config.cluster.n_gpus_per_node)),)
+        return (Servers(choose_server_backend(config.cluster.n_gpus_per_node)),)
     try:
         return parse(config.allocation_mode).pools
     except ConfigError:
         return ()
 
 
-def server_backend(config: Config, pool: str = "") -> str:
-    """Return the backend of the servers that follow the trainer, or of a pool; empty where there are none."""
+def find_server_backend(config: Config, pool: str = "") -> str:
+    """Return the backend of a pool, by default the trained one; empty if it has no servers."""
     others = config.pools if isinstance(config, GRPOConfig) else {}
-    named = (one for one in server_pools(config) if one.pool == pool or (not pool and one.pool not in others))
+    named = (
+        one for one in list_server_pools(config) if one.pool == pool or (not pool and one.pool not in others)
+    )
     return next((one.backend for one in named), "")
 
 
-def context_option(config: GRPOConfig, pool: str = "") -> str:
-    """Return the option that limits the tokens of a sequence in the servers; empty where none does."""
-    backend = SERVER_BACKENDS.get(server_backend(config, pool))
+def find_context_option(config: GRPOConfig, pool: str = "") -> str:
+    """Return the option that limits the tokens of a sequence in the servers; empty if no option does."""
+    backend = SERVER_BACKENDS.get(find_server_backend(config, pool))
     return f"{backend.section}.{backend.context_option}" if backend and backend.context_option else ""
 
 
 def has_period(section: FrequencyConfig) -> bool:
-    """Return whether one of the periods is set."""
+    """Return whether any period is set."""
     return any(value is not None for value in (section.freq_epochs, section.freq_steps, section.freq_secs))
 
 
 def is_default(config: Config, name: str) -> bool:
-    """Return whether an option has its default; a file may spell every default out."""
+    """Return whether an option has its default value; a file may spell out defaults."""
     cls: type = type(config)
-    return value_of(config, name) == defaults(cls, members=members_of(cls, [name])).get(name, ABSENT)
+    return get_value(config, name) == list_defaults(cls, members=find_members(cls, [name])).get(name, ABSENT)
 
 
-def members_in(config: Config) -> tuple[str, ...]:
-    """Return the members that a configuration has, such as `pools.student`."""
+def list_members(config: Config) -> tuple[str, ...]:
+    """Return the members of a configuration, such as `pools.student`."""
     cls: type = type(config)
-    mappings = [name for name, hint in options(cls).items() if is_mapping(hint)]
-    return tuple(f"{name}.{key}" for name in mappings for key in value_of(config, name))
+    mappings = [name for name, hint in list_options(cls).items() if is_mapping(hint)]
+    return tuple(f"{name}.{key}" for name in mappings for key in get_value(config, name))
 
 
-def given(config: Config, explicit: Collection[str], prefixes: str | tuple[str, ...]) -> list[str]:
-    """Return the options that were set to more than their default."""
+def list_given(config: Config, explicit: Collection[str], prefixes: str | tuple[str, ...]) -> list[str]:
+    """Return the options with these prefixes that were set to another value than their default."""
     return [name for name in sorted(explicit) if name.startswith(prefixes) and not is_default(config, name)]
 
 
-def names(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_names(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for option in ("experiment_name", "trial_name"):
         try:
             check_name(option, getattr(config, option))
@@ -117,37 +120,37 @@ def names(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield str(error)
 
 
-def equal(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_equal(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for name, other in (_IDENTITY | FOLLOWS).items():
-        value, expected = value_of(config, name), value_of(config, other)
+        value, expected = get_value(config, name), get_value(config, other)
         if value not in (ABSENT, None, "", expected):
-            yield f"{name} {value} must equal {other} {expected}; omit it: it defaults to that."
+            yield f"{name} {value} must equal {other} {expected}; remove it: it defaults to that."
 
 
-def needs(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_needs(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for name, needed in NEEDS.items():
         if needed == "valid_dataset" and needed in explicit:
-            continue  # `valid_dataset=null` turns evaluation off, whatever the file says about it
-        if value_of(config, name) and not value_of(config, needed):
+            continue  # `valid_dataset=null` turns evaluation off, and the file may keep its options
+        if get_value(config, name) and not get_value(config, needed):
             what = "GPUs (cluster.n_gpus_per_node 0)" if needed == "cluster.n_gpus_per_node" else needed
-            yield f"{name} has no effect without {what}: set both, or omit it."
+            yield f"{name} has no effect without {what}: set both, or remove it."
 
 
-def length(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_length(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if all(getattr(config, name) is None for name in LENGTH_OPTIONS):
         yield f"{', '.join(LENGTH_OPTIONS)} are all null, so the trial would never stop; set one of them."
 
 
-def datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    wanted = "rl" if isinstance(config, GRPOConfig) else trainer_of(config)
+def check_datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    wanted = "rl" if isinstance(config, GRPOConfig) else find_trainer(config)
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         if dataset and dataset.type != wanted:
             yield f"{section}.type {dataset.type}: trainer {config.trainer} needs rows of type {wanted}."
 
 
-def evaluation(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    keep, allowed = config.saver.keep_best, METRICS[trainer_of(config)]
+def check_evaluation(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    keep, allowed = config.saver.keep_best, METRICS[find_trainer(config)]
     if isinstance(config, TeacherConfig):
         allowed += tuple(f"eval_reward_{part.rpartition(':')[2]}" for part in config.teacher.reward_parts)
     if keep is None or keep.metric is None or keep.metric in allowed:
@@ -158,11 +161,11 @@ def evaluation(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"saver.keep_best.metric {keep.metric} can't be used: {measured}"
 
 
-def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for name in VARIABLES:
         option = f"launcher.{name}"
         try:
-            found = environment_of(option, getattr(config.launcher, name))
+            found = parse_environment(option, getattr(config.launcher, name))
         except ConfigError as error:
             yield str(error)
             continue
@@ -171,26 +174,35 @@ def environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
                 yield f"{option}: {variable} is {REDACTED}, a redacted secret; set the value itself."
 
 
-def unavailable(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_unavailable(config: Config, explicit: Collection[str]) -> Iterator[str]:
     of_models = {f"{model}.{name}": row for model in _MODELS for name, row in MODEL_UNAVAILABLE.items()}
     for name, row in (UNAVAILABLE | of_models).items():
-        value = value_of(config, name)
+        value = get_value(config, name)
         if value is not ABSENT and value not in row.allowed:
             shown = REDACTED if is_secret(name) else value
             yield f"{name} {shown} can't be used: {row.why}."
 
 
-RULES = [names, equal, needs, length, datasets, evaluation, environments, unavailable]
+RULES = [
+    check_names,
+    check_equal,
+    check_needs,
+    check_length,
+    check_datasets,
+    check_evaluation,
+    check_environments,
+    check_unavailable,
+]
 
 
-def idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    """Yield notes about options that were set and change nothing; AReaL's files often contain them."""
+def list_idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Yield notes about options without effect; AReaL's files often contain them."""
     names = ("batch_size", "sequences_per_rank", "shuffle", "drop_last", "pin_memory")
     idle = [f"valid_dataset.{name}" for name in names if f"valid_dataset.{name}" in explicit]
     if idle and config.valid_dataset is not None:
         yield f"{', '.join(idle)}: no effect: an evaluation uses every held-out row once, in order."
     if isinstance(config, GRPOConfig):
-        used = list(dict.fromkeys(pool.backend for pool in server_pools(config)))
+        used = list(dict.fromkeys(pool.backend for pool in list_server_pools(config)))
         for name, backend in SERVER_BACKENDS.items():
             is_set = any(option.startswith(f"{backend.section}.") for option in explicit)
             if used and name not in used and is_set:

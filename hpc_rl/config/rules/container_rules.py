@@ -1,6 +1,6 @@
-"""Rules about containers: images, binds, and options that would break how the roles are run.
+"""Rules about containers: images, binds, and options that would break the start of the roles.
 
-The image of a role is decided here, for the rules and the plan; plan/containers.py starts it.
+This module decides the image of a role, for the rules and the plan; plan/containers.py starts it.
 """
 
 import re
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
-from hpc_rl.config.options.experiment import Config, value_of
+from hpc_rl.config.options.experiment import Config, get_value
 from hpc_rl.config.rules.consistency import is_default
 
 Role = Literal["server", "rollout", "trainer"]
@@ -20,7 +20,7 @@ OPTION: dict[Role, str] = {
     "server": "inference_server_image",
 }
 PYTHONS: dict[Role, str] = {role: f"{image}_python" for role, image in OPTION.items()}
-SEPARATORS = ',:\\"'  # what apptainer and pyxis read within a bind: parts, lists, escapes, quotes
+SEPARATORS = ',:\\"'  # special characters of apptainer and pyxis in a bind: parts, lists, escapes, quotes
 
 _PIDS = "the supervisor stops roles by their process ids, which must be the node's"
 _ENV = "use launcher.trainer_env_vars or inference_server_env_vars"
@@ -41,40 +41,40 @@ _PYXIS = {  # option of pyxis -> why it can't be given
     "--container-mounts": "use launcher.slurm.mount",
     "--container-workdir": _CWD,
     "--container-env": _ENV,
-    "--container-entrypoint": "an entry point would read what the supervisor sends to the role",
+    "--container-entrypoint": "an entry point would read the role's input from the supervisor",
 }
 
 
-def image_of(slurm: SlurmLauncherConfig, role: Role) -> str:
-    """Return the image of a role; empty where it has none."""
+def find_image(slurm: SlurmLauncherConfig, role: Role) -> str:
+    """Return the image of a role; empty if it has none."""
     if role == "rollout" and slurm.rollout_image is not None:
         return "" if slurm.rollout_image == "none" else slurm.rollout_image
     return (slurm.inference_server_image if role == "server" else slurm.trainer_image) or ""
 
 
-def binds_of(mount: str) -> list[str]:
+def split_binds(mount: str) -> list[str]:
     """Return the binds of `launcher.slurm.mount`."""
     return [bind for bind in mount.split(",") if bind]
 
 
-def images(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_images(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
     given = [name for name in OPTION.values() if getattr(slurm, name) not in (None, "", "none")]
     if given and slurm.container_type == "none":
         use = "use apptainer, or omit the image"
         yield f"launcher.slurm.{given[0]} contradicts launcher.slurm.container_type none: {use}."
     for name in given:
-        yield from _image(f"launcher.slurm.{name}", getattr(slurm, name), slurm.container_type)
+        yield from _check_image(f"launcher.slurm.{name}", getattr(slurm, name), slurm.container_type)
     for role, name in PYTHONS.items():
-        if not is_default(config, f"launcher.slurm.{name}") and not image_of(slurm, role):
+        if not is_default(config, f"launcher.slurm.{name}") and not find_image(slurm, role):
             yield f"launcher.slurm.{name} has no effect without launcher.slurm.{OPTION[role]}."
     for name in ("mount", "container_args"):
-        if getattr(slurm, name) and not any(image_of(slurm, role) for role in OPTION):
+        if getattr(slurm, name) and not any(find_image(slurm, role) for role in OPTION):
             images = "launcher.slurm.trainer_image or inference_server_image"
             yield f"launcher.slurm.{name} has no effect without {images}."
 
 
-def _image(name: str, image: str, kind: str) -> Iterator[str]:
+def _check_image(name: str, image: str, kind: str) -> Iterator[str]:
     if re.search(r"[a-z]+:/", image):
         pull = "enroot import -o FILE.sqsh" if kind == "pyxis" else "apptainer pull FILE.sif"
         yield f"{name} {image} is not a file: run `{pull} docker://…` once, and use its path."
@@ -87,23 +87,23 @@ def _image(name: str, image: str, kind: str) -> Iterator[str]:
         yield f"{name} {image} is an image of apptainer; pyxis needs a .sqsh file: {use}."
 
 
-def mounts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_mounts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
     for bind in slurm.mount.split(",") if slurm.mount else []:
         parts = bind.split(":")
         are_paths = all(part.startswith("/") for part in parts[:2])
         if len(parts) > 3 or not are_paths or set(bind) & set('\\"'):
             yield f"launcher.slurm.mount: {bind!r} is not a bind; use /source:/target, separated by commas."
-    if not any(image_of(slurm, role) for role in OPTION):
+    if not any(find_image(slurm, role) for role in OPTION):
         return
-    for name, path in bound_paths(config):
+    for name, path in list_bound_paths(config):
         if set(path) & set(SEPARATORS):
             signs = " ".join(SEPARATORS)
             yield f"{name} {path} can't be bound into a container: the path of a bind can't contain {signs}"
 
 
-def bound_paths(config: Config) -> Iterator[tuple[str, str]]:
-    """Yield option and absolute path of what every container needs."""
+def list_bound_paths(config: Config) -> Iterator[tuple[str, str]]:
+    """Yield option and absolute path of everything that a container needs."""
     names = [
         "cluster.fileroot",
         "cluster.local_dir",
@@ -113,10 +113,10 @@ def bound_paths(config: Config) -> Iterator[tuple[str, str]]:
         "model.path",
     ]
     for name in (*names, "tokenizer_path", "train_dataset.path", "valid_dataset.path"):
-        yield name, value_of(config, name) or ""
+        yield name, get_value(config, name) or ""
 
 
-def arguments(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_arguments(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm, name = config.launcher.slurm, "launcher.slurm.container_args"
     pyxis = slurm.container_type == "pyxis"
     refused = _PYXIS if pyxis else _APPTAINER
@@ -136,21 +136,21 @@ def arguments(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name}: {option} is not an option of pyxis; {other}."
 
 
-def local_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_local_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
     name, folder, root = "cluster.local_dir", config.cluster.local_dir, config.cluster.fileroot
     slurm = config.launcher.slurm
     if folder and Path(folder).is_relative_to(root):
         own = "name a directory on the node's own disk"
         yield f"{name} {folder} is in cluster.fileroot {root}, which all nodes share; {own}."
-    if folder.startswith("$") and any(image_of(slurm, role) for role in OPTION):
+    if folder.startswith("$") and any(find_image(slurm, role) for role in OPTION):
         yield f"{name} {folder}: a variable can't be bound into containers; write a path, such as /scratch."
 
 
-RULES = [images, mounts, arguments, local_dir]
+RULES = [check_images, check_mounts, check_arguments, check_local_dir]
 
 
-def image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    # What is missing on a disk that this node sees is missing on the others, after the wait in the queue.
+def check_image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    # A file that is missing on a shared disk would be missing on all nodes, after the wait in the queue.
     slurm = config.launcher.slurm
     pyxis = slurm.container_type == "pyxis"
     kind = "a .sqsh file" if pyxis else "a .sif file or the directory of an unpacked image"
@@ -162,7 +162,7 @@ def image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"launcher.slurm.{name} {image} does not exist; it must be {kind} that all nodes see."
         elif pyxis and not Path(image).is_file():
             yield f"launcher.slurm.{name} {image} is not a file; pyxis needs {kind}."
-    for bind in binds_of(slurm.mount):
+    for bind in split_binds(slurm.mount):
         source = bind.partition(":")[0]
         if not is_trusted(config, source) and not Path(source).exists():
             yield f"launcher.slurm.mount: {source} does not exist, so it can't be bound."
@@ -171,8 +171,8 @@ def image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
 def is_trusted(config: Config, path: str) -> bool:
     """Return whether only the nodes of a job can tell if a path exists.
 
-    It does not exist here, and it is in cluster.node_dirs, or this machine has none of its parents below the
-    root. Always false for a trial on this machine.
+    This holds for a path that does not exist here and is in cluster.node_dirs, or whose parents below the
+    root are all missing here. Always false for a trial on this machine.
     """
     kind, here = config.launcher.type, Path(path)
     if kind == "local" or (kind == "auto" and not shutil.which("sbatch")) or here.exists():
@@ -182,4 +182,4 @@ def is_trusted(config: Config, path: str) -> bool:
     return not any(str(parent) != parent.anchor and parent.exists() for parent in here.parents)
 
 
-FILE_RULES = [image_files]
+FILE_RULES = [check_image_files]

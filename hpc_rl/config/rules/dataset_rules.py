@@ -1,52 +1,55 @@
-"""Rules about datasets: they exist, the trainer can read their rows, and the reward can be above 0."""
+"""Rules about datasets: files must exist, rows must suit the trainer, and the reward must not always be 0."""
 
 from collections.abc import Collection, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.load.fields import did_you_mean
-from hpc_rl.config.load.stored import trainer_of
+from hpc_rl.config.load.fields import suggest_name
+from hpc_rl.config.load.stored import find_trainer
 from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig, has_own_prompts
 from hpc_rl.config.options.teacher import TRUTH_COLUMNS
 from hpc_rl.config.row_shapes import (
     Row,
     check_row,
-    columns_in,
-    first_rows,
-    messages_of,
-    named_rows,
-    renamed,
-    shape_of,
+    find_shape,
+    get_messages,
+    list_columns,
+    load_first_rows,
+    load_named_rows,
+    rename_columns,
 )
 from hpc_rl.config.rules.container_rules import is_trusted
-from hpc_rl.config.rules.file_rules import DATA_FILES, file_of_split, hub_hint, relative_hint
+from hpc_rl.config.rules.file_rules import DATA_FILES, find_split_file, make_hub_hint, make_relative_hint
 from hpc_rl.config.rules.generation_rules import BUILT_IN
-from hpc_rl.config.rules.training_rules import trained
+from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.files import similar_file
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.files import find_similar_file
+from hpc_rl.core.trial import load_json
 
 _NEEDED = {"rl": ("prompt",), "sft": ("prompt", "completion"), "rw": ("chosen", "rejected")}
 _ALL_NEEDED = {name for names in _NEEDED.values() for name in names}
-_ALIKE = {  # name -> words in names of columns that mean it
+_ALIKE = {  # needed name -> words in names of columns with the same meaning
     "prompt": ("prompt", "text", "question", "problem", "query", "instruction"),
     "completion": ("completion", "response", "answer", "output", "reply"),
     "chosen": ("chosen",),
     "rejected": ("rejected",),
 }
-_TRUTH = {  # built-in reward -> the columns one of which it compares with
+_TRUTH = {  # built-in reward -> the columns with the right answer; it needs one of them
     "exact_match": ("answer",),
     "contains": ("answer",),
     "final_answer": TRUTH_COLUMNS,
     "math_verify": TRUTH_COLUMNS,
 }
-_COLUMNS = {"countdown": ("nums", "target"), "code_tests": ("tests",)}  # built-in reward -> all it needs
+_COLUMNS = {
+    "countdown": ("nums", "target"),
+    "code_tests": ("tests",),
+}  # built-in reward -> all needed columns
 _MEDIA = ("image", "images", "video", "videos", "audio")
 
 
-def datasets_read(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
+def list_datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
     """Yield name and section of each dataset that the trial reads."""
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
@@ -55,15 +58,15 @@ def datasets_read(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
             yield section, dataset
 
 
-def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """Return the columns and the reward of known data sets, as training_rules.adapted does."""
+def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Return option -> (new default, reason) for the columns and the reward of known data sets."""
     wanted: dict[str, tuple[Any, str]] = {}
     is_maths = False
-    for section, dataset in datasets_read(config):
-        columns, reason, is_known_maths = _columns(config, section, dataset)
+    for section, dataset in list_datasets(config):
+        columns, reason, is_known_maths = _choose_columns(config, section, dataset)
         if columns != dataset.columns:
             wanted[f"{section}.columns"] = (columns, reason)
-        if section == "train_dataset" and (found := named_rows(dataset.path, columns)):
+        if section == "train_dataset" and (found := load_named_rows(dataset.path, columns)):
             is_maths = is_known_maths or all(_is_worked(row.get("answer")) for row in found)
     if is_maths and isinstance(config, GRPOConfig) and not isinstance(config, TeacherConfig):
         reason = "the answers of train_dataset are results of maths, compared by value"
@@ -71,41 +74,41 @@ def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, s
     return wanted
 
 
-def _columns(config: Config, section: str, dataset: DatasetConfig) -> tuple[dict[str, str], str, bool]:
-    """Return the columns of a dataset, the reason where none are set, and whether its shape is of maths."""
-    found, train, kind = named_rows(dataset.path, {}), config.train_dataset.columns, _kind(config)
+def _choose_columns(config: Config, section: str, dataset: DatasetConfig) -> tuple[dict[str, str], str, bool]:
+    """Return the columns of a dataset, the reason if they are derived, and whether it has maths questions."""
+    found, train, kind = load_named_rows(dataset.path, {}), config.train_dataset.columns, _find_kind(config)
     if dataset.columns or not found:
         return dataset.columns, "", False
     if train and section == "valid_dataset" and found[0].keys() >= {*train.values()}:
-        return train, "those of train_dataset", False
-    if (shape := shape_of(found[0], kind)) is None:
+        return train, "the same as in train_dataset", False
+    if (shape := find_shape(found[0], kind)) is None:
         return {}, "", False
-    name = "messages" if kind == "rl" and _has_chat_template(config) else "prompt"
+    name = "messages" if kind == "rl" and has_chat_template(_find_tokenizer(config)) else "prompt"
     reason = f"its rows have {' and '.join(shape.known_by)}"
     return {**({name: shape.prompt} if shape.prompt else {}), **shape.columns}, reason, shape.is_maths
 
 
-def _kind(config: Config) -> str:
-    return "rl" if isinstance(config, GRPOConfig) else trainer_of(config)
+def _find_kind(config: Config) -> str:
+    return "rl" if isinstance(config, GRPOConfig) else find_trainer(config)
 
 
 def _is_worked(answer: Any) -> bool:
-    """Return whether an answer is a text that ends in the result: after ####, as of GSM8K, or in a box."""
+    """Return whether an answer is a solution with a marked result: after ####, as in GSM8K, or in a box."""
     return isinstance(answer, str) and ("####" in answer or "\\boxed" in answer)
 
 
-def _tokenizer_of(config: Config) -> Path:
-    return Path(config.tokenizer_path or trained(config)[1].path)
+def _find_tokenizer(config: Config) -> Path:
+    return Path(config.tokenizer_path or find_trained_model(config)[1].path)
 
 
-def _has_chat_template(config: Config) -> bool:
-    folder = _tokenizer_of(config)
-    settings = read_json(folder / "tokenizer_config.json")
+def has_chat_template(folder: Path) -> bool:
+    """Return whether the tokenizer in a folder has a chat template."""
+    settings = load_json(folder / "tokenizer_config.json")
     is_set = isinstance(settings, dict) and bool(settings.get("chat_template"))
     return is_set or (folder / "chat_template.jinja").is_file()
 
 
-def files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         if dataset is None:
@@ -118,12 +121,12 @@ def files(config: Config, explicit: Collection[str]) -> Iterator[str]:
         elif is_trusted(config, dataset.path):
             continue
         elif not path.exists():
-            near = similar_file(path)
-            place = f"{hub_hint(path, 'datasets', split)}{relative_hint(path)}"
+            near = find_similar_file(path)
+            place = f"{make_hub_hint(path, 'datasets', split)}{make_relative_hint(path)}"
             hint = f"; {f'did you mean {near}?' if near else place}".rstrip("; ")
             yield f"{name} {path} does not exist{hint if near else f'{hint}.'}"
         elif path.is_dir():
-            yield from _saved_dataset(name, path, split)
+            yield from _check_saved_dataset(name, path, split)
         elif path.suffix not in DATA_FILES:
             allowed = "a .jsonl or .parquet file, or a directory with a saved dataset"
             yield f"{name} {path} can't be read; allowed: {allowed}."
@@ -131,8 +134,8 @@ def files(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name} {path} is empty."
 
 
-def _saved_dataset(name: str, path: Path, split: str) -> Iterator[str]:
-    # Dataset.save_to_disk writes state.json beside the data; DatasetDict writes one directory for each split.
+def _check_saved_dataset(name: str, path: Path, split: str) -> Iterator[str]:
+    # Dataset.save_to_disk writes state.json next to the data; DatasetDict writes one directory per split.
     if (path / "state.json").is_file():
         return
     splits = sorted(one.parent.name for one in path.glob("*/state.json"))
@@ -140,40 +143,40 @@ def _saved_dataset(name: str, path: Path, split: str) -> Iterator[str]:
         one = f"use the path of one, such as {path / splits[0]}"
         yield f"{name} {path} has the splits {', '.join(splits)}: {one}."
         return
-    file = file_of_split(path, split)
+    file = find_split_file(path, split)
     hint = f"; did you mean {file}?" if file else "."
     yield f"{name} {path} is a directory without a saved Hugging Face dataset (it has no state.json){hint}"
 
 
-def rows(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    """Yield why the trainer can't read the first rows of a dataset: one refusal for each dataset."""
-    kind = _kind(config)
-    for section, dataset in datasets_read(config):
+def check_rows(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Yield one refusal for each dataset whose first rows the trainer can't read."""
+    kind = _find_kind(config)
+    for section, dataset in list_datasets(config):
         number, row = 0, dict[str, Any]()
         try:
-            for row in first_rows(dataset.path):
+            for row in load_first_rows(dataset.path):
                 number += 1
-                made = renamed(row, dataset.columns)
+                made = rename_columns(row, dataset.columns)
                 check_row(made, kind)
-                if (chat := messages_of(made)) is None:
+                if (chat := get_messages(made)) is None:
                     continue
                 if isinstance(config, TeacherConfig) and not any(one.get("role") == "user" for one in chat):
                     raise ConfigError("a chat without a turn of role user has no question.")
-                folder = _tokenizer_of(config)
-                if (folder / "tokenizer.json").is_file() and not _has_chat_template(config):
+                folder = _find_tokenizer(config)
+                if (folder / "tokenizer.json").is_file() and not has_chat_template(folder):
                     hint = "add chat_template.jinja, or give prompts as texts"
                     raise ConfigError(f"it is a chat, and {folder} has no chat template: {hint}.")
         except ConfigError as error:
             option = f"{section}.columns: " if dataset.columns else f"{section}.path "
             where = f"{option}{dataset.path} row {number}: " if number else f"{section}.path: "
-            yield f"{where}{error} {_mapping(section, dataset, kind, row)}".rstrip()
+            yield f"{where}{error} {_suggest_columns(section, dataset, kind, row)}".rstrip()
 
 
-def _mapping(section: str, dataset: DatasetConfig, kind: str, row: Row) -> str:
-    """Return how to name the columns of a row that lacks what its kind needs, else ""."""
+def _suggest_columns(section: str, dataset: DatasetConfig, kind: str, row: Row) -> str:
+    """Return a hint for naming the columns if a row lacks needed ones, else an empty text."""
     for column in dataset.columns.values():
         if column.partition(".")[0] not in row:
-            return did_you_mean(column, row)
+            return suggest_name(column, row)
     missing = [name for name in _NEEDED[kind] if name not in row]
     if "messages" in row and "prompt" in missing:
         missing.remove("prompt")
@@ -188,28 +191,28 @@ def _mapping(section: str, dataset: DatasetConfig, kind: str, row: Row) -> str:
     return f"Say which column is which by {section}.columns {{{pairs}}}; texts are in {', '.join(texts)}."
 
 
-def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    """Yield that a built-in reward is 0 for each of the first rows, whatever is answered."""
+def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Refuse a built-in reward that is 0 for each of the first rows, whatever the answer."""
     if not isinstance(config, GRPOConfig) or config.rollout.workflow not in BUILT_IN["workflow"]:
         return
-    for reward, (section, dataset) in product(config.rollout.reward_functions, datasets_read(config)):
-        found = named_rows(dataset.path, dataset.columns)
+    for reward, (section, dataset) in product(config.rollout.reward_functions, list_datasets(config)):
+        found = load_named_rows(dataset.path, dataset.columns)
         missing = [
             name for name in _COLUMNS.get(reward, ()) if found and any(name not in row for row in found)
         ]
         if missing:
-            there = ", ".join(columns_in(found)) or "nothing"
+            there = ", ".join(list_columns(found)) or "nothing"
             yield (
                 f"rollout.reward_fn {reward} needs the column {' and '.join(missing)} in each row of "
                 f"{dataset.path}; they have {there}. Set {section}.columns {{{missing[0]}: COLUMN}}."
             )
     checked = [reward for reward in config.rollout.reward_functions if reward in _TRUTH]
-    for reward, (section, dataset) in product(checked, datasets_read(config)):
-        found, names = named_rows(dataset.path, dataset.columns), _TRUTH[reward]
+    for reward, (section, dataset) in product(checked, list_datasets(config)):
+        found, names = load_named_rows(dataset.path, dataset.columns), _TRUTH[reward]
         values = [row.get(name) for row in found for name in names]
         truths = [value for value in values if value is not None and str(value).strip()]
         if found and not truths:
-            there = ", ".join(columns_in(found)) or "nothing"
+            there = ", ".join(list_columns(found)) or "nothing"
             needed = f"rollout.reward_fn {reward} compares with the column {' or '.join(names)}"
             name = f"{section}.columns {{answer: COLUMN}}"
             yield f"{needed}, which is empty or missing in {dataset.path}; its rows have {there}. Set {name}."
@@ -222,30 +225,30 @@ def rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"rollout.reward_fn exact_match is 0 for every row: the answers of {dataset.path} {spaces}."
 
 
-def pairs(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    """Yield that no pair of answers differs, so that a reward model has nothing to learn."""
-    for section, dataset, num_equal, num in _equal_pairs(config):
+def check_pairs(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    """Refuse rows of equal answers, because a reward model would learn nothing."""
+    for section, dataset, num_equal, num in _count_equal_pairs(config):
         if num_equal == num:
             yield f"{section}.path {dataset.path}: `chosen` and `rejected` are equal in the first {num} rows."
 
 
-def _equal_pairs(config: Config) -> Iterator[tuple[str, DatasetConfig, int, int]]:
-    """Yield section, data set, how many of the first rows have equal answers, and how many rows that is."""
-    for section, dataset in datasets_read(config) if _kind(config) == "rw" else ():
-        found = named_rows(dataset.path, dataset.columns)
+def _count_equal_pairs(config: Config) -> Iterator[tuple[str, DatasetConfig, int, int]]:
+    """Yield (section, dataset, number of first rows with equal answers, number of first rows)."""
+    for section, dataset in list_datasets(config) if _find_kind(config) == "rw" else ():
+        found = load_named_rows(dataset.path, dataset.columns)
         if num_equal := sum("chosen" in row and row["chosen"] == row.get("rejected") for row in found):
             yield section, dataset, num_equal, len(found)
 
 
-RULES = [files, rows, rewards, pairs]
+RULES = [check_files, check_rows, check_rewards, check_pairs]
 
 
-def notes(config: Config) -> Iterator[str]:
-    for section, _, num_equal, num in _equal_pairs(config):
-        what = "nothing is learned from those"
+def list_notes(config: Config) -> Iterator[str]:
+    for section, _, num_equal, num in _count_equal_pairs(config):
+        what = "the model learns nothing from them"
         yield f"{section}: `chosen` and `rejected` are equal in {num_equal} of the first {num} rows; {what}."
-    for section, dataset in datasets_read(config):
-        found = named_rows(dataset.path, dataset.columns)
+    for section, dataset in list_datasets(config):
+        found = load_named_rows(dataset.path, dataset.columns)
         media = [name for name in _MEDIA if any(row.get(name) for row in found)]
         if media:
             no_use = "is not used: neither servers nor trainers get images or sound"

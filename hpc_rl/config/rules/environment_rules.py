@@ -1,4 +1,4 @@
-"""What can't be combined with a section `environments`, and commands that can't be started."""
+"""Rules about the section `environments`: its commands, and options that contradict it."""
 
 import shlex
 from collections.abc import Collection, Iterator
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator
 from hpc_rl.config.options.experiment import GRPOConfig, has_own_prompts
 
 
-def commands(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_commands(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     for name, command in (config.environments.commands if config.environments else {}).items():
         try:
             words = shlex.split(command)
@@ -17,7 +17,7 @@ def commands(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             yield f"environments.commands.{name} is empty; give a command, as `hpc-rl env serve my_env.py`."
 
 
-def order(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_order(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     section = config.environments
     if section and section.own_prompts and config.rollout.batch_order == "in_order":
         yield (
@@ -26,7 +26,7 @@ def order(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         )
 
 
-def length(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_length(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     if has_own_prompts(config):
         return
     if config.total_train_steps is None and config.total_train_n_seqs is None:
@@ -41,4 +41,4 @@ def length(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         )
 
 
-GRPO_RULES = [commands, order, length]
+GRPO_RULES = [check_commands, check_order, check_length]

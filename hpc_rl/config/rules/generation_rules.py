@@ -1,4 +1,4 @@
-"""Rules about generation: groups, sampling, lengths, the rollout role, and what servers can do."""
+"""Rules about generation: groups, sampling, lengths, the rollout role, and abilities of the servers."""
 
 import math
 import re
@@ -6,16 +6,16 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from hpc_rl.config.compat.areal_names import OF_WORKFLOWS
-from hpc_rl.config.devices import data_ranks
-from hpc_rl.config.load.fields import did_you_mean
-from hpc_rl.config.load.parser import allowed, typed
-from hpc_rl.config.load.source import with_origin
-from hpc_rl.config.options.experiment import Config, GRPOConfig, value_of
+from hpc_rl.config.devices import count_data_ranks
+from hpc_rl.config.load.fields import suggest_name
+from hpc_rl.config.load.parser import convert_value, describe_allowed
+from hpc_rl.config.load.source import add_origin
+from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value
 from hpc_rl.config.options.inference import REWARDS, GenerationHyperparameters
 from hpc_rl.config.options.limits import NonNegativeFloat, PositiveFloat, PositiveInt
-from hpc_rl.config.rules.consistency import context_option, given, server_backend
-from hpc_rl.config.rules.training_rules import models, samplings
-from hpc_rl.core.allocation import SERVER_BACKENDS
+from hpc_rl.config.rules.consistency import find_context_option, find_server_backend, list_given
+from hpc_rl.config.rules.training_rules import list_models, list_samplings
+from hpc_rl.core.backends import SERVER_BACKENDS
 
 BUILT_IN = {
     "workflow": ["single_turn", "multi_turn", "teacher"],
@@ -36,9 +36,9 @@ WORKFLOW_ARGS: dict[str, dict[str, Any]] = {  # built-in workflow -> its argumen
 IMPORT_PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*"
 
 
-def adapted(config: Config) -> dict[str, tuple[Any, str]]:
-    """Return option -> (value that its default becomes, the reason): the batch of `sequences_per_rank`."""
-    each, ranks, n_samples = _sequences(config)
+def adapt_defaults(config: Config) -> dict[str, tuple[Any, str]]:
+    """Return option -> (new default, reason): the batch size that follows from `sequences_per_rank`."""
+    each, ranks, n_samples = _count_sequences(config)
     if not each or not ranks or each * ranks % n_samples:
         return {}
     name = "train_dataset.sequences_per_rank"
@@ -47,28 +47,28 @@ def adapted(config: Config) -> dict[str, tuple[Any, str]]:
     return {"train_dataset.batch_size": (each * ranks // n_samples, reason)}
 
 
-def _sequences(config: Config) -> tuple[int, int, int]:
-    """Return sequences per data rank (0: not set), data ranks (0: not known), and sequences per prompt."""
+def _count_sequences(config: Config) -> tuple[int, int, int]:
+    """Return sequences per data rank (0 if not set), data ranks (0 if unknown), and sequences per prompt."""
     each = config.train_dataset.sequences_per_rank or 0
     n_samples = config.gconfig.n_samples if isinstance(config, GRPOConfig) else 1
-    return each, (data_ranks(config) or 0) if each else 0, n_samples
+    return each, (count_data_ranks(config) or 0) if each else 0, n_samples
 
 
-def batch_of_ranks(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    (each, ranks, n_samples), name = _sequences(config), "train_dataset.sequences_per_rank"
+def check_batch_of_ranks(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    (each, ranks, n_samples), name = _count_sequences(config), "train_dataset.sequences_per_rank"
     if not each or not ranks:
         return
     sequences, batch_size = each * ranks, config.train_dataset.batch_size
     if sequences % n_samples:
         least = n_samples // math.gcd(n_samples, ranks)
-        whole = f"{each} * {ranks} data ranks are no whole number of groups of gconfig.n_samples {n_samples}"
+        whole = f"{each} * {ranks} data ranks is not a multiple of gconfig.n_samples {n_samples}"
         yield f"{name} {each}: {whole}; use a multiple of {least}."
     elif batch_size * n_samples != sequences:
         gives = f"{name} {each} on {ranks} data ranks, which gives {sequences // n_samples}"
         yield f"train_dataset.batch_size {batch_size} contradicts {gives}; set only one of the two."
 
 
-def too_long(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_too_long(config: Config, explicit: Collection[str]) -> Iterator[str]:
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         if dataset is None or dataset.too_long == "drop":
@@ -80,15 +80,15 @@ def too_long(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name}: workflow {config.rollout.workflow} makes its input of whole messages; use drop."
 
 
-def no_servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_no_servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if isinstance(config, GRPOConfig):
         return
     sections = tuple(f"{backend.section}." for backend in SERVER_BACKENDS.values())
-    for name in given(config, explicit, sections)[:1]:
-        yield f"{name} has no effect: trainer {config.trainer} has no generation servers; omit it."
+    for name in list_given(config, explicit, sections)[:1]:
+        yield f"{name} has no effect: trainer {config.trainer} has no generation servers; remove it."
 
 
-def groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     actor, n_samples = config.actor, config.gconfig.n_samples
     for name, norm in (("reward_norm", actor.reward_norm), ("adv_norm", actor.adv_norm)):
         if norm and "group" in (norm.mean_level, norm.std_level) and n_samples < 2:
@@ -99,8 +99,8 @@ def groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield f"actor.ppo_n_minibatches {parts} must not exceed {product}: each update needs a row."
 
 
-def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    for section, g in samplings(config).items():
+def check_sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    for section, g in list_samplings(config).items():
         if g.n_samples > 1 and (g.greedy or g.temperature == 0):
             option = f"{section}.greedy true" if g.greedy else f"{section}.temperature 0"
             equal = f"all {g.n_samples} samples of a prompt would be equal"
@@ -117,15 +117,15 @@ def sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             yield f"{section}.min_new_tokens {g.min_new_tokens} must not exceed {most}."
 
 
-def lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    for section, g in samplings(config).items():
-        for name in (f"{section}.max_tokens", context_option(config)):
-            limit = value_of(config, name)
+def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    for section, g in list_samplings(config).items():
+        for name in (f"{section}.max_tokens", find_context_option(config)):
+            limit = get_value(config, name)
             if limit and limit <= g.max_new_tokens:
                 yield f"{name} {limit} can't hold {section}.max_new_tokens {g.max_new_tokens} and a prompt."
-    # what an evaluation makes comes into no micro-batch
+    # completions of evaluations enter no micro-batch
     new = config.gconfig.max_new_tokens
-    for section, engine in models(config):
+    for section, engine in list_models(config):
         limit, together = engine.mb_spec.max_tokens_per_mb, engine.mb_spec.granularity
         if limit and limit // together <= new:
             times = f" for each of mb_spec.granularity {together}" if together > 1 else ""
@@ -133,7 +133,7 @@ def lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name} can't hold gconfig.max_new_tokens {new} and a prompt{times}."
 
 
-def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     options, batch_size = config.rollout, config.train_dataset.batch_size
     if options.queue_size is not None and options.queue_size < batch_size:
         size = options.queue_size
@@ -155,29 +155,29 @@ def rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         known = [*BUILT_IN[name], *pools]
         if value not in known and not re.fullmatch(IMPORT_PATH, value):
             pool = "the name of a pool with a reward model (pools.NAME.path), " if name == "reward_fn" else ""
-            allowed = f"allowed: {', '.join(known)}, {pool}or package.module:name of your own"
-            line = f"rollout.{name} {value!r} is not known; {allowed}. {did_you_mean(value, known)}"
+            allowed = f"allowed: {', '.join(known)}, {pool}or your own package.module:name"
+            line = f"rollout.{name} {value!r} is not known; {allowed}. {suggest_name(value, known)}"
             yield line.strip()
 
 
-def workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     workflow, args = config.rollout.workflow, config.rollout.workflow_args
     known = WORKFLOW_ARGS.get(workflow, {})
     for name, value in args.items() if workflow in WORKFLOW_ARGS else ():
         if name in known:
             try:
-                typed(known[name], with_origin(value, ""))
+                convert_value(known[name], add_origin(value, ""))
             except ValueError:
                 what = f"rollout.workflow_args: {name} {value!r} can't be used"
-                yield f"{what}; allowed: {allowed(known[name])}."
+                yield f"{what}; allowed: {describe_allowed(known[name])}."
         elif name not in OF_WORKFLOWS:
-            takes = f"takes {', '.join(known) or 'no arguments'}; a workflow of your own takes any"
+            takes = f"takes {', '.join(known) or 'no arguments'}; your own workflow may take any"
             line = f"rollout.workflow_args: {name} can't be used: rollout.workflow {workflow} {takes}."
-            yield f"{line} {did_you_mean(name, known)}".strip()
+            yield f"{line} {suggest_name(name, known)}".strip()
 
 
-def notes(config: GRPOConfig) -> Iterator[str]:
-    """Yield notes about what has no effect here, and is often in AReaL's files."""
+def list_notes(config: GRPOConfig) -> Iterator[str]:
+    """Yield notes about options without effect; AReaL's files often contain them."""
     if not config.async_training and (ahead := config.rollout.max_head_offpolicyness):
         why = "async_training false has each batch made by the newest weights"
         yield f"rollout.max_head_offpolicyness {ahead}: no effect: {why}."
@@ -188,23 +188,23 @@ def notes(config: GRPOConfig) -> Iterator[str]:
     workflow, args = config.rollout.workflow, config.rollout.workflow_args
     idle = [name for name in args if name not in WORKFLOW_ARGS.get(workflow, [name])]
     if args.get("n_trajs") == config.gconfig.n_samples and "n_trajs" in idle:
-        idle.remove("n_trajs")  # that is what it means
+        idle.remove("n_trajs")  # it means the same
     if idle:
         known = "" if workflow == "multi_turn" else "multi_turn, or "
-        use = f"name the one that does: {known}package.module:name of your own"
+        use = f"name the one that does: {known}your own package.module:name"
         names = f"rollout.workflow_args: {', '.join(idle)}"
         yield f"{names}: no effect: rollout.workflow {workflow} does not take it; {use}."
 
 
-def servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    used = server_backend(config)
+def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    used = find_server_backend(config)
     neutral = GenerationHyperparameters()
     for name, instead in SERVER_BACKENDS[used].lacks.items() if used else ():
-        for section, g in samplings(config).items():
+        for section, g in list_samplings(config).items():
             value = getattr(g, name)
             if value and value != getattr(neutral, name):
                 yield f"{section}.{name} {value} can't be used with {used} servers; {instead}."
 
 
-RULES = [batch_of_ranks, too_long, no_servers]
-GRPO_RULES = [groups, sampling, lengths, rollout, workflow_args, servers]
+RULES = [check_batch_of_ranks, check_too_long, check_no_servers]
+GRPO_RULES = [check_groups, check_sampling, check_lengths, check_rollout, check_workflow_args, check_servers]

@@ -1,24 +1,24 @@
-"""Notes about sampling that the loss can't follow.
+"""Notes about sampling options that the loss does not account for.
 
 The trainer computes log-probabilities of the whole distribution at the sampling temperature. Servers return
-the same where nothing but the temperature changes it: top_p, top_k and min_p leave the returned
-log-probabilities as they are, but other tokens are sampled than these say; penalties are in them.
+the same values if only the temperature changes the distribution. With top_p, top_k and min_p they still
+return these values, but sample from a part of the distribution. Penalties change the returned values.
 """
 
 from collections.abc import Iterator
 
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
-from hpc_rl.config.rules.consistency import server_backend
+from hpc_rl.config.rules.consistency import find_server_backend
 
 _CUT_OFF = ("top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty", "frequency_penalty")
 _USE = "eval_gconfig may have it, so that only evaluations sample so"
 
 
-def notes(config: GRPOConfig) -> Iterator[str]:
+def list_notes(config: GRPOConfig) -> Iterator[str]:
     neutral, sampling = GenerationHyperparameters(), config.gconfig
-    backend = server_backend(config) or "generation"
+    backend = find_server_backend(config) or "generation"
     for name in (*_CUT_OFF, *_PENALTIES):
         value, unused = getattr(sampling, name), getattr(neutral, name)
         if value == unused:

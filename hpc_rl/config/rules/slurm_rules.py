@@ -1,6 +1,6 @@
 """Rules about `launcher.slurm`: options and arguments that contradict each other or the plan.
 
-sbatch accepts some of these contradictions silently and then applies one of the two.
+sbatch silently accepts some of these contradictions and applies one of the two options.
 """
 
 import dataclasses
@@ -10,14 +10,14 @@ from collections.abc import Collection, Iterable, Iterator
 
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
 from hpc_rl.config.options.experiment import Config, GRPOConfig
-from hpc_rl.config.rules.consistency import given, is_default
+from hpc_rl.config.rules.consistency import is_default, list_given
 
-DERIVED = "derived"  # the value of an option that the plan decides
+DERIVED = "derived"  # the plan decides the value
 
 _PLAN = "it is derived from cluster, allocation_mode and the resources in launcher"
 _SCRIPT = "the script sets its own"
 _GPUS = "set launcher.slurm.gpus_by, gpu_type or gres"
-SET_BY_THE_SCRIPT = {  # sbatch option that extra_args may not contain -> the reason, or what to use
+SET_BY_THE_SCRIPT = {  # sbatch option that extra_args may not contain -> the reason, or a replacement
     **dict.fromkeys(("--nodes", "-N"), "set cluster.n_nodes"),
     **dict.fromkeys(("--ntasks", "-n", "--array", "-a", "--cores-per-socket", "--ntasks-per-gpu"), _PLAN),
     **dict.fromkeys(("--gpus", "-G", "--gpus-per-node", "--gpus-per-task"), _GPUS),
@@ -51,18 +51,18 @@ _SRUN_DERIVED = {
 }  # fmt: skip
 
 
-def asks_for_gpus(gres: str | None) -> bool:
+def has_gpus(gres: str | None) -> bool:
     """Return whether a list of generic resources names GPUs, such as `gpu:a100:8` or `gres/gpu:8`."""
     return any(re.match(r"(gres/)?gpu([:=]|$)", part) for part in (gres or "").split(","))
 
 
-def option_of(text: str) -> str:
-    """Return the option at the beginning of a text, without its value: `-x` or `--name`."""
+def parse_option(text: str) -> str:
+    """Return the option, `-x` or `--name`, at the start of a text, without its value."""
     return text.partition("=")[0] if text.startswith("--") else text[:2]
 
 
-def threads_limit(options: Iterable[str]) -> int | None:
-    """Return how many threads of a core options of sbatch or srun let a job or step use; None for all."""
+def find_threads_limit(options: Iterable[str]) -> int | None:
+    """Return the threads per core that options of sbatch or srun allow; None means all."""
     most = None
     for option in options:
         if option == "--hint=nomultithread":
@@ -72,12 +72,12 @@ def threads_limit(options: Iterable[str]) -> int | None:
     return most
 
 
-def job_threads_limit(slurm: SlurmLauncherConfig) -> int | None:
-    """Return the same of a whole job, by its `extra_args`."""
-    return threads_limit(word for argument in slurm.extra_args for word in shlex.split(argument))
+def find_job_threads_limit(slurm: SlurmLauncherConfig) -> int | None:
+    """Return the threads per core that the `extra_args` of a job allow; None means all."""
+    return find_threads_limit(word for argument in slurm.extra_args for word in shlex.split(argument))
 
 
-def texts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_texts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
     for name, value in vars(slurm).items():
         for text in value if isinstance(value, list) else [value]:
@@ -94,7 +94,7 @@ def _has_control_character(text: str) -> bool:
     return any(ord(char) < 32 or ord(char) in (127, 0x85, 0x2028, 0x2029) for char in text)
 
 
-def conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm, name = config.launcher.slurm, "launcher.slurm"
     memory = ("mem", "mem_per_cpu", "mem_per_gpu")
     memory_set = [f"{name}.{option}" for option in memory if getattr(slurm, option) not in (None, DERIVED)]
@@ -105,39 +105,39 @@ def conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"{name}.mem_per_gpu needs GPUs, but cluster.n_gpus_per_node is 0; use mem or mem_per_cpu."
     if slurm.mem_per_cpu and slurm.cpus_per_task is None:
         yield f"{name}.mem_per_cpu needs {name}.cpus_per_task, which is null: Slurm multiplies the two."
-    if asks_for_gpus(slurm.gres):
-        yield from _gpus_in_gres(config)
+    if has_gpus(slurm.gres):
+        yield from _check_gres(config)
     elif slurm.gpu_type is not None and slurm.gpus_by is None:
         yield f"{name}.gpu_type has no effect, because {name}.gpus_by is null: no GPUs are requested."
 
 
-def _gpus_in_gres(config: Config) -> Iterator[str]:
+def _check_gres(config: Config) -> Iterator[str]:
     slurm, per_node = config.launcher.slurm, config.cluster.n_gpus_per_node
     for name in ("gpus_by", "gpu_type"):
         if getattr(slurm, name) is not None and not is_default(config, f"launcher.slurm.{name}"):
             other = f"launcher.slurm.{name}: Slurm would apply one of the two. Omit one"
             yield f"launcher.slurm.gres {slurm.gres} names GPUs, and so does {other}."
-    counts = [_count(part) for part in (slurm.gres or "").split(",") if asks_for_gpus(part)]
+    counts = [_count_gpus(part) for part in (slurm.gres or "").split(",") if has_gpus(part)]
     total = sum(filter(None, counts))
     if None not in counts and total != per_node and per_node:
         planned = f"cluster.n_gpus_per_node is {per_node}: make them equal, or use launcher.slurm.gpu_type"
         yield f"launcher.slurm.gres {slurm.gres} requests {total} GPUs per node, but {planned}."
 
 
-def _count(gres: str) -> int | None:
-    """Return the GPUs of one generic resource, or None for a form that only Slurm can read."""
+def _count_gpus(gres: str) -> int | None:
+    """Return the number of GPUs in one generic resource, or None if only Slurm understands it."""
     tail = re.split(r"[:=]", gres.split("(")[0])[-1]
     if tail.isdigit():
         return int(tail)
     return 1 if re.fullmatch(r"[A-Za-z_][\w.-]*", tail) else None
 
 
-def extra_args(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_extra_args(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm, name = config.launcher.slurm, "launcher.slurm.extra_args"
     own = {f"--{field.name.replace('_', '-')}": field.name for field in dataclasses.fields(slurm)} | _SHORT
     for extra in slurm.extra_args:
         try:
-            options = [option_of(part) for part in shlex.split(extra) if part.startswith("-")]
+            options = [parse_option(part) for part in shlex.split(extra) if part.startswith("-")]
         except ValueError as error:
             yield f"{name}: {extra!r} can't be read: {error}."
             continue
@@ -150,7 +150,7 @@ def extra_args(config: Config, explicit: Collection[str]) -> Iterator[str]:
                 yield f"{name}: {option} can't be given; use launcher.slurm.{own[option]}."
 
 
-def layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     slurm = config.launcher.slurm
     layout, no_submitit = f"layout {slurm.layout}", "launcher.slurm.backend submitit can't be used with"
     if slurm.backend == "submitit" and slurm.layout != "allocation":
@@ -168,29 +168,29 @@ def layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
     if slurm.layout == "hetjob" and slurm.servers.time is not None:
         why = "its components stop together; use launcher.slurm.time"
         yield f"launcher.slurm.servers.time can't be used with layout hetjob: {why}."
-    options = given(config, explicit, "launcher.slurm.servers.")
+    options = list_given(config, explicit, "launcher.slurm.servers.")
     elastic = [name for name in options if name.endswith((".max_running", ".idle_s"))]
     if slurm.layout == "allocation" and options:
-        use = "where servers share the trainer's job; use layout jobs or hetjob"
-        yield f"{options[0]} has no effect in layout allocation, {use}."
+        use = "servers share the trainer's job; use layout jobs or hetjob"
+        yield f"{options[0]} has no effect in layout allocation: {use}."
     elif slurm.layout == "hetjob" and elastic:
-        use = "where servers start and stop with the job; use layout jobs"
-        yield f"{elastic[0]} has no effect in layout hetjob, {use}."
+        use = "servers start and stop with the job; use layout jobs"
+        yield f"{elastic[0]} has no effect in layout hetjob: {use}."
 
 
-def srun_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_srun_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
     name, text = "launcher.slurm.srun_additional_args", config.launcher.slurm.srun_additional_args
     try:
-        yield from _refused_for_srun(name, shlex.split(text))
+        yield from _check_srun_args(name, shlex.split(text))
     except ValueError as error:
         yield f"{name}: {text!r} can't be split: {error}."
     for role, args in vars(config.launcher.slurm.srun_args).items():
-        yield from _refused_for_srun(f"launcher.slurm.srun_args.{role}", args)
+        yield from _check_srun_args(f"launcher.slurm.srun_args.{role}", args)
 
 
-def _refused_for_srun(name: str, args: Iterable[str]) -> Iterator[str]:
+def _check_srun_args(name: str, args: Iterable[str]) -> Iterator[str]:
     for arg in args:
-        option = option_of(arg)
+        option = parse_option(arg)
         if not arg.startswith("-") or _has_control_character(arg):
             yield f"{name}: {arg!r} is not an option; join an option and its value: --name=value."
         elif option.startswith(("--container-", "--no-container-")):
@@ -202,4 +202,4 @@ def _refused_for_srun(name: str, args: Iterable[str]) -> Iterator[str]:
             yield f"{name}: {option} is derived from the plan and can't be given."
 
 
-RULES = [texts, conflicts, extra_args, layouts, srun_options]
+RULES = [check_texts, check_conflicts, check_extra_args, check_layouts, check_srun_options]

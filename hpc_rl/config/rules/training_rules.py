@@ -1,4 +1,4 @@
-"""Rules about models in the trainer (sections `actor`, `ref` and `model`), and how their defaults adapt."""
+"""Rules about models in the trainer (sections `actor`, `ref` and `model`), and their adapted defaults."""
 
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -8,8 +8,8 @@ from hpc_rl.config.options.experiment import (
     GRPOConfig,
     RWConfig,
     TeacherConfig,
-    replaced,
-    value_of,
+    get_value,
+    replace_value,
 )
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import TrainEngineConfig
@@ -20,50 +20,50 @@ _ONLY_FOR_TRAINING = (
     "fsdp.offload_activations",
 )
 _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
-TOKENS_PER_MB = 32768  # default limit on GPUs, where one micro-batch of all rows would be too large
+TOKENS_PER_MB = 32768  # default limit on GPUs, because one micro-batch of all rows would be too large
 FLASH_PACKAGES = {"flash_attention_3": "flash-attn-3", "flash_attention_2": "flash-attn"}  # of attn_impl
-HIGH_LR, MAX_LR = 0.01, 1.0  # of Adam, whose step moves each weight by about the learning rate
+HIGH_LR, MAX_LR = 0.01, 1.0  # for Adam: a step moves each weight by about the learning rate
 _WITHOUT_GPUS = "without GPUs (cluster.n_gpus_per_node 0)"
 
 
-def trained(config: Config) -> tuple[str, TrainEngineConfig]:
-    """Return name and section of the model that the trial trains."""
+def find_trained_model(config: Config) -> tuple[str, TrainEngineConfig]:
+    """Return name and section of the trained model."""
     return ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
 
 
-def models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
+def list_models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
     """Yield name and section of each model in the trainer's ranks."""
-    yield trained(config)
+    yield find_trained_model(config)
     if isinstance(config, GRPOConfig) and config.ref is not None:
         yield "ref", config.ref
 
 
-def samplings(config: GRPOConfig) -> dict[str, GenerationHyperparameters]:
-    """Return the sections that sample the model that is trained."""
+def list_samplings(config: GRPOConfig) -> dict[str, GenerationHyperparameters]:
+    """Return the sections with sampling options of the trained model."""
     held_out = {"eval_gconfig": config.eval_gconfig} if config.eval_gconfig else {}
     return {"gconfig": config.gconfig, **held_out}
 
 
-def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """Return option -> (value that its default becomes, reason; empty where no note is needed)."""
+def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Return option -> (new default, reason); an empty reason means no note."""
     wanted: dict[str, tuple[Any, str]] = {}
     together = "model.mb_spec.granularity"
     if isinstance(config, RWConfig):
         wanted = {"model.is_critic": (True, ""), together: (2, "")}
         if together not in explicit:
-            config = replaced(config, together.split("."), 2)
-    budgets = _token_budgets(config, explicit)
+            config = replace_value(config, together.split("."), 2)
+    budgets = _choose_token_budgets(config, explicit)
     wanted |= budgets
     for name, (budget, _) in budgets.items():
-        config = replaced(config, name.split("."), budget)
+        config = replace_value(config, name.split("."), budget)
     if not config.cluster.n_gpus_per_node:
-        for section, _ in models(config):
+        for section, _ in list_models(config):
             wanted[f"{section}.dtype"] = ("float32", "the plan has no GPUs")
             wanted[f"{section}.attn_impl"] = ("sdpa", "the plan has no GPUs")
-    for section, engine in models(config):
+    for section, engine in list_models(config):
         if engine.dtype == "float32" and config.cluster.n_gpus_per_node:
             wanted[f"{section}.attn_impl"] = ("sdpa", f"{section}.dtype is float32")
-    for name, bound, limit in sorted(too_long(config), key=lambda one: -one[1]):
+    for name, bound, limit in sorted(find_too_long(config), key=lambda one: -one[1]):
         wanted[name] = (bound, f"{limit} does not allow more")
     if config.total_train_steps is not None or config.total_train_n_seqs is not None:
         wanted["total_train_epochs"] = (None, "")
@@ -79,21 +79,21 @@ def adapted(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, s
     return wanted
 
 
-def _token_budgets(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """Return a limit of tokens for micro-batches on GPUs that have none: it holds the longest sequence."""
+def _choose_token_budgets(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
+    """Return a token limit, which holds the longest sequence, for micro-batches on GPUs without a limit."""
     if not config.cluster.n_gpus_per_node:
         return {}
-    longest, reason = _longest(config, explicit), "the plan has GPUs, whose memory limits a micro-batch"
+    longest, reason = _find_longest(config, explicit), "the plan has GPUs, whose memory limits a micro-batch"
     return {
         name: (max(TOKENS_PER_MB, longest * engine.mb_spec.granularity), reason)
-        for section, engine in models(config)
+        for section, engine in list_models(config)
         if (name := f"{section}.mb_spec.max_tokens_per_mb") not in explicit
         and engine.mb_spec.max_tokens_per_mb is None
     }
 
 
-def _longest(config: Config, explicit: Collection[str]) -> int:
-    """Return the tokens of the longest sequence, as far as the configuration says; or 0."""
+def _find_longest(config: Config, explicit: Collection[str]) -> int:
+    """Return the tokens of the longest sequence, or 0 if the configuration does not tell."""
     if isinstance(config, GRPOConfig):
         g, prompt = config.gconfig, config.train_dataset.max_length
         if prompt is not None:
@@ -104,9 +104,9 @@ def _longest(config: Config, explicit: Collection[str]) -> int:
     return max((rows.max_length or 0 for rows in datasets if rows is not None), default=0)
 
 
-def too_long(config: Config) -> Iterator[tuple[str, int, str]]:
-    """Yield (option, largest value, what limits it) where a sequence could exceed a micro-batch."""
-    for section, engine in models(config):
+def find_too_long(config: Config) -> Iterator[tuple[str, int, str]]:
+    """Yield (option, largest value, limiting option) if a sequence could exceed a micro-batch."""
+    for section, engine in list_models(config):
         name, limit = f"{section}.mb_spec.max_tokens_per_mb", engine.mb_spec.max_tokens_per_mb
         if limit is None:
             continue
@@ -114,7 +114,7 @@ def too_long(config: Config) -> Iterator[tuple[str, int, str]]:
         if isinstance(config, GRPOConfig):
             g, prompt = config.gconfig, config.train_dataset.max_length
             longest = g.max_tokens if prompt is None else min(g.max_tokens, prompt + g.max_new_tokens)
-            # Where not even a completion fits, generation_rules.lengths refuses.
+            # If not even a completion fits, generation_rules.check_lengths refuses.
             if longest > bound > g.max_new_tokens:
                 yield "gconfig.max_tokens", bound, name
             continue
@@ -124,8 +124,8 @@ def too_long(config: Config) -> Iterator[tuple[str, int, str]]:
                 yield f"{dataset}.max_length", bound, name
 
 
-def notes(config: GRPOConfig) -> Iterator[str]:
-    """Yield notes about options that were set and change nothing, where that is harmless."""
+def list_notes(config: GRPOConfig) -> Iterator[str]:
+    """Yield notes about options that are harmless but have no effect."""
     actor = config.actor
     for name in ("reward_norm", "adv_norm"):
         norm = getattr(actor, name)
@@ -152,30 +152,30 @@ def notes(config: GRPOConfig) -> Iterator[str]:
         yield f"{', '.join(idle)}: no effect, because the reference model is not trained."
 
 
-def notes_on_learning_rate(config: Config) -> Iterator[str]:
-    section, engine = trained(config)
+def list_learning_rate_notes(config: Config) -> Iterator[str]:
+    section, engine = find_trained_model(config)
     optimizer = engine.optimizer
     if optimizer is not None and optimizer.type != "empty" and HIGH_LR < optimizer.lr < MAX_LR:
         usual = "usual are 1e-7 to 1e-5 for reinforcement learning, up to 1e-3 for small models"
         yield f"WARNING: {section}.optimizer.lr {optimizer.lr:g} is very high: {usual}."
 
 
-def policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     actor, recompute = config.actor, "actor.recompute_logprob"
     if actor.use_decoupled_loss and recompute in explicit and not actor.recompute_logprob:
-        yield f"{recompute} false contradicts actor.use_decoupled_loss, which needs it; omit it."
+        yield f"{recompute} false contradicts actor.use_decoupled_loss, which needs it; remove it."
     if actor.algorithm == "areal" and actor.loss_aggregation != "token_mean":
         use = "use token_mean with actor.algorithm areal"
         yield f"actor.loss_aggregation {actor.loss_aggregation} is not AReaL's; {use}."
 
 
-def rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     actor, budget, n_samples = config.actor, config.gconfig.max_new_tokens, config.gconfig.n_samples
     if actor.overlong_reward_penalty:
         needed = ("overlong_tokens", "overlong_penalty_factor")
         missing = [f"actor.{name}" for name in needed if getattr(actor, name) is None]
         if missing:
-            yield f"actor.overlong_reward_penalty needs {' and '.join(missing)}; set them, or omit it."
+            yield f"actor.overlong_reward_penalty needs {' and '.join(missing)}; set them, or remove it."
         elif (actor.overlong_tokens or 0) > budget:
             tokens = actor.overlong_tokens
             yield f"actor.overlong_tokens {tokens} must not exceed gconfig.max_new_tokens {budget}."
@@ -183,10 +183,10 @@ def rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield f"gconfig.n_samples {n_samples}: actor.dynamic_sampling would drop every group; use at least 2."
 
 
-def reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     for name in ("kl_ctl", "beta"):
         value = getattr(config.actor, name)
-        # Without a reference model a KL term would reward improbable tokens, whatever they are.
+        # Without a reference model a KL term would reward any improbable token.
         if value and config.ref is None and not (name == "kl_ctl" and config.actor.algorithm == "areal"):
             use = f"add a section ref with ref.path, or set actor.{name} to 0"
             yield f"actor.{name} {value:g} needs a reference model: {use}."
@@ -194,22 +194,22 @@ def reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iterator[s
         return
     for name in vars(config.ref.optimizer) if config.ref.optimizer is not None else ():
         if name != "type" and not is_default(config, f"ref.optimizer.{name}"):
-            yield f"ref.optimizer.{name}: the reference model is not trained; omit ref.optimizer."
+            yield f"ref.optimizer.{name}: the reference model is not trained; remove ref.optimizer."
 
 
-GRPO_RULES = [policy_loss, rewards, reference_model]
+GRPO_RULES = [check_policy_loss, check_rewards, check_reference_model]
 
 
-def micro_batches(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    # A sequence that exceeds a micro-batch would end the trial at the step that has it.
-    for name, bound, limit in too_long(config):
+def check_micro_batches(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    # A sequence that exceeds a micro-batch would end the trial at its step.
+    for name, bound, limit in find_too_long(config):
         remedy = f"reduce {name}, or increase {limit}"
         holds = f"{limit} holds at most {bound} tokens of a sequence"
-        yield f"{name} {value_of(config, name)}: {holds}; {remedy}."
+        yield f"{name} {get_value(config, name)}: {holds}; {remedy}."
 
 
-def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    section, engine = trained(config)
+def check_optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    section, engine = find_trained_model(config)
     name, optimizer = f"{section}.optimizer", engine.optimizer
     if optimizer is None or optimizer.type == "empty":
         came = f"{name} null" if optimizer is None else f"{name}.type empty"
@@ -226,16 +226,16 @@ def optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
         yield f"{name}.min_loss_scale {optimizer.min_loss_scale:g} must not exceed {most}."
     if optimizer.offload and engine.fsdp.offload_params:
         both = f"{section}.fsdp.offload_params, which has the moments and updates in CPU memory as well"
-        yield f"{name}.offload has no effect with {both}; omit it."
+        yield f"{name}.offload has no effect with {both}; remove it."
     if optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
         yield f"{name}.min_lr_ratio has no effect with lr_scheduler_type constant; use linear or cosine."
 
 
-def attention(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_attention(config: Config, explicit: Collection[str]) -> Iterator[str]:
     on_gpus = config.cluster.n_gpus_per_node > 0
     allowed = ["sdpa", "eager", *(["flex_attention", *FLASH_PACKAGES] if on_gpus else [])]
     where = "" if on_gpus else f" {_WITHOUT_GPUS}"
-    for section, engine in models(config):
+    for section, engine in list_models(config):
         name = f"{section}.attn_impl {engine.attn_impl}"
         if engine.attn_impl not in allowed:
             yield f"{name} can't be used{where}; allowed: {', '.join(allowed)}."
@@ -243,36 +243,36 @@ def attention(config: Config, explicit: Collection[str]) -> Iterator[str]:
             yield f"{name} can't compute in {section}.dtype float32; use sdpa, or dtype bfloat16."
 
 
-def engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    for section, engine in models(config):
+def check_engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
+    for section, engine in list_models(config):
         size = engine.ds_auto_tp.autotp_size
         if size != 1:
-            use = f"allocation_mode has the tensor-parallel size: t{size}, as fsdp:d2t{size}; omit it"
+            use = f"allocation_mode has the tensor-parallel size: t{size}, as fsdp:d2t{size}; remove it"
             yield f"{section}.ds_auto_tp.autotp_size {size}: {use}."
         if engine.fsdp.offload_activations and not engine.gradient_checkpointing:
-            use = f"{section}.gradient_checkpointing, whose inputs of layers it moves; set that, or omit it"
+            use = f"{section}.gradient_checkpointing, whose inputs of layers it moves; set that, or remove it"
             yield f"{section}.fsdp.offload_activations has no effect without {use}."
-        yield from _critic(config, section, engine)
+        yield from _check_critic(config, section, engine)
         most, together = engine.mb_spec.max_seqs_per_mb, engine.mb_spec.granularity
         if most is not None and most < together:
             stay = f"{section}.mb_spec.granularity {together} sequences stay in one micro-batch"
             yield f"{section}.mb_spec.max_seqs_per_mb {most}: {stay}; use at least {together}."
 
 
-def _critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
+def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
     if isinstance(config, RWConfig):
         granularity = engine.mb_spec.granularity
         if not engine.is_critic:
-            yield f"{section}.is_critic false: a reward model has a scalar head; omit it: it is true here."
+            yield f"{section}.is_critic false: a reward model has a scalar head; remove it: it is true here."
         if granularity % 2:
             name = f"{section}.mb_spec.granularity {granularity}"
-            yield f"{name} would separate chosen from rejected; omit it, or use 2."
+            yield f"{name} would separate chosen from rejected; remove it, or use 2."
         return
     if engine.is_critic:
-        reason = "only a reward model (trainer: rw) is one; omit it"
+        reason = "only a reward model (trainer: rw) is one; remove it"
         if section == "actor":
-            reason = "a policy has a head over the vocabulary, only a reward model a scalar one; omit it"
+            reason = "a policy has a head over the vocabulary, only a reward model a scalar one; remove it"
         yield f"{section}.is_critic true: {reason}."
 
 
-RULES = [engines, micro_batches, optimizers, attention]
+RULES = [check_engines, check_micro_batches, check_optimizers, check_attention]

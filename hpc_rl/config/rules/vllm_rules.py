@@ -2,12 +2,12 @@
 
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.flags import refusals
+from hpc_rl.config.flags import check_flags
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.vllm_versions import FLAGS, RESERVED
 
 
-def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     if config.cluster.n_gpus_per_node:
         return
     without = "can't be used without GPUs (cluster.n_gpus_per_node 0)"
@@ -17,8 +17,8 @@ def devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
         yield f"vllm.cpu_offload_gb {config.vllm.cpu_offload_gb} {without}; allowed: 0."
 
 
-def extra_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
-    yield from refusals("vllm", config.vllm, FLAGS[config.vllm.version], RESERVED)
+def check_extra_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+    yield from check_flags("vllm", config.vllm, FLAGS[config.vllm.version], RESERVED)
 
 
-GRPO_RULES = [devices, extra_args]
+GRPO_RULES = [check_devices, check_extra_args]

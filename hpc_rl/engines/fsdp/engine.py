@@ -1,9 +1,9 @@
 """The engine on FSDP2: a transformers model sharded by `fully_shard`, parameters and optimizer in float32.
 
-A single rank in float32 is not sharded, unless its parameters are to be in CPU memory: there FSDP keeps them,
-their gradients and so the optimizer's state, and copies a layer to the GPU while it is used. The model is
-built without memory for its parameters and sharded; then each rank fills its rows. Left out: tensor and
-context parallelism.
+A single rank in float32 is not sharded, unless its parameters are offloaded: then FSDP keeps parameters and
+gradients, and so the optimizer's state, in CPU memory, and copies a layer to the GPU while it is used. The
+model is built without memory for its parameters and sharded; then each rank loads its rows. Tensor and
+context parallelism are in engines/shared.
 """
 
 from collections.abc import Iterator
@@ -37,12 +37,12 @@ from hpc_rl.engines.shared import (
 from hpc_rl.engines.shared.attention import Layout
 from hpc_rl.engines.shared.distributed import init_alone
 from hpc_rl.engines.shared.mesh import Mesh
-from hpc_rl.engines.shared.micro_batches import Inputs, inputs_of, micro_batch, shared_rounds
-from hpc_rl.engines.shared.optimizer import LossScale, Optimizer, shards_of
+from hpc_rl.engines.shared.micro_batches import Inputs, make_inputs, make_micro_batch, share_rounds
+from hpc_rl.engines.shared.optimizer import LossScale, Optimizer, make_shards
 from hpc_rl.engines.shared.pieces import Piece
 from hpc_rl.engines.shared.trained import TrainedEngine
 
-DIMENSIONS = ("replicate", "shard", "tensor")  # of the mesh; context ranks are among those of `shard`
+DIMENSIONS = ("replicate", "shard", "tensor")  # of the mesh; `shard` includes the context ranks
 
 
 class FSDPEngine(TrainedEngine):
@@ -61,9 +61,14 @@ class FSDPEngine(TrainedEngine):
     ) -> None:
         """Check the configuration. Raises ConfigError.
 
-        `mesh` None: a single rank. `layout` None: the one that suits the attention. `frozen` (a
-        reference model): without an optimizer, parameters in the compute type. `name` begins the names of
-        files of its state.
+        Args:
+            config: The configuration of the model.
+            mesh: By default, a single rank.
+            device: This rank's device.
+            seed: For random weights.
+            layout: Of micro-batches; by default, the layout that suits the attention.
+            frozen: Build no optimizer and keep parameters in the compute type, for a reference model.
+            name: Prefix of the names of state files.
         """
         self.config = config
         self.mesh = mesh or Mesh()
@@ -90,15 +95,15 @@ class FSDPEngine(TrainedEngine):
                 parameter.requires_grad_(False)
                 parameter.data = parameter.data.to(model.DTYPES[self.config.dtype])
         offload = self.config.fsdp.offload_params
-        self.partial: set[str] = set()  # parameters whose gradients are summed over the tensor ranks
+        self.partial: set[str] = set()  # parameters whose gradients must be summed over the tensor ranks
         self.device_mesh: DeviceMesh | None = None
         if self.mesh.num_ranks > 1 or offload or (self.config.dtype != "float32" and not self.frozen):
             self._shard()
         drawing.allocate(self.model, torch.device("cpu") if offload else self.device)
-        if not offload:  # else FSDP has moved the buffers
+        if not offload:  # otherwise FSDP has moved the buffers
             self.model.to(self.device)
         parameters = dict(self.model.hf.named_parameters())
-        self.shards = shards_of({name: parameters[name] for name in names}, self._coordinates())
+        self.shards = make_shards({name: parameters[name] for name in names}, self._coordinates())
         self._fill(empty)
         if self.frozen:
             return
@@ -110,7 +115,7 @@ class FSDPEngine(TrainedEngine):
         torch.manual_seed(self.seed * 1_000_003 + self.mesh.rank)
 
     def _fill(self, empty: bool) -> None:
-        """Fill parameters and saved buffers; if `empty`, only these, which no snapshot has."""
+        """Load parameters and saved buffers; if `empty`, only buffers, which are not in snapshots."""
         buffers = dict(self.model.hf.named_buffers())
         parts = [
             Piece(name, buffers[name], (0,) * buffers[name].ndim, tuple(buffers[name].shape))
@@ -183,7 +188,7 @@ class FSDPEngine(TrainedEngine):
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
         self.model.eval()
         out = [np.zeros(len(ids), dtype=np.float32) for ids in rows.ids]
-        groups, _ = shared_rounds(rows, self.layout, self.config.mb_spec, self.mesh)
+        groups, _ = share_rounds(rows, self.layout, self.config.mb_spec, self.mesh)
         with torch.no_grad():
             for group in groups:
                 inputs, logprobs_N, _ = self._forward(rows, group, temperature)
@@ -191,7 +196,7 @@ class FSDPEngine(TrainedEngine):
                 ends = np.cumsum([len(out[row]) for row in group])
                 for row, end in zip(group, ends, strict=True):
                     out[row][:] = flat_T[end - len(out[row]) : end]
-        # what a forward pass without a backward leaves gathered is out of date after the next update
+        # a forward pass without a backward leaves parameters gathered; the next update would make them stale
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -201,18 +206,18 @@ class FSDPEngine(TrainedEngine):
         self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float
     ) -> dict[str, float]:
         self.model.train()
-        groups, total_rows = shared_rounds(rows, self.layout, self.config.mb_spec, self.mesh)
+        groups, total_rows = share_rounds(rows, self.layout, self.config.mb_spec, self.mesh)
         if not total_rows:
             raise ValueError("train_batch got no rows on any rank")
         totals: dict[str, torch.Tensor] = {}
         for group in groups:
-            if isinstance(self.model, FSDPModule):  # copies of the model add up their gradients once
+            if isinstance(self.model, FSDPModule):  # replicas sum their gradients only once
                 self.model.set_requires_all_reduce(group is groups[-1])
             inputs, logprobs_N, entropy_N = self._forward(rows, group, temperature)
-            batch = micro_batch(rows, group, inputs, logprobs_N, entropy_N)
+            batch = make_micro_batch(rows, group, inputs, logprobs_N, entropy_N)
             batch.logprobs_T, batch.entropy_T = self._whole(batch.logprobs_T), self._whole(batch.entropy_T)
             loss_sum, sums = loss(batch)
-            # FSDP averages gradients over the ranks; context ranks have parts of one sum
+            # FSDP averages gradients over the ranks; context ranks have parts of the same sum
             num_terms = self.mesh.num_data_ranks * self.mesh.context
             (loss_sum * (num_terms / loss_weight * self.scale.value)).backward()
             for name, value in {**sums, "loss": loss_sum / loss_weight}.items():
@@ -228,12 +233,12 @@ class FSDPEngine(TrainedEngine):
         return {**dict(zip(names, sum_over_data_ranks(self.mesh, mine), strict=True)), **stepped}
 
     def _whole(self, values_T: torch.Tensor) -> torch.Tensor:
-        """Return the values of all tokens, from those of this context rank."""
+        """Gather the values of all tokens from the context ranks."""
         group = self.model.context_group
-        return values_T if group is None else context_parallel.whole(values_T, group)
+        return values_T if group is None else context_parallel.gather_whole(values_T, group)
 
     def _sum_partial_gradients(self) -> None:
-        """Sum the gradients of the norms of heads, of which each tensor rank has some. Collective."""
+        """Sum the gradients of the norms of heads over the tensor ranks. Collective."""
         grads = [one.gradient() for one in self.shards if one.name in self.partial]
         found = [grad for grad in grads if grad is not None and grad.numel()]
         if not found:
@@ -249,7 +254,7 @@ class FSDPEngine(TrainedEngine):
         """Return the inputs of a group of rows, and log-probabilities and entropies of its wanted tokens."""
         pad_to = (self.config.mb_spec.max_tokens_per_mb or 0) if self.config.pad_to_maximum else 0
         shift = 0 if self.config.is_critic else 1
-        inputs = inputs_of(
+        inputs = make_inputs(
             rows,
             group,
             self.layout,
@@ -279,7 +284,7 @@ class FSDPEngine(TrainedEngine):
         bucket = {name: buffers[name].cpu() for name in self.buffer_names if first}
         size = 0
         for shard in self.shards:
-            # gathered on the device, for NCCL does not know CPU memory, and in the type of the result
+            # gathered on the device, because NCCL can't use CPU memory, and in the type of the result
             value = shard.parameter.detach().to(self.device, dtype)
             if isinstance(value, DTensor):
                 value = value.full_tensor()
@@ -287,6 +292,6 @@ class FSDPEngine(TrainedEngine):
             if first:
                 bucket[shard.name] = value.cpu().contiguous()
             if size >= bucket_bytes:
-                yield list(hf_io.on_disk_names(self.model.hf, bucket).items())
+                yield list(hf_io.convert_to_disk_names(self.model.hf, bucket).items())
                 bucket, size = {}, 0
-        yield list(hf_io.on_disk_names(self.model.hf, bucket).items())
+        yield list(hf_io.convert_to_disk_names(self.model.hf, bucket).items())

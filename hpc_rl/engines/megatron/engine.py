@@ -1,8 +1,8 @@
 """The engine on Megatron-core: its GPTModel, pipeline schedules, gradient buffers and distributed optimizer.
 
-Rows are packed. Weights are read from, and written to, Hugging Face checkpoints by tables of rectangles
-(weight_map.py); recover state has them too, in place of Megatron's dist_checkpointing: it is checked, it
-needs no pickle, and any layout of either engine reads it.
+Rows are packed. Tables of rectangles (weight_map.py) map weights to Hugging Face checkpoints. Recover state
+uses them too, instead of Megatron's dist_checkpointing: it has checksums, needs no pickle, and any layout of
+either engine can load it.
 """
 
 import dataclasses
@@ -28,13 +28,13 @@ from hpc_rl.engines.shared import (
     state,
 )
 from hpc_rl.engines.shared.mesh import Mesh
-from hpc_rl.engines.shared.micro_batches import Inputs, inputs_of, micro_batch, shared_rounds
+from hpc_rl.engines.shared.micro_batches import Inputs, make_inputs, make_micro_batch, share_rounds
 from hpc_rl.engines.shared.optimizer import LossScale
 from hpc_rl.engines.shared.packing import Groups
 from hpc_rl.engines.shared.pieces import Piece
 from hpc_rl.engines.shared.trained import TrainedEngine
 
-shim.install()  # before any module of megatron is imported
+shim.install()  # before the first import of megatron
 shim.repair()
 
 from megatron.core import parallel_state  # noqa: E402
@@ -46,15 +46,15 @@ from hpc_rl.engines.megatron.gpt_model import (  # noqa: E402
     PolicyModel,
     check_architecture,
     check_layout,
-    transformer_config,
+    make_transformer_config,
 )
 from hpc_rl.engines.megatron.packed import RankBatch  # noqa: E402
-from hpc_rl.engines.megatron.sharded_optimizer import ShardedOptimizer, wrapped  # noqa: E402
+from hpc_rl.engines.megatron.sharded_optimizer import ShardedOptimizer, wrap_chunks  # noqa: E402
 from hpc_rl.engines.megatron.weight_stream import RankParameter, WeightStream  # noqa: E402
 
 
 class Round(NamedTuple):
-    """One micro-batch, as the schedules hand it out."""
+    """One micro-batch, as the pipeline schedules pass it to a step."""
 
     group: list[int]  # rows of this data rank
     inputs: Inputs
@@ -74,14 +74,19 @@ class MegatronEngine(TrainedEngine):
         frozen: bool = False,
         name: str = "actor",
     ) -> None:
-        """Check the configuration, the architecture and whether the mesh can divide it. Raises ConfigError.
+        """Check the configuration, the architecture, and whether the mesh can divide it. Raises ConfigError.
 
-        `mesh` None: a single rank. `frozen` (a reference model): without an optimizer. `name` begins the
-        names of files of its state.
+        Args:
+            config: The configuration of the model.
+            mesh: By default, a single rank.
+            device: This rank's device.
+            seed: For random weights.
+            frozen: Build no optimizer, for a reference model.
+            name: Prefix of the names of state files.
         """
         self.config = config
         self.mesh = mesh or Mesh()
-        if self.mesh.experts == 1:  # then experts are divided as all else is
+        if self.mesh.experts == 1:  # then experts are divided like the other weights
             self.mesh = dataclasses.replace(self.mesh, expert_tensor=self.mesh.tensor)
         self.name = name
         self.device = torch.device(device)
@@ -92,7 +97,7 @@ class MegatronEngine(TrainedEngine):
         self.virtual = chunks if chunks > 1 else None
         self._stream: WeightStream | None = None
         model.check(config, self.device)
-        architecture = model.architecture(Path(config.path))
+        architecture = model.load_architecture(Path(config.path))
         check_architecture(architecture, config.path)
         check_layout(architecture, self.mesh, self.virtual)
         if getattr(architecture, "attention_dropout", 0.0) and not (config.disable_dropout or frozen):
@@ -103,12 +108,12 @@ class MegatronEngine(TrainedEngine):
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         self.num_train_steps = num_train_steps
         self.num_updates = 0
-        # its tensors have names and shapes, but no memory
+        # its tensors have names and shapes but no memory
         self.described = model.build(self.config, self.seed, True, self.device, "packed")
         self.shapes = {name: tuple(one.shape) for name, one in self.described.hf.named_parameters()}
         if self.config.megatron.use_deterministic_algorithms:
             torch.use_deterministic_algorithms(True)
-        process_groups.enter(self.mesh, self.virtual, self.device, self.seed)
+        process_groups.enter_layout(self.mesh, self.virtual, self.device, self.seed)
         self._build()
         if self.frozen:
             self._fill([piece for one in self.parameters for piece in one.pieces()], empty)
@@ -129,15 +134,15 @@ class MegatronEngine(TrainedEngine):
             if options.recompute_modules is not None:
                 more["recompute_modules"] = options.recompute_modules
         if self.virtual:
-            # messages in batches would be mixed up where both neighbours are the same rank
+            # batched messages would be mixed up if both neighbours are the same rank
             more |= {
                 "virtual_pipeline_model_parallel_size": self.virtual,
                 "overlap_p2p_comm": True,
                 "batch_p2p_comm": False,
             }
-        # each loss is a share of the batch's, so gradients are only added up
+        # the loss of a micro-batch is already divided by the batch's weight, so gradients are only summed
         more |= {"calculate_per_token_loss": True, "finalize_model_grads_func": _add_up_gradients}
-        self.layers = transformer_config(hf.config, self.config, self.mesh, self.device, **more)
+        self.layers = make_transformer_config(hf.config, self.config, self.mesh, self.device, **more)
         angles = self.described.trunk().rotary_emb.inv_freq.float().to(self.device)
         kernel = hf.config._attn_implementation
         kernel = kernel.removeprefix("packed_") if kernel in attention.NAMES else "rows"
@@ -156,7 +161,7 @@ class MegatronEngine(TrainedEngine):
                 one.value.requires_grad_(False)
 
     def _parameters(self, chunk: PolicyModel) -> Iterator[RankParameter]:
-        """Yield the parameters of a chunk; padding of the vocabulary becomes zero."""
+        """Yield the parameters of a chunk; set padding of the vocabulary to zero."""
         hf, mesh = self.described.hf.config, self.mesh
         experts = getattr(hf, weight_map.ARCHITECTURES[hf.model_type].num_experts or "none", 0)
         place = weight_map.RankPlace(
@@ -166,7 +171,7 @@ class MegatronEngine(TrainedEngine):
             parallel_state.get_expert_tensor_parallel_rank(),
             experts // mesh.experts * parallel_state.get_expert_model_parallel_rank(),
         )
-        is_first_data_rank = {  # of experts (True), and of all else
+        is_first_data_rank = {  # of experts (True) and of other weights (False)
             False: mesh.data_rank == 0 and mesh.context_rank == 0,
             True: parallel_state.get_expert_data_parallel_rank() == 0,
         }
@@ -175,20 +180,22 @@ class MegatronEngine(TrainedEngine):
             layer = 0
             if name.startswith("decoder.layers."):
                 layer = chunk.first_layer + int(parts.pop(2))
-            found = weight_map.rectangles(".".join(parts), layer, place, self.shapes, hf.num_key_value_heads)
+            found = weight_map.find_rectangles(
+                ".".join(parts), layer, place, self.shapes, hf.num_key_value_heads
+            )
             used = sum(math.prod(one.sizes) for one in found)
             if used < value.numel():
                 value.data.view(-1)[used:].zero_()
             whole = len(found) == 1 and found[0].sizes == found[0].shape
             is_expert = mesh.experts > 1 and ".experts." in name
-            # tensor ranks have the same norms, routers and scores; the last stage copies tied embeddings
+            # tensor ranks share norms, routers and scores; the last stage has a copy of tied embeddings
             is_first = is_expert or mesh.tensor_rank == 0 or not whole
             is_first = is_first and not getattr(value, "shared", False)
             yield RankParameter(value, found, is_first, is_first and is_first_data_rank[is_expert])
 
     def _build_optimizer(self) -> None:
         assert self.config.optimizer is not None, "the plan refuses a trained model without an optimizer"
-        self.chunks = wrapped(self.chunks, self.layers, self.config.megatron)
+        self.chunks = wrap_chunks(self.chunks, self.layers, self.config.megatron)
         self.optimizer = ShardedOptimizer(
             self.config.optimizer,
             self.config.megatron,
@@ -202,7 +209,7 @@ class MegatronEngine(TrainedEngine):
     def _fill(self, pieces: list[Piece], empty: bool) -> None:
         if empty:
             return
-        with drawing.into(pieces, self.described.hf):
+        with drawing.draw_into(pieces, self.described.hf):
             model.fill(self.described, self.config, self.seed, pieces, self.mesh.rank, self.shapes)
 
     def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
@@ -211,7 +218,7 @@ class MegatronEngine(TrainedEngine):
 
         def found(item: Round, output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             flat_T = item.inputs.flat(output[0])
-            return flat_T.sum(), _one(self.device), flat_T
+            return flat_T.sum(), _make_one(self.device), flat_T
 
         with torch.no_grad():
             flats = self._run(rows, own, temperature, found, train=False)
@@ -230,12 +237,12 @@ class MegatronEngine(TrainedEngine):
 
         def weighed(item: Round, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             logprobs_N, entropy_N = output
-            loss_sum, sums = loss(micro_batch(rows, item.group, item.inputs, logprobs_N, entropy_N))
+            loss_sum, sums = loss(make_micro_batch(rows, item.group, item.inputs, logprobs_N, entropy_N))
             if not loss_sum.requires_grad:  # earlier stages wait for a gradient
                 loss_sum = loss_sum + 0.0 * logprobs_N.sum()
             reported = {**sums, "loss": loss_sum / loss_weight}
             reported = {name: value.detach().double() for name, value in reported.items()}
-            return loss_sum * (self.scale.value / loss_weight), _one(self.device), reported
+            return loss_sum * (self.scale.value / loss_weight), _make_one(self.device), reported
 
         self.optimizer.zero_grad()
         reports = self._run(rows, own, temperature, weighed, train=True)
@@ -246,7 +253,7 @@ class MegatronEngine(TrainedEngine):
         return self._update(totals)
 
     def _run(self, rows: Sequences, own: Groups, temperature: float, loss: Any, train: bool) -> list[Any]:
-        """Run micro-batches through the pipeline; return what `loss` says of each, on the last stage."""
+        """Run micro-batches through the pipeline; return the reports of `loss` on the last stage."""
         rounds = [self._round(rows, group) for group in own]
 
         def step(iterator: Any, chunk: Any) -> tuple[Any, Any]:
@@ -261,7 +268,7 @@ class MegatronEngine(TrainedEngine):
             data_iterator=iterators if self.virtual else iterators[0],
             model=self.chunks if self.virtual else self.chunks[0],
             num_microbatches=len(rounds),
-            seq_length=rounds[0].batch.input_ids.shape[1],  # each says its own
+            seq_length=rounds[0].batch.input_ids.shape[1],  # not used: lengths are variable
             micro_batch_size=1,
             forward_only=not train,
         )
@@ -270,7 +277,7 @@ class MegatronEngine(TrainedEngine):
         spec = self.config.mb_spec
         pad_to = (spec.max_tokens_per_mb or 0) if self.config.pad_to_maximum else 0
         shift = 0 if self.config.is_critic else 1
-        inputs = inputs_of(rows, group, "packed", torch.device("cpu"), shift)
+        inputs = make_inputs(rows, group, "packed", torch.device("cpu"), shift)
         mesh = self.mesh
 
         def put(array: np.ndarray) -> torch.Tensor:
@@ -282,13 +289,13 @@ class MegatronEngine(TrainedEngine):
         return Round(group, inputs, batch)
 
     def _groups(self, rows: Sequences) -> tuple[Groups, int]:
-        """Return this data rank's micro-batches, as many as others have, and the number of all rows."""
-        # interleaved stages take micro-batches in such numbers
+        """Return this data rank's micro-batches, as many as on other ranks, and the number of all rows."""
+        # interleaved stages need a multiple of the pipeline's size
         multiple = self.mesh.pipeline if self.virtual else 1
-        return shared_rounds(rows, "packed", self.config.mb_spec, self.mesh, multiple)
+        return share_rounds(rows, "packed", self.config.mb_spec, self.mesh, multiple)
 
     def _from_last_stage(self, rows: Sequences, own: Groups, flats: list[torch.Tensor]) -> list[np.ndarray]:
-        """Return numbers of the tokens of each micro-batch, which the last stage has, on all stages."""
+        """Broadcast per-token numbers from the last stage; return them for each micro-batch on all stages."""
         sizes = [sum(len(rows.ids[row]) for row in group) for group in own]
         if flats:
             flat = torch.cat(flats)
@@ -305,7 +312,7 @@ class MegatronEngine(TrainedEngine):
         return {**self._sums(totals), **stepped}
 
     def _sums(self, totals: dict[str, torch.Tensor]) -> dict[str, float]:
-        """Return the sums over data ranks of what the last stage knows, on all ranks."""
+        """Sum the reports of the last stage over data ranks; return the sums on all ranks."""
         mesh = self.mesh
         names = [sorted(totals)]
         if mesh.pipeline > 1:
@@ -338,5 +345,5 @@ def _add_up_gradients(chunks: list[Any], num_tokens: Any, **groups_of: Any) -> N
     finalize_model_grads(chunks, None, **groups_of)
 
 
-def _one(device: torch.device) -> torch.Tensor:
+def _make_one(device: torch.device) -> torch.Tensor:
     return torch.ones((), dtype=torch.int, device=device)

@@ -1,4 +1,4 @@
-"""Megatron-core's GPTModel for a Hugging Face architecture: it ends in log-probabilities and entropies."""
+"""Megatron-core's GPTModel for a Hugging Face architecture; it returns log-probabilities and entropies."""
 
 from functools import partial
 from typing import Any
@@ -12,25 +12,25 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
-from hpc_rl.config.megatron_models import odd_layers
+from hpc_rl.config.megatron_models import find_odd_layers
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.engines.megatron.modules import AllTokens, Norm, PackedAttention
 from hpc_rl.engines.megatron.packed import RankBatch
-from hpc_rl.engines.megatron.weight_map import ARCHITECTURES, padded_vocabulary
-from hpc_rl.engines.shared.logprobs import rows_of_a_chunk, token_logprobs
+from hpc_rl.engines.megatron.weight_map import ARCHITECTURES, pad_vocabulary
+from hpc_rl.engines.shared.logprobs import count_chunk_rows, token_logprobs
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.engines.shared.model import DTYPES
 
 
 def check_architecture(hf: Any, path: str) -> None:
-    """Raise ConfigError for a model that this engine can't have. `hf` is its transformers config."""
+    """Raise ConfigError if this engine does not support the model. `hf` is its transformers config."""
     if hf.model_type not in ARCHITECTURES:
         raise ConfigError(
             f"{path} is a {hf.model_type} model, and the megatron backend has "
             f"{', '.join(sorted(ARCHITECTURES))} only; use fsdp"
         )
-    odd = odd_layers(hf.to_dict())
+    odd = find_odd_layers(hf.to_dict())
     if odd:
         named = ", ".join(f"{key}: {value}" for key, value in odd.items())
         raise ConfigError(
@@ -39,7 +39,7 @@ def check_architecture(hf: Any, path: str) -> None:
 
 
 def check_layout(hf: Any, mesh: Mesh, virtual: int | None) -> None:
-    """Raise ConfigError if the model can't be divided as the mesh says."""
+    """Raise ConfigError if the mesh can't divide the model."""
     heads, groups = hf.num_attention_heads, hf.num_key_value_heads
     stages = mesh.pipeline * (virtual or 1)
     num_experts = getattr(hf, ARCHITECTURES[hf.model_type].num_experts or "none", 0)
@@ -64,7 +64,7 @@ def check_layout(hf: Any, mesh: Mesh, virtual: int | None) -> None:
         problems.append(
             f"the width {width} of its experts can't be divided by {mesh.expert_tensor} tensor ranks"
         )
-    rows = padded_vocabulary(hf.vocab_size, mesh.tensor) // mesh.tensor
+    rows = pad_vocabulary(hf.vocab_size, mesh.tensor) // mesh.tensor
     if rows * (mesh.tensor - 1) >= hf.vocab_size:
         problems.append(f"its {hf.vocab_size} tokens are too few for t{mesh.tensor}")
     if virtual and mesh.pipeline < 2:
@@ -73,7 +73,7 @@ def check_layout(hf: Any, mesh: Mesh, virtual: int | None) -> None:
         raise ConfigError(f"the megatron backend can't divide the model: {'; '.join(problems)}")
 
 
-def transformer_config(
+def make_transformer_config(
     hf: Any, config: TrainEngineConfig, mesh: Mesh, device: torch.device, **more: Any
 ) -> Any:
     """Return Megatron's configuration of the layers. `hf` is the transformers config."""
@@ -85,7 +85,7 @@ def transformer_config(
         ffn_hidden_size=hf.intermediate_size,
         num_attention_heads=hf.num_attention_heads,
         num_query_groups=hf.num_key_value_heads,
-        kv_channels=head_size(hf),
+        kv_channels=get_head_size(hf),
         normalization="RMSNorm",
         layernorm_epsilon=hf.rms_norm_eps,
         gated_linear_unit=True,
@@ -124,7 +124,7 @@ def transformer_config(
             "num_moe_experts": getattr(hf, architecture.num_experts),
             "moe_router_topk": hf.num_experts_per_tok,
             "moe_ffn_hidden_size": getattr(hf, "moe_intermediate_size", None) or hf.intermediate_size,
-            # whether the weights of all experts add up to 1, and not those of the chosen ones
+            # True: the weights of all experts sum to 1; False: the weights of the chosen experts do
             "moe_router_pre_softmax": not getattr(hf, "norm_topk_prob", True),
             "moe_router_load_balancing_type": "none",
             "moe_aux_loss_coeff": 0.0,
@@ -132,12 +132,12 @@ def transformer_config(
     return TransformerConfig(**{**options, **more})
 
 
-def head_size(hf: Any) -> int:
+def get_head_size(hf: Any) -> int:
     return getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
 
 
 class PolicyModel(GPTModel):
-    """A pipeline stage, or a chunk of one; the last ends in numbers of the wanted tokens."""
+    """A pipeline stage, or a chunk of one. The last returns numbers for the wanted tokens."""
 
     def __init__(
         self, hf: Any, config: Any, angles: torch.Tensor, is_critic: bool, kernel: str, vp_stage: int | None
@@ -148,8 +148,8 @@ class PolicyModel(GPTModel):
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         super().__init__(
             config=config,
-            transformer_layer_spec=_layers(config, kernel, vp_stage),
-            vocab_size=padded_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
+            transformer_layer_spec=_choose_layers(config, kernel, vp_stage),
+            vocab_size=pad_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=first,
             post_process=last,
@@ -157,7 +157,7 @@ class PolicyModel(GPTModel):
             position_embedding_type="none",  # angles of the rows' positions are computed once for all layers
             vp_stage=vp_stage,
         )
-        self.angles = angles  # float32 [head size / 2]: how far a position turns each pair of channels
+        self.angles = angles  # float32 [head size / 2]: rotation of each pair of channels per position
         self.first_layer = get_transformer_layer_offset(config, vp_stage=vp_stage)
         if last and is_critic:
             self.output_layer = None
@@ -186,7 +186,7 @@ class PolicyModel(GPTModel):
         return self._of_all_tokens(logprobs_n, batch), self._of_all_tokens(entropy_n, batch)
 
     def _embedded(self, batch: RankBatch) -> torch.Tensor:
-        """Embed the tokens; that of padding gets no gradient, as in transformers."""
+        """Embed the tokens. As in transformers, the padding token gets no gradient."""
         embedded_t1H = self.embedding(batch.input_ids, batch.position_ids)
         if self.padding_id is None:
             return embedded_t1H
@@ -208,26 +208,26 @@ class PolicyModel(GPTModel):
             return token_logprobs(hidden_nH, head_vH, targets_n, temperature)
         rows, rank = len(head_vH), group.rank()
         own = min(rows, self.vocabulary - rows * rank)  # without padding
-        # the function takes a rank's rows to begin at their number times its rank
+        # token_logprobs assumes that a rank's rows begin at (number of its rows) * rank
         return token_logprobs(
             hidden_nH,
             head_vH[:own],
             targets_n + (own - rows) * rank,
             temperature,
-            rows_of_a_chunk(rows, hidden_nH.device.type),
+            count_chunk_rows(rows, hidden_nH.device.type),
             group,
         )
 
     def _of_all_tokens(self, values_n: torch.Tensor, batch: RankBatch) -> torch.Tensor:
-        """Put together what context ranks have."""
+        """Gather the values of all context ranks."""
         if self.config.context_parallel_size == 1:
             return values_n
         zeros_N = torch.zeros(batch.num_wanted, dtype=values_n.dtype, device=values_n.device)
         return AllTokens.apply(zeros_N.index_copy(0, batch.place_n, values_n), self.pg_collection.cp)
 
 
-def _layers(config: Any, kernel: str, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the modules of a chunk: Transformer Engine's where it is installed beside a GPU."""
+def _choose_layers(config: Any, kernel: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """Return the modules of a chunk, from Transformer Engine if it is installed and there is a GPU."""
     norm: Any = Norm
     if torch.cuda.is_available() and has_transformer_engine():
         from megatron.core.extensions.transformer_engine import TENorm

@@ -1,6 +1,6 @@
-"""Modules for Megatron's layers where its own need a GPU: attention over packed rows, and the norm.
+"""Attention over packed rows and a norm for Megatron's layers, without Transformer Engine.
 
-Its attention without Transformer Engine refuses packed rows and context parallelism, its norm sequence
+Without it, Megatron's attention refuses packed rows and context parallelism, and its norm refuses sequence
 parallelism.
 """
 
@@ -18,8 +18,8 @@ from hpc_rl.engines.shared import attention
 class PackedAttention(MegatronModule):
     """Causal attention within each of the packed rows.
 
-    With several context ranks each has the queries of its tokens, gathers keys and values, and attends from
-    each of its chunks back to the begin of the row.
+    With several context ranks, each rank gathers all keys and values, and attends from each of its chunks to
+    the tokens from the beginning of the row.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class PackedAttention(MegatronModule):
         if not rows.chunks:
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [1, heads, t, d]
             assert rows.whole is not None
-            out = attention.packed(q, k, v, rows.whole, self.scale, kernel=self.kernel)
+            out = attention.attend_packed(q, k, v, rows.whole, self.scale, kernel=self.kernel)
             return out.permute(2, 0, 1, 3).flatten(2)
         both = _Gathered.apply(torch.stack([key, value], dim=1), self.context_group)
         parts = [self._chunk(query, both, chunk) for chunk in rows.chunks]
@@ -52,12 +52,12 @@ class PackedAttention(MegatronModule):
         key, value = both[chunk.seen].unbind(1)
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query[chunk.own], key, value))
         rows, seen = chunk.own_rows, chunk.seen_rows
-        out = attention.packed(q, k, v, rows, self.scale, kernel=self.kernel, seen=seen)
+        out = attention.attend_packed(q, k, v, rows, self.scale, kernel=self.kernel, seen=seen)
         return out.permute(2, 0, 1, 3)
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' tokens (dimension 0); backwards each gets the sum of its tokens' gradients."""
+    """Gathers the tokens of all ranks (dimension 0); backwards, sums the gradients of each rank's tokens."""
 
     @staticmethod
     def forward(ctx: Any, mine: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -75,9 +75,9 @@ class _Gathered(torch.autograd.Function):
 
 
 class AllTokens(torch.autograd.Function):
-    """Values of wanted tokens, of which each context rank has some and zeros: the sum of all.
+    """Sums the values of wanted tokens over context ranks; each rank passes zeros for the tokens of others.
 
-    Every rank computes the same loss of the result, so backwards each takes its own part of the gradient.
+    Every rank computes the same loss from the result, so backwards the gradient passes through unchanged.
     """
 
     @staticmethod
@@ -92,7 +92,7 @@ class AllTokens(torch.autograd.Function):
 
 
 class Norm(torch.nn.RMSNorm):
-    """A norm whose gradient is added up over tensor ranks, which have different tokens."""
+    """An RMS norm whose gradient is summed over the tensor ranks, which have different tokens."""
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **kwargs: Any) -> None:
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()

@@ -1,8 +1,8 @@
-"""Packed rows as Megatron's modules get them, and this rank's share of them under context parallelism.
+"""Packed rows for Megatron's modules, and this rank's share of them with context parallelism.
 
-With c context ranks each row is padded to a multiple of 2c tokens and cut into 2c chunks; rank r has chunks r
-and 2c - 1 - r, so that all have as much of the causal triangle. With tensor ranks, which share out tokens
-where a layer is not divided (sequence parallelism), a last row pads the number of tokens to a multiple.
+With c context ranks, each row is padded to a multiple of 2c tokens and cut into 2c chunks. Rank r has chunks
+r and 2c - 1 - r, so all ranks have an equal part of the causal triangle. Tensor ranks divide the tokens in
+layers that are not divided (sequence parallelism), so a last row pads the number of tokens to a multiple.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from hpc_rl.engines.shared.micro_batches import Inputs
 
 @dataclass
 class Chunk:
-    """One chunk of each row: where its tokens are among this rank's, and those that they see among all."""
+    """One chunk of each row."""
 
-    own: torch.Tensor
-    seen: torch.Tensor
+    own: torch.Tensor  # positions of its tokens among this rank's tokens
+    seen: torch.Tensor  # positions of the tokens that they attend to, among the gathered tokens
     own_rows: PackedRows
     seen_rows: PackedRows
 
 
 @dataclass
 class RankRows(PackedSeqParams):
-    """What attention needs to know of the rows; with several context ranks, of the chunks of this one.
+    """The rows for attention; with several context ranks, the chunks of this rank.
 
-    `qkv_format` says that positions of rotary embeddings are given per token, and not by `cu_seqlens`.
+    `qkv_format` tells Megatron that rotary positions are given per token, not by `cu_seqlens`.
     """
 
     qkv_format: str = "sbhd"
@@ -43,7 +43,7 @@ class RankRows(PackedSeqParams):
 
 @dataclass
 class RankBatch:
-    """One rank's share of packed rows: t tokens, of which it predicts from n; of N wanted ones in all."""
+    """One rank's share of packed rows: t tokens, and n of the N predictions of all context ranks."""
 
     input_ids: torch.Tensor  # int64 [1, t]
     position_ids: torch.Tensor  # int64 [1, t]
@@ -63,9 +63,9 @@ def share(
     put: Callable[[np.ndarray], torch.Tensor],
     pad_to: int = 0,
 ) -> RankBatch:
-    """Return what context rank `rank` has of packed inputs in CPU memory.
+    """Return the share of context rank `rank` of packed inputs in CPU memory.
 
-    `put` copies to the device. The ranks together have at least `pad_to` tokens.
+    `put` copies an array to the device. Pads to at least `pad_to` tokens over all ranks.
     """
     assert inputs.rows is not None, "the rows are packed"
     chunks = 2 * context if context > 1 else 1
@@ -77,7 +77,7 @@ def share(
     layout = PaddedRows(np.append(padded, rest) if rest else padded, context)
     row_T = np.repeat(np.arange(len(lengths)), lengths)
     place_T = np.arange(len(row_T)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-    new_T = layout.begins[row_T] + place_T  # where each token is after padding
+    new_T = layout.begins[row_T] + place_T  # the position of each token after padding
     ids = np.zeros(total, dtype=np.int64)
     ids[new_T] = inputs.input_ids[0].numpy()
     mine = layout.owned(rank)
@@ -92,7 +92,7 @@ def share(
 
     rows = RankRows(whole=rows_of(layout.lengths))
     if context > 1:
-        gathered = np.empty(total, dtype=np.int64)  # where token t is among those that ranks gather
+        gathered = np.empty(total, dtype=np.int64)  # the position of token t among the gathered tokens
         gathered[np.concatenate([layout.owned(one) for one in range(context)])] = np.arange(total)
         sizes = layout.lengths // chunks
         rows.chunks = tuple(
@@ -130,7 +130,7 @@ class PaddedRows:
         self.positions = np.arange(int(self.lengths.sum())) - np.repeat(self.begins, self.lengths)
 
     def owned(self, rank: int) -> np.ndarray:
-        """Return the tokens that a context rank has, in its order."""
+        """Return the tokens of a context rank, in its order."""
         if self.context == 1:
             return np.arange(len(self.positions))
         last = 2 * self.context - 1 - rank

@@ -1,4 +1,4 @@
-"""Process groups of Megatron-core, which has one layout for a process."""
+"""Process groups of Megatron-core, which supports one layout per process."""
 
 import math
 from typing import Any
@@ -13,10 +13,10 @@ from hpc_rl.engines.shared.mesh import Mesh
 _layout: tuple[Any, ...] | None = None
 
 
-def enter(mesh: Mesh, virtual: int | None, device: torch.device, seed: int) -> None:
-    """Make the groups of a layout, or keep them if they are of this one. Collective.
+def enter_layout(mesh: Mesh, virtual: int | None, device: torch.device, seed: int) -> None:
+    """Make the groups of a layout, unless they exist. Collective.
 
-    Engines of another layout can't be used any more.
+    Engines with another layout can't be used afterwards.
     """
     global _layout
     if not dist.is_initialized():
@@ -42,15 +42,15 @@ def enter(mesh: Mesh, virtual: int | None, device: torch.device, seed: int) -> N
         context_parallel_size=mesh.context,
         expert_model_parallel_size=mesh.experts,
         expert_tensor_parallel_size=mesh.expert_tensor,
-        distributed_timeout_minutes=_timeout_minutes(),
+        distributed_timeout_minutes=_get_timeout_minutes(),
         create_gloo_process_groups=False,
     )
     tensor_parallel.model_parallel_cuda_manual_seed(seed, force_reset_rng=True)
     _layout = layout
 
 
-def _timeout_minutes() -> int:
-    """Return what the ranks' own group has as the limit of a collective."""
+def _get_timeout_minutes() -> int:
+    """Return the time limit of a collective in the default group, in whole minutes."""
     backend: Any = dist.group.WORLD
     seconds = backend._get_backend(
         torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")

@@ -1,4 +1,4 @@
-"""Megatron's optimizers: a rank's share of parameters and moments, and steps as with the FSDP engine."""
+"""Megatron's optimizers, with the same interface and the same steps as the FSDP engine's optimizer."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from hpc_rl.config.options.training import OptimizerConfig
 from hpc_rl.engines.megatron.weight_stream import RankParameter
 from hpc_rl.engines.shared.model import DTYPES
 from hpc_rl.engines.shared.optimizer import is_decayed
-from hpc_rl.engines.shared.pieces import Kind, Piece, StatePiece, flat_pieces
+from hpc_rl.engines.shared.pieces import Kind, Piece, StatePiece, split_flat
 
 
 @dataclass
 class FlatShard:
-    """What this rank updates of a parameter: values `start` to `start + len(main)`, in float32."""
+    """The part of a parameter that this rank updates: values `start` to `start + len(main)`, in float32."""
 
     parameter: RankParameter
     main: torch.Tensor  # flat
     start: int
-    owner: torch.Tensor  # the tensor that the inner optimizer has
-    counts: bool  # whether no other rank has the same
+    owner: torch.Tensor  # the tensor in the inner optimizer
+    counts: bool  # False for a replica; another rank saves it and counts its gradient
 
 
-def wrapped(chunks: list[Any], config: Any, options: MegatronConfig) -> list[DistributedDataParallel]:
-    """Return the chunks with buffers for gradients and parameters that are shared out over data ranks."""
+def wrap_chunks(chunks: list[Any], config: Any, options: MegatronConfig) -> list[DistributedDataParallel]:
+    """Wrap the chunks with buffers for gradients and parameters that are divided among the data ranks."""
     ddp = options.ddp
     shared = DistributedDataParallelConfig(
         grad_reduce_in_fp32=ddp.grad_reduce_in_fp32,
@@ -44,7 +44,7 @@ def wrapped(chunks: list[Any], config: Any, options: MegatronConfig) -> list[Dis
         check_for_nan_in_grad=ddp.check_for_nan_in_grad,
         bucket_size=ddp.bucket_size,
     )
-    # all but the first chunk have one bucket each, as Megatron-LM has it
+    # all chunks but the first have one bucket each, as in Megatron-LM
     made = [
         DistributedDataParallel(config, shared, one, disable_bucketing=i > 0) for i, one in enumerate(chunks)
     ]
@@ -59,7 +59,7 @@ def wrapped(chunks: list[Any], config: Any, options: MegatronConfig) -> list[Dis
 
 
 class ShardedOptimizer:
-    """AdamW by Megatron; the same parameters are decayed, and moments exist from the start, as with FSDP."""
+    """Megatron's AdamW. As with FSDP, the same parameters are decayed and moments exist from the start."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class ShardedOptimizer:
             bf16=compute == torch.bfloat16,
             fp16=compute == torch.float16,
             params_dtype=compute,
-            loss_scale=1.0 if compute == torch.float16 else None,  # LossScale has the real one
+            loss_scale=1.0 if compute == torch.float16 else None,  # LossScale scales instead
             use_distributed_optimizer=self.is_distributed,
             overlap_param_gather=options.ddp.overlap_param_gather,
             clip_grad=0.0,
@@ -94,7 +94,7 @@ class ShardedOptimizer:
             if parameter.rectangles and not is_decayed(config, parameter.rectangles[0].name)
         }
         without_decay = ParamPredicate(name="not_decayed", fn=lambda value: id(value) in bare)
-        # Megatron's own overrides, which this replaces, would leave every norm without weight decay
+        # replaces Megatron's overrides, which would never decay norms
         made = get_megatron_optimizer(
             settings,
             chunks,
@@ -115,7 +115,7 @@ class ShardedOptimizer:
                 known[value].is_first if self.is_distributed else known[value].is_owned,
             )
             for part in self.parts
-            for value, main, start in _mains(part)
+            for value, main, start in _list_mains(part)
         ]
         self.set_num_steps(0)
 
@@ -135,7 +135,7 @@ class ShardedOptimizer:
                         state["step"] = torch.tensor(float(num_steps), dtype=torch.float32)
 
     def pieces(self) -> Iterator[StatePiece]:
-        """Yield what this rank has of parameters and moments, by Hugging Face names."""
+        """Yield this rank's pieces of parameters and moments, by Hugging Face names."""
         states = {one: state for part in self.parts for one, state in part.optimizer.state.items()}
         for shard in self.shards:
             state = states[shard.owner]
@@ -145,28 +145,28 @@ class ShardedOptimizer:
                 "exp_avg_sq": state["exp_avg_sq"].view(-1),
             }
             for kind, flat in values.items():
-                for piece in _pieces(shard, flat):
+                for piece in _split_pieces(shard, flat):
                     yield StatePiece(kind, piece, shard.counts)
 
     def parameters_from_main(self) -> None:
-        """Give the model what the shards have. Collective."""
+        """Copy the float32 shards to the model. Collective."""
         for part in self.parts:
             if hasattr(part, "_copy_main_params_to_model_params"):
                 part._copy_main_params_to_model_params()
         self.gather()
 
     def gather(self) -> None:
-        """Wait for, or make, the gathering of updated parameters. Collective."""
+        """Gather updated parameters, or wait until they are gathered. Collective."""
         if self.is_distributed:
             for chunk in self.chunks:
                 chunk.start_param_sync(force_sync=True)
 
     def prepare(self) -> None:
-        """Make gradients, which are in the buffers, those of the shards."""
+        """Copy gradients from the buffers to the shards."""
         self.megatron.prepare_grads()
 
     def squared_norm(self) -> float:
-        """Return the sum of squares of the gradients that no other rank counts."""
+        """Return the sum of squares of this rank's gradients, without replicas."""
         grads = [grad for shard in self.shards if shard.counts and (grad := shard.owner.grad) is not None]
         if not grads:
             return 0.0
@@ -190,8 +190,8 @@ class ShardedOptimizer:
         self.megatron.zero_grad()
 
 
-def _mains(part: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, int]]:
-    """Yield each parameter of a Megatron optimizer with its float32 values, and where they begin in it."""
+def _list_mains(part: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, int]]:
+    """Yield (parameter, float32 values, their start in the parameter) of a Megatron optimizer."""
     if hasattr(part, "model_fp32_groups"):  # distributed
         for models, mains in (
             (part.model_float16_groups, part.shard_fp32_from_float16_groups),
@@ -211,11 +211,11 @@ def _mains(part: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor, int]]:
         yield from ((value, value, 0) for value in group["params"])
 
 
-def _pieces(shard: FlatShard, flat: torch.Tensor) -> Iterator[Piece]:
+def _split_pieces(shard: FlatShard, flat: torch.Tensor) -> Iterator[Piece]:
     end = shard.start + len(flat)
     for one in shard.parameter.rectangles:
         shape = torch.empty(one.sizes, device="meta")
         first, last = max(one.start, shard.start), min(one.start + shape.numel(), end)
         if first < last:
             whole = Piece(one.name, shape, one.offset, one.shape)
-            yield from flat_pieces(whole, first - one.start, flat[first - shard.start : last - shard.start])
+            yield from split_flat(whole, first - one.start, flat[first - shard.start : last - shard.start])

@@ -1,9 +1,8 @@
 """Megatron-core without a GPU.
 
-Megatron-core asks for CUDA in places where the same work could be done on a CPU. `install` puts CPU versions
-there: ten functions, and four for mixtures of experts, for the whole process, which can't be undone. It does
-nothing where CUDA is available, so nothing of this is used in training on GPUs. Known to be enough for
-megatron-core 0.16.1.
+Megatron-core calls CUDA in places where a CPU would do. `install` replaces ten functions, and four for
+mixtures of experts, by CPU versions. It affects the whole process and can't be undone. If CUDA is available
+it does nothing, so training on GPUs does not use it. Tested with megatron-core 0.16.1.
 """
 
 import functools
@@ -18,53 +17,53 @@ _installed = False
 
 
 def install() -> None:
-    """Replace what needs CUDA; call it before any module of megatron is imported."""
+    """Replace the functions that need CUDA. Call it before the first import of megatron."""
     global _installed
-    # it warns of each optional package that is missing, and of its own older names
+    # Megatron warns about each missing optional package and about its own deprecated names
     warnings.filterwarnings("ignore", module=r"megatron\.")
     if _installed or torch.cuda.is_available():
         return
     _installed = True
-    # What `with torch.device(…)` acts on is found by name, once: before names lead to what is put there. Else
-    # transformers would leave buffers of models that it loads as memory came.
+    # `with torch.device(…)` looks up its functions by name once. This must happen before they are replaced;
+    # otherwise transformers would leave some buffers uninitialized.
     _device_constructors()
     cuda: Any = torch.cuda
-    # `device=` of gradient buffers, of rotary embeddings and of what pipeline stages and tensor ranks receive
+    # `device=` of gradient buffers, rotary embeddings, and buffers for messages of other ranks
     cuda.current_device = lambda: torch.device("cpu")
     # after batched sends between stages
     cuda.synchronize = lambda device=None: None
-    # random states of tensor-parallel regions: there is one generator, of the CPU. Without `manual_seed` and
-    # `_set_cuda_rng_state` the seeds would wait, without a word, for a CUDA that never starts.
+    # Random states of tensor-parallel regions: all use the CPU's generator. Without `manual_seed` and
+    # `_set_cuda_rng_state`, seeds would be queued silently until CUDA starts, which never happens.
     cuda.get_rng_state = lambda device="cuda": torch.get_rng_state()
     cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(int(seed))
-    # counts of tokens, gradient norms; loss scales
-    torch.zeros = _on_cpu(torch.zeros)
-    torch.tensor = _on_cpu(torch.tensor)
-    # optimizers know types by their names, as torch.cuda.FloatTensor
-    torch.Tensor.type = _named_as_on_cuda(torch.Tensor.type)  # type: ignore[method-assign]
-    # states of the distributed optimizer
+    # counts of tokens, gradient norms, loss scales
+    torch.zeros = _move_to_cpu(torch.zeros)
+    torch.tensor = _move_to_cpu(torch.tensor)
+    # optimizers check types by name, as torch.cuda.FloatTensor
+    torch.Tensor.type = _name_as_on_cuda(torch.Tensor.type)  # type: ignore[method-assign]
+    # state of the distributed optimizer
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
     from megatron.core.tensor_parallel import random
 
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    # numbers of tokens for each expert are copied to the CPU by a stream of their own
+    # numbers of tokens per expert are copied to the CPU on a separate stream
     from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
     dispatcher: Any = MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = object()
-    dispatcher._maybe_dtoh_and_synchronize = _splits_as_arrays
-    # tensor ranks of an expert have different numbers of tokens, for which gloo has no gathering
+    dispatcher._maybe_dtoh_and_synchronize = _convert_splits
+    # tensor ranks of an expert have different numbers of tokens, which gloo can't gather
     from megatron.core.tensor_parallel import mappings
 
-    mappings._gather_along_first_dim = _gathered_parts(mappings._gather_along_first_dim)
-    mappings._reduce_scatter_along_first_dim = _summed_parts(mappings._reduce_scatter_along_first_dim)
+    mappings._gather_along_first_dim = _gather_parts(mappings._gather_along_first_dim)
+    mappings._reduce_scatter_along_first_dim = _sum_parts(mappings._reduce_scatter_along_first_dim)
 
 
 def repair() -> None:
-    """Mend what fails without Transformer Engine, on GPUs too.
+    """Fix code that fails without Transformer Engine, on GPUs too.
 
-    The router of experts asks for a name, and norms that are recomputed for whether FP8 is on.
+    The router of experts imports a missing name, and recomputed norms need a flag for FP8.
     """
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_utils
@@ -75,7 +74,7 @@ def repair() -> None:
         recomputed.__init__ = functools.partialmethod(recomputed.__init__, fp8=None)
 
 
-def _on_cpu(factory: Any) -> Any:
+def _move_to_cpu(factory: Any) -> Any:
     @functools.wraps(factory)
     def made(*args: Any, **kwargs: Any) -> torch.Tensor:
         if str(kwargs.get("device")).startswith("cuda"):
@@ -85,7 +84,7 @@ def _on_cpu(factory: Any) -> Any:
     return made
 
 
-def _named_as_on_cuda(original: Any) -> Any:
+def _name_as_on_cuda(original: Any) -> Any:
     @functools.wraps(original)
     def named(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
@@ -96,7 +95,7 @@ def _named_as_on_cuda(original: Any) -> Any:
     return named
 
 
-def _splits_as_arrays(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
+def _convert_splits(self: Any, point: str, tokens_per_expert: Any = None) -> Any:
     if point == self.cuda_dtoh_point:
         for name in ("input_splits", "output_splits", "output_splits_tp"):
             if isinstance(splits := getattr(self, name), torch.Tensor):
@@ -104,7 +103,7 @@ def _splits_as_arrays(self: Any, point: str, tokens_per_expert: Any = None) -> A
     return tokens_per_expert
 
 
-def _gathered_parts(original: Any) -> Any:
+def _gather_parts(original: Any) -> Any:
     @functools.wraps(original)
     def gathered(mine: torch.Tensor, group: Any = None, sizes: Any = None, *args: Any) -> torch.Tensor:
         if sizes is None:
@@ -117,7 +116,7 @@ def _gathered_parts(original: Any) -> Any:
     return gathered
 
 
-def _summed_parts(original: Any) -> Any:
+def _sum_parts(original: Any) -> Any:
     @functools.wraps(original)
     def summed(whole: torch.Tensor, group: Any = None, sizes: Any = None, *args: Any) -> torch.Tensor:
         if sizes is None:

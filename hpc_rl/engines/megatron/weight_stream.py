@@ -1,4 +1,4 @@
-"""Whole tensors of the model on rank 0, gathered from the ranks that have parts of them."""
+"""Gathers whole tensors of the model on rank 0 from the parts of all ranks."""
 
 import math
 from collections.abc import Iterator
@@ -25,8 +25,8 @@ class RankParameter:
 
     value: nn.Parameter
     rectangles: list[Rectangle]
-    is_first: bool  # whether no tensor rank or stage before this one has the same
-    is_owned: bool  # nor any data rank
+    is_first: bool  # no earlier tensor rank or stage has the same values
+    is_owned: bool  # no earlier data rank has them either
 
     def pieces(self) -> Iterator[Piece]:
         flat = self.value.detach().view(-1)
@@ -36,10 +36,10 @@ class RankParameter:
 
 
 class WeightStream:
-    """The tensors of a model, as rank 0 gets them; `hf` has their names and shapes only."""
+    """Streams the tensors of a model to rank 0. Only names and shapes of `hf` are used."""
 
     def __init__(self, hf: Any, mesh: Mesh, parameters: list[RankParameter], dtype: torch.dtype) -> None:
-        """Learn which rank has what. Collective."""
+        """Exchange which rank has which pieces. Collective."""
         self.hf, self.mesh, self.parameters, self.dtype = hf, mesh, parameters, dtype
         self.shapes = {name: tuple(one.shape) for name, one in hf.named_parameters()}
         boxes = {
@@ -50,10 +50,7 @@ class WeightStream:
         dist.all_gather_object(self.owners, boxes)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the tensors by the names of checkpoints, in CPU memory on rank 0. Collective.
-
-        Elsewhere buckets are empty.
-        """
+        """Yield lists of (name in checkpoints, CPU tensor) on rank 0, [] elsewhere. Collective."""
         mine = self._owned()
         shapes: dict[str, tuple[int, ...]] = {}
         size_bytes = 0
@@ -61,12 +58,12 @@ class WeightStream:
             shapes[name] = shape
             size_bytes += math.prod(shape) * self.dtype.itemsize
             if size_bytes >= bucket_bytes:
-                yield _bucket(self.hf, self.mesh, mine, self.owners, shapes, self.dtype)
+                yield _exchange_bucket(self.hf, self.mesh, mine, self.owners, shapes, self.dtype)
                 shapes, size_bytes = {}, 0
-        yield _bucket(self.hf, self.mesh, mine, self.owners, shapes, self.dtype)
+        yield _exchange_bucket(self.hf, self.mesh, mine, self.owners, shapes, self.dtype)
 
     def _owned(self) -> Pieces:
-        """Return the pieces that no rank before this one has, by name."""
+        """Return the pieces that no earlier rank has, by name."""
         mine: Pieces = {}
         for one in self.parameters:
             for piece in one.pieces() if one.is_owned else ():
@@ -74,7 +71,7 @@ class WeightStream:
         return mine
 
 
-def _bucket(
+def _exchange_bucket(
     hf: Any,
     mesh: Mesh,
     mine: Pieces,
@@ -82,7 +79,7 @@ def _bucket(
     shapes: dict[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> list[tuple[str, torch.Tensor]]:
-    """Send this rank's pieces of some tensors in one message, or receive those of all others."""
+    """Send this rank's pieces of some tensors in one message; on rank 0, receive the pieces of all others."""
     pieces = [piece for name in shapes for piece in mine.get(name, ())]
     if mesh.rank:
         if pieces:
@@ -105,4 +102,4 @@ def _bucket(
         dist.recv(message, rank)
         for piece, values in zip(sent, message.cpu().split(sizes), strict=True):
             wholes[piece.name][piece.slices()] = values.view(piece.local.shape)
-    return list(hf_io.on_disk_names(hf, wholes).items())
+    return list(hf_io.convert_to_disk_names(hf, wholes).items())

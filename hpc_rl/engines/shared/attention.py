@@ -1,17 +1,17 @@
-"""Attention within each row of a packed micro-batch: one call per layer, which never waits for the device.
+"""Attention within each row of a packed micro-batch: one call per layer, without waiting for the device.
 
-`attn_impl`, the layout of micro-batches that it gets, and who computes it:
+The layout of micro-batches and the implementation for each `attn_impl`:
 
                      on a GPU                              on the CPU
     eager            padded, transformers                  padded, transformers
-    sdpa             packed, FlashAttention in PyTorch     padded, transformers; packed where that is asked
+    sdpa             packed, FlashAttention in PyTorch     padded, transformers; packed on request
     flash_attention  packed, flash-attn 2 or 3             refused
     flex_attention   padded, transformers                  refused
 
-Packing needs a model of STANDARD, which hands keyword arguments down to its attention, attention without
-dropout, a type of 16 bits on a GPU, and a PyTorch whose `varlen_attn` takes `scale`. Otherwise the layout is
-padded, with transformers' implementation of that name. Where rows begin is known when a micro-batch is made;
-transformers would find it out in every layer, from the position ids on the device.
+Packing needs a model in STANDARD (these pass keyword arguments to their attention), attention without
+dropout, a 16-bit type on a GPU, and a PyTorch whose `varlen_attn` takes `scale`. Otherwise the layout is
+padded, with transformers' implementation of the same name. The starts of rows are computed once per
+micro-batch; transformers would compute them in every layer, from the position ids on the device.
 """
 
 import functools
@@ -38,9 +38,9 @@ STANDARD = (
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Where the rows of a packed micro-batch begin and end; no row is empty."""
+    """The starts and ends of the rows of a packed micro-batch; no row is empty."""
 
-    cu_seqlens: torch.Tensor  # int32 [rows + 1], on the device: 0, and the end of each row
+    cu_seqlens: torch.Tensor  # int32 [rows + 1], on the device: 0, then the end of each row
     max_seqlen: int
     lengths: tuple[int, ...]
 
@@ -55,18 +55,18 @@ def choose(
 ) -> tuple[str, Layout]:
     """Return the implementation for transformers and the layout of micro-batches.
 
-    `layout` asks for one. Raises ImportError where a package is missing.
+    `layout` requests a layout. Raises ImportError if a package is missing.
     """
-    kernel = _kernel(attn_impl, device.type, dtype)
+    kernel = _choose_kernel(attn_impl, device.type, dtype)
     has_dropout = not no_dropout and bool(getattr(architecture, "attention_dropout", None))
     fits = kernel and architecture.model_type in STANDARD and not has_dropout
     if not fits or layout == "padded" or (layout is None and device.type == "cpu"):
         return attn_impl, layout or "padded"
-    KERNELS[str(kernel)]()  # is it there?
+    KERNELS[str(kernel)]()  # raises ImportError
     return f"packed_{kernel}", "packed"
 
 
-def _kernel(attn_impl: str, device: str, dtype: str) -> str | None:
+def _choose_kernel(attn_impl: str, device: str, dtype: str) -> str | None:
     if device == "cpu":
         return "rows" if attn_impl == "sdpa" else None
     if attn_impl == "sdpa":
@@ -77,34 +77,34 @@ def _kernel(attn_impl: str, device: str, dtype: str) -> str | None:
 @functools.cache
 def _has_varlen() -> bool:
     try:
-        accepted = inspect.signature(_torch_varlen()).parameters
+        accepted = inspect.signature(_import_torch_varlen()).parameters
     except ImportError:
         return False
     return {"scale", "window_size", "enable_gqa"} <= accepted.keys()
 
 
-def _torch_varlen() -> Callable[..., Any]:
+def _import_torch_varlen() -> Callable[..., Any]:
     return importlib.import_module("torch.nn.attention.varlen").varlen_attn
 
 
-def _flash_2() -> Callable[..., Any]:
+def _import_flash_2() -> Callable[..., Any]:
     return importlib.import_module("flash_attn").flash_attn_varlen_func
 
 
-def _flash_3() -> Callable[..., Any]:
+def _import_flash_3() -> Callable[..., Any]:
     return importlib.import_module("flash_attn_interface").flash_attn_varlen_func
 
 
-# how to get at each; of each name there is an implementation `packed_<name>` for transformers
+# name -> function that imports the kernel; transformers gets an implementation `packed_<name>` for each
 KERNELS: dict[str, Callable[[], Callable[..., Any]]] = {
-    "fa2": _flash_2,
-    "fa3": _flash_3,
-    "torch": _torch_varlen,
+    "fa2": _import_flash_2,
+    "fa3": _import_flash_3,
+    "torch": _import_torch_varlen,
     "rows": lambda: F.scaled_dot_product_attention,
 }
 
 
-def packed(
+def attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -116,13 +116,19 @@ def packed(
 ) -> torch.Tensor:
     """Return causal attention within each of the packed rows, [1, heads, T, d].
 
-    query: [1, heads, T, d]; key and value may have fewer heads, of which each serves as many queries.
-    `window`: a token sees itself and what is less than this many tokens before. `kernel` is one of KERNELS.
-    `seen`: the rows of keys and values where these are longer; the queries are those of their last tokens.
+    Args:
+        query: [1, heads, T, d].
+        key: [1, heads, T, d], possibly with fewer heads; each head then serves several heads of queries.
+        value: As `key`.
+        rows: The rows of the queries.
+        scale: Factor on the products; by default 1 / sqrt(d).
+        window: A token sees itself and the tokens less than this many positions before it.
+        kernel: A name in KERNELS.
+        seen: The rows of keys and values if they are longer than `rows`: the queries are the last tokens.
     """
     seen = seen or rows
     if kernel == "rows":
-        return _row_by_row(query, key, value, rows, seen, scale, window)
+        return _attend_row_by_row(query, key, value, rows, seen, scale, window)
     attend, ends, longest = KERNELS[kernel](), rows.cu_seqlens, rows.max_seqlen
     tensors = [one[0].transpose(0, 1) for one in (query, key, value)]  # [T, heads, d]
     sides = (-1 if window is None else window - 1, 0)
@@ -135,7 +141,7 @@ def packed(
     return out.transpose(0, 1)[None]
 
 
-def _row_by_row(
+def _attend_row_by_row(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -149,11 +155,11 @@ def _row_by_row(
         for one, lengths in ((query, rows.lengths), (key, seen.lengths), (value, seen.lengths))
     ]
     parts = zip(*splits, strict=True)
-    out = [_one_row(q, k, v, scale, window).transpose(1, 2) for q, k, v in parts]
+    out = [_attend_row(q, k, v, scale, window).transpose(1, 2) for q, k, v in parts]
     return torch.cat(out, dim=1).transpose(1, 2)
 
 
-def _one_row(
+def _attend_row(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None, window: int | None
 ) -> torch.Tensor:
     length, before = key.shape[2], key.shape[2] - query.shape[2]
@@ -180,24 +186,27 @@ def attention(
     kernel: str,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers expects it, [batch, T, heads, d]; without `packed_rows` each row is whole.
+    """Compute attention as transformers calls it; return [batch, T, heads, d].
 
-    With `context_group` its ranks have a part of the tokens each.
+    Without `packed_rows`, each row of the batch is one sequence. With `context_group`, its ranks divide the
+    tokens.
     """
     if context_group is not None:
         size = context_group.size()
-        key, value = context_parallel.repeated(key, size), context_parallel.repeated(value, size)
-        query, key, value = (context_parallel.to_heads(one, context_group) for one in (query, key, value))
+        key, value = context_parallel.repeat_heads(key, size), context_parallel.repeat_heads(value, size)
+        query, key, value = (
+            context_parallel.exchange_for_heads(one, context_group) for one in (query, key, value)
+        )
     if packed_rows is None:
-        out = _one_row(query, key, value, scaling, sliding_window)
+        out = _attend_row(query, key, value, scaling, sliding_window)
     else:
-        out = packed(query, key, value, packed_rows, scaling, sliding_window, kernel)
+        out = attend_packed(query, key, value, packed_rows, scaling, sliding_window, kernel)
     if context_group is not None:
-        out = context_parallel.to_tokens(out, context_group)
+        out = context_parallel.exchange_for_tokens(out, context_group)
     return out.transpose(1, 2), None
 
 
 NAMES = tuple(f"packed_{kernel}" for kernel in KERNELS)
 for _kernel_name in KERNELS:
-    # A mask function is not registered with it, so transformers makes no mask.
+    # Without a registered mask function, transformers makes no mask.
     AttentionInterface.register(f"packed_{_kernel_name}", functools.partial(attention, kernel=_kernel_name))

@@ -1,8 +1,8 @@
-"""A check of what the ranks train with, before they do: do they exchange and sum numbers correctly, how fast.
+"""A check of collectives before training: whether ranks exchange and sum numbers correctly, and how fast.
 
-Each rank sends to some others and receives as much, all at the same time, and then all sum up. What was found
-goes through the store of the process group, a connection of its own: also where the links that are checked
-hang.
+All ranks send to some other ranks and receive as much at the same time; then they compute a sum over all
+ranks. Reports go through the store of the process group, a separate connection, so they arrive even if the
+checked links hang.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ import torch.distributed as dist
 
 from hpc_rl.core.errors import NodeFailed, RoleFailed
 
-NUMBERS = {"cuda": 1 << 21, "cpu": 1 << 17}  # int64, of one message
-TIMES = 3  # that a message is sent; the fastest counts
-LIMIT_S = 120.0  # for one exchange, the first of which makes the connections
-LAST_LOOK_S = 3.0  # for the others to read the judgement
-SLOW = 4.0  # a node whose fastest link has less than that of the others, divided by this, is slow
-MIN_NODES = 3  # to tell a slow one by
+NUMBERS = {"cuda": 1 << 21, "cpu": 1 << 17}  # int64 values in one message
+TIMES = 3  # repetitions of a message; the fastest counts
+LIMIT_S = 120.0  # for one exchange; the first one opens the connections
+LAST_LOOK_S = 3.0  # for the other ranks to read the judgement
+SLOW = 4.0  # a node is slow if its fastest link is this many times slower than the median node's
+MIN_NODES = 3  # needed to detect a slow node
 GB = 1e9
 MAX_QUOTE = 300  # characters of an error
 
 
 @dataclass
 class Link:
-    """What a rank received from another one."""
+    """A transfer that a rank received from another rank."""
 
     sender: int
     seconds: float = 0.0
@@ -41,17 +41,17 @@ class Link:
 
 @dataclass
 class RankReport:
-    """What one rank found."""
+    """The measurements of one rank."""
 
     links: list[Link] = field(default_factory=list)
     sum_s: float = 0.0
     sum_wrong: bool = False
-    error: str = ""  # of PyTorch
+    error: str = ""  # from PyTorch
 
 
 @dataclass
 class Judgement:
-    """What follows from the reports of all ranks: nodes with the reason, numbers or errors as text."""
+    """The conclusion from the reports of all ranks: bad and slow nodes with the reason, and a summary."""
 
     bad: dict[str, str]
     slow: dict[str, str]
@@ -59,10 +59,9 @@ class Judgement:
 
 
 def check(store: dist.Store, device: torch.device | str, node: str) -> Judgement:
-    """Check the default process group; `node` is the name of this rank's. Collective, takes seconds.
+    """Check the default process group; `node` is the name of this rank's node. Collective, takes seconds.
 
-    Raises NodeFailed on every rank where some nodes exchange or sum wrong numbers, or none in time;
-    RoleFailed where all nodes do.
+    Raises NodeFailed on every rank if some nodes produce wrong numbers or time out, RoleFailed if all do.
     """
     device = torch.device(device)
     store = dist.PrefixStore("check of the collectives", store)
@@ -71,9 +70,11 @@ def check(store: dist.Store, device: torch.device | str, node: str) -> Judgement
     names = [f"node {other}" for other in range(num_ranks)]
     store.wait(names, timedelta(seconds=LIMIT_S))
     nodes = [name.decode() for name in store.multi_get(names)]
-    store.set(f"report {rank}", json.dumps(asdict(_report(device, nodes))))
+    store.set(f"report {rank}", json.dumps(asdict(_make_report(device, nodes))))
     if rank == 0:
-        store.set("judgement", json.dumps(asdict(judge(nodes, _collect(store, num_ranks), _bytes(device)))))
+        store.set(
+            "judgement", json.dumps(asdict(judge(nodes, _collect(store, num_ranks), _count_bytes(device))))
+        )
     store.wait(["judgement"], timedelta(seconds=4 * LIMIT_S))
     found = Judgement(**json.loads(store.get("judgement")))
     seen = store.add("seen", 1)
@@ -92,23 +93,23 @@ def check(store: dist.Store, device: torch.device | str, node: str) -> Judgement
     return found
 
 
-def shifts(nodes: Sequence[str]) -> list[int]:
+def list_shifts(nodes: Sequence[str]) -> list[int]:
     """Return how far ahead each rank sends: to the next one, to the next node, and half way around."""
     return sorted({1, Counter(nodes)[nodes[0]], len(nodes) // 2} - {0, len(nodes)})
 
 
-def _report(device: torch.device, nodes: Sequence[str]) -> RankReport:
+def _make_report(device: torch.device, nodes: Sequence[str]) -> RankReport:
     rank, num_ranks, report = dist.get_rank(), len(nodes), RankReport()
     numbers = torch.arange(NUMBERS[device.type], device=device)
-    for shift in shifts(nodes):
+    for shift in list_shifts(nodes):
         to, sender = (rank + shift) % num_ranks, (rank - shift) % num_ranks
         link = Link(sender, float("inf"))
         report.links.append(link)
-        own, theirs = own_numbers(numbers, rank), torch.empty_like(numbers)
+        own, theirs = make_numbers(numbers, rank), torch.empty_like(numbers)
         for _ in range(TIMES):
             pair = [dist.P2POp(dist.isend, own, to), dist.P2POp(dist.irecv, theirs, sender)]
             try:
-                seconds = _seconds(dist.batch_isend_irecv(pair), device)
+                seconds = _measure_seconds(dist.batch_isend_irecv(pair), device)
             except RuntimeError as error:
                 link.seconds, link.wrong, report.error = 0.0, True, str(error)
                 return report
@@ -116,9 +117,9 @@ def _report(device: torch.device, nodes: Sequence[str]) -> RankReport:
         link.wrong = not torch.equal(theirs, numbers * (sender + 1))
     total = num_ranks * (num_ranks + 1) // 2
     for _ in range(TIMES):
-        own = own_numbers(numbers, rank)
+        own = make_numbers(numbers, rank)
         try:
-            seconds = _seconds([dist.all_reduce(own, async_op=True)], device)
+            seconds = _measure_seconds([dist.all_reduce(own, async_op=True)], device)
         except RuntimeError as error:
             report.sum_wrong, report.error = True, str(error)
             return report
@@ -127,13 +128,13 @@ def _report(device: torch.device, nodes: Sequence[str]) -> RankReport:
     return report
 
 
-def own_numbers(numbers: torch.Tensor, rank: int) -> torch.Tensor:
-    """Return what a rank sends."""
+def make_numbers(numbers: torch.Tensor, rank: int) -> torch.Tensor:
+    """Return the numbers that a rank sends."""
     return numbers * (rank + 1)
 
 
-def _seconds(works: Sequence[dist.Work | None], device: torch.device) -> float:
-    """Return how long all take. Raises RuntimeError after LIMIT_S, or where one fails."""
+def _measure_seconds(works: Sequence[dist.Work | None], device: torch.device) -> float:
+    """Wait for all works; return the seconds. Raises RuntimeError after LIMIT_S, or if one fails."""
     start, limit = time.perf_counter(), timedelta(seconds=LIMIT_S)
     pending = [work for work in works if work is not None]
     if device.type == "cpu":  # gloo does the work while it is waited for
@@ -150,7 +151,7 @@ def _seconds(works: Sequence[dist.Work | None], device: torch.device) -> float:
 
 
 def _collect(store: dist.Store, num_ranks: int) -> list[RankReport | None]:
-    """Return the reports, None of ranks that hang."""
+    """Return the reports of all ranks, None for ranks that hang."""
     reports: list[RankReport | None] = []
     end = time.monotonic() + 2 * LIMIT_S
     for rank in range(num_ranks):
@@ -166,14 +167,14 @@ def _collect(store: dist.Store, num_ranks: int) -> list[RankReport | None]:
 
 
 def judge(nodes: Sequence[str], reports: Sequence[RankReport | None], num_bytes: int) -> Judgement:
-    """Return what the reports of all ranks say about their nodes. Pure; messages had `num_bytes`."""
+    """Judge the nodes by the reports of all ranks. Pure. `num_bytes` is the size of a message."""
     silent = {nodes[rank]: "a rank answered nothing" for rank, one in enumerate(reports) if one is None}
     known = [(rank, report) for rank, report in enumerate(reports) if report is not None]
     links = [(nodes[link.sender], nodes[rank], link) for rank, report in known for link in report.links]
     broken = Counter(frozenset((one, other)) for one, other, link in links if link.wrong)
     bad = silent or {
         node: f"{number} of its links bring wrong numbers, or none within {LIMIT_S:g} s"
-        for node, number in _blamed(broken).items()
+        for node, number in _find_blamed(broken).items()
     }
     wrong_sums = sorted({nodes[rank] for rank, report in known if report.sum_wrong})
     if not bad and wrong_sums:
@@ -184,7 +185,7 @@ def judge(nodes: Sequence[str], reports: Sequence[RankReport | None], num_bytes:
     speeds = {(one, other): 0.0 for one, other, _ in links}
     for one, other, link in links:
         speeds[one, other] = max(speeds[one, other], num_bytes / max(link.seconds, 1e-9) / GB)
-    slow = dict(_slow(speeds))
+    slow = dict(_find_slow(speeds))
     sum_s = max(report.sum_s for _, report in known)
     (one, other), least = min(speeds.items(), key=lambda item: item[1])
     summary = (
@@ -195,15 +196,15 @@ def judge(nodes: Sequence[str], reports: Sequence[RankReport | None], num_bytes:
     return Judgement({}, slow, summary)
 
 
-def _blamed(broken: Counter[frozenset[str]]) -> Counter[str]:
-    """Return the nodes that have most of the broken links: one, or both ends of the only one."""
+def _find_blamed(broken: Counter[frozenset[str]]) -> Counter[str]:
+    """Return the nodes with the most broken links: one node, or both ends of a single broken link."""
     count = Counter(node for link, number in broken.items() for node in link for _ in range(number))
     most = max(count.values(), default=0)
     return Counter({node: number for node, number in count.items() if number == most})
 
 
-def _slow(speeds: dict[tuple[str, str], float]) -> Iterator[tuple[str, str]]:
-    """Yield nodes of which even the fastest link is slow, compared with the others of its kind."""
+def _find_slow(speeds: dict[tuple[str, str], float]) -> Iterator[tuple[str, str]]:
+    """Yield nodes whose fastest link is slow compared with the fastest links of other nodes."""
     for inside in (True, False):
         same = {link: speed for link, speed in speeds.items() if (link[0] == link[1]) == inside}
         fastest: dict[str, float] = {}
@@ -219,5 +220,5 @@ def _slow(speeds: dict[tuple[str, str], float]) -> Iterator[tuple[str, str]]:
                 yield node, f"{speed:.2f} GB/s {where}, where {usual:.2f} GB/s are usual"
 
 
-def _bytes(device: torch.device) -> int:
+def _count_bytes(device: torch.device) -> int:
     return NUMBERS[device.type] * 8

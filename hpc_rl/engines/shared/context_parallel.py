@@ -1,7 +1,7 @@
 """Context parallelism: ranks share the tokens of a micro-batch, and its heads within attention.
 
-Before attention each rank gives away what it has of the other heads, and gets all tokens of its own; after it
-back again (Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509). All else works on a rank's tokens alone.
+Before attention, ranks exchange data so that each has some heads of all tokens; after it, they exchange back
+(Jacobs et al., "DeepSpeed Ulysses", arXiv 2309.14509). All other layers work on the tokens of one rank.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 
-def to_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def exchange_for_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """Return a part of the heads of all tokens, [1, heads / ranks, T, d], from all heads of a part of them.
 
     tensor: [1, heads, T / ranks, d], heads in equal parts. Collective, forwards and backwards.
@@ -18,27 +18,27 @@ def to_heads(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return _Exchange.apply(tensor, 2, 1, group)
 
 
-def to_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return what `to_heads` began with, from what it returned."""
+def exchange_for_tokens(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Invert `exchange_for_heads`."""
     return _Exchange.apply(tensor, 1, 2, group)
 
 
-def repeated(tensor: torch.Tensor, size: int) -> torch.Tensor:
-    """Return [1, heads, T, d] with each head repeated, if that is needed for equal parts of `size` ranks."""
+def repeat_heads(tensor: torch.Tensor, size: int) -> torch.Tensor:
+    """Return [1, heads, T, d]; repeat heads if `size` ranks can't divide them equally."""
     heads = tensor.shape[1]
     return tensor if heads % size == 0 else tensor.repeat_interleave(size // heads, dim=1)
 
 
-def whole(values_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return [T] with the values of all ranks, each 0 where another's are. Collective.
+def gather_whole(values_T: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum [T] over the ranks; each rank passes 0 at the tokens of other ranks. Collective.
 
-    The gradient is taken as it is: each rank computes the same loss from the same values.
+    The gradient passes through unchanged, because each rank computes the same loss from the same values.
     """
     return _Whole.apply(values_T, group)
 
 
 class _Exchange(torch.autograd.Function):
-    """Gather the ranks' parts along one dimension, and cut the other into parts."""
+    """Gather the parts of all ranks along one dimension and cut another dimension into parts."""
 
     @staticmethod
     def forward(

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_rl.core.errors import RoleFailed
-from hpc_rl.core.net import interface_of
+from hpc_rl.core.net import find_interface
 
 
 def init_ranks(
@@ -21,14 +21,14 @@ def init_ranks(
     join_timeout_s: float | None = None,
     address: str = "127.0.0.1",
 ) -> dist.Store | None:
-    """Join the process group: gloo on CPU, NCCL on CUDA, and return its store. A single rank gets none.
+    """Join the process group (gloo on CPU, NCCL on CUDA); return its store, or None for a single rank.
 
-    Rank 0 starts the store on a port that the system chooses, and gives `publish` its address, which is
-    `address` of this host, and port; the others wait for that in `find`, which may raise TimeoutError.
-    `timeout_s` limits a collective, `join_timeout_s` (by default the same) the time until all have joined.
+    Rank 0 starts the store on a free port and passes `address` and port to `publish`. The other ranks wait
+    for them in `find`, which may raise TimeoutError. `timeout_s` limits a collective, `join_timeout_s` (by
+    default the same) the time until all ranks have joined.
 
-    Raises RoleFailed where ranks are missing after `join_timeout_s`, RuntimeError (DistStoreError) without
-    the store.
+    Raises RoleFailed if ranks are missing after `join_timeout_s`, RuntimeError (DistStoreError) if the store
+    can't be reached.
     """
     if num_ranks == 1:
         return None
@@ -40,18 +40,22 @@ def init_ranks(
         publish(address, store.port)
     _wait_for_all(store, num_ranks, timeout_s if join_timeout_s is None else join_timeout_s)
     if device.type == "cpu" and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # gloo would bind to what the host's own name resolves to, which is loopback on many systems
-        if interface := interface_of(address):
+        # gloo would bind to the address of the host's own name, which is loopback on many systems
+        if interface := find_interface(address):
             os.environ["GLOO_SOCKET_IFNAME"] = interface
     elif device.type == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(_backend(device), store=store, rank=rank, world_size=num_ranks, timeout=timeout)
+    dist.init_process_group(
+        _choose_backend(device), store=store, rank=rank, world_size=num_ranks, timeout=timeout
+    )
     return store
 
 
 def init_alone(device: torch.device | str) -> None:
-    """Make a process group of this process only: FSDP needs one."""
-    dist.init_process_group(_backend(torch.device(device)), store=dist.HashStore(), rank=0, world_size=1)
+    """Make a process group of this process only. FSDP needs one."""
+    dist.init_process_group(
+        _choose_backend(torch.device(device)), store=dist.HashStore(), rank=0, world_size=1
+    )
 
 
 def shutdown() -> None:
@@ -61,7 +65,7 @@ def shutdown() -> None:
 
 
 def _wait_for_all(store: dist.Store, num_ranks: int, timeout_s: float) -> None:
-    # without this, a rank that hangs before it joins would cost the hours that a collective may take
+    # otherwise a rank that hangs before it joins would block the others for the long limit of a collective
     if store.add("joined", 1) == num_ranks:
         store.set("all joined", "")
     try:
@@ -73,5 +77,5 @@ def _wait_for_all(store: dist.Store, num_ranks: int, timeout_s: float) -> None:
         ) from error
 
 
-def _backend(device: torch.device) -> str:
+def _choose_backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"

@@ -1,8 +1,8 @@
 """Models without memory for their parameters, and random values for them once they are sharded.
 
-A model is built with its parameters on `meta`, its buffers real. The random numbers of a new model are those
-that transformers draws for the whole model on one CPU: every rank draws each tensor whole, one after another,
-and keeps its own rows. So they depend on the seed alone, and not on ranks, devices and types.
+A model is built with parameters on `meta` and real buffers. A new model gets the same random numbers that
+transformers draws for the whole model on one CPU: every rank draws each tensor whole, one after another, and
+keeps its own rows. So the numbers depend on the seed only, not on ranks, devices or types.
 """
 
 from collections import defaultdict
@@ -16,18 +16,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
-from hpc_rl.engines.shared.pieces import Piece, offset_of
+from hpc_rl.engines.shared.pieces import Piece, find_offset
 
-# a model, or its trunk, and the random state from which its weights are drawn
+# a model, or its trunk, and the random state before its weights are drawn
 Draws = list[tuple[Any, torch.Tensor]]
 
 
 @contextmanager
-def without_parameters(draw: bool) -> Iterator[Draws]:
-    """Build models with parameters on `meta` and real buffers; yields what `draw_all` needs if `draw`.
+def build_without_parameters(draw: bool) -> Iterator[Draws]:
+    """Build models with parameters on `meta` and real buffers; if `draw`, yields the input of `draw_all`.
 
-    A model initializes its weights when it is built, its trunk before its head exists. With `draw` numbers
-    are drawn for that, in vain; without, none are.
+    Transformers initializes the weights while it builds a model, the trunk before the head exists. If `draw`,
+    this consumes random numbers and discards them, to record the random states.
     """
     module_class, model_class = cast(Any, nn.Module), cast(Any, PreTrainedModel)
     register, initialize = module_class.register_parameter, model_class.initialize_weights
@@ -52,7 +52,7 @@ def without_parameters(draw: bool) -> Iterator[Draws]:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give the parameters on `meta` uninitialized memory on the device; those that are tied remain so."""
+    """Give the parameters on `meta` uninitialized memory on the device. Tied parameters stay tied."""
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
@@ -69,7 +69,7 @@ def draw_all(hf: Any, draws: Draws) -> None:
     """Draw the weights of a sharded model, in the order of transformers."""
     for module in hf.modules():
         module._is_hf_initialized = False
-    with torch.no_grad(), Drawn(), _untied(hf):
+    with torch.no_grad(), Drawn(), _untie(hf):
         for one, random_state in draws:
             torch.set_rng_state(random_state)
             one.initialize_weights()
@@ -82,8 +82,8 @@ def draw_module(hf: Any, module: nn.Module) -> None:
 
 
 @contextmanager
-def into(pieces: Iterable[Piece], hf: Any) -> Iterator[None]:
-    """Draw weights of a model that remains on `meta`: module by module, each to be copied to the pieces."""
+def draw_into(pieces: Iterable[Piece], hf: Any) -> Iterator[None]:
+    """Draw the weights of a model on `meta`, module by module, and copy them to the pieces."""
     names = {id(one): name for name, one in hf.named_parameters()}
     targets = defaultdict[str, list[Piece]](list)
     for piece in pieces:
@@ -117,9 +117,9 @@ def into(pieces: Iterable[Piece], hf: Any) -> Iterator[None]:
 
 
 class Drawn(TorchDispatchMode):
-    """Random in-place operations as if their tensor was whole, in float32 and on the CPU.
+    """Runs random in-place operations as if their tensor were whole, in float32 and on the CPU.
 
-    Those on `meta` draw their numbers in vain, as do weights that transformers overwrites.
+    Operations on `meta` tensors consume random numbers and discard them.
     """
 
     def __torch_dispatch__(
@@ -130,30 +130,31 @@ class Drawn(TorchDispatchMode):
         if not isinstance(target, torch.Tensor):
             return func(*args, **kwargs)
         if func is torch.ops.aten.select.int and isinstance(target, DTensor):
-            return _row(target, *args[1:])  # one of DTensor is a copy: the row of a padding token is zeroed
+            # DTensor returns a copy, but transformers zeroes the row of the padding token in place
+            return _select_row(target, *args[1:])
         drawn = torch.Tag.nondeterministic_seeded in func.tags and func.overloadpacket.__name__.endswith("_")
         if not drawn or (target.device.type == "cpu" and not isinstance(target, DTensor)):
             return func(*args, **kwargs)
         dtype = torch.float32 if target.is_floating_point() else target.dtype
         whole = func(torch.empty(target.shape, dtype=dtype), *args[1:], **kwargs)
         if isinstance(target, DTensor):
-            piece = Piece("", target.to_local(), offset_of(target), tuple(target.shape))
+            piece = Piece("", target.to_local(), find_offset(target), tuple(target.shape))
             piece.local.copy_(whole[piece.slices()])
         elif not target.is_meta:
             target.copy_(whole)
         return target
 
 
-def _row(tensor: DTensor, dim: int, index: int) -> torch.Tensor:
-    """Return memory of one row, to write to; another rank's is a scratch one."""
+def _select_row(tensor: DTensor, dim: int, index: int) -> torch.Tensor:
+    """Return the memory of one row, for writing; scratch memory if another rank has the row."""
     assert dim == 0
-    local, at = tensor.to_local(), index % tensor.shape[0] - offset_of(tensor)[0]
+    local, at = tensor.to_local(), index % tensor.shape[0] - find_offset(tensor)[0]
     return local[at] if 0 <= at < len(local) else torch.empty(tensor.shape[1:], device=local.device)
 
 
 @contextmanager
-def _untied(hf: Any) -> Iterator[None]:
-    """Set tied weights apart from those that they share: transformers draws both, and ties them later."""
+def _untie(hf: Any) -> Iterator[None]:
+    """Untie weights for a while: transformers draws each of them and ties them later."""
     kept = {name for name, _ in hf.named_parameters()}
     tied = [(name, one) for name, one in hf.named_parameters(remove_duplicate=False) if name not in kept]
     owners = [(hf.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2], one) for name, one in tied]

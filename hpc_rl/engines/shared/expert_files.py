@@ -1,6 +1,8 @@
-"""Experts in files: tensors of each, where transformers has one for all experts of a layer in memory. Pure.
+"""Maps the experts of a model in memory to the tensors in checkpoint files. Pure.
 
-So a rank reads what it has of its experts, where transformers would load all to merge them.
+Files have separate tensors for each expert; transformers 5 merges the experts of a layer into one tensor.
+With this mapping a rank reads only its part of the experts, while transformers would load and merge all of
+them.
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -21,22 +23,22 @@ FAMILIES = (
 )
 
 
-def in_files(pieces: Iterable[Piece], names: Collection[str]) -> list[Piece]:
-    """Return the same memory as pieces of the tensors in files, whose names are given."""
-    return [part for piece in pieces for part in (_parts(piece, names) or [piece])]
+def map_to_files(pieces: Iterable[Piece], names: Collection[str]) -> list[Piece]:
+    """Return the same memory as pieces of the tensors in files; `names` are the names in the files."""
+    return [part for piece in pieces for part in (_split_piece(piece, names) or [piece])]
 
 
-def shapes_in_files(shapes: Shapes, names: Collection[str]) -> Shapes:
-    """Return the shapes of the tensors in files that make up the given ones."""
+def map_shapes_to_files(shapes: Shapes, names: Collection[str]) -> Shapes:
+    """Return the shapes of the tensors in files that correspond to the tensors of a model."""
     wholes = [
         Piece(name, torch.empty(shape, device="meta"), (0,) * len(shape), shape)
         for name, shape in shapes.items()
     ]
-    return {part.name: part.shape for part in in_files(wholes, names)}
+    return {part.name: part.shape for part in map_to_files(wholes, names)}
 
 
-def _parts(piece: Piece, names: Collection[str]) -> list[Piece]:
-    """Return nothing for a piece of another tensor, and for one that the files have by its name."""
+def _split_piece(piece: Piece, names: Collection[str]) -> list[Piece]:
+    """Return the pieces by names in files; [] if the files have the tensor itself or it has no experts."""
     if piece.name in names or ".mlp." not in piece.name:
         return []
     layer, _, rest = piece.name.rpartition("mlp.")
@@ -47,14 +49,14 @@ def _parts(piece: Piece, names: Collection[str]) -> list[Piece]:
             router = layer + gate.partition("experts.")[0] + rest
             return [piece._replace(name=router)] if router in names else []
         if rest == "experts.gate_up_proj":
-            return list(_experts(piece, [layer + gate, layer + up]))
+            return list(_split_experts(piece, [layer + gate, layer + up]))
         if rest == "experts.down_proj":
-            return list(_experts(piece, [layer + down]))
+            return list(_split_experts(piece, [layer + down]))
     return []
 
 
-def _experts(piece: Piece, templates: list[str]) -> Iterator[Piece]:
-    """Yield what a piece of [experts, rows, width] has of each expert's tensors, one after another."""
+def _split_experts(piece: Piece, templates: list[str]) -> Iterator[Piece]:
+    """Split a piece of [experts, rows, width] into pieces of each expert's tensors."""
     size = piece.shape[1] // len(templates)
     first, row, column = piece.offset
     for i, local in enumerate(piece.local):

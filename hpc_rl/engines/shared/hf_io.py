@@ -1,6 +1,6 @@
 """Hugging Face checkpoints on disk: safetensors files, config.json, tokenizer files.
 
-Nothing here knows about ranks: the rank that writes hands over full tensors.
+This module does not know ranks: the writing rank passes whole tensors.
 """
 
 import json
@@ -21,7 +21,7 @@ from hpc_rl.core.trial import fsync_dir
 try:
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
-except ImportError:  # transformers 4 has models in memory as they are on disk
+except ImportError:  # transformers 4 uses the same names in memory and on disk
     get_model_conversion_mapping = None  # type: ignore[assignment]
     revert_weight_conversion = None  # type: ignore[assignment]
 
@@ -40,13 +40,13 @@ TOKENIZER_FILES = (
 )
 
 
-def on_disk_names(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return some tensors of a model in memory with the names and shapes that checkpoints have on disk."""
+def convert_to_disk_names(hf: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors of a model in memory with their names and shapes on disk."""
     return tensors if revert_weight_conversion is None else revert_weight_conversion(hf, tensors)
 
 
-def converts(hf: Any, names: Collection[str]) -> bool:
-    """Whether transformers renames or merges some of these tensors on disk when it loads the model."""
+def has_conversions(hf: Any, names: Collection[str]) -> bool:
+    """Return whether transformers renames or merges some of these tensors when it loads the model."""
     if get_model_conversion_mapping is None:
         return False
     conversions = get_model_conversion_mapping(hf)
@@ -60,8 +60,8 @@ class OnDisk(NamedTuple):
     shape: tuple[int, ...]
 
 
-def safetensors_files(folder: Path) -> list[Path]:
-    """Return the files of a checkpoint, as transformers chooses them; none if it has pytorch_model*.bin only.
+def list_safetensors_files(folder: Path) -> list[Path]:
+    """Return the files of a checkpoint, as transformers chooses them; [] if it has only pytorch_model*.bin.
 
     Raises ConfigError if files are missing or the index is damaged, OSError.
     """
@@ -86,8 +86,8 @@ def safetensors_files(folder: Path) -> list[Path]:
     )
 
 
-def tensors_of(paths: Iterable[Path]) -> dict[str, OnDisk]:
-    """Return the tensors in safetensors files by name. Raises ConfigError if one is damaged, OSError."""
+def list_tensors(paths: Iterable[Path]) -> dict[str, OnDisk]:
+    """Return the tensors in safetensors files by name. Raises ConfigError for a damaged file, OSError."""
     found: dict[str, OnDisk] = {}
     for path in paths:
         try:
@@ -101,26 +101,26 @@ def tensors_of(paths: Iterable[Path]) -> dict[str, OnDisk]:
     return found
 
 
-def tensor_names(folder: Path) -> set[str]:
+def list_tensor_names(folder: Path) -> set[str]:
     """Return the names in the safetensors files of a checkpoint.
 
-    Raises ConfigError if one is damaged, OSError.
+    Raises ConfigError for a damaged file, OSError.
     """
-    return set(tensors_of(sorted(folder.glob("*.safetensors"))))
+    return set(list_tensors(sorted(folder.glob("*.safetensors"))))
 
 
 def refuse_damage(folder: Path) -> None:
-    """Raise ConfigError that names the file if one of a checkpoint is damaged; OSError."""
+    """Raise ConfigError with the name of the first damaged file of a checkpoint, if any; OSError."""
     for path in sorted(folder.glob("*.json")):
         try:
             json.loads(path.read_bytes())
         except ValueError as error:
             raise ConfigError(f"{path} is damaged: {error}. Copy or download it again.") from error
-    tensor_names(folder)
+    list_tensor_names(folder)
 
 
 class CheckpointWriter:
-    """Writes the files of a checkpoint from a stream of tensors, in memory for one file of at most 5 GB."""
+    """Writes the files of a checkpoint from a stream of tensors. Needs memory for one file (5 GB)."""
 
     def __init__(self, folder: Path) -> None:
         """Make the folder if it is missing. Raises OSError."""
@@ -139,7 +139,7 @@ class CheckpointWriter:
         self._size_bytes += tensor.nbytes
 
     def finish(self, config_json: str, others: Iterable[Path], durable: bool) -> None:
-        """Write what is left, the index, config.json, and copies of those `others` that exist.
+        """Write the remaining tensors, the index, config.json, and copies of the existing files in `others`.
 
         All files are fsynced if durable. Raises OSError.
         """
@@ -149,7 +149,7 @@ class CheckpointWriter:
         if num_files == 1:
             finals = ["model.safetensors"]
         for i, final in enumerate(finals):
-            os.rename(self.folder / _temporary(i), self.folder / final)
+            os.rename(self.folder / _make_temporary_name(i), self.folder / final)
         if num_files > 1:
             owners = {name: final for final, names in zip(finals, self._files, strict=True) for name in names}
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": owners}
@@ -164,18 +164,18 @@ class CheckpointWriter:
             fsync_dir(self.folder)
 
     def _write(self) -> None:
-        _save(self._waiting, self.folder / _temporary(len(self._files)))
+        _save(self._waiting, self.folder / _make_temporary_name(len(self._files)))
         self._files.append(list(self._waiting))
         self._total_bytes += self._size_bytes
         self._waiting, self._size_bytes = {}, 0
 
 
-def _temporary(index: int) -> str:
+def _make_temporary_name(index: int) -> str:
     return f"part-{index:05d}.safetensors"
 
 
 def fsync_file(path: Path) -> None:
-    """Make a file durable that a library has written."""
+    """Fsync a file that a library has written."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -184,7 +184,7 @@ def fsync_file(path: Path) -> None:
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    # safetensors wraps errors of the file system: they are raised as the OSError that they were
+    # safetensors wraps errors of the file system; unwrap them to OSError
     try:
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:

@@ -1,8 +1,8 @@
-"""The tensors of a sharded model from the files of a Hugging Face checkpoint.
+"""Loads the tensors of a sharded model from the files of a Hugging Face checkpoint.
 
-Each rank reads its own rectangles of tensors in safetensors files, a few rows at a time. What only
-transformers can read (pytorch_model*.bin, tensors that it renames or merges, quantized ones) rank 0 loads
-whole, and sends to the others tensor by tensor.
+Each rank reads its own rectangles of tensors from safetensors files, a few rows at a time. If only
+transformers can read a checkpoint (pytorch_model*.bin, renamed, merged or quantized tensors), rank 0 loads it
+whole and sends it to the other ranks tensor by tensor.
 """
 
 import logging
@@ -26,10 +26,10 @@ from hpc_rl.engines.shared.expert_files import Shapes
 from hpc_rl.engines.shared.pieces import Piece
 
 logger = logging.getLogger(__name__)
-ROWS_BYTES = 32 << 20  # of rows that are read at once
-OPEN_BYTES = 64 << 20  # read of a file before it is opened again: its pages count as memory of this process
+ROWS_BYTES = 32 << 20  # rows that are read at a time
+OPEN_BYTES = 64 << 20  # read before the file is opened again: mapped pages count as memory of this process
 MAX_NAMED = 5  # tensors in one message
-# tensors of older checkpoints that transformers computes
+# tensors in older checkpoints that transformers computes today
 COMPUTED = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
 
 Whole = tuple[dict[str, torch.Tensor], list[str]]
@@ -37,7 +37,7 @@ Whole = tuple[dict[str, torch.Tensor], list[str]]
 
 @dataclass
 class Match:
-    """Which tensors of a checkpoint belong to which of the model."""
+    """The mapping from tensors of the model to tensors of a checkpoint."""
 
     sources: dict[str, list[str]]  # name in the model -> names in the files, more than one if it is tied
     unread: list[str]  # in the files only
@@ -52,29 +52,36 @@ def load(
     rank: int,
     shapes: Shapes | None = None,
 ) -> Match:
-    """Fill the parts from the checkpoint; those that are `optional` may be missing. Collective.
+    """Load the parts from the checkpoint. Collective.
 
-    `whole` loads the tensors of the model by transformers, and returns also the names of unread ones.
-    `shapes` are those of all tensors of which some rank has parts, if a rank has not parts of all. Raises
-    ConfigError with the names of tensors that are missing or have another shape, OSError.
+    Raises OSError, and ConfigError with the names of tensors that are missing or have another shape.
+
+    Args:
+        hf: The model.
+        folder: The checkpoint.
+        parts: This rank's parts of tensors.
+        optional: Names of tensors that may be missing.
+        whole: Loads the whole model with transformers; returns its tensors and the names of unused ones.
+        rank: This rank.
+        shapes: The shapes of the tensors of all ranks, if no rank has parts of all tensors.
     """
-    files = hf_io.safetensors_files(folder)
-    found = hf_io.tensors_of(files)
-    shapes = expert_files.shapes_in_files(shapes or {part.name: part.shape for part in parts}, found)
+    files = hf_io.list_safetensors_files(folder)
+    found = hf_io.list_tensors(files)
+    shapes = expert_files.map_shapes_to_files(shapes or {part.name: part.shape for part in parts}, found)
     odd = found.keys() - shapes.keys()
-    if not files or getattr(hf.config, "quantization_config", None) or hf_io.converts(hf, odd):
+    if not files or getattr(hf.config, "quantization_config", None) or hf_io.has_conversions(hf, odd):
         return _from_rank0(hf, parts, folder, whole, rank)
-    parts = expert_files.in_files(parts, found)
+    parts = expert_files.map_to_files(parts, found)
     match = _match(hf, found, shapes)
-    computed = _ignored(dict(hf.named_buffers()), hf._keys_to_ignore_on_load_missing)
+    computed = _select_ignored(dict(hf.named_buffers()), hf._keys_to_ignore_on_load_missing)
     given = {*match.sources, *optional, *computed}
     _check(folder, shapes, match, found, [name for name in shapes if name not in given])
-    unused = _ignored(match.unread, (*(hf._keys_to_ignore_on_load_unexpected or ()), *COMPUTED))
+    unused = _select_ignored(match.unread, (*(hf._keys_to_ignore_on_load_unexpected or ()), *COMPUTED))
     match.unread = [name for name in match.unread if name not in unused]
     if match.unread and rank == 0:
-        logger.warning("the model does not use %s of %s", some(match.unread), folder)
+        logger.warning("the model does not use %s of %s", format_some(match.unread), folder)
     wanted = [(name, part) for part in parts for name in match.sources.get(part.name, ())[:1]]
-    for _, rows, read in _read(wanted, found):
+    for _, rows, read in _load_rows(wanted, found):
         rows.copy_(read.to(rows.device))  # first, so that it is converted there
     _check_tied(folder, parts, match, found)
     return match
@@ -110,21 +117,21 @@ def _check(
         for name in match.sources.get(owner, ())
         if tuple(found[name].shape) != tuple(shape)
     ]
-    problems = [f"they lack {some(lacking)}"] if lacking else []
-    problems += [some(odd, "; ")] if odd else []
+    problems = [f"they lack {format_some(lacking)}"] if lacking else []
+    problems += [format_some(odd, "; ")] if odd else []
     if problems and match.unread:
-        problems.append(f"the model does not use {some(match.unread)}")
+        problems.append(f"the model does not use {format_some(match.unread)}")
     if lacking or odd:
         raise ConfigError(
-            f"the weights at {folder} are not those of the model that its config.json describes: "
+            f"the weights at {folder} do not match the config.json there: "
             f"{'; '.join(problems)}. Copy or download the checkpoint again, or correct its config.json."
         )
 
 
-def _read(
+def _load_rows(
     wanted: Sequence[tuple[str, Piece]], found: Mapping[str, hf_io.OnDisk]
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Yield the name in the file, some rows of a piece, and what the file has for them."""
+    """Yield (name in the file, some rows of a piece, their values in the file)."""
     for path in sorted({found[name].path for name, _ in wanted}):
         todo = [(name, part) for name, part in wanted if found[name].path == path and part.local.numel()]
         while todo:
@@ -154,21 +161,21 @@ def _check_tied(
         return
     again = [(name, part) for part in parts for name in match.sources.get(part.name, ())[1:]]
     differ = set()
-    for name, rows, read in _read(again, found):
+    for name, rows, read in _load_rows(again, found):
         if not torch.equal(read.to(rows.device, rows.dtype), rows):
             differ.add(name)
     if sum_over_ranks([float(len(differ))])[0]:
         pairs = [" and ".join(names) for names in match.sources.values() if len(names) > 1]
         raise ConfigError(
-            f"{folder / 'config.json'} ties {some(pairs)}, but the files have different values for them: set "
-            "tie_word_embeddings to false in it, or remove one of them from the files."
+            f"{folder / 'config.json'} ties {format_some(pairs)}, but the files have different values for "
+            "them: set tie_word_embeddings to false in it, or remove one of them from the files."
         )
 
 
 def _from_rank0(
     hf: Any, parts: Sequence[Piece], folder: Path, whole: Callable[[], Whole], rank: int
 ) -> Match:
-    """Fill the parts with what rank 0 loads. Collective."""
+    """Load the model on rank 0 and send each tensor to the parts of all ranks. Collective."""
     tensors: dict[str, torch.Tensor] = {}
     unread: list[str] = []
     problem: Exception | None = None
@@ -183,7 +190,7 @@ def _from_rank0(
             problem = error
     if sum_over_ranks([float(problem is not None)])[0]:
         raise problem or ConfigError(f"rank 0 can't load {folder}; its log says why")
-    # all that any rank wants, in the same order on every rank
+    # the tensors that any rank wants, in the same order on every rank
     saved = hf.state_dict()
     known = dict(hf.named_parameters())
     known |= {name: one for name, one in hf.named_buffers() if name in saved}
@@ -201,11 +208,11 @@ def _from_rank0(
     return Match({name: [name] for name in known}, unread)
 
 
-def _ignored(names: Iterable[str], patterns: Collection[str] | None) -> set[str]:
+def _select_ignored(names: Iterable[str], patterns: Collection[str] | None) -> set[str]:
     return {name for name in names if any(re.search(pattern, name) for pattern in patterns or ())}
 
 
-def some(names: Sequence[str], between: str = ", ") -> str:
-    """Return the first of many names, and how many there are."""
-    more = f"{between}… ({len(names)} in all)" if len(names) > MAX_NAMED else ""
-    return between.join(names[:MAX_NAMED]) + more
+def format_some(names: Sequence[str], between: str = ", ", limit: int = MAX_NAMED) -> str:
+    """Return the first `limit` names as text, and the total number if there are more."""
+    more = f"{between}… ({len(names)} in all)" if len(names) > limit else ""
+    return between.join(names[:limit]) + more

@@ -1,9 +1,9 @@
 """Log-probabilities and entropies of given tokens from hidden states, without ever holding all logits.
 
-Logits take tokens x vocabulary x 4 bytes: with a large vocabulary more than the model. They are computed for
-a chunk of rows at a time, and again in the backward pass. If all of them fit into one chunk they are kept,
-which saves the second product. The vocabulary may be shared out over the ranks of a group; then these add up
-what they have of each row.
+Logits take tokens x vocabulary x 4 bytes, with a large vocabulary more than the model. They are computed for
+one chunk of rows at a time, and again in the backward pass. If all rows fit into one chunk, the logits are
+kept, which saves the second product. The ranks of a group may divide the vocabulary; then they sum their
+partial results.
 """
 
 from typing import Any
@@ -30,16 +30,16 @@ def token_logprobs(
     hidden_NH: [tokens, width]. head_VH: [vocabulary, width]. targets_N: int64 token ids. temperature: one for
     all, or float32 [N]. Only log p has a gradient.
 
-    With `group`, head_VH is this rank's equal part of the vocabulary, in the order of ranks, and all else is
-    the same on its ranks, the gradient of log p too. Each gets the gradient of its head_VH and the whole one
-    of hidden_NH. Then it is collective, forwards and backwards.
+    With `group`, the ranks divide the vocabulary in equal parts, in the order of ranks: head_VH is this
+    rank's part. All other inputs, and the gradient of log p, must be the same on all ranks. Each rank gets
+    the gradient of its head_VH and the whole gradient of hidden_NH. Collective, forwards and backwards.
     """
     if chunk_rows is None:
-        chunk_rows = rows_of_a_chunk(head_VH.shape[0], hidden_NH.device.type)
+        chunk_rows = count_chunk_rows(head_VH.shape[0], hidden_NH.device.type)
     return _TokenLogprobs.apply(hidden_NH, head_VH, targets_N, temperature, chunk_rows, group)
 
 
-def rows_of_a_chunk(vocabulary: int, device_type: str) -> int:
+def count_chunk_rows(vocabulary: int, device_type: str) -> int:
     """Return how many tokens have their logits in memory at once."""
     return max(CHUNK_ROWS, (CHUNK_LOGITS_ON_GPU if device_type == "cuda" else CHUNK_LOGITS) // vocabulary)
 
@@ -56,19 +56,19 @@ class _TokenLogprobs(torch.autograd.Function):
         group: dist.ProcessGroup | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if group is not None:
-            targets_N = targets_N - dist.get_rank(group) * len(head_VH)  # those of other ranks are outside
+            targets_N = targets_N - dist.get_rank(group) * len(head_VH)  # targets of other ranks are outside
         logprobs_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_NH.device)
         entropy_N, log_sum_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
         one_chunk = len(targets_N) <= chunk_rows
         kept: list[torch.Tensor] = []
         for start in range(0, len(targets_N), chunk_rows):
             rows = slice(start, start + chunk_rows)
-            logits_NV = _logits(hidden_NH[rows], head_VH, _part(temperature, rows))
-            logprobs_N[rows], entropy_N[rows], log_sum_N[rows] = _statistics(
+            logits_NV = _compute_logits(hidden_NH[rows], head_VH, _select_temperature(temperature, rows))
+            logprobs_N[rows], entropy_N[rows], log_sum_N[rows] = _compute_statistics(
                 logits_NV, targets_N[rows], group
             )
             kept = [logits_NV] if one_chunk else []
-            del logits_NV  # before the next ones are made
+            del logits_NV  # frees the memory for the next chunk
         ctx.save_for_backward(hidden_NH, head_VH, targets_N, log_sum_N, *kept)
         ctx.temperature, ctx.chunk_rows, ctx.group = temperature, chunk_rows, group
         ctx.mark_non_differentiable(entropy_N)
@@ -86,12 +86,14 @@ class _TokenLogprobs(torch.autograd.Function):
             if kept:
                 softmax_NV = kept[0].exp()
             else:
-                logits_NV = _logits(hidden_NH[rows], head_VH, _part(ctx.temperature, rows))
+                logits_NV = _compute_logits(
+                    hidden_NH[rows], head_VH, _select_temperature(ctx.temperature, rows)
+                )
                 softmax_NV = logits_NV.sub_(log_sum_N[rows, None]).exp_()
                 del logits_NV
-            scale_N1 = (grad_N[rows] / _part(ctx.temperature, rows))[:, None]
+            scale_N1 = (grad_N[rows] / _select_temperature(ctx.temperature, rows))[:, None]
             grad_logits_NV = softmax_NV.mul_(-scale_N1)  # (onehot - softmax) * grad
-            here_N, place_N = _own(targets_N[rows], len(head_VH), ctx.group)
+            here_N, place_N = _find_own(targets_N[rows], len(head_VH), ctx.group)
             grad_logits_NV.scatter_add_(1, place_N[:, None], scale_N1 * here_N[:, None])
             grad_logits_NV = grad_logits_NV.to(head_VH.dtype)
             del softmax_NV
@@ -105,11 +107,11 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad_hidden_NH, grad_head_VH.to(head_VH.dtype), None, None, None, None
 
 
-def _part(temperature: float | torch.Tensor, rows: slice) -> float | torch.Tensor:
+def _select_temperature(temperature: float | torch.Tensor, rows: slice) -> float | torch.Tensor:
     return temperature[rows] if isinstance(temperature, torch.Tensor) else temperature
 
 
-def _logits(
+def _compute_logits(
     hidden_NH: torch.Tensor, head_VH: torch.Tensor, temperature: float | torch.Tensor
 ) -> torch.Tensor:
     """Return logits in float32; on a GPU they are never rounded to a smaller compute type."""
@@ -122,18 +124,18 @@ def _logits(
     return logits_NV if temperature == 1.0 else logits_NV.div_(temperature)
 
 
-def _statistics(
+def _compute_statistics(
     logits_NV: torch.Tensor, targets_N: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return log p of the targets, entropies, and the logarithm of the sum of exp(logits), each [N].
 
-    Turns the logits into log-probabilities, in place.
+    Replaces the logits by log-probabilities, in place.
     """
     max_N = logits_NV.amax(1)
     if group is not None:
         dist.all_reduce(max_N, dist.ReduceOp.MAX, group)
     logits_NV.sub_(max_N[:, None])
-    here_N, place_N = _own(targets_N, logits_NV.shape[1], group)
+    here_N, place_N = _find_own(targets_N, logits_NV.shape[1], group)
     target_N = logits_NV.gather(1, place_N[:, None]).squeeze(1) * here_N
     exp_NV = logits_NV.exp()
     sum_N = exp_NV.sum(1)
@@ -146,10 +148,10 @@ def _statistics(
     return target_N - log_sum_N, log_sum_N - product_N / sum_N, max_N + log_sum_N
 
 
-def _own(
+def _find_own(
     targets_N: torch.Tensor, num_rows: int, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return where the target is among this rank's rows of the head, as 1 or 0, and a row that it has."""
+    """Return 1 if the head's row of a target is on this rank, else 0, and a valid row number, each [N]."""
     if group is None:
         return torch.ones_like(targets_N, dtype=torch.float32), targets_N
     return ((targets_N >= 0) & (targets_N < num_rows)).float(), targets_N.clamp(0, num_rows - 1)

@@ -11,9 +11,9 @@ from hpc_rl.core.allocation import Train
 class Mesh:
     """A rank among data x context x tensor x pipeline ranks.
 
-    Ranks count through the tensor dimension first, then context, data and pipeline: the order of
-    Megatron-core. Ranks with the same `data_rank` are peers: they get the same rows. Experts are divided over
-    other groups of the same ranks.
+    Ranks count through the tensor dimension first, then context, data and pipeline, as in Megatron-core.
+    Ranks with the same `data_rank` are peers: they get the same rows. Experts are divided over other groups
+    of the same ranks.
     """
 
     rank: int = 0
@@ -51,5 +51,5 @@ class Mesh:
 
     @property
     def is_data_leader(self) -> bool:
-        """Whether this is the one rank among its peers whose numbers count in a sum."""
+        """Whether this rank contributes to sums for all its peers."""
         return self.tensor_rank == self.context_rank == self.pipeline_rank == 0

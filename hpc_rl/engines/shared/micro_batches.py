@@ -1,12 +1,12 @@
-"""From ragged rows to the tensors of one forward pass, and back to the flat `MicroBatch` that losses see.
+"""Converts ragged rows to the tensors of one forward pass, and results to the flat `MicroBatch` of losses.
 
 Two layouts with equal results:
 - padded: rows of similar length, padded on the right. Causal attention never sees the padding, so no mask is
   needed;
-- packed: rows in sequence in a single row, whose position ids restart, and where each of them ends
+- packed: rows one after another in a single row, with restarting position ids and the end of each row
   (attention.py).
 
-The last token of a row is not an input if nothing is predicted from it.
+The last token of a row is an input only if something is predicted from it.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ from hpc_rl.config.options.training import MicroBatchSpec
 from hpc_rl.engines.base import MicroBatch, Sequences, sum_over_data_ranks
 from hpc_rl.engines.shared.attention import Layout, PackedRows
 from hpc_rl.engines.shared.mesh import Mesh
-from hpc_rl.engines.shared.packing import Groups, length_buckets, pack
+from hpc_rl.engines.shared.packing import Groups, make_length_buckets, pack
 
-# padding of the packed layout is in rows of at most this, to stay within what every model supports
+# longest row of padding in the packed layout, short enough for every model
 PADDING_ROW = 1024
 
 
 @dataclass
 class Inputs:
-    """Model inputs [B, W], and where to read: token `wanted_N[n]` is predicted at `source_N[n]`."""
+    """Model inputs [B, W]. Token `wanted_N[n]` is predicted at position `source_N[n]`."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor | None  # None: 0, 1, 2, … in every row
@@ -35,8 +35,8 @@ class Inputs:
     targets_N: torch.Tensor
     wanted_N: torch.Tensor
     num_tokens: int  # T
-    rows: PackedRows | None = None  # of the packed layout
-    temperature_N: torch.Tensor | None = None  # of a column `temperature`
+    rows: PackedRows | None = None  # packed layout only
+    temperature_N: torch.Tensor | None = None  # from a column `temperature`
 
     def flat(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return [T] with the values at the wanted tokens and 0 elsewhere."""
@@ -45,7 +45,7 @@ class Inputs:
 
 
 def cut(rows: Sequences, layout: Layout, spec: MicroBatchSpec) -> Groups:
-    """Return the groups of rows that go through the model together; `granularity` neighbours stay together.
+    """Cut rows into the groups of micro-batches; `granularity` neighbours stay together.
 
     Raises ValueError if a row, or neighbours together, have more than `max_tokens_per_mb` tokens.
     """
@@ -57,17 +57,17 @@ def cut(rows: Sequences, layout: Layout, spec: MicroBatchSpec) -> Groups:
         blocks = pack([sum(block) for block in lengths], max_tokens, n_mbs, max_blocks)
     else:
         padded = [max(block) * granularity for block in lengths]
-        blocks = length_buckets(padded, max_tokens, n_mbs, max_blocks)
+        blocks = make_length_buckets(padded, max_tokens, n_mbs, max_blocks)
     return [[row for block in group for row in together[block]] for group in blocks]
 
 
-def shared_rounds(
+def share_rounds(
     rows: Sequences, layout: Layout, spec: MicroBatchSpec, mesh: Mesh, multiple: int = 1
 ) -> tuple[Groups, int]:
-    """Return this data rank's groups, with empty ones up to the most of any rank, and the number of all rows.
+    """Return this data rank's groups and the number of rows of all ranks. Collective.
 
-    There is at least one group, and the number of groups is a multiple of `multiple`. Raises ValueError on
-    every rank if a row of any rank does not fit. Collective.
+    All ranks get the same number of groups, at least one and a multiple of `multiple`; some groups may be
+    empty. Raises ValueError on every rank if a row of any rank does not fit.
     """
     groups: Groups = []
     refused = ""
@@ -85,7 +85,7 @@ def shared_rounds(
     return groups + [[] for _ in range(most - len(groups))], int(total_rows)
 
 
-def inputs_of(
+def make_inputs(
     rows: Sequences,
     group: list[int],
     layout: Layout,
@@ -95,13 +95,21 @@ def inputs_of(
     pin_memory: bool = False,
     context: tuple[int, int] = (0, 1),
 ) -> Inputs:
-    """Return model inputs for the rows of one group; without rows a lone token, to take part in collectives.
+    """Return model inputs for the rows of one group; without rows a single token, for the collectives.
 
-    Wanted are the tokens that the bool column `loss_mask` selects (by default all), except the first of each
-    row; they get the values of a column `temperature`. shift: 1 reads at the token before the wanted one, 0
-    at the token itself (a model that ends in a number). pad_to: add unused tokens up to this number. context:
-    (rank, number of ranks) that have equal parts of the tokens of a packed row; wanted are then those whose
-    source is in the rank's part.
+    The wanted tokens are the ones that the bool column `loss_mask` selects (by default all), except the first
+    of each row. They get the values of a column `temperature`.
+
+    Args:
+        rows: All rows of this rank.
+        group: The rows of this group.
+        layout: The layout of the inputs.
+        device: The device of the inputs.
+        shift: 1 predicts a token at the token before it, 0 at the token itself (score models).
+        pad_to: Add unused tokens up to this number.
+        pin_memory: Copy through page-locked memory.
+        context: (rank, number of ranks) that share the tokens of a packed row in equal parts. The wanted
+            tokens are then the ones whose source is in the rank's part.
     """
     lengths = np.array([len(rows.ids[row]) for row in group], dtype=np.int64)
     ids_T = np.concatenate([np.zeros(0, dtype=np.int64), *(rows.ids[row] for row in group)])
@@ -112,7 +120,7 @@ def inputs_of(
     fed_T = place_T < lengths[row_T] - shift
     wanted_T = place_T >= shift
     if "loss_mask" in rows.columns:
-        wanted_T &= _column(rows, "loss_mask", group).astype(bool, copy=False)
+        wanted_T &= _gather_column(rows, "loss_mask", group).astype(bool, copy=False)
     if layout == "padded":
         before_T = row_T * width
         input_ids = np.zeros((max(len(group), pad_to // width, 1), width), dtype=np.int64)
@@ -148,23 +156,23 @@ def inputs_of(
         put(ids_T[wanted_N]),
         put(wanted_N),
         len(ids_T),
-        None if lengths_R is None else _packed_rows(lengths_R, put),
-        put(_column(rows, "temperature", group)[wanted_N]) if "temperature" in rows.columns else None,
+        None if lengths_R is None else _make_packed_rows(lengths_R, put),
+        put(_gather_column(rows, "temperature", group)[wanted_N]) if "temperature" in rows.columns else None,
     )
 
 
-def _packed_rows(lengths_R: np.ndarray, put: Callable[[np.ndarray], torch.Tensor]) -> PackedRows:
+def _make_packed_rows(lengths_R: np.ndarray, put: Callable[[np.ndarray], torch.Tensor]) -> PackedRows:
     ends = np.concatenate([[0], np.cumsum(lengths_R)]).astype(np.int32)
     return PackedRows(put(ends), int(lengths_R.max()), tuple(lengths_R.tolist()))
 
 
-def micro_batch(
+def make_micro_batch(
     rows: Sequences, group: list[int], inputs: Inputs, logprobs_N: torch.Tensor, entropy_N: torch.Tensor
 ) -> MicroBatch:
-    """Return what a loss function sees of a group."""
+    """Return the input of the loss function for a group."""
     device = logprobs_N.device
     columns = {
-        name: torch.from_numpy(_column(rows, name, group)).to(device, non_blocking=True)
+        name: torch.from_numpy(_gather_column(rows, name, group)).to(device, non_blocking=True)
         for name in rows.columns
     }
     row_T = np.repeat(np.arange(len(group)), [len(rows.ids[row]) for row in group])
@@ -173,9 +181,9 @@ def micro_batch(
     )
 
 
-def _column(rows: Sequences, name: str, group: list[int]) -> np.ndarray:
+def _gather_column(rows: Sequences, name: str, group: list[int]) -> np.ndarray:
     values = rows.columns[name]
-    if not group:  # no values show the type, so the name does
+    if not group:  # without values, the name decides the type
         return np.zeros(0, dtype=bool if name.endswith("mask") else np.float32)
     column = np.concatenate([values[row] for row in group])
     return column if column.dtype == bool else column.astype(np.float32, copy=False)

@@ -1,7 +1,7 @@
-"""Hugging Face models, built from a directory; their forward pass ends in token log-probabilities.
+"""Hugging Face models, built from a directory. Their forward pass returns token log-probabilities.
 
-These are computed inside the forward pass of the outermost module, since only there FSDP has the output head
-gathered. Models that transform their logits after the head's product are refused.
+The log-probabilities are computed inside the forward pass of the outermost module, because FSDP gathers the
+output head only there. Models that transform their logits after the head's product are refused.
 """
 
 import functools
@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from transformers.utils.logging import disable_progress_bar
 
 from hpc_rl.config.options.training import TrainEngineConfig
-from hpc_rl.config.rules.file_rules import untrainable
+from hpc_rl.config.rules.file_rules import explain_untrainable
 from hpc_rl.core.errors import ConfigError, NotBuilt
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 from hpc_rl.engines.shared import (
     attention,
     drawing,
@@ -31,7 +31,7 @@ from hpc_rl.engines.shared import (
 from hpc_rl.engines.shared.expert_files import Shapes
 from hpc_rl.engines.shared.logprobs import token_logprobs
 from hpc_rl.engines.shared.pieces import Piece
-from hpc_rl.engines.shared.tensor_parallel import local_of
+from hpc_rl.engines.shared.tensor_parallel import get_local
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 # key of config.json -> value without effect
@@ -45,9 +45,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.draws = draws
-        self.tensor_group: dist.ProcessGroup | None = None  # ranks that have a part of each matrix
-        self.context_group: dist.ProcessGroup | None = None  # ranks that have a part of the tokens
-        self.layout = layout  # that its inputs must have
+        self.tensor_group: dist.ProcessGroup | None = None  # ranks that share each matrix
+        self.context_group: dist.ProcessGroup | None = None  # ranks that share the tokens
+        self.layout = layout  # of its inputs
         self.unread: Sequence[str] = ()  # names of tensors in its files that the model does not use
 
     def forward(
@@ -72,13 +72,13 @@ class LanguageModel(nn.Module):
         self, hidden_NH: torch.Tensor, targets_N: torch.Tensor, temperature: float | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probability and entropy of each target, float32 [N]."""
-        head_VH = local_of(self.hf.get_output_embeddings().weight)
+        head_VH = get_local(self.hf.get_output_embeddings().weight)
         return token_logprobs(hidden_NH, head_VH, targets_N, temperature, group=self.tensor_group)
 
     def blocks(self, wanted: list[str] | None = None) -> list[nn.Module]:
-        """Return the layers that FSDP shards one by one: of the `wanted` classes, else the model's choice.
+        """Return the layers that FSDP shards: modules of the `wanted` classes, else the model's choice.
 
-        Raises ConfigError if no module is of these classes.
+        Raises ConfigError if there is no such module.
         """
         names = set(self.hf._no_split_modules or () if wanted is None else wanted)
         found = [module for module in self.hf.modules() if type(module).__name__ in names]
@@ -104,7 +104,7 @@ class ScoreModel(LanguageModel):
 
 
 def check(config: TrainEngineConfig, device: torch.device) -> None:
-    """Raise ConfigError for what the engine can't do with the configuration on the device."""
+    """Raise ConfigError if the engine can't use the configuration on the device."""
     if device.type == "cpu" and config.attn_impl.startswith(("flash", "flex")):
         raise ConfigError(
             f"attn_impl {config.attn_impl!r} needs a GPU and the trainer is on the CPU; use attn_impl: sdpa"
@@ -113,7 +113,7 @@ def check(config: TrainEngineConfig, device: torch.device) -> None:
         raise ConfigError(
             f"path {config.path!r} is not a directory with a Hugging Face checkpoint: config.json is missing"
         )
-    if why := untrainable(read_json(Path(config.path) / "config.json"), config.is_critic):
+    if why := explain_untrainable(load_json(Path(config.path) / "config.json"), config.is_critic):
         raise ConfigError(f"path {config.path!r} {why}")
 
 
@@ -124,18 +124,20 @@ def build(
     device: torch.device | str = "cpu",
     layout: attention.Layout | None = None,
 ) -> LanguageModel:
-    """Build the model with its parameters on `meta`, in float32; `fill` comes next.
+    """Build the model with its parameters on `meta`, in float32; call `fill` next.
 
-    It is to be used on `device`; `layout` asks for one of its inputs. Raises ConfigError, OSError.
+    The model will run on `device`. `layout` requests a layout of the inputs. Raises ConfigError, OSError.
     """
     torch.manual_seed(seed)
     with _clear_errors(config):
-        read = architecture(Path(config.path), **_labels(config))
+        read = load_architecture(Path(config.path), **_make_label_options(config))
         implementation, layout = attention.choose(
             config.attn_impl, read, torch.device(device), config.dtype, config.disable_dropout, layout
         )
-        with drawing.without_parameters(draw=config.init_from_scratch) as draws:
-            hf = _kind(config).from_config(read, dtype=torch.float32, attn_implementation=implementation)
+        with drawing.build_without_parameters(draw=config.init_from_scratch) as draws:
+            hf = _choose_class(config).from_config(
+                read, dtype=torch.float32, attn_implementation=implementation
+            )
     if config.is_critic and not isinstance(getattr(hf, "score", None), nn.Linear):
         raise NotBuilt(
             f"{hf.config.model_type} models can't be reward models yet: "
@@ -160,16 +162,16 @@ def fill(
     rank: int,
     shapes: Shapes | None = None,
 ) -> None:
-    """Give a built and sharded model its first values: random ones, or the checkpoint's. Collective.
+    """Initialize a built and sharded model with random values or from the checkpoint. Collective.
 
-    `parts` are this rank's pieces of its parameters and saved buffers, `shapes` those of all tensors that
-    some rank has, by default the same. Random values are those of the whole model on one rank. Raises
-    ConfigError with the names of tensors that are missing or have another shape, OSError.
+    `parts` are this rank's pieces of its parameters and saved buffers. `shapes` are the shapes of the tensors
+    of all ranks; by default the ones in `parts`. Random values do not depend on the number of ranks. Raises
+    OSError, and ConfigError with the names of tensors that are missing or have another shape.
     """
     if config.init_from_scratch:
         drawing.draw_all(model.hf, model.draws)
         return
-    head = {"score.weight"} if config.is_critic else set[str]()  # checkpoints of language models have none
+    head = {"score.weight"} if config.is_critic else set[str]()  # missing in checkpoints of language models
     with _clear_errors(config):
         match = loading.load(
             model.hf, Path(config.path), parts, head, lambda: _load_whole(config, seed), rank, shapes
@@ -187,15 +189,15 @@ def _clear_errors(config: TrainEngineConfig) -> Iterator[None]:
     try:
         yield
     except ConfigError:
-        raise  # it is a ValueError too
+        raise  # ConfigError is a ValueError too
     except (OSError, SafetensorError):
-        hf_io.refuse_damage(folder)  # their message names no file, and as an OSError it would be retried
+        hf_io.refuse_damage(folder)  # their message names no file, and an OSError would be retried
         raise
     except (ImportError, ValueError) as error:  # a missing package, an unknown attention or architecture
         hf_io.refuse_damage(folder)
         raise ConfigError(
             f"{folder} can't be built with attn_impl {config.attn_impl!r} here: {error} "
-            "Install what is missing in the trainer's environment, or use attn_impl: sdpa."
+            "Install the missing package in the trainer's environment, or use attn_impl: sdpa."
         ) from error
     except (ArithmeticError, AttributeError, LookupError, TypeError) as error:  # impossible sizes or names
         hf_io.refuse_damage(folder)
@@ -205,11 +207,8 @@ def _clear_errors(config: TrainEngineConfig) -> Iterator[None]:
         ) from error
 
 
-def architecture(folder: Path, **more: Any) -> Any:
-    """Return the config.json of a checkpoint as transformers reads it.
-
-    Raises ConfigError with the file's name, OSError.
-    """
+def load_architecture(folder: Path, **more: Any) -> Any:
+    """Load a checkpoint's config.json with transformers. Raises OSError, ConfigError with the file's name."""
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, **more)
     except OSError:
@@ -225,42 +224,42 @@ def architecture(folder: Path, **more: Any) -> Any:
 
 
 def _load_whole(config: TrainEngineConfig, seed: int) -> loading.Whole:
-    """Load the whole model by transformers; return its tensors, and the names of those that it does not use.
+    """Load the whole model with transformers; return its tensors and the names of unused ones in files.
 
     Raises ConfigError, ImportError, OSError, ValueError.
     """
     disable_progress_bar()
     torch.manual_seed(seed)  # a missing head is drawn
-    loaded: Any = _kind(config).from_pretrained(
+    loaded: Any = _choose_class(config).from_pretrained(
         config.path,
         dtype=torch.float32,
         attn_implementation=config.attn_impl,
         local_files_only=True,
         output_loading_info=True,
-        **_labels(config),
+        **_make_label_options(config),
     )
     hf, found = loaded
     wrong = sorted({str(name) for problem in ("missing_keys", "mismatched_keys") for name in found[problem]})
     wrong = [name for name in wrong if not (config.is_critic and name == "score.weight")]
     if wrong:
         raise ConfigError(
-            f"the weights at {config.path} lack {loading.some(wrong)}, or have them with another shape"
+            f"the weights at {config.path} lack {loading.format_some(wrong)}, or have them with another shape"
         )
     tensors = {**dict(hf.named_parameters()), **dict(hf.named_buffers())}
     tensors = {name: tensor.detach() for name, tensor in tensors.items()}
     return tensors, sorted(map(str, found["unexpected_keys"]))
 
 
-def _kind(config: TrainEngineConfig) -> Any:
+def _choose_class(config: TrainEngineConfig) -> Any:
     return AutoModelForSequenceClassification if config.is_critic else AutoModelForCausalLM
 
 
-def _labels(config: TrainEngineConfig) -> dict[str, Any]:
+def _make_label_options(config: TrainEngineConfig) -> dict[str, Any]:
     return {"num_labels": 1} if config.is_critic else {}
 
 
 def _recompute_activations(hf: Any) -> None:
-    # newer versions of transformers have a new name, and warn of the old one
+    # newer versions of transformers renamed the method and warn about the old name
     if hasattr(hf, "activation_checkpointing_enable"):
         hf.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:
@@ -268,26 +267,26 @@ def _recompute_activations(hf: Any) -> None:
 
 
 def _offload_activations(hf: Any) -> None:
-    """Keep what each recomputation starts from, the input of a layer, in CPU memory."""
+    """Keep the inputs of layers, from which activations are recomputed, in CPU memory."""
     for module in hf.modules():
         if recompute := getattr(module, "_gradient_checkpointing_func", None):
-            module._gradient_checkpointing_func = functools.partial(_with_offload, recompute)
+            module._gradient_checkpointing_func = functools.partial(_recompute_with_offload, recompute)
 
 
-def _with_offload(recompute: Callable[..., Any], *args: Any) -> Any:
-    # what is saved within has the hooks of the recomputation, so these get the input alone
-    with torch.autograd.graph.saved_tensors_hooks(to_cpu, from_cpu):
+def _recompute_with_offload(recompute: Callable[..., Any], *args: Any) -> Any:
+    # tensors saved inside use the hooks of the recomputation, so these hooks see only the layer's input
+    with torch.autograd.graph.saved_tensors_hooks(copy_to_cpu, copy_from_cpu):
         return recompute(*args)
 
 
-def to_cpu(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
-    """Copy a tensor to CPU memory, in the order of the GPU's work: nothing waits."""
+def copy_to_cpu(tensor: torch.Tensor) -> tuple[torch.device, torch.Tensor]:
+    """Copy a tensor to CPU memory without waiting, in the order of the GPU's work."""
     held = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     return tensor.device, held.copy_(tensor, non_blocking=True)
 
 
-def from_cpu(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
-    """Copy it back."""
+def copy_from_cpu(packed: tuple[torch.device, torch.Tensor]) -> torch.Tensor:
+    """Copy a tensor back to its device."""
     device, held = packed
     return held.to(device, non_blocking=True)
 
@@ -323,7 +322,7 @@ def write_export(
 ) -> None:
     """Write a Hugging Face checkpoint of a model that was built from `config`, on the rank that `writes`.
 
-    On the others the buckets are run through, for they are collective. Raises OSError, when all are.
+    The other ranks only iterate over the buckets, which are collective. Raises OSError after the last bucket.
     """
     problem: OSError | None = None
     try:
@@ -345,14 +344,14 @@ def write_export(
     others = [source / "generation_config.json"]
     if tokenizer is not None:
         others += [tokenizer / name for name in hf_io.TOKENIZER_FILES]
-    writer.finish(_exported_config(source, hf, config), others, durable)
+    writer.finish(_make_exported_config(source, hf, config), others, durable)
 
 
-def _exported_config(path: Path, hf: Any, config: TrainEngineConfig) -> str:
-    """Return the config.json of an export: the user's own but for the type, so any server can read it.
+def _make_exported_config(path: Path, hf: Any, config: TrainEngineConfig) -> str:
+    """Return the config.json of an export: the user's file with the new dtype, so any server can read it.
 
-    A reward model's also has its class, its label, and the padding token by which transformers finds the end
-    of a row.
+    A reward model also gets its class, its label, and the padding token that transformers needs to find the
+    end of a row.
     """
     written = json.loads((path / "config.json").read_text())
     written["torch_dtype" if "torch_dtype" in written else "dtype"] = config.dtype

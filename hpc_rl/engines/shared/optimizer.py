@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hpc_rl.config.options.training import OptimizerConfig
-from hpc_rl.engines.shared.pieces import Kind, Piece, StatePiece, cut_dimension, offset_of
+from hpc_rl.engines.shared.pieces import Kind, Piece, StatePiece, find_cut_dimension, find_offset
 
 # names of norms and biases, as in Hugging Face's Trainer
 _NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -34,24 +34,24 @@ class Shard:
     local: torch.Tensor
     global_shape: tuple[int, ...]
     offset: tuple[int, ...]  # of the rectangle, one index per dimension
-    is_saved: bool = True  # False for a replica of what another rank saves; its gradient counts there too
+    is_saved: bool = True  # False for a replica; another rank saves it and counts its gradient
 
     def gradient(self) -> torch.Tensor | None:
         grad = self.parameter.grad
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
     def piece(self, tensor: torch.Tensor | None = None) -> Piece:
-        """Return the rectangle with its own memory, or with that of a tensor of the same shape."""
+        """Return the rectangle with its memory, or with a tensor of the same shape as its memory."""
         return Piece(self.name, self.local if tensor is None else tensor, self.offset, self.global_shape)
 
 
-def shards_of(
+def make_shards(
     parameters: dict[str, nn.Parameter], coordinates: Mapping[str, int] | None = None
 ) -> list[Shard]:
     """Return one Shard for each parameter.
 
-    `coordinates` are this rank's, by name of the dimension of the mesh. Among ranks that have the same of a
-    parameter it is saved by the first.
+    `coordinates` are this rank's coordinates by mesh dimension. If several ranks have the same part of a
+    parameter, the first one saves it.
     """
     shards = []
     for name, parameter in parameters.items():
@@ -60,9 +60,9 @@ def shards_of(
         if isinstance(whole, DTensor):
             local = whole.to_local()
             dims = zip(whole.device_mesh.mesh_dim_names or (), whole.placements, strict=True)
-            cut = {dim for dim, placement in dims if cut_dimension(placement) is not None}
+            cut = {dim for dim, placement in dims if find_cut_dimension(placement) is not None}
         is_saved = not any(at for dim, at in (coordinates or {}).items() if dim not in cut)
-        shards.append(Shard(name, parameter, local, tuple(whole.shape), offset_of(whole), is_saved))
+        shards.append(Shard(name, parameter, local, tuple(whole.shape), find_offset(whole), is_saved))
     return shards
 
 
@@ -76,7 +76,7 @@ class Optimizer:
         self.config = config
         self.all_shards = shards
         self.shards = [shard for shard in shards if shard.local.numel()]
-        self.updated = {  # what AdamW works on: the shards, or copies of them in CPU memory
+        self.updated = {  # the tensors that AdamW updates: the shards, or copies of them in CPU memory
             shard.name: shard.local.to("cpu", copy=True) if config.offload else shard.local
             for shard in shards
         }
@@ -119,7 +119,7 @@ class Optimizer:
         return pieces
 
     def squared_norm(self) -> float:
-        """Return the sum of squares of this rank's gradients, without those of replicas."""
+        """Return the sum of squares of this rank's gradients, without replicas."""
         grads = [grad for shard in self.shards if shard.is_saved and (grad := shard.gradient()) is not None]
         if not grads:
             return 0.0
@@ -152,7 +152,7 @@ class Optimizer:
 
 
 class LossScale:
-    """Dynamic factor on a float16 loss, whose gradients would vanish without one; 1 for other types.
+    """Dynamic factor on a float16 loss, because small gradients would become 0; 1 for other types.
 
     Halved after `hysteresis` overflows, doubled after `loss_scale_window` updates without one (Micikevicius
     et al., "Mixed Precision Training", 2018).

@@ -1,4 +1,4 @@
-"""How rows become micro-batches, mini-batches and shares of ranks: pure functions of their lengths in tokens.
+"""Cuts rows into micro-batches, mini-batches and shares of ranks: pure functions of their lengths in tokens.
 
 All results are lists of groups, equal on every rank; a group lists row indices in ascending order.
 """
@@ -19,10 +19,10 @@ def pack(
     min_groups: int = 1,
     max_rows: int | None = None,
 ) -> Groups:
-    """Return groups of at most `capacity` tokens and `max_rows` rows, at least `min_groups` of them.
+    """Return at least `min_groups` groups of at most `capacity` tokens and `max_rows` rows.
 
-    As few as best-fit-decreasing finds; evenly filled ones are preferred if they fit. Raises ValueError for a
-    row above the capacity.
+    Uses as few groups as best-fit-decreasing does, and fills them evenly if that fits. Raises ValueError for
+    a row above the capacity.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     if not len(lengths):
@@ -32,7 +32,7 @@ def pack(
     min_groups = max(min_groups, -(-len(lengths) // max_rows))
     if capacity is None:
         return balance(lengths, min(min_groups, len(lengths)), max_rows)
-    groups = _best_fit_decreasing(lengths, capacity, max_rows)
+    groups = _pack_best_fit(lengths, capacity, max_rows)
     num_groups = min(max(len(groups), min_groups), len(lengths))
     if lengths.sum() <= 0.95 * num_groups * capacity:  # else too full to be evened out
         even = balance(lengths, num_groups, max_rows)
@@ -52,12 +52,12 @@ def balance(lengths: Sequence[int] | np.ndarray, num_groups: int, max_rows: int 
     """Return exactly `num_groups` groups of nearly equal sums, some empty if there are few rows.
 
     The longest row goes to the least loaded group (LPT; Graham, "Bounds on Multiprocessing Timing Anomalies",
-    1969) that has less than `max_rows` rows; all must have room in that many.
+    1969) with less than `max_rows` rows. `num_groups` times `max_rows` must be enough for all rows.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     groups: Groups = [[] for _ in range(num_groups)]
     loads = [(0, group) for group in range(num_groups)]
-    for row, length in _longest_first(lengths):
+    for row, length in _sort_longest_first(lengths):
         load, group = heapq.heappop(loads)
         groups[group].append(row)
         if len(groups[group]) != max_rows:
@@ -65,7 +65,7 @@ def balance(lengths: Sequence[int] | np.ndarray, num_groups: int, max_rows: int 
     return [sorted(group) for group in groups]
 
 
-def length_buckets(
+def make_length_buckets(
     lengths: Sequence[int] | np.ndarray,
     capacity: int | None = None,
     min_groups: int = 1,
@@ -74,15 +74,15 @@ def length_buckets(
 ) -> Groups:
     """Return groups of rows of similar length, for micro-batches that are padded to their longest row.
 
-    Longest first. A group is closed when it has `max_rows` rows, and before its padded size exceeds
-    `capacity`, or its padding both `waste_tokens` and the share MAX_PADDING of its size: below that, one more
-    forward pass costs more than the padding. Raises ValueError for a row above the capacity.
+    Takes the longest rows first. Closes a group when it has `max_rows` rows, when its padded size would
+    exceed `capacity`, or when its padding would exceed both `waste_tokens` and MAX_PADDING of its size: less
+    padding costs less than one more forward pass. Raises ValueError for a row above the capacity.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     check_capacity(lengths, capacity)
     groups: Groups = []
     longest = padding = 0
-    for row, length in _longest_first(lengths):
+    for row, length in _sort_longest_first(lengths):
         size = longest * (len(groups[-1]) + 1) if groups else 0
         is_full = not groups or len(groups[-1]) == max_rows or (capacity is not None and size > capacity)
         padding += longest - length
@@ -94,15 +94,15 @@ def length_buckets(
     return [sorted(group) for group in groups]
 
 
-def _longest_first(lengths: np.ndarray) -> list[tuple[int, int]]:
+def _sort_longest_first(lengths: np.ndarray) -> list[tuple[int, int]]:
     order = np.argsort(-lengths, kind="stable")
     return list(zip(order.tolist(), lengths[order].tolist(), strict=True))
 
 
-def _best_fit_decreasing(lengths: np.ndarray, capacity: int, max_rows: int) -> Groups:
+def _pack_best_fit(lengths: np.ndarray, capacity: int, max_rows: int) -> Groups:
     groups: Groups = []
     room: list[tuple[int, int]] = []  # free capacity and its group, ascending
-    for row, length in _longest_first(lengths):
+    for row, length in _sort_longest_first(lengths):
         at = bisect_left(room, (length, 0))
         if at == len(room):
             free, group = capacity, len(groups)

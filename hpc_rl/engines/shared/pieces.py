@@ -1,7 +1,7 @@
-"""Rectangles of tensors: what a rank has of a model, by the Hugging Face names of its tensors.
+"""Rectangles of tensors: a rank's part of a model, by the Hugging Face names of the tensors.
 
-They are what layouts and engines have in common: a checkpoint is read into the rectangles of a rank, and
-recover state is saved as rectangles, to be read by any other layout.
+All layouts and engines use them: checkpoints are loaded into the rectangles of a rank, and recover state is
+saved as rectangles, so any other layout can load it.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class Piece(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
 
     def slices(self) -> tuple[slice, ...]:
-        """Return where the rectangle is in the whole tensor."""
+        """Return the position of the rectangle in the whole tensor."""
         ends = map(sum, zip(self.offset, self.local.shape, strict=True))
         return tuple(map(slice, self.offset, ends))
 
 
 class StatePiece(NamedTuple):
-    """A piece of a model or of an optimizer's moments; of replicas only one is saved, but all are loaded."""
+    """A piece of a model or of an optimizer's moments. Only one of its replicas is saved; all are loaded."""
 
     kind: Kind
     piece: Piece
@@ -42,16 +42,16 @@ class StatePiece(NamedTuple):
         return self.kind, self.piece.name
 
 
-def offset_of(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return where this rank's part of a distributed tensor begins; that of any other tensor at its begin.
+def find_offset(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the offset of this rank's part of a distributed tensor; zeros for any other tensor.
 
-    The last dimension of the mesh cuts first, as FSDP shards what tensor parallelism left of a parameter;
-    each cuts as torch.chunk does.
+    The last dimension of the mesh cuts first, because FSDP shards the parts of tensor parallelism. Each
+    dimension cuts as torch.chunk does.
     """
     offset, size = [0] * tensor.ndim, list(tensor.shape)
     if isinstance(tensor, DTensor):
         for dim in reversed(range(tensor.device_mesh.ndim)):
-            at = cut_dimension(tensor.placements[dim])
+            at = find_cut_dimension(tensor.placements[dim])
             if at is not None:
                 part = -(-size[at] // tensor.device_mesh.size(dim))
                 first = min(tensor.device_mesh.get_local_rank(dim) * part, size[at])
@@ -62,15 +62,15 @@ def offset_of(tensor: torch.Tensor) -> tuple[int, ...]:
     return tuple(offset)
 
 
-def cut_dimension(placement: Placement) -> int | None:
-    """Return which dimension of a tensor a placement cuts, if any."""
-    # FSDP's own kind is private; it says that tensor parallelism has cut the same dimension before
+def find_cut_dimension(placement: Placement) -> int | None:
+    """Return the dimension of a tensor that a placement cuts, if any."""
+    # FSDP's own class is private; it means that tensor parallelism has cut the same dimension before
     is_cut = isinstance(placement, Shard) or type(placement).__name__ == "_StridedShard"
     return getattr(placement, "dim") if is_cut else None  # noqa: B009
 
 
-def overlap(one: Piece, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...] | None:
-    """Return what a piece and a rectangle at `offset` of `shape` have in common, as slices of the whole."""
+def find_overlap(one: Piece, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...] | None:
+    """Return the overlap of a piece and a rectangle at `offset` of `shape`, as slices of the whole tensor."""
     part = tuple(
         slice(max(a.start, start), min(a.stop, start + size))
         for a, start, size in zip(one.slices(), offset, shape, strict=True)
@@ -78,21 +78,24 @@ def overlap(one: Piece, offset: tuple[int, ...], shape: tuple[int, ...]) -> tupl
     return None if any(a.start >= a.stop for a in part) else part
 
 
-def shifted(part: tuple[slice, ...], offset: tuple[int, ...]) -> tuple[slice, ...]:
-    """Return slices of a whole tensor as those of a rectangle that begins at `offset`."""
+def shift_slices(part: tuple[slice, ...], offset: tuple[int, ...]) -> tuple[slice, ...]:
+    """Convert slices of a whole tensor to slices of a rectangle that begins at `offset`."""
     return tuple(slice(a.start - at, a.stop - at) for a, at in zip(part, offset, strict=True))
 
 
-def flat_pieces(whole: Piece, start: int, flat: torch.Tensor) -> Iterator[Piece]:
-    """Yield the rectangles of what a flat tensor has of a piece, as views of it.
+def split_flat(whole: Piece, start: int, flat: torch.Tensor) -> Iterator[Piece]:
+    """Split a flat tensor with values of a piece into rectangles, as views.
 
-    `flat` has the values of `whole` from position `start` on, in the order of rows; `whole.local` gives the
-    shape only. Of two dimensions there are at most three: the rest of a row, rows, and the begin of one.
+    `flat` has the values of `whole` from position `start` on, in row-major order; only the shape of
+    `whole.local` is used. Two dimensions give at most three rectangles: the end of a row, whole rows, and
+    the beginning of a row.
     """
     shape = tuple(whole.local.shape)
     if len(shape) <= 1:
         if flat.numel():
-            yield Piece(whole.name, flat.view(flat.numel()), _moved(whole.offset, 0, start), whole.shape)
+            yield Piece(
+                whole.name, flat.view(flat.numel()), _move_offset(whole.offset, 0, start), whole.shape
+            )
         return
     row = math.prod(shape[1:])
     done = 0
@@ -102,16 +105,16 @@ def flat_pieces(whole: Piece, start: int, flat: torch.Tensor) -> Iterator[Piece]
         if inside == 0 and left >= row:
             count = left // row
             rows = flat[done : done + count * row].view(count, *shape[1:])
-            yield Piece(whole.name, rows, _moved(whole.offset, 0, at), whole.shape)
+            yield Piece(whole.name, rows, _move_offset(whole.offset, 0, at), whole.shape)
             done += count * row
             continue
         size = min(left, row - inside)
         inner = Piece(whole.name, whole.local[at], whole.offset[1:], whole.shape[1:])
-        for part in flat_pieces(inner, inside, flat[done : done + size]):
+        for part in split_flat(inner, inside, flat[done : done + size]):
             offset = (whole.offset[0] + at, *part.offset)
             yield Piece(whole.name, part.local.unsqueeze(0), offset, whole.shape)
         done += size
 
 
-def _moved(offset: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
+def _move_offset(offset: tuple[int, ...], dim: int, by: int) -> tuple[int, ...]:
     return (*offset[:dim], offset[dim] + by, *offset[dim + 1 :]) if offset else ()

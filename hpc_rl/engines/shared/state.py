@@ -1,14 +1,14 @@
 """Recover state on disk: one safetensors file per rank, readable by any layout of any engine.
 
-`actor-rank-00000.safetensors` has the pieces of this rank of kinds `model`, `exp_avg` and `exp_avg_sq`, all
-by Hugging Face names, and `rng/cpu` (`rng/cuda`). The metadata in its header has `state`, JSON: {"format",
+`actor-rank-00000.safetensors` has this rank's pieces of kinds `model`, `exp_avg` and `exp_avg_sq`, all by
+Hugging Face names, and `rng/cpu` (`rng/cuda`). The metadata in its header has `state`, JSON: {"format",
 "rank", "num_ranks", "counters": {…}, "shapes": {name: shape of the whole tensor}, "pieces": {name in the
 file: {"kind", "name", "offset"}}, "rng": Python's and NumPy's}. The saved pieces of all ranks together have
-each number once. A rank that loads reads the rows that it needs from the files that have them, and checks
-the checksums of those blocks.
+each number once. A loading rank reads only the rows that it needs, and verifies the checksums of their
+blocks.
 
-A Snapshot is either views of the live tensors, to be written before the next update, or a copy of them
-in a reused Buffer, to be written while training continues.
+A Snapshot has either views of the live tensors, which must be written before the next update, or copies in a
+reused Buffer, which can be written while training continues.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from hpc_rl.core.checked_file import CheckedReader, FileRecord
 from hpc_rl.core.errors import Damaged
 from hpc_rl.engines.base import Snapshot
 from hpc_rl.engines.shared.mesh import Mesh
-from hpc_rl.engines.shared.pieces import StatePiece, overlap, shifted
+from hpc_rl.engines.shared.pieces import StatePiece, find_overlap, shift_slices
 
 FORMAT = 3
-ALIGN_BYTES = 4096  # of the first tensor in a file
-GROUP_BYTES = 1 << 30  # read at once through CPU memory for a GPU
+ALIGN_BYTES = 4096  # alignment of the first tensor in a file
+GROUP_BYTES = 1 << 30  # read at a time through CPU memory
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.uint8: "U8"}
 
 
-def file_name(rank: int, engine: str = "actor") -> str:
+def make_file_name(rank: int, engine: str = "actor") -> str:
     return f"{engine}-rank-{rank:05d}.safetensors"
 
 
@@ -49,7 +49,7 @@ class Buffer:
         self._data = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the same tensors in CPU memory; the previous copy is overwritten."""
+        """Return the same tensors in CPU memory. Overwrites the previous copy."""
         size = sum(tensor.nbytes for tensor in tensors)
         if self._data.nbytes < size:
             self._data = torch.empty(size, dtype=torch.uint8, pin_memory=self.pin)
@@ -65,20 +65,20 @@ class Buffer:
 
 @dataclass
 class RankState:
-    """What one rank has of a model and its optimizer, to be saved and loaded.
+    """One rank's part of a model and its optimizer, for saving and loading.
 
-    Of a frozen model the pieces are of kind `model` alone, and only `load` works.
+    A frozen model has only pieces of kind `model`, and supports only `load`.
     """
 
     mesh: Mesh
     pieces: Sequence[StatePiece]
-    shapes: Mapping[str, tuple[int, ...]]  # of all tensors that this rank knows of, by name
-    is_whole: bool = True  # whether these are all tensors of the model
+    shapes: Mapping[str, tuple[int, ...]]  # of all tensors that this rank knows, by name
+    is_whole: bool = True  # `shapes` has all tensors of the model
     engine: str = "actor"  # name in file names
 
     def take(self, counters: dict[str, Any], buffer: Buffer | None) -> Snapshot:
-        """Return this rank's state now; without a buffer, live tensors in CPU memory are not copied."""
-        named = {f"rng/{kind}": state for kind, state in _torch_rng().items()}
+        """Return this rank's current state. Without a buffer, live tensors in CPU memory are not copied."""
+        named = {f"rng/{kind}": state for kind, state in _get_torch_rng().items()}
         saved: dict[str, dict[str, Any]] = {}
         for kind, piece, is_saved in self.pieces:
             if is_saved and piece.local.numel():
@@ -93,13 +93,13 @@ class RankState:
             "counters": counters,
             "shapes": self.shapes,
             "pieces": saved,
-            "rng": _python_rng(),
+            "rng": _get_python_rng(),
         }
         live = list(named.values())
         tensors = buffer.copy(live) if buffer else [tensor.cpu().contiguous() for tensor in live]
-        parts = [_bytes_of(tensor).data for tensor in tensors if tensor.numel()]
-        header = memoryview(_header(named, {"state": json.dumps(state)}))
-        return Snapshot(file_name(self.mesh.rank, self.engine), [header, *parts])
+        parts = [_view_bytes(tensor).data for tensor in tensors if tensor.numel()]
+        header = memoryview(_make_header(named, {"state": json.dumps(state)}))
+        return Snapshot(make_file_name(self.mesh.rank, self.engine), [header, *parts])
 
     def size_bytes(self) -> int:
         """Return about how large this rank's file is."""
@@ -113,10 +113,10 @@ class RankState:
         files: Mapping[str, FileRecord] | None = None,
         with_random_state: bool = True,
     ) -> dict[str, Any]:
-        """Fill the pieces and (at the same number of ranks) random states; return the counters.
+        """Load the pieces and (with the same number of ranks) random states; return the counters.
 
-        What is read is checked against `files`. Raises Damaged with the file's name if it is missing,
-        truncated or changed; OSError; ValueError for the state of another model.
+        Checks the files against `files`. Raises Damaged with the name of a file that is missing, truncated or
+        changed; OSError; ValueError for the state of another model.
         """
         targets = defaultdict[tuple[str, str], list[int]](list)
         for i, one in enumerate(self.pieces):
@@ -125,7 +125,7 @@ class RankState:
         counters: dict[str, Any] = {}
         theirs: dict[str, list[int]] = {}
         for saved_rank in range(saved_num_ranks):
-            path = folder / file_name(saved_rank, self.engine)
+            path = folder / make_file_name(saved_rank, self.engine)
             with _open(path, files) as reader:
                 header = Header.read(reader, saved_rank, saved_num_ranks)
                 theirs |= header.state["shapes"]
@@ -146,7 +146,7 @@ class RankState:
         return counters
 
     def _check_shapes(self, path: Path, theirs: Mapping[str, list[int]], last: bool) -> None:
-        """Raise ValueError if the state is of another model."""
+        """Raise ValueError if the state belongs to another model."""
         ours = {name: list(shape) for name, shape in self.shapes.items()}
         names = ours.keys() & theirs.keys()
         if last:
@@ -169,7 +169,7 @@ def _open(path: Path, files: Mapping[str, FileRecord] | None) -> CheckedReader:
 
 @dataclass(frozen=True)
 class Header:
-    """The header of a rank's file: its state, and the position of each tensor's bytes."""
+    """The header of a rank's file: the state, and the position of each tensor's bytes."""
 
     name: str
     state: dict[str, Any]
@@ -207,12 +207,12 @@ class Wanted:
     at: int  # offset of the rows in the file
     shape: tuple[int, ...]  # of the rows
     dtype: torch.dtype
-    part: tuple[slice, ...]  # of the rows
+    part: tuple[slice, ...]  # the wanted part of the rows
     target: torch.Tensor
 
     @property
     def is_direct(self) -> bool:
-        """Whether the rows can be read into the target."""
+        """Whether the rows can be read directly into the target."""
         like_file = self.target.shape == self.shape and self.target.dtype == self.dtype
         return like_file and self.target.device.type == "cpu" and self.target.is_contiguous()
 
@@ -224,33 +224,33 @@ def _fill(
     wanted: Sequence[tuple[int, str]],
     missing: list[int],
 ) -> None:
-    """Copy what one file has of the wanted (index of a piece, name in the file), and count it off."""
+    """Copy the wanted (index of a piece, name in the file) from one file, and subtract from `missing`."""
     found: list[Wanted] = []
     for i, key in wanted:
         piece, saved = pieces[i].piece, header.state["pieces"][key]
         shape, offset = tuple(header.tensors[key]["shape"]), tuple(saved["offset"])
-        part = overlap(piece, offset, shape)
+        part = find_overlap(piece, offset, shape)
         if part is None:
             continue
-        target = piece.local.detach()[shifted(part, piece.offset)]
+        target = piece.local.detach()[shift_slices(part, piece.offset)]
         missing[i] -= target.numel()
-        first, *columns = shifted(part, offset) or (slice(0, 1),)
+        first, *columns = shift_slices(part, offset) or (slice(0, 1),)
         at, dtype = header.rows(key, first.start)
         if shape:
             rows = (first.stop - first.start, *shape[1:])
             found.append(Wanted(at, rows, dtype, (slice(None), *columns), target))
         else:
             found.append(Wanted(at, (), dtype, (), target))
-    for group in _grouped(found):
+    for group in _group_rows(found):
         read = [one.target if one.is_direct else torch.empty(one.shape, dtype=one.dtype) for one in group]
-        reader.fill([(one.at, _bytes_of(here)) for one, here in zip(group, read, strict=True)])
+        reader.fill([(one.at, _view_bytes(here)) for one, here in zip(group, read, strict=True)])
         for one, here in zip(group, read, strict=True):
             if here is not one.target:
                 one.target.copy_(here[one.part])
 
 
-def _grouped(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
-    """Yield all that needs no copy, then the rest in groups that bound the memory for copies."""
+def _group_rows(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+    """Yield the rows that need no copy, then the others in groups that bound the memory for copies."""
     yield [one for one in wanted if one.is_direct]
     group, size = list[Wanted](), 0
     for one in (one for one in wanted if not one.is_direct):
@@ -262,7 +262,7 @@ def _grouped(wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
     yield group
 
 
-def _header(named: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
+def _make_header(named: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
     entries: dict[str, Any] = {"__metadata__": metadata}
     at = 0
     for name, tensor in named.items():
@@ -277,19 +277,19 @@ def _header(named: dict[str, torch.Tensor], metadata: dict[str, str]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _bytes_of(tensor: torch.Tensor) -> np.ndarray:
+def _view_bytes(tensor: torch.Tensor) -> np.ndarray:
     """Return a flat uint8 view of a contiguous tensor on the CPU."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
 
 
-def _torch_rng() -> dict[str, torch.Tensor]:
+def _get_torch_rng() -> dict[str, torch.Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state()
     return states
 
 
-def _python_rng() -> dict[str, Any]:
+def _get_python_rng() -> dict[str, Any]:
     version, numbers, gauss = random.getstate()
     name, keys, *rest = np.random.get_state(legacy=True)
     return {"python": [version, list(numbers), gauss], "numpy": [name, np.asarray(keys).tolist(), *rest]}

@@ -1,8 +1,8 @@
 """Tensor parallelism by DTensor: each rank has a part of every matrix of a transformers model.
 
-Which matrices are cut by output and which by input is in the plan that transformers has for an architecture
-(`base_model_tp_plan`). The embedding and the head are cut by vocabulary. Between layers activations are whole
-on every rank (Shoeybi et al., "Megatron-LM", arXiv 1909.08053).
+The plan of transformers for an architecture (`base_model_tp_plan`) decides for each matrix whether outputs or
+inputs are cut. The embedding and the head are cut by vocabulary. Between layers, activations are whole on
+every rank (Shoeybi et al., "Megatron-LM", arXiv 1909.08053).
 """
 
 import re
@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 
 from hpc_rl.core.errors import ConfigError
 
-# style of the plan -> ours; the weight of a norm of heads is whole, and its gradient a part of the sum
+# style of the plan -> ours; None: the weight (a norm of heads) is whole, its gradient must be summed
 STYLES: dict[str, type[ParallelStyle] | None] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -32,10 +32,10 @@ DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "v
 def cut(hf: Any, mesh: DeviceMesh) -> set[str]:
     """Cut the parameters of a model, which may be on `meta`, over the ranks of a mesh of one dimension.
 
-    Returns the names of whole parameters whose gradient is to be summed over the mesh. Raises ConfigError for
-    a model that can't be cut.
+    Returns the names of whole parameters whose gradients must be summed over the mesh. Raises ConfigError if
+    the model can't be cut.
     """
-    styles = _styles(hf, mesh.size())
+    styles = _choose_styles(hf, mesh.size())
     partial = {
         f"{name}.{parameter}"
         for name, style in styles.items()
@@ -48,13 +48,13 @@ def cut(hf: Any, mesh: DeviceMesh) -> set[str]:
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()))
     if tied:
         head.weight = embedding.weight
-    elif head is not None:  # a reward model has none
+    elif head is not None:  # reward models have no head
         head.weight = nn.Parameter(distribute_tensor(head.weight, mesh, [Shard(0)]))
     return partial
 
 
-def _styles(hf: Any, size: int) -> dict[str, type[ParallelStyle] | None]:
-    """Return the style of each module that has one, by its name in the model."""
+def _choose_styles(hf: Any, size: int) -> dict[str, type[ParallelStyle] | None]:
+    """Return the styles of modules by name; modules without a style are left out."""
     config, trunk = hf.config, hf.base_model
     plan = getattr(config, "base_model_tp_plan", None) or {}
     if not plan or set(plan.values()) - STYLES.keys():
@@ -77,6 +77,6 @@ def _matches(pattern: str, name: str) -> bool:
     return re.fullmatch(re.escape(pattern).replace(r"\*", r"\d+"), name) is not None
 
 
-def local_of(tensor: Any) -> Any:
-    """Return this rank's part of a cut parameter, with gradient; any other tensor as it is."""
+def get_local(tensor: Any) -> Any:
+    """Return this rank's part of a cut parameter, with gradient; return any other tensor unchanged."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

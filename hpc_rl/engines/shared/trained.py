@@ -1,4 +1,4 @@
-"""What all engines do alike once they have gradients: the update, its schedule, and recover state."""
+"""The part that all engines share: the optimizer update, its schedule, and recover state."""
 
 import math
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hpc_rl.config.schedule import learning_rate
+from hpc_rl.config.schedule import compute_learning_rate
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.engines.base import Snapshot, sum_over_ranks
 from hpc_rl.engines.shared import state
@@ -15,7 +15,7 @@ from hpc_rl.engines.shared.optimizer import LossScale
 
 
 class TrainedEngine:
-    """Part of an Engine. `initialize` of the engine sets all but `_buffer`."""
+    """Part of an Engine. The engine's `initialize` sets all attributes except `_buffer`."""
 
     device: torch.device
     num_train_steps: int
@@ -23,19 +23,19 @@ class TrainedEngine:
     optimizer: Any  # Optimizer or ShardedOptimizer
     scale: LossScale
     local: state.RankState
-    _buffer: state.Buffer | None = None  # of snapshots that are written while training continues
+    _buffer: state.Buffer | None = None  # for snapshots that are written while training continues
 
     def pass_updates(self, count: int) -> None:
         self.num_updates += count
 
     def _step(self) -> dict[str, float]:
-        """Update the weights by the gradients, unless they are not finite. Collective.
+        """Update the weights if the gradients are finite. Collective.
 
         Returns grad_norm, lr and update_successful.
         """
         squared_norm = sum_over_ranks([self.optimizer.squared_norm()])[0]
         grad_norm = math.sqrt(squared_norm) / self.scale.value if squared_norm >= 0 else math.nan
-        lr = learning_rate(self.optimizer.config, self.num_updates, self.num_train_steps)
+        lr = compute_learning_rate(self.optimizer.config, self.num_updates, self.num_train_steps)
         successful = math.isfinite(grad_norm)
         if successful:
             self.optimizer.step(lr, grad_norm, self.scale.value)

@@ -1,1 +1,1 @@
-"""Environments to begin from: one answer, a tool, a game of several turns."""
+"""Environments as a starting point: one answer, a tool, a game of several turns."""

@@ -48,8 +48,8 @@ def calculate(expression: str) -> float:
         raise ValueError(str(error)) from None
 
 
-def tool_result(call: str) -> str:
-    """Return the answer to a call of the model, or an error for it to read."""
+def call_tool(call: str) -> str:
+    """Return the answer to a tool call of the model, or an error text for the model."""
     try:
         return f"{calculate(json.loads(call)['arguments']['expression']):g}"
     except (ValueError, KeyError, TypeError) as error:
@@ -61,25 +61,25 @@ class Calculator(Environment):
 
     async def setup(self) -> None:
         draw = random.Random(0)
-        items = [_problem(draw) for _ in range(1000)]
+        items = [_make_problem(draw) for _ in range(1000)]
         self.eval_items, self.items = items[:100], items[100:]
 
     async def episode(self, item: Any, conversation: Conversation) -> float:
         called = False
         for _ in range(MAX_TURNS):
             reply = await conversation.reply()
-            if found := ANSWER.search(reply):
-                is_right = abs(float(found[1].rstrip(".") or "nan") - item["answer"]) < 1e-6
+            if match := ANSWER.search(reply):
+                is_right = abs(float(match[1].rstrip(".") or "nan") - item["answer"]) < 1e-6
                 return float(is_right) - (0.1 if is_right and not called else 0.0)
             call = TOOL_CALL.search(reply)
             if call is None or conversation.was_cut_off:
                 return 0.0
             called = True
-            conversation.say(tool_result(call[1]), role="tool")
+            conversation.say(call_tool(call[1]), role="tool")
         return 0.0
 
 
-def _problem(draw: random.Random) -> dict[str, Any]:
+def _make_problem(draw: random.Random) -> dict[str, Any]:
     boxes, per_box, eaten = draw.randint(12, 99), draw.randint(12, 99), draw.randint(1, 99)
     question = f"{boxes} boxes hold {per_box} apples each. {eaten} apples are eaten. How many are left?"
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]

@@ -1,20 +1,20 @@
-"""Ledger: what happened to each prompt, append-only, binary, checksummed; the rollout role's only memory.
+"""Ledger: the history of each prompt, append-only, binary, checksummed; the rollout role's only memory.
 
-A segment file `segment-<NNNN>.ledger` has one writer, the incarnation that created its number; it takes
-another number when a segment is full. Segment: 16 bytes of magic, then records. Record: `<IQ` length and
-xxh3-64 of the payload, then the payload: one byte of kind, then
+A segment file `segment-<NNNN>.ledger` has one writer, the incarnation that created its number; a full segment
+is followed by another number. Segment: 16 bytes of magic, then records. Record: `<IQ` length and xxh3-64 of
+the payload, then the payload: one byte of kind, then
 
     GROUP   `<QiiiIId` index, begun, oldest step, oldest lineage, trajectories, tokens, sum of rewards;
             then the encoded group
     REJECT  `<Qi` index, version; then the reason in UTF-8
-    BASE    msgpack: what became of the prompts whose records were trimmed
+    BASE    msgpack: summary of the prompts whose records were trimmed
     OUTSIDE as GROUP, then `<i16sBH` environment, key, flags, number of parts; `<Q` index of each part; then
             the encoded group
     ENVIRONMENT msgpack: an environment as it registered
-    NOTE    `<QH` index, bytes of the key; the key in UTF-8; then what the workflow made under it, encoded
+    NOTE    `<QH` index, bytes of the key; the key in UTF-8; then the workflow's value under it, encoded
 
-A reader stops at the first record that is short or does not match its checksum: the torn tail of a writer
-that was killed. Nothing is ever cut out of a file that another process may be writing.
+A reader stops at the first record that is short or does not match its checksum: the torn tail of a killed
+writer. No process cuts a file that another one may be writing.
 """
 
 import enum
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 MAGIC = b"hpc-rl ledger 1\n"
 FRAME = struct.Struct("<IQ")
 GROUP, REJECT, BASE, OUTSIDE, ENVIRONMENT, NOTE = 1, 2, 3, 4, 5, 6
-FIRST_OUTSIDE = 1 << 48  # index of the first group from outside; those of prompts are below
+FIRST_OUTSIDE = 1 << 48  # index of the first group from outside; prompts have lower ones
 IS_PART, KEY_OF_CONTENT = 1, 2
 _GROUP = struct.Struct("<BQiiiIId")
 _OUTSIDE = struct.Struct("<i16sBH")
@@ -51,29 +51,29 @@ _NOTE = struct.Struct("<BQH")
 _SEGMENT = re.compile(r"segment-(\d+)\.ledger")
 MAX_KEY_BYTES = 1000  # of a note
 MAX_NOTE_BYTES = 16 << 20
-SEGMENT_BYTES = 256 << 20  # a full segment can be trimmed although its writer lives
+SEGMENT_BYTES = 256 << 20  # a full segment can be trimmed while its writer lives
 
 
 class RejectReason(enum.StrEnum):
-    """Why a prompt is rejected, as the ledger has it; a prompt is rejected for good."""
+    """Reason for a rejection, as stored in the ledger; a rejection is permanent."""
 
     STALE = "stale"  # its group got too old for its batch
     TOO_LONG = "too_long"
     REFUSED = "refused"  # every server refused the input
     WORKFLOW_NONE = "workflow_none"
     BAD_GROUP = "bad_group"
-    EXCEPTION = "exception"  # of the workflow or of a request, as often as the configuration allows
+    EXCEPTION = "exception"  # of the workflow or of a request, after the configured retries
     REWARD_TIMEOUT = "reward_timeout"
     REWARD_EXCEPTION = "reward_exception"
 
 
-# the reasons that other user code may not have
+# reasons that can change with the user's code
 OF_USER_CODE = frozenset(RejectReason) - {RejectReason.STALE, RejectReason.TOO_LONG, RejectReason.REFUSED}
 
 
 @dataclass(frozen=True, slots=True)
 class RecordPlace:
-    """Where a record lies."""
+    """Position of a record."""
 
     segment: int
     offset: int
@@ -81,7 +81,7 @@ class RecordPlace:
 
 @dataclass(frozen=True, slots=True)
 class GroupRecord:
-    """A finished group without its tokens, which `Ledger.read_group` fetches."""
+    """A finished group without its tokens, which `Ledger.fetch_group` fetches."""
 
     index: int
     begun: int  # the trainer's version when the prompt was issued
@@ -92,27 +92,27 @@ class GroupRecord:
     reward_sum: float
 
     @classmethod
-    def of(cls, group: TrajectoryGroup, begun: int) -> "GroupRecord":
+    def from_group(cls, group: TrajectoryGroup, begun: int) -> "GroupRecord":
         return cls(
             group.index,
             begun,
             group.oldest_step(),
             min(group.lineages(), default=0),
             len(group.trajectories),
-            sum(len(one.ids) for one in group.trajectories),
-            float(sum(one.reward for one in group.trajectories)),
+            sum(len(trajectory.ids) for trajectory in group.trajectories),
+            float(sum(trajectory.reward for trajectory in group.trajectories)),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class OutsideRecord(GroupRecord):
-    """A group that an environment sent; its index tells in which order they were acknowledged."""
+    """A group from an environment; its index gives the order of acknowledgement."""
 
     env_id: int = -1
-    key: bytes = b""  # 16 bytes, the same for a group that is sent again
+    key: bytes = b""  # 16 bytes, equal for a repeated group
     key_of_content: bool = False  # the sender gave no key
     is_part: bool = False  # waits for others to make a whole group
-    joins: tuple[int, ...] = ()  # indexes of the parts that it is made of
+    joins: tuple[int, ...] = ()  # indexes of its parts
 
     @property
     def flags(self) -> int:
@@ -138,7 +138,7 @@ class EnvironmentRecord:
 
 @dataclass(frozen=True, slots=True)
 class NoteRecord:
-    """What a workflow made for a prompt, once; `value` is encoded."""
+    """A value that a workflow made once for a prompt; `value` is encoded."""
 
     index: int
     key: str
@@ -149,7 +149,7 @@ Record = GroupRecord | RejectRecord | BaseRecord | EnvironmentRecord | NoteRecor
 
 
 def check_note(key: object, value: bytes = b"") -> None:
-    """Raise ValueError for what can't be a note."""
+    """Raise ValueError if key or value is not allowed for a note."""
     if not isinstance(key, str) or not 0 < len(key.encode()) <= MAX_KEY_BYTES:
         raise ValueError(f"the key of a note must be a text of 1 to {MAX_KEY_BYTES} bytes, got {key!r:.80}")
     if len(value) > MAX_NOTE_BYTES:
@@ -157,23 +157,23 @@ def check_note(key: object, value: bytes = b"") -> None:
 
 
 class LedgerDamaged(OSError):
-    """A record that something depends on can't be read."""
+    """A needed record can't be read."""
 
 
-def segment_path(folder: Path, number: int) -> Path:
+def get_segment_path(folder: Path, number: int) -> Path:
     return folder / f"segment-{number:04d}.ledger"
 
 
-def segments(folder: Path) -> list[int]:
-    """Numbers of the segments that exist, ascending."""
+def list_segments(folder: Path) -> list[int]:
+    """Return the numbers of the existing segments, ascending."""
     names = [entry.name for entry in os.scandir(folder)] if folder.is_dir() else []
-    return sorted(int(found[1]) for name in names if (found := _SEGMENT.fullmatch(name)))
+    return sorted(int(match[1]) for name in names if (match := _SEGMENT.fullmatch(name)))
 
 
-def read_segment(folder: Path, number: int) -> Iterator[tuple[RecordPlace, Record]]:
-    """Records up to the end or the first damaged one. A segment that is gone has none."""
+def load_segment(folder: Path, number: int) -> Iterator[tuple[RecordPlace, Record]]:
+    """Yield the records up to the end or the first damaged one; none if the segment is gone."""
     try:
-        file = segment_path(folder, number).open("rb")
+        file = get_segment_path(folder, number).open("rb")
     except FileNotFoundError:
         return
     with file:
@@ -193,30 +193,30 @@ def read_segment(folder: Path, number: int) -> Iterator[tuple[RecordPlace, Recor
             logger.warning(form, number, size - offset)
 
 
-def group_at(fd: int, place: RecordPlace) -> bytes:
-    """The encoded group of a GROUP record, from its segment's open file. Raises LedgerDamaged."""
+def load_group(fd: int, place: RecordPlace) -> bytes:
+    """Return the encoded group of a GROUP record from its segment's open file. Raises LedgerDamaged."""
     where = f"ledger segment {place.segment} offset {place.offset}"
     try:
         length, checksum = FRAME.unpack(os.pread(fd, FRAME.size, place.offset))
         payload = os.pread(fd, length, place.offset + FRAME.size)
-    except struct.error as error:  # a later incarnation has begun it anew
-        raise LedgerDamaged(_gone(place.segment)) from error
+    except struct.error as error:  # a later incarnation has rewritten it
+        raise LedgerDamaged(_describe_loss(place.segment)) from error
     except OSError as error:
         raise LedgerDamaged(f"{where}: {error}") from error
     if len(payload) < length or xxhash.xxh3_64_intdigest(payload) != checksum:
         raise LedgerDamaged(f"{where}: the record is damaged")
     if payload[0] not in (GROUP, OUTSIDE):
         raise LedgerDamaged(f"{where}: no group")
-    return payload[_head_size(payload) :]
+    return payload[_measure_head(payload) :]
 
 
-def _gone(segment: int) -> str:
-    name = segment_path(Path("rollout"), segment)
-    return f"{name}, which batches are made of, is gone or was cut off; put it back from a copy"
+def _describe_loss(segment: int) -> str:
+    name = get_segment_path(Path("rollout"), segment)
+    return f"{name} is missing or truncated, but batches need it; restore it from a copy"
 
 
-def _head_size(payload: bytes) -> int:
-    """Return how many bytes of a group's payload come before the encoded group."""
+def _measure_head(payload: bytes) -> int:
+    """Return the number of bytes of a group's payload before the encoded group."""
     if payload[0] == GROUP:
         return _GROUP.size
     num_parts = _OUTSIDE.unpack_from(payload, _GROUP.size)[-1]
@@ -244,10 +244,10 @@ def _unpack(payload: bytes) -> Record:
 
 
 def _write_durably(fd: int, data: bytes) -> None:
-    """Append all of it, or, as far as the file's position goes, nothing: then it can be called again.
+    """Append all of it, or nothing as far as the file's position goes: then the call can be repeated.
 
-    A network file system may tell only at the fsync that there is no room, and forget the bytes: they are
-    written once more then.
+    A network file system may report only at the fsync that the disk is full, and drop the bytes: the repeated
+    call writes them again.
     """
     start, view = os.lseek(fd, 0, os.SEEK_CUR), memoryview(data)
     try:
@@ -262,17 +262,17 @@ def _write_durably(fd: int, data: bytes) -> None:
 class Ledger:
     """One incarnation's writer, and the reader of all segments.
 
-    `append_*` only buffer; `commit` writes and fsyncs all that was appended before it. Append from one
-    thread, commit from any. On a full disk a commit waits for room until `close` is called.
+    `append_*` only buffer; `commit` writes and fsyncs everything appended before it. Append from one thread,
+    commit from any. On a full disk a commit waits for room until `close` is called.
 
-    A segment that reached `segment_bytes` is followed by a new one.
+    After a segment reaches `segment_bytes`, the next one begins.
     """
 
     def __init__(self, folder: Path, segment_bytes: int = SEGMENT_BYTES) -> None:
         self.folder = folder
         self.segment_bytes = segment_bytes
         self.room = Room(folder)
-        self._appending = threading.RLock()  # buffer and place of the next record
+        self._appending = threading.RLock()  # protects the buffer and the place of the next record
         self._committing = threading.Lock()
         self._fds: dict[int, int] = {}  # of segments that groups were read from
         self._waiting: list[tuple[int, bytes]] = []  # segment, bytes
@@ -307,7 +307,7 @@ class Ledger:
                 try:
                     self._create_segment()
                 except OSError as error:
-                    # on a full disk this one just gets longer: the thread that appends must not wait
+                    # on a full disk this segment grows instead: the appending thread must not wait
                     if not is_full(error):
                         raise
             place = RecordPlace(self.segment, self._size)
@@ -316,7 +316,7 @@ class Ledger:
         return place
 
     def begin_segment(self) -> None:
-        """Put all that is appended from now on into a new segment, with a higher number than any other."""
+        """Begin a new segment for all later records, with a higher number than any other."""
         self.room.write("the batch log", self._create_segment)
 
     @property
@@ -324,7 +324,7 @@ class Ledger:
         return bool(self._waiting)
 
     def commit(self) -> None:
-        """Make all that was appended durable. After an OSError the ledger must not be used any more."""
+        """Make all appended records durable. After an OSError the ledger must not be used any more."""
         with self._committing:
             with self._appending:
                 waiting, self._waiting = self._waiting, []
@@ -332,39 +332,39 @@ class Ledger:
             for number in dict.fromkeys(number for number, _ in waiting):
                 data = b"".join(data for owner, data in waiting if owner == number)
                 self.room.write("the batch log", partial(_write_durably, self._write_fds[number], data))
-            # a later one may be open by now
+            # a later segment may be open by now
             for number in [number for number in list(self._write_fds) if number < current]:
                 os.close(self._write_fds.pop(number))
 
-    def read_group(self, place: RecordPlace) -> bytes:
-        """The encoded group of a committed GROUP record. Raises LedgerDamaged."""
+    def fetch_group(self, place: RecordPlace) -> bytes:
+        """Return the encoded group of a committed GROUP record. Raises LedgerDamaged."""
         try:
             if place.segment not in self._fds:
-                self._fds[place.segment] = os.open(segment_path(self.folder, place.segment), os.O_RDONLY)
+                self._fds[place.segment] = os.open(get_segment_path(self.folder, place.segment), os.O_RDONLY)
         except FileNotFoundError as error:
-            raise LedgerDamaged(_gone(place.segment)) from error
+            raise LedgerDamaged(_describe_loss(place.segment)) from error
         except OSError as error:
             raise LedgerDamaged(f"ledger segment {place.segment}: {error}") from error
-        return group_at(self._fds[place.segment], place)
+        return load_group(self._fds[place.segment], place)
 
     def check_owned(self, numbers: set[int]) -> None:
         """Raise LedgerDamaged if one of these segments was deleted, as by a later owner of the ledger."""
-        gone = [number for number in sorted(numbers) if not segment_path(self.folder, number).exists()]
+        gone = [number for number in sorted(numbers) if not get_segment_path(self.folder, number).exists()]
         if gone:
             raise LedgerDamaged(f"ledger segments {gone} were deleted by another incarnation")
 
     def drop_segment(self, number: int) -> None:
-        """Delete a segment that nothing needs."""
+        """Delete a segment that is not needed."""
         if number in self._fds:
             os.close(self._fds.pop(number))
-        segment_path(self.folder, number).unlink(missing_ok=True)
+        get_segment_path(self.folder, number).unlink(missing_ok=True)
 
-    def size_bytes(self) -> int:
-        """Bytes of all segments on disk."""
+    def count_bytes(self) -> int:
+        """Return the bytes of all segments on disk."""
         size = 0
-        for number in segments(self.folder):
+        for number in list_segments(self.folder):
             with suppress(FileNotFoundError):  # deleted meanwhile
-                size += segment_path(self.folder, number).stat().st_size
+                size += get_segment_path(self.folder, number).stat().st_size
         return size
 
     def close(self) -> None:
@@ -377,10 +377,10 @@ class Ledger:
     def _create_segment(self) -> None:
         with self._appending:
             self.folder.mkdir(parents=True, exist_ok=True)
-            number = max(segments(self.folder), default=-1) + 1
+            number = max(list_segments(self.folder), default=-1) + 1
             while True:
                 try:
-                    path = segment_path(self.folder, number)
+                    path = get_segment_path(self.folder, number)
                     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
                     break
                 except FileExistsError:
@@ -391,7 +391,7 @@ class Ledger:
                 fsync_dir(self.folder)
             except OSError:
                 os.close(fd)
-                path.unlink()  # nothing is in it
+                path.unlink()  # it is still empty
                 raise
             self._write_fds[number] = fd
             self.segment, self._size = number, len(MAGIC)

@@ -1,8 +1,8 @@
-"""The ledger and the seals of a trial, read as a whole, as an incarnation does when it starts.
+"""The ledger and the seals of a trial as a whole, as an incarnation reads them at its start.
 
-Of several records for one prompt index: a seal counts before everything, then the first group or rejection; a
-rejection after the group (it got too old) replaces it. So two services that both wrote come to the same story
-for every reader.
+If several records name one prompt index, a seal has priority, then the first group or rejection; a rejection
+after the group (the group got too old) replaces it. So every reader gets the same result, even after two
+concurrent writers.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.core.trial import read_object, write_json
+from hpc_rl.core.trial import load_object, write_json
 from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.rollout.batch_log.ledger import (
     FIRST_OUTSIDE,
@@ -25,18 +25,18 @@ from hpc_rl.rollout.batch_log.ledger import (
     RecordPlace,
     RejectReason,
     RejectRecord,
-    read_segment,
-    segment_path,
-    segments,
+    get_segment_path,
+    list_segments,
+    load_segment,
 )
-from hpc_rl.rollout.batch_log.seals import Seal, read_seals
+from hpc_rl.rollout.batch_log.seals import Seal, load_seals
 
 ReadyGroup = tuple[GroupRecord, RecordPlace]
 NotePlace = tuple[bytes, RecordPlace]  # encoded value
 
-# Rejections by user code that each base record has: a workflow may reject half of all prompts.
+# Rejections by user code in each base record: a workflow may reject half of all prompts.
 KEPT_REJECTIONS = 10_000
-DATA_NAME = "data.json"  # fingerprint of the rows whose prompts this log is of
+DATA_NAME = "data.json"  # fingerprint of the rows of this log's prompts
 
 
 class IndexSet:
@@ -73,9 +73,9 @@ class IndexSet:
 
 @dataclass(frozen=True)
 class NewBatches:
-    """Where a lineage began new batches: those after `after` of segments below `segment` are set aside.
+    """The start of new batches by a lineage: it sets aside later batches than `after` with older segments.
 
-    Of such segments nothing counts but what the batches up to `after` are made of.
+    Of segments below `segment`, only the records of batches up to `after` count.
     """
 
     lineage: int
@@ -88,32 +88,34 @@ class NewBatches:
 
 @dataclass
 class LogState:
-    """What a batch log amounts to: replayed from disk, then kept by the sequencer that writes it.
+    """The state of a batch log: replayed from disk, then updated by the sequencer that writes it.
 
-    A prompt index is in `ready` or in `resolved`, or nothing is known of it.
+    A prompt index is in `ready` or in `resolved`, or it is unknown.
     """
 
     seals: dict[int, Seal] = field(default_factory=dict)
     ready: dict[int, ReadyGroup] = field(default_factory=dict)  # in no batch yet, by arrival
     resolved: IndexSet = field(default_factory=IndexSet)  # in a batch, or rejected
-    # since the last trim; those of user code for good, the newest KEPT_REJECTIONS
+    # since the last trim; rejections by user code permanently, the newest KEPT_REJECTIONS
     rejected: dict[int, RejectRecord] = field(default_factory=dict)
     rejections: Counter[str] = field(default_factory=Counter)  # by reason, trimmed ones included
     staleness: Counter[int] = field(default_factory=Counter)
     consumed: int = 0  # groups in batches, trimmed ones included
-    trimmed: int = 0  # batches up to this one are gone
-    lineage: int = 0  # the latest that asked for a batch
+    trimmed: int = 0  # batches up to this one are deleted
+    lineage: int = 0  # the latest lineage that asked for a batch
     new_batches: NewBatches | None = None  # the latest
-    set_aside: dict[int, Seal] = field(default_factory=dict)  # their seals that are still there
+    # seals set aside by new_batches that still exist
+    set_aside: dict[int, Seal] = field(default_factory=dict)
     # groups from outside have indexes from FIRST_OUTSIDE on, in the order of their acknowledgement
     resolved_outside: IndexSet = field(default_factory=lambda: IndexSet(FIRST_OUTSIDE))
-    parts: dict[int, ReadyGroup] = field(default_factory=dict)  # of groups that are not whole yet
-    outside: dict[int, OutsideRecord] = field(default_factory=dict)  # all that are not trimmed
-    keys: set[bytes] = field(default_factory=set)  # theirs
-    # whole groups that were acknowledged, and those that got too old, by env_id; trimmed ones included
+    parts: dict[int, ReadyGroup] = field(default_factory=dict)  # parts of incomplete groups
+    # all groups from outside that are not trimmed
+    outside: dict[int, OutsideRecord] = field(default_factory=dict)
+    keys: set[bytes] = field(default_factory=set)  # keys of `outside`
+    # acknowledged whole groups, and groups that got too old, by env_id; trimmed ones included
     taken: Counter[int] = field(default_factory=Counter)
     too_old: Counter[int] = field(default_factory=Counter)
-    counted_to: int = FIRST_OUTSIDE  # groups with a smaller index are in `taken` by a base record
+    counted_to: int = FIRST_OUTSIDE  # a base record has counted groups with a smaller index in `taken`
     environments: dict[int, dict[str, Any]] = field(default_factory=dict)  # by env_id, as they registered
     notes: dict[int, dict[str, NotePlace]] = field(default_factory=dict)  # of open prompts: index -> key
 
@@ -133,13 +135,13 @@ class LogState:
         return max(self.resolved_outside.end, newest + 1)
 
     def is_resolved(self, index: int) -> bool:
-        return index in self._resolved(index)
+        return index in self._get_resolved(index)
 
-    def _resolved(self, index: int) -> IndexSet:
+    def _get_resolved(self, index: int) -> IndexSet:
         return self.resolved if index < FIRST_OUTSIDE else self.resolved_outside
 
     def add_group(self, record: GroupRecord, place: RecordPlace) -> None:
-        """Take a group or a part of one; of two with one index the first counts."""
+        """Add a group or a part of one; the first of two with the same index counts."""
         if not isinstance(record, OutsideRecord):
             self.ready.setdefault(record.index, (record, place))
             self.notes.pop(record.index, None)
@@ -148,7 +150,7 @@ class LogState:
         (self.parts if record.is_part else self.ready).setdefault(record.index, (record, place))
 
     def note_outside(self, record: OutsideRecord) -> None:
-        """Remember a group or part from outside, whatever became of it; it stands for the parts it joins."""
+        """Remember a group or part from outside, even a used or rejected one; it replaces its parts."""
         if record.index not in self.outside and record.index >= self.counted_to and not record.is_part:
             self.taken[record.env_id] += 1
         self.outside[record.index] = record
@@ -167,7 +169,7 @@ class LogState:
         self.notes = {number: notes for number, notes in self.notes.items() if self.is_open(number)}
 
     def add_note(self, record: NoteRecord, place: RecordPlace) -> None:
-        """Keep what a workflow made for an open prompt; of two under one key the first counts."""
+        """Keep a workflow's value for an open prompt; the first of two under one key counts."""
         if self.is_open(record.index):
             self.notes.setdefault(record.index, {}).setdefault(record.key, (record.value, place))
 
@@ -179,35 +181,35 @@ class LogState:
         for index in seal.places:
             self.ready.pop(index, None)
             self.notes.pop(index, None)
-            self._resolved(index).add(index)
+            self._get_resolved(index).add(index)
 
     def reject(self, record: RejectRecord) -> None:
         if record.reason == RejectReason.STALE and (outside := self.outside.get(record.index)):
             self.too_old[outside.env_id] += 1
         self.ready.pop(record.index, None)
         self.notes.pop(record.index, None)
-        self._resolved(record.index).add(record.index)
+        self._get_resolved(record.index).add(record.index)
         self.rejected[record.index] = record
         self.rejections[record.reason] += 1
 
     def trim(self, step: int) -> None:
-        """Forget batches up to `step`, and which prompts were rejected before, but those of user code."""
+        """Forget batches up to `step` and earlier rejections, except rejections by user code."""
         self.seals = {number: seal for number, seal in self.seals.items() if number > step}
         self.trimmed = max(self.trimmed, step)
-        self.rejected = {record.index: record for record in self._remembered(step)}
+        self.rejected = {record.index: record for record in self._list_remembered(step)}
         kept = {index for seal in self.seals.values() for index in seal.places}
         kept |= self.ready.keys() | self.parts.keys()
         self.outside = {index: record for index, record in self.outside.items() if index in kept}
         self.keys = {record.key for record in self.outside.values()}
 
-    def _remembered(self, step: int) -> list[RejectRecord]:
-        """Return the rejections that a trim of batches up to `step` leaves: later ones, and by user code."""
-        by_code = [one.index for one in self.rejected.values() if one.reason in OF_USER_CODE]
+    def _list_remembered(self, step: int) -> list[RejectRecord]:
+        """Return the rejections that survive a trim of batches up to `step`: later ones, and by user code."""
+        by_code = [record.index for record in self.rejected.values() if record.reason in OF_USER_CODE]
         kept = {*by_code[-KEPT_REJECTIONS:]}
-        return [one for one in self.rejected.values() if one.index in kept or one.version >= step]
+        return [record for record in self.rejected.values() if record.index in kept or record.version >= step]
 
-    def base(self, step: int) -> dict[str, Any]:
-        """Return the content of the base record that stands for all batches up to `step`, and rejections."""
+    def summarize(self, step: int) -> dict[str, Any]:
+        """Return the content of the base record that replaces all batches up to `step`, and rejections."""
         later = [seal for seal in self.seals.values() if seal.step > step]
         ages = self.staleness.copy()
         for seal in later:
@@ -217,7 +219,7 @@ class LogState:
             "consumed": self.consumed - sum(len(seal.places) for seal in later),
             "lineage": self.lineage,
             "rejections": dict(self.rejections),
-            "rejected": [astuple(record) for record in self._remembered(step)],
+            "rejected": [astuple(record) for record in self._list_remembered(step)],
             "staleness": dict(+ages),
             "floor": self.resolved.floor,
             "above": sorted(self.resolved.above),
@@ -237,12 +239,12 @@ class LogState:
         self.consumed = content["consumed"]
         self.lineage = max(self.lineage, content["lineage"])
         self.rejections = Counter(content["rejections"])
-        self.rejected = {one[0]: RejectRecord(*one) for one in content.get("rejected", [])}
+        self.rejected = {fields[0]: RejectRecord(*fields) for fields in content.get("rejected", [])}
         self.staleness = Counter(content["staleness"])
         self.resolved.raise_floor(content["floor"])
         for index in content["above"]:
             self.resolved.add(index)
-        # logs that were begun before there were groups from outside don't have it
+        # logs from versions without groups from outside lack it
         outside = content.get("outside") or {"floor": 0, "above": [], "environments": []}
         self.resolved_outside.raise_floor(outside["floor"])
         for index in outside["above"]:
@@ -254,56 +256,55 @@ class LogState:
         self.too_old = Counter(outside.get("too_old", {}))
 
 
-def read_state(folder: Path) -> LogState:
-    """The state of the trial whose `rollout/` this is. Raises OSError."""
-    records = [one for number in segments(folder) for one in read_segment(folder, number)]
-    return replay(records, read_seals(folder))
+def load_state(folder: Path) -> LogState:
+    """Return the state of the trial with this `rollout/`. Raises OSError."""
+    records = [record for number in list_segments(folder) for record in load_segment(folder, number)]
+    return replay(records, load_seals(folder))
 
 
 def check_data(folder: Path, state: LogState, path: str, now: dict[str, Any]) -> None:
-    """Keep a log to the rows that it was begun with: a prompt is known by its index alone.
+    """Check that a log still has its original rows: a prompt is identified by its index alone.
 
     Raises ConfigError, OSError.
     """
-    if state.next_index:  # then it stays as it is: a start that is refused must not set a new measure
-        check_same_rows(path, rows_of(folder), now, "its batch log was begun")
-    elif now and rows_of(folder) != now:
+    if state.next_index:  # the stored fingerprint stays: a refused start must not change it
+        check_same_rows(path, load_fingerprint(folder), now, "its batch log was begun")
+    elif now and load_fingerprint(folder) != now:
         folder.mkdir(exist_ok=True)
         write_json(folder / DATA_NAME, now)
 
 
-def rows_of(folder: Path) -> dict[str, Any]:
-    """Fingerprint of the rows that a log was begun with; {} where that is not known."""
-    return read_object(folder / DATA_NAME)
+def load_fingerprint(folder: Path) -> dict[str, Any]:
+    """Return the fingerprint of a log's original rows; {} if unknown."""
+    return load_object(folder / DATA_NAME)
 
 
 def check_replay(folder: Path, step: int) -> None:
-    """Raise LedgerDamaged where a batch cut after `step` can't be made again, or where they can't be read.
+    """Raise LedgerDamaged if a batch cut after `step` can't be made again, or the batches can't be read.
 
-    Reads every segment that such a batch has groups in.
+    Reads every segment with groups of such a batch.
     """
-    seals = [seal for _, seal in sorted(read_seals(folder).items()) if seal.step > step]
+    seals = [seal for _, seal in sorted(load_seals(folder).items()) if seal.step > step]
     needed = {place.segment for seal in seals for place in seal.places.values()}
-    records = [one for number in sorted(needed) for one in read_segment(folder, number)]
+    records = [one for number in sorted(needed) for one in load_segment(folder, number)]
     groups = {place for place, record in records if isinstance(record, GroupRecord)}
     for seal in seals:
         lost = [place.segment for place in seal.places.values() if place not in groups]
         if lost:
-            raise LedgerDamaged(
-                f"batch {seal.step} can't be made again: {segment_path(folder, lost[0])} is damaged or gone"
-            )
+            path = get_segment_path(folder, lost[0])
+            raise LedgerDamaged(f"batch {seal.step} can't be made again: {path} is damaged or gone")
 
 
 def replay(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) -> LogState:
-    """Return the state that these records and seals amount to. Pure."""
+    """Return the state that results from these records and seals. Pure."""
     state = LogState()
     bases = [record.content for _, record in records if isinstance(record, BaseRecord)]
     state.new_batches = max(
-        filter(None, map(_stored_new_batches, bases)), key=lambda one: one.segment, default=None
+        filter(None, map(_parse_new_batches, bases)), key=lambda one: one.segment, default=None
     )
     new = state.new_batches
     if new is not None:
-        bases = [content for content in bases if _stored_new_batches(content) == new]
+        bases = [content for content in bases if _parse_new_batches(content) == new]
         records = [(place, record) for place, record in records if place.segment >= new.segment]
         state.set_aside = {step: seal for step, seal in seals.items() if new.sets_aside(seal)}
     for content in sorted(bases, key=lambda content: content["trimmed"]):
@@ -328,12 +329,12 @@ def replay(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) ->
     return state
 
 
-def base_of_new_batches(state: LogState, new: NewBatches, judged_anew: bool = False) -> dict[str, Any]:
-    """Return the content of the base record with which `new` begins: what of `state` still counts.
+def make_base(state: LogState, new: NewBatches, judged_anew: bool = False) -> dict[str, Any]:
+    """Return the content of the base record that begins `new`: the part of `state` that still counts.
 
-    Open again are the prompts of batches that are given up, those that were rejected after the step that the
-    lineage starts from and, with `judged_anew`, those that user code rejected, which is other code now.
-    Groups from outside that are given up are gone: their environments make new ones.
+    Open again are prompts of dropped batches, prompts rejected after the step that the lineage starts from
+    and, with `judged_anew`, prompts rejected by user code, because the code has changed. Dropped groups from
+    outside are lost: their environments make new ones.
     """
     again = {
         index: record
@@ -344,7 +345,7 @@ def base_of_new_batches(state: LogState, new: NewBatches, judged_anew: bool = Fa
     given_up = (seal for step, seal in state.seals.items() if step > new.after)
     lost = {index for seal in given_up for index in seal.places if index < FIRST_OUTSIDE} | again.keys()
     floor = min([*lost, state.resolved.floor])
-    base = state.base(state.trimmed)
+    base = state.summarize(state.trimmed)
     return {
         **base,
         "outside": {**base["outside"], "floor": state.next_outside, "above": []},
@@ -356,6 +357,6 @@ def base_of_new_batches(state: LogState, new: NewBatches, judged_anew: bool = Fa
     }
 
 
-def _stored_new_batches(content: dict[str, Any]) -> NewBatches | None:
-    found = content.get("renewal")
-    return NewBatches(**found) if found else None
+def _parse_new_batches(content: dict[str, Any]) -> NewBatches | None:
+    stored = content.get("renewal")
+    return NewBatches(**stored) if stored else None

@@ -1,7 +1,7 @@
-"""Sealed batches: which groups batch k consists of, once and for ever; and the bytes that the trainer gets.
+"""Sealed batches: the permanent choice of the groups in batch k; and the bytes for the trainer.
 
-A seal is `batches/<step>.seal`, made by link, so that of two services one wins and the other reads what won.
-It names the place of each group in the ledger and the checksum of the batch's bytes.
+A seal is `batches/<step>.seal`, created by link: of two services one wins, and the other reads the winner's
+seal. It names the place of each group in the ledger and the checksum of the batch's bytes.
 """
 
 import json
@@ -17,9 +17,9 @@ from typing import Any
 import msgpack
 import xxhash
 
-from hpc_rl.core.trial import create_exclusive, fsync_dir, read_json, write_json
-from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, LedgerDamaged, RecordPlace, segment_path
-from hpc_rl.rollout.staleness import staleness
+from hpc_rl.core.trial import create_exclusive, fsync_dir, load_json, write_json
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, LedgerDamaged, RecordPlace, get_segment_path
+from hpc_rl.rollout.staleness import compute_staleness
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ SET_ASIDE = "set-aside"
 
 @dataclass(frozen=True)
 class Seal:
-    """Batch `step`: prompt indexes in their order, and where each group lies."""
+    """Batch `step`: prompt indexes in their order, and the place of each group."""
 
     step: int
     lineage: int  # of the trainer that first asked for it
@@ -40,8 +40,8 @@ class Seal:
     counters: dict[str, float] = field(default_factory=dict)
 
 
-def batch_bytes(step: int, groups: list[bytes]) -> bytes:
-    """What `types.encode(Batch(step, groups))` gives, from groups that are encoded already."""
+def encode_batch(step: int, groups: list[bytes]) -> bytes:
+    """Return `types.encode(Batch(step, groups))`, from groups that are already encoded."""
     packer = msgpack.Packer(use_bin_type=True)
     head = [packer.pack_map_header(2), packer.pack("__t__"), packer.pack("Batch"), packer.pack("v")]
     head += [packer.pack_map_header(2), packer.pack("step"), packer.pack(step), packer.pack("groups")]
@@ -62,16 +62,18 @@ class Batches:
     ) -> tuple[Seal, bytes, bool]:
         """Commit the ledger, then try to make this the batch of `step`.
 
-        Returns (the seal that holds, its bytes, whether it is ours). Raises OSError.
+        Return (the seal that holds, its bytes, whether it is ours). Raises OSError.
         """
         self.ledger.commit()
         places = {index: place for index, (_, place) in groups.items()}
-        body = batch_bytes(step, [self.ledger.read_group(place) for place in places.values()])
+        body = encode_batch(step, [self.ledger.fetch_group(place) for place in places.values()])
         seal = Seal(
             step=step,
             lineage=lineage,
             places=places,
-            staleness=dict(Counter(staleness(step, record.oldest_step) for record, _ in groups.values())),
+            staleness=dict(
+                Counter(compute_staleness(step, record.oldest_step) for record, _ in groups.values())
+            ),
             num_bytes=len(body),
             checksum=xxhash.xxh3_64_hexdigest(body),
             counters={
@@ -89,26 +91,26 @@ class Batches:
             "counters": seal.counters,
         }
         text = json.dumps(content)
-        if self.ledger.room.write(f"batch {step}", lambda: create_exclusive(self._path(step), text)):
+        if self.ledger.room.write(f"batch {step}", lambda: create_exclusive(self._get_path(step), text)):
             fsync_dir(self.folder)
             return seal, body, True
-        won = _read(self._path(step))
+        won = _load_seal(self._get_path(step))
         if won is None:
-            raise LedgerDamaged(f"{self._path(step)} exists and can't be read")
-        return won, self.body(won), False
+            raise LedgerDamaged(f"{self._get_path(step)} exists and can't be read")
+        return won, self.load_body(won), False
 
-    def body(self, seal: Seal) -> bytes:
-        """The batch's bytes, as they were when it was sealed. Raises LedgerDamaged."""
-        body = batch_bytes(seal.step, [self.ledger.read_group(place) for place in seal.places.values()])
+    def load_body(self, seal: Seal) -> bytes:
+        """Return the batch's bytes, unchanged since it was sealed. Raises LedgerDamaged."""
+        body = encode_batch(seal.step, [self.ledger.fetch_group(place) for place in seal.places.values()])
         if xxhash.xxh3_64_hexdigest(body) != seal.checksum:
-            raise LedgerDamaged(f"batch {seal.step} is not what was sealed")
+            raise LedgerDamaged(f"batch {seal.step} differs from its seal")
         return body
 
     def drop_trimmed(self, step: int) -> None:
-        """Delete the seals of batches up to this one; 0 is none."""
+        """Delete the seals of batches up to this one; 0 deletes nothing."""
         if not step:
             return
-        # for checkpoint/start_facts.py, which does not read the log: from where it can be replayed
+        # for checkpoint/start_facts.py, which does not read the log: the first step that can be replayed
         note = self.folder.parent / TRIMMED
         self.ledger.room.write(TRIMMED, lambda: write_json(note, {"step": step}))
         for path in self.folder.glob("[0-9]*.seal"):
@@ -116,7 +118,7 @@ class Batches:
                 path.unlink(missing_ok=True)
 
     def set_aside(self, seals: Collection[Seal], lineage: int) -> None:
-        """Move seals that a lineage gave up to `set-aside/<lineage>/`, with links to the segments they need.
+        """Move seals that a lineage dropped to `set-aside/<lineage>/`, with links to the segments they need.
 
         That folder has the form of `rollout/`.
         """
@@ -125,35 +127,37 @@ class Batches:
         folder = self.folder.parent / SET_ASIDE / str(lineage)
         (folder / self.folder.name).mkdir(parents=True, exist_ok=True)
         for number in {place.segment for seal in seals for place in seal.places.values()}:
-            source = segment_path(self.folder.parent, number)
+            source = get_segment_path(self.folder.parent, number)
             try:
                 with suppress(FileExistsError):
                     os.link(source, folder / source.name)
             except OSError as error:
-                logger.warning("%s can't be kept beside the batches that are set aside: %s", source, error)
+                logger.warning(
+                    "%s can't be linked next to the batches that were set aside: %s", source, error
+                )
         for seal in seals:
-            path = self._path(seal.step)
+            path = self._get_path(seal.step)
             os.replace(path, folder / self.folder.name / path.name)
         fsync_dir(self.folder)
 
-    def _path(self, step: int) -> Path:
+    def _get_path(self, step: int) -> Path:
         return self.folder / f"{step:08d}.seal"
 
 
-def read_seals(folder: Path) -> dict[int, Seal]:
-    """All seals below a trial's `rollout/`, by step. Raises LedgerDamaged for one that can't be read."""
+def load_seals(folder: Path) -> dict[int, Seal]:
+    """Return all seals below a trial's `rollout/`, by step. Raises LedgerDamaged for an unreadable one."""
     seals = {}
     for path in sorted((folder / "batches").glob("[0-9]*.seal")):
-        seal = _read(path)
+        seal = _load_seal(path)
         if seal is not None:
             seals[seal.step] = seal
-        elif path.exists():  # else trimmed meanwhile
+        elif path.exists():  # otherwise it was trimmed meanwhile
             raise LedgerDamaged(f"{path} can't be read")
     return seals
 
 
-def _read(path: Path) -> Seal | None:
-    data: Any = read_json(path)
+def _load_seal(path: Path) -> Seal | None:
+    data: Any = load_json(path)
     try:
         return Seal(
             step=data["step"],
@@ -164,5 +168,5 @@ def _read(path: Path) -> Seal | None:
             checksum=data["xxh3"],
             counters=data["counters"],
         )
-    except (KeyError, TypeError, ValueError):  # missing, not JSON, or JSON and no seal
+    except (KeyError, TypeError, ValueError):  # missing, not JSON, or not a seal
         return None

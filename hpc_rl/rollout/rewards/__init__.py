@@ -1,10 +1,10 @@
 """Rewards: `reward(prompt, completion, **columns)`, sync or async; built-in, or by import path.
 
 `prompt` is the row's text (or its messages), `completion` the decoded text, `columns` the row's other
-columns, but for one that is itself named `completion`. It returns a number, or a dict with the number as
-`reward` and its parts, which are logged. With an attribute `batched` that is true, it is called once per
-prompt with the list of completions, and returns a list. Built-ins run in the executor worker; math_verify,
-code_tests and the user's code run in a process of their own with a time limit (reward_process.py).
+columns, except one named `completion`. A reward returns a number, or a dict with the number as `reward` and
+its parts, which are logged. With a true attribute `batched`, it is called once per prompt with the list of
+completions, and returns a list. Built-ins run in the executor worker; math_verify, code_tests and the user's
+code run in a separate process with a time limit (reward_process.py).
 """
 
 import asyncio
@@ -17,19 +17,19 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from hpc_rl.config.load.fields import did_you_mean
-from hpc_rl.config.text_templates import filled
+from hpc_rl.config.load.fields import suggest_name
+from hpc_rl.config.text_templates import fill_template
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards.answers import final_answer
 from hpc_rl.rollout.rewards.tasks import countdown, thinks_then_answers
-from hpc_rl.rollout.user_errors import users_frame
+from hpc_rl.rollout.user_errors import find_user_frame
 
 _PART = re.compile(r"[\w.@/-]{1,100}")
 
 
 class Score(float):
-    """A reward with the parts that it is made of, which are logged as `reward/<part>`.
+    """A reward with its parts, which are logged as `reward/<part>`.
 
     Sums, differences and multiples keep the parts: a workflow adds the rewards of its turns.
     """
@@ -38,13 +38,13 @@ class Score(float):
 
     @classmethod
     def of(cls, value: float, parts: Mapping[str, float]) -> "Score":
-        made = cls(value)
-        made.parts = dict(parts)
-        return made
+        score = cls(value)
+        score.parts = dict(parts)
+        return score
 
     def __add__(self, other: float) -> "Score":
         parts = defaultdict(float, self.parts)
-        for name, value in parts_of(other).items():
+        for name, value in get_parts(other).items():
             parts[name] += value
         return Score.of(float(self) + float(other), parts)
 
@@ -70,8 +70,8 @@ class Score(float):
         return Score.of(float(self) / divisor, {name: value / divisor for name, value in self.parts.items()})
 
 
-def parts_of(reward: float) -> Mapping[str, float]:
-    """Return what a reward is made of; {} for a number."""
+def get_parts(reward: float) -> Mapping[str, float]:
+    """Return the parts of a reward; {} for a number."""
     return reward.parts if isinstance(reward, Score) else {}
 
 
@@ -84,7 +84,7 @@ BatchReward = Callable[[Any, list[str], dict[str, Any]], Awaitable[list[float]]]
 class Rejection(Exception):
     """A prompt that gives no group, now or later; `reason` goes into the ledger.
 
-    `place` and `trace` are those of an exception of user code that is behind it, as in Raised.
+    `place` and `trace` belong to the user code's exception behind it, if any, as in Raised.
     """
 
     def __init__(self, reason: RejectReason, message: str, place: str = "", trace: str = "") -> None:
@@ -92,21 +92,21 @@ class Rejection(Exception):
         self.reason, self.message, self.place, self.trace = reason, message, place, trace
 
 
-def from_row(option: str, template: str, columns: Mapping[str, Any], known: Mapping[str, Any]) -> str:
-    """Return the text of a template: `known` values, else columns of the row.
+def fill_from_row(option: str, template: str, columns: Mapping[str, Any], known: Mapping[str, Any]) -> str:
+    """Return a filled template: `known` values, else columns of the row.
 
-    `option` has the template, for the message. Raises Rejection for a column that the row lacks.
+    `option` contains the template, for the message. Raises Rejection for a column that the row lacks.
     """
     try:
-        return filled(template, {**columns, **known})
+        return fill_template(template, {**columns, **known})
     except KeyError as error:
         there = ", ".join(sorted(columns)) or "none"
-        problem = f"{option} has {{{error.args[0]}}}, and the row has no such column; it has {there}"
+        problem = f"{option}: the row lacks the column {{{error.args[0]}}}; it has {there}"
         raise Rejection(RejectReason.EXCEPTION, problem) from None
 
 
-def checked(value: Any, what: str = "the reward") -> float:
-    """Return a reward, or `what`, as a number. Raises Rejection for what is none: a text, None, nan, inf."""
+def check_number(value: Any, what: str = "the reward") -> float:
+    """Return a reward, or the value named `what`, as a finite number. Raises Rejection for other values."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
@@ -117,13 +117,13 @@ def checked(value: Any, what: str = "the reward") -> float:
     raise Rejection(RejectReason.REWARD_EXCEPTION, message)
 
 
-def score_of(value: Any) -> Score:
-    """Return what a reward function returned: a number, or a dict of `reward` and numbers by name.
+def parse_score(value: Any) -> Score:
+    """Return the result of a reward function: a number, or a dict of `reward` and numbers by name.
 
     Raises Rejection for anything else.
     """
     if not isinstance(value, Mapping):
-        return Score(checked(value))
+        return Score(check_number(value))
     if "reward" not in value:
         there = ", ".join(map(str, value)) or "nothing"
         message = f"the reward is a dict with {there}; it needs the entry 'reward', a number"
@@ -132,34 +132,36 @@ def score_of(value: Any) -> Score:
         message = f"the reward has a part {odd[0]!r:.40}; allowed: names of letters, digits and _ . @ / -"
         raise Rejection(RejectReason.REWARD_EXCEPTION, message)
     parts = {
-        str(name): checked(one, f"part {name!r} of the reward")
-        for name, one in value.items()
+        str(name): check_number(part, f"part {name!r} of the reward")
+        for name, part in value.items()
         if name != "reward"
     }
-    return Score.of(checked(value["reward"]), parts)
+    return Score.of(check_number(value["reward"]), parts)
 
 
-def each(reward: Reward) -> BatchReward:
-    """Return what scores the completions of a prompt one by one, together."""
+def score_each(reward: Reward) -> BatchReward:
+    """Return a batch reward that scores the completions of a prompt one by one, concurrently."""
 
     async def rewards(prompt: Any, completions: list[str], columns: dict[str, Any]) -> list[float]:
-        return list(await asyncio.gather(*(reward(prompt, one, columns) for one in completions)))
+        return list(
+            await asyncio.gather(*(reward(prompt, completion, columns) for completion in completions))
+        )
 
     return rewards
 
 
-def weighted(rewards: Mapping[str, tuple[BatchReward, float]]) -> BatchReward:
-    """Return the sum of rewards by name, each times its weight; they are parts of it under their names."""
+def weight_rewards(rewards: Mapping[str, tuple[BatchReward, float]]) -> BatchReward:
+    """Return the weighted sum of rewards by name; each reward is a part of the sum under its name."""
 
     async def total(prompt: Any, completions: list[str], columns: dict[str, Any]) -> list[float]:
         calls = (reward(prompt, completions, columns) for reward, _ in rewards.values())
-        found = dict(zip(rewards, await asyncio.gather(*calls), strict=True))
-        return [_sum({name: values[i] for name, values in found.items()}) for i in range(len(completions))]
+        scores = dict(zip(rewards, await asyncio.gather(*calls), strict=True))
+        return [_sum({name: values[i] for name, values in scores.items()}) for i in range(len(completions))]
 
     def _sum(values: Mapping[str, float]) -> Score:
         parts = {name: float(value) for name, value in values.items()}
         for name, value in values.items():
-            parts |= {f"{name}/{part}": one for part, one in parts_of(value).items()}
+            parts |= {f"{name}/{part}": one for part, one in get_parts(value).items()}
         return Score.of(sum(rewards[name][1] * value for name, value in values.items()), parts)
 
     return total
@@ -171,7 +173,7 @@ def exact_match(prompt: Any, completion: str, answer: Any, **_columns: Any) -> f
 
 
 def contains(prompt: Any, completion: str, answer: Any, **_columns: Any) -> float:
-    """1 if the row's `answer` stands in the completion."""
+    """1 if the completion contains the row's `answer`."""
     return float(str(answer) in completion)
 
 
@@ -182,7 +184,7 @@ BUILTINS: dict[str, Callable[..., float]] = {
     "format": thinks_then_answers,
     "countdown": countdown,
 }
-# built-ins that run as the user's code does
+# built-ins that run like the user's code
 LIMITED = {
     "math_verify": "hpc_rl.rollout.rewards.algebra:math_verify",
     "code_tests": "hpc_rl.rollout.rewards.tasks:make_code_tests",
@@ -190,7 +192,7 @@ LIMITED = {
 
 
 def import_object(key: str, path: str) -> Any:
-    """What `package.module:name` names.
+    """Return the object `package.module:name`.
 
     `key` is the configuration key, for the message. Raises ConfigError.
     """
@@ -203,17 +205,17 @@ def import_object(key: str, path: str) -> Any:
         raise
     except (Exception, SystemExit) as error:
         kind = "" if isinstance(error, ImportError | AttributeError) else f"{type(error).__name__}: "
-        where = f" ({found})" if (found := users_frame(error)) else ""
-        remedy = _where_modules_are(module) if isinstance(error, ImportError) else ""
-        if module in sys.modules:  # it was imported, and lacks the name
-            remedy = did_you_mean(name, vars(sys.modules[module]))
+        where = f" ({place})" if (place := find_user_frame(error)) else ""
+        remedy = _describe_search(module) if isinstance(error, ImportError) else ""
+        if module in sys.modules:  # the module was imported, and lacks the name
+            remedy = suggest_name(name, vars(sys.modules[module]))
         raise ConfigError(
             f"{key}: {path!r} can't be imported: {kind}{error}{where}. {remedy}".rstrip()
         ) from error
 
 
-def _where_modules_are(module: str) -> str:
-    """Return where a module was looked for, with the name that it may misspell."""
+def _describe_search(module: str) -> str:
+    """Return the folders searched for a module, with the name that it may misspell."""
     first = module.partition(".")[0]
     own = [os.getcwd(), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     folders = [path for path in dict.fromkeys(own) if path and os.path.isdir(path)]
@@ -223,13 +225,13 @@ def _where_modules_are(module: str) -> str:
         for name in os.listdir(folder)
         if name.endswith(".py") or os.path.isdir(os.path.join(folder, name))
     ]
-    hint = "" if first in names else did_you_mean(first, names)
+    hint = "" if first in names else suggest_name(first, names)
     searched = f"Modules of yours are searched for in {', '.join(folders)}; PYTHONPATH adds others."
     return f"{hint} {searched}".strip()
 
 
-def built_in(name: str) -> Reward:
-    """Return a built-in reward, run where it is called."""
+def make_built_in(name: str) -> Reward:
+    """Return a built-in reward, which runs in the calling process."""
     function = BUILTINS[name]
 
     async def reward(prompt: Any, completion: str, columns: dict[str, Any]) -> float:

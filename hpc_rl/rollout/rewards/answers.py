@@ -1,8 +1,7 @@
 """The reward `final_answer`: whether the last answer in a completion is the row's, compared by value.
 
 Numbers are exact fractions, read by patterns: a computer algebra system (math-verify) needs a time limit,
-for a completion may hold 9^9^9, and built-in rewards run without one. What is not a number is compared as
-text.
+because a completion may hold 9^9^9, and built-in rewards run without one. Other answers are compared as text.
 """
 
 import re
@@ -39,7 +38,7 @@ _QUANTITY = re.compile(
 )
 _PHRASE = re.compile(
     r"(?:####|answer\s{0,3}(?:is|was|equals|:|=))\s{0,9}:?\s{0,9}(?=\S)"
-    # said of an answer, so rather no answer
+    # a remark about an answer, so probably not an answer
     r"(?P<remark>(?:not|correct|right|consistent|reasonable|verified|confirmed|derived|obtained)\b)?",
     re.IGNORECASE,
 )
@@ -47,7 +46,7 @@ _REASON = re.compile(r",?\s(?:because|since|so|which|where|i\.e|e\.g|that is)\b|
 _TAG = re.compile(r"</[A-Za-z]{1,10}>|<br\s?/?>|<\|\w{1,20}\|>")
 _EQUAL = re.compile(r"(?<![<>!≤≥])=")
 _LIST = re.compile(r",(?![0-9]{3})|;|\b(?:and|or)\b")
-# of prose, not of a formula; of scripts without blanks every letter is one
+# of prose, not of a formula; in scripts without blanks every letter is a word
 _WORD = re.compile(
     r"(?<![\w\\])(?!(?:and|or|a?(?:sin|cos|tan)h?|arc(?:sin|cos|tan)|cot|sec|csc|log|exp|sqrt|max|min|mod|det|lim"
     r"|gcd|lcm)\b)(?:[^\W\d_]{3,}|(?:is|it|as|we|so|in|of|by|if|at|on|he|an|be|no|my)\b|[ai]\s(?=[a-z]{3}))"
@@ -57,7 +56,7 @@ _WORD = re.compile(
 _LOOSE_END = re.compile(r"(?:[^\w()\[\]{}%°!'$€£]|\b(?:and|or|to)$|[(\[{]$)+$")
 _REMARK = re.compile(r"\s\([^()]*\)$")
 _OPTION = re.compile(r"\(?(?P<letter>[A-Z])[).:]\s*(?P<text>.+)")
-_LATEX = [  # one after the other
+_LATEX = [  # applied in this order
     (re.compile(r"\\(?:(?:left|right|displaystyle)(?![a-z])|[!:;()\[\]])|\*\*|`|(?<!\\)\$(?![0-9.])"), ""),
     (re.compile(r"\{,\}"), ","),
     (re.compile(r"(?<=[0-9])\\,(?=[0-9])"), ""),
@@ -81,13 +80,13 @@ _LATEX = [  # one after the other
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number and what follows it: `%`, a unit, or nothing."""
+    """A number and its suffix: `%`, a unit, or nothing."""
 
     value: Fraction
     unit: str = ""
 
     def agrees(self, other: "Quantity") -> bool:
-        """Return whether both mean the same; one without a unit or percent sign may have left it out."""
+        """Return whether both mean the same; one may have left out its unit or percent sign."""
         if self.value == other.value:
             return self.unit == other.unit or not (self.unit and other.unit)
         one, percent = (self, other) if other.unit == "%" else (other, self)
@@ -97,69 +96,70 @@ class Quantity:
 def final_answer(prompt: Any, completion: str, **columns: Any) -> float:
     """1 if the last answer in the completion, or a short one as a whole, is the row's; else 0.
 
-    The row's is its `answer` or `ground_truth`; where that is null, every answer has 0.
+    The row's answer is its `answer` or `ground_truth`; if that is null, every completion gets 0.
     """
     if not columns.keys() & set(TRUTH_COLUMNS):
         raise TypeError(f"final_answer needs one of the columns {', '.join(TRUTH_COLUMNS)}")
-    truth = truth_of(columns)
+    truth = find_truth(columns)
     if truth is None:
         return 0.0
     whole = completion if len(completion) <= MAX_PLAIN_CHARS else ""
-    return float(any(is_same(answer, truth) for answer in [*answers_in(completion), whole]))
+    return float(any(is_same(answer, truth) for answer in [*find_answers(completion), whole]))
 
 
-def truth_of(columns: Mapping[str, Any]) -> str | None:
-    """Return the right answer of a row, None where it has none: after the last box or `####`, if any."""
+def find_truth(columns: Mapping[str, Any]) -> str | None:
+    """Return the right answer of a row, if any: the text after the last box or `####`, else all of it."""
     for name in TRUTH_COLUMNS:
         text = str(columns[name]).strip() if columns.get(name) is not None else ""
         if text:
-            return boxed(text) or text.rpartition("####")[2].strip()
+            return find_boxed(text) or text.rpartition("####")[2].strip()
     return None
 
 
-def answers_in(completion: str) -> list[str]:
-    """Return the answer that a completion ends with, in each form that it can be read in, the shortest first.
+def find_answers(completion: str) -> list[str]:
+    """Return a completion's final answer, in each form that it can be read in, the shortest first.
 
-    The last box; else, in the last <solution> where there is one, what follows the last `the answer is`; else
-    the whole text if it is short, or the last number in prose. What is before `</think>` does not count.
+    The final answer is in the last box. Without a box it follows the last `the answer is`, inside the last
+    <solution> if the completion has one. Otherwise it is the whole text if short, or the last number in
+    prose. Text before `</think>` does not count.
     """
     text = completion.rpartition("</think>")[2][-MAX_SEARCHED_CHARS:]
-    if (box := boxed(text)) is not None:
+    if (box := find_boxed(text)) is not None:
         return [box]
     if "</solution>" in text:
         text = text.rpartition("</solution>")[0].rpartition("<solution>")[2]
-    text = plain(_TAG.sub("", text), keep_lines=True)
+    text = strip_markup(_TAG.sub("", text), keep_lines=True)
     if phrases := list(_PHRASE.finditer(text)):
         last = [phrase for phrase in phrases if not phrase["remark"]] or phrases
         begin = last[-1].start("remark") if last[-1]["remark"] else last[-1].end()
-        return _readings(text[begin:].partition("\n")[0][:MAX_SAID_CHARS])
+        return _list_readings(text[begin:].partition("\n")[0][:MAX_SAID_CHARS])
     is_short = len(text) <= MAX_PLAIN_CHARS
     if is_short and not _WORD.search(text):
-        return _readings(text)
-    numbers = [] if quantity(text) else [found[0] for found in _VALUES.finditer(text)]
+        return _list_readings(text)
+    numbers = [] if parse_quantity(text) else [match[0] for match in _VALUES.finditer(text)]
     return [*numbers[-1:], *([text] if is_short else [])]
 
 
-def _readings(line: str) -> list[str]:
-    """Return what a line that states an answer can mean: `2*13 = 26` also 26, `(B) 12` also B and 12."""
-    said = _REASON.split(line, maxsplit=1)[0].strip()
-    sides = _EQUAL.split(said)
+def _list_readings(line: str) -> list[str]:
+    """Return the possible meanings of a line with an answer: `2*13 = 26` also 26, `(B) 12` also B and 12."""
+    statement = _REASON.split(line, maxsplit=1)[0].strip()
+    sides = _EQUAL.split(statement)
     is_list = any(_LIST.search(side) for side in sides[1:-1])  # x = 5, y = 2
-    value = said if is_list else sides[-1].strip()
-    readings = [said if quantity(said) else _formula(value), said, line.strip()]
+    value = statement if is_list else sides[-1].strip()
+    readings = [statement if parse_quantity(statement) else _find_formula(value), statement, line.strip()]
     if option := _OPTION.fullmatch(value):
-        readings += [option["letter"], _formula(option["text"])]
+        readings += [option["letter"], _find_formula(option["text"])]
     if "≈" in value:
-        readings += [_formula(side) for side in value.split("≈")]
+        readings += [_find_formula(side) for side in value.split("≈")]
     same = re.split(r",?\s+or\s+", value)  # 1/2 or 0.5
     if len(same) > 1 and all(is_same(one, same[0]) for one in same):
         readings.append(same[0])
     return readings
 
 
-def _formula(text: str) -> str:
-    """Return the first formula or number of a text as a whole, without words around it; else the text."""
-    if quantity(text):
+def _find_formula(text: str) -> str:
+    """Return a text's first whole formula or number, without words around it; else the text."""
+    if parse_quantity(text):
         return text.strip()
     pieces = [piece for piece in _WORD.split(text) if any(sign.isdecimal() for sign in piece)]
     piece = _LOOSE_END.sub("", pieces[0]).lstrip(" .,;:!?") if pieces else text.strip()
@@ -168,13 +168,13 @@ def _formula(text: str) -> str:
     if re.match(r"[+*/^<>]|-\s", piece):  # the rest of `rate + 5`
         return text.strip()
     before = _REMARK.sub("", piece)
-    return before if quantity(before) else piece
+    return before if parse_quantity(before) else piece
 
 
-def boxed(text: str) -> str | None:
-    r"""Return what is in the last `\boxed{…}` whose braces are closed, None without one."""
+def find_boxed(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{…}` with closed braces, None without one."""
     last: str | None = None
-    open_braces: list[tuple[bool, int]] = []  # whether it is a box's, and where its content begins
+    open_braces: list[tuple[bool, int]] = []  # whether it is a box's, and the start of its content
     for mark in re.finditer(r"(\\f?box(?:ed)?\s?\{)|\\.|[{}]", text, re.DOTALL):
         if mark[0] == "}" and open_braces:
             is_box, begin = open_braces.pop()
@@ -186,45 +186,45 @@ def boxed(text: str) -> str | None:
 
 def is_same(answer: str, truth: str) -> bool:
     """Return whether two answers are equal: as numbers if both are, else as text."""
-    left, right = quantity(answer), quantity(truth)
+    left, right = parse_quantity(answer), parse_quantity(truth)
     if left and right:
         return left.agrees(right)
-    return _letters(answer) == _letters(truth)
+    return _normalize(answer) == _normalize(truth)
 
 
-def quantity(text: str) -> Quantity | None:
-    r"""Return the number that a text is: 0.5, 1/2, 1 1/2, 1,000, 5%, 3 cm, \frac{1}{2}, 2*10^3, x = 7."""
-    text = plain(text).strip(" .,;:!?")
-    found = _QUANTITY.fullmatch(text) if len(text) <= MAX_NUMBER_CHARS else None
-    value = found and _value(found)
-    if found is None or value is None:
+def parse_quantity(text: str) -> Quantity | None:
+    r"""Return the number that a text states: 0.5, 1/2, 1 1/2, 1,000, 5%, 3 cm, \frac{1}{2}, 2*10^3, x = 7."""
+    text = strip_markup(text).strip(" .,;:!?")
+    match = _QUANTITY.fullmatch(text) if len(text) <= MAX_NUMBER_CHARS else None
+    value = match and _compute_value(match)
+    if match is None or value is None:
         return None
-    unit = (found["unit"] or "").strip(" .$€£").casefold()
+    unit = (match["unit"] or "").strip(" .$€£").casefold()
     if unit == "percent":
         unit = "%"
-    # several words are rather a sentence; `s` and `ms` are no plurals
+    # several words are probably a sentence; `s` and `ms` are no plurals
     return Quantity(value, "" if " " in unit else unit.removesuffix("s") if len(unit) > 3 else unit)
 
 
-def quantities(text: str, with_ratios: bool) -> Iterator[Quantity]:
+def find_quantities(text: str, with_ratios: bool) -> Iterator[Quantity]:
     """Yield the numbers in a plain text: each by itself, or `a/b` as one."""
-    for found in (_VALUES if with_ratios else _LITERALS).finditer(text):
-        value = _value(found)
+    for match in (_VALUES if with_ratios else _LITERALS).finditer(text):
+        value = _compute_value(match)
         if value is not None:
-            yield Quantity(value, found["unit"])
+            yield Quantity(value, match["unit"])
 
 
-def plain(text: str, keep_lines: bool = False) -> str:
+def strip_markup(text: str, keep_lines: bool = False) -> str:
     """Return a text without LaTeX's commands and Markdown's marks, as far as numbers and words need it."""
     if keep_lines:
-        return "\n".join(plain(line) for line in text.strip().splitlines())
+        return "\n".join(strip_markup(line) for line in text.strip().splitlines())
     for pattern, instead in _LATEX:
         text = pattern.sub(instead, text)
     return text.strip()
 
 
-def _value(found: re.Match[str]) -> Fraction | None:
-    """Return the number of a match, None for one too long to compute with, or divided by zero."""
+def _compute_value(found: re.Match[str]) -> Fraction | None:
+    """Return the number of a match; None if it is too long to compute with, or divided by zero."""
     if found.end() - found.start() > MAX_NUMBER_CHARS:
         return None
     parts = found.groupdict()
@@ -239,6 +239,6 @@ def _value(found: re.Match[str]) -> Fraction | None:
     return sign * number**power * Fraction(10) ** tens
 
 
-def _letters(text: str) -> str:
-    # a `$` before a number is left by `plain`: dollars, or LaTeX's
-    return "".join(plain(text).replace("$", "").split()).strip(".,;:!?\"'()[]").casefold()
+def _normalize(text: str) -> str:
+    # `strip_markup` leaves a `$` before a number: dollars, or LaTeX's
+    return "".join(strip_markup(text).replace("$", "").split()).strip(".,;:!?\"'()[]").casefold()

@@ -1,9 +1,9 @@
-"""The user's reward function in a process of its own, with a time limit: both ends of the pipe.
+"""The user's reward function in a separate process, with a time limit: both ends of the pipe.
 
-Sync functions run one after the other in the main thread, where no event loop runs; async ones together. The
-clock of a call starts when the call starts, which the process reports. A call over its limit costs the
-process: it says where the call is, is killed, a new one is started, and the other calls that were waiting
-for it are asked again.
+Sync functions run one after the other in the main thread, where no event loop runs; async ones run
+concurrently. The clock of a call starts when the process reports that the call starts. A call over its limit
+costs the process: it reports the place of the call and is killed; a new process starts, and the other open
+calls are repeated.
 """
 
 import asyncio
@@ -26,22 +26,22 @@ from types import FrameType
 from typing import Any
 
 from hpc_rl.config.load.stored import is_secret_variable
-from hpc_rl.config.snapshot import is_users
+from hpc_rl.config.snapshot import is_user_file
 from hpc_rl.core import log
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, RoleFailed
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import Rejection, Score, import_object, score_of
-from hpc_rl.rollout.user_errors import Raised, place_in
+from hpc_rl.rollout.rewards import Rejection, Score, import_object, parse_score
+from hpc_rl.rollout.user_errors import Raised, find_place
 
 logger = logging.getLogger(__name__)
 
-START_TIMEOUT_S = 120.0  # the user's module may import much
+START_TIMEOUT_S = 120.0  # the user's module may import large packages
 MAX_DEATHS = 3  # a call that ran when this many processes exited counts as the cause
-OUTPUT_BYTES, OUTPUT_BYTES_PER_S = 1 << 20, 1 << 10  # that reach the log at once, and from then on
+OUTPUT_BYTES, OUTPUT_BYTES_PER_S = 1 << 20, 1 << 10  # that reach the log at first, and per second after that
 CHUNK_BYTES = 1 << 16
-IDLE_GRACE_S = 1.0  # beyond the time limit, for the process to report that a call starts
-LATE_GRACE_S = 1.0  # beyond the time limit, for the process to report where the call is
+IDLE_GRACE_S = 1.0  # added to the time limit, for the process to report the start of a call
+LATE_GRACE_S = 1.0  # added to the time limit, for the process to report the place of a call
 
 
 @dataclass
@@ -49,20 +49,20 @@ class _Call:
     frame: dict[str, Any]
     answer: asyncio.Future[list[float]]
     timer: asyncio.TimerHandle | None = None  # set while the call runs
-    deaths: int = 0  # of processes that ended while this call ran
+    deaths: int = 0  # processes that ended while this call ran
 
 
 class LimitedOutput:
-    """Passes what user code prints on to the log, as much of it as a disk has room for.
+    """Passes the output of user code on to the log, as much as a disk has room for.
 
-    Each line begins with `reward| `, so that none looks like a record of ours.
+    Each line begins with `reward| `, so that none looks like one of our records.
     """
 
     def __init__(self, write: Callable[[bytes], object], clock: Callable[[], float] = time.monotonic) -> None:
         self._write, self._clock = write, clock
         self._left, self._at = float(OUTPUT_BYTES), clock()
         self._left_out = 0
-        self._line = b""  # its beginning, which has come
+        self._line = b""  # beginning of an incomplete line
 
     def take(self, data: bytes) -> None:
         now = self._clock()
@@ -90,11 +90,11 @@ class LimitedOutput:
             self._show(f"{self._left_out} bytes of output were left out")
 
     def _show(self, line: str) -> None:
-        self._write(f"reward| {log.printable(log.redact(line))}\n".encode(errors="backslashreplace"))
+        self._write(f"reward| {log.escape_controls(log.redact(line))}\n".encode(errors="backslashreplace"))
 
 
 class RewardProcess:
-    """The executor's end: `path` names the function, or with `options` what makes it of them.
+    """The executor's end: `path` names the function, or with `options` a factory that takes them.
 
     `argv` starts the other end, None for this module.
     """
@@ -119,40 +119,40 @@ class RewardProcess:
         self._printing: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        """Raise ConfigError for a path that can't be imported, RoleFailed if the process does not start."""
+        """Start the process. Raises ConfigError for a path that can't be imported, RoleFailed otherwise."""
         pipe = asyncio.subprocess.PIPE
         self._process = await asyncio.create_subprocess_exec(
             *self._argv, stdin=pipe, stdout=pipe, stderr=pipe
         )
         assert self._process.stdout and self._process.stderr
-        printing = asyncio.create_task(_pass_on(self._process.stderr))
+        printing = asyncio.create_task(_forward_output(self._process.stderr))
         self._printing.add(printing)
         printing.add_done_callback(self._printing.discard)
-        first, said = None, f"no answer within {START_TIMEOUT_S:.0f} s"
+        first, answer = None, f"no answer within {START_TIMEOUT_S:.0f} s"
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                first = await pipes.read(self._process.stdout)
-                if first is None or "error" in first:  # it ends, and its exit code says how
-                    said = f"it ended with code {await self._process.wait()}"
+                first = await pipes.receive_frame(self._process.stdout)
+                if first is None or "error" in first:  # the process ends, and its exit code gives the reason
+                    answer = f"it ended with code {await self._process.wait()}"
         except TimeoutError:
             pass
         if first is None or "error" in first:
             await self._kill()
-            said = first["error"] if first else said
+            answer = first["error"] if first else answer
             if self._process.returncode == ExitCode.BAD_CONFIG:
-                raise ConfigError(said)
-            raise RoleFailed(f"the reward process for {self.path!r} does not come up: {said}")
+                raise ConfigError(answer)
+            raise RoleFailed(f"the reward process for {self.path!r} does not come up: {answer}")
         self.batched = bool(first.get("batched"))
-        self._reading = asyncio.create_task(self._read(self._process), name="reward-process")
+        self._reading = asyncio.create_task(self._receive_answers(self._process), name="reward-process")
         for call in self._calls.values():
             self._send(call)
 
     async def rewards(self, prompt: Any, completions: list[str], columns: dict[str, Any]) -> list[float]:
-        """Call the function for the completions of a prompt: once where it is batched. Raises Rejection."""
+        """Call the function for the completions of a prompt: once if it is batched. Raises Rejection."""
         if self.batched:
             return await self._ask(prompt, completions, columns)
-        calls = (self._ask(prompt, [one], columns) for one in completions)
-        return [one for found in await asyncio.gather(*calls) for one in found]
+        calls = (self._ask(prompt, [completion], columns) for completion in completions)
+        return [completion for scores in await asyncio.gather(*calls) for completion in scores]
 
     async def reward(self, prompt: Any, completion: str, columns: dict[str, Any]) -> float:
         """Call the function for one completion. Raises Rejection."""
@@ -181,15 +181,15 @@ class RewardProcess:
     def _send(self, call: _Call) -> None:
         process = self._process
         stdin = process.stdin if process is not None and process.returncode is None else None
-        # else the restart sends it
+        # otherwise the restart sends it
         if stdin is not None and not stdin.is_closing():
             stdin.write(pipes.pack(call.frame))
             if self._idle_timer is None:
                 self._watch()
 
-    async def _read(self, process: asyncio.subprocess.Process) -> None:
+    async def _receive_answers(self, process: asyncio.subprocess.Process) -> None:
         assert process.stdout
-        while (frame := await pipes.read(process.stdout)) is not None:
+        while (frame := await pipes.receive_frame(process.stdout)) is not None:
             call = self._calls.get(frame["id"])
             if call is None or call.answer.done():
                 continue
@@ -207,7 +207,7 @@ class RewardProcess:
         await self._restart(process)
 
     def _watch(self) -> None:
-        """Bound the wait of calls while none runs: user code may read the pipe, as after a fork."""
+        """Limit the wait of calls while none runs: user code may read the pipe, as after a fork."""
         if self._idle_timer is not None:
             self._idle_timer.cancel()
         self._idle_timer = None
@@ -217,7 +217,7 @@ class RewardProcess:
             self._idle_timer = asyncio.get_running_loop().call_later(delay_s, self._expire, open_calls[0])
 
     def _expire(self, number: int, place: str = "", trace: str = "") -> None:
-        """Give a call up, with the process; `place` and `trace` say where it was, if that is known."""
+        """End a call, with the process; `place` and `trace` locate it, if known."""
         self._idle_timer = None
         call = self._calls.get(number)
         if call is None or call.answer.done():
@@ -232,7 +232,7 @@ class RewardProcess:
         if self._process is None:
             return
         pipes.kill(self._process)
-        # not at the end of the pipe, which a child of the process may hold open
+        # not at the end of the pipe: a child of the process may keep that open
         if self._reading is not None:
             self._reading.cancel()
         self._reading = asyncio.create_task(self._restart(self._process), name="reward-process")
@@ -260,7 +260,7 @@ class RewardProcess:
         except HpcRlError as error:
             logger.error("%s", error)
             await self._finish_printing()
-            # the executor worker is of no use without it; its parent starts another
+            # the executor worker can't work without it; the worker's parent starts another
             os._exit(error.exit_code)
 
     async def _kill(self) -> None:
@@ -270,14 +270,14 @@ class RewardProcess:
             await process.wait()
 
     async def _finish_printing(self) -> None:
-        """Let what it printed reach the log; a child that it left behind may hold the pipe open."""
+        """Let its last output reach the log; a child that it left running may keep the pipe open."""
         if self._printing:
             await asyncio.wait(self._printing, timeout=1.0)
-        for one in self._printing:
-            one.cancel()
+        for task in self._printing:
+            task.cancel()
 
 
-async def _pass_on(printed: asyncio.StreamReader) -> None:
+async def _forward_output(printed: asyncio.StreamReader) -> None:
     output = LimitedOutput(partial(os.write, 2))
     try:
         while data := await printed.read(CHUNK_BYTES):
@@ -287,7 +287,7 @@ async def _pass_on(printed: asyncio.StreamReader) -> None:
 
 
 class CallWatch(threading.Thread):
-    """Reports calls that take longer than the limit, with the stacks that they have then.
+    """Reports calls over the time limit, with their stacks at that moment.
 
     `tell` gets the number of a call, its place and its stack, in the thread of the watch.
     """
@@ -300,7 +300,7 @@ class CallWatch(threading.Thread):
         self._changed = threading.Condition()
 
     def begin(self, number: int, task: asyncio.Task[Any] | None = None) -> None:
-        """Watch a call: of an async function its task, else what the main thread does."""
+        """Watch a call: the task of an async function, or else the main thread."""
         with self._changed:
             self._calls[number] = (time.monotonic() + self._timeout_s, task)
             self._changed.notify()
@@ -320,20 +320,20 @@ class CallWatch(threading.Thread):
                     self._changed.wait(left_s)
                     continue
                 del self._calls[number]
-            stack = self._stack(task)
-            self._tell(number, place_in(stack), log.redact("".join(traceback.format_list(stack))))
+            stack = self._extract_stack(task)
+            self._tell(number, find_place(stack), log.redact("".join(traceback.format_list(stack))))
 
-    def _stack(self, task: asyncio.Task[Any] | None) -> list[traceback.FrameSummary]:
+    def _extract_stack(self, task: asyncio.Task[Any] | None) -> list[traceback.FrameSummary]:
         frame = sys._current_frames().get(self._main)
         now = [*traceback.extract_stack(frame)] if frame else []
-        # a task that waits has no frame in the main thread, unless another blocks that
-        if task is None or any(is_users(Path(one.filename)) for one in now):
+        # a waiting task has no frame in the main thread, unless another one blocks that
+        if task is None or any(is_user_file(Path(one.filename)) for one in now):
             return now
-        return awaiting_stack(task)
+        return extract_awaiting_stack(task)
 
 
-def awaiting_stack(task: asyncio.Task[Any]) -> list[traceback.FrameSummary]:
-    """Return the stack of a task that waits, from its own coroutine to the one that it waits for."""
+def extract_awaiting_stack(task: asyncio.Task[Any]) -> list[traceback.FrameSummary]:
+    """Return the stack of a waiting task, from its own coroutine to the innermost awaited one."""
     frames: list[tuple[FrameType, int]] = []
     waits_for: Any = task.get_coro()
     while (frame := getattr(waits_for, "cr_frame", None)) is not None:
@@ -361,9 +361,9 @@ def serve(path: str, timeout_s: float, options: Mapping[str, Any] | None = None)
         function = import_object("rollout.reward_fn", path)
         if options is not None:
             function = function(**options)
-    except Exception as error:  # whatever the user's module raises is what the trial's end is told by
-        said = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
-        answer({"error": said})
+    except Exception as error:  # the exception of the user's module becomes the reason for the trial's end
+        reason = str(error) if isinstance(error, ConfigError) else f"{type(error).__name__}: {error}"
+        answer({"error": reason})
         raise
     answer({"ready": True, "batched": is_batched(function)})
     watch = CallWatch(timeout_s, lambda number, *late: answer({"id": number, "late": late}))
@@ -374,7 +374,7 @@ def serve(path: str, timeout_s: float, options: Mapping[str, Any] | None = None)
     is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
 
     def listen() -> None:
-        while (frame := pipes.read_blocking(sys.stdin.buffer)) is not None:
+        while (frame := pipes.receive_frame_blocking(sys.stdin.buffer)) is not None:
             if is_async:
                 asyncio.run_coroutine_threadsafe(calls.call_async(frame), loop)
             else:
@@ -384,7 +384,7 @@ def serve(path: str, timeout_s: float, options: Mapping[str, Any] | None = None)
     threading.Thread(target=listen, daemon=True, name="calls").start()
     if is_async:
         loop.run_forever()
-    # What a sync function returns may have to be awaited as well.
+    # The result of a sync function may also be awaitable.
     threading.Thread(target=loop.run_forever, daemon=True, name="awaiting").start()
     while True:
         if (unfinished := calls.call(waiting.get())) is not None:
@@ -392,7 +392,7 @@ def serve(path: str, timeout_s: float, options: Mapping[str, Any] | None = None)
 
 
 class _Calls:
-    """The calls of a reward function; their answers are numbered as they are."""
+    """The calls of a reward function; each answer has the number of its call."""
 
     def __init__(
         self, function: Callable[..., Any], answer: Callable[[dict[str, Any]], None], watch: CallWatch
@@ -400,12 +400,12 @@ class _Calls:
         self._function, self._answer, self._watch = function, answer, watch
 
     def call(self, frame: dict[str, Any]) -> Coroutine[Any, Any, None] | None:
-        """Make a call; return what must be run yet where the function returned something to await."""
+        """Make a call. If the function returned an awaitable, return the coroutine that finishes the call."""
         self._answer({"id": frame["id"], "started": True})
         self._watch.begin(frame["id"])
         value = None
-        with self._ending(frame):
-            value = call(self._function, frame["prompt"], frame["completions"], frame["columns"])
+        with self._answer_errors(frame):
+            value = call_function(self._function, frame["prompt"], frame["completions"], frame["columns"])
             if not inspect.isawaitable(value):
                 self._send(frame, value)
         return self._finish(frame, value) if inspect.isawaitable(value) else None
@@ -413,27 +413,27 @@ class _Calls:
     async def call_async(self, frame: dict[str, Any]) -> None:
         self._answer({"id": frame["id"], "started": True})
         await self._finish(
-            frame, call(self._function, frame["prompt"], frame["completions"], frame["columns"])
+            frame, call_function(self._function, frame["prompt"], frame["completions"], frame["columns"])
         )
 
     async def _finish(self, frame: dict[str, Any], value: Awaitable[Any]) -> None:
         self._watch.begin(frame["id"], asyncio.current_task())
-        with self._ending(frame):
+        with self._answer_errors(frame):
             self._send(frame, await value)
 
     def _send(self, frame: dict[str, Any], value: Any) -> None:
-        found = scores_in(value, is_batched(self._function), len(frame["completions"]))
-        self._answer({"id": frame["id"], "scores": [(float(one), dict(one.parts)) for one in found]})
+        scores = parse_scores(value, is_batched(self._function), len(frame["completions"]))
+        self._answer({"id": frame["id"], "scores": [(float(score), dict(score.parts)) for score in scores]})
 
     @contextlib.contextmanager
-    def _ending(self, frame: dict[str, Any]) -> Iterator[None]:
-        """Answer with what is raised."""
+    def _answer_errors(self, frame: dict[str, Any]) -> Iterator[None]:
+        """Answer with an exception, if one is raised."""
         try:
             yield
         except Rejection as error:
             self._answer({"id": frame["id"], "error": [error.message]})
-        except Exception as error:  # whatever user code raises is the outcome of this call
-            self._answer({"id": frame["id"], "error": list(Raised.of(error, self._function))})
+        except Exception as error:  # any exception of user code is the outcome of this call
+            self._answer({"id": frame["id"], "error": list(Raised.from_error(error, self._function))})
         finally:
             self._watch.end(frame["id"])
 
@@ -443,35 +443,37 @@ def is_batched(function: Callable[..., Any]) -> bool:
     return bool(getattr(function, "batched", False))
 
 
-def call(function: Callable[..., Any], prompt: Any, completions: list[str], columns: dict[str, Any]) -> Any:
-    """Call a reward function, which takes one completion if it is not batched; return what it returns.
+def call_function(
+    function: Callable[..., Any], prompt: Any, completions: list[str], columns: dict[str, Any]
+) -> Any:
+    """Call a reward function, with one completion if it is not batched; return its result.
 
-    That may have to be awaited; `scores_in` reads what comes of it.
+    The result may be awaitable; `parse_scores` reads the final value.
     """
     return function(prompt, completions if is_batched(function) else completions[0], **columns)
 
 
-def scores_in(value: Any, batched: bool, num: int) -> list[Score]:
-    """Return the scores in what a reward function returned. Raises Rejection for anything else."""
-    return [score_of(one) for one in (_listed(value, num) if batched else [value])]
+def parse_scores(value: Any, batched: bool, num: int) -> list[Score]:
+    """Return the scores in the result of a reward function. Raises Rejection for anything else."""
+    return [parse_score(entry) for entry in (_check_list(value, num) if batched else [value])]
 
 
-def _listed(value: Any, num: int) -> list[Any]:
-    """Return what a batched function returned. Raises Rejection unless it has `num` entries."""
+def _check_list(value: Any, num: int) -> list[Any]:
+    """Return the result of a batched function. Raises Rejection unless it has `num` entries."""
     try:
-        found = list(value)
+        entries = list(value)
     except TypeError:
-        found = []
-    if len(found) != num or isinstance(value, str | bytes | Mapping):
+        entries = []
+    if len(entries) != num or isinstance(value, str | bytes | Mapping):
         what = f"the batched reward is {value!r:.60} ({type(value).__name__}) for {num} completions"
         message = f"{what}; allowed: a list of {num} rewards"
         raise Rejection(RejectReason.REWARD_EXCEPTION, message)
-    return found
+    return entries
 
 
 def main() -> int:
     pipes.die_with_parent()
-    log.setup("reward", secrets=[os.environ[name] for name in os.environ if is_secret_variable(name)])
+    log.configure("reward", secrets=[os.environ[name] for name in os.environ if is_secret_variable(name)])
     try:
         serve(sys.argv[1], float(sys.argv[2]), json.loads(sys.argv[3]))
     except ConfigError as error:

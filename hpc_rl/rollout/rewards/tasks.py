@@ -1,6 +1,6 @@
 """Rewards of tasks: a format, a length, the countdown game, and code that passes tests.
 
-`code_tests` runs what a model wrote, in the sandbox of the machine (hpc_rl/sandbox).
+`code_tests` runs a model's code in the sandbox of the machine (hpc_rl/sandbox).
 """
 
 import ast
@@ -17,7 +17,7 @@ from fractions import Fraction
 from typing import Any
 
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.sandbox import Limits, find_sandbox, run_python, sandbox_problem
+from hpc_rl.sandbox import Limits, find_problem, find_sandbox, run_python
 
 logger = logging.getLogger(__name__)
 
@@ -53,68 +53,68 @@ def length(
 def countdown(prompt: Any, completion: str, nums: Sequence[int], target: int, **_columns: Any) -> float:
     """1 if the completion's expression uses each of the row's `nums` once and makes its `target`.
 
-    It is what stands between <answer> and </answer>, else the last line; a part from `=` on does not count.
+    The expression is between <answer> and </answer>, else in the last line; text from `=` on does not count.
     """
-    found = _ANSWER.findall(completion)
+    answers = _ANSWER.findall(completion)
     lines = [line for line in completion.splitlines() if line.strip()] or [""]
-    text = (found[-1] if found else lines[-1]).partition("=")[0].strip()
+    text = (answers[-1] if answers else lines[-1]).partition("=")[0].strip()
     if len(text) > MAX_EXPRESSION_CHARS:
         return 0.0
     used: list[int] = []
     try:
-        value = _value(ast.parse(text.replace("×", "*").replace("÷", "/"), mode="eval").body, used)
+        value = _compute_value(ast.parse(text.replace("×", "*").replace("÷", "/"), mode="eval").body, used)
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return 0.0
-    return float(value == target and Counter(used) == Counter(int(one) for one in nums))
+    return float(value == target and Counter(used) == Counter(int(number) for number in nums))
 
 
-def _value(node: ast.expr, used: list[int]) -> Fraction:
+def _compute_value(node: ast.expr, used: list[int]) -> Fraction:
     """Return the value of an expression; append its numbers to `used`. Raises ValueError."""
     if isinstance(node, ast.Constant) and type(node.value) is int:
         used.append(node.value)
         return Fraction(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value(node.left, used), _value(node.right, used))
+        return _OPERATORS[type(node.op)](_compute_value(node.left, used), _compute_value(node.right, used))
     raise ValueError(f"{ast.dump(node)[:40]} is not allowed")
 
 
 def code_tests(prompt: Any, completion: str, tests: str | Sequence[str], **_columns: Any) -> float:
     """Return the share of the row's `tests`, Python texts with asserts, that the completion's code passes.
 
-    The code is the last block between ``` and ```, else the whole completion. Each test runs in an
-    interpreter of its own in a sandbox: 10 s of CPU time, 1 GiB of memory, an empty directory, no variables
-    of the job. A program that ends before the test has run does not pass.
+    The code is the last block between ``` and ```, else the whole completion. Each test runs in a new
+    interpreter in a sandbox: 10 s of CPU time, 1 GiB of memory, an empty directory, no variables of the job.
+    A program that ends before the test has run does not pass.
     """
-    return _share_passed(completion, tests, math.inf)
+    return _measure_share(completion, tests, math.inf)
 
 
 def make_code_tests(timeout_s: float, sandbox: str) -> Callable[..., float]:
-    """Return `code_tests` with a limit of time for all tests of a completion: what has not run then fails.
+    """Return `code_tests` with a time limit for all tests of a completion: tests after it fail.
 
-    Raises ConfigError where `sandbox` is `required` and this machine has none that protects everything.
+    Raises ConfigError if `sandbox` is `required` but this machine's protection is incomplete.
     """
     used = find_sandbox()
-    if problem := sandbox_problem(sandbox, used):
+    if problem := find_problem(sandbox, used):
         raise ConfigError(problem)
     logger.info("code_tests runs code in this sandbox: %s", used.describe())
 
     def code_tests(prompt: Any, completion: str, tests: str | Sequence[str], **_columns: Any) -> float:
-        return _share_passed(completion, tests, time.monotonic() + CODE_TIME_SHARE * timeout_s)
+        return _measure_share(completion, tests, time.monotonic() + CODE_TIME_SHARE * timeout_s)
 
     return code_tests
 
 
-def _share_passed(completion: str, tests: str | Sequence[str], deadline: float) -> float:
+def _measure_share(completion: str, tests: str | Sequence[str], deadline: float) -> float:
     blocks = _CODE.findall(completion)
     code = blocks[-1] if blocks else completion
     all_tests = [tests] if isinstance(tests, str) else list(tests)
-    return sum(_passes(code, test, deadline) for test in all_tests) / len(all_tests) if all_tests else 0.0
+    return sum(_does_pass(code, test, deadline) for test in all_tests) / len(all_tests) if all_tests else 0.0
 
 
-def _passes(code: str, test: str, deadline: float) -> bool:
+def _does_pass(code: str, test: str, deadline: float) -> bool:
     limits = Limits()
     left_s = min(limits.wall_s, deadline - time.monotonic())
-    # no usual exit code: a program does not pass by an exit of its own, unless it looks for this number
+    # an unusual exit code: a program can't pass by exiting early, unless it looks for this number
     passed = 64 + secrets.randbelow(32)
     program = f"{code}\n\n{test}\n\nimport sys\nsys.exit({passed})\n"
     try:

@@ -1,8 +1,8 @@
-"""What a teacher says: the teaching in its completion, and whether that hands over the answer."""
+"""The teaching in a teacher's completion, and whether it gives the answer away."""
 
 import re
 
-from hpc_rl.rollout.rewards.answers import WITHOUT_BLANKS, plain, quantities, quantity
+from hpc_rl.rollout.rewards.answers import WITHOUT_BLANKS, find_quantities, parse_quantity, strip_markup
 
 _TEACHING = re.compile(
     r"<teaching>(?P<teaching>(?:(?!<teaching>).)*?)(?P<end></teaching>)?(?(end)|\Z)",
@@ -16,43 +16,47 @@ _AFTER_A = r"is|was|must|seems|fits|holds|works|matches|remains|follows|because|
 _AFTER_I = r"is|follows|because|since"
 
 
-def teaching_in(completion: str) -> str:
-    """Return what the last closed <teaching> holds, else a last one that is cut off, else the completion."""
-    found = list(_TEACHING.finditer(completion))
-    found = [one for one in found if one["end"]] or found
-    return (found[-1]["teaching"] if found else completion).strip()
+def find_teaching(completion: str) -> str:
+    """Return the content of the last closed <teaching>, else of a last unclosed one, else the completion."""
+    matches = list(_TEACHING.finditer(completion))
+    matches = [match for match in matches if match["end"]] or matches
+    return (matches[-1]["teaching"] if matches else completion).strip()
 
 
-def leaks(truth: str, teaching: str, question: str, approach: str) -> bool:
+def has_leaked(truth: str, teaching: str, question: str, approach: str) -> bool:
     """Return whether the right answer occurs in the teaching, but neither in question nor approach."""
-    return occurs(truth, teaching) and not occurs(truth, question) and not occurs(truth, approach)
+    return (
+        contains_answer(truth, teaching)
+        and not contains_answer(truth, question)
+        and not contains_answer(truth, approach)
+    )
 
 
-def occurs(answer: str, text: str) -> bool:
-    r"""Return whether an answer is written in a text: a number by its value, else as whole words.
+def contains_answer(answer: str, text: str) -> bool:
+    r"""Return whether a text contains an answer: a number by its value, other answers as whole words.
 
     26 occurs in 26.0, $26, 26 cm and \boxed{26}, but not in 126, 2.6 or 52/2; 1/2 occurs in 0.5 and 50%.
     Blanks count only between words: 3x+1 occurs in 3x + 1.
     """
-    number = quantity(answer)
+    number = parse_quantity(answer)
     if number is None:
-        answer = plain(answer).replace("$", "").strip(" .,;:!?\"'")
+        answer = strip_markup(answer).replace("$", "").strip(" .,;:!?\"'")
         option = _OPTION.fullmatch(answer)
-        text = plain(text, keep_lines=option is not None).replace("$", "")
-        return occurs_as_option(option[1], text) if option else _occurs_as_text(answer, text)
-    text = plain(text)
-    literals = list(quantities(text, with_ratios=False))
+        text = strip_markup(text, keep_lines=option is not None).replace("$", "")
+        return contains_option(option[1], text) if option else _contains_text(answer, text)
+    text = strip_markup(text)
+    literals = list(find_quantities(text, with_ratios=False))
     if number.value.denominator > 1:  # a ratio that makes a whole number is a calculation
-        literals += quantities(text, with_ratios=True)
-    return any(found.agrees(number) for found in literals)
+        literals += find_quantities(text, with_ratios=True)
+    return any(literal.agrees(number) for literal in literals)
 
 
-def occurs_as_option(letter: str, text: str) -> bool:
+def contains_option(letter: str, text: str) -> bool:
     """Return whether a text names an option by its letter.
 
-    A capital counts by itself, but A and I only where they are no words: `A is right`, not `A pen`. A small
-    letter counts where it is marked: `(b)`, `b)`, `b.`, `"b"`, `option b`; after `answer is` or `choose`, if
-    no other word follows it.
+    A capital counts by itself, but A and I only if they are no words: `A is right`, not `A pen`. A small
+    letter counts if it is marked: `(b)`, `b)`, `b.`, `"b"`, `option b`; after `answer is` or `choose`, if no
+    other word follows it.
     """
     small, capital = letter.lower(), letter.upper()
     follows = _AFTER_I if small == "i" else _AFTER_A
@@ -72,12 +76,12 @@ def occurs_as_option(letter: str, text: str) -> bool:
     return any(re.search(form, text, re.MULTILINE) for form in forms)
 
 
-def _occurs_as_text(answer: str, text: str) -> bool:
+def _contains_text(answer: str, text: str) -> bool:
     if answer[:1] in ("(", "[") and answer[-1:] in (")", "]"):
         answer = answer[1:-1].strip()
     if not answer:
         return False
-    pattern = _with_any_blanks(answer)
+    pattern = _make_pattern(answer)
     if len(answer) == 1:
         pattern = rf"(?<!\w){pattern}(?!\w)"
     elif answer[0].isalnum():
@@ -89,7 +93,7 @@ def _occurs_as_text(answer: str, text: str) -> bool:
     return re.search(pattern, text, re.IGNORECASE) is not None
 
 
-def _with_any_blanks(answer: str) -> str:
+def _make_pattern(answer: str) -> str:
     """Return the pattern of an answer; blanks count only between words."""
     if "\\" in answer:  # LaTeX
         return r"\s*".join(map(re.escape, "".join(answer.split())))

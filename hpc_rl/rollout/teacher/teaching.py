@@ -1,15 +1,15 @@
-"""The workflow `teacher`: a student is probed and taught; how much better it answers is the teacher's reward.
+"""The workflow `teacher`: probe and teach a student; its improvement is the teacher's reward.
 
 For each question:
 
-1. the student's answers without a teaching (`baseline`), and beside them what it says of its approach (the
-   probe): once for a prompt, shared by its group, and not made again after a kill;
-2. one input for the teacher, of question and approach, and n_samples completions of it: these tokens, and no
-   others, are trained on;
-3. the student's answers with each teaching (`taught`), and the reward of it (reward.py).
+1. the student's answers without a teaching (`baseline`), and in parallel the description of its approach (the
+   probe): once for a prompt, shared by its group, and not repeated after a kill;
+2. one input for the teacher, from question and approach, and n_samples completions of it: only these tokens
+   are trained on;
+3. the student's answers with each teaching (`taught`), and its reward (reward.py).
 
-Answers are scored by `rollout.reward_fn`. All texts come from templates with named values, each one a chat
-turn of the model that it is for.
+`rollout.reward_fn` scores the answers. All texts come from templates with named values, each one a chat turn
+for its model.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.options.teacher import STUDENT, TemplatesConfig
 from hpc_rl.core.errors import ConfigError, InputRefused
 from hpc_rl.core.types import Reply, Trajectory, TrajectoryGroup, Turn
-from hpc_rl.datasets.encode import question_of
+from hpc_rl.datasets.encode import find_question
 from hpc_rl.rollout.batch_log.ledger import RejectReason
-from hpc_rl.rollout.rewards import BUILTINS, LIMITED, Rejection, from_row
-from hpc_rl.rollout.rewards.answers import truth_of
-from hpc_rl.rollout.teacher.leak import leaks, teaching_in
-from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of
+from hpc_rl.rollout.rewards import BUILTINS, LIMITED, Rejection, fill_from_row
+from hpc_rl.rollout.rewards.answers import find_truth
+from hpc_rl.rollout.teacher.leak import find_teaching, has_leaked
+from hpc_rl.rollout.teacher.reward import Lesson, compute_values, load_parts
 from hpc_rl.rollout.workflow import Sampler, trajectory
 
 logger = logging.getLogger(__name__)
@@ -35,12 +35,12 @@ Chat = list[dict[str, Any]]
 
 
 class TeacherWorkflow:
-    """See above; made by `create`."""
+    """See above; use `create`."""
 
     def __init__(self, config: TeacherConfig) -> None:
         self._options, self._templates = config.teacher, config.teacher.templates
         self._parts = load_parts(config.teacher.reward_parts)
-        # a reward of the user's own may need no right answer, or another column with it
+        # the user's own reward may need no right answer, or have it in another column
         self._needs_answer = not {*BUILTINS, *LIMITED}.isdisjoint(config.rollout.reward_functions)
         self._trace = config.rollout.enable_rollout_tracing
 
@@ -64,17 +64,17 @@ class TeacherWorkflow:
             self._show_chat(generate, "baseline", chat)
             return await generate.ask(chat, STUDENT, num, "baseline")
 
-        said, answers = await asyncio.gather(
+        probed, answers = await asyncio.gather(
             generate.once("probe", probe), generate.once("baseline", baseline)
         )
-        approach = said.text.strip()
+        approach = probed.text.strip()
         chat = row.chat("adaptive", self._templates, approach=approach)
         self._show_chat(generate, "teacher", chat)
         ids = generate.tokenizer.encode(generate.tokenizer.chat(chat), add_special_tokens=False)
         turns, p_baseline = await asyncio.gather(
             generate.samples(ids), self._score(row, generate, "baseline", answers)
         )
-        self._show(generate, "probe", said.text)
+        self._show(generate, "probe", probed.text)
         lessons = (
             self._teach(row, generate, number, (ids, turn), approach, p_baseline)
             for number, turn in enumerate(turns)
@@ -92,7 +92,7 @@ class TeacherWorkflow:
     ) -> Trajectory:
         """Give the student one teaching; return its trajectory, with its reward."""
         text = generate.tokenizer.decode(completion[1].output_ids)
-        teaching, truth = teaching_in(text), truth_of(row.columns)
+        teaching, truth = find_teaching(text), find_truth(row.columns)
         chat = row.chat("with_teaching", self._templates, approach=approach, teaching=teaching)
         label = f"taught.{number}"
         self._show_chat(generate, label, chat)
@@ -101,7 +101,7 @@ class TeacherWorkflow:
         except (InputRefused, Rejection) as error:
             if isinstance(error, Rejection) and error.reason != RejectReason.TOO_LONG:
                 raise
-            # a value and not a missing row: what the student can't read teaches it nothing
+            # a value, not a missing row: a teaching that the student can't read teaches nothing
             logger.info(
                 "prompt %d, teaching %d can't be read by the student: %s", generate.index, number, error
             )
@@ -111,27 +111,27 @@ class TeacherWorkflow:
             taught=await self._score(row, generate, label, answers),
             teaching=teaching,
             num_tokens=len(generate.tokenizer.encode(teaching, add_special_tokens=False)),
-            leaks=truth is not None and leaks(truth, teaching, row.question, approach),
+            leaks=truth is not None and has_leaked(truth, teaching, row.question, approach),
             has_answer=self._is_scored(row),
             efficiency_weight=self._options.efficiency_weight,
             degradation_penalty_multiplier=self._options.degradation_penalty_multiplier,
         )
-        values = values_of(self._parts, lesson)
-        made = trajectory([completion], sum(values.values()))
-        made.stats = stats_of(lesson) | {f"reward_{name}": value for name, value in values.items()}
-        self._show(generate, f"teaching {number}, reward {made.reward:g}", text)
-        return made
+        values = compute_values(self._parts, lesson)
+        result = trajectory([completion], sum(values.values()))
+        result.stats = make_stats(lesson) | {f"reward_{name}": value for name, value in values.items()}
+        self._show(generate, f"teaching {number}, reward {result.reward:g}", text)
+        return result
 
     def _is_scored(self, row: "_Row") -> bool:
-        return not self._needs_answer or truth_of(row.columns) is not None
+        return not self._needs_answer or find_truth(row.columns) is not None
 
     async def _score(self, row: "_Row", generate: Sampler, label: str, answers: list[Reply]) -> float:
         """Return the mean score of answers; 0 for none, and for a row without a right answer."""
         scored = answers if self._is_scored(row) else []
-        scores = await asyncio.gather(*(generate.reward(row.columns, one.text) for one in scored))
-        for number, one in enumerate(answers):
+        scores = await asyncio.gather(*(generate.reward(row.columns, answer.text) for answer in scored))
+        for number, answer in enumerate(answers):
             score = f"scored {scores[number]:g}" if scores else "not scored"
-            self._show(generate, f"{label}, answer {number}, {score}", one.text)
+            self._show(generate, f"{label}, answer {number}, {score}", answer.text)
         return sum(scores) / len(scores) if scores else 0.0
 
     def _show_chat(self, generate: Sampler, what: str, chat: Chat) -> None:
@@ -143,8 +143,8 @@ class TeacherWorkflow:
             logger.info("prompt %d, %s:\n%s", generate.index, what, text)
 
 
-def stats_of(lesson: Lesson) -> dict[str, float]:
-    """Return what is measured of a lesson; accuracies only where its answers could be scored."""
+def make_stats(lesson: Lesson) -> dict[str, float]:
+    """Return the metrics of a lesson; accuracies only if its answers could be scored."""
     known = {"teaching_tokens": float(lesson.num_tokens), "leak": float(lesson.leaks)}
     if not lesson.has_answer:
         return known
@@ -169,17 +169,17 @@ class _Row:
     @classmethod
     def of(cls, prompt: dict[str, Any]) -> "_Row":
         return cls(
-            {name: value for name, value in prompt.items() if name != "input_ids"}, *question_of(prompt)
+            {name: value for name, value in prompt.items() if name != "input_ids"}, *find_question(prompt)
         )
 
     def chat(self, name: str, templates: TemplatesConfig, **values: str) -> Chat:
-        """Return the conversation with what a template makes of the question as its last turn.
+        """Return the conversation, with the question in its template as the last turn.
 
         A system turn is for the student only. Raises Rejection for a column that the row lacks.
         """
         known = {"question": self.question, **values}
         option = f"teacher.templates.{name}"
-        text = from_row(option, getattr(templates, name), self.columns, known)
+        text = fill_from_row(option, getattr(templates, name), self.columns, known)
         to_student = name != "adaptive"
         before = [turn for turn in self.before if to_student or turn.get("role") != "system"]
         return [*before, {"role": "user", "content": text}]

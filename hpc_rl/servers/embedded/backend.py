@@ -1,7 +1,7 @@
-"""The embedded backend: SGLang's native requests in front of an engine thread in the server role's process.
+"""The embedded backend: serves SGLang's native requests with an engine thread in the server's own process.
 
-Parsing and answers are here and cost the event loop's thread; the engine's thread sees sequences only. A
-step's finished sequences cross over in one call.
+The event loop's thread parses requests and builds answers; the engine's thread sees only sequences. The
+sequences that finish in one step return in one call.
 """
 
 from __future__ import annotations
@@ -21,25 +21,29 @@ from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.core.errors import ConfigError, RequestRefused
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.servers.base import Answer, Backend, ReplicaPlace
-from hpc_rl.servers.chat import to_completion, to_generate
+from hpc_rl.servers.chat import convert_answers, convert_request
 from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.scorer import EmbeddedScorer
-from hpc_rl.servers.native_api import pause_mode, refused, split, to_answer
-from hpc_rl.servers.sampling import SamplingParams, parse
+from hpc_rl.servers.native_api import make_answer, make_refusal, parse_pause_mode, split
+from hpc_rl.servers.sampling import SamplingParams, parse_sampling
 
 logger = logging.getLogger(__name__)
 
-_SWITCH_INTERVAL_S = 0.001  # the engine releases the GIL in every tensor operation and wants it back soon
+_SWITCH_INTERVAL_S = 0.001  # the engine releases the GIL in every tensor operation and needs it back soon
 _MASK_63 = (1 << 63) - 1
-MAX_SEQUENCES = 4096  # of one request
+MAX_SEQUENCES = 4096  # per request
 
 
 class EmbeddedBackend:
-    """See Backend. `seed` is that of requests that bring none; `tokenizer_path` "" takes the model's.
+    """See Backend.
 
-    With `scratch` the initial weights are random, of the architecture at the model's path.
+    Args:
+        config: The section `embedded`.
+        seed: For requests without a seed.
+        tokenizer_path: By default, the model's path.
+        scratch: Start with random weights of the model's architecture.
     """
 
     makes_initial_weights = True
@@ -74,7 +78,7 @@ class EmbeddedBackend:
         start = time.monotonic()
         scratch = self._scratch and not version
         model = await asyncio.to_thread(Model, path, self._config.dtype, scratch)
-        self._tokenizer = _tokenizer(self._tokenizer_path or path)
+        self._tokenizer = _load_tokenizer(self._tokenizer_path or path)
         config = self._config
         limits = config.max_running_requests, config.batch_invariant
         self._engine = EmbeddedEngine(model, version, self._deliver, *limits)
@@ -94,13 +98,13 @@ class EmbeddedBackend:
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         handler = self._HANDLERS.get(path)
         if handler is None:
-            return 404, refused(f"no such path: {path}")
+            return 404, make_refusal(f"no such path: {path}")
         try:
             return 200, await handler(self, body or {})
         except RequestRefused as error:
-            return 400, refused(str(error))
+            return 400, make_refusal(str(error))
         except RuntimeError as error:  # the engine has failed or stops
-            return 503, refused(str(error))
+            return 503, make_refusal(str(error))
 
     # generation
     async def _generate(self, body: dict[str, Any]) -> Any:
@@ -112,7 +116,7 @@ class EmbeddedBackend:
         rids = {one.rid for one in requests if one.rid}
         if rids & self._live:
             raise RequestRefused("a request with this rid is running")
-        params = [parse(one.sampling) for one in requests]
+        params = [parse_sampling(one.sampling) for one in requests]
         if (total := sum(one.n for one in params)) > MAX_SEQUENCES:
             raise RequestRefused(f"{total} samples in one request; allowed are {MAX_SEQUENCES}")
         sequences: list[Sequence] = []
@@ -134,7 +138,7 @@ class EmbeddedBackend:
                 f"the model's {model.context_length}"
             )
         rid = rid or uuid.uuid4().hex
-        # samples of one request differ; a sequence resubmitted after an abort goes on where it was
+        # the samples of a request differ; a sequence resubmitted after an abort continues in the same way
         given = params.sampling_seed
         seeds = [
             self._random.getrandbits(63) if given is None else (given + index) & _MASK_63
@@ -151,7 +155,7 @@ class EmbeddedBackend:
         try:
             for sequence in sequences:
                 await sequence.done.wait()
-        except asyncio.CancelledError:  # the client has gone: nobody wants the rest
+        except asyncio.CancelledError:  # the client has disconnected
             for sequence in sequences:
                 sequence.cancelled = True
             self.engine.command(lambda: self.engine.abort(lambda one: one.cancelled, "the client has gone"))
@@ -173,7 +177,7 @@ class EmbeddedBackend:
 
     def _answer(self, sequence: Sequence, return_logprob: bool) -> dict[str, Any]:
         assert sequence.finish is not None
-        return to_answer(
+        return make_answer(
             sequence.rid,
             sequence.tokens,
             sequence.logprobs if return_logprob else None,
@@ -181,15 +185,15 @@ class EmbeddedBackend:
             sequence.spans,
             prompt_tokens=len(sequence.ids),
             cached_tokens=0,
-            weight_version=self.engine.version,  # where nothing was made
+            weight_version=self.engine.version,  # for samples without tokens
             num_retractions=sequence.num_retractions,
         )
 
     async def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
         tokenizer = self._need_tokenizer()
-        request, stops = to_generate(body, tokenizer, self.engine.model.context_length)
+        request, stops = convert_request(body, tokenizer, self.engine.model.context_length)
         answers = await self._generate(request)
-        return to_completion(body, answers if isinstance(answers, list) else [answers], tokenizer, stops)
+        return convert_answers(body, answers if isinstance(answers, list) else [answers], tokenizer, stops)
 
     def _need_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
@@ -201,7 +205,7 @@ class EmbeddedBackend:
         return await asyncio.wrap_future(self.engine.command(command))
 
     async def _pause(self, body: dict[str, Any]) -> dict[str, Any]:
-        mode = pause_mode(body)
+        mode = parse_pause_mode(body)
         await self._in_engine(lambda: self.engine.pause(mode))
         return {"status": "ok", "message": f"paused ({mode})"}
 
@@ -227,7 +231,7 @@ class EmbeddedBackend:
         try:
             await self._in_engine(lambda: self.engine.update(path, label, keep_cache))
         except (OSError, ValueError) as error:
-            message = f"the weights at {path} can't be loaded, the old ones stay: {error}"
+            message = f"can't load the weights at {path}; the old weights stay loaded: {error}"
             raise RequestRefused(message) from error
         return {"success": True, "message": "updated", "num_paused_requests": 0}
 
@@ -251,7 +255,7 @@ class EmbeddedBackend:
     }
 
 
-def _tokenizer(path: str) -> Tokenizer | None:
+def _load_tokenizer(path: str) -> Tokenizer | None:
     try:
         return Tokenizer(path)
     except (OSError, ValueError) as error:

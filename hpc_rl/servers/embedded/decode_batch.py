@@ -1,6 +1,6 @@
-"""Sequences and the rows in which they are decoded: bookkeeping of the embedded engine, a column per fact.
+"""Sequences and the rows in which the embedded engine decodes them.
 
-What a row made stays in arrays until it leaves, so that a step costs no Python per row.
+The tokens of a row stay in arrays until the row leaves, so a step runs no Python code per row.
 """
 
 import asyncio
@@ -16,13 +16,13 @@ from hpc_rl.servers.sampling import SamplingParams
 
 @dataclass(eq=False, slots=True)
 class Sequence:
-    """One sample in the making. The engine thread owns it between submit and done."""
+    """One unfinished sample. The engine thread owns it between submit and done."""
 
     ids: list[int]
     params: SamplingParams
     seed: int
     rid: str
-    tokens: list[int] = field(default_factory=list)  # made so far, once it has left the rows
+    tokens: list[int] = field(default_factory=list)  # so far; updated when it leaves the rows
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     finish: dict[str, Any] | None = None
@@ -37,9 +37,9 @@ _STATE = np.dtype(
     [
         ("length", np.int64),  # tokens in the cache
         ("pending", np.int64),  # the token to feed next
-        ("made", np.int64),  # tokens made in this stay
-        ("limit", np.int64),  # tokens that it may make in this stay
-        ("least", np.int64),  # tokens before which no stop token is sampled
+        ("made", np.int64),  # tokens generated in this row
+        ("limit", np.int64),  # most tokens to generate in this row
+        ("least", np.int64),  # tokens to generate before a stop token may be sampled
         ("seed", np.uint64),
         ("temperature", np.float64),
         ("top_k", np.int64),
@@ -50,7 +50,7 @@ _STATE = np.dtype(
 
 
 class DecodeBatch:
-    """Rows decoded together. There is one, or one per sequence (`exact`) in batch-invariant mode."""
+    """Rows that are decoded together. In batch-invariant mode, each sequence has its own batch (`exact`)."""
 
     def __init__(self, model: Model, exact: bool) -> None:
         self.model, self.exact = model, exact
@@ -67,7 +67,7 @@ class DecodeBatch:
         return int(self.state["length"][: len(self)].max()) if self.sequences else 0
 
     def reserve(self, num_rows: int, columns: int, made: int, like: torch.Tensor | None = None) -> None:
-        """Room for rows, for cache columns (needs `like` the first time) and for made tokens."""
+        """Make room for rows, cache columns (needs `like` the first time) and generated tokens."""
         if num_rows > len(self.state):
             self.state = np.resize(self.state, num_rows if self.exact else max(num_rows, 2 * len(self.state)))
         have_rows, have_made = self.tokens.shape
@@ -83,7 +83,7 @@ class DecodeBatch:
     def join(
         self, sequences: list[Sequence], stops: list[int], lengths: list[int], pending: list[int]
     ) -> None:
-        """Append rows; their room is reserved, their cache is written by the caller."""
+        """Append rows. The caller reserves their room and writes their cache."""
         first, params = len(self.sequences), [sequence.params for sequence in sequences]
         made = [len(sequence.tokens) for sequence in sequences]
         columns: dict[str, list[Any]] = {
@@ -106,7 +106,7 @@ class DecodeBatch:
         self.sequences += sequences
 
     def leave(self, leaving: list[int]) -> None:
-        """Take rows out; the last rows fill the holes."""
+        """Remove rows; the last rows fill the holes."""
         keep = len(self) - len(leaving)
         gone = set(leaving)
         holes = [row for row in leaving if row < keep]
@@ -124,7 +124,7 @@ class DecodeBatch:
         del self.sequences[keep:]
 
     def collect(self, row: int, version: str) -> Sequence:
-        """Move what the row made into its sequence."""
+        """Move the tokens of a row into its sequence."""
         sequence = self.sequences[row]
         self.close_span(row, version)
         made = self.state["made"][row]
@@ -133,7 +133,7 @@ class DecodeBatch:
         return sequence
 
     def close_span(self, row: int, version: str) -> None:
-        """Record that what was made since the last span is of `version`."""
+        """Record that the tokens since the last span came from `version`."""
         sequence = self.sequences[row]
         start = sequence.spans[-1][2] if sequence.spans else 0
         end = len(sequence.tokens) + int(self.state["made"][row])

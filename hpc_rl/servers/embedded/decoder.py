@@ -1,9 +1,9 @@
 """The model of the embedded engine: a Hugging Face causal LM with a KV cache in rows, and its weights.
 
-Two decoders do the same work. `HFDecoder` calls the module through transformers' Cache API and serves any
-causal LM with full attention. `FusedDecoder` runs the layers of Llama, Qwen2 and Qwen3 itself, with q/k/v and
-gate/up in one product each; it is taken only where it agrees with the module on a probe. Left out:
-sliding-window and recurrent layers, which are refused, and more than one device.
+There are two decoders. `HFDecoder` calls the module through transformers' Cache API and supports any causal
+LM with full attention. `FusedDecoder` runs the layers of Llama, Qwen2 and Qwen3 itself, with q/k/v and
+gate/up in one product each; it is used only if it agrees with the module on a probe. Not supported:
+sliding-window and recurrent layers, and more than one device.
 
 Shapes: N rows, T tokens of a prompt, S tokens of cache, H heads, K key heads, G = H / K, D head size, V
 vocabulary.
@@ -31,10 +31,10 @@ PROBE_TOLERANCE = 1e-3
 
 
 class CacheRows:
-    """KV cache of rows decoded together: row i holds its tokens in columns 0 … length_i - 1, unshifted.
+    """KV cache of rows that are decoded together. Row i has its tokens in columns 0 … length_i - 1.
 
     `tensors` [rows, K, columns, D] are keys and values of the first layer, of the second, and so on. Rows
-    beyond the live ones and columns beyond a row's length are garbage.
+    after the live rows and columns after a row's length contain garbage.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -48,7 +48,7 @@ class CacheRows:
     def reserve(
         self, rows: int, columns: int, like: torch.Tensor, live: tuple[int, int], exact: bool
     ) -> None:
-        """Make room for `rows` x `columns`, keeping the `live` part; doubles the capacity unless `exact`."""
+        """Make room for `rows` x `columns`; keep the `live` part. Unless `exact`, double the capacity."""
         have_rows, have_columns = self.capacity
         if rows <= have_rows and columns <= have_columns:
             return
@@ -64,7 +64,7 @@ class CacheRows:
             self.tensors[index] = new
 
     def write(self, first: int, prefilled: list[torch.Tensor], pick: torch.Tensor | None) -> None:
-        """Put prefilled rows [m, K, T, D] at `first`: those in `pick`, in order, or all for None."""
+        """Write prefilled rows [m, K, T, D] at `first`: the rows in `pick`, in order, or all if None."""
         for tensor, new in zip(self.tensors, prefilled, strict=True):
             rows = new if pick is None else new[pick]
             tensor[first : first + len(rows), :, : rows.shape[2]] = rows
@@ -77,7 +77,7 @@ class CacheRows:
 
 
 class _RowsLayer(CacheLayerMixin):
-    """One layer of `CacheRows` behind transformers' cache protocol, for one decode step."""
+    """One layer of `CacheRows` with transformers' cache protocol, for one decode step."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor, columns: int) -> None:
         super().__init__()
@@ -106,9 +106,9 @@ class _RowsLayer(CacheLayerMixin):
 
 
 class HFDecoder:
-    """Any causal LM with full attention, through its own forward.
+    """Decodes any causal LM with full attention through its forward method.
 
-    `prefill` starts rows, `decode` adds one token to each.
+    `prefill` starts rows, `decode` adds one token to each row.
     """
 
     def __init__(self, model: Any) -> None:
@@ -143,9 +143,9 @@ class HFDecoder:
 
 
 class FusedDecoder:
-    """The layers of Llama, Qwen2 and Qwen3.
+    """Decodes Llama, Qwen2 and Qwen3 with fused weights.
 
-    The module's own weights become views of the fused ones, so they are held once.
+    The module's weights become views of the fused weights, so memory holds them once.
     """
 
     def __init__(self, model: Any) -> None:
@@ -180,7 +180,7 @@ class FusedDecoder:
         }
 
     def _rotary(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Tables [positions, 1, D]; the sine has the sign of rotate_half in it."""
+        """Return cosine and sine tables [positions, 1, D]; the sine includes the sign of rotate_half."""
         at = torch.arange(num_positions, device=self.base.embed_tokens.weight.device)[None]
         cos, sin = self.base.rotary_emb(self.base.embed_tokens.weight[:1], at)
         half = self.head_size // 2
@@ -195,7 +195,7 @@ class FusedDecoder:
     def _heads(
         self, x: torch.Tensor, layer: dict[str, Any], cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Hidden states [N, hidden] -> q [N, H, D], k and v [N, K, D], with norms and rotation."""
+        """Compute q [N, H, D], k and v [N, K, D] from hidden states [N, hidden], with norms and rotation."""
         num_qk = self.num_heads + self.num_key_heads
         qkv = F.linear(F.rms_norm(x, x.shape[-1:], layer["norm"], self.eps), layer["qkv"], layer["qkv_bias"])
         qkv = qkv.view(len(x), num_qk + self.num_key_heads, self.head_size)
@@ -254,7 +254,7 @@ class FusedDecoder:
 
 
 def _join(modules: tuple[Any, ...], name: str) -> torch.Tensor | None:
-    """One tensor out of the modules' parameters, which become views of it."""
+    """Join the modules' parameters into one tensor; they become views of it."""
     parts = [getattr(module, name) for module in modules]
     if any(part is None for part in parts):
         return None
@@ -268,14 +268,14 @@ Decoder = HFDecoder | FusedDecoder
 
 
 class Model:
-    """A checkpoint in memory, its decoder, and what requests need to know of it."""
+    """A checkpoint in memory with its decoder and limits."""
 
     def __init__(self, path: str, dtype: str, scratch: bool = False) -> None:
-        """Raises ConfigError for a model that can't be served, OSError for a path that can't be read."""
+        """Load the model. Raises ConfigError if it is not supported, OSError if the path can't be read."""
         self.path, self.dtype = path, getattr(torch, dtype)
-        self._set(_build(path, self.dtype, scratch))
+        self._adopt(_build(path, self.dtype, scratch))
 
-    def _set(self, module: Any) -> None:
+    def _adopt(self, module: Any) -> None:
         config = module.config
         kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
         if kinds != {"full_attention"}:
@@ -287,7 +287,7 @@ class Model:
         self.num_layers = config.num_hidden_layers
         self.vocab_size = module.get_output_embeddings().weight.shape[0]
         self.context_length = config.max_position_embeddings
-        self.eos_ids = _eos_ids(module)
+        self.eos_ids = _find_eos_ids(module)
         self.decoder: Decoder = self._choose()
 
     def _choose(self) -> Decoder:
@@ -299,7 +299,7 @@ class Model:
         try:
             fused = FusedDecoder(self.module)
             difference = _probe(generic, fused, self.num_layers, min(self.vocab_size, 1000))
-        # a variant that this file does not know
+        # an unknown variant of the architecture
         except (NotImplementedError, AttributeError, RuntimeError) as error:
             logger.warning("the fused decoder does not fit this %s: %s", config.model_type, error)
             return generic
@@ -311,15 +311,15 @@ class Model:
         return fused
 
     def load(self, path: str) -> None:
-        """Replace the weights by those of another checkpoint of the same architecture; all or nothing.
+        """Load the weights of another checkpoint with the same architecture.
 
-        Raises OSError, ValueError; the old weights are untouched then.
+        If it raises OSError or ValueError, the old weights are unchanged.
         """
-        tensors = _read_tensors(Path(path))
+        tensors = _load_tensors(Path(path))
         names = dict(self.module.named_parameters(remove_duplicate=False))
-        own = {name: p for name, p in names.items() if not (name not in tensors and self._tied(name))}
-        if tensors.keys() != own.keys():  # names on disk that transformers maps on loading
-            self._set(_build(path, self.dtype, False))
+        own = {name: p for name, p in names.items() if not (name not in tensors and self._is_tied(name))}
+        if tensors.keys() != own.keys():  # transformers renames these tensors when it loads them
+            self._adopt(_build(path, self.dtype, False))
             self.path = path
             return
         for name, parameter in own.items():
@@ -336,7 +336,7 @@ class Model:
                     fused["qk_norm"][heads:] = layer.self_attn.k_norm.weight
         self.path = path
 
-    def _tied(self, name: str) -> bool:
+    def _is_tied(self, name: str) -> bool:
         return name == "lm_head.weight" and bool(getattr(self.module.config, "tie_word_embeddings", False))
 
 
@@ -352,7 +352,7 @@ def _build(path: str, dtype: torch.dtype, scratch: bool) -> Any:
         raise ValueError(message) from error
 
 
-def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+def _load_tensors(path: Path) -> dict[str, torch.Tensor]:
     index = path / "model.safetensors.index.json"
     files = {"model.safetensors"}
     if index.exists():
@@ -368,8 +368,8 @@ def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
     return tensors
 
 
-def _eos_ids(module: Any) -> tuple[int, ...]:
-    """End-of-sequence tokens of the generation config, else of the config."""
+def _find_eos_ids(module: Any) -> tuple[int, ...]:
+    """Return the end-of-sequence tokens of the generation config, else of the config."""
     for config in (getattr(module, "generation_config", None), module.config):
         value = getattr(config, "eos_token_id", None)
         if value is not None:
@@ -379,7 +379,7 @@ def _eos_ids(module: Any) -> tuple[int, ...]:
 
 @torch.inference_mode()
 def _probe(one: Decoder, other: Decoder, num_layers: int, vocab_size: int) -> float:
-    """Return the largest difference of logits of two decoders, over an uneven prefill and a decode step."""
+    """Return the largest difference between the logits of two decoders, in a prefill and a decode step."""
     ids = torch.randint(0, vocab_size, (2, 5), generator=torch.Generator().manual_seed(0))
     lengths = torch.tensor([5, 3])
     results = []

@@ -1,9 +1,8 @@
 """The embedded engine: continuous batching in one thread.
 
-Waiting sequences are prefilled together and join the rows that are decoded; finished rows leave and the last
-rows take their places, so that a step costs what the live rows cost. Samples of one prompt share its prefill.
-Commands (pause, update, abort) run between steps. HTTP and its vocabulary are in backend.py, tensors in
-decoder.py.
+Waiting sequences are prefilled together and join the rows that are decoded. Finished rows leave and the last
+rows take their places, so a step only computes live rows. Samples of one prompt share its prefill. Commands
+(pause, update, abort) run between steps. backend.py handles HTTP requests, decoder.py tensors.
 """
 
 import array
@@ -21,21 +20,21 @@ import torch
 
 from hpc_rl.servers.embedded.decode_batch import DecodeBatch, Sequence
 from hpc_rl.servers.embedded.decoder import Model
-from hpc_rl.servers.embedded.sampler import sample, uniforms
+from hpc_rl.servers.embedded.sampler import draw_uniforms, sample
 from hpc_rl.servers.sampling import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-MAX_PREFILL_TOKENS = 8192  # padded, per step: bounds the pause that newcomers cause to the running rows
-MAX_STOP_SETS = 64  # distinct sets of stop tokens that are remembered while nothing runs
+MAX_PREFILL_TOKENS = 8192  # padded, per step: limits the pause of running rows
+MAX_STOP_SETS = 64  # distinct sets of stop tokens that are kept while nothing runs
 
 
 class EmbeddedEngine:
-    """Start with start(); submit and command may be called from any thread.
+    """The engine thread. Call start() first; submit() and command() may be called from any thread.
 
-    Its thread is the only one that uses the model from then on; there `deliver` gets the sequences that
-    finished in one step. At most `max_running` rows are decoded at once; with `batch_invariant` each by
-    itself, in a cache whose shape depends on its own length only.
+    After the start, only this thread uses the model. It calls `deliver` with the sequences that finished in a
+    step. It decodes at most `max_running` rows at once; with `batch_invariant` each row separately, in a
+    cache whose shape depends only on the row's length.
     """
 
     def __init__(
@@ -81,14 +80,14 @@ class EmbeddedEngine:
         self._wake.set()
 
     def load(self) -> dict[str, int]:
-        """Numbers of running and waiting sequences; approximate while the engine works."""
+        """Return the numbers of running and waiting sequences; approximate while the engine works."""
         return {
             "running": sum(len(batch) for batch in self._batches),
             "waiting": len(self._waiting) + len(self._inbox),
         }
 
     def command(self, call: Callable[[], Any]) -> Future[Any]:
-        """Have one of the commands below called between two steps, in the engine's thread."""
+        """Call one of the commands below between two steps, in the engine's thread."""
         future: Future[Any] = Future()
         if self.failure:
             future.set_exception(RuntimeError(f"the engine has failed: {self.failure}"))
@@ -110,7 +109,7 @@ class EmbeddedEngine:
         self.paused = None
 
     def _retract(self) -> None:
-        """Running sequences go back to the head of the queue, without their cache; their order stays."""
+        """Move running sequences back to the head of the queue, in order, without their cache."""
         back = []
         for batch in self._batches:
             for row in range(len(batch)):
@@ -123,7 +122,7 @@ class EmbeddedEngine:
         self._donors.clear()
 
     def update(self, path: str, version: str | None, keep_cache: bool) -> None:
-        """Load weights. Raises OSError or ValueError if the old ones stay."""
+        """Load weights. If it raises OSError or ValueError, the old weights stay loaded."""
         start = time.monotonic()
         self.model.load(path)
         if keep_cache:
@@ -138,7 +137,7 @@ class EmbeddedEngine:
         logger.info("weights %s loaded from %s in %.2f s", self.version, path, time.monotonic() - start)
 
     def abort(self, match: Callable[[Sequence], bool], message: str) -> int:
-        """End the sequences that match; return how many."""
+        """End the matching sequences; return their number."""
         self._queue_newcomers()
         reason = {"type": "abort", "message": message}
         going = dict.fromkeys(filter(match, self._waiting))
@@ -160,7 +159,7 @@ class EmbeddedEngine:
                     if not self._step():
                         self._wake.wait()
                         self._wake.clear()
-        except Exception as error:  # whatever it was, nobody else would notice that the thread ended
+        except Exception as error:  # any error ends the thread, so record it for callers
             self.failure = f"{type(error).__name__}: {error}"
             logger.error("the engine has failed:\n%s", traceback.format_exc())
         self._end()
@@ -174,9 +173,9 @@ class EmbeddedEngine:
             self._commands.popleft()[1].set_exception(RuntimeError(self.failure or "the server stops"))
 
     def _step(self) -> bool:
-        """Commands, newcomers, one token for each row. False when there is nothing to do."""
+        """Run commands, admit new sequences, decode one token per row. Returns False if idle."""
         while self._commands:
-            self._run_command(*self._commands.popleft())
+            self._execute_command(*self._commands.popleft())
         self._queue_newcomers()
         if self.paused or not (self._waiting or self._batches):
             self._flush()
@@ -188,7 +187,7 @@ class EmbeddedEngine:
         self._flush()
         return True
 
-    def _run_command(self, call: Callable[[], Any], future: Future[Any]) -> None:
+    def _execute_command(self, call: Callable[[], Any], future: Future[Any]) -> None:
         try:
             result = call()
         except (OSError, ValueError) as error:
@@ -249,11 +248,11 @@ class EmbeddedEngine:
         if fresh:
             if not self._batches:
                 self._batches.append(DecodeBatch(self.model, exact=False))
-            for bucket in _buckets(fresh):
+            for bucket in _make_buckets(fresh):
                 self._prefill(self._batches[0], bucket)
 
     def _share(self, batch: DecodeBatch, sequences: list[Sequence]) -> None:
-        """Copy the prompts' cache from running samples, less the last token, which the next step feeds."""
+        """Copy the prompts' cache from running samples, without the last token, which the next step feeds."""
         first, donors = len(batch), [self._donors[sequence.prompt_key].row for sequence in sequences]
         lengths = [len(sequence.prompt_key) // 4 for sequence in sequences]
         batch.reserve(first + len(sequences), max(lengths), 1)
@@ -264,7 +263,7 @@ class EmbeddedEngine:
         batch.join(sequences, stops, [length - 1 for length in lengths], last)
 
     def _prefill(self, batch: DecodeBatch, prompts: dict[bytes, list[Sequence]]) -> None:
-        """One forward over distinct prompts; each of their sequences gets a row and its first token."""
+        """Run one forward pass over distinct prompts; give each sequence a row and its first token."""
         keys = list(prompts)
         ids = [np.frombuffer(key, np.int32) for key in keys]
         lengths = np.array([len(row) for row in ids])
@@ -300,7 +299,7 @@ class EmbeddedEngine:
         self._accept(batch, 0, logits)
 
     def _accept(self, batch: DecodeBatch, first: int, logits: torch.Tensor) -> None:
-        """Sample the next token of rows `first` …, and take out the rows that are finished by it."""
+        """Sample the next token of the rows from `first` on; remove finished rows."""
         rows = slice(first, len(batch))
         state = batch.state[rows]
         early = state["made"] < state["least"]
@@ -308,7 +307,7 @@ class EmbeddedEngine:
             at = torch.from_numpy(np.flatnonzero(early))
             stops = self._stop_table[torch.from_numpy(state["stop"][early])]
             logits[at] = logits[at].masked_fill(stops, float("-inf"))
-        uniform = uniforms(state["seed"], state["length"])
+        uniform = draw_uniforms(state["seed"], state["length"])
         tokens, logprobs = sample(logits, state["temperature"], state["top_k"], state["top_p"], uniform)
         made = state["made"]
         numbers = np.arange(first, first + len(tokens))
@@ -329,7 +328,7 @@ class EmbeddedEngine:
         batch.leave((leaving + first).tolist())
 
     def _stop_set(self, params: SamplingParams) -> int:
-        """Index of the row of the stop table for this request."""
+        """Return the row of the stop table for this request."""
         wanted = () if params.ignore_eos else (*params.stop_token_ids, *self.model.eos_ids)
         if wanted not in self._stop_sets:
             row = torch.zeros(1, self.model.vocab_size, dtype=torch.bool)
@@ -339,8 +338,8 @@ class EmbeddedEngine:
         return self._stop_sets[wanted]
 
 
-def _buckets(prompts: dict[bytes, list[Sequence]]) -> list[dict[bytes, list[Sequence]]]:
-    """Prompts of similar length together, so that padding costs less than a second forward would."""
+def _make_buckets(prompts: dict[bytes, list[Sequence]]) -> list[dict[bytes, list[Sequence]]]:
+    """Group prompts of similar length, so that padding costs less than another forward pass."""
     buckets: list[dict[bytes, list[Sequence]]] = []
     for key in sorted(prompts, key=len):
         shortest = len(next(iter(buckets[-1]))) if buckets else 0

@@ -1,9 +1,9 @@
-"""Sampling of one token for each row of a batch: logits in, tokens and log-probabilities out.
+"""Samples one token for each row of a batch: logits in, tokens and log-probabilities out.
 
 A row's random number is a hash of (seed, position), and the token is found by inverting the cumulative
-distribution, so that equal logits give equal tokens whatever else is in the batch. The log-probabilities are
-those of the softmax at the sampling temperature, before top_k and top_p, as SGLang reports them; temperature
-0 takes the likeliest token at T = 1.
+distribution, so equal logits give equal tokens regardless of the rest of the batch. Log-probabilities are
+taken at the sampling temperature, before top_k and top_p, as in SGLang. Temperature 0 takes the most likely
+token and its log-probability at T = 1.
 """
 
 import numpy as np
@@ -14,14 +14,14 @@ _MIX = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """The finalizer of splitmix64."""
+    """Apply the finalizer of splitmix64."""
     x = (x ^ (x >> np.uint64(30))) * _MIX[0]
     x = (x ^ (x >> np.uint64(27))) * _MIX[1]
     return x ^ (x >> np.uint64(31))
 
 
-def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """float64 [N] in [0, 1) from seeds uint64 [N] and positions [N]."""
+def draw_uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return random numbers, float64 [N] in [0, 1), from seeds uint64 [N] and positions [N]."""
     x = _mix(_mix(seeds + _GOLDEN) ^ (positions.astype(np.uint64) * _GOLDEN))
     return (x >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -33,9 +33,9 @@ def sample(
     top_p: np.ndarray,
     uniform: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens int64 [N] and log-probabilities float32 [N].
+    """Sample tokens, int64 [N]; return them with their log-probabilities, float32 [N].
 
-    `top_k` 0 and `top_p` 1 mean all; temperature 0 means greedy.
+    `top_k` 0 and `top_p` 1 mean all tokens; temperature 0 means greedy.
     """
     device = logits_NV.device
     greedy = temperature == 0.0
@@ -72,7 +72,7 @@ def _draw(
 
 
 def _invert(weights_NV: torch.Tensor, uniform: np.ndarray) -> torch.Tensor:
-    """The first index whose cumulative weight exceeds uniform x total; such an index has a weight above 0."""
+    """Return the first index whose cumulative weight exceeds uniform x total; its weight is above 0."""
     total_NV = weights_NV.cumsum(-1, dtype=torch.float64)
     wanted = total_NV[:, -1:] * torch.as_tensor(uniform, device=weights_NV.device)[:, None]
     return torch.searchsorted(total_NV, wanted, right=True)[:, 0].clamp_(max=weights_NV.shape[1] - 1)

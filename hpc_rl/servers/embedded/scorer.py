@@ -1,4 +1,4 @@
-"""The embedded backend of a reward model: whole texts in, one number each out, in a thread of their own."""
+"""The embedded backend of a reward model: scores whole texts in a separate thread."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.servers.base import Answer, ReplicaPlace
-from hpc_rl.servers.native_api import refused
+from hpc_rl.servers.native_api import make_refusal
 
-MAX_TOKENS = 8192  # padded, of one forward
+MAX_TOKENS = 8192  # padded, per forward pass
 
 
 class EmbeddedScorer:
-    """See Backend. A request to /classify is scored by itself, so that its company changes no score."""
+    """See Backend. Requests to /classify are not batched together, so other requests never change a score."""
 
     makes_initial_weights = True
 
@@ -51,15 +51,15 @@ class EmbeddedScorer:
         if path == "/model_info":
             return 200, {"model_path": self._path, "is_generation": False, "engine": "embedded"}
         if path != "/classify":
-            return 404, refused(f"no such path of a reward model: {path}")
+            return 404, make_refusal(f"no such path of a reward model: {path}")
         inputs, config = (body or {}).get("input_ids"), self._model.config
         size, longest = config.vocab_size, config.max_position_embeddings
         if not isinstance(inputs, list) or not all(_is_input(ids, size) for ids in inputs):
-            return 400, refused(
+            return 400, make_refusal(
                 f"input_ids must be lists of integers from 0 to {size - 1}, none of them empty"
             )
         if (most := max(map(len, inputs), default=0)) > longest:
-            return 400, refused(f"{most} input tokens exceed the model's {longest}")
+            return 400, make_refusal(f"{most} input tokens exceed the model's {longest}")
         loop = asyncio.get_running_loop()
         scores = await loop.run_in_executor(self._thread, score, self._model, inputs)
         return 200, [{"embedding": [one]} for one in scores]
@@ -70,7 +70,7 @@ def _is_input(ids: Any, size: int) -> bool:
 
 
 def load(path: str, dtype: torch.dtype) -> Any:
-    """Return the reward model at a path. Raises ConfigError, ImportError, OSError, ValueError."""
+    """Load the reward model at a path. Raises ConfigError, ImportError, OSError, ValueError."""
     disable_progress_bar()
     model, found = AutoModelForSequenceClassification.from_pretrained(
         path, dtype=dtype, num_labels=1, local_files_only=True, output_loading_info=True

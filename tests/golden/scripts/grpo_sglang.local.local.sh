@@ -5,16 +5,16 @@
 # render   hpc-rl render --config /shared/hpc-rl/user/maths/qwen2.5-1.5b-grpo/config.yaml
 # submit   bash /shared/hpc-rl/user/maths/qwen2.5-1.5b-grpo/scripts/local.sh
 # recover  hpc-rl recover /shared/hpc-rl/user/maths/qwen2.5-1.5b-grpo
-# Edits are lost at the next submission. A queued job runs its own copy of this file; a successor reads it.
-# Runs the trial on this machine, detached: the part of a batch script without a scheduler.
+# Edits are lost at the next submission. A queued job runs its own copy of this file; a successor uses this file.
+# Run the trial on this machine, detached: a batch script without a scheduler.
 set -euo pipefail
 trial_dir=/shared/hpc-rl/user/maths/qwen2.5-1.5b-grpo
-# A request to stop that comes before the hand-over is kept for it.
+# Keep a request to stop that comes before the hand-over.
 stop_asked=0
 trap 'stop_asked=1' USR1 USR2
 
-# ==== SITE: module load and the like, shared by all scripts; to change it: hpc-rl templates eject site ====
-# A warning of `module load` must not end the job, so neither -e nor -u holds here.
+# ==== SITE: module load and similar commands of all scripts; to change it: hpc-rl templates eject site ====
+# A warning of `module load` must not end the job, so -e and -u are off here.
 set +eu
 # shellcheck source=/dev/null
 source "$trial_dir/scripts/site.sh" || echo "site.sh returned $?" >&2
@@ -24,10 +24,10 @@ set -eu
 umask 077
 workdir=/WORKDIR
 python=/PYTHON
-# The code of the submission travels with the trial; the directory of the submission holds the user's own.
+# The trial has a copy of the code of hpc-rl; the directory of the submission holds the user's code.
 export PYTHONPATH="$trial_dir"/scripts/hpc_rl-WHEEL.zip:"$workdir"${PYTHONPATH:+":$PYTHONPATH"}
 export PYTHONSAFEPATH=1 PYTHONUNBUFFERED=1
-# A surrounding MPI job or the login node may have left what misleads libraries that look for a launcher.
+# Variables of a surrounding MPI job or of the login node mislead libraries that look for a launcher.
 unset PYTHONHOME PYTHONSTARTUP "${!PMI@}" "${!OMPI_@}" RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT
 if [[ -n ${TMPDIR:-} && ! -w $TMPDIR ]]; then unset TMPDIR; fi
 cd "$workdir" || cd "$trial_dir"
@@ -39,7 +39,7 @@ cd "$workdir" || cd "$trial_dir"
 # node 0  server      server 0-3: 1 process, 4 CPUs, 1 GPU, 65536 MB
 
 # ==== HAND-OVER: hpc_rl.roles.job starts and watches the supervisor ====
-# A request to stop must not end Python before it listens.
+# A request to stop must not end Python before it can receive signals.
 trap '' USR1 USR2
 exec "$python" -m hpc_rl.roles.job trial_dir="$trial_dir" workdir="$workdir" python="$python" \
   stop_asked="$stop_asked" scheduler=local script_name=local.sh attempts=attempts \

@@ -2,18 +2,18 @@
 # The srun line of each role. The supervisor runs: bash steps.sh ROLE NAME NODES OUTPUT COMPONENT REPLICAS ARGUMENT...
 # To change a line, override the block of its role (hpc-rl templates eject steps --block trainer), resubmit.
 #
-# --exact with stated CPUs and GPUs gives the steps of a node disjoint parts of it, so that none waits for
-# another; the distribution fills a socket before the next, so that a rank is beside its GPU. --mem=0 lets each
-# use the memory of the job. A task that exits ends the others after --wait s,
-# time for their exit records; --kill-on-bad-exit would not. A step, unlike the job, ends with its node.
-# The replicas of a role on one node are one step, with the CPUs and GPUs of all: an agent there starts them.
+# --exact with explicit CPUs and GPUs gives the steps of a node disjoint resources, so that no step waits for
+# another. The distribution fills one socket before the next, so that a rank is close to its GPU. --mem=0 lets each
+# step use the memory of the job. When a task exits, the others end after --wait seconds,
+# time for their exit records; --kill-on-bad-exit gives none. A step, unlike the job, ends with its node.
+# All replicas of a role on one node share one step, with the CPUs and GPUs of all: an agent starts them.
 #
 # shellcheck disable=SC2034 # not every role uses every argument
 set -euo pipefail
 role=$1 name=$2 nodes=$3 output=$4 component=$5 replicas=$6
 shift 6
 
-# Inherited, these would override what a step states, or make srun refuse (memory given twice).
+# If inherited, these would override options of a step, or make srun refuse (memory given twice).
 unset SLURM_NTASKS SLURM_NPROCS SLURM_NTASKS_PER_NODE SLURM_CPUS_PER_TASK SRUN_CPUS_PER_TASK
 unset SLURM_MEM_PER_NODE SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_TRES_PER_TASK SLURM_DISTRIBUTION
 unset SLURM_GPUS SLURM_GPUS_PER_NODE SLURM_GPUS_PER_TASK SLURM_EXPORT_ENV SLURM_OVERLAP SLURM_WHOLE

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hpc_rl.algorithms.advantages import (
-    gae,
-    informative_rows,
-    overlong_penalty,
+    compute_gae,
+    compute_overlong_penalty,
     place_rewards,
+    select_informative_rows,
     shape_rewards,
 )
 
@@ -34,13 +34,15 @@ def test_shape_rewards_adds_scales_then_clips() -> None:
 
 
 def test_overlong_penalty_is_bounded_below() -> None:
-    added = overlong_penalty(torch.tensor([10, 16, 20, 24]), max_new_tokens=20, overlong_tokens=8, factor=1.0)
+    added = compute_overlong_penalty(
+        torch.tensor([10, 16, 20, 24]), max_new_tokens=20, overlong_tokens=8, factor=1.0
+    )
     assert (1.0 + added).tolist() == [1.0, 0.5, 0.0, 0.0]
 
 
 def test_groups_of_equal_rewards_are_uninformative() -> None:
     rewards, group_B = torch.tensor([1.0, 1, 0, 1, 0, 0]), torch.tensor([0, 0, 1, 1, 2, 2])
-    assert informative_rows(rewards, group_B, 2) == [2, 3]
+    assert select_informative_rows(rewards, group_B, 2) == [2, 3]
 
 
 def test_reward_goes_to_the_last_masked_token_of_a_row() -> None:
@@ -56,7 +58,7 @@ def test_gae_by_hand_skips_tokens_that_the_model_did_not_make() -> None:
     mask = torch.tensor([[0, 1, 0, 1, 1]]).bool()
     rewards = torch.tensor([[9.0, 0.0, 9.0, 0.0, 8.0]])
     # three tokens are left: 8 at the last, a half of it before, a half of that before
-    assert gae(rewards, mask, discount=0.5, gae_lambda=1.0).tolist() == [[0.0, 2.0, 0.0, 4.0, 8.0]]
+    assert compute_gae(rewards, mask, discount=0.5, gae_lambda=1.0).tolist() == [[0.0, 2.0, 0.0, 4.0, 8.0]]
 
 
 @settings(max_examples=25, deadline=None)
@@ -72,10 +74,10 @@ def test_blocked_gae_equals_the_plain_recursion(rows, width, discount, gae_lambd
     rewards = torch.randn(rows, width, generator=generator)
     mask = torch.rand(rows, width, generator=generator) < 0.7
     want = plain_gae(rewards, mask, discount, gae_lambda)
-    torch.testing.assert_close(gae(rewards, mask, discount, gae_lambda), want, atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(compute_gae(rewards, mask, discount, gae_lambda), want, atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(0, 4), (3, 0)])
 def test_empty_batches_pass_through(shape) -> None:
     mask = torch.zeros(shape).bool()
-    assert gae(place_rewards(torch.zeros(shape[0]), mask), mask).shape == shape
+    assert compute_gae(place_rewards(torch.zeros(shape[0]), mask), mask).shape == shape

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.algorithms import areal
 from hpc_rl.algorithms.base import RewardBatch
-from hpc_rl.algorithms.kl import kl_rewards
+from hpc_rl.algorithms.kl import compute_kl_rewards
 from hpc_rl.algorithms.normalization import Levels
 
 
@@ -48,8 +48,10 @@ def test_advantages_equal_the_written_out_steps(num_rows, seed, kl_ctl, discount
     old, ref = (torch.randn(num_rows, width, generator=generator) * mask for _ in range(2))
     rewards = torch.randn(num_rows, generator=generator) * 3
     want = literal(rewards, mask, lengths, old, ref, kl_ctl, discount, 0.95, no_eos_zero, 2.0)
-    got = areal.advantages(
-        RewardBatch(rewards, mask, lengths_B=lengths, token_rewards_BT=kl_rewards(old, ref, mask, kl_ctl)),
+    got = areal.compute_advantages(
+        RewardBatch(
+            rewards, mask, lengths_B=lengths, token_rewards_BT=compute_kl_rewards(old, ref, mask, kl_ctl)
+        ),
         reward_clip=2.0,
         discount=discount,
         gae_lambda=0.95,
@@ -59,7 +61,7 @@ def test_advantages_equal_the_written_out_steps(num_rows, seed, kl_ctl, discount
 
 
 def test_overlong_vector() -> None:
-    added = areal.overlong_penalty(torch.tensor([10, 16, 20, 24]), 20, 8, 1.0)
+    added = areal.compute_overlong_penalty(torch.tensor([10, 16, 20, 24]), 20, 8, 1.0)
     assert (1 + added).tolist() == [1.0, 0.5, 0.0, -0.5]
 
 
@@ -67,13 +69,13 @@ def test_remainder_rows_are_scaled_by_a_hundred_thousand() -> None:
     mask = torch.tensor([[False, True]] * 3)
     lengths = torch.full((3,), 2)
     batch = RewardBatch(torch.tensor([0.0, 1.0, 1.0]), mask, lengths_B=lengths, group_size=2)
-    got = areal.advantages(batch, reward_norm=Levels("group", "group"))
+    got = areal.compute_advantages(batch, reward_norm=Levels("group", "group"))
     assert got[:, 1].tolist() == pytest.approx([-0.99998, 0.99998, 1e5], rel=1e-5)
 
 
 def test_dynamic_sampling_keeps_all_if_none_is_left_or_whole() -> None:
     def kept(*rewards: float) -> list[int]:
-        return areal.informative_rows(torch.tensor(rewards), torch.arange(len(rewards)), 2)
+        return areal.select_informative_rows(torch.tensor(rewards), torch.arange(len(rewards)), 2)
 
     assert kept(1.0, 0.0, 1.0, 1.0) == [0, 1]
     assert kept(0.0, 0.0, 1.0, 1.0) == [0, 1, 2, 3]

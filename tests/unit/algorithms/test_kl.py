@@ -7,19 +7,19 @@ import torch
 
 from hpc_rl.algorithms import grpo
 from hpc_rl.algorithms.base import RewardBatch, TokenBatch
-from hpc_rl.algorithms.kl import k3, kl_rewards
+from hpc_rl.algorithms.kl import compute_k3, compute_kl_rewards
 from hpc_rl.algorithms.normalization import Levels
 
 
 def test_k1_is_a_reward_at_each_token_and_flows_back_through_advantages() -> None:
     mask = torch.tensor([[False, True, True]])
     behav, ref = torch.tensor([[9.0, -1.0, -2.0]]), torch.tensor([[0.0, -1.5, -1.0]])
-    rewards = kl_rewards(behav, ref, mask, 0.1)
+    rewards = compute_kl_rewards(behav, ref, mask, 0.1)
     torch.testing.assert_close(
         rewards, torch.tensor([[0.0, -0.05, 0.1]])
     )  # more probable than the reference costs
     batch = RewardBatch(torch.tensor([1.0]), mask, torch.tensor([0]), token_rewards_BT=rewards)
-    got = grpo.advantages(batch, discount=0.5)
+    got = grpo.compute_advantages(batch, discount=0.5)
     torch.testing.assert_close(got, torch.tensor([[0.0, -0.05 + 0.5 * 1.1, 1.1]]))
 
 
@@ -27,7 +27,7 @@ def test_the_kl_reward_is_not_clipped_or_normalized_with_the_task_reward() -> No
     mask = torch.tensor([[True], [True]])
     more = torch.tensor([[100.0], [0.0]])
     batch = RewardBatch(torch.tensor([3.0, 1.0]), mask, torch.tensor([0, 0]), token_rewards_BT=more)
-    got = grpo.advantages(batch, reward_norm=Levels("group", None))
+    got = grpo.compute_advantages(batch, reward_norm=Levels("group", None))
     assert got.tolist() == [[101.0], [-1.0]]
 
 
@@ -35,7 +35,7 @@ def test_k3_by_hand_with_its_gradient() -> None:
     logp = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
     ref = torch.tensor([-1.5, -2.0, 900.0])
     mask = torch.tensor([True, True, False])
-    values = k3(logp, ref, mask)
+    values = compute_k3(logp, ref, mask)
     torch.testing.assert_close(values.detach(), torch.tensor([math.exp(-0.5) + 0.5 - 1, 0.0, 0.0]))
     values.sum().backward()
     assert logp.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 0.0, 0.0])  # pulls toward the reference
@@ -45,7 +45,7 @@ def test_beta_adds_k3_to_the_loss_and_reports_it_without_beta() -> None:
     logp = torch.tensor([-1.0, -1.0])
     ref, mask, zero = torch.tensor([-1.5, -1.5]), torch.tensor([True, False]), torch.zeros(2)
     batch = TokenBatch(logp, logp, logp, torch.tensor([2.0, 2.0]), mask, zero, ref_T=ref)
-    loss, sums = grpo.policy_loss(batch, beta=0.25)
+    loss, sums = grpo.compute_policy_loss(batch, beta=0.25)
     kl = math.exp(-0.5) + 0.5 - 1
     assert loss.item() == pytest.approx(-2.0 + 0.25 * kl)
     assert sums["kl_loss"].item() == pytest.approx(kl)

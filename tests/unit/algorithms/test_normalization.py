@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hpc_rl.algorithms.normalization import Levels, consecutive_groups, normalize
+from hpc_rl.algorithms.normalization import Levels, normalize, number_groups
 
 X = torch.tensor([1.0, 0, 0, 1, 1, 1, 1, 1])
 
@@ -14,21 +14,21 @@ def close(got: torch.Tensor, want: list) -> None:
 
 def test_group_mean_and_group_deviation() -> None:
     close(
-        normalize(X, Levels("group", "group"), consecutive_groups(8, 4)),
+        normalize(X, Levels("group", "group"), number_groups(8, 4)),
         [0.99998, -0.99998, -0.99998, 0.99998, 0.0, 0, 0, 0],
     )
 
 
 def test_batch_mean_and_batch_deviation() -> None:
     close(
-        normalize(X, Levels("batch", "batch"), consecutive_groups(8, 4)),
+        normalize(X, Levels("batch", "batch"), number_groups(8, 4)),
         [0.577337, -1.732011, -1.732011, 0.577337] + [0.577337] * 4,
     )
 
 
 def test_mean_only_leaves_the_scale() -> None:
     close(
-        normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", None), consecutive_groups(4, 2)),
+        normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", None), number_groups(4, 2)),
         [-1.0, 1, -5, 5],
     )
 
@@ -40,7 +40,7 @@ def test_without_a_mean_the_deviation_is_a_root_mean_square() -> None:
 def test_group_mean_with_batch_deviation() -> None:
     # after the group means: -1 1 -5 5, whose mean square over the batch is 13
     close(
-        normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", "batch"), consecutive_groups(4, 2)),
+        normalize(torch.tensor([1.0, 3, 10, 20]), Levels("group", "batch"), number_groups(4, 2)),
         [x / 13**0.5 for x in (-1.0, 1, -5, 5)],
     )
 
@@ -66,7 +66,7 @@ def test_leave_one_out_and_unbiased_by_hand() -> None:
         normalize(
             torch.tensor([1.0, 3, 10, 40]),
             Levels("group", None, leave_one_out=True),
-            consecutive_groups(4, 2),
+            number_groups(4, 2),
         ),
         [-2.0, 2, -30, 30],
     )
@@ -90,10 +90,10 @@ def test_leave_one_out_counts_masked_entries_only() -> None:
 
 def test_remainder_rows_of_areal_are_divided_by_eps() -> None:
     close(
-        normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), consecutive_groups(3, 2))[:2],
+        normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), number_groups(3, 2))[:2],
         [-0.99999, 0.99999],
     )
-    assert normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), consecutive_groups(3, 2))[
+    assert normalize(torch.tensor([1.0, 3, 0.5]), Levels("group", "group"), number_groups(3, 2))[
         2
     ] == pytest.approx(0.5e5)
 

@@ -12,12 +12,12 @@ from hpc_rl.atropos import api as atropos_api
 from hpc_rl.atropos import routes as atropos_routes_module
 from hpc_rl.atropos.api import AtroposApi, TrialFacts
 from hpc_rl.atropos.intake import SequenceLimits
-from hpc_rl.atropos.routes import atropos_batch, atropos_routes
+from hpc_rl.atropos.routes import make_batch_handler, make_routes
 from hpc_rl.core.types import decode
 from hpc_rl.rollout import outside as outside_module
 from hpc_rl.rollout.outside import OutsideGroups
-from hpc_rl.rollout.report import progress
-from hpc_rl.rollout.routes import application, routes
+from hpc_rl.rollout.report import describe_progress
+from hpc_rl.rollout.routes import make_application, make_rollout_routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import RolloutService
 from tests.unit.atropos.test_intake import nothing_known
@@ -40,9 +40,9 @@ class World:
         sequencer, lineages = Sequencer(self.rules), lambda: (0, [])
         self.service = RolloutService(self.folder, sequencer, Prompts(50), None, lineages, Instant())
         self.api = AtroposApi(OutsideGroups(self.service), nothing_known, TRIAL)
-        own = routes(self.service, atropos_batch=atropos_batch(self.api))
-        defs = [*atropos_routes(self.api), *own]
-        server = TestServer(application(defs, TOKENS))
+        own = make_rollout_routes(self.service, atropos_batch=make_batch_handler(self.api))
+        defs = [*make_routes(self.api), *own]
+        server = TestServer(make_application(defs, TOKENS))
         await server.start_server(auto_decompress=False)  # as HttpService
         self.client = TestClient(server)
         await self.stack.enter_async_context(self.client)
@@ -74,7 +74,18 @@ class World:
     async def push(self, env_id, tag, size=4, **fields):
         return await self.ask("POST", "/scored_data", group(env_id, tag, size), **fields)
 
-    async def status_of(self, env_id):
+    async def push_all(self, env_id, tags):
+        for tag in tags:
+            assert await self.push(env_id, tag) == {"status": "received"}
+
+    async def post(self, data, status, **headers):
+        """A body as it is, to /scored_data; returns the answer where it is JSON."""
+        headers["Authorization"] = f"Bearer {TOKENS['data']}"
+        async with self.client.post("/scored_data", data=data, headers=headers) as response:
+            assert response.status == status
+            return await response.json() if response.content_type == "application/json" else None
+
+    async def get_queue_view(self, env_id):
         return await self.ask("GET", "/status-env", {"env_id": env_id})
 
 
@@ -92,23 +103,30 @@ def group(env_id, tag, size=4, **fields):
     """A group that its first token names."""
     tokens = [[tag, 7, 8 + i] for i in range(size)]
     masks = [[-100, *row[1:]] for row in tokens]
-    return {
-        "tokens": tokens,
-        "masks": masks,
-        "scores": [float(i) for i in range(size)],
-        "env_id": env_id,
-        **fields,
-    }
+    scores = [float(i) for i in range(size)]
+    return {"tokens": tokens, "masks": masks, "scores": scores, "env_id": env_id, **fields}
+
+
+def tags_of(one):
+    return int(one.trajectories[0].ids[0])
 
 
 def tags(batch):
-    return [int(one.trajectories[0].ids[0]) for one in batch.groups]
+    return [tags_of(one) for one in batch.groups]
 
 
 @pytest.fixture
 async def world(tmp_path):
     async with worlds(tmp_path) as made:
         yield made
+
+
+@pytest.fixture
+async def joined(world):
+    """A world with a trainer and environment 0."""
+    await world.trainer_at(1)
+    await world.register()
+    return world
 
 
 async def test_before_there_is_a_trainer_environments_wait(world):
@@ -124,7 +142,7 @@ async def test_before_there_is_a_trainer_environments_wait(world):
         "starting_step": 0, "checkpoint_interval": 0, "num_steps": 100,
     }  # fmt: skip
     assert second["env_id"] == 1 and second["wandb_name"] == "conf_1"
-    assert (await world.status_of(0))["env_weight"] == 0.5
+    assert (await world.get_queue_view(0))["env_weight"] == 0.5
     assert (await world.register(None))["wandb_name"] == "environment_0"  # ends an environment upstream
 
 
@@ -135,155 +153,121 @@ async def test_missing_fields_are_422_with_their_names(world):
     answer = await world.ask("POST", "/scored_data", {"tokens": [[1]], "masks": [[1]]}, status=422)
     assert answer["detail"][0]["loc"] == ["body", "scores"]
     bad = group(0, 1, messages=[[{"content": "no role"}]] * 4)
-    assert (await world.ask("POST", "/scored_data", bad, status=422))["detail"][0]["loc"][
-        1
-    ] == "messages[0][0]"
+    answer = await world.ask("POST", "/scored_data", bad, status=422)
+    assert answer["detail"][0]["loc"][1] == "messages[0][0]"
     assert (await world.ask("POST", "/status-env", {"env_id": 0}, status=405)) is None
 
 
-async def test_batches_are_the_oldest_groups_and_the_step_counts_acknowledged_ones(world):
-    await world.trainer_at(1)
-    await world.register()
-    for tag in range(100, 109):
-        assert await world.push(0, tag) == {"status": "received"}
-    assert tags(await world.trainer_at(1)) == [100, 101, 102, 103]
-    status = await world.status_of(0)
+async def test_batches_are_the_oldest_groups_and_the_step_counts_acknowledged_ones(joined):
+    await joined.push_all(0, range(100, 109))
+    assert tags(await joined.trainer_at(1)) == [100, 101, 102, 103]
+    status = await joined.get_queue_view(0)
     # the batch that is trained on still counts: 9 groups
     assert (status["current_step"], status["queue_size"], status["self_queue_size"]) == (0, 9, 9)
-    assert tags(await world.trainer_at(2)) == [104, 105, 106, 107]
+    assert tags(await joined.trainer_at(2)) == [104, 105, 106, 107]
     await asyncio.sleep(2 * outside_module.COUNT_AGAIN_S)
-    assert (await world.status_of(0))["current_step"] == 1
-    assert (await world.status_of(0))["queue_size"] == 5
-    assert await world.trainer_at(3) is None
+    assert (await joined.get_queue_view(0))["current_step"] == 1
+    assert (await joined.get_queue_view(0))["queue_size"] == 5
+    assert await joined.trainer_at(3) is None
 
 
-async def test_bodies_may_be_compressed_and_wrong_ones_are_400(world):
-    await world.trainer_at(1)
-    await world.register()
-    headers = {"Authorization": f"Bearer {TOKENS['data']}", "Content-Encoding": "gzip"}
-    data = gzip.compress(json.dumps(group(0, 5)).encode())
-    async with world.client.post("/scored_data", data=data, headers=headers) as response:
-        assert response.status == 200
-    async with world.client.post("/scored_data", data=b"no gzip", headers=headers) as response:
-        assert response.status == 400
-    example = await world.ask("GET", "/latest_example")
+async def test_bodies_may_be_compressed_and_wrong_ones_are_400(joined):
+    gzipped = {"Content-Encoding": "gzip"}
+    await joined.post(gzip.compress(json.dumps(group(0, 5)).encode()), 200, **gzipped)
+    await joined.post(b"no gzip", 400, **gzipped)
+    example = await joined.ask("GET", "/latest_example")
     assert example["tokens"][0][0] == 5 and len(example) == 12
-    # the parser recurses
-    headers = {"Authorization": f"Bearer {TOKENS['data']}"}
-    for data in (b"[" * 100_000, b'{"tokens": ' + b"[" * 300 + b"]" * 300 + b"}"):
-        async with world.client.post("/scored_data", data=data, headers=headers) as response:
-            assert response.status == 422
+    for deep in (b"[" * 100_000, b'{"tokens": ' + b"[" * 300 + b"]" * 300 + b"}"):  # the parser recurses
+        await joined.post(deep, 422)
 
 
-async def test_parts_that_add_up_are_joined(world):
-    await world.trainer_at(1)
-    await world.register()
-    assert await world.push(0, 1, size=3) == {"status": "buffered", "buffer_size": 3}
-    assert await world.push(0, 2, size=2) == {"status": "buffered", "buffer_size": 5}
-    assert await world.push(0, 3, size=1) == {"status": "buffered", "buffer_size": 2}
-    for tag in range(10, 13):
-        await world.push(0, tag)
-    batch = await world.trainer_at(1)
+async def test_parts_that_add_up_are_joined(joined):
+    assert await joined.push(0, 1, size=3) == {"status": "buffered", "buffer_size": 3}
+    assert await joined.push(0, 2, size=2) == {"status": "buffered", "buffer_size": 5}
+    assert await joined.push(0, 3, size=1) == {"status": "buffered", "buffer_size": 2}
+    await joined.push_all(0, range(10, 13))
+    batch = await joined.trainer_at(1)
     assert [len(one.trajectories) for one in batch.groups] == [4, 4, 4, 4]
     assert sorted(tags(batch)) == [1, 10, 11, 12]
-    assert [int(one.ids[0]) for one in next(g for g in batch.groups if tags_of(g) == 1).trajectories] == [
-        1,
-        1,
-        1,
-        3,
-    ]
-    await world.restart()
-    assert await world.trainer_at(1) is not None
-    assert await world.push(0, 4, size=2) == {
-        "status": "buffered",
-        "buffer_size": 0,
-    }  # with the part of before
+    (whole,) = [one for one in batch.groups if tags_of(one) == 1]
+    assert [int(one.ids[0]) for one in whole.trajectories] == [1, 1, 1, 3]
+    await joined.restart()
+    assert await joined.trainer_at(1) is not None
+    # with the part of before
+    assert await joined.push(0, 4, size=2) == {"status": "buffered", "buffer_size": 0}
 
 
-def tags_of(one):
-    return int(one.trajectories[0].ids[0])
-
-
-async def test_what_no_trainer_could_use_is_answered_with_its_reason(world):
-    await world.trainer_at(1)
-    await world.register()
+async def test_what_no_trainer_could_use_is_answered_with_its_reason(joined):
     nan = json.dumps(group(0, 1)).replace("3.0", "NaN")
-    headers = {"Authorization": f"Bearer {TOKENS['data']}"}
-    async with world.client.post("/scored_data", data=nan, headers=headers) as response:
-        assert response.status == 200 and "nan" in (await response.json())["reason"]
-    assert "registered 4" in (await world.push(0, 1, size=8))["reason"]
-    assert "not registered" in (await world.push(9, 1))["reason"]
+    assert "nan" in (await joined.post(nan, 200))["reason"]
+    assert "registered 4" in (await joined.push(0, 1, size=8))["reason"]
+    assert "not registered" in (await joined.push(9, 1))["reason"]
     ragged = {**group(0, 1), "masks": [[1]] * 4}
-    assert "masks[0]" in (await world.ask("POST", "/scored_data", ragged))["reason"]
-    for tag in range(4):
-        await world.push(0, 50 + tag)
-    assert tags(await world.trainer_at(1)) == [50, 51, 52, 53]  # none of them is in a batch
-    assert world.api.registry.environments[0].rejected == 3  # that of an unknown environment is nobody's
+    assert "masks[0]" in (await joined.ask("POST", "/scored_data", ragged))["reason"]
+    await joined.push_all(0, range(50, 54))
+    assert tags(await joined.trainer_at(1)) == [50, 51, 52, 53]  # none of them is in a batch
+    assert joined.api.registry.environments[0].rejected == 3  # that of an unknown environment is nobody's
 
 
-async def test_status_has_what_became_of_the_groups(world):
-    await world.trainer_at(1)
-    await world.register()
-    await world.push(0, 1)
-    await world.ask("POST", "/scored_data", group(0, 5, scores=[float("nan")] * 4))
-    (shown,) = progress(world.service)["environments"]
+async def test_status_has_what_became_of_the_groups(joined):
+    await joined.push(0, 1)
+    await joined.ask("POST", "/scored_data", group(0, 5, scores=[float("nan")] * 4))
+    (shown,) = describe_progress(joined.service)["environments"]
     assert shown == {
         "name": "conf_0", "group_size": 4, "queued": 1, "accepted": 1, "rejected": 1, "too_old": 0,
         "last_reason": "scores[0] is nan; allowed: -1e+06 to 1e+06", "silent_s": 0, "ignored": [],
     }  # fmt: skip
-    await world.ask("POST", "/disconnect-env", {"env_id": 0})
-    assert progress(world.service)["environments"][0]["silent_s"] is None
+    await joined.ask("POST", "/disconnect-env", {"env_id": 0})
+    assert describe_progress(joined.service)["environments"][0]["silent_s"] is None
 
 
-async def test_counters_and_departures_outlive_a_kill_and_a_trim(world):
-    await world.trainer_at(1)
-    await world.register()
-    for tag in range(9):
-        await world.push(0, tag)
-    await world.push(0, 20, size=3), await world.push(0, 21, size=1)  # parts of one group
-    await world.ask("POST", "/scored_data", group(0, 5, scores=[float("nan")] * 4))
+async def test_counters_and_departures_outlive_a_kill_and_a_trim(joined):
+    await joined.push_all(0, range(9))
+    await joined.push(0, 20, size=3), await joined.push(0, 21, size=1)  # parts of one group
+    await joined.ask("POST", "/scored_data", group(0, 5, scores=[float("nan")] * 4))
     wanted = {"accepted": 10, "rejected": 1, "too_old": 0}
     wanted["last_reason"] = "scores[0] is nan; allowed: -1e+06 to 1e+06"
 
     def shown():
-        (one,) = progress(world.service)["environments"]
+        (one,) = describe_progress(joined.service)["environments"]
         return {name: one[name] for name in wanted}
 
     assert shown() == wanted
-    await world.restart()
+    await joined.restart()
     assert shown() == wanted
-    assert await world.trainer_at(1) and await world.trainer_at(2)
-    await world.service.retain(1)
-    await world.push(0, 30)
+    assert await joined.trainer_at(1) and await joined.trainer_at(2)
+    await joined.service.retain(1)
+    await joined.push(0, 30)
     wanted["accepted"] = 11
     assert shown() == wanted
-    await world.restart()
+    await joined.restart()
     assert shown() == wanted
-    await world.ask("POST", "/disconnect-env", {"env_id": 0})
-    await world.restart()
-    await world.status_of(0)
-    assert progress(world.service)["environments"][0]["silent_s"] is None
+    await joined.ask("POST", "/disconnect-env", {"env_id": 0})
+    await joined.restart()
+    await joined.get_queue_view(0)
+    assert describe_progress(joined.service)["environments"][0]["silent_s"] is None
     assert shown() == wanted
 
 
-async def test_groups_that_got_too_old_are_counted_once(tmp_path):
+async def test_groups_that_got_too_old_are_rejected_and_counted_once(tmp_path):
     async with worlds(tmp_path, eta=0) as world:
         await world.trainer_at(1)
         await world.register()
-        for tag in range(6):
-            await world.push(0, tag)
-        assert await world.trainer_at(1) and not await world.trainer_at(2)
+        await world.push_all(0, range(6))
+        assert tags(await world.trainer_at(1)) == [0, 1, 2, 3]
+        assert await world.trainer_at(2) is None  # the others were made by the weights of step 0
+        assert world.service.sequencer.log.rejections["stale"] == 2
         await world.service.commit()
-        assert progress(world.service)["environments"][0]["too_old"] == 2
+        assert describe_progress(world.service)["environments"][0]["too_old"] == 2
         await world.restart()
-        assert progress(world.service)["environments"][0]["too_old"] == 2
+        assert describe_progress(world.service)["environments"][0]["too_old"] == 2
 
 
 async def test_what_the_next_batch_waits_for(tmp_path):
     async with worlds(tmp_path) as world:
 
         def waits_for():
-            return progress(world.service)["waits_for"]
+            return describe_progress(world.service)["waits_for"]
 
         await world.trainer_at(1)
         await world.register(size=4), await world.register("big", size=6)
@@ -304,48 +288,38 @@ async def test_what_the_next_batch_waits_for(tmp_path):
         assert found["environment"] == "shared_0"
 
 
-async def test_fields_that_the_trial_does_not_use_are_told(world, caplog):
-    await world.trainer_at(1)
-    await world.register()
+async def test_fields_that_the_trial_does_not_use_are_told(joined, caplog):
     more = {"distill_token_ids": [[[1]]] * 4, "distill_logprobs": [], "mine": 1, "overrides": [{"x": 1}] * 4}
     for tag in (1, 2):
-        answer = await world.ask("POST", "/scored_data", {**group(0, tag), **more})
+        answer = await joined.ask("POST", "/scored_data", {**group(0, tag), **more})
         assert answer == {"status": "received", "ignored": ["distill_token_ids"]}
-    answer = await world.ask("POST", "/scored_data_list", [{**group(0, 3), **more}, group(0, 4)])
+    answer = await joined.ask("POST", "/scored_data_list", [{**group(0, 3), **more}, group(0, 4)])
     assert answer == {"status": "received", "groups_processed": 2, "ignored": ["distill_token_ids"]}
     wanted = ["distill_token_ids", "mine", "overrides.x"]
-    assert progress(world.service)["environments"][0]["ignored"] == wanted
+    assert describe_progress(joined.service)["environments"][0]["ignored"] == wanted
     assert caplog.text.count("does not use (said once): distill_token_ids, mine, overrides.x") == 1
-    await world.restart()
-    assert progress(world.service)["environments"][0]["ignored"] == wanted
+    await joined.restart()
+    assert describe_progress(joined.service)["environments"][0]["ignored"] == wanted
 
 
-async def test_a_list_of_groups_is_taken_at_once(world):
-    await world.trainer_at(1)
-    await world.register()
-    answer = await world.ask(
-        "POST", "/scored_data_list", [group(0, 1), group(0, 2, size=2), group(0, 3, size=9)]
-    )
+async def test_a_list_of_groups_is_taken_at_once(joined):
+    bodies = [group(0, 1), group(0, 2, size=2), group(0, 3, size=9)]
+    answer = await joined.ask("POST", "/scored_data_list", bodies)
     assert answer["groups_processed"] == 3 and answer["buffered"] == 1 and answer["last_buffer_size"] == 2
     assert "9 sequences" in answer["rejected"][0]
 
 
-async def test_one_malformed_group_does_not_cost_the_others(world):
-    await world.trainer_at(1)
-    await world.register()
+async def test_one_malformed_group_does_not_cost_the_others(joined):
     bodies = [group(0, 1), {"tokens": []}, group(0, 2, scores=[10**400] * 4), group(0, 3)]
-    answer = await world.ask("POST", "/scored_data_list", bodies)
+    answer = await joined.ask("POST", "/scored_data_list", bodies)
     assert answer["groups_processed"] == 4 and len(answer["rejected"]) == 2
     assert "masks: field required" in answer["rejected"][0]
-    assert (await world.status_of(0))["queue_size"] == 2
+    assert (await joined.get_queue_view(0))["queue_size"] == 2
 
 
 async def test_bodies_are_bounded(world, monkeypatch):
     monkeypatch.setattr(atropos_routes_module, "MAX_BODY_BYTES", 10_000)
-    headers = {"Authorization": f"Bearer {TOKENS['data']}", "Content-Encoding": "gzip"}
-    bomb = gzip.compress(b" " * 1_000_000)
-    async with world.client.post("/scored_data", data=bomb, headers=headers) as response:
-        assert response.status == 413
+    await world.post(gzip.compress(b" " * 1_000_000), 413, **{"Content-Encoding": "gzip"})
     await world.ask("POST", "/scored_data", group(None, 1))
 
 
@@ -361,40 +335,34 @@ async def test_a_name_is_short_and_printable(world):
     assert name.startswith("a_b_[31mxxx") and len(name) < 110
 
 
-async def test_a_kill_loses_nothing_and_repeats_nothing(world):
-    await world.trainer_at(1)
-    await world.register()
+async def test_a_kill_loses_nothing_and_repeats_nothing(joined):
     for tag in range(10, 16):
-        await world.push(0, tag, headers={"Idempotency-Key": f"key-{tag}"})
-    await world.push(0, 16)  # as an environment of atroposlib does: without a key
-    await world.restart()
+        await joined.push(0, tag, headers={"Idempotency-Key": f"key-{tag}"})
+    await joined.push(0, 16)  # as an environment of atroposlib does: without a key
+    await joined.restart()
     # both come again, since their acknowledgements may be lost; then the same content as something new
-    await world.push(0, 15, headers={"Idempotency-Key": "key-15"})
-    await world.push(0, 16)
-    await world.push(0, 16)
-    assert tags(await world.trainer_at(1)) == [10, 11, 12, 13]
-    assert tags(await world.trainer_at(2) or await world.trainer_at(2)) == [14, 15, 16, 16]
-    assert world.api.repeated[0] == 2
+    await joined.push(0, 15, headers={"Idempotency-Key": "key-15"})
+    await joined.push(0, 16)
+    await joined.push(0, 16)
+    assert tags(await joined.trainer_at(1)) == [10, 11, 12, 13]
+    assert tags(await joined.trainer_at(2) or await joined.trainer_at(2)) == [14, 15, 16, 16]
+    assert joined.api.repeated[0] == 2
     # the environment is still known, under its id; a new one gets another
-    assert (await world.status_of(0))["max_group_size"] == 4
-    assert (await world.register())["env_id"] == 1
+    assert (await joined.get_queue_view(0))["max_group_size"] == 4
+    assert (await joined.register())["env_id"] == 1
 
 
-async def test_sealed_batches_replay_as_they_were(world):
-    await world.trainer_at(1)
-    await world.register()
-    for tag in range(9):
-        await world.push(0, tag)
-    before = [tags(await world.trainer_at(step)) for step in (1, 2)]
-    await world.restart()
-    assert [tags(await world.trainer_at(step)) for step in (1, 2)] == before == [[0, 1, 2, 3], [4, 5, 6, 7]]
+async def test_sealed_batches_replay_as_they_were(joined):
+    await joined.push_all(0, range(9))
+    before = [tags(await joined.trainer_at(step)) for step in (1, 2)]
+    await joined.restart()
+    assert [tags(await joined.trainer_at(step)) for step in (1, 2)] == before == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 async def test_groups_of_different_sizes_make_whole_batches(world):
     await world.trainer_at(1)
     await world.register(size=4), await world.register("big", size=8)
-    for tag in (1, 2, 3):
-        await world.push(0, tag, size=4)
+    await world.push_all(0, range(1, 4))
     assert await world.trainer_at(1) is None
     await world.push(1, 20, size=8)
     batch = await world.trainer_at(1)
@@ -402,68 +370,53 @@ async def test_groups_of_different_sizes_make_whole_batches(world):
     assert sorted(tags(batch)) == [1, 2, 20]  # two of 4, one of 8; the third waits
 
 
-async def test_a_share_of_each_batch_is_kept_for_its_environment_while_it_lives(world, monkeypatch):
+@pytest.fixture
+async def shared(world):
+    """Half of each batch, 8 sequences, is for environment 0; six groups of another one wait for them."""
     await world.trainer_at(1)
     await world.register(min_batch_allocation=0.5), await world.register("other")
-    for tag in range(6):
-        await world.push(1, tag)
-    assert await world.trainer_at(1) is None  # 8 sequences are for environment 0
-    await world.push(0, 30), await world.push(0, 31)
-    assert sorted(tags(await world.trainer_at(1))) == [0, 1, 30, 31]
-    # it falls silent: nobody waits for it
-    world.api.registry.environments[0].seen_s = -1e9
-    assert tags(await world.trainer_at(2)) == [2, 3, 4, 5]
-
-
-async def test_a_share_that_does_not_come_is_waited_for_a_while(world, monkeypatch):
-    await world.trainer_at(1)
-    await world.register(min_batch_allocation=0.5), await world.register("other")
-    for tag in range(6):
-        await world.push(1, tag)
+    await world.push_all(1, range(6))
     assert await world.trainer_at(1) is None
+    return world
+
+
+async def test_a_share_of_each_batch_is_kept_for_its_environment_while_it_lives(shared):
+    await shared.push_all(0, (30, 31))
+    assert sorted(tags(await shared.trainer_at(1))) == [0, 1, 30, 31]
+    # it falls silent: nobody waits for it
+    shared.api.registry.environments[0].seen_s = -1e9
+    assert tags(await shared.trainer_at(2)) == [2, 3, 4, 5]
+
+
+async def test_a_share_that_does_not_come_is_waited_for_a_while(shared, monkeypatch):
     monkeypatch.setattr(outside_module, "ALLOCATION_WAIT_S", 0.0)
     await asyncio.sleep(0.01)
-    assert tags(await world.trainer_at(1)) == [0, 1, 2, 3]
+    assert tags(await shared.trainer_at(1)) == [0, 1, 2, 3]
 
 
-async def test_groups_that_are_too_old_are_rejected_and_answered_with_200(tmp_path):
-    async with worlds(tmp_path, eta=0) as world:
-        await world.trainer_at(1)
-        await world.register()
-        for tag in range(5):
-            await world.push(0, tag)
-        assert tags(await world.trainer_at(1)) == [0, 1, 2, 3]
-        assert await world.trainer_at(2) is None  # group 4 was made by the weights of step 0
-        assert world.service.sequencer.log.rejections["stale"] == 1
-
-
-async def test_a_full_queue_holds_then_refuses_with_a_time_to_come_again(world, monkeypatch):
+async def test_a_full_queue_holds_then_refuses_with_a_time_to_come_again(joined, monkeypatch):
     monkeypatch.setattr(atropos_api, "HOLD_S", 0.1)
     monkeypatch.setattr(atropos_api, "HARD_BOUND", 2)
-    await world.trainer_at(1)
-    await world.register()
     for tag in range(24):  # 3 batches of 16 are the bound, twice that is the hard one
-        await world.push(0, tag)
+        await joined.push(0, tag)
         await asyncio.sleep(0.06 if tag > 10 else 0)
-    assert (await world.status_of(0))["queue_size"] == 24
+    assert (await joined.get_queue_view(0))["queue_size"] == 24
     headers = {"Authorization": f"Bearer {TOKENS['data']}"}
-    async with world.client.post("/scored_data", json=group(0, 99), headers=headers) as response:
+    async with joined.client.post("/scored_data", json=group(0, 99), headers=headers) as response:
         assert response.status == 503 and response.headers["Retry-After"]
-    assert tags(await world.trainer_at(1)) == [0, 1, 2, 3]
-    assert await world.trainer_at(2)
+    assert tags(await joined.trainer_at(1)) == [0, 1, 2, 3]
+    assert await joined.trainer_at(2)
     await asyncio.sleep(0.1)
-    await world.push(0, 99)
+    await joined.push(0, 99)
 
 
-async def test_an_environment_that_leaves_is_forgotten_politely(world):
-    await world.trainer_at(1)
-    await world.register()
-    assert (await world.ask("POST", "/disconnect-env", {"env_id": 0}))["status"] == "success"
+async def test_an_environment_that_leaves_is_forgotten_politely(joined):
+    assert (await joined.ask("POST", "/disconnect-env", {"env_id": 0}))["status"] == "success"
     for unknown in (0, -1, 7):
-        answer = await world.ask("POST", "/disconnect-env", {"env_id": unknown})
+        answer = await joined.ask("POST", "/disconnect-env", {"env_id": unknown})
         assert answer["status"] == "failure" and str(unknown) in answer["error"]
-    assert (await world.status_of(77))["queue_size"] > 100
-    await world.ask("GET", "/reset_data", status=403)
+    assert (await joined.get_queue_view(77))["queue_size"] > 100
+    await joined.ask("GET", "/reset_data", status=403)
 
 
 TRAINER = {
@@ -475,8 +428,7 @@ TRAINER = {
 async def test_a_second_trainer_changes_nothing(world):
     await world.trainer_at(1)
     env_id = (await world.register())["env_id"]
-    for tag in range(4):
-        await world.push(env_id, tag)
+    await world.push_all(env_id, range(4))
     first, second = [await world.ask("POST", "/register", TRAINER) for _ in range(2)]
     assert first["uuid"] != second["uuid"]
     refused = await world.ask("POST", "/register", {**TRAINER, "batch_size": 8}, status=422)
@@ -485,7 +437,7 @@ async def test_a_second_trainer_changes_nothing(world):
     assert missing["detail"][0]["loc"] == ["body", "wandb_group"]
     # it gets no batch: those are for the trial's own trainer
     assert await world.ask("GET", "/batch") == {"batch": None}
-    assert (await world.status_of(env_id))["queue_size"] == 4
+    assert (await world.get_queue_view(env_id))["queue_size"] == 4
     assert tags(await world.trainer_at(1)) == [0, 1, 2, 3]
 
 
@@ -493,8 +445,7 @@ async def test_groups_that_come_before_the_trainer_are_in_its_first_batch(world)
     assert await world.ask("GET", "/batch") == {
         "status": "error", "message": "the trainer has not started", "batch": [],
     }  # fmt: skip
-    for tag in range(3):
-        assert await world.push(None, tag) == {"status": "received"}
+    await world.push_all(None, range(3))
     await world.restart()
     await world.push(None, 3)
     assert tags(await world.trainer_at(1)) == [0, 1, 2, 3]
@@ -504,30 +455,20 @@ async def test_groups_that_come_before_the_trainer_are_in_its_first_batch(world)
 async def test_groups_that_never_add_up_to_a_batch_are_refused_when_they_register(tmp_path):
     async with worlds(tmp_path, batch_sequences=12) as world:
         await world.trainer_at(1)
-        body = {"max_token_length": 1, "desired_name": "x", "weight": 1, "group_size": 8}
-        refused = await world.ask("POST", "/register-env", body, status=422)
-        assert "12 sequences, which groups of 8 never add up to" in refused["detail"]
+        body = {"max_token_length": 1, "desired_name": "x", "weight": 1}
+        for size, words in ((8, "12 sequences, which groups of 8 never add up to"), (32, "a batch has 12")):
+            refused = await world.ask("POST", "/register-env", body | {"group_size": size}, status=422)
+            assert words in refused["detail"]
         # beside groups of 4 they do
         await world.register("four", 4)
         assert (await world.register("eight", 8))["status"] == "success"
-
-
-async def test_a_group_that_no_batch_holds_is_refused_when_it_registers(world):
-    await world.trainer_at(1)
-    assert "a batch has 16 sequences" in (
-        await world.ask(
-            "POST", "/register-env",
-            {"max_token_length": 1, "desired_name": "x", "weight": 1, "group_size": 32}, status=422,
-        )
-    )["detail"]  # fmt: skip
 
 
 async def test_own_prompts_and_environments_share_batches(tmp_path):
     async with worlds(tmp_path, own_prompts=True, eta=3) as world:
         await world.trainer_at(1)
         await world.register()
-        for tag in range(2):
-            await world.push(0, tag)
+        await world.push_all(0, range(2))
         groups = []
         for step in range(1, 5):
             while (batch := await world.trainer_at(step)) is None:

@@ -6,12 +6,11 @@ import logging
 
 import pytest
 from aiohttp import web
-from aiohttp.test_utils import TestServer
 from atropos_services import FakeApi, FakeServer
 
 from hpc_rl.atropos import APIServerConfig, EnvConfig, Environment, ScoredGroup
 from hpc_rl.atropos.groups import NO_LOGPROB, NO_LOSS
-from hpc_rl.atropos.inference_servers import InferenceServers, discover
+from hpc_rl.atropos.inference_servers import InferenceServers, find_servers
 from hpc_rl.atropos.rollout_api import RolloutApi
 from hpc_rl.atropos.serving import Serving
 from hpc_rl.core.errors import ConfigError, RequestRefused
@@ -47,8 +46,8 @@ class World:
     async def run(self, cls=Echo, stop_when=None, openai=None, **settings):
         config = EnvConfig(**{"group_size": 2, "use_wandb": False, "max_num_workers": 2, **settings})
         stopping = asyncio.Event()
-        servers = [APIServerConfig(base_url=f"{self.urls[1]}/v1", api_key="key", **(openai or {}))]
-        async with InferenceServers(servers) as inference, RolloutApi(self.urls[0]) as api:
+        servers = self.inference(api_key="key", **(openai or {}))
+        async with servers as inference, RolloutApi(self.urls[0]) as api:
             serving = Serving(cls(config, inference, self.tokenizer), api, stopping)
             running = asyncio.create_task(serving.run())
             while stop_when is not None and not running.done() and not stop_when(serving):
@@ -57,6 +56,12 @@ class World:
                 stopping.set()
             await asyncio.wait_for(running, 30)
             return serving
+
+    def inference(self, **settings):
+        return InferenceServers([APIServerConfig(base_url=f"{self.urls[1]}/v1", **settings)])
+
+    def temperatures(self):
+        return {body["sampling_params"]["temperature"] for body in self.server.bodies}
 
 
 @pytest.fixture
@@ -69,18 +74,18 @@ async def world(chat_tokenizer, serve):
 async def test_it_samples_at_the_trainers_temperature_unless_it_says_another(world):
     world.api.temperature = 0.6
     await world.run(total_steps=-1, steps_per_eval=0)
-    assert {body["sampling_params"]["temperature"] for body in world.server.bodies} == {0.6}
+    assert world.temperatures() == {0.6}
     assert world.api.groups[0]["generation_params"] == {"temperature": 0.6}
     for sampling, temperature in (({"top_k": 5}, 0.6), ({"temperature": 0.1}, 0.1)):
         world.server.bodies.clear()
         world.api.groups.clear()
         await world.run(type("Own", (Echo,), {"sampling": sampling}), total_steps=-1, steps_per_eval=0)
-        assert {body["sampling_params"]["temperature"] for body in world.server.bodies} == {temperature}
+        assert world.temperatures() == {temperature}
 
 
 async def test_an_api_that_does_not_tell_its_temperature(world):
     await world.run(total_steps=-1, steps_per_eval=0)  # as run-api of atroposlib, which has no such route
-    assert {body["sampling_params"]["temperature"] for body in world.server.bodies} == {1.0}
+    assert world.temperatures() == {1.0}
 
 
 async def test_the_messages_of_a_plain_prompt_begin_with_it(world):
@@ -133,7 +138,7 @@ async def test_servers_that_fail_are_asked_again_and_refusals_are_not(world):
     world.server.failures = [500, 503]
     await world.run(total_steps=-1)
     assert world.api.step == 3
-    async with InferenceServers([APIServerConfig(base_url=f"{world.urls[1]}/v1")]) as servers:
+    async with world.inference() as servers:
         world.server.failures, world.server.bodies = [400], []
         with pytest.raises(RequestRefused, match="400: told to fail"):
             await servers.generate([3])
@@ -141,8 +146,7 @@ async def test_servers_that_fail_are_asked_again_and_refusals_are_not(world):
 
 
 async def test_completions_are_asked_for_in_parts(world):
-    ignoring = APIServerConfig(base_url=f"{world.urls[1]}/v1", n_kwarg_is_ignored=True)
-    async with InferenceServers([ignoring]) as servers:
+    async with world.inference(n_kwarg_is_ignored=True) as servers:
         assert len(await servers.generate([3], n=3)) == 3
         assert [body["sampling_params"]["n"] for body in world.server.bodies] == [1, 1, 1]
 
@@ -153,7 +157,6 @@ async def test_training_makes_room_for_an_evaluation(world, handling):
 
     class Slow(Echo):
         async def evaluate(self):
-            serving = worlds[0]
             await asyncio.sleep(0.5)
             for _ in range(5):
                 seen.append(serving.workers.num_running)
@@ -165,23 +168,14 @@ async def test_training_makes_room_for_an_evaluation(world, handling):
             await asyncio.sleep(0.05)
             return await super().episode(item, conversation)
 
-    worlds = []
     world.api.num_steps = 1000
-    config = EnvConfig(
-        group_size=2,
-        use_wandb=False,
-        max_num_workers=4,
-        max_batches_offpolicy=8,
-        steps_per_eval=2,
-        eval_handling=handling,
-        eval_limit_ratio=0.25,
-        total_steps=1000,
-    )
+    room = {"max_num_workers": 4, "max_batches_offpolicy": 8, "total_steps": 1000}
+    evaluation = {"steps_per_eval": 2, "eval_handling": handling, "eval_limit_ratio": 0.25}
+    config = EnvConfig(group_size=2, use_wandb=False, **room, **evaluation)
     stopping = asyncio.Event()
-    servers = [APIServerConfig(base_url=f"{world.urls[1]}/v1")]
-    async with InferenceServers(servers) as inference, RolloutApi(world.urls[0]) as api:
-        worlds.append(Serving(Slow(config, inference, world.tokenizer), api, stopping))
-        await worlds[0].run()
+    async with world.inference() as inference, RolloutApi(world.urls[0]) as api:
+        serving = Serving(Slow(config, inference, world.tokenizer), api, stopping)
+        await serving.run()
     most = {"stop_train": 0, "LIMIT_TRAIN": 1, "none": 4}[handling]
     assert seen and max(seen) == most
 
@@ -208,8 +202,7 @@ async def test_items_that_fail_are_left_out_of_an_evaluation(world, caplog):
                 raise ValueError(f"bad item {item['prompt']}")
             return 1.0
 
-    servers = [APIServerConfig(base_url=f"{world.urls[1]}/v1")]
-    async with InferenceServers(servers) as inference:
+    async with world.inference() as inference:
         environment = Failing(EnvConfig(), inference, world.tokenizer)
         environment.bad = "c"
         assert await environment.evaluate() == {"eval_score": 1.0, "eval_items": 2, "eval_failed": 1}
@@ -220,7 +213,7 @@ async def test_items_that_fail_are_left_out_of_an_evaluation(world, caplog):
             await environment.evaluate()
 
 
-async def test_a_server_that_ignores_n_is_noticed(world, caplog):
+async def test_a_server_that_ignores_n_is_noticed(world, serve, caplog):
     async def one_only(request):
         body = await request.json()
         world.server.bodies.append(body)
@@ -228,11 +221,10 @@ async def test_a_server_that_ignores_n_is_noticed(world, caplog):
 
     app = web.Application()
     app.router.add_post("/generate", one_only)
-    async with TestServer(app) as server:
-        configs = [APIServerConfig(base_url=f"{server.make_url('/v1')}")]
-        async with InferenceServers(configs) as inference:
-            assert len(await inference.generate([5, 6], n=5)) == 5
-            assert len(await inference.generate([5, 6], n=3)) == 3
+    world.urls = ("", await serve(app))
+    async with world.inference() as inference:
+        assert len(await inference.generate([5, 6], n=5)) == 5
+        assert len(await inference.generate([5, 6], n=3)) == 3
     assert [body["sampling_params"]["n"] for body in world.server.bodies] == [5, 1, 1, 1, 1, 1, 1, 1]
     assert caplog.text.count("returned fewer completions than n = 5") == 1
 
@@ -253,12 +245,11 @@ async def test_an_evaluation_has_limits_of_its_own(world):
             running -= 1
             return 1.0
 
-    servers = [APIServerConfig(base_url=f"{world.urls[1]}/v1")]
     config = EnvConfig(max_eval_workers=2)
-    async with InferenceServers(servers) as inference:
+    async with world.inference() as inference:
         metrics = await Counting(config, inference, world.tokenizer).evaluate()
     assert metrics == {"eval_score": 1.0, "eval_items": 3} and most == 2
-    assert all(body["sampling_params"]["temperature"] == 0.0 for body in world.server.bodies)
+    assert world.temperatures() == {0.0}
 
 
 async def test_an_episode_that_needs_too_many_tokens_is_dropped(world):
@@ -288,22 +279,17 @@ async def test_broken_environments_end_with_their_error_and_its_place(world, cap
 
 def test_servers_come_from_the_urls_or_the_slurm_job():
     given = [APIServerConfig(base_url="http://a/v1"), APIServerConfig()]
-    assert [one.base_url for one in discover(given, True, {"SLURM_JOB_NODELIST": "n[1-4]"})] == [
-        "http://a/v1"
-    ]
-    job = {
-        "SLURM_JOB_NODELIST": "n[1-3]",
-        "NUM_TRAINING_NODES": "1",
-        "SLURM_GPUS_ON_NODE": "4",
-        "INFER_TP": "2",
-    }
-    found = [one.base_url for one in discover([APIServerConfig(timeout=5)], True, job)]
+    (one,) = find_servers(given, True, {"SLURM_JOB_NODELIST": "n[1-4]"})
+    assert one.base_url == "http://a/v1"
+    job = {"SLURM_JOB_NODELIST": "n[1-3]", "NUM_TRAINING_NODES": "1"}
+    job |= {"SLURM_GPUS_ON_NODE": "4", "INFER_TP": "2"}
+    found = [one.base_url for one in find_servers([APIServerConfig(timeout=5)], True, job)]
     assert found == [f"http://{node}:{port}/v1" for node in ("n2", "n3") for port in (9000, 9001)]
-    assert discover([], False, job)[0].base_url == "http://localhost:9004/v1"
+    assert find_servers([], False, job)[0].base_url == "http://localhost:9004/v1"
     with pytest.raises(ConfigError, match="no node is left for servers"):
-        discover([], True, {**job, "NUM_TRAINING_NODES": "3"})
+        find_servers([], True, {**job, "NUM_TRAINING_NODES": "3"})
     with pytest.raises(ConfigError, match="INFER_TP is 'two'"):
-        discover([], True, {**job, "INFER_TP": "two"})
+        find_servers([], True, {**job, "INFER_TP": "two"})
 
 
 def test_groups_that_no_trainer_could_use_are_refused():
@@ -353,15 +339,15 @@ def test_a_wrong_option_is_named(capsys):
 
 
 def test_the_calculator_takes_numbers_only():
-    from hpc_rl.examples.environments.calculator import tool_result
+    from hpc_rl.examples.environments.calculator import call_tool
 
-    assert tool_result('{"name": "calculator", "arguments": {"expression": "12*(3+4)"}}') == "84"
+    assert call_tool('{"name": "calculator", "arguments": {"expression": "12*(3+4)"}}') == "84"
     for bad in (
         '{"arguments": {"expression": "__import__(1)"}}',
         "{",
         '{"arguments": {"expression": "1/0"}}',
     ):
-        assert tool_result(bad).startswith("error")
+        assert call_tool(bad).startswith("error")
 
 
 def test_a_yaml_file_of_atropos_is_read(chat_tokenizer, tmp_path, capsys):
@@ -381,7 +367,7 @@ async def test_a_signal_ends_an_environment_whose_api_is_away(monkeypatch):
     stopping = asyncio.Event()
     asyncio.get_running_loop().call_later(0.1, stopping.set)
     async with RolloutApi("http://127.0.0.1:1") as api:
-        await asyncio.wait_for(run_environment.until(stopping, api.register(EnvConfig(), "x")), 10)
+        await asyncio.wait_for(run_environment._serve_until(stopping, api.register(EnvConfig(), "x")), 10)
 
 
 async def test_what_fails_while_it_serves_is_raised():
@@ -389,4 +375,4 @@ async def test_what_fails_while_it_serves_is_raised():
         raise ConfigError("no")
 
     with pytest.raises(ConfigError):
-        await run_environment.until(asyncio.Event(), fails())
+        await run_environment._serve_until(asyncio.Event(), fails())

@@ -9,8 +9,7 @@ import types
 import pytest
 import yaml
 from aiohttp import web
-from aiohttp.test_utils import TestServer
-from atropos_services import FakeApi, FakeServer
+from atropos_services import FakeServer
 from jsonargparse import ArgumentError
 
 from hpc_rl.atropos import APIServerConfig
@@ -19,33 +18,21 @@ from hpc_rl.atropos.settings import EvalHandling
 from hpc_rl.core.errors import ConfigError, ServerUnavailable
 from hpc_rl.roles import environment_role
 from hpc_rl.tools import run_environment
-from tests.unit.atropos.test_environment import Echo, World
+from tests.unit.atropos.test_environment import Echo, world
+
+__all__ = ["world"]
 
 
-@pytest.fixture
-async def world(chat_tokenizer, serve):
-    made = World(chat_tokenizer, FakeApi(4, 3), FakeServer(chat_tokenizer, lambda text: "ok"))
-    made.urls = (await serve(made.api.app()), await serve(made.server.app()))
-    return made
+def serving(path, answer):
+    app = web.Application()
+    app.router.add_post(path, answer)
+    return app
 
 
 async def test_what_it_registers_with(world):
-    await world.run(
-        total_steps=-1,
-        inference_weight=2.5,
-        wandb_name="mine",
-        min_batch_allocation=0.25,
-        max_token_length=64,
-    )
-    assert world.api.registered == [
-        {
-            "max_token_length": 64,
-            "desired_name": "mine",
-            "weight": 2.5,
-            "group_size": 2,
-            "min_batch_allocation": 0.25,
-        }
-    ]
+    same = {"max_token_length": 64, "min_batch_allocation": 0.25}
+    await world.run(total_steps=-1, inference_weight=2.5, wandb_name="mine", **same)
+    assert world.api.registered == [{"desired_name": "mine", "weight": 2.5, "group_size": 2, **same}]
 
 
 async def test_the_trainer_decides_the_batch_size(world, caplog):
@@ -58,10 +45,10 @@ def options_of(tmp_path, *argv, settings=None):
     command = ["serve", "arithmetic", *argv]
     if settings is not None:
         (tmp_path / "settings.yaml").write_text(yaml.safe_dump(settings))
-        command = environment_role.with_settings(
-            ["hpc-rl", "env", *command], str(tmp_path / "settings.yaml")
-        )[2:]
-    return run_environment.settings_of(run_environment.parse(command))
+        command = environment_role.add_settings(["hpc-rl", "env", *command], str(tmp_path / "settings.yaml"))[
+            2:
+        ]
+    return run_environment.make_settings(run_environment.parse(command))
 
 
 def test_the_command_counts_more_than_the_settings_of_the_trial(tmp_path):
@@ -74,16 +61,14 @@ def test_the_command_counts_more_than_the_settings_of_the_trial(tmp_path):
     got = options_of(tmp_path, f"--config={own}", "--env.max_num_workers", "5", settings=settings)
     assert (got.env.group_size, got.env.wandb_name, got.env.max_num_workers) == (4, "mine", 5)
     # of another program the file is at the end
-    assert environment_role.with_settings(["python", "x.py", "serve"], "f")[-2:] == ["--config", "f"]
+    assert environment_role.add_settings(["python", "x.py", "serve"], "f")[-2:] == ["--config", "f"]
 
 
 def test_an_option_of_servers_is_for_all_of_them(tmp_path):
     servers = [{"base_url": f"http://{host}/v1", "api_key": "key"} for host in "ab"]
     got = options_of(tmp_path, "--openai.timeout", "5", "--openai.api_key=k", settings={"openai": servers})
-    assert [(one.base_url, one.timeout, one.api_key) for one in got.openai] == [
-        ("http://a/v1", 5, "k"),
-        ("http://b/v1", 5, "k"),
-    ]
+    wanted = [(f"http://{host}/v1", 5, "k") for host in "ab"]
+    assert [(one.base_url, one.timeout, one.api_key) for one in got.openai] == wanted
     (one,) = options_of(tmp_path, "--openai.timeout", "5").openai
     assert one.timeout == 5 and one.num_max_requests_at_once == 512
     with pytest.raises(ArgumentError, match="no_such"):
@@ -98,7 +83,7 @@ def test_eval_handling_in_any_case(tmp_path, given):
 
 
 @pytest.mark.parametrize(("weight", "most"), [(1.0, 8), (0.25, 2), (0.01, 1)])
-async def test_requests_at_once_are_the_share_of_its_weight(world, weight, most):
+async def test_requests_at_once_are_the_share_of_its_weight(world, serve, weight, most):
     running = reached = 0
     world.api.env_weight, world.api.batch_size = weight, 64
 
@@ -111,18 +96,10 @@ async def test_requests_at_once_are_the_share_of_its_weight(world, weight, most)
         running -= 1
         return await FakeServer.generate(world.server, request)
 
-    app = web.Application()
-    app.router.add_post("/generate", generate)
-    async with TestServer(app) as server:
-        world.urls = (world.urls[0], str(server.make_url("")).rstrip("/"))
-        await world.run(
-            Echo,
-            lambda _: len(world.server.bodies) > 60,
-            {"num_max_requests_at_once": 8},
-            max_num_workers=16,
-            max_batches_offpolicy=1000,
-            total_steps=-1,
-        )
+    world.urls = (world.urls[0], await serve(serving("/generate", generate)))
+    room = {"max_num_workers": 16, "max_batches_offpolicy": 1000, "total_steps": -1}
+    limit = {"num_max_requests_at_once": 8}
+    await world.run(Echo, lambda _: len(world.server.bodies) > 60, limit, **room)
     assert reached == most
 
 
@@ -149,7 +126,7 @@ async def test_workers_per_server_or_in_all(world, given, groups):
     assert counting.most == 2 * groups  # episodes of groups of two
 
 
-async def test_it_stops_where_the_queue_is_long(world, monkeypatch):
+async def test_it_stops_where_the_queue_is_long(world, serve):
     asked = []
 
     async def full(request):
@@ -158,17 +135,12 @@ async def test_it_stops_where_the_queue_is_long(world, monkeypatch):
         return web.json_response({**answer, "queue_size": 4, "env_weight": 1.0})
 
     world.api.status = full
-    runner = web.AppRunner(world.api.app())
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    world.urls = (f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", world.urls[1])
+    world.urls = (await serve(world.api.app()), world.urls[1])
     # 4 groups of 2 are two batches of 4
     await world.run(Echo, lambda _: len(asked) > 20 or world.api.groups, max_batches_offpolicy=2)
     assert not world.api.groups
     await world.run(Echo, lambda _: len(asked) > 1000 or world.api.groups, max_batches_offpolicy=4)
     assert world.api.groups
-    await runner.cleanup()
 
 
 async def test_an_evaluation_at_every_multiple(world):
@@ -207,7 +179,7 @@ async def test_groups_are_kept_while_serving(world, tmp_path):
     assert path.with_suffix(".html").exists()
 
 
-async def test_rollouts_and_metrics_go_to_wandb(world, monkeypatch):
+async def test_rollouts_and_metrics_go_to_wandb(world, serve, monkeypatch):
     logged = []
     module = types.ModuleType("wandb")
     module.Table = lambda columns, data: (columns, data)
@@ -221,11 +193,7 @@ async def test_rollouts_and_metrics_go_to_wandb(world, monkeypatch):
 
     app = world.api.app()
     app.add_routes([web.get("/wandb_info", info)])
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    world.urls = (f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}", world.urls[1])
+    world.urls = (await serve(app), world.urls[1])
     shown = {"num_rollouts_to_keep": 2, "num_rollouts_per_group_for_logging": -1}
     await world.run(total_steps=-1, use_wandb=True, wandb_name="mine", **shown)
     assert begun == [{"project": "p", "group": "g", "name": "mine"}]
@@ -235,7 +203,6 @@ async def test_rollouts_and_metrics_go_to_wandb(world, monkeypatch):
     begun.clear()
     await world.run(total_steps=-1, use_wandb=False)
     assert begun == []
-    await runner.cleanup()
 
 
 async def test_wandb_that_is_missing_is_named(world, monkeypatch):
@@ -250,9 +217,8 @@ async def test_a_request_takes_no_longer_than_its_timeout(serve, chat_tokenizer)
     async def slow(request):
         await asyncio.sleep(30)
 
-    app = web.Application()
-    app.add_routes([web.post("/generate", slow)])
-    config = APIServerConfig(base_url=f"{await serve(app)}/v1", timeout=0.05)
+    url = await serve(serving("/generate", slow))
+    config = APIServerConfig(base_url=f"{url}/v1", timeout=0.05)
     async with InferenceServers([config]) as servers:
         async with asyncio.timeout(15):
             with pytest.raises(ServerUnavailable):
@@ -272,11 +238,8 @@ async def test_training_and_evaluation_have_own_limits(serve):
         meta = {"finish_reason": {"type": "stop"}, "output_token_logprobs": [[-1.0, 5, None]]}
         return web.json_response({"text": "", "output_ids": [5], "meta_info": meta})
 
-    app = web.Application()
-    app.add_routes([web.post("/generate", count)])
-    config = APIServerConfig(
-        base_url=f"{await serve(app)}/v1", num_max_requests_at_once=3, num_requests_for_eval=2
-    )
+    url = await serve(serving("/generate", count))
+    config = APIServerConfig(base_url=f"{url}/v1", num_max_requests_at_once=3, num_requests_for_eval=2)
     async with InferenceServers([config]) as servers:
         train = [servers.generate([1], temperature=1.0) for _ in range(9)]
         held_out = [servers.generate([1], temperature=0, evaluate=True) for _ in range(9)]
@@ -285,8 +248,7 @@ async def test_training_and_evaluation_have_own_limits(serve):
 
 
 async def test_metrics_are_of_the_latest_requests(world):
-    config = APIServerConfig(base_url=f"{world.urls[1]}/v1", rolling_buffer_length=2)
-    async with InferenceServers([config]) as servers:
+    async with world.inference(rolling_buffer_length=2) as servers:
         for _ in range(5):
             await servers.generate([3])
         (metrics,) = servers.metrics()
@@ -334,7 +296,7 @@ async def test_serve_takes_both_urls(world):
 
 async def command(cls, *words):
     """Run `hpc-rl env` in this process, with an environment."""
-    given = run_environment.parser()
+    given = run_environment.make_parser()
     args = given.instantiate(given.parse_args([words[0], cls.__name__, *words[1:]]))
     async with asyncio.timeout(30):
         assert await run_environment.run(args, cls) == 0

@@ -9,7 +9,7 @@ def registered(registry, name="conf", size=4, now_s=0.0, **settings):
     settings = {"max_token_length": 100, **settings}
     asked = RegisteredEnvironment(env_id=-1, desired_name=name, group_size=size, **settings)
     made = registry.register(asked)
-    registry.heard_of(made.env_id, now_s)
+    registry.note_seen(made.env_id, now_s)
     return made
 
 
@@ -24,8 +24,8 @@ def test_names_and_ids_are_unique():
 def test_weights_are_shares_of_the_capacity():
     registry = Registry(16, 100)
     registered(registry, weight=1.0), registered(registry, weight=3.0)
-    assert registry.view(0, {}, 0.0, (0, 0)).env_weight == pytest.approx(0.25)
-    assert registry.view(1, {}, 0.0, (0, 0)).env_weight == pytest.approx(0.75)
+    assert registry.make_view(0, {}, 0.0, (0, 0)).env_weight == pytest.approx(0.25)
+    assert registry.make_view(1, {}, 0.0, (0, 0)).env_weight == pytest.approx(0.75)
 
 
 @pytest.mark.parametrize("settings", [{"weight": -1.0}, {"max_token_length": -3}])
@@ -39,49 +39,49 @@ def test_a_number_without_meaning_is_refused(settings):
 def test_a_weight_of_nothing_does_no_harm():
     registry = Registry(16, 100)
     registered(registry, weight=0.0)
-    assert registry.view(0, {}, 0.0, (0, 0)).env_weight == SMALLEST_WEIGHT
+    assert registry.make_view(0, {}, 0.0, (0, 0)).env_weight == SMALLEST_WEIGHT
     registry.disconnect(0)
-    assert registry.view(0, {}, 0.0, (0, 0)).max_group_size == 1  # a divisor
+    assert registry.make_view(0, {}, 0.0, (0, 0)).max_group_size == 1  # a divisor
 
 
 def test_an_unknown_environment_sees_a_full_queue():
-    view = Registry(16, 100).view(5, {}, 0.0, (0, 0))
+    view = Registry(16, 100).make_view(5, {}, 0.0, (0, 0))
     assert view.queue_size > 1000 and view.max_group_size == 1
 
 
 def test_sizes_count_groups_of_its_own_size():
     registry = Registry(16, 100)
     registered(registry, size=4), registered(registry, size=8)
-    view = registry.view(0, {0: 12, 1: 16}, 0.0, (0, 0))
+    view = registry.make_view(0, {0: 12, 1: 16}, 0.0, (0, 0))
     assert (view.self_queue_size, view.queue_size) == (3, 7)
-    assert registry.view(1, {0: 12, 1: 16}, 0.0, (0, 0)).queue_size == 3
+    assert registry.make_view(1, {0: 12, 1: 16}, 0.0, (0, 0)).queue_size == 3
 
 
 def test_an_allocation_is_in_whole_groups_and_counts_for_its_owner_only():
     registry = Registry(32, 100)
     registered(registry, size=8, min_batch_allocation=0.6), registered(registry, size=4)
-    assert registry.allocations(0.0) == {0: 16}  # 19 sequences hold two groups of 8
-    assert registry.view(1, {0: 16}, 0.0, (0, 0)).queue_size == 0
-    assert registry.view(1, {0: 24}, 0.0, (0, 0)).queue_size == 2
-    assert registry.view(1, {}, 0.0, (0, 0)).unallocated_fraction == pytest.approx(0.5)
+    assert registry.allocate(0.0) == {0: 16}  # 19 sequences hold two groups of 8
+    assert registry.make_view(1, {0: 16}, 0.0, (0, 0)).queue_size == 0
+    assert registry.make_view(1, {0: 24}, 0.0, (0, 0)).queue_size == 2
+    assert registry.make_view(1, {}, 0.0, (0, 0)).unallocated_fraction == pytest.approx(0.5)
 
 
 def test_allocations_above_the_whole_are_scaled_down():
     registry = Registry(32, 100)
     registered(registry, min_batch_allocation=1.0), registered(registry, min_batch_allocation=1.0)
-    assert registry.allocations(0.0) == {0: 16, 1: 16}
-    assert registry.view(0, {}, 0.0, (0, 0)).unallocated_fraction == 0
+    assert registry.allocate(0.0) == {0: 16, 1: 16}
+    assert registry.make_view(0, {}, 0.0, (0, 0)).unallocated_fraction == 0
 
 
 def test_a_silent_environment_has_no_claim():
     registry = Registry(32, 100, silent_s=60)
     registered(registry, min_batch_allocation=0.5)
-    assert registry.allocations(59.0) == {0: 16}
-    assert registry.allocations(61.0) == {}
-    registry.heard_of(0, 61.0)
-    assert registry.allocations(61.0) == {0: 16}
+    assert registry.allocate(59.0) == {0: 16}
+    assert registry.allocate(61.0) == {}
+    registry.note_seen(0, 61.0)
+    assert registry.allocate(61.0) == {0: 16}
     assert registry.disconnect(0) and not registry.disconnect(0) and not registry.disconnect(-1)
-    assert registry.allocations(61.0) == {}
+    assert registry.allocate(61.0) == {}
 
 
 def test_a_group_that_no_batch_can_hold_is_refused():
@@ -124,8 +124,8 @@ def test_one_that_left_is_not_connected_again_by_a_poll():
     registry = Registry(16, 100)
     registered(registry)
     assert registry.disconnect(0)
-    registry.heard_of(0, 1.0)
-    assert not registry.environments[0].connected and registry.alive(1.0) == []
+    registry.note_seen(0, 1.0)
+    assert not registry.environments[0].connected and registry.list_alive(1.0) == []
     assert not registry.disconnect(0)
 
 
@@ -135,7 +135,7 @@ def test_environments_end_once_the_last_batch_is_cut():
     registered(registry, size=4)
 
     def ends(waiting, step, newest):
-        queue_size = registry.view(0, {0: waiting}, 0.0, (step, newest)).queue_size
+        queue_size = registry.make_view(0, {0: waiting}, 0.0, (step, newest)).queue_size
         return step + queue_size * 4 // 16 > 10
 
     assert not ends(1000, 8, 9)  # what waits may still be rejected as too old

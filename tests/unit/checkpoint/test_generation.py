@@ -4,7 +4,7 @@ import os
 import pytest
 
 from hpc_rl.checkpoint import generation, retention
-from hpc_rl.checkpoint.generation import Commit, Manifest, check, clear_leftovers, scan, set_aside, verify
+from hpc_rl.checkpoint.generation import Commit, Manifest, check, clear_leftovers, move_aside, scan, verify
 from hpc_rl.checkpoint.retention import RetentionPolicy, hold, retain
 from hpc_rl.core import checked_file
 from hpc_rl.core.errors import RoleFailed, TrialStateError
@@ -12,17 +12,9 @@ from hpc_rl.core.trial import Trial
 
 
 def facts(step: int, lineage: int = 0, num_ranks: int = 2) -> Manifest:
-    return Manifest(
-        step=step,
-        lineage=lineage,
-        attempt="7.0",
-        incarnation=0,
-        submission="7",
-        version=f"{lineage}.{step}",
-        num_ranks=num_ranks,
-        config_hash="abc",
-        timers={"save": {"steps": 1, "epochs": 0, "secs": 0.5}},
-    )
+    who = {"attempt": "7.0", "incarnation": 0, "submission": "7", "version": f"{lineage}.{step}"}
+    timers = {"save": {"steps": 1, "epochs": 0, "secs": 0.5}}
+    return Manifest(step=step, lineage=lineage, num_ranks=num_ranks, config_hash="abc", timers=timers, **who)
 
 
 def save(trial: Trial, step: int, lineage: int = 0, num_ranks: int = 2) -> Manifest:
@@ -30,7 +22,7 @@ def save(trial: Trial, step: int, lineage: int = 0, num_ranks: int = 2) -> Manif
     commit.begin()
     for rank in range(num_ranks):
         (commit.folder / f"shard-{rank}.bin").write_bytes(bytes([step, rank]) * 100)
-        commit.rank_done(rank, [checked_file.record(commit.folder / f"shard-{rank}.bin")])
+        commit.record_rank(rank, [checked_file.record(commit.folder / f"shard-{rank}.bin")])
     return commit.commit(facts(step, lineage, num_ranks))
 
 
@@ -77,7 +69,7 @@ def test_a_kill_at_any_stage_leaves_the_old_generations_or_also_the_new(trial, m
                 cut()
             if point == ("first_ok", "second_ok")[rank]:
                 monkeypatch.setattr(generation, "write_json", cut)
-            commit.rank_done(rank, [checked_file.record(commit.folder / f"shard-{rank}.bin")])
+            commit.record_rank(rank, [checked_file.record(commit.folder / f"shard-{rank}.bin")])
         if point == "gather":
             monkeypatch.setattr(Commit, "_gather", cut)
         elif point == "manifest":
@@ -139,11 +131,8 @@ def test_what_is_of_the_wrong_kind_is_passed_over_and_never_waited_for(trial):
     trial.generation(6).write_text("a file")
     trial.generation(7).symlink_to(trial.generation(7).name)
     problems = {found.step: verify(found).problem for found in scan(trial)}
-    assert (
-        problems[3] == ""
-        and problems[4] == "manifest.json: not a regular file"
-        and problems[5] == "shard-1.bin is not a regular file"
-    )
+    assert problems[3] == "" and problems[4] == "manifest.json: not a regular file"
+    assert problems[5] == "shard-1.bin is not a regular file"
     assert all(problems.values()) is False and problems[6] and problems[7]
 
 
@@ -171,7 +160,7 @@ def test_a_rank_that_did_not_finish_stops_the_commit(trial):
     commit = Commit(trial, 1, "7.0", 0)
     commit.begin()
     (commit.folder / "shard-0.bin").write_bytes(b"x")
-    commit.rank_done(0, [checked_file.record(commit.folder / "shard-0.bin")])
+    commit.record_rank(0, [checked_file.record(commit.folder / "shard-0.bin")])
     with pytest.raises(RoleFailed, match=r"rank_1\.ok is missing"):
         commit.commit(facts(1))
     assert scan(trial) == []
@@ -181,7 +170,7 @@ def test_a_file_that_changed_after_its_rank_was_done_stops_the_commit(trial):
     commit = Commit(trial, 1, "7.0", 0)
     commit.begin()
     (commit.folder / "shard-0.bin").write_bytes(b"xyz")
-    commit.rank_done(0, [checked_file.record(commit.folder / "shard-0.bin")])
+    commit.record_rank(0, [checked_file.record(commit.folder / "shard-0.bin")])
     (commit.folder / "shard-0.bin").write_bytes(b"x")
     with pytest.raises(RoleFailed, match="has 1 bytes, 3 were written"):
         commit.commit(facts(1, num_ranks=1))
@@ -217,7 +206,7 @@ def test_what_a_person_asked_to_set_aside_is_no_error(trial, caplog, monkeypatch
     monkeypatch.setattr(generation, "fsync_dir", synced.append)
     save(trial, 3)
     synced.clear()
-    there = set_aside(trial.generation(3), "is later than 2", asked=True)
+    there = move_aside(trial.generation(3), "is later than 2", asked=True)
     assert synced == [there.parent, trial.recover]
     assert [row.levelname for row in caplog.records if "set aside" in row.message] == ["INFO"]
 
@@ -225,7 +214,7 @@ def test_what_a_person_asked_to_set_aside_is_no_error(trial, caplog, monkeypatch
 def test_set_aside_twice_keeps_both(trial):
     for _ in range(2):
         save(trial, 3)
-        set_aside(trial.generation(3), "does not verify")
+        move_aside(trial.generation(3), "does not verify")
     assert len(list((trial.recover / "set-aside").iterdir())) == 2
     assert scan(trial) == []
 
@@ -236,12 +225,8 @@ def test_retention_keeps_the_newest_and_what_is_damaged_or_loaded(trial):
     (trial.generation(5) / "manifest.json").unlink()
     with hold(trial, 1, "a test"):
         assert retain(trial, RetentionPolicy(2)) == 1
-    assert [(found.step, bool(found.problem)) for found in scan(trial)] == [
-        (6, False),
-        (5, True),
-        (4, False),
-        (1, False),
-    ]
+    left = [(found.step, bool(found.problem)) for found in scan(trial)]
+    assert left == [(6, False), (5, True), (4, False), (1, False)]
     assert retain(trial, RetentionPolicy(0)) == 6
     assert steps(trial) == [6]
 
@@ -258,9 +243,8 @@ def test_an_intact_generation_never_goes_in_favour_of_a_damaged_one(trial, monke
     assert "checkpoint 4 is damaged and does not count: shard-0.bin" in caplog.text
     save(trial, 5)
     read = []
-    monkeypatch.setattr(
-        retention, "verify", lambda found, most: read.append(found.step) or verify(found, most)
-    )
+    noted = lambda found, most: read.append(found.step) or verify(found, most)  # noqa: E731
+    monkeypatch.setattr(retention, "verify", noted)
     assert retain(trial, RetentionPolicy(2), known=known) == 3
     assert [found.step for found in scan(trial)] == [5, 4, 3, 2] and read == [5]
 
@@ -271,7 +255,7 @@ def test_a_manifest_of_another_schema_or_shape_is_a_problem_in_words(trial):
     data = json.loads(path.read_text())
     for change, words in (({"schema": 99}, "schema 99"), ({"surprise": 1}, "not a manifest")):
         new = {key: value for key, value in {**data, **change}.items() if key != "xxh3"}
-        path.write_text(generation.sealed(new))
+        path.write_text(generation.seal(new))
         assert words in check(trial.generation(3)).problem
     path.write_text("{")
     assert "manifest.json" in check(trial.generation(3)).problem
@@ -284,8 +268,5 @@ def test_a_generation_under_another_name_is_refused(trial):
 
 
 def test_config_hash_does_not_depend_on_order():
-    assert (
-        generation.config_hash({"a": 1, "b": 2})
-        == generation.config_hash({"b": 2, "a": 1})
-        != generation.config_hash({"a": 2, "b": 2})
-    )
+    first, turned, other = map(generation.hash_config, ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {"a": 2, "b": 2}))
+    assert first == turned != other

@@ -12,20 +12,20 @@ import pytest
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.decide import Cause, Decision, Situation
-from hpc_rl.checkpoint.generation import Commit, Manifest, set_aside
-from hpc_rl.checkpoint.lineage import next_lineage
+from hpc_rl.checkpoint.generation import Commit, Manifest, move_aside
+from hpc_rl.checkpoint.lineage import create_lineage
 from hpc_rl.checkpoint.start_facts import (
+    count_failures,
     decide_start,
-    failures_without_progress,
-    fruitless_starts,
+    find_fruitless_starts,
+    find_trimmed,
     gather,
-    trimmed,
 )
 from hpc_rl.core import checked_file
 from hpc_rl.core.errors import StopCause, TrialStateError
-from hpc_rl.core.records import read_lineages
+from hpc_rl.core.records import load_lineages
 from hpc_rl.core.trial import Attempt, Trial, write_json
-from hpc_rl.stats.read import lineages
+from hpc_rl.stats.read import load_known_lineages
 
 FRESH = Decision("fresh", "because")
 
@@ -47,7 +47,7 @@ def commit(trial: Trial, step: int, attempt_id: str, lineage: int = 0) -> None:
     making = Commit(trial, step, attempt_id, 0)
     making.begin()
     (making.folder / "state").write_text(f"state of {step}")
-    making.rank_done(0, [checked_file.record(making.folder / "state")])
+    making.record_rank(0, [checked_file.record(making.folder / "state")])
     submission = attempt_id.rpartition(".")[0]
     making.commit(
         Manifest(
@@ -73,17 +73,17 @@ def look(trial: Trial, one: Attempt, incarnation: int = 0, mode: str = "auto", s
 
 
 def test_numbers_count_up_and_name_where_they_come_from(trial):
-    first = next_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
-    second = next_lineage(
+    first = create_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
+    second = create_lineage(
         trial, attempt(trial, "7.1"), 2, Decision("load", "it was there", step=5, lineage=0)
     )
     assert (first.lineage, first.from_step, first.from_lineage, first.submission) == (0, 0, None, "7")
     assert (second.lineage, second.from_step, second.from_lineage, second.incarnation) == (1, 5, 0, 2)
-    assert read_lineages(trial) == [first, second]
+    assert load_lineages(trial) == [first, second]
 
 
 def test_unsound_records_are_skipped_and_keep_their_numbers(trial):
-    first = next_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
+    first = create_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
     os.mkfifo(trial.lineages / "0001.json")
     (trial.lineages / "0002.json").symlink_to("0002.json")
     (trial.lineages / "0003.json").mkdir()
@@ -95,8 +95,10 @@ def test_unsound_records_are_skipped_and_keep_their_numbers(trial):
     ):
         write_json(trial.lineages / f"{number:04d}.json", asdict(first) | {"lineage": number} | change)
     write_json(trial.lineages / "0008.json", [])
-    assert read_lineages(trial) == [first] and [line.lineage for line in lineages(trial)][:1] == [0]
-    assert next_lineage(trial, attempt(trial, "7.1"), 0, FRESH).lineage == 9
+    assert load_lineages(trial) == [first] and [line.lineage for line in load_known_lineages(trial)][:1] == [
+        0
+    ]
+    assert create_lineage(trial, attempt(trial, "7.1"), 0, FRESH).lineage == 9
     shutil.rmtree(trial.lineages)
     trial.lineages.write_text("a file")
     with pytest.raises(TrialStateError, match="lineages must be a folder"):
@@ -105,10 +107,10 @@ def test_unsound_records_are_skipped_and_keep_their_numbers(trial):
 
 def test_a_pipe_in_place_of_a_record_keeps_nobody_waiting(trial):
     os.mkfifo(trial.trimmed)
-    assert trimmed(trial) == 0
+    assert find_trimmed(trial) == 0
     writer = os.open(trial.trimmed, os.O_RDWR)  # somebody who may write, and does not
     try:
-        assert trimmed(trial) == 0
+        assert find_trimmed(trial) == 0
     finally:
         os.close(writer)
 
@@ -116,16 +118,16 @@ def test_a_pipe_in_place_of_a_record_keeps_nobody_waiting(trial):
 def test_a_number_is_never_reused_though_records_are_lost(trial):
     commit(trial, 3, "7.0", lineage=4)
     one = attempt(trial, "8.0")
-    assert next_lineage(trial, one, 0, FRESH).lineage == 5
+    assert create_lineage(trial, one, 0, FRESH).lineage == 5
     trial.published("8.12").mkdir()
     shutil.rmtree(trial.lineages)
-    assert next_lineage(trial, one, 1, FRESH).lineage == 9
+    assert create_lineage(trial, one, 1, FRESH).lineage == 9
 
 
 def test_of_starters_at_once_each_has_its_own_number(trial):
     one, numbers = attempt(trial, "7.0"), []
     threads = [
-        threading.Thread(target=lambda: numbers.append(next_lineage(trial, one, 0, FRESH).lineage))
+        threading.Thread(target=lambda: numbers.append(create_lineage(trial, one, 0, FRESH).lineage))
         for _ in range(12)
     ]
     for thread in threads:
@@ -142,7 +144,7 @@ def test_a_start_that_left_no_lineage_does_not_count(trial):
 
 def test_the_cause_of_the_last_end(trial):
     one = attempt(trial, "7.0")
-    next_lineage(trial, one, 0, FRESH)
+    create_lineage(trial, one, 0, FRESH)
     assert look(trial, one, 1).cause is Cause.SUPERVISOR  # the same attempt, and nobody saw the trainer's end
     two = attempt(trial, "7.1")
     assert look(trial, two).cause is Cause.NODE  # the attempt left no word
@@ -155,27 +157,27 @@ def test_the_cause_of_the_last_end(trial):
 
 
 def test_ancestry_follows_the_lineages_and_nothing_else(trial):
-    next_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
-    next_lineage(trial, attempt(trial, "2.0"), 0, FRESH)
-    next_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=4, lineage=0))
+    create_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
+    create_lineage(trial, attempt(trial, "2.0"), 0, FRESH)
+    create_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=4, lineage=0))
     situation = look(trial, attempt(trial, "3.0"), 1)
     assert situation.ancestry == {"1", "3"} and situation.has_state and not situation.first_start
 
 
 @pytest.mark.parametrize("known_by", ["manifest", "job", "nothing"])
 def test_a_lost_parent_record_keeps_mode_fault_from_a_fresh_start(trial, known_by):
-    next_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
+    create_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
     commit(trial, 3, "1.0", lineage=0)
     if known_by != "manifest":  # the parent made nothing that is left
-        next_lineage(trial, attempt(trial, "2.0"), 0, Decision("load", "", step=3, lineage=0))
+        create_lineage(trial, attempt(trial, "2.0"), 0, Decision("load", "", step=3, lineage=0))
         (trial.lineages / "0001.json").write_bytes(bytes(40))
         if known_by == "job":
             write_json(trial.job("3"), {"lineage_parent": "2"})
             write_json(trial.job("2"), {"lineage_parent": "1"})
-        next_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=5, lineage=1))
+        create_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=5, lineage=1))
     else:
         (trial.lineages / "0000.json").write_bytes(bytes(40))
-        next_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=3, lineage=0))
+        create_lineage(trial, attempt(trial, "3.0"), 0, Decision("load", "", step=3, lineage=0))
     decision, _ = decide_start(trial, attempt(trial, "3.0"), 1, Situation("fault", "resume", retries=3))
     if known_by == "nothing":
         assert (decision.action, decision.exit_code) == (
@@ -188,7 +190,7 @@ def test_a_lost_parent_record_keeps_mode_fault_from_a_fresh_start(trial, known_b
 
 def test_a_damaged_generation_is_named_and_the_next_one_loaded(trial):
     one = attempt(trial, "7.0")
-    next_lineage(trial, one, 0, FRESH)
+    create_lineage(trial, one, 0, FRESH)
     commit(trial, 3, "7.0")
     commit(trial, 6, "7.0")
     (trial.generation(6) / "state").write_text("state of 9")  # the same size, other content
@@ -199,8 +201,8 @@ def test_a_damaged_generation_is_named_and_the_next_one_loaded(trial):
 
 
 def test_mode_fault_passes_over_a_newer_generation_of_a_stranger(trial):
-    next_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
-    next_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
+    create_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
+    create_lineage(trial, attempt(trial, "7.0"), 0, FRESH)
     commit(trial, 3, "7.0", lineage=1)
     commit(trial, 9, "1.0")
     assert decide_start(trial, attempt(trial, "7.0"), 1, Situation("fault", "fault", retries=3))[0].step == 3
@@ -217,7 +219,7 @@ def test_failures_are_counted_since_the_last_progress_over_all_attempts(trial):
     event(attempt(trial, "8.0"), **failure)
     past = look(trial, attempt(trial, "7.2")).history
     assert [(one.attempt, one.cause) for one in past] == [("7.0", Cause.FAILED), ("7.1", Cause.FAILED)]
-    assert failures_without_progress([]) == 0
+    assert count_failures([]) == 0
 
 
 def drained(one: Attempt, why: StopCause) -> None:
@@ -233,55 +235,55 @@ def test_starts_without_a_generation_are_counted_over_requeues(trial):
     """A job whose time is too short for one generation must not come back for ever."""
     for restart, why in enumerate([StopCause.TIME_LIMIT, StopCause.PREEMPTION, StopCause.USER_SIGNAL, None]):
         one = attempt(trial, f"7.{restart}")
-        next_lineage(trial, one, 0, FRESH)
+        create_lineage(trial, one, 0, FRESH)
         if why:
             drained(one, why)
     causes = [Cause.WALLTIME, Cause.PREEMPTED, Cause.WALLTIME, Cause.NODE]
     assert [one.cause for one in look(trial, attempt(trial, "7.4")).history] == causes
-    assert [one.cause for one in fruitless_starts(trial, "7")] == causes
+    assert [one.cause for one in find_fruitless_starts(trial, "7")] == causes
     decision, _ = decide_start(trial, attempt(trial, "7.4"), 0, Situation("auto", "auto", retries=1))
     assert decision.action == "end" and "2 starts in a row without a new checkpoint" in decision.reason
     commit(trial, 4, "7.3", lineage=3)
-    assert look(trial, attempt(trial, "7.4")).history == fruitless_starts(trial, "7") == ()
+    assert look(trial, attempt(trial, "7.4")).history == find_fruitless_starts(trial, "7") == ()
 
 
 def test_failures_before_the_newest_generation_are_over(trial):
     """Nobody saw that progress: the supervisor was killed together with its trainer."""
     one = attempt(trial, "7.0")
     for incarnation in range(3):
-        next_lineage(trial, one, incarnation, FRESH)
+        create_lineage(trial, one, incarnation, FRESH)
         event(one, event="exited", role="trainer", incarnation=incarnation, code=70, failure=True)
     assert len(look(trial, one, 3).history) == 3
-    next_lineage(trial, one, 3, FRESH)
+    create_lineage(trial, one, 3, FRESH)
     commit(trial, 4, "7.0", lineage=3)
     assert look(trial, one, 4).history == ()
 
 
 def test_a_start_that_made_a_generation_is_none_without_one(trial):
     one = attempt(trial, "7.0")
-    next_lineage(trial, one, 0, FRESH)
+    create_lineage(trial, one, 0, FRESH)
     event(one, event="started", role="trainer", index=0, incarnation=0)
     commit(trial, 3, "7.0")
     event(one, event="progress", step=3)
     event(one, event="exited", role="trainer", incarnation=0, code=137, failure=True)
-    assert fruitless_starts(trial, "7") == look(trial, one, 1).history == ()
+    assert find_fruitless_starts(trial, "7") == look(trial, one, 1).history == ()
     assert decide_start(trial, one, 1, Situation("auto", "auto", retries=0))[0].action == "load"
-    next_lineage(trial, one, 1, Decision("load", "", step=3, lineage=0))
+    create_lineage(trial, one, 1, Decision("load", "", step=3, lineage=0))
     event(one, event="started", role="trainer", index=0, incarnation=1)
     event(one, event="exited", role="trainer", incarnation=1, code=137, failure=True)
-    assert [past.incarnation for past in fruitless_starts(trial, "7")] == [1]
+    assert [past.incarnation for past in find_fruitless_starts(trial, "7")] == [1]
 
 
 def test_the_start_that_runs_is_no_past_one(trial):
     one = attempt(trial, "7.0")
-    next_lineage(trial, one, 0, FRESH)
-    assert fruitless_starts(trial, "7", running="7.0") == ()
-    assert [past.cause for past in fruitless_starts(trial, "7")] == [Cause.NODE]
+    create_lineage(trial, one, 0, FRESH)
+    assert find_fruitless_starts(trial, "7", running="7.0") == ()
+    assert [past.cause for past in find_fruitless_starts(trial, "7")] == [Cause.NODE]
 
 
 def test_a_generation_that_was_lost_later_still_was_progress(trial):
     one = attempt(trial, "7.0")
-    next_lineage(trial, one, 0, FRESH)
+    create_lineage(trial, one, 0, FRESH)
     event(one, event="started", role="trainer", index=0, incarnation=0)
     event(one, event="progress", step=3)
     event(one, event="exited", role="trainer", incarnation=0, code=75)
@@ -289,7 +291,7 @@ def test_a_generation_that_was_lost_later_still_was_progress(trial):
 
 
 def test_from_an_older_generation_the_later_ones_are_set_aside(trial):
-    next_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
+    create_lineage(trial, attempt(trial, "1.0"), 0, FRESH)
     for step in (3, 6, 9):
         commit(trial, step, "1.0")
     (trial.generation(9) / "state").write_text("torn")
@@ -297,10 +299,10 @@ def test_from_an_older_generation_the_later_ones_are_set_aside(trial):
     decision, unwanted = decide_start(trial, two, 0, Situation("fault", "resume", retries=3, wanted=3))
     assert (decision.action, decision.step, decision.set_aside) == ("load", 3, (6, 9))
     assert sorted((one.step, one.problem) for one in unwanted)[0] == (6, "is later than 3")
-    record = next_lineage(trial, two, 0, decision)
-    assert read_lineages(trial)[-1] == record and record.set_aside == (6, 9) and record.from_step == 3
+    record = create_lineage(trial, two, 0, decision)
+    assert load_lineages(trial)[-1] == record and record.set_aside == (6, 9) and record.from_step == 3
     for found in unwanted:
-        set_aside(found.path, found.problem)
+        move_aside(found.path, found.problem)
     # its own next start, by the stored mode
     again, _ = decide_start(trial, two, 1, Situation("fault", "resume", wanted=3))
     assert (again.action, again.step) == ("load", 3) and "as asked" not in again.reason
@@ -321,17 +323,17 @@ def test_a_named_generation_is_read_to_its_last_byte(trial, monkeypatch):
 
 
 def test_the_batch_log_says_from_where_it_can_replay(trial):
-    assert trimmed(trial) == 0
+    assert find_trimmed(trial) == 0
     trial.batches.mkdir()
     for step in (7, 8):
         (trial.batches / f"{step:08d}.seal").write_text("{}")
-    assert trimmed(trial) == 6 == look(trial, attempt(trial, "2.0")).trimmed
-    assert trimmed(trial) == 6
+    assert find_trimmed(trial) == 6 == look(trial, attempt(trial, "2.0")).trimmed
+    assert find_trimmed(trial) == 6
     write_json(trial.trimmed, {"step": 7})  # a trim that was killed left a seal
-    assert trimmed(trial) == 7
+    assert find_trimmed(trial) == 7
     for path in trial.batches.iterdir():
         path.unlink()
-    assert trimmed(trial) == 7  # the oldest generation kept is that of the newest batch: no seal is left
+    assert find_trimmed(trial) == 7  # the oldest generation kept is that of the newest batch: no seal is left
     decision, _ = decide_start(trial, attempt(trial, "2.0"), 0, Situation("auto", "auto", retries=3))
     assert decision.action == "refuse" and "batches 1 to 7 were trimmed" in decision.reason
 
@@ -341,7 +343,7 @@ def test_mode_fault_takes_the_imported_generation_it_began_with(trial):
     one = attempt(trial, "7.0")
     first, _ = decide_start(trial, one, 0, Situation("fault", "resume", retries=3))
     assert (first.action, first.step, first.lineage) == ("load", 4, -1)
-    next_lineage(trial, one, 0, first)
+    create_lineage(trial, one, 0, first)
     event(one, event="exited", role="trainer", incarnation=0, code=70)
     again, _ = decide_start(trial, one, 1, Situation("fault", "resume", retries=3))
     assert (again.action, again.step) == ("load", 4), again.reason
@@ -349,7 +351,7 @@ def test_mode_fault_takes_the_imported_generation_it_began_with(trial):
 
 def test_mode_fault_passes_over_an_import_that_is_none_of_its_own(trial):
     one = attempt(trial, "7.0")
-    next_lineage(trial, one, 0, FRESH)
+    create_lineage(trial, one, 0, FRESH)
     commit(trial, 3, "7.0")
     commit(trial, 4, "import.0", lineage=-1)
     assert decide_start(trial, one, 1, Situation("fault", "fault", retries=3))[0].step == 3

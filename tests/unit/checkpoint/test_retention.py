@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.checkpoint import retention
-from hpc_rl.checkpoint.retention import Holds, RetentionPolicy, best, hold, keep, retain
+from hpc_rl.checkpoint.retention import Holds, RetentionPolicy, hold, keep, rank_best, retain
 from hpc_rl.core.errors import TrialStateError
 from hpc_rl.core.trial import Trial, write_json
 from tests.unit.checkpoint.test_generation import save, steps
@@ -43,7 +43,7 @@ def test_the_best_stay_besides_of_equal_ones_the_newer():
     assert keep(some, RetentionPolicy(newest=1, best=2)) == {2, 3, 6}
     assert keep(some, RetentionPolicy(newest=1, best=1, higher_is_better=False)) == {4, 6}
     assert keep(some, RetentionPolicy(newest=1, best=3, metric="eval_loss")) == {6}
-    assert best(some, "eval_reward") == [3, 2, 1, 4]
+    assert rank_best(some, "eval_reward") == [3, 2, 1, 4]
 
 
 @given(
@@ -56,9 +56,8 @@ def test_what_stays_exists_and_holds_the_newest(steps, policy, values):
     staying = keep(made, policy)
     assert staying <= steps
     assert not steps or max(steps) in staying
-    assert (
-        keep([one for one in made if one.step in staying], policy) == staying
-    )  # applied twice it takes no more
+    # applied twice it takes no more
+    assert keep([one for one in made if one.step in staying], policy) == staying
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ class FakeScheduler:
         self.answers[job_id] = State.RUNNING
         return job_id
 
-    def states(self, job_ids: list[str]) -> dict[str, JobState]:
+    def query_states(self, job_ids: list[str]) -> dict[str, JobState]:
         self.num_questions += 1
         if self.refuses:
             raise SchedulerError(self.refuses)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("state_home")
 @pytest.fixture
 def trial(fake_trial, scheduler):
     fake_trial.run_to(5)
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     scheduler.answers["7"] = State.RUNNING
     return fake_trial.trial
 

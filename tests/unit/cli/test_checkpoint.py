@@ -34,7 +34,7 @@ def trial(fake_trial) -> Trial:
 def commit(trial: Trial, step: int, **numbers: float) -> None:
     making = Commit(trial, step, "7.0", 0)
     making.begin()
-    making.rank_done(0, [])
+    making.record_rank(0, [])
     who = {"attempt": "7.0", "incarnation": 0, "submission": "7", "version": f"0.{step}", "metrics": numbers}
     making.commit(Manifest(step=step, lineage=0, num_ranks=1, config_hash="c", **who))
 
@@ -47,7 +47,7 @@ def torch_half(monkeypatch):
         def hand_over(action, trial, step, *rest, **_more):
             return does(dict(zip(rest[::2], rest[1::2], strict=True))) or 0
 
-        monkeypatch.setattr(checkpoint, "run_converter", hand_over)
+        monkeypatch.setattr(checkpoint, "convert", hand_over)
 
     return put
 
@@ -122,7 +122,7 @@ from hpc_rl.cli.__main__ import main
 def torch_half(*_given, **_more):
     print(*os.listdir({str(tmp_path)!r}))
     os.kill(os.getpid(), signal.SIGTERM)
-checkpoint.run_converter = torch_half
+checkpoint.convert = torch_half
 sys.exit(main(["checkpoint", "export", {str(trial.dir)!r}, "--to", {str(there)!r}]))
 """
     before, generations = set(os.listdir(tmp_path)), set(os.listdir(trial.recover))

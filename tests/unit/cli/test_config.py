@@ -66,7 +66,14 @@ def test_schema_and_reference(capsys):
     assert main(["config", "schema", "--trainer", "sft"]) == 0
     assert json.loads(capsys.readouterr().out)["$ref"] == "#/$defs/SFTConfig"
     assert main(["config", "reference"]) == 0
-    assert "| `n_samples` |" in capsys.readouterr().out
+    assert "| `n_samples`<br>" in capsys.readouterr().out
+
+
+def test_the_reference_as_pages(capsys, tmp_path):
+    assert main(["config", "reference", "--output", str(tmp_path / "pages")]) == 0
+    assert capsys.readouterr().out == ""
+    assert "| `n_samples`<br>" in (tmp_path / "pages" / "gconfig.md").read_text()
+    assert "[`gconfig`](gconfig.md)" in (tmp_path / "pages" / "index.md").read_text()
 
 
 def test_a_preset_for_a_machine_without_gpus(capsys):
@@ -121,7 +128,7 @@ def completion():
 )
 def test_completion_is_a_script_that_completes(completion, typed, offered, tmp_path, state_home):
     for name in ("first", "second"):
-        trial_index.record(Trial(tmp_path / "exp" / name))
+        trial_index.record_trial(Trial(tmp_path / "exp" / name))
     (tmp_path / "mine.yaml").touch()
     words = ["hpc-rl", *typed.split()]
     call = f"COMP_WORDS=({' '.join(words)}) COMP_CWORD={len(words) - 1}; _hpc_rl 2>/dev/null"

@@ -6,22 +6,23 @@ import os
 import pytest
 
 from hpc_rl.cli.__main__ import build_parsers, main
-from hpc_rl.cli.doctor import requirements_of, srun_options
-from hpc_rl.cli.options import arranged
+from hpc_rl.cli.options import arrange_arguments
+from hpc_rl.cli.outcome import collect_sources
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
 from hpc_rl.doctor.finding import Requirements
 from hpc_rl.doctor.slurm_checks import PROGRAMS
+from hpc_rl.trials.machine_needs import find_requirements, make_srun_options
 
 pytestmark = pytest.mark.usefixtures("state_home")
 
 
 def test_the_short_job_asks_for_what_the_trial_asks_for():
-    asked = srun_options(
+    asked = make_srun_options(
         Requirements(num_nodes=3, cpus=4, gpus=8, mem_mb=1000),
         SlurmLauncherConfig(account="x", partition="p"),
     )
     assert asked == ["--cpus-per-task=4", "--mem=1000M", "--gpus-per-node=8", "--partition=p", "--account=x"]
-    assert srun_options(Requirements(num_nodes=3), SlurmLauncherConfig()) == ["--cpus-per-task=1"]
+    assert make_srun_options(Requirements(num_nodes=3), SlurmLauncherConfig()) == ["--cpus-per-task=1"]
 
 
 def test_a_failure_is_exit_code_1_with_its_fix_below(tmp_path, monkeypatch, capsys):
@@ -73,9 +74,11 @@ def test_an_unknown_profile_of_a_cluster_is_refused(tmp_path, capsys):
     assert "nope" in capsys.readouterr().err
 
 
-def parsed(*argv: str):
+def requirements(*argv: str):
     parser = build_parsers(["doctor"])[("doctor",)]
-    return parser.parse_args(arranged(parser, list(argv)))
+    args = parser.parse_args(arrange_arguments(parser, list(argv)))
+    args.argv = ["doctor"]
+    return find_requirements(collect_sources(args), args.fileroot, args.partition, args.nodes)
 
 
 def test_the_profile_of_a_cluster_is_examined(tmp_path, monkeypatch):
@@ -84,11 +87,11 @@ def test_the_profile_of_a_cluster_is_examined(tmp_path, monkeypatch):
     (tmp_path / "cluster" / "big.yaml").write_text(
         "cluster: {fileroot: /shared/big}\nlauncher: {type: slurm, slurm: {partition: gpu, account: lab}}\n"
     )
-    wanted, options, verdict = requirements_of(parsed("--cluster", "big"))
+    wanted, options, verdict = requirements("--cluster", "big")
     assert (wanted.fileroot, wanted.partition, wanted.on_slurm) == ("/shared/big", "gpu", True)
     assert options.account == "lab" and verdict is None
     (tmp_path / "a.yaml").write_text(
         "experiment_name: e\ntrial_name: t\nactor: {path: /m}\ntrain_dataset: {path: /d, batch_size: 64}\n"
     )
-    wanted, *_ = requirements_of(parsed(str(tmp_path / "a.yaml"), "--cluster", "big", "--partition", "cpu"))
+    wanted, *_ = requirements(str(tmp_path / "a.yaml"), "--cluster", "big", "--partition", "cpu")
     assert (wanted.fileroot, wanted.partition) == ("/shared/big", "cpu")

@@ -13,7 +13,7 @@ from model_shapes import QWEN3_8B
 from hpc_rl.cli import doctor
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core import node_copies
-from hpc_rl.core.trial import Trial, account, write_json
+from hpc_rl.core.trial import Trial, find_account_name, write_json
 from hpc_rl.doctor import machine
 from hpc_rl.doctor.slurm_checks import PROGRAMS
 from hpc_rl.render import lint
@@ -55,7 +55,7 @@ class Site:
 def site(tmp_path, config, monkeypatch, state_home) -> Site:
     for name in ("SLURM_JOB_ID", "SLURM_CONF", "HPC_RL_INTERFACE"):
         monkeypatch.delenv(name, raising=False)
-    machine.modules_problem.cache_clear()
+    machine.find_modules_problem.cache_clear()
     # What takes long, and is tested elsewhere: processes that examine the directory and the scripts.
     monkeypatch.setattr(doctor, "check_directory", lambda path, on_slurm: [])
     for slow in ("check_bash", "check_shell"):
@@ -98,7 +98,7 @@ def large_model(site: Site) -> None:
 
 
 def small_disk(site: Site) -> None:
-    site.monkeypatch.setattr(storage, "free_bytes", lambda path: 100 << 20)
+    site.monkeypatch.setattr(storage, "measure_free_bytes", lambda path: 100 << 20)
     large_model(site)
     site.options += ["launcher.trainer_mem_per_gpu=200000"]
 
@@ -141,7 +141,7 @@ def no_parquet_library(site: Site) -> None:
 
 
 def running(site: Site) -> None:
-    trial = Trial.of(site.folder / "runs", account(), "sums", "small")
+    trial = Trial.of(site.folder / "runs", find_account_name(), "sums", "small")
     trial.make_dirs()
     record = {"job_id": "7", "scheduler": "slurm", "time": 0.0}
     write_json(trial.job("7"), record)
@@ -149,7 +149,7 @@ def running(site: Site) -> None:
 
 
 def with_state(site: Site) -> None:
-    trial = Trial.of(site.folder / "runs", account(), "sums", "small")
+    trial = Trial.of(site.folder / "runs", find_account_name(), "sums", "small")
     trial.generation(4).mkdir(parents=True)
     (trial.generation(4) / "manifest.json").write_text("{}")
     site.options = ["recover.mode=fault"]
@@ -205,7 +205,7 @@ SETUPS = {
         open_to_all, [], "accounts", "fail", "another account could change what trial sums/small runs", 64,
     ),
     "a disk without space for a checkpoint": (
-        small_disk, [], "space", "fail", "no checkpoint could be saved: it takes 91.5 GB and 100.0 MB are free", 73,
+        small_disk, [], "space", "fail", "no checkpoint could be saved: it needs 91.5 GB, but only 100.0 MB are free", 73,
     ),
     "a partition that is not there": (
         NOTHING, ["--partition", "nope"], "capacity", "fail", "there is no partition 'nope'", 64,
@@ -343,7 +343,7 @@ def test_all_four_agree_on_a_trial_for_this_machine(site, capsys, name):
     kind, options, check, status, words, code = LOCAL_SETUPS[name]
     for program in PROGRAMS:
         (site.folder / "slurm" / program).unlink(missing_ok=True)
-    site.monkeypatch.setattr(machine, "visible_gpus", lambda: (0, "nvidia-smi"))
+    site.monkeypatch.setattr(machine, "count_visible_gpus", lambda: (0, "nvidia-smi"))
     site.monkeypatch.setattr(node_copies, "mount_of", lambda path: ("nfs4", ""))
     python_with(**TRAINER, sglang="0.5.23")(site)
     common = ["--config", str(site.config), f"launcher.type={kind}", *site.options, *options]

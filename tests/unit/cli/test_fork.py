@@ -9,7 +9,7 @@ import pytest
 from hpc_rl.checkpoint import generation
 from hpc_rl.cli.__main__ import main
 from hpc_rl.config.options.experiment import Config
-from hpc_rl.core.trial import Trial, read_json, read_object
+from hpc_rl.core.trial import Trial, load_json, load_object
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.schedulers.base import State
 from hpc_rl.trials import trial_index
@@ -49,7 +49,7 @@ def test_a_fork_starts_from_the_checkpoint_under_its_own_options(trial, schedule
     assert scheduler.calls[-1] == ("submit", "job-2") and files_of(trial) == before
     [found] = generation.scan(fork)
     assert not generation.verify(found).problem and found.step == 3
-    config = read_json(fork.config_json)
+    config = load_json(fork.config_json)
     assert (config["seed"], config["trial_name"], config["actor"]["optimizer"]["lr"]) == (7, "other", 5e-4)
     source, copy = (os.stat(one.generation(3) / "state") for one in (trial, fork))
     assert source.st_ino == copy.st_ino  # nothing was copied
@@ -70,7 +70,7 @@ def test_the_start_of_a_fork_loads_that_checkpoint_and_trains_on_other_rows(tria
 def _config(trial: Trial) -> Config:
     from hpc_rl.config.load.stored import from_dict
 
-    return from_dict(read_object(trial.config_json))
+    return from_dict(load_object(trial.config_json))
 
 
 @pytest.mark.parametrize(

@@ -144,7 +144,7 @@ def test_options_of_a_configuration_are_told_from_those_of_a_command(command, ar
             wanted.append(f"--overrides={one}")
         else:
             wanted.append(one)
-    assert options.arranged(parser, argv) == wanted
+    assert options.arrange_arguments(parser, argv) == wanted
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_mistake_is_one_message_and_an_exit_code(monkeypatch, capsys, error, c
     def fail(args):
         raise error
 
-    monkeypatch.setattr("hpc_rl.cli.list.run", fail)
+    monkeypatch.setattr("hpc_rl.cli.list.main", fail)
     assert cli.main(["list"]) == code
     message = capsys.readouterr().err
     assert message.startswith("hpc-rl: ")
@@ -186,7 +186,7 @@ def test_a_mistake_is_one_message_and_an_exit_code(monkeypatch, capsys, error, c
 
 
 def test_an_internal_error_says_where_and_how_to_see_more(monkeypatch, capsys):
-    monkeypatch.setattr("hpc_rl.cli.list.run", lambda args: 1 / 0)
+    monkeypatch.setattr("hpc_rl.cli.list.main", lambda args: 1 / 0)
     cli.main(["list"])
     assert "HPC_RL_TRACEBACK=1" in capsys.readouterr().err
     monkeypatch.setenv("HPC_RL_TRACEBACK", "1")

@@ -14,7 +14,7 @@ def trials(make_fake_trial, tmp_path, state_home):
         fake.run_to(last)
         if name == "long":
             fake.row("7.0", {"step": 51, "time": 1_790_000_099.0, "lineage": 0, "accuracy": 0.5})
-        trial_index.record(fake.trial)
+        trial_index.record_trial(fake.trial)
 
 
 def test_a_chart_has_a_line_for_each_trial_and_its_scale(capsys):
@@ -45,9 +45,11 @@ def test_only_steps_are_smoothed(make_fake_trial, tmp_path, monkeypatch, capsys)
     fake = make_fake_trial(tmp_path / "runs", name="evaluated")
     fake.run_to(4)
     fake.evaluation("7.0", 4, 0.75)
-    trial_index.record(fake.trial)
+    trial_index.record_trial(fake.trial)
     drawn = {}
-    monkeypatch.setattr(plot, "plotted", lambda lines, _dots, metric, *_: drawn.update({metric: lines}) or "")
+    monkeypatch.setattr(
+        plot, "draw_plot", lambda lines, _dots, metric, *_: drawn.update({metric: lines}) or ""
+    )
     assert main(["plot", "evaluated", "--metric", "held-out,eval_reward,reward", "--smooth", "10"]) == 0
     assert drawn["held-out"] == {"held-out": [(0, 0.31), (4, 0.75)]}
     assert drawn["eval_reward"] == {"eval_reward": [(0, 0.31), (4, 0.75)]}

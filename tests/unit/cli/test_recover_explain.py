@@ -20,15 +20,15 @@ import pytest
 from hpc_rl.checkpoint import generation, start_facts
 from hpc_rl.checkpoint.decide import Decision
 from hpc_rl.checkpoint.generation import scan
-from hpc_rl.checkpoint.lineage import next_lineage
+from hpc_rl.checkpoint.lineage import create_lineage
 from hpc_rl.cli.__main__ import main
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.core.allocation import Train
 from hpc_rl.core.errors import ConfigError, GivenUp, NothingToResume
 from hpc_rl.core.files import JsonLines
-from hpc_rl.core.proc import start_ticks
-from hpc_rl.core.records import read_lineages
-from hpc_rl.core.trial import Trial, read_json, write_json
+from hpc_rl.core.proc import find_start_ticks
+from hpc_rl.core.records import load_lineages
+from hpc_rl.core.trial import Trial, load_json, write_json
 from hpc_rl.datasets import rows as rows_module
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger
@@ -48,7 +48,7 @@ def trial(config, scheduler, capsys, make_generation) -> Trial:
     scheduler.answers["job-1"] = State.CANCELLED
     trial = trial_index.resolve("small")
     trial.attempt("job-1.0").make_dirs()
-    next_lineage(trial, trial.attempt("job-1.0"), 0, Decision("fresh", "first"))
+    create_lineage(trial, trial.attempt("job-1.0"), 0, Decision("fresh", "first"))
     for step in (3, 6, 9):
         make_generation(trial, step, data=load_rows(config.parent / "train.jsonl").fingerprint)
     capsys.readouterr()
@@ -99,7 +99,7 @@ def test_the_same_words(trial, scheduler, capsys, case, mode):
     refusal = capsys.readouterr().err
     if step is not None:
         begun = begin(start(trial, "job-2"))
-        assert (code, begun["step"], said["reason"]) == (0, step, read_lineages(trial)[-1].reason)
+        assert (code, begun["step"], said["reason"]) == (0, step, load_lineages(trial)[-1].reason)
         return
     assert code == 3 and refusal == f"hpc-rl: {said['reason']}\n"
     from_step = int(flags[1]) if flags else None
@@ -120,8 +120,8 @@ def test_from_an_older_generation_the_later_ones_are_kept_aside(trial, capsys):
     aside = sorted(path.name.split(".")[0] for path in (trial.recover / "set-aside").iterdir())
     assert aside == ["gen-00000006", "gen-00000009"]
     assert all((path / "manifest.json").exists() for path in (trial.recover / "set-aside").iterdir())
-    assert read_lineages(trial)[-1].set_aside == (6, 9)
-    assert read_lineages(trial)[-1].lineage == 1  # a label of a step that is made again is another one
+    assert load_lineages(trial)[-1].set_aside == (6, 9)
+    assert load_lineages(trial)[-1].lineage == 1  # a label of a step that is made again is another one
 
 
 def test_explain_says_what_it_did_not_read(trial, capsys, monkeypatch):
@@ -184,7 +184,11 @@ def test_explain_refuses_what_recover_refuses_in_the_same_words(trial, scheduler
     if case == "at its end":
         trial.done.write_text("{}")
     if case == "being submitted":
-        other = {"host": socket.gethostname(), "pid": os.getpid(), "start_ticks": start_ticks(os.getpid())}
+        other = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "start_ticks": find_start_ticks(os.getpid()),
+        }
         write_json(trial.submitting, other)
     assert main(["recover", "small", *options, "--explain", "--json"]) == code
     said = json.loads(capsys.readouterr().out)
@@ -339,7 +343,7 @@ def test_of_two_recovers_at_once_one_wins_and_the_other_says_busy(trial, tmp_pat
         "PATH": "/usr/bin:/bin",
         "PYTHONPATH": str(Path(__file__).parents[3]),
     }
-    write_json(trial.job("job-1"), {**read_json(trial.job("job-1")), "scheduler": "local"})
+    write_json(trial.job("job-1"), {**load_json(trial.job("job-1")), "scheduler": "local"})
     trial.job("job-1").with_suffix(".state").write_text(
         '{"event": "started"}\n{"event": "ended", "code": 75}\n'
     )
@@ -416,5 +420,5 @@ def test_only_the_first_start_of_a_recover_sets_batches_aside(trial, scheduler, 
     scheduler.answers["job-2"] = State.CANCELLED
     assert main(["recover", "small", "--from", "3", "--replay"]) == 0
     begin(start(trial, "job-3"))
-    found = [(record.from_step, record.new_batches) for record in read_lineages(trial)[1:]]
+    found = [(record.from_step, record.new_batches) for record in load_lineages(trial)[1:]]
     assert found == [(6, True), (6, False), (3, False)]

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("state_home")
 @pytest.fixture
 def trial(fake_trial, scheduler):
     fake_trial.run_to(5)
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     scheduler.answers["7"] = State.DONE
     for name, size in (
         ("recover/gen-00000005/state", 3_000_000),
@@ -38,7 +38,7 @@ def test_a_trial_is_removed_with_its_entry_in_the_index(trial, capsys):
     said = capsys.readouterr().out
     assert "checkpoints" in said and "3.0 MB" in said and "5.0 MB freed" in said
     assert not trial.dir.exists() and not list(trial.dir.parent.iterdir())
-    assert trial_index.entries() == []
+    assert trial_index.list_entries() == []
 
 
 def test_exports_may_stay(trial, capsys):
@@ -50,7 +50,7 @@ def test_exports_may_stay(trial, capsys):
 
 
 def test_du_shows_what_trials_hold_largest_first(trial, make_fake_trial, tmp_path, capsys):
-    trial_index.record(make_fake_trial(tmp_path / "runs", name="small").trial)
+    trial_index.record_trial(make_fake_trial(tmp_path / "runs", name="small").trial)
     assert main(["du"]) == 0
     head, *lines = [re.split("  +", line) for line in capsys.readouterr().out.splitlines()]
     assert [line[-1] for line in lines] == ["exp/t1", "exp/small", "all"]
@@ -69,13 +69,15 @@ def test_filters_choose_trials_that_are_over(
     second, live = (make_fake_trial(tmp_path / "runs", name=name) for name in ("t2", "live"))
     for one in (second, live):
         one.run_to(5)
-        trial_index.record(one.trial)
+        trial_index.record_trial(one.trial)
     assert main(["remove"]) == 64 and "--older_than_days" in capsys.readouterr().err
     late = SchedulerAnswer(complaint="squeue: timed out")
     monkeypatch.setattr("hpc_rl.cli.list.query_all", lambda trials: {one.dir: late for one in trials})
     states = {"t1": TrialState.FAILED, "t2": TrialState.DONE, "live": TrialState.RUNNING}
-    row = listing._row
-    monkeypatch.setattr(listing, "_row", lambda entry, _: row(entry, _) | {"state": states[entry.trial.name]})
+    row = listing._make_row
+    monkeypatch.setattr(
+        listing, "_make_row", lambda entry, _: row(entry, _) | {"state": states[entry.trial.name]}
+    )
 
     assert main(["list"]) == 0
     said = capsys.readouterr().err
@@ -119,17 +121,17 @@ def test_exports_that_are_kept_survive_a_kill_at_any_rename(trial, monkeypatch):
 
     monkeypatch.setattr(removal.os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):
-        removal.remove(trial, keep_exports=True)
+        removal.remove_trial(trial, keep_exports=True)
     monkeypatch.undo()
     assert (trial.dir / "exports" / "final" / "model.safetensors").stat().st_size == 2_000_000
-    removal.remove(trial, keep_exports=True)
+    removal.remove_trial(trial, keep_exports=True)
     assert [path.name for path in trial.dir.iterdir()] == ["exports"]
 
 
 def test_the_leftover_of_a_trial_with_a_longer_name_is_left_alone(trial):
     other = trial.dir.with_name(f".{trial.dir.name}.b.0123456789ab.removed")
     other.mkdir()
-    removal.remove(trial, keep_exports=False)
+    removal.remove_trial(trial, keep_exports=False)
     assert other.is_dir()
 
 
@@ -149,9 +151,9 @@ def test_a_trial_that_runs_is_left_alone(trial, scheduler, capsys):
 def test_a_removal_that_was_killed_is_finished_by_the_next(trial, monkeypatch):
     monkeypatch.setattr(removal.shutil, "rmtree", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
-        removal.remove(trial, keep_exports=False)
+        removal.remove_trial(trial, keep_exports=False)
     monkeypatch.undo()
     assert not trial.dir.exists() and len(list(trial.dir.parent.iterdir())) == 1
     trial.make_dirs()
-    removal.remove(trial, keep_exports=False)
+    removal.remove_trial(trial, keep_exports=False)
     assert not list(trial.dir.parent.iterdir())

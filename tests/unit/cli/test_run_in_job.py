@@ -2,24 +2,18 @@
 
 import pytest
 
-from hpc_rl.cli import (
-    run as foreground,
-)
-from hpc_rl.cli import (
-    submit,
-)
-from hpc_rl.cli.options import Namespace
 from hpc_rl.core.errors import DoesNotFit
+from hpc_rl.trials.checklist import Planned
+from hpc_rl.trials.prepare import ConfigSources, plan_for_job
 from hpc_rl.trials.surrounding_job import JobNode, SurroundingJob
 
 LARGE = {"cpus": 64, "mem_mb": 256000, "gpus": 0}
 JOB = SurroundingJob("7", (JobNode("n1", **LARGE), JobNode("n2", cpus=1, mem_mb=1, gpus=0)))
 
 
-def planned(config, *argv: str, preset: tuple[str, ...] = ()) -> submit.Planned:
+def planned(config, *argv: str, preset: tuple[str, ...] = ()) -> Planned:
     overrides = [*([] if preset else ["launcher.type=slurm"]), *argv]
-    args = Namespace(config=[str(config)], overrides=overrides, preset=preset, cluster=None, argv=["run"])
-    return foreground.plan_in(submit.loaded(args), args, JOB)
+    return plan_for_job(ConfigSources("run", [str(config)], overrides, preset, None), JOB)
 
 
 def test_a_plan_for_fewer_nodes_need_only_fit_the_first_ones(config):

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core.types import Trajectory, TrajectoryGroup
-from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, NOT_KEPT, SampleWriter, short_columns
+from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, NOT_KEPT, SampleWriter, shorten_columns
 from hpc_rl.stats.sinks import JsonlSink
 from hpc_rl.trials import trial_index
 
@@ -61,7 +61,7 @@ def trial(fake_trial):
         writer.write_evaluation(steps[-1], 0.25, [TrajectoryGroup(0, [two_turns()])])
         sink.close()
         fake_trial.lineage(number, from_step, attempt.id)
-    trial_index.record(trial)
+    trial_index.record_trial(trial)
     return trial
 
 
@@ -109,11 +109,11 @@ def test_the_columns_of_the_row_stand_with_each_completion(fake_trial, capsys):
     fake_trial.run_to(1)
     sink = JsonlSink(fake_trial.trial.attempt("7.0").samples(0))
     row = {"prompt": "p", "answer": "42", "tests": ["a", "b"], "story": "s" * 5000, "input_ids": [1]}
-    columns, shortened = short_columns(row)
+    columns, shortened = shorten_columns(row)
     one = TrajectoryGroup(3, [trajectory([1, 2, 3], 2, 0.5, [5])], columns, shortened)
     SampleWriter(sink, letters, num_groups=1).write_step(1, [one], [], [])
     sink.close()
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     (kept,) = ask(capsys)
     assert kept["columns"] == {"answer": "42", "tests": ["a", "b"], "story": "s" * MAX_COLUMN_CHARS}
     assert kept["shortened"] == ["story"]
@@ -128,7 +128,7 @@ def test_the_columns_of_the_row_stand_with_each_completion(fake_trial, capsys):
     )
 )
 def test_a_row_takes_a_bounded_place(row):
-    columns, shortened = short_columns(row)
+    columns, shortened = shorten_columns(row)
     assert columns.keys() == row.keys() - set(NOT_KEPT)
     assert sum(len(value) for value in columns.values() if isinstance(value, str)) <= MAX_ROW_CHARS
     assert all(columns[name] == row[name] for name in columns.keys() - set(shortened))

@@ -68,7 +68,7 @@ def trial(fake_trial, scheduler, monkeypatch):
     fake_trial.generation(70)
     fake_trial.lineage(2, 70, "8.0", incarnation=1, reason="loading checkpoint 70")
     fake_trial.steps("8.0", 71, 80, lineage=2, incarnation=1, at=540)
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     scheduler.answers["8"] = State.RUNNING
     return fake_trial.trial
 
@@ -115,7 +115,7 @@ def test_starts_that_led_nowhere_are_shown_with_what_ended_each(fake_trial, sche
     fake_trial.exited("7.1", "trainer", 75, at=60)
     fake_trial.ended("7.1", 75, "the job's time is nearly over", at=61)
     scheduler.answers["7"] = State.PENDING
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     assert main(["status", "t1"]) == 0
     out = capsys.readouterr().out
     assert "no progress 2 starts in a row without a new checkpoint" in out
@@ -146,7 +146,7 @@ def test_what_a_step_measured_and_what_its_seconds_went_to(fake_trial, scheduler
     fake_trial.row("7.0", {"step": 4, "eval_reward": 0.5, "eval_pass@4": 0.75})
     attempt = fake_trial.trial.attempt("7.0")
     write_json(attempt.activity("trainer", 0, 0), {"doing": "evaluate", "step": 4})
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     main(["status", "t1", "--offline"])
     out = capsys.readouterr().out
     assert re.search(r"step 4 of 100 \(4 %\)   evaluating at step 4; then .* steps/min, done in about", out)
@@ -171,7 +171,7 @@ def test_an_exception_of_two_lines_takes_one(fake_trial, scheduler, capsys):
         "7.0", "exited", role="trainer", index=0, incarnation=0, code=70, reason="boom\nbang", failure=True
     )
     fake_trial.ended("7.0", 70, "trainer: boom\nbang")
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     main(["status", "t1"])
     out = capsys.readouterr().out
     assert "trainer: boom bang\n" in out and "\nbang" not in out
@@ -184,7 +184,7 @@ def test_from_an_imported_generation_0_a_trial_is_not_fresh(fake_trial, schedule
     record.write_text(
         json.dumps(json.loads(record.read_text()) | {"from_lineage": -1, "reason": "loading checkpoint 0"})
     )
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     main(["status", "t1"])
     out = capsys.readouterr().out
     assert "from checkpoint 0" in out and "lineage 0 from checkpoint 0: " in out and "fresh" not in out
@@ -194,7 +194,7 @@ def test_status_shows_the_rest_where_generations_are_no_folder(fake_trial, sched
     fake_trial.run_to(3)
     fake_trial.trial.recover.rmdir()
     fake_trial.trial.recover.write_text("")
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     assert main(["status", "t1"]) == 0
     said = capsys.readouterr()
     assert "step 3" in said.out and "recover must be a folder" in said.err
@@ -210,7 +210,7 @@ def test_as_json(trial, capsys):
 
 def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, capsys):
     other = make_fake_trial(tmp_path / "runs", "exp", "t2").trial
-    trial_index.record(other)
+    trial_index.record_trial(other)
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines] == [
@@ -224,7 +224,7 @@ def test_list_shows_every_trial_newest_first(trial, make_fake_trial, tmp_path, c
     assert [row["state"] for row in json.loads(capsys.readouterr().out)] == ["gone", "running"]
     main(["list", "--prune"])
     assert "exp/t2" in capsys.readouterr().out
-    assert len(trial_index.entries()) == 1
+    assert len(trial_index.list_entries()) == 1
 
 
 def test_list_is_filtered_and_sorted_by_what_trials_reached(trial, make_fake_trial, tmp_path, capsys):
@@ -236,7 +236,7 @@ def test_list_is_filtered_and_sorted_by_what_trials_reached(trial, make_fake_tri
         fake = make_fake_trial(tmp_path / "runs", experiment, name)
         fake.run_to(last)
         fake.evaluation("7.0", last, last / 1000)
-        trial_index.record(fake.trial)
+        trial_index.record_trial(fake.trial)
     assert named("t2", "other/*") == ["other/t3", "exp/t2"]
     assert named("--experiment", "exp", "--sort", "reward") == ["exp/t2", "exp/t1"]
     assert named("--sort", "held_out") == ["exp/t1", "exp/t2", "other/t3"]
@@ -254,7 +254,7 @@ def test_list_asks_once_for_all_and_never_calls_a_new_job_unknown(
     for number in range(3):
         fake = make_fake_trial(tmp_path / "runs", "exp", f"t{number}")
         fake.job(str(number), at=time.time() - 1_790_000_000.0)
-        trial_index.record(fake.trial)
+        trial_index.record_trial(fake.trial)
     scheduler.answers["1"] = State.PENDING
     assert main(["list", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -12,7 +12,7 @@ from model_shapes import QWEN3_8B
 
 from hpc_rl.cli.__main__ import main
 from hpc_rl.core.records import JobRecord
-from hpc_rl.core.trial import read_json, write_json
+from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.datasets.rows import load_rows
 from hpc_rl.schedulers.base import State
 from hpc_rl.schedulers.sinfo import Node
@@ -44,9 +44,9 @@ def test_submit_says_what_it_did_and_what_to_type_next(config, scheduler, capsys
         "hpc-rl cancel sums/small",
     ):
         assert words in out
-    assert read_json(trial.config_json)["actor"]["optimizer"]["lr"] == 1e-4
-    assert read_json(trial.config_json)["total_train_steps"] == 20
-    assert read_json(trial.job("job-1"))["start_mode"] == "auto"
+    assert load_json(trial.config_json)["actor"]["optimizer"]["lr"] == 1e-4
+    assert load_json(trial.config_json)["total_train_steps"] == 20
+    assert load_json(trial.job("job-1"))["start_mode"] == "auto"
 
 
 def test_for_scripts(config, scheduler, capsys):
@@ -107,12 +107,12 @@ def test_a_scheduler_that_refuses_leaves_nothing(config, scheduler, tmp_path, ca
     assert submitted(config) == 69
     assert "invalid partition" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
-    assert trial_index.entries() == []
+    assert trial_index.list_entries() == []
 
 
 def test_nodes_that_failed_the_trial_are_avoided_if_enough_are_left(config, scheduler, monkeypatch, capsys):
     nodes = [Node("main", name, 64, 256_000, is_default=True) for name in ("n1", "n2")]
-    monkeypatch.setattr(checklist, "SlurmScheduler", lambda: SimpleNamespace(nodes=lambda: nodes))
+    monkeypatch.setattr(checklist, "SlurmScheduler", lambda: SimpleNamespace(query_nodes=lambda: nodes))
     monkeypatch.setattr(checklist, "require", lambda program: None)
     scheduler.name = "slurm"
     assert submitted(config, "launcher.type=slurm") == 0
@@ -150,8 +150,8 @@ def stopped(config, scheduler, capsys, make_generation):
 def test_recover_submits_the_stored_configuration_as_a_resume(stopped, capsys):
     assert main(["recover", "small", "total_train_steps=30"]) == 0
     assert "job-2" in capsys.readouterr().out
-    assert read_json(stopped.job("job-2"))["start_mode"] == "resume"
-    stored = read_json(stopped.config_json)
+    assert load_json(stopped.job("job-2"))["start_mode"] == "resume"
+    stored = load_json(stopped.config_json)
     assert (stored["total_train_steps"], stored["recover"]["mode"], stored["trial_name"]) == (
         30,
         "auto",
@@ -188,7 +188,7 @@ def test_recover_refuses_what_the_state_can_not_take_and_changes_nothing(stopped
 def test_recover_applies_safe_changes_and_prints_them(stopped, capsys):
     assert main(["recover", "small", "actor.optimizer.lr=1e-6"]) == 0
     assert "changed    actor.optimizer.lr: 2e-05 -> 1e-06  (safe)" in capsys.readouterr().out
-    assert read_json(stopped.config_json)["actor"]["optimizer"]["lr"] == 1e-6
+    assert load_json(stopped.config_json)["actor"]["optimizer"]["lr"] == 1e-6
 
 
 def test_resubmission_is_compared_with_what_the_trial_was_made_with(stopped, config, scheduler, capsys):
@@ -238,7 +238,7 @@ def test_a_trial_that_never_trained_can_be_corrected(stopped, config, scheduler,
     make_seal(stopped, 1)
     for command in ("submit", "render"):
         assert main([command, "--config", str(config), "seed=8"]) == 64
-    assert ledger.exists() and read_json(stopped.config_json)["seed"] == 7
+    assert ledger.exists() and load_json(stopped.config_json)["seed"] == 7
 
 
 def test_what_never_trained_can_be_rendered_with_other_options(stopped, config, capsys):
@@ -296,7 +296,7 @@ def test_recover_shows_what_changes_and_records_it(stopped, capsys):
     said = capsys.readouterr().out
     assert re.search(r"changed +actor.optimizer.lr: \S+ -> 1e-06  \(safe\)", said)
     assert "changed    allocation: embedded:d1+fsdp:d1 -> embedded:d2+fsdp:d1  (safe" in said
-    assert any("actor.optimizer.lr" in line for line in read_json(stopped.job("job-2"))["changed"])
+    assert any("actor.optimizer.lr" in line for line in load_json(stopped.job("job-2"))["changed"])
 
 
 def test_recover_refuses_what_would_make_another_trial(stopped, scheduler, capsys):
@@ -325,7 +325,7 @@ def test_recover_from_an_older_generation(stopped, scheduler, capsys, make_gener
     stopped.done.write_text("{}")
     assert main(["recover", "small", "--from", "gen-00000003"]) == 0  # a finished trial, too
     assert "from checkpoint 3, which was read and is sound;" in capsys.readouterr().out
-    assert read_json(stopped.job("job-2"))["from_step"] == 3
+    assert load_json(stopped.job("job-2"))["from_step"] == 3
     script = next(stopped.scripts.glob("local.sh")).read_text()
     assert " from_step=3 " in script  # should the job start before its record is there
 
@@ -515,7 +515,7 @@ def test_a_dry_run_of_config_json_alone_is_refused_before_it_shows_a_plan(
     assert said["estimate"]["rank"]["items"]["parameters"] == 4 * 8_190_735_360 / 4
     assert any("contains no weights" in line for line in said["refusals"])
     here = ["launcher.type=local", "cluster.n_gpus_per_node=0"]
-    monkeypatch.setattr(needs, "usable_memory_bytes", lambda: 64 << 30)
+    monkeypatch.setattr(needs, "measure_usable_memory", lambda: 64 << 30)
     assert submitted(large, "--dry_run", *LARGE, *here) == 64
     assert (
         "Adam moments, and this machine has 64.0 GB of memory: use a smaller model" in capsys.readouterr().err
@@ -526,7 +526,7 @@ def test_what_can_not_fit_is_refused_before_anything_is_written(
     large, scheduler, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
-    monkeypatch.setattr(storage, "free_bytes", lambda path: 1 << 50)
+    monkeypatch.setattr(storage, "measure_free_bytes", lambda path: 1 << 50)
     (tmp_path / "model" / "model.safetensors").write_bytes(NO_TENSORS)
     (tmp_path / "model" / "tokenizer.json").write_text(TOKENIZER)
     servers = make_python(tmp_path / "python", packages={"sglang": "0.5.23"})

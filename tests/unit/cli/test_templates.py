@@ -14,12 +14,12 @@ import pytest
 
 from hpc_rl.cli import templates
 from hpc_rl.cli.__main__ import main
-from hpc_rl.cli.templates import samples
+from hpc_rl.cli.templates import make_samples
 from hpc_rl.config.load.load import Loaded, load
-from hpc_rl.config.load.profiles import site_dirs
+from hpc_rl.config.load.profiles import list_site_dirs
 from hpc_rl.render import lint, overrides
-from hpc_rl.render.jinja_environment import template_root
-from hpc_rl.render.overrides import shipped
+from hpc_rl.render.jinja_environment import find_template_root
+from hpc_rl.render.overrides import list_templates
 
 TRIAL, SERVERS, SITE = "sbatch/trial.sbatch.j2", "sbatch/servers.sbatch.j2", "templates/site.sh.j2"
 
@@ -73,7 +73,7 @@ def test_list_names_templates_blocks_profiles_and_hooks(site, capsys):
 def test_eject_edit_diff_check(site, capsys):
     assert main(["templates", "diff"]) == 0 and capsys.readouterr().out == ""
     assert main(["templates", "eject", "site"]) == 0
-    path = site_dirs()[0] / SITE
+    path = list_site_dirs()[0] / SITE
     assert str(path) in capsys.readouterr().out
     assert main(["templates", "eject", "site"]) == 64, "an existing override is kept"
     path.write_text(path.read_text().replace("{{ super() }}", "{{ super() }}module load cuda"))
@@ -85,11 +85,11 @@ def test_eject_edit_diff_check(site, capsys):
     assert str(path) in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("template", shipped())
+@pytest.mark.parametrize("template", list_templates())
 def test_an_ejected_block_is_what_ours_contains_and_changes_nothing(site, capsys, template):
-    blocks = [word for block in shipped()[template] for word in ("--block", block)]
+    blocks = [word for block in list_templates()[template] for word in ("--block", block)]
     assert main(["templates", "eject", template, *blocks]) == 0
-    text = (site_dirs()[0] / template).read_text()
+    text = (list_site_dirs()[0] / template).read_text()
     if "resources" in blocks:
         assert "{{ directives.resources | sbatch }}" in text
     if "server" in blocks:
@@ -104,11 +104,14 @@ def test_an_ejected_block_is_what_ours_contains_and_changes_nothing(site, capsys
 
 def test_every_template_and_branch_is_in_the_samples():
     """Each line of a template that a sample can show is shown by one of them."""
-    shown = "\n".join(samples([]).values())
+    shown = "\n".join(make_samples([]).values())
     for line in BRANCHES:
         assert re.search(line, shown, re.MULTILINE), line
-    for path in [*(template_root() / "sbatch").glob("*"), *(template_root() / "templates").glob("*.sh.j2")]:
-        assert path.name.removesuffix(".j2") in {name.rpartition(" ")[2] for name in samples([])}
+    for path in [
+        *(find_template_root() / "sbatch").glob("*"),
+        *(find_template_root() / "templates").glob("*.sh.j2"),
+    ]:
+        assert path.name.removesuffix(".j2") in {name.rpartition(" ")[2] for name in make_samples([])}
 
 
 BRANCHES = (
@@ -133,7 +136,7 @@ BRANCHES = (
 @pytest.fixture
 def without_shellcheck(monkeypatch):
     """Its second and more for all samples is spent in one test."""
-    monkeypatch.setattr(lint, "shellcheck", lambda: None)
+    monkeypatch.setattr(lint, "find_shellcheck", lambda: None)
 
 
 def test_check_renders_every_script(site, capsys, without_shellcheck):
@@ -141,7 +144,7 @@ def test_check_renders_every_script(site, capsys, without_shellcheck):
     blocks = {SITE: "site", "templates/steps.sh.j2": "rollout", TRIAL: "teardown", SERVERS: "teardown"}
     for template, block in blocks.items():
         text = f'{{% extends "below/{template}" %}}{{% block {block} %}}\nif\n{{% endblock %}}'
-        override(site_dirs()[1], text, template)
+        override(list_site_dirs()[1], text, template)
     assert main(["templates", "check", "--json"]) == 64
     wrong = [one for one in json.loads(capsys.readouterr().out)["wrong"] if "bash -n: " in one]
     for template in blocks:
@@ -151,7 +154,7 @@ def test_check_renders_every_script(site, capsys, without_shellcheck):
 
 def test_an_undefined_variable_of_the_second_component_is_refused(site, capsys):
     block = "{% block resources_of_servers %}{{ nothing }}{% endblock %}"
-    override(site_dirs()[1], f'{{% extends "below/{TRIAL}" %}}{block}')
+    override(list_site_dirs()[1], f'{{% extends "below/{TRIAL}" %}}{block}')
     for action in ("check", "diff"):
         assert main(["templates", action]) == 64
         assert "'nothing' is undefined" in capsys.readouterr().err
@@ -176,7 +179,7 @@ def test_an_undefined_variable_of_the_second_component_is_refused(site, capsys):
     ],
 )
 def test_check_finds_what_can_not_be_meant(site, capsys, without_shellcheck, text, words):
-    override(site_dirs()[1], text)
+    override(list_site_dirs()[1], text)
     assert main(["templates", "check", "--json"]) == 64
     assert any(words in wrong for wrong in json.loads(capsys.readouterr().out)["wrong"])
 
@@ -277,42 +280,42 @@ def test_a_change_that_only_some_samples_have_names_them(site, capsys):
 def test_templates_of_a_checkout_that_were_edited_are_told(tmp_path, monkeypatch):
     run = functools.partial(subprocess.run, cwd=tmp_path, check=True, capture_output=True)
     for folder in overrides.FOLDERS:
-        shutil.copytree(template_root() / folder, tmp_path / folder)
+        shutil.copytree(find_template_root() / folder, tmp_path / folder)
     run(["git", "init"])
     run(["git", "add", "."])
     run(["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "as shipped"])
-    monkeypatch.setattr(overrides, "template_root", lambda: tmp_path)
-    assert overrides.edited() == []
+    monkeypatch.setattr(overrides, "find_template_root", lambda: tmp_path)
+    assert overrides.find_edited() == []
     with (tmp_path / SITE).open("a") as file:
         file.write("ulimit -n 4096\n")
-    assert overrides.edited() == [tmp_path / SITE]
+    assert overrides.find_edited() == [tmp_path / SITE]
 
 
 def test_templates_of_a_wheel_that_were_edited_are_told(tmp_path, monkeypatch):
     root = tmp_path / "_data"
-    shutil.copytree(template_root() / "sbatch", root / "sbatch")
+    shutil.copytree(find_template_root() / "sbatch", root / "sbatch")
     digest = (
         base64.urlsafe_b64encode(hashlib.sha256((root / TRIAL).read_bytes()).digest()).rstrip(b"=").decode()
     )
     file = importlib.metadata.PackagePath(TRIAL)
     file.hash = importlib.metadata.FileHash(f"sha256={digest}")
     file.dist = SimpleNamespace(locate_file=lambda name: root / name)
-    monkeypatch.setattr(overrides, "template_root", lambda: root)
+    monkeypatch.setattr(overrides, "find_template_root", lambda: root)
     monkeypatch.setattr(overrides.importlib.metadata, "files", lambda name: [file])
-    assert overrides.edited() == []
+    assert overrides.find_edited() == []
     (root / TRIAL).write_text("#!/bin/bash\n")
-    assert overrides.edited() == [root / TRIAL]
+    assert overrides.find_edited() == [root / TRIAL]
 
 
 def test_check_names_a_shipped_template_that_was_edited(site, capsys, monkeypatch, without_shellcheck):
-    monkeypatch.setattr(overrides, "edited", lambda: [template_root() / SITE])
+    monkeypatch.setattr(overrides, "find_edited", lambda: [find_template_root() / SITE])
     assert main(["templates", "check"]) == 0
     said = capsys.readouterr().out
-    assert f"note: {template_root() / SITE} was edited" in said and "nothing overridden" not in said
+    assert f"note: {find_template_root() / SITE} was edited" in said and "nothing overridden" not in said
 
 
 def test_a_broken_template_is_told_with_its_line(site, capsys):
-    path = site_dirs()[0] / TRIAL
+    path = list_site_dirs()[0] / TRIAL
     path.parent.mkdir(parents=True)
     path.write_text('{% extends "below/sbatch/trial.sbatch.j2" %}\n{% block teardown %}\n')
     assert main(["templates", "check"]) == 64

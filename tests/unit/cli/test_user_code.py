@@ -8,7 +8,7 @@ import pytest
 from hpc_rl.cli.__main__ import main
 from hpc_rl.config.load.load import load
 from hpc_rl.config.load.stored import from_dict
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import Ledger, RejectReason, RejectRecord
 from hpc_rl.schedulers.base import State
@@ -208,7 +208,7 @@ def test_prompts_that_user_code_rejected_are_issued_again_when_it_has_changed(
         ledger.append_reject(RejectRecord(index, 1, RejectReason.REWARD_EXCEPTION))
     ledger.append_reject(RejectRecord(3, 1, RejectReason.TOO_LONG))
     ledger.close()
-    of_the_job = from_dict(read_json(trial.config_json))
+    of_the_job = from_dict(load_json(trial.config_json))
     Judged(trial.rollout, judged_by(of_the_job, [str(config.parent)])).write()
     capsys.readouterr()
     assert main(["recover", "small", "--explain"]) == 0

@@ -12,7 +12,7 @@ from hpc_rl.core.errors import SchedulerError, TrialBusy
 from hpc_rl.schedulers.base import JobState, SchedulerAnswer, State
 from hpc_rl.status import scheduler_view as asking
 from hpc_rl.status.scheduler_view import TrialWatch
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.status.trial_status import load_status
 from hpc_rl.trials import trial_index
 from hpc_rl.trials.submission import check_idle
 
@@ -27,7 +27,7 @@ def trial(fake_trial, scheduler):
     fake_trial.ended("7.0", 75, "SIGTERM of the scheduler", at=20)
     fake_trial.script_said("7", "ended", code=143, cancelled=True, reason="told to end by a signal")
     scheduler.answers["7"] = State.PENDING
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     return fake_trial.trial
 
 
@@ -56,7 +56,7 @@ def test_cancel_takes_it_out_of_the_queue(trial, scheduler, fake_trial, capsys):
 
 
 def test_another_clusters_job_hides_none_and_starts_no_second(trial, scheduler, fake_trial, monkeypatch):
-    monkeypatch.setattr(asking, "cluster_name", lambda: "beta")
+    monkeypatch.setattr(asking, "find_cluster_name", lambda: "beta")
     fake_trial.job("6", at=-500, cluster="alpha")  # it may wait there: its id says nothing here
     fake_trial.job("8", at=500, cluster="beta")
     scheduler.answers["8"] = State.RUNNING
@@ -68,7 +68,7 @@ def test_another_clusters_job_hides_none_and_starts_no_second(trial, scheduler, 
 
 
 def test_while_slurm_cleans_up_cancel_asks_no_script_that_is_gone(trial, scheduler):
-    story = read_status(trial, JobState("7", State.RUNNING, "COMPLETING"), asked_at=time.time())
+    story = load_status(trial, JobState("7", State.RUNNING, "COMPLETING"), asked_at=time.time())
     assert not story.over and "only the scheduler knows whether it starts the job again" in story.reason
     scheduler.answers["7"] = State.RUNNING
     assert main(["cancel", "t1"]) == 0
@@ -77,12 +77,12 @@ def test_while_slurm_cleans_up_cancel_asks_no_script_that_is_gone(trial, schedul
 
 @pytest.mark.parametrize("dead", [State.CANCELLED, State.PREEMPTED])
 def test_once_slurm_calls_it_dead_it_is_over(trial, dead):
-    story = read_status(trial, JobState("7", dead, dead.value.upper()))
+    story = load_status(trial, JobState("7", dead, dead.value.upper()))
     assert (story.state, story.over) == ("stopped", True) and "only the scheduler" not in story.reason
 
 
 def test_without_the_schedulers_word_the_doubt_is_told(trial):
-    story = read_status(trial)
+    story = load_status(trial)
     assert story.state == "stopped" and story.reason.endswith(
         "only the scheduler knows whether it starts the job again"
     )
@@ -91,7 +91,7 @@ def test_without_the_schedulers_word_the_doubt_is_told(trial):
 def test_a_wish_to_cancel_leaves_no_doubt(trial, fake_trial, scheduler):
     fake_trial.cancel_wish("7")
     check_idle(trial)
-    assert (story := read_status(trial)).state == "cancelled" and "only the scheduler" not in story.reason
+    assert (story := load_status(trial)).state == "cancelled" and "only the scheduler" not in story.reason
 
 
 def test_a_follower_waits_for_the_schedulers_word(trial, monkeypatch):
@@ -112,4 +112,4 @@ def test_an_answer_about_an_older_job_is_none_about_the_newest(trial, fake_trial
     fake_trial.script_said("8", "ended", code=70, reason="gave up")
     answer = asking.query(trial)
     assert answer.states["7"].state is State.PENDING and answer.newest is None
-    assert read_status(trial, answer.newest, answer.asked_at).state == "failed"
+    assert load_status(trial, answer.newest, answer.asked_at).state == "failed"

@@ -1,6 +1,6 @@
-"""AReaL's own files, v0.3.0 to v0.4.1, load, plan and render as they are; what does not work here is named.
+"""AReaL's own files, v0.3.0 to v0.4.1, load, plan and render unchanged; refusals name unsupported options.
 
-Four whole files are in areal/; each other example is one of them with what the example has that differs.
+Four whole files are in areal/; every other example is one of them with the differences of the example.
 """
 
 import csv
@@ -18,14 +18,14 @@ from hpc_rl.config.compat.areal_files import translate
 from hpc_rl.config.compat.areal_names import OF_MULTI_TURN, OF_WORKFLOWS
 from hpc_rl.config.load.load import load
 from hpc_rl.config.load.source import SourceValue
-from hpc_rl.config.options.experiment import GRPOConfig, value_of
+from hpc_rl.config.options.experiment import GRPOConfig, get_value
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.show import as_yaml, show
+from hpc_rl.config.show import format_yaml, show
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.trials.submission import render_scripts
-from tests.unit.config.test_parameters import SECTIONS, _value
+from tests.unit.config.test_parameters import SECTIONS, _parse_number
 
 FOLDER = Path(__file__).parent / "areal"
 GONE = object()  # in place of a value: the example has no such option
@@ -263,7 +263,7 @@ NOT_BUILT = {
         ],
     ),
     "ulysses": ({"actor.fsdp": {"ulysses_sp_size": 4}}, ["allocation_mode has it: c, as in fsdp:d2c4"]),
-    "ray": ({"cluster.name_resolve.type": "ray"}, ["use nfs, or omit it"]),
+    "ray": ({"cluster.name_resolve.type": "ray"}, ["use nfs, or remove it"]),
     "a_value_for_ref_that_is_none": ({"ref.eps_clip": "much"}, ["ref.eps_clip .*: much"]),
 }
 
@@ -282,7 +282,7 @@ AGENTS: dict[str, tuple[dict, str]] = {
 }
 
 
-def written(folder: Path, file: str, changes: dict) -> Path:
+def write_example(folder: Path, file: str, changes: dict) -> Path:
     """Write a file of areal/ with other values, or without an option, by dotted names."""
     tree = yaml.safe_load((FOLDER / f"{file}.yaml").read_text())
     for name, value in changes.items():
@@ -298,14 +298,14 @@ def written(folder: Path, file: str, changes: dict) -> Path:
     return path
 
 
-def checked(path: Path, **given):
+def load_checked(path: Path, **given):
     return check(load([path], profiles=[], **given), files=False)
 
 
 @pytest.mark.parametrize(("file", "changes", "allocation", "effects"), EXAMPLES.values(), ids=list(EXAMPLES))
 def test_an_example_loads_plans_and_renders(file, changes, allocation, effects, tmp_path):
-    path = written(tmp_path, file, changes)
-    loaded = checked(path)
+    path = write_example(tmp_path, file, changes)
+    loaded = load_checked(path)
     config = loaded.config
     assert config.tokenizer_path.startswith("/storage/models/Qwen")
     plan = make_plan(config, loaded.explicit, interpreter="python", scheduler="slurm")
@@ -315,8 +315,8 @@ def test_an_example_loads_plans_and_renders(file, changes, allocation, effects, 
         assert any("srun" in text for text in scripts.values())
     follow = {"actor.group_size": "gconfig.n_samples", "actor.max_new_tokens": "gconfig.max_new_tokens"}
     found = {
-        name: value_of(config, name) if value_of(config, name) is not None or name not in follow
-        else value_of(config, follow[name])
+        name: get_value(config, name) if get_value(config, name) is not None or name not in follow
+        else get_value(config, follow[name])
         for name in effects
     }  # fmt: skip
     assert found == effects
@@ -325,9 +325,9 @@ def test_an_example_loads_plans_and_renders(file, changes, allocation, effects, 
 @pytest.mark.parametrize(("changes", "names"), AGENTS.values(), ids=list(AGENTS))
 def test_an_agent_is_refused_until_a_workflow_is_named(changes, names, tmp_path):
     changes = {name: value for name, value in changes.items() if name != "rollout.workflow"}
-    path = written(tmp_path, GRPO, changes)
+    path = write_example(tmp_path, GRPO, changes)
     with pytest.raises(ConfigError) as caught:
-        checked(path)
+        load_checked(path)
     (line,) = str(caught.value).splitlines()
     assert line.startswith(f"{names} ({path}:") and "rollout.workflow=my_module:MyAgent" in line
     for workflow in ("single_turn", "multi_turn", "my:Agent"):
@@ -352,9 +352,9 @@ def test_no_key_of_a_workflow_trains_single_turn():
 
 @pytest.mark.parametrize(("changes", "refusals"), NOT_BUILT.values(), ids=list(NOT_BUILT))
 def test_what_does_not_work_here_is_named(changes, refusals, tmp_path):
-    path = written(tmp_path, GRPO, changes)
+    path = write_example(tmp_path, GRPO, changes)
     with pytest.raises(ConfigError) as caught:
-        checked(path)
+        load_checked(path)
     lines = str(caught.value).splitlines()
     assert len(lines) == len(refusals), lines
     for line, words in zip(lines, refusals, strict=True):
@@ -365,8 +365,8 @@ def test_what_does_not_work_here_is_named(changes, refusals, tmp_path):
 def test_notes_say_what_became_of_each_name(tmp_path):
     changes = EXAMPLES["multi_turn"][1] | {"perf_tracer": {"enabled": True}, "ref.eps_clip": 0.3}
     changes |= {"ref.reward_norm": None, "actor.adv_norm.group_size": 1}
-    path = written(tmp_path, GRPO, changes)
-    notes = "\n".join(checked(path).notes)
+    path = write_example(tmp_path, GRPO, changes)
+    notes = "\n".join(load_checked(path).notes)
     assert "rollout.workflow_args: " not in notes  # each has an effect
     for words in (
         "max_turns (.*) is rollout.workflow_args.max_turns.",
@@ -383,14 +383,14 @@ def test_notes_say_what_became_of_each_name(tmp_path):
 
 
 def test_arguments_of_a_workflow_can_be_typed_in(tmp_path):
-    path = written(
+    path = write_example(
         tmp_path, GRPO, {"rollout.workflow": "my:Flow", "rollout.workflow_args": {"a": 1, "b": [{}]}}
     )
     typed = ["rollout.workflow_args.a=2", "--rollout.workflow_args.deep.c", "[x, null]", "max_turns=7"]
     loaded = check(load([path], typed, profiles=[]), files=False)
     args = {"a": 2, "b": [{}], "deep": {"c": ["x", None]}, "max_turns": 7}
     assert loaded.config.rollout.workflow_args == args
-    (tmp_path / "again.yaml").write_text(as_yaml(show(loaded)))
+    (tmp_path / "again.yaml").write_text(format_yaml(show(loaded)))
     assert load([tmp_path / "again.yaml"], profiles=[]).config == loaded.config
 
 
@@ -405,7 +405,7 @@ def test_arguments_of_a_workflow_can_be_typed_in(tmp_path):
 def test_arguments_that_a_workflow_does_not_take_are_refused(workflow, args, words, tmp_path):
     changes = {"rollout.workflow": workflow, "rollout.workflow_args": args}
     with pytest.raises(ConfigError) as caught:
-        checked(written(tmp_path, GRPO, changes))
+        load_checked(write_example(tmp_path, GRPO, changes))
     assert words in str(caught.value)
 
 
@@ -435,7 +435,7 @@ MODEL = {
 }
 
 
-def saved_config(file: str) -> dict:
+def make_saved_config(file: str) -> dict:
     """Return the config.yaml that AReaL writes: every option of the seeds' tables at its value."""
     own = omegaconf.OmegaConf.create((FOLDER / f"{file}.yaml").read_text())
     own.launcher.pop("slurm")
@@ -451,7 +451,7 @@ def saved_config(file: str) -> dict:
         for section in models if of_models else prefix[:1]:
             if not is_section and (section in own or section in ("sglang", "scheduler", "")):
                 name = ".".join(filter(None, (section, prefix[2].rstrip("."), row["parameter"])))
-                omegaconf.OmegaConf.update(whole, name, _value(row["default"]), force_add=True)
+                omegaconf.OmegaConf.update(whole, name, _parse_number(row["default"]), force_add=True)
     for name, value in SAVED.items():
         omegaconf.OmegaConf.update(whole, name, value, force_add=True)
     return omegaconf.OmegaConf.to_container(omegaconf.OmegaConf.merge(whole, own), resolve=True)
@@ -459,11 +459,11 @@ def saved_config(file: str) -> dict:
 
 @pytest.mark.parametrize("file", [GRPO, SFT, "hhrlhf_rw"])
 def test_a_saved_config_of_areal_loads(file, tmp_path):
-    tree = saved_config(file)
+    tree = make_saved_config(file)
     assert len(tree["sglang"]) > 40
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
-    loaded, usual = checked(path), checked(FOLDER / f"{file}.yaml")
+    loaded, usual = load_checked(path), load_checked(FOLDER / f"{file}.yaml")
     make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
     section = "actor" if file == GRPO else "model"
     assert getattr(loaded.config, section) == getattr(usual.config, section)
@@ -471,7 +471,7 @@ def test_a_saved_config_of_areal_loads(file, tmp_path):
 
 
 def test_the_cpu_preset_makes_it_run_here():
-    loaded = checked(FOLDER / f"{GRPO}.yaml", presets=["cpu"])
+    loaded = load_checked(FOLDER / f"{GRPO}.yaml", presets=["cpu"])
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="local")
     assert (plan.allocation, plan.device) == ("embedded:d1+fsdp:d1", "cpu")
     assert loaded.config.launcher.type == "local"  # also where an sbatch is on the PATH

@@ -1,9 +1,9 @@
-"""ATLAS names: one meaning each, conflicts are errors, what has no effect says so."""
+"""ATLAS names have one meaning each; conflicts are errors, and names without effect give notes."""
 
 import pytest
 
 from hpc_rl.config.load.load import load
-from hpc_rl.config.options.experiment import value_of
+from hpc_rl.config.options.experiment import get_value
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.errors import ConfigError
 
@@ -31,11 +31,11 @@ HELD_OUT = "valid_dataset.path=/v.jsonl"
 )
 def test_names_mean_what_they_say(given, option, value, tmp_path):
     base = [*BASE, HELD_OUT]
-    assert value_of(load([], [*base, given]).config, option) == value
-    assert value_of(load([], [*base, f"--{given}"]).config, option) == value
+    assert get_value(load([], [*base, given]).config, option) == value
+    assert get_value(load([], [*base, f"--{given}"]).config, option) == value
     (tmp_path / "a.yaml").write_text(given.replace("=", ": ") + "\n")
     loaded = load([tmp_path / "a.yaml"], base)
-    assert value_of(loaded.config, option) == value
+    assert get_value(loaded.config, option) == value
     if option in loaded.origins:
         assert loaded.origins[option] == f"{tmp_path}/a.yaml:1 ({given.partition('=')[0]})"
     assert any(note.startswith(given.partition("=")[0]) for note in loaded.notes)
@@ -319,9 +319,7 @@ def test_the_batch_is_what_the_ranks_have_together(given, batch_size, n_mbs):
 
 def test_sequences_of_ranks_make_whole_groups_and_no_second_batch_size():
     given = [*BASE, "num_generations=6", "per_device_train_batch_size=8", "actor.ppo_n_minibatches=1"]
-    with pytest.raises(
-        ConfigError, match=r"8 \* 4 data ranks are no whole number of groups .* multiple of 3"
-    ):
+    with pytest.raises(ConfigError, match=r"8 \* 4 data ranks is not a multiple of .* multiple of 3"):
         check(load([], given), files=False)
     batch = [*given, "per_device_train_batch_size=3"]
     assert check(load([], [*batch, "train_dataset.batch_size=2"]), files=False)

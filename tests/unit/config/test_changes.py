@@ -1,6 +1,4 @@
-"""Going on under another configuration: every option is classed, safe changes are told, unsafe ones refused
-in words.
-"""
+"""Resuming with another configuration: every option is safe or unsafe; unsafe changes are refused."""
 
 import pytest
 
@@ -12,11 +10,11 @@ from hpc_rl.config.changes import (
     SAFE,
     UNSAFE,
     Change,
-    changes,
     classify,
+    list_changes,
     refuse_unsafe,
 )
-from hpc_rl.config.load.fields import options, section_of
+from hpc_rl.config.load.fields import find_section, list_options
 from hpc_rl.config.load.load import load
 from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.core.errors import ConfigError
@@ -28,20 +26,20 @@ GIVEN = [
     "train_dataset.batch_size=8",
     "actor.path=/m",
 ]
-ALL = {name: hint for cls in CONFIGS.values() for name, hint in options(cls).items()}
+ALL = {name: hint for cls in CONFIGS.values() for name, hint in list_options(cls).items()}
 
 
-def between(*overrides: str, before: tuple[str, ...] = ()) -> list[str]:
+def list_changes_between(*overrides: str, before: tuple[str, ...] = ()) -> list[str]:
     return [
         str(change)
-        for change in changes(
+        for change in list_changes(
             load([], [*GIVEN, *before]).config, load([], [*GIVEN, *before, *overrides]).config
         )
     ]
 
 
 def test_every_option_is_classed_with_a_reason_where_it_is_unsafe():
-    classes = {name: classify(name) for name, hint in ALL.items() if not section_of(hint)}
+    classes = {name: classify(name) for name, hint in ALL.items() if not find_section(hint)}
     assert [name for name, (safe, reason) in classes.items() if not (safe or reason)] == []
 
 
@@ -54,11 +52,13 @@ def test_the_tables_name_nothing_that_is_not_there():
 
 
 def test_what_is_equal_is_no_change():
-    assert between() == []
+    assert list_changes_between() == []
 
 
 def test_safe_changes_say_what_they_leave_as_it_was():
-    assert between("actor.optimizer.lr=1e-6", "rollout.reward_fn=contains", "--n_nodes", "2") == [
+    assert list_changes_between(
+        "actor.optimizer.lr=1e-6", "rollout.reward_fn=contains", "--n_nodes", "2"
+    ) == [
         "cluster.n_nodes: 1 -> 2  (safe)",
         "rollout.reward_fn: exact_match -> contains  (safe)",
         "actor.optimizer.lr: 2e-05 -> 1e-06  (safe)",
@@ -66,8 +66,8 @@ def test_safe_changes_say_what_they_leave_as_it_was():
 
 
 def test_a_section_that_comes_is_one_change():
-    assert between("ref.path=/r") == ["ref: null -> {path: /r, ...}  (safe)"]
-    assert between("ref.path=/other", before=("ref.path=/r",)) == [
+    assert list_changes_between("ref.path=/r") == ["ref: null -> {path: /r, ...}  (safe)"]
+    assert list_changes_between("ref.path=/other", before=("ref.path=/r",)) == [
         "ref.path: /r -> /other  (unsafe: the KL divergence would refer to another model)"
     ]
 
@@ -75,7 +75,7 @@ def test_a_section_that_comes_is_one_change():
 def test_unsafe_changes_are_refused_with_the_reason_and_what_to_do():
     old = load([], GIVEN).config
     new = load([], [*GIVEN, "train_dataset.batch_size=4", "actor.path=/other", "actor.optimizer.lr=1"]).config
-    found = changes(old, new)
+    found = list_changes(old, new)
     assert [change.name for change in found if not change.safe] == ["train_dataset.batch_size", "actor.path"]
     with pytest.raises(ConfigError) as caught:
         refuse_unsafe(found, "e/t")
@@ -101,23 +101,25 @@ def test_a_change_of_the_policy_or_of_what_is_generated_needs_new_batches():
         (["actor.mb_spec.max_tokens_per_mb=4096", "actor.gradient_checkpointing=false"], False),
         (["total_train_steps=7", "saver.freq_steps=5", "rollout.request_retries=9"], False),
     ):
-        assert any(one.new_batches for one in changes(old, load([], [*GIVEN, *words]).config)) == needed, (
-            words
-        )
+        assert (
+            any(one.new_batches for one in list_changes(old, load([], [*GIVEN, *words]).config)) == needed
+        ), words
 
 
 def test_what_kept_groups_were_made_with_can_not_change():
-    found = changes(load([], GIVEN).config, load([], [*GIVEN, "gconfig.n_samples=8"]).config)
+    found = list_changes(load([], GIVEN).config, load([], [*GIVEN, "gconfig.n_samples=8"]).config)
     refuse_unsafe(found, "e/t")
     with pytest.raises(ConfigError, match=r"gconfig.n_samples can't change from \d to 8 .*--replay"):
         refuse_unsafe(found, "e/t", replay=True)
 
 
 def test_nothing_unsafe_is_nothing_refused():
-    refuse_unsafe(changes(load([], GIVEN).config, load([], [*GIVEN, "saver.freq_steps=5"]).config), "e/t")
+    refuse_unsafe(
+        list_changes(load([], GIVEN).config, load([], [*GIVEN, "saver.freq_steps=5"]).config), "e/t"
+    )
 
 
 def test_another_trainer_is_another_trial():
     sft = [*(one for one in GIVEN if not one.startswith("actor")), "model.path=/m", "trainer=sft"]
-    found = changes(load([], GIVEN).config, load([], sft).config)
+    found = list_changes(load([], GIVEN).config, load([], sft).config)
     assert not next(change for change in found if change.name == "trainer").safe

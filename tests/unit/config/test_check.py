@@ -1,6 +1,4 @@
-"""Cross-section rules: what contradicts is refused in words, defaults adapt with a note, explicit values
-never change.
-"""
+"""Cross-section rules refuse contradictions; defaults adapt with a note; explicit values never change."""
 
 import json
 import re
@@ -11,7 +9,7 @@ import pytest
 from command_line import NO_TENSORS
 
 from hpc_rl.config.load.load import Loaded, load
-from hpc_rl.config.options.experiment import last_step, total_steps, value_of
+from hpc_rl.config.options.experiment import count_steps, find_last_step, get_value
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.file_rules import check_on_node
 from hpc_rl.core.errors import ConfigError
@@ -37,7 +35,7 @@ SFT = [
 ]
 
 
-def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loaded:
+def load_checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loaded:
     return check(load([], [*base, *overrides]), files=files)
 
 
@@ -97,7 +95,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["ref.path=/m", "ref.trial_name=other"], "ref.trial_name other must equal trial_name t1"),
         (
             ["actor.ds_auto_tp.autotp_size=2"],
-            "allocation_mode has the tensor-parallel size: t2, as fsdp:d2t2; omit it",
+            "allocation_mode has the tensor-parallel size: t2, as fsdp:d2t2; remove it",
         ),
         (["actor.fsdp.offload_params=true"], "actor.fsdp.offload_params has no effect without GPUs"),
         (["actor.fsdp.offload_activations=true"], "fsdp.offload_activations has no effect without GPUs"),
@@ -118,7 +116,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
             "actor.optimizer.offload has no effect with actor.fsdp.offload_params",
         ),
         (["actor.pad_to_maximum=true"], "has no effect without actor.mb_spec.max_tokens_per_mb"),
-        (["actor.is_critic=true"], "only a reward model a scalar one; omit it"),
+        (["actor.is_critic=true"], "only a reward model a scalar one; remove it"),
         (
             ["actor.mb_spec.granularity=3", "actor.mb_spec.max_tokens_per_mb=50"],
             "can't hold gconfig.max_new_tokens 16 and a prompt for each of mb_spec.granularity 3",
@@ -148,7 +146,7 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
         (["actor.optimizer=null"], "actor.optimizer null: nothing would be trained"),
         (
             ["actor.max_new_tokens=32"],
-            "actor.max_new_tokens 32 must equal gconfig.max_new_tokens 16; omit it",
+            "actor.max_new_tokens 32 must equal gconfig.max_new_tokens 16; remove it",
         ),
         (
             ["actor.overlong_reward_penalty=true"],
@@ -208,13 +206,13 @@ def checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -> Loa
 )
 def test_refusals(overrides, words):
     with pytest.raises(ConfigError) as caught:
-        checked(*overrides)
+        load_checked(*overrides)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_an_evaluation_that_is_turned_off_needs_no_other_option():
-    checked("evaluator.freq_steps=1", "valid_dataset=null")
+    load_checked("evaluator.freq_steps=1", "valid_dataset=null")
 
 
 LIMIT = "actor.mb_spec.max_tokens_per_mb=100"
@@ -253,33 +251,33 @@ def test_no_sequence_is_longer_than_a_micro_batch(overrides, base, option, value
     """In the trainer it would end the trial, at whatever step it comes."""
     if option == "refused":
         with pytest.raises(ConfigError, match=value):
-            checked(*overrides, base=base)
+            load_checked(*overrides, base=base)
         return
-    loaded = checked(*overrides, base=base)
-    assert value_of(loaded.config, option) == value
+    loaded = load_checked(*overrides, base=base)
+    assert get_value(loaded.config, option) == value
     assert value == 65536 or any(
         note.startswith(f"{option} is {value} instead of the default") for note in loaded.notes
     )
 
 
 def test_what_has_no_effect_in_a_norm_is_noted():
-    notes = checked("actor.adv_norm.std_level=null", "actor.adv_norm.eps=1").notes
+    notes = load_checked("actor.adv_norm.std_level=null", "actor.adv_norm.eps=1").notes
     assert any("actor.adv_norm.eps: no effect, because std_level is null" in note for note in notes)
 
 
 def test_the_ends_of_a_trial():
-    assert checked().config.total_train_epochs == 1
+    assert load_checked().config.total_train_epochs == 1
     # a trial on environments alone has no epochs
-    alone = checked("environments={}", "total_train_steps=9", "train_dataset.path=''").config
-    assert total_steps(alone, num_rows=0) == last_step(alone, num_rows=8) == 9
-    assert checked("total_train_steps=9").config.total_train_epochs is None
-    both = checked("total_train_steps=9", "total_train_epochs=2")
+    alone = load_checked("environments={}", "total_train_steps=9", "train_dataset.path=''").config
+    assert count_steps(alone, num_rows=0) == find_last_step(alone, num_rows=8) == 9
+    assert load_checked("total_train_steps=9").config.total_train_epochs is None
+    both = load_checked("total_train_steps=9", "total_train_epochs=2")
     assert both.config.total_train_epochs == 2
     assert any(
         "stops at the earliest of total_train_steps 9, total_train_epochs 2" in note for note in both.notes
     )
     with pytest.raises(ConfigError, match="the trial would never stop"):
-        checked("total_train_epochs=null")
+        load_checked("total_train_epochs=null")
 
 
 def test_a_refusal_says_where_its_options_were_written(tmp_path):
@@ -304,9 +302,11 @@ def test_a_refusal_says_where_its_options_were_written(tmp_path):
 def test_sglangs_extra_arguments(extra, words):
     servers = "allocation_mode=sglang:d1+fsdp:d1"
     with pytest.raises(ConfigError, match=words):
-        checked(servers, f"sglang.extra_args=[{extra}, '7']")
-    assert checked(servers, "sglang.extra_args=[--attention-backend, mine]", "sglang.attention_backend=null")
-    assert checked(servers, "sglang.extra_args=[--enable-deterministic-inference]")
+        load_checked(servers, f"sglang.extra_args=[{extra}, '7']")
+    assert load_checked(
+        servers, "sglang.extra_args=[--attention-backend, mine]", "sglang.attention_backend=null"
+    )
+    assert load_checked(servers, "sglang.extra_args=[--enable-deterministic-inference]")
 
 
 @pytest.mark.parametrize(
@@ -322,8 +322,8 @@ def test_sglangs_extra_arguments(extra, words):
 def test_vllms_extra_arguments(extra, words):
     servers = "allocation_mode=vllm:d1+fsdp:d1"
     with pytest.raises(ConfigError, match=words):
-        checked(servers, f"vllm.extra_args=[{extra}, '7']")
-    assert checked(servers, "vllm.extra_args=[--max-num-seqs, '7']").config.vllm.max_num_seqs is None
+        load_checked(servers, f"vllm.extra_args=[{extra}, '7']")
+    assert load_checked(servers, "vllm.extra_args=[--max-num-seqs, '7']").config.vllm.max_num_seqs is None
 
 
 @pytest.mark.parametrize(
@@ -339,7 +339,7 @@ def test_vllms_extra_arguments(extra, words):
 )
 def test_what_vllm_servers_can_not_do(override, words):
     with pytest.raises(ConfigError, match=words):
-        checked("allocation_mode=vllm:d1+fsdp:d1", override)
+        load_checked("allocation_mode=vllm:d1+fsdp:d1", override)
 
 
 def test_what_is_fine_passes():
@@ -349,8 +349,8 @@ def test_what_is_fine_passes():
         "rollout.reward_fn=my.rewards:maths",
         "launcher.trainer_env_vars=A=b",
     ]
-    assert checked(*good).config.gconfig.n_samples == 4
-    assert checked(base=SFT).config.trainer == "sft"
+    assert load_checked(*good).config.gconfig.n_samples == 4
+    assert load_checked(base=SFT).config.trainer == "sft"
 
 
 SUBMITIT, JOBS, HETJOB = (
@@ -380,16 +380,16 @@ SUBMITIT, JOBS, HETJOB = (
 )
 def test_layouts_and_backends_that_contradict_are_refused(options, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        checked("cluster.n_nodes=2", *options)
+        load_checked("cluster.n_nodes=2", *options)
 
 
 def test_layouts_are_about_servers():
     with pytest.raises(ConfigError, match="trainer sft has none; use allocation"):
-        checked("launcher.slurm.layout=jobs", base=SFT)
+        load_checked("launcher.slurm.layout=jobs", base=SFT)
 
 
 def test_defaults_adapt_to_a_plan_without_gpus_and_say_so():
-    loaded = checked()
+    loaded = load_checked()
     actor, sglang = loaded.config.actor, loaded.config.sglang
     assert (actor.dtype, actor.attn_impl, sglang.dtype, sglang.attention_backend) == (
         "float32",
@@ -402,52 +402,52 @@ def test_defaults_adapt_to_a_plan_without_gpus_and_say_so():
         "actor.attn_impl",
     ]
     assert "actor.dtype" not in loaded.explicit
-    on_gpus = checked("cluster.n_gpus_per_node=8").config
+    on_gpus = load_checked("cluster.n_gpus_per_node=8").config
     assert (on_gpus.actor.dtype, on_gpus.actor.attn_impl, on_gpus.sglang.attention_backend) == (
         "bfloat16",
         "flash_attention_2",
         "fa3",
     )
-    assert checked("cluster.n_gpus_per_node=8", "actor.dtype=float32").config.actor.attn_impl == "sdpa"
+    assert load_checked("cluster.n_gpus_per_node=8", "actor.dtype=float32").config.actor.attn_impl == "sdpa"
 
 
 def test_kl_in_the_reward_needs_a_reference_and_its_default_adapts():
-    loaded = checked()
+    loaded = load_checked()
     assert loaded.config.actor.kl_ctl == 0
     assert not any("kl_ctl" in note for note in loaded.notes), "without a section ref nobody expects one"
-    loaded = checked("ref.path=/models/m", "ref.optimizer=null", "ref.disable_dropout=true")
+    loaded = load_checked("ref.path=/models/m", "ref.optimizer=null", "ref.disable_dropout=true")
     assert (loaded.config.actor.kl_ctl, loaded.config.ref.dtype, loaded.config.ref.attn_impl) == (
         0.1,
         "float32",
         "sdpa",
     )
     assert "ref.disable_dropout: no effect, because the reference model is not trained." in loaded.notes
-    assert checked("actor.algorithm=areal").config.actor.kl_ctl == 0.1
-    idle = checked("ref.path=/models/m", "actor.kl_ctl=0")
+    assert load_checked("actor.algorithm=areal").config.actor.kl_ctl == 0.1
+    idle = load_checked("ref.path=/models/m", "actor.kl_ctl=0")
     assert any(
         note.startswith("ref has no effect, and the reference model is not loaded") for note in idle.notes
     )
 
 
 def test_explicit_values_stay():
-    loaded = checked("actor.dtype=bfloat16", "sglang.dtype=bfloat16")
+    loaded = load_checked("actor.dtype=bfloat16", "sglang.dtype=bfloat16")
     assert (loaded.config.actor.dtype, loaded.config.sglang.dtype) == ("bfloat16", "bfloat16")
 
 
 def test_dataset_type_follows_the_trainer():
-    loaded = checked("valid_dataset.path=/v.jsonl", base=SFT)
+    loaded = load_checked("valid_dataset.path=/v.jsonl", base=SFT)
     assert (loaded.config.train_dataset.type, loaded.config.valid_dataset.type) == ("sft", "sft")
     with pytest.raises(ConfigError, match=r"train_dataset\.type rl: trainer sft needs rows of type sft"):
-        checked("train_dataset.type=rl", base=SFT)
+        load_checked("train_dataset.type=rl", base=SFT)
 
 
 @pytest.mark.parametrize("named", ["trainer=rw", "train_dataset.type=rw"])
 def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
-    loaded = checked(named, "valid_dataset.path=/v.jsonl", base=SFT)
+    loaded = load_checked(named, "valid_dataset.path=/v.jsonl", base=SFT)
     config = loaded.config
     assert (config.trainer, config.train_dataset.type, config.valid_dataset.type) == ("rw", "rw", "rw")
     assert (config.model.is_critic, config.model.mb_spec.granularity) == (True, 2)
-    assert checked(named, "model.is_critic=true", "model.mb_spec.granularity=4", base=SFT)
+    assert load_checked(named, "model.is_critic=true", "model.mb_spec.granularity=4", base=SFT)
     for override, words in (
         ("model.is_critic=false", "model.is_critic false: a reward model has a scalar head"),
         ("model.mb_spec.granularity=3", "would separate chosen from rejected"),
@@ -457,9 +457,9 @@ def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
         ),
     ):
         with pytest.raises(ConfigError, match=words):
-            checked(named, override, base=SFT)
+            load_checked(named, override, base=SFT)
     with pytest.raises(ConfigError, match="only a reward model"):
-        checked("model.is_critic=true", base=SFT)
+        load_checked("model.is_critic=true", base=SFT)
 
 
 def test_what_a_section_does_not_name_keeps_defaults_that_adapt(tmp_path):
@@ -477,23 +477,25 @@ def test_what_a_section_does_not_name_keeps_defaults_that_adapt(tmp_path):
 
 
 def test_names_that_areal_files_repeat_pass():
-    config = checked(
+    config = load_checked(
         "actor.experiment_name=toy", "actor.trial_name=${trial_name}", "actor.backend=fsdp"
     ).config
     assert (config.actor.experiment_name, config.actor.trial_name) == ("toy", "t1")
 
 
 def test_recover_saves_every_ten_minutes_by_default():
-    loaded = checked("recover.mode=auto")
+    loaded = load_checked("recover.mode=auto")
     assert loaded.config.recover.freq_secs == 600
     assert any("saves every 600 s" in note for note in loaded.notes)
-    assert checked("recover.mode=auto", "recover.freq_steps=5").config.recover.freq_secs is None
-    assert any("no effect" in note for note in checked("recover.mode=disabled", "recover.freq_steps=5").notes)
+    assert load_checked("recover.mode=auto", "recover.freq_steps=5").config.recover.freq_secs is None
+    assert any(
+        "no effect" in note for note in load_checked("recover.mode=disabled", "recover.freq_steps=5").notes
+    )
 
 
 def test_all_refusals_come_at_once():
     with pytest.raises(ConfigError) as caught:
-        checked("trial_name=a/b", "actor.group_size=2", "gconfig.greedy=true")
+        load_checked("trial_name=a/b", "actor.group_size=2", "gconfig.greedy=true")
     assert len(str(caught.value).splitlines()) == 3
 
 
@@ -508,16 +510,16 @@ def model(tmp_path: Path) -> Path:
     return folder
 
 
-def on_disk(model: Path, *overrides: str) -> Loaded:
-    return checked(
+def load_from_disk(model: Path, *overrides: str) -> Loaded:
+    return load_checked(
         f"actor.path={model}", f"train_dataset.path={model.parent / 't.jsonl'}", *overrides, files=True
     )
 
 
 def test_a_model_and_dataset_that_are_there(model):
-    assert on_disk(model).config.actor.path == str(model)
+    assert load_from_disk(model).config.actor.path == str(model)
     (model / "model.safetensors").unlink()
-    assert on_disk(model, "actor.init_from_scratch=true").config.actor.init_from_scratch
+    assert load_from_disk(model, "actor.init_from_scratch=true").config.actor.init_from_scratch
 
 
 @pytest.mark.parametrize(
@@ -561,16 +563,16 @@ def test_refusals_about_files(model, monkeypatch, spoil, overrides, words):
     monkeypatch.chdir(model.parent)
     spoil(model)
     with pytest.raises(ConfigError) as caught:
-        on_disk(model, *overrides)
+        load_from_disk(model, *overrides)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_where_relative_paths_start_is_said_of_relative_ones(model):
     with pytest.raises(ConfigError, match=r"rows\.jsonl does not exist; relative paths start at the working"):
-        on_disk(model, "train_dataset.path=rows.jsonl")
+        load_from_disk(model, "train_dataset.path=rows.jsonl")
     with pytest.raises(ConfigError, match=r"/no/rows\.jsonl does not exist\. "):
-        on_disk(model, "train_dataset.path=/no/rows.jsonl")
+        load_from_disk(model, "train_dataset.path=/no/rows.jsonl")
 
 
 def test_a_directory_must_be_a_saved_dataset(model):
@@ -580,45 +582,45 @@ def test_a_directory_must_be_a_saved_dataset(model):
     with pytest.raises(
         ConfigError, match=r"is a directory without a saved Hugging Face dataset \(it has no state.json\)\."
     ):
-        on_disk(model, option)
+        load_from_disk(model, option)
     (folder / "train.jsonl").touch()
     with pytest.raises(ConfigError, match=f"did you mean {folder}/train.jsonl"):
-        on_disk(model, option)
+        load_from_disk(model, option)
     (folder / "test").mkdir()
     (folder / "test" / "state.json").touch()
     with pytest.raises(ConfigError, match=f"has the splits test: use the path of one, such as {folder}/test"):
-        on_disk(model, option)
-    assert on_disk(model, f"{option}/test").config.train_dataset.path == f"{folder}/test"
+        load_from_disk(model, option)
+    assert load_from_disk(model, f"{option}/test").config.train_dataset.path == f"{folder}/test"
     (model.parent / "t.jsonl").write_text("")
     with pytest.raises(ConfigError, match=r"train_dataset.path .*t\.jsonl is empty"):
-        on_disk(model)
+        load_from_disk(model)
 
 
 def test_what_only_compute_nodes_see_is_trusted_and_noted(model, tmp_path):
     slurm = "launcher.type=slurm"
     given = ["actor.path=/nvme-of-nodes/model", "train_dataset.path=/nvme-of-nodes/t.jsonl", slurm]
-    notes = [note for note in on_disk(model, *given).notes if "only the job checks it" in note]
+    notes = [note for note in load_from_disk(model, *given).notes if "only the job checks it" in note]
     assert [note.split(":")[0] for note in notes] == [
         "actor.path /nvme-of-nodes/model",
         "train_dataset.path /nvme-of-nodes/t.jsonl",
     ]
     hidden = f"train_dataset.path={tmp_path}/hidden/t.jsonl"
     with pytest.raises(ConfigError, match=r"train_dataset\.path .* does not exist"):
-        on_disk(model, hidden, slurm)
-    assert on_disk(model, hidden, slurm, f"cluster.node_dirs=[{tmp_path}/hidden]")
+        load_from_disk(model, hidden, slurm)
+    assert load_from_disk(model, hidden, slurm, f"cluster.node_dirs=[{tmp_path}/hidden]")
     with pytest.raises(ConfigError, match=r"actor\.path /nvme-of-nodes/model is not a directory"):
-        on_disk(model, *given, "launcher.type=local")
+        load_from_disk(model, *given, "launcher.type=local")
 
 
 def test_a_node_that_lacks_a_model_ends_the_job_by_its_name(model):
-    config = on_disk(model, "actor.path=/nvme-of-nodes/model", "launcher.type=slurm").config
+    config = load_from_disk(model, "actor.path=/nvme-of-nodes/model", "launcher.type=slurm").config
     with pytest.raises(ConfigError, match=r"^actor\.path /nvme-of-nodes/model: not on node n7"):
         check_on_node(config, "n7")
 
 
 def test_a_job_that_starts_again_waits_for_a_mount_that_is_away(model):
     away = model.with_name("away")
-    config = on_disk(model, "launcher.type=slurm").config
+    config = load_from_disk(model, "launcher.type=slurm").config
     model.rename(away)
     back = threading.Timer(0.2, away.rename, [model])
     back.start()
@@ -628,7 +630,7 @@ def test_a_job_that_starts_again_waits_for_a_mount_that_is_away(model):
 
 def test_a_server_of_layout_jobs_needs_no_dataset(model):
     trial = Trial(model.parent / "trial")
-    config = on_disk(model, "train_dataset.path=/nvme-of-nodes/t.jsonl", "launcher.type=slurm").config
+    config = load_from_disk(model, "train_dataset.path=/nvme-of-nodes/t.jsonl", "launcher.type=slurm").config
     check_inputs(trial.attempt("7_0.0"), config)
     with pytest.raises(ConfigError, match=r"^train_dataset\.path /nvme-of-nodes/t\.jsonl: not on node"):
         check_inputs(trial.attempt("7.0"), config)
@@ -640,11 +642,13 @@ def test_a_fileroot_in_the_memory_of_one_node(model, monkeypatch):
         ConfigError,
         match=r"cluster\.fileroot .* is on tmpfs, which only this node sees, but the trial has 2 nodes",
     ):
-        on_disk(model, "--n_nodes=2")
-    assert on_disk(model, "--n_nodes=1").config.cluster.n_nodes == 1
+        load_from_disk(model, "--n_nodes=2")
+    assert load_from_disk(model, "--n_nodes=1").config.cluster.n_nodes == 1
     monkeypatch.setattr("hpc_rl.config.rules.file_rules.mount_of", lambda path: ("xfs", []))
-    assert any("is on xfs, a disk of this machine" in note for note in on_disk(model, "--n_nodes=2").notes)
-    assert not any("xfs" in note for note in on_disk(model, "--n_nodes=1").notes)
+    assert any(
+        "is on xfs, a disk of this machine" in note for note in load_from_disk(model, "--n_nodes=2").notes
+    )
+    assert not any("xfs" in note for note in load_from_disk(model, "--n_nodes=1").notes)
 
 
 @pytest.mark.parametrize(
@@ -664,13 +668,13 @@ def test_a_micro_batch_on_gpus_is_limited_by_default(overrides, base, budget):
     name = f"{section}.mb_spec.max_tokens_per_mb"
     gpus = ["cluster.n_gpus_per_node=8"]
     gpus += ["sglang.context_length=65536"] if base is GRPO else []
-    found = checked(*overrides, *gpus, base=base)
-    assert value_of(found.config, name) == budget
+    found = load_checked(*overrides, *gpus, base=base)
+    assert get_value(found.config, name) == budget
     assert any(note.startswith(f"{name} is {budget} instead of the default null") for note in found.notes)
-    assert value_of(checked(*overrides, *gpus, f"{name}=null", base=base).config, name) is None
-    assert value_of(checked(*overrides, base=base).config, name) is None
+    assert get_value(load_checked(*overrides, *gpus, f"{name}=null", base=base).config, name) is None
+    assert get_value(load_checked(*overrides, base=base).config, name) is None
 
 
 def test_rows_of_unknown_length_are_limited_with_the_micro_batch():
-    found = checked("cluster.n_gpus_per_node=8", base=SFT)
+    found = load_checked("cluster.n_gpus_per_node=8", base=SFT)
     assert found.config.train_dataset.max_length == 32768

@@ -1,6 +1,4 @@
-"""What submission sees in the first rows of the datasets: other columns, rows of the wrong kind, and rewards that
-can never be above 0.
-"""
+"""Submission checks the first rows of datasets: other columns, wrong kinds of rows, and rewards that stay 0."""
 
 import json
 from pathlib import Path
@@ -9,10 +7,10 @@ import pytest
 from command_line import NO_TENSORS
 
 from hpc_rl.config.load.load import Loaded, load
-from hpc_rl.config.row_shapes import NUM_FIRST, first_rows
+from hpc_rl.config.row_shapes import NUM_FIRST, load_first_rows
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.rules.file_rules import hub_hint
-from hpc_rl.config.show import as_yaml, show
+from hpc_rl.config.rules.file_rules import make_hub_hint
+from hpc_rl.config.show import format_yaml, show
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.datasets.encode import Prompts, encode_prompt, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -34,14 +32,14 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def without_template(place: Path) -> None:
+def remove_template(place: Path) -> None:
     (place / "model" / "chat_template.jinja").unlink(missing_ok=True)
     settings = json.loads((place / "model" / "tokenizer_config.json").read_text())
     settings.pop("chat_template", None)
     (place / "model" / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def checked(place: Path, rows: list, *overrides: str, section: str = "actor") -> Loaded:
+def load_checked(place: Path, rows: list, *overrides: str, section: str = "actor") -> Loaded:
     (place / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["experiment_name=e", "trial_name=t", f"{section}.path={place / 'model'}"]
     words += ["gconfig.max_new_tokens=8", "gconfig.n_samples=4"] if section == "actor" else []
@@ -49,9 +47,9 @@ def checked(place: Path, rows: list, *overrides: str, section: str = "actor") ->
     return check(load([], [*words, "cluster.n_gpus_per_node=0", *overrides]))
 
 
-def refused(place: Path, *given, **more) -> str:
+def collect_refusal(place: Path, *given, **more) -> str:
     with pytest.raises(ConfigError) as caught:
-        checked(place, *given, **more)
+        load_checked(place, *given, **more)
     return str(caught.value)
 
 
@@ -80,7 +78,7 @@ def refused(place: Path, *given, **more) -> str:
     ],
 )
 def test_known_data_sets_are_read_as_they_are(place, row, columns, reward):
-    found = checked(place, [row])
+    found = load_checked(place, [row])
     assert (found.config.train_dataset.columns, found.config.rollout.reward_fn) == (columns, reward)
     names = [
         note.split()[0] for note in found.notes if note.startswith(("train_dataset.columns", "rollout.rew"))
@@ -94,28 +92,30 @@ def test_known_data_sets_are_read_as_they_are(place, row, columns, reward):
 
 
 def test_columns_that_were_found_are_shown_and_load_again(place):
-    found = checked(place, [GSM8K])
-    (place / "shown.yaml").write_text(as_yaml(show(found, {})))
+    found = load_checked(place, [GSM8K])
+    (place / "shown.yaml").write_text(format_yaml(show(found, {})))
     assert check(load([place / "shown.yaml"], [])).config == found.config
 
 
 def test_what_is_given_is_left_as_it_is(place):
-    found = checked(place, [GSM8K], "train_dataset.columns={prompt: question}", "rollout.reward_fn=contains")
+    found = load_checked(
+        place, [GSM8K], "train_dataset.columns={prompt: question}", "rollout.reward_fn=contains"
+    )
     assert found.config.train_dataset.columns == {"prompt": "question"}
     assert found.config.rollout.reward_fn == "contains"
     told = [note for note in found.notes if "working included" in note]
     assert len(told) == 1 and "math_verify" in told[0]
-    assert not [note for note in checked(place, [GSM8K]).notes if "working included" in note]
-    held_out = checked(
+    assert not [note for note in load_checked(place, [GSM8K]).notes if "working included" in note]
+    held_out = load_checked(
         place, [GSM8K], f"valid_dataset.path={place / 'd.jsonl'}", "train_dataset.columns={prompt: question}"
     )
     assert held_out.config.valid_dataset.columns == {"prompt": "question"}
-    without_template(place)
-    assert checked(place, [GSM8K]).config.train_dataset.columns == {"prompt": "question"}
+    remove_template(place)
+    assert load_checked(place, [GSM8K]).config.train_dataset.columns == {"prompt": "question"}
 
 
 def test_sft_learns_the_answers_of_gsm8k(place):
-    dataset = checked(place, [GSM8K], section="model").config.train_dataset
+    dataset = load_checked(place, [GSM8K], section="model").config.train_dataset
     assert dataset.columns == {"prompt": "question", "completion": "answer"}
     (ids, mask), tokenizer = (
         load_sequences(dataset, Tokenizer(place / "model"))[0],
@@ -205,13 +205,13 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
     ],
 )
 def test_rows_that_can_teach_nothing_are_refused(place, rows, overrides, more, words):
-    assert words in refused(place, rows, *overrides, **more)
+    assert words in collect_refusal(place, rows, *overrides, **more)
 
 
 def test_a_row_that_is_nested_too_deeply_is_refused(place):
     (place / "deep.jsonl").write_text('{"prompt": "1", "answer": ' + "[" * 100_000 + "\n")
     with pytest.raises(ConfigError, match="line 1 is n"):
-        first_rows(place / "deep.jsonl")
+        load_first_rows(place / "deep.jsonl")
 
 
 def test_chats_with_their_answers_are_read_as_trl_has_them(place):
@@ -224,14 +224,14 @@ def test_chats_with_their_answers_are_read_as_trl_has_them(place):
         {"messages": [user], "completion": "3"},
         {"prompt": [user], "completion": [answer]},
     ):
-        dataset = checked(place, [row], section="model").config.train_dataset
+        dataset = load_checked(place, [row], section="model").config.train_dataset
         ((ids, mask),) = load_sequences(dataset, tokenizer)
         assert (ids.tolist(), mask.tolist()) == ([*prompt, *made], [False] * len(prompt) + [True] * len(made))
     for row in (
         {"prompt": [user], "chosen": [answer], "rejected": [answer]},
         {"prompt": [user], "chosen": "3", "rejected": "3"},
     ):
-        found = checked(place, [row, PAIR], "train_dataset.type=rw", section="model")
+        found = load_checked(place, [row, PAIR], "train_dataset.type=rw", section="model")
         assert any("are equal in 1 of the first 2 rows" in note for note in found.notes)
         (chosen, rejected), _ = load_pairs(found.config.train_dataset, tokenizer)
         assert chosen.tolist() == rejected.tolist() == [*prompt, *made]
@@ -247,13 +247,13 @@ def test_chats_with_their_answers_are_read_as_trl_has_them(place):
 )
 def test_prompts_that_the_job_can_not_use_are_refused_before_it(place, rows, words):
     with pytest.raises(ConfigError) as caught:
-        check_first_rows(checked(place, rows).config)
+        check_first_rows(load_checked(place, rows).config)
     assert words in str(caught.value)
 
 
 def test_some_prompts_that_the_job_can_not_use_are_a_note(place):
     rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 80, 0)]
-    assert check_first_rows(checked(place, rows).config) == [
+    assert check_first_rows(load_checked(place, rows).config) == [
         "1 of the first 3 rows of train_dataset have no token: they are left out, or rejected",
         "1 of the first 3 rows of train_dataset have more than 63 tokens: they are left out, or rejected",
     ]
@@ -266,43 +266,43 @@ def test_some_prompts_that_the_job_can_not_use_are_a_note(place):
 def test_rows_of_sft_and_rw_that_are_all_too_long_are_refused_for_each_dataset(place, kind, row):
     (place / "h.jsonl").write_text(json.dumps(row) + "\n")
     options = [f"trainer={kind}", "train_dataset.max_length=5", f"valid_dataset.path={place / 'h.jsonl'}"]
-    config = checked(place, [row] * 2, *options, "valid_dataset.max_length=5", section="model").config
+    config = load_checked(place, [row] * 2, *options, "valid_dataset.max_length=5", section="model").config
     with pytest.raises(ConfigError) as caught:
         check_first_rows(config)
     first, second = str(caught.value).splitlines()
     assert "d.jsonl: the first 2 rows have more than 5 tokens" in first
     assert "h.jsonl: the first 1 rows have more than 5 tokens" in second
     short = dict(zip(row, "12", strict=True))
-    (note,) = check_first_rows(checked(place, [row, short], *options, section="model").config)
+    (note,) = check_first_rows(load_checked(place, [row, short], *options, section="model").config)
     assert note.startswith("1 of the first 2 rows of train_dataset have more than 5 tokens")
 
 
 def test_held_out_rows_are_looked_at_too(place):
     (place / "h.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     options = [f"valid_dataset.path={place / 'h.jsonl'}", "evaluator.sets_column=topic"]
-    config = checked(place, [{"prompt": "1", "answer": "1"}], *options).config
+    config = load_checked(place, [{"prompt": "1", "answer": "1"}], *options).config
     with pytest.raises(ConfigError, match="topic: none of the first 1 rows"):
         check_first_rows(config)
     (place / "h.jsonl").write_text('{"text": "1"}\n')
-    said = refused(place, [CHAT], f"valid_dataset.path={place / 'h.jsonl'}")
+    said = collect_refusal(place, [CHAT], f"valid_dataset.path={place / 'h.jsonl'}")
     assert said.startswith("valid_dataset.path") and "valid_dataset.columns {prompt: text}" in said
 
 
 def test_an_answer_of_0_is_one(place):
-    assert checked(place, [{"prompt": "1", "answer": 0}])
+    assert load_checked(place, [{"prompt": "1", "answer": 0}])
 
 
 def test_only_the_first_rows_are_read(place):
-    assert checked(place, [CHAT] * NUM_FIRST + [{}])
+    assert load_checked(place, [CHAT] * NUM_FIRST + [{}])
 
 
 def test_a_chat_needs_a_template(place):
-    without_template(place)
-    assert "has no chat template: add chat_template.jinja" in refused(place, [CHAT])
+    remove_template(place)
+    assert "has no chat template: add chat_template.jinja" in collect_refusal(place, [CHAT])
 
 
 def test_a_workflow_of_ones_own_may_score_without_an_answer(place):
-    assert checked(place, [{"prompt": "1"}], "rollout.workflow=mine:run")
+    assert load_checked(place, [{"prompt": "1"}], "rollout.workflow=mine:run")
 
 
 def test_first_rows_of_every_kind_of_dataset(tmp_path):
@@ -317,13 +317,13 @@ def test_first_rows_of_every_kind_of_dataset(tmp_path):
         to.write_table(table)
     (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-0.arrow"}]}))
     wanted = [{"prompt": str(i)} for i in range(NUM_FIRST)]
-    assert first_rows(tmp_path / "d.parquet") == first_rows(tmp_path) == wanted
-    assert first_rows(tmp_path / "absent.jsonl") == []
+    assert load_first_rows(tmp_path / "d.parquet") == load_first_rows(tmp_path) == wanted
+    assert load_first_rows(tmp_path / "absent.jsonl") == []
     (tmp_path / "d.json").write_text('{"prompt": "0"}')
-    assert first_rows(tmp_path / "d.json") == wanted[:1]
+    assert load_first_rows(tmp_path / "d.json") == wanted[:1]
     (tmp_path / "damaged.parquet").write_text("PAR1")
     with pytest.raises(ConfigError, match=r"damaged\.parquet is damaged"):
-        first_rows(tmp_path / "damaged.parquet")
+        load_first_rows(tmp_path / "damaged.parquet")
 
 
 @pytest.mark.parametrize(
@@ -342,7 +342,7 @@ def test_first_rows_of_every_kind_of_dataset(tmp_path):
 def test_models_that_no_engine_builds_are_refused(place, more, words):
     path = place / "model" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | more))
-    said = refused(place, [CHAT], f"ref.path={place / 'model'}")
+    said = collect_refusal(place, [CHAT], f"ref.path={place / 'model'}")
     assert [line.split()[0] for line in said.splitlines()] == ["actor.path", "ref.path"]
     assert words in said
 
@@ -351,15 +351,15 @@ def test_a_name_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     environ = {"HF_HOME": str(tmp_path / "home")}
     wanted = "hf download openai/gsm8k --repo-type dataset --local-dir DIR"
-    assert wanted in hub_hint(tmp_path / "openai/gsm8k", "datasets", "train", environ)
+    assert wanted in make_hub_hint(tmp_path / "openai/gsm8k", "datasets", "train", environ)
     cached = tmp_path / "home/hub/datasets--openai--gsm8k/snapshots/abc"
     for name in ("main/test-0.parquet", "main/train-0.parquet", "socratic/train-0.parquet"):
         (cached / name).parent.mkdir(parents=True, exist_ok=True)
         (cached / name).touch()
-    assert f"in {cached}/main/train-0.parquet: use" in hub_hint(
+    assert f"in {cached}/main/train-0.parquet: use" in make_hub_hint(
         tmp_path / "openai/gsm8k", "datasets", "train", environ
     )
-    assert f"in {cached}/main/test-0.parquet: use" in hub_hint(
+    assert f"in {cached}/main/test-0.parquet: use" in make_hub_hint(
         tmp_path / "openai/gsm8k", "datasets", "test", environ
     )
     models = tmp_path / "home/hub/models--Qwen--Qwen3"
@@ -368,10 +368,12 @@ def test_a_name_of_the_hub_is_found_in_its_cache(tmp_path, monkeypatch):
         (models / "snapshots" / commit / "config.json").touch()
     (models / "refs").mkdir()
     (models / "refs" / "main").write_text("bbb")
-    assert hub_hint(tmp_path / "data/rows.jsonl", "datasets", "train", environ) == ""
-    assert f"in {models}/snapshots/bbb: use that path" in hub_hint(tmp_path / "Qwen/Qwen3", environ=environ)
+    assert make_hub_hint(tmp_path / "data/rows.jsonl", "datasets", "train", environ) == ""
+    assert f"in {models}/snapshots/bbb: use that path" in make_hub_hint(
+        tmp_path / "Qwen/Qwen3", environ=environ
+    )
     assert (
-        hub_hint(Path("/elsewhere/Qwen"), environ=environ)
-        == hub_hint(tmp_path / "a/b/c", environ=environ)
+        make_hub_hint(Path("/elsewhere/Qwen"), environ=environ)
+        == make_hub_hint(tmp_path / "a/b/c", environ=environ)
         == ""
     )

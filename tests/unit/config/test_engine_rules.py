@@ -1,4 +1,4 @@
-"""Options of one train engine are refused with the other; those of recomputation and overlap must agree."""
+"""Options of one train engine are refused with the other; recomputation and overlap options must agree."""
 
 import pytest
 
@@ -19,7 +19,7 @@ MEGATRON = "allocation_mode=sglang:d4+megatron:d2t2"
 M = "actor.megatron"
 
 
-def checked(*overrides: str):
+def load_checked(*overrides: str):
     return check(load([], [*BASE, *overrides]), files=False).config
 
 
@@ -67,7 +67,7 @@ def checked(*overrides: str):
 )  # fmt: skip
 def test_refusals(overrides, words):
     with pytest.raises(ConfigError) as caught:
-        checked(*overrides)
+        load_checked(*overrides)
     assert words in str(caught.value)
 
 
@@ -75,18 +75,18 @@ def test_what_areal_has_by_default_is_accepted_whole_and_the_rest_works():
     defaults = [f"{M}.wrap_with_ddp=true", f"{M}.async_save=false", f"{M}.exp_avg_dtype=float32"]
     used = [f"{M}.ddp.overlap_grad_reduce=true", f"{M}.ddp.overlap_param_gather=true"]
     used += [f"{M}.ddp.align_param_gather=true", f"{M}.ddp.bucket_size=1000", f"{M}.recompute_num_layers=2"]
-    assert checked(MEGATRON, *defaults, *used).actor.megatron.ddp.bucket_size == 1000
-    assert checked(*defaults)  # as AReaL's files have them, with fsdp too
+    assert load_checked(MEGATRON, *defaults, *used).actor.megatron.ddp.bucket_size == 1000
+    assert load_checked(*defaults)  # as AReaL's files have them, with fsdp too
 
 
 def test_parts_of_layers_are_recomputed_without_the_numbers_of_whole_layers():
-    options = checked(MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mlp]")
+    options = load_checked(MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mlp]")
     found = options.actor.megatron
     assert (found.recompute_method, found.recompute_num_layers) == (None, None)
 
 
 def test_the_reference_model_follows_the_actor():
-    found = checked(
+    found = load_checked(
         MEGATRON, "ref.path=/r", f"{M}.virtual_pipeline_size=2", f"{M}.ddp.overlap_grad_reduce=true"
     )
     assert found.ref.megatron == found.actor.megatron

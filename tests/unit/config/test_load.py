@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from hpc_rl.config.load.load import Loaded, load
-from hpc_rl.config.load.source import literal
+from hpc_rl.config.load.source import escape_references
 from hpc_rl.config.load.stored import from_dict, to_dict
 from hpc_rl.core.errors import ConfigError
 
@@ -399,7 +399,7 @@ def test_a_misspelt_section_of_the_model_is_named(files):
 def test_what_is_no_reference_stays_as_it_is(files):
     loaded = files.load(more="launcher: {slurm: {comment: 'echo \\${SLURM_JOB_ID} ${trial_name}'}}\n")
     assert loaded.config.launcher.slurm.comment == "echo ${SLURM_JOB_ID} t1"
-    stored = files.path("config.yaml", yaml.safe_dump(literal(to_dict(loaded.config))))
+    stored = files.path("config.yaml", yaml.safe_dump(escape_references(to_dict(loaded.config))))
     assert load([stored]).config == loaded.config
 
 

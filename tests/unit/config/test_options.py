@@ -4,7 +4,7 @@ import pytest
 
 from hpc_rl.config.compat.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.config.load.load import SBATCH_DEFAULTS, load
-from hpc_rl.config.load.profiles import site_dirs
+from hpc_rl.config.load.profiles import list_site_dirs
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
@@ -14,7 +14,7 @@ COMMON = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "t
 BASE = [*COMMON, "actor.path=/m", "gconfig.n_samples=4"]
 
 
-def refusal(*overrides: str) -> str:
+def collect_refusal(*overrides: str) -> str:
     with pytest.raises(ConfigError) as caught:
         check(load([], [*BASE, *overrides]), files=False)
     return str(caught.value)
@@ -33,7 +33,7 @@ def test_a_cluster_profile_is_loaded_before_every_file(tmp_path):
     odd = load([], [*BASE, r"cluster.cluster_name=\${a.b}"], profiles=[tmp_path])
     assert odd.config.cluster.cluster_name == "${a.b}"
     lone = load([], [*BASE, "cluster.cluster_name=other"], profiles=[tmp_path])
-    assert "other is only a name" in lone.notes[0]
+    assert "other is only a label" in lone.notes[0]
 
 
 def test_what_sbatch_takes_from_the_environment_is_a_default_that_is_named(tmp_path):
@@ -80,7 +80,7 @@ def test_a_profile_that_is_asked_for_by_name_must_exist(tmp_path, monkeypatch):
     ],
 )
 def test_where_a_site_keeps_its_own(environ, places):
-    assert [str(folder) for folder in site_dirs(environ)] == places
+    assert [str(folder) for folder in list_site_dirs(environ)] == places
 
 
 def test_srun_options_reach_the_units():
@@ -124,7 +124,7 @@ def test_srun_options_reach_the_units():
     ],
 )
 def test_refusals(overrides, words):
-    assert words in refusal(*overrides)
+    assert words in collect_refusal(*overrides)
 
 
 EVERY = UNAVAILABLE | {f"actor.{name}": row for name, row in MODEL_UNAVAILABLE.items()}
@@ -141,4 +141,6 @@ def test_what_is_unavailable_is_accepted_at_its_own_value_only(name):
         other = "ray"
     if value == "float32":
         other = "float16" if "params" in name else "bfloat16"
-    assert EVERY[name].why in refusal(f"{name}={str(other).lower() if isinstance(other, bool) else other}")
+    assert EVERY[name].why in collect_refusal(
+        f"{name}={str(other).lower() if isinstance(other, bool) else other}"
+    )

@@ -1,8 +1,7 @@
 """Every parameter of AReaL, ATLAS and atroposlib, row by row: it works, as a named test shows, or it is refused, in the
 words given here.
 
-parameters.tsv is the table of the seeds; parameter_status.tsv says of each row, in the same order, what is
-true of it here. `works`: the option exists with the table's default (departures.py names the exceptions), and
+parameters.tsv is the table of the seeds; parameter_status.tsv has the status of each row, in the same order. `works`: the option exists with the table's default (departures.py names the exceptions), and
 the test that is named (of a parametrized one the case, `test_x[id]`) fails without it: see tests/rows. `refused`: the override that is given really is refused, with these words.
 `todo`: neither yet; NUM_TODO can only shrink.
 """
@@ -20,10 +19,10 @@ from hpc_rl.atropos import APIServerConfig, EnvConfig, EnvironmentSettings
 from hpc_rl.atropos.settings import EvalHandling
 from hpc_rl.config.compat.areal_options import DEPARTURES
 from hpc_rl.config.compat.atlas import ALIASES, PRESET_DEPARTURES
-from hpc_rl.config.load.fields import default_of, hints, options, section_of
+from hpc_rl.config.load.fields import find_section, get_default, list_hints, list_options
 from hpc_rl.config.load.load import load
-from hpc_rl.config.load.source import read_yaml
-from hpc_rl.config.options.experiment import ABSENT, CONFIGS, value_of
+from hpc_rl.config.load.source import load_yaml
+from hpc_rl.config.options.experiment import ABSENT, CONFIGS, get_value
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.plan.plan import make_plan
@@ -86,34 +85,34 @@ class Row:
         return SECTIONS[self.section][1] + self.parameter
 
 
-def _read(name: str) -> list[list[str]]:
+def _load_table(name: str) -> list[list[str]]:
     with (FOLDER / name).open(newline="") as file:
         return list(csv.reader(file, delimiter="\t"))[1:]
 
 
-def _rows() -> list[Row]:
-    table, status = _read("parameters.tsv"), _read("parameter_status.tsv")
+def _load_rows() -> list[Row]:
+    table, status = _load_table("parameters.tsv"), _load_table("parameter_status.tsv")
     assert [row[:3] for row in table] == [row[:3] for row in status], (
         "parameter_status.tsv must have the rows of parameters.tsv"
     )
     return [Row(*row[:3], row[4], *said[3:]) for row, said in zip(table, status, strict=True)]
 
 
-ROWS = _rows()
+ROWS = _load_rows()
 
 
-def of(verdict: str) -> list[Row]:
+def select_rows(verdict: str) -> list[Row]:
     return [row for row in ROWS if row.verdict == verdict]
 
 
 def test_there_is_no_third_kind_but_a_todo_that_only_shrinks():
     assert {row.verdict for row in ROWS} <= {"works", "refused", "todo"}
-    todo = {system: sum(row.system == system for row in of("todo")) for system in NUM_TODO}
+    todo = {system: sum(row.system == system for row in select_rows("todo")) for system in NUM_TODO}
     assert todo == NUM_TODO, "a row was finished (lower NUM_TODO) or has become a todo (don't)"
     assert len(ROWS) == 365
 
 
-@pytest.mark.parametrize("row", of("refused"), ids=str)
+@pytest.mark.parametrize("row", select_rows("refused"), ids=str)
 def test_refused_rows_are_refused_in_these_words(row):
     override, _, words = row.shown_by.partition(" => ")
     trainer = SECTIONS[row.section][0] if row.section in SECTIONS else "grpo"
@@ -128,40 +127,40 @@ def test_refused_rows_are_refused_in_these_words(row):
 
 
 def test_nothing_of_areal_is_refused_because_it_is_missing():
-    lacking = [row for row in of("refused") if re.search("not (built|implemented)", row.shown_by)]
+    lacking = [row for row in select_rows("refused") if re.search("not (built|implemented)", row.shown_by)]
     assert not [row for row in lacking if row.system == "areal"]
 
 
 @cache
-def _tests(path: str) -> set[str]:
+def _list_tests(path: str) -> set[str]:
     tree = ast.parse((ROOT / path).read_text())
     return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_working_rows_name_a_test_that_exists_and_an_option_that_does():
-    for row in of("works"):
+    for row in select_rows("works"):
         path, _, name = row.shown_by.partition("::")
-        assert name.startswith("test_") and name.partition("[")[0] in _tests(path), row
+        assert name.startswith("test_") and name.partition("[")[0] in _list_tests(path), row
         if row.system == "atlas":
             assert row.parameter in ALIASES, row
         elif row.system == "atropos":
             ours = ENVIRONMENT[row.section.rpartition(".")[2]]()
-            assert getattr(ours, row.parameter) == _value(row.default), row
+            assert getattr(ours, row.parameter) == _parse_number(row.default), row
         else:
             _check_option(row)
 
 
 def _check_option(row) -> None:
     trainer = SECTIONS[row.section][0]
-    assert row.option in options(CONFIGS[trainer]), f"there is no option {row.option}"
-    hint = options(CONFIGS[trainer])[row.option]
+    assert row.option in list_options(CONFIGS[trainer]), f"there is no option {row.option}"
+    hint = list_options(CONFIGS[trainer])[row.option]
     if row.option in DEPARTURES:
         return
-    default = _default(CONFIGS[trainer], row.option)
-    if section_of(hint):
+    default = _get_default(CONFIGS[trainer], row.option)
+    if find_section(hint):
         agrees = default is None if row.default == "None" else default is not None
     else:
-        agrees = row.default in ("**Required**", '"???"') or default == _value(row.default)
+        agrees = row.default in ("**Required**", '"???"') or default == _parse_number(row.default)
     assert agrees, f"{row.option}: say so in DEPARTURES"
 
 
@@ -173,12 +172,12 @@ def test_a_default_that_adapts_is_a_departure(n_gpus):
     found = {
         trainer: check(load([], [*BASE[trainer], *words, *more[trainer]]), files=False) for trainer in more
     }
-    for row in (row for row in of("works") if row.system == "areal"):
+    for row in (row for row in select_rows("works") if row.system == "areal"):
         trainer = SECTIONS[row.section][0]
-        value = value_of(found[trainer].config, row.option)
+        value = get_value(found[trainer].config, row.option)
         is_left_out = row.option not in found[trainer].explicit and value is not ABSENT
         if is_left_out and not dataclasses.is_dataclass(value):
-            departs = value != _default(CONFIGS[trainer], row.option)
+            departs = value != _get_default(CONFIGS[trainer], row.option)
             assert not departs or row.option in DEPARTURES, f"{row.option}: say so in DEPARTURES"
 
 
@@ -188,9 +187,9 @@ ATLAS_FILE = FOLDER / "atlas.yaml"
 @pytest.mark.parametrize("presets", [["atlas"], []])
 def test_a_file_as_atlas_documents_it(presets):
     rows = {row.parameter: row.default for row in ROWS if row.system == "atlas"}
-    said = {name: item.plain() for name, item in read_yaml(ATLAS_FILE).items()}
+    said = {name: item.to_plain() for name, item in load_yaml(ATLAS_FILE).items()}
     known = {"model_name_or_path": "/m", "report_to": ["wandb"]}
-    assert said == {name: known.get(name) or _value(text) for name, text in rows.items()}
+    assert said == {name: known.get(name) or _parse_number(text) for name, text in rows.items()}
     loaded = check(load([ATLAS_FILE], COMMON[:3], presets=presets), files=False)
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
     # 8 sequences on each of 4 ranks, in groups of 8
@@ -203,19 +202,19 @@ def test_what_the_preset_lacks_of_the_documented_defaults_is_listed():
     documented, preset = (load(files, words, presets=["atlas"]).config for files in ([ATLAS_FILE], []))
     names = {name: alias.to.replace("{model}", "actor") for name, alias in ALIASES.items() if alias.to}
     departing = {
-        name for name, option in names.items() if value_of(documented, option) != value_of(preset, option)
+        name for name, option in names.items() if get_value(documented, option) != get_value(preset, option)
     }
     assert departing == set(PRESET_DEPARTURES)
 
 
-def _default(cls: type, name: str):
+def _get_default(cls: type, name: str):
     *sections, leaf = name.split(".")
     for part in sections:
-        cls = section_of(hints(cls)[part])
-    return default_of(next(field for field in dataclasses.fields(cls) if field.name == leaf))
+        cls = find_section(list_hints(cls)[part])
+    return get_default(next(field for field in dataclasses.fields(cls) if field.name == leaf))
 
 
-def _value(text: str):
+def _parse_number(text: str):
     if text.startswith('"'):
         return text.strip('"')
     words = {"None": None, "True": True, "False": False, "default": "default"}
@@ -227,7 +226,7 @@ def _value(text: str):
 
 def test_departures_are_options_that_depart():
     for name in DEPARTURES:
-        assert any(name in options(cls) for cls in CONFIGS.values()), name
+        assert any(name in list_options(cls) for cls in CONFIGS.values()), name
 
 
 def test_every_alias_is_a_row():

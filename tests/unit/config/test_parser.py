@@ -1,6 +1,4 @@
-"""The parser of a configuration: every option with its help, all refusals at once; roles do without the
-library.
-"""
+"""The parser of a configuration has help for every option and reports all refusals; roles do not need it."""
 
 import json
 import pkgutil
@@ -10,11 +8,11 @@ import sys
 import pytest
 
 import hpc_rl.roles
-from hpc_rl.config.load.fields import options, section_of
+from hpc_rl.config.load.fields import find_section, list_options
 from hpc_rl.config.load.load import load
-from hpc_rl.config.load.parser import config_parser, describe_options, sections
+from hpc_rl.config.load.parser import describe_options, list_sections, make_parser
 from hpc_rl.config.options.experiment import CONFIGS
-from hpc_rl.config.reference import section_help
+from hpc_rl.config.reference import format_help
 from hpc_rl.core.errors import ConfigError
 
 BASE = ["experiment_name=a", "trial_name=b", "actor.path=/m", "train_dataset.path=/t"]
@@ -36,17 +34,17 @@ actor: {path: /m, optimizer: {lr: fast}}
 def test_every_option_has_help(trainer):
     described = [
         (prefix + option.name, option.text)
-        for prefix, section, _ in sections(CONFIGS[trainer])
+        for prefix, section, _ in list_sections(CONFIGS[trainer])
         for option in describe_options(section)
     ]
-    expected = {name for name, hint in options(CONFIGS[trainer]).items() if section_of(hint) is None}
+    expected = {name for name, hint in list_options(CONFIGS[trainer]).items() if find_section(hint) is None}
     assert {name for name, _ in described} == expected
     assert [name for name, text in described if len(text) < 8] == []
-    assert all(len(text) > 5 for prefix, _, text in sections(CONFIGS[trainer]) if prefix)
+    assert all(len(text) > 5 for prefix, _, text in list_sections(CONFIGS[trainer]) if prefix)
 
 
 def test_help_names_the_options_of_optional_sections():
-    text = section_help("all")
+    text = format_help("all")
     for name in (
         "--actor.optimizer.lr LR",
         "--ref.path PATH",
@@ -56,16 +54,16 @@ def test_help_names_the_options_of_optional_sections():
         assert name in text
     assert "Final learning rate as a share of the peak. (type: float," in " ".join(text.split())
     for topic in ("lr", "learning_rate", "optimizer"):  # as typed; spaces and hyphens are underscores
-        found = section_help(topic)
+        found = format_help(topic)
         assert "--actor.optimizer.lr LR" in found and "--model.optimizer.lr LR" in found, topic
         assert "--seed" not in found
     with pytest.raises(ConfigError, match="no option has that in its name or text; sections: actor"):
-        section_help("zebra")
+        format_help("zebra")
 
 
 @pytest.mark.parametrize("chosen", [["actor.optimizer.lr"], ["ref.dtype", "seed"]])
 def test_a_parser_of_chosen_options_asks_for_no_others(chosen):
-    parsed = config_parser(CONFIGS["grpo"], chosen).parse_object({})
+    parsed = make_parser(CONFIGS["grpo"], chosen).parse_object({})
     assert sorted(parsed.keys()) == sorted(chosen)
 
 
@@ -136,7 +134,7 @@ def test_short_names_of_the_model_follow_the_trainer():
         ("actor.zebra=1", "`--help actor` shows"),
         ("actor.mb_spec.zebra=1", "known here: granularity, max_seqs_per_mb, max_tokens_per_mb, n_mbs."),
         ("trainer.total_epochs=1", "trainer is an option"),
-        ("turn_penalty=1", "A value for a workflow of your own goes into rollout.workflow_args."),
+        ("turn_penalty=1", "A value for your own workflow goes into rollout.workflow_args."),
     ],
 )
 def test_a_name_that_is_not_close_to_any_gets_no_suggestion(typed, answer):

@@ -1,4 +1,4 @@
-"""What is refused about pools and about teaching a student: before submission, in words, with what to do."""
+"""Rules about pools and about teaching a student refuse before submission, with a remedy."""
 
 import json
 
@@ -7,7 +7,7 @@ from command_line import NO_TENSORS
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.rules.file_rules import context_of
+from hpc_rl.config.rules.file_rules import find_context
 from hpc_rl.config.rules.generation_rules import BUILT_IN
 from hpc_rl.config.rules.teacher_rules import REWARD_PARTS
 from hpc_rl.core.errors import ConfigError
@@ -28,13 +28,13 @@ TWO = "allocation_mode=embedded[teacher]:d1+embedded[student]:d1+fsdp:d1"
 TEACHER = [*GRPO, "trainer=teacher", STUDENT, TWO]
 
 
-def refused(*words: str, base: list[str] = GRPO, files: bool = False) -> list[str]:
+def collect_refusals(*words: str, base: list[str] = GRPO, files: bool = False) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         check(load([], [*base, *words], profiles=[]), files=files)
     return str(caught.value).splitlines()
 
 
-def checked(*words: str, base: list[str] = GRPO):
+def load_checked(*words: str, base: list[str] = GRPO):
     return check(load([], [*base, *words], profiles=[]), files=False)
 
 
@@ -85,7 +85,7 @@ def checked(*words: str, base: list[str] = GRPO):
     ],
 )  # fmt: skip
 def test_what_a_pool_is_made_of(words, line):
-    (found,) = refused(ASKS, *words)
+    (found,) = collect_refusals(ASKS, *words)
     assert line in found
 
 
@@ -109,12 +109,12 @@ def test_what_a_pool_is_made_of(words, line):
     ],
 )
 def test_options_of_one_pool_have_the_types_of_the_section(options, line):
-    (found,) = refused(ASKS, STUDENT, TWO, f"pools.student.options={options}")
+    (found,) = collect_refusals(ASKS, STUDENT, TWO, f"pools.student.options={options}")
     assert found.startswith("pools.student.options: ") and line in found
 
 
 def test_options_of_one_pool_are_given_together():
-    lines = refused(ASKS, STUDENT, TWO, "pools.student.options.max_running_requests=2")
+    lines = collect_refusals(ASKS, STUDENT, TWO, "pools.student.options.max_running_requests=2")
     assert lines == [
         "unknown key pools.student.options.max_running_requests (command line: "
         "pools.student.options.max_running_requests): pools.student.options has no keys of its own; give all of "
@@ -127,13 +127,13 @@ def test_the_name_of_a_pool_has_a_largest_length(size, allowed):
     name = "s" * size
     words = [ASKS, f"pools.{name}.url=http://h/v1"]
     if allowed:
-        checked(*words)
+        load_checked(*words)
     else:
-        assert "a letter, then up to 62 letters, digits, _ or -" in "".join(refused(*words))
+        assert "a letter, then up to 62 letters, digits, _ or -" in "".join(collect_refusals(*words))
 
 
 def test_options_of_one_pool_are_kept_as_text_and_reach_its_servers(tmp_path):
-    from hpc_rl.config.pool_view import as_pool
+    from hpc_rl.config.pool_view import view_pool
 
     path = tmp_path / "a.yaml"
     path.write_text(
@@ -149,25 +149,28 @@ def test_options_of_one_pool_are_kept_as_text_and_reach_its_servers(tmp_path):
         "extra_args": '["--log-level-http", "info"]',
     }
     (found,) = (
-        line for line in refused(*GRPO[2:], ASKS, STUDENT, sglang, base=[*GRPO[:2], *_options(loaded)])
+        line
+        for line in collect_refusals(
+            *GRPO[2:], ASKS, STUDENT, sglang, base=[*GRPO[:2], *_list_options(loaded)]
+        )
     )
     assert "pools.student.options: sglang.extra_args: --log-level-http can't be given" in found
-    own = as_pool(loaded.config, "student").sglang
+    own = view_pool(loaded.config, "student").sglang
     assert (own.disable_radix_cache, own.context_length, own.max_total_tokens) == (True, None, 10_000)
     assert loaded.config.sglang.context_length == 32768
 
 
 def test_servers_of_a_pool_may_have_an_interpreter_of_their_own():
-    from hpc_rl.config.pool_view import as_pool
+    from hpc_rl.config.pool_view import view_pool
 
     vllm = ["pools.student.python=/vllm/bin/python", "launcher.inference_server_python=/sglang/bin/python"]
     mixed = "allocation_mode=sglang[teacher]:d1+vllm[student]:d1+fsdp:d1"
     config = load([], [*GRPO, ASKS, STUDENT, mixed, *vllm], profiles=[]).config
-    pythons = [as_pool(config, name).launcher.inference_server_python for name in ("teacher", "student")]
+    pythons = [view_pool(config, name).launcher.inference_server_python for name in ("teacher", "student")]
     assert pythons == ["/sglang/bin/python", "/vllm/bin/python"]
 
 
-def _options(loaded) -> list[str]:
+def _list_options(loaded) -> list[str]:
     return [f"pools.student.options={json.dumps(loaded.config.pools['student'].options)}"]
 
 
@@ -178,38 +181,41 @@ def test_options_that_only_the_trial_sets_are_refused_for_a_pool_too():
         ("{dp_size: 2}", "sglang.dp_size 2 can't be used: allocation_mode sets the number of servers"),
         ("{attention_backend: fa3}", "sglang.attention_backend fa3 can't be used without GPUs"),
     ):
-        (found,) = refused(ASKS, STUDENT, sglang, f"pools.student.options={options}")
+        (found,) = collect_refusals(ASKS, STUDENT, sglang, f"pools.student.options={options}")
         assert found.startswith("pools.student.options: ") and words in found
 
 
 def test_a_pool_that_nobody_asks_is_refused():
-    (found,) = refused(STUDENT, TWO)
+    (found,) = collect_refusals(STUDENT, TWO)
     assert (
         "pools.student has no effect: rollout.workflow single_turn and rollout.reward_fn exact_match" in found
     )
-    checked(STUDENT, TWO, ASKS)
-    checked("pools.judge.url=http://host/v1", "rollout.reward_fn=my.rewards:judged")
+    load_checked(STUDENT, TWO, ASKS)
+    load_checked("pools.judge.url=http://host/v1", "rollout.reward_fn=my.rewards:judged")
 
 
 def test_sections_of_all_pools_have_an_effect_and_the_trained_one_decides():
     mixed = "allocation_mode=sglang[student]:d1+embedded[teacher]:d1+fsdp:d1"
-    loaded = checked(
+    loaded = load_checked(
         STUDENT, mixed, ASKS, "embedded.max_running_requests=4", "vllm.seed=2", "sglang.random_seed=3"
     )
     notes = [note for note in loaded.notes if "has no effect" in note]
     assert notes == ["vllm has no effect: the trial has sglang and embedded servers."]
     assert any(note.startswith("sglang.dtype is float32") for note in loaded.notes)
-    (found,) = refused(STUDENT, mixed, ASKS, "gconfig.min_p=0.5")
+    (found,) = collect_refusals(STUDENT, mixed, ASKS, "gconfig.min_p=0.5")
     assert "gconfig.min_p 0.5 can't be used with embedded servers" in found
 
 
 def test_servers_of_a_pool_sample_as_they_can():
     vllm = TWO.replace("embedded[student]", "vllm[student]")
-    (found,) = refused(STUDENT, vllm, ASKS, "pools.student.top_p=0.5")
-    assert "pools.student.top_p 0.5 can't be used with vllm servers; use sglang servers: vllm is" in found
-    assert "always asked for log-probabilities, which would be those of the tokens that are left" in found
-    checked(STUDENT, vllm, ASKS, "pools.student.temperature=0.5")
-    checked(STUDENT, TWO, ASKS, "pools.student.top_p=0.5")
+    (found,) = collect_refusals(STUDENT, vllm, ASKS, "pools.student.top_p=0.5")
+    assert (
+        "pools.student.top_p 0.5 can't be used with vllm servers; use sglang servers: with this option"
+        in found
+    )
+    assert "vllm returns log-probabilities of the filtered tokens" in found
+    load_checked(STUDENT, vllm, ASKS, "pools.student.temperature=0.5")
+    load_checked(STUDENT, TWO, ASKS, "pools.student.top_p=0.5")
 
 
 def test_the_context_of_a_pool_is_that_of_its_model_and_servers(tmp_path):
@@ -218,11 +224,11 @@ def test_the_context_of_a_pool_is_that_of_its_model_and_servers(tmp_path):
         (tmp_path / name / "config.json").write_text(json.dumps({"max_position_embeddings": limit}))
     words = [f"actor.path={tmp_path}/m", f"pools.student.path={tmp_path}/s", ASKS, TWO]
     config = load([], [*GRPO, *words], profiles=[]).config
-    assert (context_of(config), context_of(config, "student")) == (512, 256)
+    assert (find_context(config), find_context(config, "student")) == (512, 256)
     sglang = "allocation_mode=embedded:d1+sglang[student]:d1+fsdp:d1"
     shorter = [*words, sglang, "pools.student.options={context_length: 128}"]
     config = load([], [*GRPO, *shorter], profiles=[]).config
-    assert (context_of(config), context_of(config, "student")) == (512, 128)
+    assert (find_context(config), find_context(config, "student")) == (512, 128)
 
 
 def test_the_model_of_a_pool_is_a_checkpoint_with_a_tokenizer(tmp_path):
@@ -235,12 +241,12 @@ def test_the_model_of_a_pool_is_a_checkpoint_with_a_tokenizer(tmp_path):
         (model / name).write_bytes(NO_TENSORS if name.startswith("model") else b"")
     base = [*GRPO, f"train_dataset.path={data}", f"actor.path={model}", "gconfig.max_new_tokens=8", TWO, ASKS]
     base.append(f"cluster.fileroot={tmp_path}")
-    (found,) = refused("pools.student.path=org/name", base=base, files=True)
+    (found,) = collect_refusals("pools.student.path=org/name", base=base, files=True)
     assert "org/name is not a directory: it must be a Hugging Face checkpoint" in found
     student = tmp_path / "s"
     student.mkdir()
     (student / "config.json").write_text(json.dumps({"max_position_embeddings": 64}))
-    lines = refused(f"pools.student.path={student}", base=base, files=True)
+    lines = collect_refusals(f"pools.student.path={student}", base=base, files=True)
     assert [line.partition(" (")[0] for line in lines] == [
         f"pools.student.path {student} contains no weights",
         f"pools.student.path {student} has no tokenizer.json: set pools.student.tokenizer_path to a directory that "
@@ -253,21 +259,21 @@ def test_the_model_of_a_pool_is_a_checkpoint_with_a_tokenizer(tmp_path):
 
 
 def test_a_teacher_without_a_student_is_refused_with_what_it_needs():
-    assert refused("trainer=teacher") == [
+    assert collect_refusals("trainer=teacher") == [
         "trainer teacher needs a pool student, the model that is taught: set pools.student.path and "
         "allocation_mode embedded:d1+embedded[student]:d1+fsdp:d1, or pools.student.url of an endpoint. "
         "(command line: trainer)"
     ]
-    (found,) = refused("trainer=teacher", TWO)
+    (found,) = collect_refusals("trainer=teacher", TWO)
     assert "set pools.student.path, or pools.student.url of an endpoint." in found
-    checked("trainer=teacher", "pools.student.url=http://host:8000/v1")
+    load_checked("trainer=teacher", "pools.student.url=http://host:8000/v1")
 
 
 def test_a_teacher_has_a_workflow_and_a_reward_of_its_own():
-    loaded = checked(base=TEACHER)
+    loaded = load_checked(base=TEACHER)
     assert (loaded.config.rollout.workflow, loaded.config.rollout.reward_fn) == ("teacher", "final_answer")
     assert not any("rollout.workflow" in note or "rollout.reward_fn" in note for note in loaded.notes)
-    own = checked(
+    own = load_checked(
         "rollout.workflow=my.own:Teacher", "rollout.reward_fn=exact_match", base=TEACHER
     ).config.rollout
     assert (own.workflow, own.reward_fn) == ("my.own:Teacher", "exact_match")
@@ -278,7 +284,7 @@ def test_a_teacher_has_a_workflow_and_a_reward_of_its_own():
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["rollout.workflow=single_turn"], "rollout.workflow single_turn teaches no student; omit it"),
+        (["rollout.workflow=single_turn"], "rollout.workflow single_turn teaches no student; remove it"),
         (["environments.own_prompts=true"], "environments can't be used with trainer teacher"),
         (["teacher.reward_parts=[]"], "teacher.reward_parts is empty, so every reward would be 0"),
         (
@@ -314,19 +320,19 @@ def test_a_teacher_has_a_workflow_and_a_reward_of_its_own():
 )
 def test_what_a_teacher_can_not_do(words, line):
     base = [*TEACHER, "valid_dataset.path=/v"]
-    (found,) = refused(*words, base=base)
+    (found,) = collect_refusals(*words, base=base)
     assert line in found
 
 
 def test_grpo_has_no_workflow_teacher():
-    (found,) = refused("rollout.workflow=teacher")
+    (found,) = collect_refusals("rollout.workflow=teacher")
     assert "rollout.workflow teacher needs trainer: teacher" in found
 
 
 def test_the_best_teacher_is_kept_by_what_it_measures():
     for metric in ("eval_accuracy_delta", "eval_reward", "eval_student_accuracy", "eval_reward_leak"):
-        checked(f"saver.keep_best.metric={metric}", "valid_dataset.path=/v", base=TEACHER)
-    checked("teacher.reward_parts=[my.parts:kind]", "saver.keep_best.metric=eval_reward_kind", "valid_dataset.path=/v",
+        load_checked(f"saver.keep_best.metric={metric}", "valid_dataset.path=/v", base=TEACHER)
+    load_checked("teacher.reward_parts=[my.parts:kind]", "saver.keep_best.metric=eval_reward_kind", "valid_dataset.path=/v",
             base=TEACHER)  # fmt: skip
 
 
@@ -334,7 +340,7 @@ def test_names_in_templates_are_variables_or_columns_of_the_rows(tmp_path):
     data = tmp_path / "d.jsonl"
     data.write_text('\n{"prompt": "1", "answer": "2", "level": "easy"}\n')
     words = [f"train_dataset.path={data}", f"cluster.fileroot={tmp_path}"]
-    lines = refused(
+    lines = collect_refusals(
         *words,
         r"teacher.templates.baseline='{question} at {level} {lvel} \frac{a}{b}'",
         "teacher.templates.adaptive='{question} {aproach}'",
@@ -380,7 +386,7 @@ JUDGE = ["pools.grader.url=http://h/v1", "rollout.reward_fn=judge", "rollout.jud
     ],
 )
 def test_what_a_judge_can_not_do(words, line):
-    assert any(line in found for found in refused(*words))
+    assert any(line in found for found in collect_refusals(*words))
 
 
 SCORER = ["pools.liked.path=/r", "allocation_mode=sglang[a]:d1+embedded[liked]:d1+fsdp:d1"]
@@ -399,7 +405,7 @@ SCORED = [*SCORER, "rollout.reward_fn=liked,format"]
     ],
 )
 def test_what_a_reward_model_can_not_do(words, line):
-    assert any(line in found for found in refused(*words))
+    assert any(line in found for found in collect_refusals(*words))
 
 
 def test_a_reward_model_and_a_model_that_writes_are_not_taken_for_each_other(tmp_path):
@@ -412,7 +418,9 @@ def test_a_reward_model_and_a_model_that_writes_are_not_taken_for_each_other(tmp
     def problems(*more: str, **settings) -> list[str]:
         (tmp_path / "config.json").write_text(json.dumps(settings))
         return [
-            line for line in refused(*words, *more, files=True) if str(tmp_path) in line and "liked" in line
+            line
+            for line in collect_refusals(*words, *more, files=True)
+            if str(tmp_path) in line and "liked" in line
         ]
 
     assert not problems(architectures=["Qwen3ForSequenceClassification"], id2label={"0": "a"})
@@ -429,12 +437,12 @@ def test_a_reward_model_and_a_model_that_writes_are_not_taken_for_each_other(tmp
 
 
 def test_a_judge_scores_in_grpo_and_for_a_teacher(tmp_path):
-    assert checked(*JUDGE).config.rollout.judge.temperatures == [0.2, 0.5, 0.8]
-    assert checked(*JUDGE, base=TEACHER).config.rollout.workflow == "teacher"
+    assert load_checked(*JUDGE).config.rollout.judge.temperatures == [0.2, 0.5, 0.8]
+    assert load_checked(*JUDGE, base=TEACHER).config.rollout.workflow == "teacher"
     data = tmp_path / "d.jsonl"
     data.write_text('{"prompt": "1", "answer": "2"}\n')
     words = [*JUDGE, f"train_dataset.path={data}", "rollout.judge.template='{completion} {anwser} {answer}'"]
-    found = [line for line in refused(*words, files=True) if line.startswith("rollout.judge")]
+    found = [line for line in collect_refusals(*words, files=True) if line.startswith("rollout.judge")]
     assert len(found) == 1 and "{anwser} is neither a variable" in found[0]
     assert "Did you mean answer?" in found[0]
 
@@ -454,7 +462,7 @@ def test_models_that_are_asked_by_chat_need_a_template(tmp_path):
     base.append(TWO.replace("+fsdp", "+embedded[judge]:d1+fsdp"))
 
     def without() -> list[str]:
-        found = refused(base=base, files=True)
+        found = collect_refusals(base=base, files=True)
         return [line.split()[0] for line in found if "has no chat template, but it is asked by chat" in line]
 
     assert without() == ["actor.path", "pools.student.path", "pools.judge.path"]

@@ -1,5 +1,6 @@
-"""Sections by keys of the user's own: `pools`, in files, on the command line, stored, shown and compared; and
-which trainer a section `teacher` means.
+"""Sections with free keys: `pools` in files, on the command line, stored, shown and compared.
+
+Also the trainer that a section `teacher` means.
 """
 
 import json
@@ -7,8 +8,8 @@ import json
 import pytest
 import yaml
 
-from hpc_rl.config.changes import changes, refuse_unsafe
-from hpc_rl.config.json_schema import schema
+from hpc_rl.config.changes import list_changes, refuse_unsafe
+from hpc_rl.config.json_schema import make_schema
 from hpc_rl.config.load.load import load
 from hpc_rl.config.load.stored import from_dict, redact, to_dict
 from hpc_rl.config.options.experiment import (
@@ -16,16 +17,16 @@ from hpc_rl.config.options.experiment import (
     GRPOConfig,
     SFTConfig,
     TeacherConfig,
-    replaced,
-    value_of,
+    get_value,
+    replace_value,
 )
 from hpc_rl.config.options.pools import PoolConfig
-from hpc_rl.config.reference import section_help, section_names
+from hpc_rl.config.reference import format_help, list_section_names
 from hpc_rl.config.rules.check import adapt
-from hpc_rl.config.rules.consistency import given, is_default
-from hpc_rl.config.show import as_yaml, show
+from hpc_rl.config.rules.consistency import is_default, list_given
+from hpc_rl.config.show import format_yaml, show
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.trials.submission import explicit_options
+from hpc_rl.trials.submission import list_explicit_options
 
 GIVEN = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m"]
 BASE = "experiment_name: e\ntrial_name: t\ntrain_dataset: {path: /d}\nactor: {path: /m}\n"
@@ -47,7 +48,7 @@ def file(tmp_path, monkeypatch):
     return path
 
 
-def refusals(*arguments: str, files=()) -> list[str]:
+def collect_refusals(*arguments: str, files=()) -> list[str]:
     with pytest.raises(ConfigError) as caught:
         load(files, arguments, profiles=[])
     return str(caught.value).splitlines()
@@ -88,7 +89,7 @@ def test_files_and_arguments_merge_by_key_and_the_later_wins(file, tmp_path):
 def test_null_removes_a_pool_and_all_of_them(file):
     loaded = load([file], ["pools.judge-2=null"], profiles=[])
     assert list(loaded.config.pools) == ["student"]
-    assert "judge-2" not in explicit_options(loaded)["pools"]
+    assert "judge-2" not in list_explicit_options(loaded)["pools"]
     assert load([file], ["pools=null"], profiles=[]).config.pools == {}
     assert list(load([file], ["pools=null", "pools.new.path=/n"], profiles=[]).config.pools) == ["new"]
     assert load([], [*GIVEN, "pools.a={}"], profiles=[]).config.pools == {"a": PoolConfig()}
@@ -100,7 +101,7 @@ def test_everything_that_is_wrong_in_pools_is_refused_at_once(tmp_path):
         BASE + "pools:\n  student: {pth: /s, top_p: 2, url: 7, options: [x]}\n"
         "  1st: {path: /x}\n  text: /y\n  stop: {stop_token_ids: [-1]}\n"
     )
-    lines = [line.replace(f"{tmp_path}/", "") for line in refusals(files=[path])]
+    lines = [line.replace(f"{tmp_path}/", "") for line in collect_refusals(files=[path])]
     assert lines[0] == "unknown key pools.student.pth (bad.yaml:6): did you mean pools.student.path?"
     assert lines[1].startswith("pools.text (bad.yaml:8): '/y' (text) can't stand here; it is a section") or (
         lines[1].startswith("pools.text (bad.yaml:8): /y (text) can't stand here; it is a section")
@@ -117,13 +118,13 @@ def test_everything_that_is_wrong_in_pools_is_refused_at_once(tmp_path):
 
 
 def test_pools_that_are_none_are_refused_by_name():
-    (line,) = refusals(*GIVEN, "pools=5")
+    (line,) = collect_refusals(*GIVEN, "pools=5")
     assert line.startswith("pools (command line: pools): 5 (an integer) can't stand here")
-    (line,) = refusals(
+    (line,) = collect_refusals(
         "experiment_name=e", "trial_name=t", "train_dataset.path=/d", "model.path=/m", "pools.a.path=/p"
     )
     assert line.endswith("only a trial with trainer: grpo or teacher has it.")
-    (line,) = refusals(*GIVEN, "pools.a.path=${pools.b.path}")
+    (line,) = collect_refusals(*GIVEN, "pools.a.path=${pools.b.path}")
     assert "pools.a.path" in line and "can't be resolved" in line
 
 
@@ -135,9 +136,9 @@ def test_pools_survive_config_json_and_show(file, tmp_path):
     assert shown["pools.student.path"].origin == f"{file}:6"
     assert shown["pools.student.top_p"].origin == "default"
     again = tmp_path / "again.yaml"
-    again.write_text(as_yaml(shown))
+    again.write_text(format_yaml(shown))
     assert load([again], profiles=[]).config == loaded.config
-    again.write_text(yaml.safe_dump(explicit_options(loaded)))
+    again.write_text(yaml.safe_dump(list_explicit_options(loaded)))
     assert load([again], profiles=[]).config == loaded.config
 
 
@@ -145,7 +146,7 @@ def test_a_config_json_without_pools_still_loads():
     stored = to_dict(load([], GIVEN, profiles=[]).config)
     del stored["pools"]
     assert from_dict(stored).pools == {}
-    assert "pools: {}" in as_yaml(show(load([], GIVEN, profiles=[])))
+    assert "pools: {}" in format_yaml(show(load([], GIVEN, profiles=[])))
 
 
 def test_unknown_keys_of_a_stored_pool_are_refused():
@@ -158,11 +159,11 @@ def test_unknown_keys_of_a_stored_pool_are_refused():
 def test_options_of_a_pool_are_found_and_replaced_by_their_names():
     loaded = load([], [*GIVEN, "pools.a.top_p=0.5", "pools.a.max_new_tokens=1024"], profiles=[])
     config = loaded.config
-    assert value_of(config, "pools.a.top_p") == 0.5
-    assert value_of(config, "pools.b.top_p") is ABSENT
+    assert get_value(config, "pools.a.top_p") == 0.5
+    assert get_value(config, "pools.b.top_p") is ABSENT
     assert is_default(config, "pools.a.max_new_tokens") and not is_default(config, "pools.a.top_p")
-    assert given(config, loaded.explicit, "pools.") == ["pools.a.top_p"]
-    changed = replaced(config, ["pools", "a", "path"], "/q")
+    assert list_given(config, loaded.explicit, "pools.") == ["pools.a.top_p"]
+    changed = replace_value(config, ["pools", "a", "path"], "/q")
     assert (changed.pools["a"].path, changed.pools["a"].top_p, config.pools["a"].path) == ("/q", 0.5, "")
 
 
@@ -174,7 +175,7 @@ def test_the_name_of_a_variable_with_a_key_is_no_secret():
 def test_changes_of_pools_are_told_one_by_one():
     def between(before: list[str], after: list[str]) -> dict[str, bool]:
         old, new = (load([], [*GIVEN, *words], profiles=[]).config for words in (before, after))
-        return {str(one): one.new_batches for one in changes(old, new)}
+        return {str(one): one.new_batches for one in list_changes(old, new)}
 
     one = ["pools.a.path=/p"]
     assert between(one, one) == {}
@@ -190,10 +191,10 @@ def test_changes_of_pools_are_told_one_by_one():
 
 
 def test_help_schema_and_sections_know_pools_by_a_stand_in():
-    assert {"pools", "teacher"} <= set(section_names())
+    assert {"pools", "teacher"} <= set(list_section_names())
     for topic in ("pools", "pools.NAME", "pools.NAME.path"):
-        assert "--pools.NAME.path PATH" in section_help(topic)
-    pools = schema("grpo")["$defs"]["GRPOConfig"]["properties"]["pools"]
+        assert "--pools.NAME.path PATH" in format_help(topic)
+    pools = make_schema("grpo")["$defs"]["GRPOConfig"]["properties"]["pools"]
     ((pattern, member),) = pools["patternProperties"].items()
     assert pattern == "^(?:[A-Za-z][A-Za-z0-9_-]{0,62})$" and pools["additionalProperties"] is False
     options = member["anyOf"][0]["properties"]
@@ -218,10 +219,10 @@ def test_the_section_says_which_trainer_it_is(arguments, expected):
 
 
 def test_a_teacher_needs_a_section_actor_and_grpo_has_no_teacher():
-    assert refusals(*GIVEN[:3], "teacher.max_probe_tokens=7") == [
+    assert collect_refusals(*GIVEN[:3], "teacher.max_probe_tokens=7") == [
         "section actor is missing; it needs at least actor.path."
     ]
-    (line,) = refusals(*GIVEN, "trainer=grpo", "teacher.max_probe_tokens=7")
+    (line,) = collect_refusals(*GIVEN, "trainer=grpo", "teacher.max_probe_tokens=7")
     assert line.startswith("unknown key teacher (") and line.endswith(
         "only a trial with trainer: teacher has it."
     )
@@ -242,13 +243,13 @@ def test_templates_have_defaults_that_name_their_variables():
 def test_the_model_of_a_pool_can_not_change_where_finished_groups_are_kept():
     old = load([], [*GIVEN, "pools.student.path=/p"], profiles=[]).config
     for words in (["pools.student.path=/q"], ["pools.student.url=http://h/v1", "pools.student.path=''"]):
-        found = changes(old, load([], [*GIVEN, *words], profiles=[]).config)
+        found = list_changes(old, load([], [*GIVEN, *words], profiles=[]).config)
         refuse_unsafe(found, "e/t")
         with pytest.raises(
             ConfigError, match=r"pools\.student\.path can't change from /p .* --replay keeps them"
         ):
             refuse_unsafe(found, "e/t", replay=True)
-    found = changes(
+    found = list_changes(
         old, load([], [*GIVEN, "pools.student.path=/p", "pools.student.top_p=0.5"], profiles=[]).config
     )
     refuse_unsafe(found, "e/t", replay=True)

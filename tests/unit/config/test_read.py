@@ -1,9 +1,7 @@
-"""No option is read nowhere: code outside config/ reads it, a script template does, or it is explained here
-what becomes of it.
+"""Every option is used: code outside config/ or a script template reads it, or a table here explains it.
 
-By names, not by types: an attribute `x.option` counts where its name says enough, else only as
-`section.option`. A name says enough where one section alone has it and no class of the product has an
-attribute of that name.
+This goes by names, not by types. An attribute `x.option` counts if its name is unique, else only as
+`section.option`. A name is unique if only one section has it and no other class has such an attribute.
 """
 
 import ast
@@ -20,15 +18,15 @@ from hpc_rl.config import (
     vllm_versions,
 )
 from hpc_rl.config.compat.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
-from hpc_rl.config.devices import allocation_of
+from hpc_rl.config.devices import choose_allocation
 from hpc_rl.config.load import stored
-from hpc_rl.config.load.fields import hints, options, section_of
-from hpc_rl.config.options.experiment import CONFIGS, has_own_prompts, last_step
+from hpc_rl.config.load.fields import find_section, list_hints, list_options
+from hpc_rl.config.options.experiment import CONFIGS, find_last_step, has_own_prompts
 from hpc_rl.config.options.inference import InferenceEngineConfig
-from hpc_rl.config.pool_view import as_pool
+from hpc_rl.config.pool_view import view_pool
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.rules.teacher_rules import VARIABLES
-from hpc_rl.config.schedule import count_warmup, learning_rate, updates_per_step
+from hpc_rl.config.schedule import compute_learning_rate, count_updates_per_step, count_warmup
 from hpc_rl.plan.containers import PYTHONS
 from hpc_rl.plan.schema import Unit
 from hpc_rl.render.hooks import EVENTS
@@ -36,7 +34,10 @@ from hpc_rl.render.slurm_options import SLURM_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 OPTIONS = {
-    name: hint for cls in CONFIGS.values() for name, hint in options(cls).items() if not section_of(hint)
+    name: hint
+    for cls in CONFIGS.values()
+    for name, hint in list_options(cls).items()
+    if not find_section(hint)
 }
 FLAGGED = {  # section -> options that become flags of a server, or that no version of it has any more
     "sglang": {one for table in sglang_versions.FLAGS.values() for one in table}
@@ -83,7 +84,15 @@ ONLY_RULES = {
     r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }
 READERS = (  # what roles and the plan read through
-    *(last_step, has_own_prompts, count_warmup, learning_rate, updates_per_step, as_pool, allocation_of),
+    *(
+        find_last_step,
+        has_own_prompts,
+        count_warmup,
+        compute_learning_rate,
+        count_updates_per_step,
+        view_pool,
+        choose_allocation,
+    ),
     InferenceEngineConfig.reward_functions.fget,
 )
 # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
@@ -99,10 +108,10 @@ BY_NAME = {
 
 
 @cache
-def reads() -> dict[str, set[str]]:
+def find_reads() -> dict[str, set[str]]:
     """Attribute name -> what it is read of: the last name before it."""
     found = defaultdict(set)
-    for tree in _trees():
+    for tree in _parse_sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 of = node.value
@@ -113,10 +122,10 @@ def reads() -> dict[str, set[str]]:
 
 
 @cache
-def own_names() -> set[str]:
+def find_own_names() -> set[str]:
     """Attributes and methods of the product's other classes."""
     found = set()
-    for tree in _trees():
+    for tree in _parse_sources():
         for node in ast.walk(tree):
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
                 found.add(node.target.id)
@@ -128,31 +137,31 @@ def own_names() -> set[str]:
 
 
 @cache
-def _trees() -> list[ast.AST]:
+def _parse_sources() -> list[ast.AST]:
     files = [path for path in (ROOT / "hpc_rl").rglob("*.py") if path.relative_to(ROOT).parts[1] != "config"]
     readers = [ast.parse(dedent(inspect.getsource(function))) for function in READERS]
     return [*(ast.parse(path.read_text()) for path in files), *readers]
 
 
 @cache
-def templates() -> str:
+def load_templates() -> str:
     return "\n".join(
         path.read_text() for folder in ("sbatch", "templates") for path in (ROOT / folder).rglob("*.j2")
     )
 
 
 @cache
-def owners() -> dict[str, set[type]]:
+def find_owners() -> dict[str, set[type]]:
     """Option's last name -> the classes that declare it."""
     found = defaultdict(set)
 
     def walk(cls: type) -> None:
-        for name, hint in hints(cls).items():
+        for name, hint in list_hints(cls).items():
             found[name].add(
                 next(base for base in reversed(cls.__mro__) if name in inspect.get_annotations(base))
             )
-            if section_of(hint):
-                walk(section_of(hint))
+            if find_section(hint):
+                walk(find_section(hint))
 
     for cls in CONFIGS.values():
         walk(cls)
@@ -170,14 +179,14 @@ def is_read(name: str) -> bool:
         return True
     if name.startswith("launcher.slurm.servers.") and f"launcher.slurm.{leaf}" in OPTIONS:
         return is_read(f"launcher.slurm.{leaf}")  # render/layouts.py lays the section over launcher.slurm
-    if section == "slurm" and re.search(rf"\bslurm\.{leaf}\b", templates()):
+    if section == "slurm" and re.search(rf"\bslurm\.{leaf}\b", load_templates()):
         return True
-    if len(owners()[leaf]) == 1 and leaf not in own_names():
-        return bool(reads()[leaf])
-    return bool(reads()[leaf] & {section, *LOCAL_NAMES.get(section, set())})
+    if len(find_owners()[leaf]) == 1 and leaf not in find_own_names():
+        return bool(find_reads()[leaf])
+    return bool(find_reads()[leaf] & {section, *LOCAL_NAMES.get(section, set())})
 
 
-def explained(name: str) -> bool:
+def is_explained(name: str) -> bool:
     return (
         name in UNAVAILABLE
         or name.partition(".")[2] in MODEL_UNAVAILABLE
@@ -186,7 +195,7 @@ def explained(name: str) -> bool:
 
 
 def test_every_option_is_read_or_explained():
-    unread = [name for name in OPTIONS if not (is_read(name) or explained(name))]
+    unread = [name for name in OPTIONS if not (is_read(name) or is_explained(name))]
     assert not unread, "nothing reads these: build them, refuse them, or take them out"
 
 
@@ -198,8 +207,8 @@ def test_the_explanations_are_needed():
 
 
 def test_an_option_that_nobody_reads_would_be_found(monkeypatch):
-    monkeypatch.setitem(owners(), "no_such_option", {object})
+    monkeypatch.setitem(find_owners(), "no_such_option", {object})
     assert not is_read("actor.no_such_option")
-    assert not explained("actor.no_such_option")
-    monkeypatch.setitem(owners(), "path", {object, int})
+    assert not is_explained("actor.no_such_option")
+    monkeypatch.setitem(find_owners(), "path", {object, int})
     assert not is_read("saver.path")  # others have a path, this section would not

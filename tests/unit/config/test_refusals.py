@@ -1,6 +1,4 @@
-"""Property: one unknown key, wrong type or value out of range is refused with its full dotted name, its file
-and its line.
-"""
+"""Property: an unknown key, wrong type or value out of range is refused with its dotted name, file and line."""
 
 import random
 import re
@@ -16,12 +14,12 @@ from hypothesis import strategies as st
 from hpc_rl.config.compat.areal_names import AS_UNWRITTEN, AT_TOP, NAMES
 from hpc_rl.config.compat.atlas import ALIASES as ATLAS
 from hpc_rl.config.compat.other_names import ANSWERS
-from hpc_rl.config.load.fields import alternatives, is_mapping, options, section_of
+from hpc_rl.config.load.fields import find_section, is_mapping, list_alternatives, list_options
 from hpc_rl.config.load.load import load
 from hpc_rl.config.load.names import ALIASES
 from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.config.options.limits import Grammar, Limits, Place
-from hpc_rl.config.show import scalar
+from hpc_rl.config.show import format_scalar
 from hpc_rl.core.errors import ConfigError
 
 BASE = "experiment_name: e\ntrial_name: t\ntrainer: {trainer}\n"
@@ -29,13 +27,13 @@ BASE += "train_dataset: {{path: /d}}\n{model}: {{path: /m}}\n"
 BASE += "valid_dataset: {{path: /v}}\n{ref}"
 REF = {"grpo": "ref: {path: /r}\n", "teacher": "ref: {path: /r}\n", "sft": "", "rw": ""}
 MODEL = {"grpo": "actor", "teacher": "actor", "sft": "model", "rw": "model"}
-KNOWN = {trainer: options(cls) for trainer, cls in CONFIGS.items()}
+KNOWN = {trainer: list_options(cls) for trainer, cls in CONFIGS.items()}
 SECTIONS = {
-    trainer: sorted(name for name, hint in known.items() if section_of(hint) and not is_mapping(hint))
+    trainer: sorted(name for name, hint in known.items() if find_section(hint) and not is_mapping(hint))
     for trainer, known in KNOWN.items()
 }
 LEAVES = {
-    trainer: sorted(name for name, hint in known.items() if not section_of(hint) and name != "trainer")
+    trainer: sorted(name for name, hint in known.items() if not find_section(hint) and name != "trainer")
     for trainer, known in KNOWN.items()
 }
 OF_AREAL = {name.rpartition(".")[2] for name in (*NAMES, *AT_TOP)}
@@ -45,26 +43,26 @@ PROPERTY = settings(
 )
 
 
-def accepts(hint, value) -> bool:
+def can_accept(hint, value) -> bool:
     """What the types alone say, worked out again: text takes numbers as they were written, true and false are
     only bool.
     """
-    return any(_accepts(kind, value) for kind in alternatives(hint))
+    return any(_can_accept(kind, value) for kind in list_alternatives(hint))
 
 
-def _accepts(kind, value) -> bool:
+def _can_accept(kind, value) -> bool:
     origin = typing.get_origin(kind)
     if kind is typing.Any:
         return True
     if origin is typing.Annotated:
-        return _accepts(typing.get_args(kind)[0], value)
+        return _can_accept(typing.get_args(kind)[0], value)
     if origin is typing.Literal:
         return not isinstance(value, bool) and value in typing.get_args(kind)
     if origin is list:
-        return isinstance(value, list) and all(_accepts(typing.get_args(kind)[0], one) for one in value)
+        return isinstance(value, list) and all(_can_accept(typing.get_args(kind)[0], one) for one in value)
     if origin is dict:
         return isinstance(value, dict) and all(
-            _accepts(typing.get_args(kind)[1], one) for one in value.values()
+            _can_accept(typing.get_args(kind)[1], one) for one in value.values()
         )
     if isinstance(value, bool) or kind is bool:
         return isinstance(value, bool) and kind is bool
@@ -73,12 +71,12 @@ def _accepts(kind, value) -> bool:
     return isinstance(value, {float: (int, float), str: (str, int, float), type(None): type(None)}[kind])
 
 
-def outside(hint) -> list:
+def list_outside(hint) -> list:
     """Values of the right type that the limits leave out."""
     found = []
-    for kind in alternatives(hint):
+    for kind in list_alternatives(hint):
         if typing.get_origin(kind) is typing.Literal:
-            found += [one for one in ("no such choice", 99) if not accepts(hint, one)]
+            found += [one for one in ("no such choice", 99) if not can_accept(hint, one)]
         for extra in typing.get_args(kind)[1:] if typing.get_origin(kind) is typing.Annotated else ():
             if isinstance(extra, Limits):
                 ends = [(extra.at_least, -1), (extra.at_most, 1), (extra.above, 0), (extra.below, 0)]
@@ -87,13 +85,13 @@ def outside(hint) -> list:
                 found += ["24 hours", "1;2"]
             elif isinstance(extra, Place):
                 found += ["/" + "x" * 300] if extra.or_script else ["/a\nb", "/" + "x" * 300]
-    return found if type(None) not in alternatives(hint) else [one for one in found if one is not None]
+    return found if type(None) not in list_alternatives(hint) else [one for one in found if one is not None]
 
 
-def bounds(hint) -> list[str]:
+def list_bounds(hint) -> list[str]:
     """Every choice and every bound of a type, as a refusal must name it."""
     found = []
-    for kind in alternatives(hint):
+    for kind in list_alternatives(hint):
         if typing.get_origin(kind) is typing.Literal:
             found += [str(one) or "empty" for one in typing.get_args(kind)]
         for extra in typing.get_args(kind)[1:] if typing.get_origin(kind) is typing.Annotated else ():
@@ -105,27 +103,32 @@ def bounds(hint) -> list[str]:
 
 OF_AREAL = [(name, value) for name, (value, _) in AS_UNWRITTEN.items()]  # null as AReaL's files have it
 BAD_TYPE = {
-    t: [(n, v) for n in LEAVES[t] for v in ANYTHING if not accepts(KNOWN[t][n], v) and (n, v) not in OF_AREAL]
+    t: [
+        (n, v)
+        for n in LEAVES[t]
+        for v in ANYTHING
+        if not can_accept(KNOWN[t][n], v) and (n, v) not in OF_AREAL
+    ]
     for t in CONFIGS
 }
-OUTSIDE = {t: [(n, v) for n in LEAVES[t] for v in outside(KNOWN[t][n])] for t in CONFIGS}
+OUTSIDE = {t: [(n, v) for n in LEAVES[t] for v in list_outside(KNOWN[t][n])] for t in CONFIGS}
 
 
-def nested(name: str, value, gap: int) -> tuple[str, int]:
+def write_nested(name: str, value, gap: int) -> tuple[str, int]:
     """A YAML file that says this one thing in block style after some lines of comment; and the line of the
     value's key.
     """
     lines = ["# a comment", ""][: 1 + gap % 2] * gap
     *sections, leaf = name.split(".")
     lines += [f"{'  ' * depth}{section}:" for depth, section in enumerate(sections)]
-    lines.append(f"{'  ' * len(sections)}{leaf}: {scalar(value)}")
+    lines.append(f"{'  ' * len(sections)}{leaf}: {format_scalar(value)}")
     return "\n".join(lines) + "\n", len(lines)
 
 
-def refusals(tmp_path, trainer: str, name: str, value, gap: int) -> tuple[list[str], str]:
+def collect_refusals(tmp_path, trainer: str, name: str, value, gap: int) -> tuple[list[str], str]:
     """The lines of the refusal, and the place that one of them must name."""
     (tmp_path / "base.yaml").write_text(BASE.format(trainer=trainer, model=MODEL[trainer], ref=REF[trainer]))
-    text, line = nested(name, value, gap)
+    text, line = write_nested(name, value, gap)
     (tmp_path / "bad.yaml").write_text(text)
     with pytest.raises(ConfigError) as caught:
         load([tmp_path / "base.yaml", tmp_path / "bad.yaml"], profiles=[])
@@ -143,12 +146,12 @@ def test_an_unknown_key(trainer, data, gap, tmp_path):
         return
     if leaf in OF_AREAL:  # Hypothesis draws words of the product's code, too
         return
-    said, place = refusals(tmp_path, trainer, name, data.draw(st.sampled_from(ANYTHING)), gap)
+    said, place = collect_refusals(tmp_path, trainer, name, data.draw(st.sampled_from(ANYTHING)), gap)
     assert [line for line in said if line.startswith(f"unknown key {place}: ")], said
 
 
 @cache
-def slips(leaf: str) -> frozenset[str]:
+def make_slips(leaf: str) -> frozenset[str]:
     """The name with a letter left out, doubled, or in the place of the next one; its first one stays."""
     found = {leaf[:i] + leaf[i + 1 :] for i in range(1, len(leaf))} | {
         leaf[:i] + leaf[i - 1 :] for i in range(2, len(leaf))
@@ -166,7 +169,7 @@ def test_every_misspelt_option_is_answered_with_the_right_one(trainer, tmp_path)
     for name in (name for name in LEAVES[trainer] if len(name.rpartition(".")[2]) > 5 and "NAME" not in name):
         section, dot, leaf = name.rpartition(".")
         others = sections[section] - {leaf}
-        wrong = random.choice(sorted(slips(leaf) - sections[section].union(*map(slips, others))))
+        wrong = random.choice(sorted(make_slips(leaf) - sections[section].union(*map(make_slips, others))))
         lines[f"{section}{dot}{wrong}"] = name
     (tmp_path / "bad.yaml").write_text("".join(f"{wrong}: 1\n" for wrong in lines))
     with pytest.raises(ConfigError) as caught:
@@ -177,7 +180,7 @@ def test_every_misspelt_option_is_answered_with_the_right_one(trainer, tmp_path)
         assert expected in said, [line for line in said if wrong in line]
 
 
-FOREIGN = {  # names that other toolkits have -> part of the answer; empty where there is nothing like it
+FOREIGN = {  # names of other toolkits -> part of the answer; empty if hpc-rl has nothing similar
     "use_lora": "LoRA",
     "eta": "",
     "actor.eta": "",
@@ -203,7 +206,7 @@ FOREIGN = {  # names that other toolkits have -> part of the answer; empty where
     "data.train_batch_size": "train_dataset.batch_size",
     "actor_rollout_ref.rollout.n": "gconfig.n_samples",
     "algorithm.use_kl_in_reward": "actor.kl_ctl",
-    "algorithm.zebra": "no option like it",
+    "algorithm.zebra": "no option has a similar name",
     "nnodes": "n_nodes",
     "actor.beta1": "actor.optimizer.beta1",
     "ref.model": "",
@@ -234,7 +237,7 @@ def test_answers_name_options_that_there_are():
 @given(data=st.data(), gap=st.integers(0, 5))
 def test_a_wrong_type(trainer, data, gap, tmp_path):
     name, value = data.draw(st.sampled_from(BAD_TYPE[trainer]))
-    said, place = refusals(tmp_path, trainer, name, value, gap)
+    said, place = collect_refusals(tmp_path, trainer, name, value, gap)
     assert said[0].startswith(f"{place}: ") and "can't be used; allowed: " in said[0], said
 
 
@@ -243,10 +246,10 @@ def test_a_wrong_type(trainer, data, gap, tmp_path):
 @given(data=st.data(), gap=st.integers(0, 5))
 def test_a_value_out_of_range(trainer, data, gap, tmp_path):
     name, value = data.draw(st.sampled_from(OUTSIDE[trainer]))
-    said, place = refusals(tmp_path, trainer, name, value, gap)
+    said, place = collect_refusals(tmp_path, trainer, name, value, gap)
     assert said[0].startswith(f"{place}: ") and "can't be used; allowed: " in said[0], said
     answer = said[0].partition("allowed: ")[2]
-    assert all(word in answer for word in bounds(KNOWN[trainer][name])), said
+    assert all(word in answer for word in list_bounds(KNOWN[trainer][name])), said
 
 
 @pytest.mark.parametrize("trainer", CONFIGS)

@@ -1,4 +1,4 @@
-"""Notes about sampling and learning rates with which a loss does not mean what it says."""
+"""Notes about sampling options and learning rates that do not suit the loss."""
 
 import pytest
 
@@ -9,7 +9,7 @@ BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.pat
 SGLANG = [*BASE, "allocation_mode=sglang:d4+fsdp:d4", "train_dataset.batch_size=64"]
 
 
-def warnings(*options: str, base=SGLANG) -> list[str]:
+def collect_warnings(*options: str, base=SGLANG) -> list[str]:
     notes = check(load([], [*base, *options]), files=False).notes
     return [note for note in notes if note.startswith("WARNING")]
 
@@ -25,23 +25,25 @@ def warnings(*options: str, base=SGLANG) -> list[str]:
     ],
 )
 def test_sampling_that_the_loss_can_not_follow(option, words):
-    (note,) = warnings(option)
+    (note,) = collect_warnings(option)
     name, _, value = option.partition("=")
     assert f"{name} {value}: " in note and words in note
     held_out = option.replace("gconfig", "eval_gconfig")
-    assert warnings(held_out, "valid_dataset.path=/d") == []
+    assert collect_warnings(held_out, "valid_dataset.path=/d") == []
 
 
 def test_temperature_and_neutral_values_need_no_warning():
-    assert warnings("gconfig.temperature=0.7", "gconfig.top_p=1", "gconfig.repetition_penalty=1.0") == []
+    assert (
+        collect_warnings("gconfig.temperature=0.7", "gconfig.top_p=1", "gconfig.repetition_penalty=1.0") == []
+    )
 
 
 def test_an_implausible_learning_rate():
-    assert warnings("actor.optimizer.lr=1e-3") == []
-    (note,) = warnings("actor.optimizer.lr=0.1")
+    assert collect_warnings("actor.optimizer.lr=1e-3") == []
+    (note,) = collect_warnings("actor.optimizer.lr=0.1")
     assert "actor.optimizer.lr 0.1 is very high" in note
     with pytest.raises(RulesRefuse, match=r"actor\.optimizer\.lr 10: .* use less than 1"):
-        warnings("actor.optimizer.lr=10")
+        collect_warnings("actor.optimizer.lr=10")
 
 
 @pytest.mark.parametrize(

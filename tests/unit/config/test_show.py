@@ -1,6 +1,4 @@
-"""`config show`, `schema`, `reference`: every value with its origin, and what was shown loads again
-unchanged.
-"""
+"""`config show`, `schema`, `reference`: every value has its origin, and shown configurations load unchanged."""
 
 import dataclasses
 import json
@@ -15,17 +13,17 @@ from hypothesis import strategies as st
 
 from hpc_rl.config.compat.areal_names import AT_TOP
 from hpc_rl.config.compat.atlas import ALIASES
-from hpc_rl.config.json_schema import schema
-from hpc_rl.config.load.fields import alternatives, hints, is_mapping, options, section_of
+from hpc_rl.config.json_schema import make_schema
+from hpc_rl.config.load.fields import find_section, is_mapping, list_alternatives, list_hints, list_options
 from hpc_rl.config.load.load import load
-from hpc_rl.config.load.source import literal
+from hpc_rl.config.load.source import escape_references
 from hpc_rl.config.load.stored import REDACTED, is_secret, redact, to_dict
 from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.config.options.limits import Grammar, Limits, Place
-from hpc_rl.config.reference import reference
+from hpc_rl.config.reference import make_pages
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.rules.consistency import members_in
-from hpc_rl.config.show import as_yaml, derived_values, diff, scalar, show
+from hpc_rl.config.rules.consistency import list_members
+from hpc_rl.config.show import derive_values, diff, format_scalar, format_yaml, show
 from hpc_rl.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -33,19 +31,19 @@ BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl"]
 MODEL = {"grpo": "actor.path=/m", "teacher": "actor.path=/m", "sft": "model.path=/m", "rw": "model.path=/m"}
 
 
-def values(hint) -> st.SearchStrategy:
+def draw_values(hint) -> st.SearchStrategy:
     """Values of an option's type, as JSON."""
-    return st.one_of([_of(kind) for kind in alternatives(hint)])
+    return st.one_of([_draw_kind(kind) for kind in list_alternatives(hint)])
 
 
-def _of(kind) -> st.SearchStrategy:
+def _draw_kind(kind) -> st.SearchStrategy:
     origin = typing.get_origin(kind)
     if origin is typing.Annotated:
         base, *extras = typing.get_args(kind)
-        made = _of(base)
+        made = _draw_kind(base)
         for extra in extras:
             if isinstance(extra, Limits):
-                made = _number(base, extra)
+                made = _draw_number(base, extra)
             elif isinstance(extra, Grammar):
                 made = st.from_regex(rf"\A(?:{extra.pattern})\Z").filter(
                     lambda text: text.isascii() and not text.endswith("\n")
@@ -56,7 +54,7 @@ def _of(kind) -> st.SearchStrategy:
     if origin is typing.Literal:
         return st.sampled_from(typing.get_args(kind))
     if origin is list:
-        return st.lists(_of(typing.get_args(kind)[0]), max_size=3)
+        return st.lists(_draw_kind(typing.get_args(kind)[0]), max_size=3)
     if origin is dict:
         return st.dictionaries(TEXT, TEXT, max_size=2)
     if kind is str:
@@ -66,7 +64,7 @@ def _of(kind) -> st.SearchStrategy:
     ]
 
 
-def _number(base, limits: Limits) -> st.SearchStrategy:
+def _draw_number(base, limits: Limits) -> st.SearchStrategy:
     low = limits.above if limits.above is not None else limits.at_least
     high = limits.below if limits.below is not None else limits.at_most
     if base is int:
@@ -120,19 +118,21 @@ TEXT = ANY | st.sampled_from(ODD)
 @given(data=st.data())
 def test_every_option_at_a_random_value_survives_show(trainer, data, tmp_path):
     tree = {"trainer": trainer}
-    for name, hint in options(CONFIGS[trainer]).items():
-        if section_of(hint) is None and name != "trainer":
+    for name, hint in list_options(CONFIGS[trainer]).items():
+        if find_section(hint) is None and name != "trainer":
             tree[name] = (
-                "" if is_secret(name) and str in alternatives(hint) else data.draw(values(hint), label=name)
+                ""
+                if is_secret(name) and str in list_alternatives(hint)
+                else data.draw(draw_values(hint), label=name)
             )
     (tmp_path / "a.yaml").write_text(
-        "".join(f"{name}: {scalar(literal(value))}\n" for name, value in tree.items())
+        "".join(f"{name}: {format_scalar(escape_references(value))}\n" for name, value in tree.items())
     )
     loaded = load([tmp_path / "a.yaml"], profiles=[])
     shown = show(loaded)
     if any(REDACTED in str(item.value) for item in shown.values()):  # of an environment variable
         return
-    (tmp_path / "b.yaml").write_text(as_yaml(shown))
+    (tmp_path / "b.yaml").write_text(format_yaml(shown))
     assert load([tmp_path / "b.yaml"], profiles=[]).config == loaded.config
 
 
@@ -151,13 +151,13 @@ CHANGED = {
 )
 def test_a_shipped_configuration_survives_show_with_what_is_derived(name, tmp_path):
     loaded = check(load([ROOT / name], CHANGED.get(name, [])), files=False)
-    shown = show(loaded, derived_values(loaded.config, "embedded:d1+fsdp:d1"))
-    (tmp_path / "again.yaml").write_text(as_yaml(shown))
+    shown = show(loaded, derive_values(loaded.config, "embedded:d1+fsdp:d1"))
+    (tmp_path / "again.yaml").write_text(format_yaml(shown))
     again = check(load([tmp_path / "again.yaml"]), files=False)
     assert {name: item.value for name, item in show(again).items()} == {
         name: item.value for name, item in shown.items()
     }
-    known = options(type(loaded.config), members=members_in(loaded.config))
+    known = list_options(type(loaded.config), members=list_members(loaded.config))
     assert set(shown) <= set(known)
 
 
@@ -166,7 +166,7 @@ def test_each_value_says_where_it_came_from(tmp_path):
         "actor:\n  path: /m\n  ppo_n_minibatches: 1\ncluster: {n_gpus_per_node: 0}\n"
     )
     loaded = check(load([tmp_path / "a.yaml"], [*BASE, "--n_nodes=2"]), files=False)
-    shown = show(loaded, derived_values(loaded.config, "embedded:d1+fsdp:d1"))
+    shown = show(loaded, derive_values(loaded.config, "embedded:d1+fsdp:d1"))
     assert shown["actor.path"].origin == f"{tmp_path}/a.yaml:2"
     assert shown["cluster.n_nodes"].origin == "command line: --n_nodes"
     assert shown["seed"].origin == "default"
@@ -216,7 +216,7 @@ def test_names_of_variables_tell_secrets_from_counts(name, secret):
 def test_secrets_are_not_shown():
     loaded = load([], [*BASE, MODEL["grpo"], "stats_logger.wandb.wandb_api_key=abc"])
     assert show(loaded)["stats_logger.wandb.wandb_api_key"].value == REDACTED
-    assert "abc" not in as_yaml(show(loaded))
+    assert "abc" not in format_yaml(show(loaded))
 
 
 def test_diff_names_what_differs_in_values_only():
@@ -229,12 +229,12 @@ def test_diff_names_what_differs_in_values_only():
 
 
 def test_the_schema_describes_every_option():
-    made = schema()
+    made = make_schema()
     assert made["$schema"] == "https://json-schema.org/draft/2020-12/schema"
     json.dumps(made)
     for trainer, cls in CONFIGS.items():
-        _walk(cls, made["$defs"][cls.__name__], {*ALIASES, *AT_TOP})
-        assert schema(trainer)["$ref"] == f"#/$defs/{cls.__name__}"
+        _draw_section(cls, made["$defs"][cls.__name__], {*ALIASES, *AT_TOP})
+        assert make_schema(trainer)["$ref"] == f"#/$defs/{cls.__name__}"
     top = made["$defs"]["GRPOConfig"]["properties"]
     n_nodes = top["cluster"]["properties"]["n_nodes"]
     assert n_nodes["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 10000}
@@ -244,37 +244,40 @@ def test_the_schema_describes_every_option():
     assert "valid_dataset" not in made["$defs"]["GRPOConfig"]["required"]
 
 
-def _walk(cls: type, made: dict, others: Collection[str] = ()) -> None:
+def _draw_section(cls: type, made: dict, others: Collection[str] = ()) -> None:
     assert made["additionalProperties"] is False
     assert set(made["properties"]) - set(others) == {field.name for field in dataclasses.fields(cls)}
     assert all(len(item["description"]) > 7 for item in made["properties"].values())
-    for name, hint in hints(cls).items():
-        section = section_of(hint)
+    for name, hint in list_hints(cls).items():
+        section = find_section(hint)
         if section:
             inner = made["properties"][name]
             if is_mapping(hint):
                 (inner,) = inner["patternProperties"].values()
-            _walk(section, inner["anyOf"][0] if "anyOf" in inner else inner)
+            _draw_section(section, inner["anyOf"][0] if "anyOf" in inner else inner)
 
 
-def test_the_reference_page_is_current():
-    page = ROOT / "docs" / "configuration.md"
-    assert page.read_text() == reference(), "run: hpc-rl config reference > docs/configuration.md"
+def test_the_pages_of_the_reference_are_current():
+    folder = ROOT / "docs" / "configuration"
+    stored = {path.name: path.read_text() for path in folder.iterdir()}
+    assert stored == make_pages(), (
+        "run: rm -r docs/configuration; hpc-rl config reference --output docs/configuration"
+    )
 
 
 @pytest.mark.parametrize("preset", ["atlas", "atlas-teacher", "cpu"])
 @pytest.mark.parametrize("trainer", CONFIGS)
 def test_every_key_of_a_preset_is_one_that_a_trainer_has(preset, trainer):
     text = (ROOT / "hpc_rl" / "config" / "presets" / f"{preset}.yaml").read_text()
-    known = {name for cls in CONFIGS.values() for name in options(cls)}
-    assert {name for name in _keys(yaml.safe_load(text), "") if name not in known} == set()
+    known = {name for cls in CONFIGS.values() for name in list_options(cls)}
+    assert {name for name in _list_keys(yaml.safe_load(text), "") if name not in known} == set()
     load([], [*BASE, MODEL[trainer], f"trainer={trainer}"], presets=[preset])
 
 
-def _keys(tree: dict, prefix: str):
+def _list_keys(tree: dict, prefix: str):
     for key, value in tree.items():
         if isinstance(value, dict):
-            yield from _keys(value, f"{prefix}{key}.")
+            yield from _list_keys(value, f"{prefix}{key}.")
         else:
             yield prefix + key
 

@@ -1,6 +1,4 @@
-"""Options of launcher.slurm that contradict each other or the plan are refused in words, before sbatch sees
-them.
-"""
+"""Options of launcher.slurm that contradict each other or the plan are refused before sbatch runs."""
 
 import json
 

@@ -6,21 +6,21 @@ import pytest
 
 from hpc_rl.config import snapshot
 from hpc_rl.config.load.load import load
-from hpc_rl.config.snapshot import snapshot_files
+from hpc_rl.config.snapshot import list_snapshot_files
 from hpc_rl.core.errors import ConfigError
 
 BASE = ["experiment_name=e", "trial_name=t", "actor.path=/m", "train_dataset.path=/d.jsonl"]
 
 
-def files_of(work: Path, *paths: Path | str) -> list[str]:
+def list_files(work: Path, *paths: Path | str) -> list[str]:
     given = [f"launcher.snapshot=[{','.join(str(work / path) for path in paths)}]"]
     config = load([], [*BASE, f"cluster.fileroot={work / 'runs'}", *given], profiles=[]).config
-    found = snapshot_files(config, work)
+    found = list_snapshot_files(config, work)
     assert all(path.is_file() for path in found.values())
     return sorted(found)
 
 
-def make(work: Path, *names: str) -> None:
+def make_files(work: Path, *names: str) -> None:
     for name in names:
         (work / name).parent.mkdir(parents=True, exist_ok=True)
         (work / name).write_text("x = 1\n")
@@ -28,9 +28,9 @@ def make(work: Path, *names: str) -> None:
 
 def test_paths_below_the_working_directory_keep_their_names_and_others_are_at_the_top(tmp_path):
     work = tmp_path / "work"
-    make(work, "rewards.py", "tools/data.json", "tools/.git/config", "tools/__pycache__/a.pyc")
-    make(tmp_path, "elsewhere/lib/a.py")
-    assert files_of(work, "rewards.py", "tools", tmp_path / "elsewhere" / "lib") == [
+    make_files(work, "rewards.py", "tools/data.json", "tools/.git/config", "tools/__pycache__/a.pyc")
+    make_files(tmp_path, "elsewhere/lib/a.py")
+    assert list_files(work, "rewards.py", "tools", tmp_path / "elsewhere" / "lib") == [
         "lib/a.py",
         "rewards.py",
         "tools/data.json",
@@ -38,8 +38,8 @@ def test_paths_below_the_working_directory_keep_their_names_and_others_are_at_th
 
 
 def test_a_part_of_a_package_brings_all_of_it(tmp_path):
-    make(tmp_path, "mine/__init__.py", "mine/sub/__init__.py", "mine/sub/reward.py", "mine/other.py")
-    assert files_of(tmp_path, "mine/sub/reward.py") == [
+    make_files(tmp_path, "mine/__init__.py", "mine/sub/__init__.py", "mine/sub/reward.py", "mine/other.py")
+    assert list_files(tmp_path, "mine/sub/reward.py") == [
         "mine/__init__.py",
         "mine/other.py",
         "mine/sub/__init__.py",
@@ -48,19 +48,19 @@ def test_a_part_of_a_package_brings_all_of_it(tmp_path):
 
 
 def test_the_working_directory_without_its_trials(tmp_path):
-    make(tmp_path, "rewards.py", "runs/me/e/t/config.json")
-    assert files_of(tmp_path, ".") == ["rewards.py"]
+    make_files(tmp_path, "rewards.py", "runs/me/e/t/config.json")
+    assert list_files(tmp_path, ".") == ["rewards.py"]
 
 
 def test_refusals_name_the_path(tmp_path, monkeypatch):
-    make(tmp_path, "work/a.py", "other/a.py")
+    make_files(tmp_path, "work/a.py", "other/a.py")
     with pytest.raises(ConfigError, match=r"launcher\.snapshot: .*/work/none does not exist"):
-        files_of(tmp_path / "work", "none")
+        list_files(tmp_path / "work", "none")
     with pytest.raises(ConfigError, match=r"would both be a\.py"):
-        files_of(tmp_path / "work", "a.py", tmp_path / "other" / "a.py")
+        list_files(tmp_path / "work", "a.py", tmp_path / "other" / "a.py")
     monkeypatch.setattr(snapshot, "MAX_BYTES", 3)
     with pytest.raises(ConfigError, match=r"/work/a\.py makes it more than"):
-        files_of(tmp_path / "work", "a.py")
+        list_files(tmp_path / "work", "a.py")
 
 
 @pytest.mark.parametrize(
@@ -68,10 +68,10 @@ def test_refusals_name_the_path(tmp_path, monkeypatch):
     [(".", ["__init__.py", "lib/my.py"]), ("lib/my.py", ["lib/my.py"]), ("./lib", ["lib/my.py"])],
 )
 def test_relative_paths_start_at_the_working_directory(tmp_path, monkeypatch, paths, wanted):
-    make(tmp_path, "__init__.py", "lib/my.py", "runs/me/secret")
+    make_files(tmp_path, "__init__.py", "lib/my.py", "runs/me/secret")
     monkeypatch.chdir(tmp_path)
     overrides = [*BASE, "cluster.fileroot=runs", f"launcher.snapshot=[{paths}]"]
     if paths != ".":
         (tmp_path / "__init__.py").unlink()
     config = load([], overrides, profiles=[]).config
-    assert sorted(snapshot_files(config, Path.cwd())) == wanted
+    assert sorted(list_snapshot_files(config, Path.cwd())) == wanted

@@ -6,12 +6,14 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.config.load.load import load
-from hpc_rl.config.rules.vocabulary_rules import vocabularies
+from hpc_rl.config.rules.vocabulary_rules import check_vocabularies
 
 NUMBERS = {"<unk>": 0, "1": 1, "2": 2}
 
 
-def checkpoint(folder: Path, vocabulary: dict[str, int] | None, size: int | None = 3, **more: object) -> Path:
+def write_checkpoint(
+    folder: Path, vocabulary: dict[str, int] | None, size: int | None = 3, **more: object
+) -> Path:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"vocab_size": size} if size else {}))
     if vocabulary is not None:
@@ -20,10 +22,10 @@ def checkpoint(folder: Path, vocabulary: dict[str, int] | None, size: int | None
     return folder
 
 
-def refusals(actor: Path, *options: str) -> list[str]:
+def collect_refusals(actor: Path, *options: str) -> list[str]:
     given = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", f"actor.path={actor}", *options]
     loaded = load([], [*given, "launcher.type=local"])
-    return list(vocabularies(loaded.config, loaded.explicit))
+    return list(check_vocabularies(loaded.config, loaded.explicit))
 
 
 ADDED = {"added_tokens": [{"id": 3, "content": "<pad>"}]}
@@ -42,14 +44,14 @@ REFERENCES = {  # vocabulary and size of the reference model, what else its toke
 @pytest.mark.parametrize("name", REFERENCES)
 def test_a_reference_model_has_the_tokens_of_the_trained_one(tmp_path, name):
     vocabulary, size, more, words = REFERENCES[name]
-    reference = checkpoint(tmp_path / "ref", vocabulary, size, **more)
-    found = refusals(checkpoint(tmp_path / "actor", NUMBERS), f"ref.path={reference}")
+    reference = write_checkpoint(tmp_path / "ref", vocabulary, size, **more)
+    found = collect_refusals(write_checkpoint(tmp_path / "actor", NUMBERS), f"ref.path={reference}")
     assert len(found) == bool(words)
     assert not words or (words in found[0] and str(reference) in found[0])
 
 
 def test_a_tokenizer_of_ids_that_the_model_lacks(tmp_path):
-    large = checkpoint(tmp_path / "large", NUMBERS | {"3": 3})
-    found = refusals(checkpoint(tmp_path / "actor", NUMBERS), f"tokenizer_path={large}")
+    large = write_checkpoint(tmp_path / "large", NUMBERS | {"3": 3})
+    found = collect_refusals(write_checkpoint(tmp_path / "actor", NUMBERS), f"tokenizer_path={large}")
     assert len(found) == 1 and f"tokenizer of tokenizer_path {large} has ids up to 3" in found[0]
-    assert refusals(checkpoint(tmp_path / "unknown", NUMBERS, size=None)) == []
+    assert collect_refusals(write_checkpoint(tmp_path / "unknown", NUMBERS, size=None)) == []

@@ -9,43 +9,30 @@ from hypothesis import strategies as st
 from hpc_rl.core.allocation import POOL_NAME, Allocation, Servers, Train, parse
 from hpc_rl.core.errors import ConfigError
 
+MIXED = "megatron:(attn:d4p2t2c2|ffn:d2t4p2e2)"
+
 
 @pytest.mark.parametrize(
     ("text", "canonical", "server_units", "train_units"),
     [
         ("sglang:d4t2+fsdp:d8", "sglang:d4t2+fsdp:d8", 8, 8),
         ("sglang.d4p1t1+d2c1t4", "sglang:d4+fsdp:d2t4", 4, 8),
-        (
-            "sglang:d4t4+attn:d4p2t2c2|ffn:d2p2t4e2",
-            "sglang:d4t4+megatron:(attn:d4p2t2c2|ffn:d2t4p2e2)",
-            16,
-            32,
-        ),
+        ("sglang:d4t4+attn:d4p2t2c2|ffn:d2p2t4e2", f"sglang:d4t4+{MIXED}", 16, 32),
         ("vllm:d2t4|megatron:d2t2p2", "vllm:d2t4|megatron:d2p2t2", 8, 8),
         ("sglang:d2t4|(attn:d1p1t8c1|ffn:d1p1t1e8)", "sglang:d2t4|megatron:(attn:t8|ffn:d1t1p1e8)", 8, 8),
         ("d4t2p1", "fsdp:d4t2", None, 8),
         ("e8d8", "megatron:d8e8", None, 8),
         ("d2p2t4e2c4", "megatron:d2p2t4c4e2", None, 64),
-        ("(attn:d4p2t2c2|ffn:d2p2t4e2)", "megatron:(attn:d4p2t2c2|ffn:d2t4p2e2)", None, 32),
+        ("(attn:d4p2t2c2|ffn:d2p2t4e2)", MIXED, None, 32),
         ("sglang.d4p1t1+eval", "sglang:d4+eval", 4, None),
         ("sglang:d4t2 + cpu", "sglang:d4t2+eval", 8, None),
         (" embedded : d2 + fsdp : d 3 ", "embedded:d2+fsdp:d3", 2, 3),
         ("embedded:d1+fsdp:d1", "embedded:d1+fsdp:d1", 1, 1),
         ("sglang[rollout]:d2+fsdp[actor]:d4", "sglang:d2+fsdp:d4", 2, 4),
         ("sglang:d2t2", "sglang:d2t2", 4, None),
-        (
-            "vllm[teacher]:d1t2 + vllm[my-student_2]:d3+fsdp:d2",
-            "vllm[teacher]:t2+vllm[my-student_2]:d3+fsdp:d2",
-            5,
-            2,
-        ),
+        ("vllm[teacher]:d1t2 + vllm[s-2]:d3+fsdp:d2", "vllm[teacher]:t2+vllm[s-2]:d3+fsdp:d2", 5, 2),
         ("sglang:d1+sglang[judge]:t4+fsdp:d3", "sglang:d1+sglang[judge]:t4+fsdp:d3", 5, 3),
-        (
-            "embedded[teacher]:d1+embedded[student]:d1+eval",
-            "embedded[teacher]:d1+embedded[student]:d1+eval",
-            2,
-            None,
-        ),
+        ("embedded[a]:d1+embedded[b]:d1+eval", "embedded[a]:d1+embedded[b]:d1+eval", 2, None),
     ],
 )
 def test_vectors(text, canonical, server_units, train_units):
@@ -56,19 +43,17 @@ def test_vectors(text, canonical, server_units, train_units):
     assert (allocation.train.num_units if allocation.train else None) == train_units
 
 
-def test_experts():
-    assert (parse("e8d8").train.etp, parse("e8d8").train.edp) == (1, 1)
-    assert (parse("d2p2t4e2c4").train.etp, parse("d2p2t4e2c4").train.edp) == (4, 4)
-    assert (
-        parse("(attn:d4p2t2c2|ffn:d2p2t4e2)").train.etp,
-        parse("(attn:d4p2t2c2|ffn:d2p2t4e2)").train.edp,
-    ) == (4, 2)
+@pytest.mark.parametrize(
+    ("text", "split"), [("e8d8", (1, 1)), ("d2p2t4e2c4", (4, 4)), ("(attn:d4p2t2c2|ffn:d2p2t4e2)", (4, 2))]
+)
+def test_experts(text, split):
+    train = parse(text).train
+    assert (train.etp, train.edp) == split
 
 
 def test_star_is_what_is_left():
-    assert parse("sglang:d*t2+fsdp:d4") == Allocation(
-        pools=(Servers("sglang", d=None, t=2),), train=Train("fsdp", d=4)
-    )
+    servers = Servers("sglang", d=None, t=2)
+    assert parse("sglang:d*t2+fsdp:d4") == Allocation(pools=(servers,), train=Train("fsdp", d=4))
     assert str(parse("sglang:d*+fsdp:d4")) == "sglang:d*+fsdp:d4"
 
 

@@ -1,9 +1,10 @@
-"""Files in blocks: what is written, what a checked reader sees, and what it names."""
+"""Files in blocks: written bytes, checked reads, and the names in errors."""
 
 import dataclasses
 import errno
 import os
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -54,15 +55,11 @@ def test_every_flipped_bit_is_found_by_whoever_reads_its_block(tmp_path, at):
     (tmp_path / "file").write_bytes(content)
     first = at // 10 * 10
     with CheckedReader(tmp_path / "file", record) as reader:
-        for whole in (
-            reader.check,
-            lambda: reader.read(at, at + 1),
-            lambda: reader.fill([(0, np.empty(33, np.uint8))]),
-        ):
-            with pytest.raises(
-                Damaged, match=rf"^file: bytes {first} to {min(first + 10, 33)} are not what was written"
-            ):
-                whole()
+        told = rf"^file: bytes {first} to {min(first + 10, 33)} are not what was written"
+        whole = [(0, np.empty(33, np.uint8))]
+        for read in (reader.check, lambda: reader.read(at, at + 1), lambda: reader.fill(whole)):
+            with pytest.raises(Damaged, match=told):
+                read()
         other = (first + 10) % 30
         assert reader.read(other, other + 3) == bytes(3)
 
@@ -76,10 +73,8 @@ def test_a_file_of_another_size_is_refused_before_it_is_read(tmp_path):
 
 def test_a_record_that_lacks_checksums_proves_nothing(tmp_path):
     record = write(tmp_path / "file", bytes(33))
-    with (
-        CheckedReader(tmp_path / "file", dataclasses.replace(record, xxh3=record.xxh3[:16])) as reader,
-        pytest.raises(Damaged),
-    ):
+    shorter = dataclasses.replace(record, xxh3=record.xxh3[:16])
+    with CheckedReader(tmp_path / "file", shorter) as reader, pytest.raises(Damaged):
         reader.check()
 
 
@@ -97,29 +92,23 @@ def test_short_writes_are_gone_on_with(tmp_path, monkeypatch):
     assert record == checked_file.record(tmp_path / "file")
 
 
+def no_reservation(monkeypatch, error: int, calls: list[str]) -> None:
+    libc = SimpleNamespace(fallocate=lambda *_args: calls.append("reserve") or -1)
+    monkeypatch.setattr(checked_file, "_libc", libc)
+    monkeypatch.setattr(checked_file.ctypes, "get_errno", lambda: error)
+
+
 def test_space_is_reserved_before_anything_is_written(tmp_path, monkeypatch):
-    calls = []
-
-    class Libc:
-        @staticmethod
-        def fallocate(*_args):
-            calls.append("reserve")
-            return -1
-
-    monkeypatch.setattr(checked_file, "_libc", Libc)
+    calls: list[str] = []
+    no_reservation(monkeypatch, errno.EDQUOT, calls)
     monkeypatch.setattr(checked_file.os, "pwritev", lambda *_args: calls.append("write"))
-    monkeypatch.setattr(checked_file.ctypes, "get_errno", lambda: errno.EDQUOT)
     with pytest.raises(OSError, match="quota"):
         write(tmp_path / "file", bytes(33))
     assert calls == ["reserve"]
 
 
 def test_a_file_system_that_can_not_reserve_is_written_to_all_the_same(tmp_path, monkeypatch):
-    class Libc:
-        fallocate = staticmethod(lambda *_args: -1)
-
-    monkeypatch.setattr(checked_file, "_libc", Libc)
-    monkeypatch.setattr(checked_file.ctypes, "get_errno", lambda: errno.EOPNOTSUPP)
+    no_reservation(monkeypatch, errno.EOPNOTSUPP, [])
     write(tmp_path / "file", bytes(33))
     assert (tmp_path / "file").read_bytes() == bytes(33)
 
@@ -131,9 +120,10 @@ def test_a_write_that_is_called_off_ends(tmp_path):
         checked_file.write(tmp_path / "file", [memoryview(bytes(100))], cancel)
 
 
-def failing(monkeypatch, times: int) -> None:
-    """The medium fails so many reads."""
-    left, read = [times], os.preadv
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_read_that_fails_is_tried_once_more_then_named_as_damage(tmp_path, monkeypatch, failures):
+    record = write(tmp_path / "file", b"0123456789abc")
+    left, read = [failures], os.preadv
     monkeypatch.setattr(checked_file, "AGAIN_S", 0.0)
 
     def preadv(*what):
@@ -143,20 +133,9 @@ def failing(monkeypatch, times: int) -> None:
         return read(*what)
 
     monkeypatch.setattr(os, "preadv", preadv)
-
-
-def test_a_read_that_fails_for_an_instant_is_read_again(tmp_path, monkeypatch):
-    record = write(tmp_path / "file", b"0123456789abc")
-    failing(monkeypatch, 1)
     with CheckedReader(tmp_path / "file", record) as reader:
-        assert reader.read(0, 13) == b"0123456789abc"
-
-
-def test_what_the_medium_does_not_give_back_is_named_as_damage(tmp_path, monkeypatch):
-    record = write(tmp_path / "file", b"0123456789abc")
-    failing(monkeypatch, 2)
-    with (
-        CheckedReader(tmp_path / "file", record) as reader,
-        pytest.raises(Damaged, match=r"^file: bytes 0 to 10 can't be read: Input/"),
-    ):
-        reader.read(0, 5)
+        if failures == 1:
+            assert reader.read(0, 13) == b"0123456789abc"
+        else:
+            with pytest.raises(Damaged, match=r"^file: bytes 0 to 10 can't be read: Input/"):
+                reader.read(0, 5)

@@ -1,4 +1,4 @@
-"""Files: sizes as text, and which mount holds a path."""
+"""Files: sizes as text, and the mount of a path."""
 
 from pathlib import Path
 
@@ -22,10 +22,8 @@ def test_the_longest_mount_point_above_a_path_counts(tmp_path):
         f"2 1 0:9 / {tmp_path}/with\\040blank rw - tmpfs none rw\n"
         f"3 2 0:9 / {tmp_path}/with\\040blank/nfs rw - nfs4 server:/x rw,vers=4.2,local_lock=none\n"
     )
-    assert mount_of(tmp_path / "with blank/nfs/trials", table) == (
-        "nfs4",
-        ["rw", "rw", "vers=4.2", "local_lock=none"],
-    )
+    options = ["rw", "rw", "vers=4.2", "local_lock=none"]
+    assert mount_of(tmp_path / "with blank/nfs/trials", table) == ("nfs4", options)
     assert mount_of(tmp_path / "with blank/trials", table)[0] == "tmpfs"
     assert mount_of(tmp_path / "with blanks", table)[0] == "ext4"
     assert mount_of(Path("/"), table)[0] == "ext4"

@@ -1,4 +1,4 @@
-"""Bodies of requests to the services of the roles: what is compressed stays within bounds."""
+"""Bodies of requests to the services of the roles: decompressed bodies stay within bounds."""
 
 import gzip
 import http.client
@@ -16,17 +16,17 @@ SERVICE = f"""
 import asyncio, socket
 from aiohttp import web
 from hpc_rl.core.auth import Tokens
-from hpc_rl.core.http_service import HttpService, application, read_body
+from hpc_rl.core.http_service import HttpService, make_application, receive_body
 
 async def answer(request):
-    return web.Response(text=str(len(await read_body(request, {MAX_BYTES}))))
+    return web.Response(text=str(len(await receive_body(request, {MAX_BYTES}))))
 
 @web.middleware
 async def check(request, handler):
     return await handler(request)
 
 async def main():
-    app = application(Tokens({{"control": "c" * 40, "data": "d" * 40}}), check, {MAX_BYTES})
+    app = make_application(Tokens({{"control": "c" * 40, "data": "d" * 40}}), check, {MAX_BYTES})
     app.router.add_post("/", answer)
     listener = socket.create_server(("127.0.0.1", 0))
     await HttpService(app, 1.0).start(listener)
@@ -38,7 +38,7 @@ asyncio.run(main())
 
 
 class Service:
-    """A service in a process of its own."""
+    """A service in another process."""
 
     def __init__(self) -> None:
         argv = [sys.executable, "-c", textwrap.dedent(SERVICE)]

@@ -1,6 +1,4 @@
-"""Which address a role publishes, on real networks in namespaces of this machine, and what its sockets listen
-on.
-"""
+"""The address that a role publishes, and the addresses of its sockets, on real networks in namespaces."""
 
 import socket
 import sys
@@ -15,11 +13,11 @@ from hpc_rl.roles.trainer import use_interface
 
 TWO_NETWORKS = {"eth0": ("10.77.1.11/24", "10.77.1.12/24"), "ib0": ("10.77.2.11/24", "10.77.2.12/24")}
 NAMES = "127.0.0.1 localhost\n127.0.1.1 a\n10.77.1.12 b\n10.77.2.12 b-ib\nfd77::12 b6\n"
-ASK = "import sys; from hpc_rl.core import net; print(net.published_address(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))"
+ASK = "import sys; from hpc_rl.core import net; print(net.choose_address(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))"
 REFUSED = """
 from hpc_rl.core import net
 try:
-    print("published", net.published_address(2))
+    print("published", net.choose_address(2))
 except net.ConfigError as error:
     print(error)
 """
@@ -27,7 +25,7 @@ SERVE = """
 import sys
 from hpc_rl.core import net
 listener = net.bind()
-print(net.http_url(net.published_address(2, "", sys.argv[1:]), listener.getsockname()[1]), flush=True)
+print(net.make_http_url(net.choose_address(2, "", sys.argv[1:]), listener.getsockname()[1]), flush=True)
 listener.accept()[0].sendall(b"reached")
 """
 CALL = """
@@ -97,21 +95,21 @@ INTERFACES = [
     [("eth0", "10.1.2.3"), ("ib0", "fd00::7"), ("10.1.0.0/16", "10.1.2.3"), ("fd00::/8", "fd00::7"), ("lo", "127.0.0.1")],
 )  # fmt: skip
 def test_an_interface_is_asked_for_by_name_or_network(monkeypatch, wanted, address):
-    monkeypatch.setattr(net, "interfaces", lambda: INTERFACES)
-    assert net.published_address(4, wanted) == address
-    assert net.interface_of(address) in ("eth0", "ib0", "lo")
+    monkeypatch.setattr(net, "list_interfaces", lambda: INTERFACES)
+    assert net.choose_address(4, wanted) == address
+    assert net.find_interface(address) in ("eth0", "ib0", "lo")
 
 
 def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypatch):
-    monkeypatch.setattr(net, "interfaces", lambda: INTERFACES)
+    monkeypatch.setattr(net, "list_interfaces", lambda: INTERFACES)
     for wanted in ("ib1", "10.9.0.0/16"):
         with pytest.raises(ConfigError, match=rf"cluster\.interface {wanted}: .*eth0 \(10\.1\.2\.3"):
-            net.published_address(4, wanted)
+            net.choose_address(4, wanted)
 
 
 def test_this_host_has_its_loopback():
-    assert net.interface_of("127.0.0.1") == "lo"
-    assert net.interface_of("203.0.113.9") is None
+    assert net.find_interface("127.0.0.1") == "lo"
+    assert net.find_interface("203.0.113.9") is None
 
 
 def test_nccl_and_gloo_use_the_interface_that_is_published():

@@ -1,5 +1,5 @@
-"""The limits of a role, in a process of its own, and commands that end with it; how processes are told apart
-and ended is in supervise/test_steps.py.
+"""The limits of a role, in another process, and commands that end with it; supervise/test_steps.py tests how
+processes are identified and ended.
 """
 
 import json
@@ -8,11 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
-from patience import extend
+from patience import wait_until
 
 from hpc_rl.core.proc import TiedProcess
 
@@ -29,13 +28,8 @@ print(json.dumps([resource.getrlimit(number) for number in numbers]))
 
 
 def test_soft_limits_are_raised_to_the_hard_ones_and_cores_are_off():
-    done = subprocess.run(
-        [sys.executable, "-c", LOWERED], capture_output=True, text=True, check=True, timeout=60
-    )
-    files, locked, core = json.loads(done.stdout)
-    assert files == [2048, 2048]
-    assert locked[0] == locked[1]
-    assert core[0] == 0
+    files, locked, core = json.loads(subprocess.check_output([sys.executable, "-c", LOWERED], timeout=60))
+    assert (files, locked[0], core[0]) == ([2048, 2048], locked[1], 0)
 
 
 @pytest.fixture
@@ -58,13 +52,6 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
-
-
-def wait_until_gone(pid: int) -> None:
-    deadline = time.monotonic() + extend(20)
-    while not is_gone(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
@@ -99,9 +86,8 @@ child = TiedProcess(sys.argv[1:], dict(os.environ), subprocess.PIPE)
 print(child.pid, int(child.stdout.readline()), flush=True)
 time.sleep(600)
 """
-UNTIED = (
-    "import ctypes, os, time; ctypes.CDLL(None).prctl(1, 0); print(os.getpid(), flush=True); time.sleep(600)"
-)
+UNTIED = "import ctypes, os, time; ctypes.CDLL(None).prctl(1, 0); "
+UNTIED += "print(os.getpid(), flush=True); time.sleep(600)"
 
 
 @pytest.mark.parametrize(
@@ -114,12 +100,11 @@ def test_nothing_of_a_command_is_left_once_its_parent_is_killed(argv):
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert not any(map(is_gone, pids))
         parent.kill()
-    for pid in pids:
-        wait_until_gone(pid)
+    wait_until(lambda: all(map(is_gone, pids)))
 
 
 def test_the_kernel_kills_a_command_at_once(tied):
-    """It does so when the thread ends that started it; the watch only sees the process."""
+    """It does so when the starting thread ends; the watch only sees the process."""
     started = []
 
     def start() -> None:
@@ -134,9 +119,10 @@ def test_the_kernel_kills_a_command_at_once(tied):
 
 @pytest.mark.parametrize("ending", ["exit 0", "kill -9 $$"])
 def test_what_a_command_started_ends_with_it(tied, ending):
-    """Also where the command is killed, and no call to end it follows."""
+    """Also if the command is killed, and nothing calls `end`."""
     process = tied("bash", "-c", f"sleep 600 & echo $!; {ending}")
-    wait_until_gone(int(process.stdout.readline()))
+    pid = int(process.stdout.readline())
+    wait_until(lambda: is_gone(pid))
 
 
 TRAP = "trap 'echo ends; exit 5' TERM; echo ready; while :; do sleep 0.05; done"
@@ -152,7 +138,7 @@ def test_a_command_may_end_by_itself_before_it_is_killed(tied, whole_session):
 
 
 def test_a_whole_session_may_end_by_itself(tied):
-    """Its first process would not pass the signal on, and dies at once; the other one takes a second."""
+    """Its first process does not pass the signal on, and dies at once; the other one takes a second."""
     process = tied("bash", "-c", f'bash -c "{TRAP.replace("echo ends", "sleep 1; echo ends")}"; echo outer')
     assert process.stdout.readline() == b"ready\n"
     process.end(20, whole_session=True)

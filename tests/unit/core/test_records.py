@@ -1,4 +1,4 @@
-"""Records: one tolerant reader each."""
+"""Records: one tolerant parser each."""
 
 import json
 
@@ -18,9 +18,9 @@ from hpc_rl.core.records import (
     ProcessFile,
     ProcessRecord,
     TrialState,
-    newest_job,
-    read_job_state,
-    successors,
+    find_newest_job,
+    find_successors,
+    load_job_state,
 )
 from hpc_rl.core.trial import AttemptId, Trial
 
@@ -54,24 +54,23 @@ def test_unknown_keys_and_optional_values_of_another_type_are_ignored():
 
 def test_the_job_id_is_that_of_the_file_name(trial):
     trial.job("17").write_text('{"scheduler": "slurm", "changed": ["actor.lr"], "time": 3}')
-    assert JobRecord.read(trial.job("17")) == JobRecord(
-        job_id="17", scheduler="slurm", changed=("actor.lr",), time=3.0
-    )
+    expected = JobRecord(job_id="17", scheduler="slurm", changed=("actor.lr",), time=3.0)
+    assert JobRecord.read(trial.job("17")) == expected
     assert JobRecord.read(trial.job("18")) is None
 
 
 def test_torn_lines_and_unknown_events_are_skipped(trial):
     lines = ['{"event": "started", "restart": 1}', '{"event": "sang"}', '{"event": "ended", "code": 0, "rea']
     trial.job_state("17").write_text("\n".join(lines) + "\n")
-    assert read_job_state(trial, "17") == [JobStateLine(event=JobEvent.STARTED, restart=1)]
-    assert read_job_state(trial, "18") == []
+    assert load_job_state(trial, "17") == [JobStateLine(event=JobEvent.STARTED, restart=1)]
+    assert load_job_state(trial, "18") == []
 
 
 def test_the_newest_job_is_the_last_successor(trial):
-    assert newest_job(trial, "17") == "17"
+    assert find_newest_job(trial, "17") == "17"
     trial.successor("17", 1).write_text('{"job_id": "18"}')
     trial.successor("17", 2).write_text('{"job_id": "23"}')
-    assert newest_job(trial, "17") == "23" and successors(trial, "17") == {1: "18", 2: "23"}
+    assert find_newest_job(trial, "17") == "23" and find_successors(trial, "17") == {1: "18", 2: "23"}
 
 
 def test_events_are_read_on_and_anew_where_the_file_was_replaced(trial):
@@ -83,9 +82,8 @@ def test_events_are_read_on_and_anew_where_the_file_was_replaced(trial):
     attempt.events.write_text(first)
     assert [event.kind for event in log.poll()] == [EventKind.STARTED]
     with attempt.events.open("a") as file:
-        file.write(
-            '{"event": "exited", "role": "trainer", "failure": true, "class": "node", "incarnation": 0}\n'
-        )
+        row = {"event": "exited", "role": "trainer", "failure": True, "class": "node", "incarnation": 0}
+        file.write(json.dumps(row) + "\n")
     started, exited = log.poll()
     assert started.unit == ("trainer", 0) and exited.uses_retry and exited.failure is FailureClass.NODE
     attempt.events.write_text('{"event": "progress", "step": 5}\n')

@@ -1,4 +1,4 @@
-"""Time limits as sbatch reads them and sinfo prints them."""
+"""Time limits, as sbatch parses and sinfo prints them."""
 
 import re
 
@@ -26,17 +26,17 @@ from hpc_rl.core.errors import ConfigError
     ],
 )
 def test_seconds_of_a_time_limit(text, seconds):
-    assert slurm_time.to_seconds(text) == seconds
+    assert slurm_time.parse_time_limit(text) == seconds
     assert re.fullmatch(slurm_time.PATTERN, text.upper())
 
 
 @pytest.mark.parametrize("text", ["soon", "", "1-", "1:2:3:4", "n/a"])
 def test_what_is_not_a_time_limit_is_refused(text):
     with pytest.raises(ConfigError, match="time limit"):
-        slurm_time.to_seconds(text)
+        slurm_time.parse_time_limit(text)
     assert not re.fullmatch(slurm_time.PATTERN, text)
 
 
 @given(st.integers(0, 10**7))
 def test_a_time_limit_is_written_as_it_is_read(seconds):
-    assert slurm_time.to_seconds(slurm_time.to_text(seconds)) == seconds
+    assert slurm_time.parse_time_limit(slurm_time.format_time_limit(seconds)) == seconds

@@ -1,4 +1,4 @@
-"""Temporary files of writers that were killed: a later process removes them, and no others."""
+"""Temporary files of killed writers: a later process removes them, and no others."""
 
 import json
 import os

@@ -1,5 +1,6 @@
-"""Whose directories and whose secret a trial uses: other accounts must not be able to change what it runs."""
+"""Owners of a trial's directories and secret: other accounts must not be able to change a trial's code."""
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -8,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.core.errors import TrialStateError
-from hpc_rl.core.trial import Trial, account
+from hpc_rl.core.trial import Trial, find_account_name
 from hpc_rl.trials.lock import TrialLock
 
 OTHER = 12345
@@ -17,7 +18,17 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 @pytest.fixture
 def trial(tmp_path: Path) -> Trial:
-    return Trial.of(tmp_path / "runs", account(), "exp", "one")
+    return Trial.of(tmp_path / "runs", find_account_name(), "exp", "one")
+
+
+@contextlib.contextmanager
+def another_account():
+    """As OTHER, who is not root."""
+    os.seteuid(OTHER)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def mode(path: Path) -> int:
@@ -117,9 +128,8 @@ def test_who_can_close_a_directory_is_named(trial, monkeypatch):
         with pytest.raises(TrialStateError, match=rf"{words}( to run)? chmod go-w {user}, or choose"):
             trial.refuse_others()
     os.chown(user, OTHER + 1, OTHER + 1)
-    with pytest.raises(
-        TrialStateError, match=rf"account {OTHER + 1}.*\. Choose a directory of your own"
-    ) as told:
+    words = rf"account {OTHER + 1}.*\. Choose a directory that you own"
+    with pytest.raises(TrialStateError, match=words) as told:
         trial.refuse_others()
     assert "chmod" not in str(told.value)
 
@@ -140,13 +150,9 @@ def test_a_link_of_another_account_is_refused_whatever_it_leads_to(trial, tmp_pa
 def test_an_account_that_is_not_root_trusts_root_and_itself(trial):
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
-        ours = Trial.of(folder, account(), "exp", "one")
-        os.seteuid(OTHER)
-        try:
-            with pytest.raises(TrialStateError, match="can be written by other accounts"):
-                ours.make_dirs()
-        finally:
-            os.seteuid(0)
+        ours = Trial.of(folder, find_account_name(), "exp", "one")
+        with another_account(), pytest.raises(TrialStateError, match="can be written by other accounts"):
+            ours.make_dirs()
         Path(folder).chmod(0o755)
         ours.make_dirs()
         ours.make_secret()
@@ -154,21 +160,18 @@ def test_an_account_that_is_not_root_trusts_root_and_itself(trial):
             os.chown(path, OTHER, OTHER)
         with pytest.raises(TrialStateError, match=f"belongs to account {OTHER}"):
             ours.make_dirs()
-        os.seteuid(OTHER)
-        try:
+        with another_account():
             ours.make_dirs()  # below directories of root
             ours.make_secret()
-        finally:
-            os.seteuid(0)
 
 
 @pytest.mark.parametrize("wrong", [0o644, 0o640, 0o606])
 def test_a_secret_that_others_could_read_is_never_used(trial, wrong):
     trial.make_dirs()
     trial.make_secret()
-    trial.tokens()
+    trial.load_tokens()
     trial.secret.chmod(wrong)
-    for use in (trial.tokens, trial.make_secret):
+    for use in (trial.load_tokens, trial.make_secret):
         with pytest.raises(TrialStateError, match="its content is not used"):
             use()
 
@@ -185,7 +188,7 @@ def test_a_secret_of_another_account_is_never_used(trial):
 def test_a_missing_secret_is_told_of(trial):
     trial.make_dirs()
     with pytest.raises(TrialStateError, match=r"secret, with the tokens of the trial, is missing\. Stop"):
-        trial.tokens()
+        trial.load_tokens()
 
 
 def test_a_link_is_no_secret(trial, tmp_path):
@@ -201,4 +204,4 @@ def test_a_damaged_secret_is_told_of(trial, content):
     trial.secret.write_text(content)
     trial.secret.chmod(0o600)
     with pytest.raises(TrialStateError, match="is damaged"):
-        trial.tokens()
+        trial.load_tokens()

@@ -1,5 +1,6 @@
 """Datasets: files, order, tokens."""
 
+import itertools
 import json
 import subprocess
 import sys
@@ -18,12 +19,12 @@ from hpc_rl.datasets.encode import (
     encode_pair,
     encode_prompt,
     encode_sequence,
+    load_encoded,
     load_pairs,
     load_sequences,
-    read_encoded,
     save_encoded,
 )
-from hpc_rl.datasets.order import locate, permutation, sample_seed
+from hpc_rl.datasets.order import locate, make_sample_seed, permute_rows
 from hpc_rl.datasets.rows import Rows, count_rows, load_rows
 from hpc_rl.datasets.tokenizer import Tokenizer
 
@@ -103,10 +104,8 @@ def test_the_fingerprint_of_a_table_is_of_its_rows_too(tmp_path):
 def test_a_saved_dataset_gives_its_rows(tmp_path):
     import datasets
 
-    rows = [
-        {"prompt": "1+1=", "answer": 2, "extra": {"a": [1]}},
-        {"prompt": "é", "answer": 3, "extra": {"a": []}},
-    ]
+    rows = [{"prompt": "1+1=", "answer": 2, "extra": {"a": [1]}}]
+    rows += [{"prompt": "é", "answer": 3, "extra": {"a": []}}]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "saved")
     assert load_rows(tmp_path / "saved") == rows
     datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(tmp_path / "split")
@@ -149,7 +148,7 @@ def test_what_can_not_be_read_is_refused_in_words(tmp_path, name, content, words
 
 @given(st.integers(0, 2**40), st.integers(0, 1000), st.integers(1, 300))
 def test_an_epoch_visits_every_row_once(seed, epoch, num_rows):
-    order = permutation(seed, epoch, num_rows)
+    order = permute_rows(seed, epoch, num_rows)
     assert sorted(order) == list(range(num_rows))
     index = epoch * num_rows + num_rows // 2
     assert locate(index, seed, num_rows) == (epoch, order[num_rows // 2])
@@ -157,27 +156,13 @@ def test_an_epoch_visits_every_row_once(seed, epoch, num_rows):
 
 
 def test_orders_differ_between_epochs_and_seeds_and_never_change():
-    assert permutation(1, 0, 10).tolist() == [
-        0,
-        5,
-        4,
-        3,
-        6,
-        8,
-        2,
-        7,
-        1,
-        9,
-    ]  # frozen: a recovered trial goes on in this order
-    assert len({tuple(permutation(seed, epoch, 50)) for seed in range(3) for epoch in range(3)}) == 9
-    seeds = [
-        sample_seed(1, epoch, row, sample)
-        for epoch in (0, 1, "evaluation")
-        for row in range(9)
-        for sample in range(9)
-    ]
+    # frozen: a recovered trial goes on in this order
+    assert permute_rows(1, 0, 10).tolist() == [0, 5, 4, 3, 6, 8, 2, 7, 1, 9]
+    assert len({tuple(permute_rows(seed, epoch, 50)) for seed in range(3) for epoch in range(3)}) == 9
+    places = itertools.product((0, 1, "evaluation"), range(9), range(9))
+    seeds = [make_sample_seed(1, *place) for place in places]
     assert len(set(seeds)) == len(seeds) and all(0 <= seed < 2**63 for seed in seeds)
-    assert sample_seed(1, 0, 3, 2) == 6671139356718540785
+    assert make_sample_seed(1, 0, 3, 2) == 6671139356718540785
 
 
 def test_tokens_of_prompts_chats_and_sequences(model):
@@ -205,15 +190,13 @@ def test_tokens_of_pairs(model, tmp_path):
     shown = [tokenizer.decode(ids, skip_special_tokens=False) for ids in encode_pair(tokenizer, chats)]
     assert shown == ["<bos><user>a<eos>", "<bos><user>b<eos>"]
     asked = {"role": "user", "content": "1+1="}
-    whole = {
-        name: [asked, {"role": "assistant", "content": completions[name]}] for name in ("chosen", "rejected")
-    }
+    said = {name: {"role": "assistant", "content": completions[name]} for name in ("chosen", "rejected")}
+    whole = {name: [asked, reply] for name, reply in said.items()}
     apart = {"messages": [asked], "chosen": "2", "rejected": "3"}
     for one, other in zip(encode_pair(tokenizer, whole), encode_pair(tokenizer, apart), strict=True):
         assert one.tolist() == other.tolist()
-    with pytest.raises(
-        ConfigError, match=r"an rw row needs `chosen` and `rejected`.*this one has 'prompt', 'chosen'"
-    ):
+    words = r"an rw row needs `chosen` and `rejected`.*this one has 'prompt', 'chosen'"
+    with pytest.raises(ConfigError, match=words):
         encode_pair(tokenizer, {"prompt": "1", "chosen": "2"})
     rows = write(tmp_path / "pairs.jsonl", [completions, texts])
     assert len(load_pairs(DatasetConfig(path=str(rows), max_length=4), tokenizer)) == 1
@@ -235,7 +218,7 @@ def test_a_missing_template_is_said_once(model):
     (model / "tokenizer_config.json").write_text("{}")
     with pytest.raises(ConfigError) as caught:
         Tokenizer(model).chat([{"role": "user", "content": "x"}])
-    needed = "rows with `messages` and models that are asked by chat need one: add chat_template.jinja."
+    needed = "rows with `messages` and chat requests need one: add chat_template.jinja."
     assert str(caught.value) == f"tokenizer {model} has no chat template; {needed}"
 
 
@@ -286,9 +269,8 @@ def test_long_rows_are_left_out_and_keep_their_place_in_the_file(model, tmp_path
     assert sorted(prompts.at(index).row for index in range(3)) == [0, 2, 4]
     assert prompts.at(4).epoch == 1
     assert [prompts.in_file_order(position).row for position in range(3)] == [0, 2, 4]
-    assert (
-        len(load_sequences(dataset, Tokenizer(model))) == 2
-    )  # with completion and end, 3 + 1 + 1 + 1 is too long
+    # with completion and end, 3 + 1 + 1 + 1 is too long
+    assert len(load_sequences(dataset, Tokenizer(model))) == 2
     with pytest.raises(ConfigError, match="max_length = 1"):
         Prompts(DatasetConfig(path=dataset.path, max_length=1), Tokenizer(model), seed=1)
 
@@ -307,12 +289,7 @@ def test_long_prompts_can_keep_their_last_tokens(model, tmp_path):
 
 def test_no_torch_in_datasets_and_rollout():
     code = "import sys, hpc_rl.datasets.encode, hpc_rl.roles.rollout, hpc_rl.roles.rollout_worker; print('torch' in sys.modules)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout.strip()
-        == "False"
-    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "False"
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_length": 5}])
@@ -348,7 +325,7 @@ def test_encoded_rows_are_the_same_after_a_file(tmp_path):
         [(np.array([1, 2, 3]), np.array([False, True, True])), (np.array([4]), np.array([True]))], {"rows": 2}
     )
     save_encoded(tmp_path / "rows.npz", rows)
-    again = read_encoded(tmp_path / "rows.npz")
+    again = load_encoded(tmp_path / "rows.npz")
     assert again.fingerprint == {"rows": 2}
     for before, after in zip(rows, again, strict=True):
         for one, other in zip(before, after, strict=True):

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_rl.doctor import filesystem
-from hpc_rl.doctor.filesystem import check_directory, check_mount_options, check_shared, probe
-from hpc_rl.doctor.finding import Status, finding_of
+from hpc_rl.doctor.filesystem import check_directory, check_mount_options, check_shared, probe_directory
+from hpc_rl.doctor.finding import Status, make_finding
 
 NAMES = {
     "fileroot", "shared", "mount options", "rename", "link", "exclusive create", "locks", "sync time", "space", "inodes",
@@ -28,14 +28,14 @@ def test_a_good_directory(tmp_path):
 
 
 def test_a_directory_that_is_not_there_yet_is_probed_by_its_parent(tmp_path):
-    findings = {finding.check: finding for finding in probe(tmp_path / "a" / "b", on_slurm=False)}
+    findings = {finding.check: finding for finding in probe_directory(tmp_path / "a" / "b", on_slurm=False)}
     assert findings["fileroot"].status is Status.OK and "first submit" in findings["fileroot"].found
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_path_below_a_file_is_reported(tmp_path):
     (tmp_path / "file").write_text("")
-    first = probe(tmp_path / "file" / "x", on_slurm=False)[0]
+    first = probe_directory(tmp_path / "file" / "x", on_slurm=False)[0]
     assert (first.check, first.status) == ("fileroot", Status.FAIL) and "can't be written" in first.found
 
 
@@ -86,7 +86,9 @@ WRONG = [  # check, what is replaced by what, how severe, tokens of the finding 
 def test_a_file_system_with_a_fault(tmp_path, monkeypatch, name, replaced, status, found, fix):
     here = filesystem.DirectoryProbe(tmp_path, tmp_path, tmp_path, on_slurm=True)
     monkeypatch.setattr(*replaced)
-    findings = {one.check: one for one in (finding_of(check, here) for check in filesystem.DIRECTORY_CHECKS)}
+    findings = {
+        one.check: one for one in (make_finding(check, here) for check in filesystem.DIRECTORY_CHECKS)
+    }
     assert findings[name].status == status and found in findings[name].found and fix in findings[name].fix
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from hpc_rl.doctor import node
 from hpc_rl.doctor.finding import Finding, Requirements, Status, ok
-from hpc_rl.doctor.job_probe import VisitResult, check_nodes, error_in, read_reports
+from hpc_rl.doctor.job_probe import VisitResult, check_nodes, find_error, load_reports
 from hpc_rl.doctor.node import NodeObservations, NodeReport, Visit
 
 NEEDS = Requirements(num_nodes=1)
@@ -34,7 +34,7 @@ def test_three_nodes_meet_and_see_each_other(tmp_path, only_one_check):
         thread.start()
     for thread in threads:
         thread.join(90)
-    found = read_reports(tmp_path)
+    found = load_reports(tmp_path)
     assert [report.seen.rank for report in found] == [0, 1, 2]
     assert all(report.findings == [TWO_CPUS] for report in found)
     for kind in ("open", "link", "mkdir"):
@@ -47,13 +47,13 @@ def test_three_nodes_meet_and_see_each_other(tmp_path, only_one_check):
 
 def test_a_node_that_never_comes_is_missed_in_bounded_time(tmp_path, only_one_check):
     Visit(tmp_path, 0, 2, patience_s=0.5).run(NEEDS)
-    assert read_reports(tmp_path)[0].seen.missing == [1]
+    assert load_reports(tmp_path)[0].seen.missing == [1]
 
 
 @pytest.mark.parametrize("content", ["{", '{"findings": [{}], "seen": {}}', "[]", '{"findings": 1}'])
 def test_an_incomplete_report_is_left_out(tmp_path, content):
     (tmp_path / "result-0").write_text(content)
-    assert read_reports(tmp_path) == []
+    assert load_reports(tmp_path) == []
 
 
 def test_a_report_survives_json():
@@ -121,9 +121,11 @@ def test_a_traceback_of_a_node_is_shown_as_its_last_line():
     frames = '  File "/a/node.py", line 3, in main\n    import xxhash\n'
     traceback = f"Traceback (most recent call last):\n{frames}ModuleNotFoundError: No module named 'xxhash'\n"
     printed = f"module: warning\n{traceback}{traceback}srun: error: n1: task 0: Exited with exit code 1\n"
-    assert error_in(printed) == "the program on a node failed: ModuleNotFoundError: No module named 'xxhash'"
+    assert (
+        find_error(printed) == "the program on a node failed: ModuleNotFoundError: No module named 'xxhash'"
+    )
 
 
 def test_equal_errors_of_nodes_are_shown_once():
     line = "slurmstepd: error: execve(): /opt/python: No such file or directory"
-    assert error_in(f"{line}\n{line}\nsrun: error: n1\n") == f"{line} srun: error: n1"
+    assert find_error(f"{line}\n{line}\nsrun: error: n1\n") == f"{line} srun: error: n1"

@@ -18,8 +18,15 @@ from hpc_rl.core import (
 )
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.doctor import machine
-from hpc_rl.doctor.finding import Requirements, Status, run_checks
-from hpc_rl.doctor.machine import MACHINE_CHECKS, LeftoverProcess, Problem, cgroup_memory, leftovers, versions
+from hpc_rl.doctor.finding import Requirements, Status, apply_checks
+from hpc_rl.doctor.machine import (
+    MACHINE_CHECKS,
+    LeftoverProcess,
+    Problem,
+    find_versions,
+    list_leftovers,
+    measure_cgroup_memory,
+)
 from hpc_rl.doctor.mpi_check import MpiLook
 from hpc_rl.sandbox import Mechanism, Protection, Sandbox
 
@@ -55,18 +62,18 @@ def good(monkeypatch):
             if error is not None:
                 raise error
 
-        def published_address(num_hosts, interface, peers):
+        def choose_address(num_hosts, interface, peers):
             fails(facts["address"] if isinstance(facts["address"], Exception) else None)
             return facts["address"]
 
         real_bind, read_text = net.bind, Path.read_text
         monkeypatch.setattr(machine.sys, "version_info", facts["python"])
-        monkeypatch.setattr(machine, "versions", lambda python: facts["libraries"])
-        monkeypatch.setattr(machine.mpi_check, "look", lambda python, mpiexec: facts["mpi"])
+        monkeypatch.setattr(machine, "find_versions", lambda python: facts["libraries"])
+        monkeypatch.setattr(machine.mpi_check, "inspect_mpi", lambda python, mpiexec: facts["mpi"])
         monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: range(facts["cpus"]))
-        monkeypatch.setattr(machine, "visible_gpus", lambda: (facts["gpus"], "nvidia-smi"))
+        monkeypatch.setattr(machine, "count_visible_gpus", lambda: (facts["gpus"], "nvidia-smi"))
         monkeypatch.setattr(machine.os, "sysconf", lambda name: 2**20)  # 1 TB as pages times page size
-        monkeypatch.setattr(machine, "cgroup_memory", lambda: facts["cgroup"])
+        monkeypatch.setattr(machine, "measure_cgroup_memory", lambda: facts["cgroup"])
 
         def disk_usage(path):
             return Usage(64 * GB, 0, facts["shm" if path == "/dev/shm" else "tmp"])
@@ -78,16 +85,16 @@ def good(monkeypatch):
         monkeypatch.setattr(machine.resource, "getrlimit", limits.__getitem__)
         monkeypatch.setattr(machine.net, "bind", lambda: fails(facts["bind_error"]) or real_bind())
         monkeypatch.setattr(Path, "read_text", read_text_or_ports)
-        monkeypatch.setattr(machine.net, "published_address", published_address)
+        monkeypatch.setattr(machine.net, "choose_address", choose_address)
         error = None if facts["resolves"] else socket.gaierror("unknown")
         monkeypatch.setattr(machine.socket, "getaddrinfo", lambda *_: fails(error))
         for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY", "no_proxy", "NO_PROXY"):
             monkeypatch.delenv(name, raising=False)
         monkeypatch.setenv("http_proxy", facts["proxy"])
-        monkeypatch.setattr(machine, "modules_problem", lambda modules: facts["modules"])
+        monkeypatch.setattr(machine, "find_modules_problem", lambda modules: facts["modules"])
         monkeypatch.setattr(node_copies, "mount_of", lambda path: (facts["disk"], []))
         monkeypatch.setattr(machine, "find_sandbox", lambda: facts["sandbox"])
-        monkeypatch.setattr(machine, "leftovers", lambda: facts["leftovers"])
+        monkeypatch.setattr(machine, "list_leftovers", lambda: facts["leftovers"])
 
     return make
 
@@ -126,7 +133,7 @@ WRONG = [  # check, what is wrong, how severe, tokens of the finding and of the 
 
 def test_all_is_well_on_a_good_machine(good):
     good()
-    findings = run_checks(MACHINE_CHECKS, NEEDS)
+    findings = apply_checks(MACHINE_CHECKS, NEEDS)
     assert [finding for finding in findings if finding.status is not Status.OK] == []
     assert {finding.check for finding in findings} == {name for name, *_ in WRONG}, "each is shown to fail"
 
@@ -134,21 +141,21 @@ def test_all_is_well_on_a_good_machine(good):
 @pytest.mark.parametrize(("name", "wrong", "status", "found", "fix"), WRONG)
 def test_a_machine_with_a_fault(good, name, wrong, status, found, fix):
     good(**wrong)
-    bad = [finding for finding in run_checks(MACHINE_CHECKS, NEEDS) if finding.status is not Status.OK]
+    bad = [finding for finding in apply_checks(MACHINE_CHECKS, NEEDS) if finding.status is not Status.OK]
     assert [finding.check for finding in bad] == [name]
     assert bad[0].status == status and found in bad[0].found and fix in bad[0].fix
 
 
 def test_an_interpreter_that_is_missing_fails_what_needs_it(good):
     good(libraries="nope is not a program")
-    bad = [finding for finding in run_checks(MACHINE_CHECKS, NEEDS) if finding.status is not Status.OK]
+    bad = [finding for finding in apply_checks(MACHINE_CHECKS, NEEDS) if finding.status is not Status.OK]
     assert {finding.check for finding in bad} == {"torch", "megatron", "sglang"}
     assert "nope" in bad[0].found and "launcher.python" in bad[0].fix
 
 
 def test_vllm_that_is_missing_fails_what_needs_it(good):
     good(libraries={**LIBRARIES, "sglang": "", "vllm": ""})
-    found = run_checks(MACHINE_CHECKS, replace(NEEDS, servers=("vllm",)))
+    found = apply_checks(MACHINE_CHECKS, replace(NEEDS, servers=("vllm",)))
     assert [finding.check for finding in found if finding.status is not Status.OK] == ["vllm"]
 
 
@@ -156,7 +163,7 @@ def test_what_is_not_required_does_not_fail(good):
     good(
         libraries={**LIBRARIES, "megatron-core": "", "sglang": "", "vllm": ""}, gpus=0, memlock=(65536, 65536)
     )
-    findings = run_checks(MACHINE_CHECKS, Requirements(fileroot="/shared/runs"))
+    findings = apply_checks(MACHINE_CHECKS, Requirements(fileroot="/shared/runs"))
     assert not [finding for finding in findings if finding.status is not Status.OK]
 
 
@@ -164,12 +171,12 @@ def test_a_check_that_the_machine_does_not_allow_is_a_warning():
     def check_secret_place(needs):
         raise PermissionError(13, "Permission denied")
 
-    [finding] = run_checks([check_secret_place], NEEDS)
+    [finding] = apply_checks([check_secret_place], NEEDS)
     assert (finding.check, finding.status) == ("secret place", Status.WARN) and "denied" in finding.found
 
 
 def test_this_machine_is_checked_for_real(tmp_path):
-    findings = run_checks(MACHINE_CHECKS, Requirements(fileroot=str(tmp_path), python=sys.executable))
+    findings = apply_checks(MACHINE_CHECKS, Requirements(fileroot=str(tmp_path), python=sys.executable))
     assert {finding.check for finding in findings} == {name for name, *_ in WRONG}
     by_name = {finding.check: finding for finding in findings}
     assert by_name["python"].status is by_name["torch"].status is by_name["ports"].status is Status.OK
@@ -177,7 +184,7 @@ def test_this_machine_is_checked_for_real(tmp_path):
 
 def test_the_address_is_that_of_a_role(monkeypatch):
     asked = []
-    monkeypatch.setattr(machine.net, "published_address", lambda *args: asked.append(args) or "10.0.0.1")
+    monkeypatch.setattr(machine.net, "choose_address", lambda *args: asked.append(args) or "10.0.0.1")
     monkeypatch.setenv("HPC_RL_INTERFACE", "ib0")
     monkeypatch.setattr(
         os, "environ", {**os.environ, "SLURM_JOB_NODELIST": "n[1-2]", "SLURMD_NODENAME": "n1"}
@@ -195,15 +202,15 @@ def test_the_smallest_memory_limit_above_a_process_counts(tmp_path):
     (tmp_path / "fs" / "job" / "step").mkdir(parents=True)
     (tmp_path / "fs" / "job" / "memory.max").write_text("1000000\n")
     (tmp_path / "fs" / "job" / "step" / "memory.max").write_text("max\n")
-    assert cgroup_memory(tmp_path / "fs", tmp_path / "own") == 1_000_000
+    assert measure_cgroup_memory(tmp_path / "fs", tmp_path / "own") == 1_000_000
     (tmp_path / "own").write_text("5:memory:/job\n")
     (tmp_path / "fs" / "memory" / "job").mkdir(parents=True)
     (tmp_path / "fs" / "memory" / "job" / "memory.limit_in_bytes").write_text("77\n")
-    assert cgroup_memory(tmp_path / "fs", tmp_path / "own") == 77
+    assert measure_cgroup_memory(tmp_path / "fs", tmp_path / "own") == 77
 
 
 def test_an_interpreter_that_is_none():
-    assert "not a program" in versions("/no/such/python")
+    assert "not a program" in find_versions("/no/such/python")
 
 
 def test_a_process_whose_supervisor_has_ended_is_found_and_no_other(tmp_path):
@@ -229,12 +236,12 @@ def test_a_process_whose_supervisor_has_ended_is_found_and_no_other(tmp_path):
     process(7, 1, "/lib/systemd/systemd --user", comm="systemd", ours=False)
     process(15, 7, "python -m hpc_rl.roles.trainer")
     (tmp_path / "self").mkdir()
-    assert [(left.pid, left.job_id) for left in leftovers(tmp_path)] == [(13, "7"), (15, "7")]
+    assert [(left.pid, left.job_id) for left in list_leftovers(tmp_path)] == [(13, "7"), (15, "7")]
 
 
 def test_a_local_dir_is_judged_as_the_roles_judge_it(tmp_path):
     def verdict(local_dir: str, **more) -> tuple[Status, str]:
-        finding = run_checks([machine.check_local_dir], Requirements(local_dir=local_dir, **more))[0]
+        finding = apply_checks([machine.check_local_dir], Requirements(local_dir=local_dir, **more))[0]
         return finding.status, finding.found
 
     assert verdict(str(tmp_path / "below"))[0] == Status.OK
@@ -247,4 +254,4 @@ def test_a_local_dir_is_judged_as_the_roles_judge_it(tmp_path):
 def test_gpus_are_counted_by_what_a_process_would_see(monkeypatch, variable):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setenv(variable, "0,3")
-    assert machine.visible_gpus() == (2, variable)
+    assert machine.count_visible_gpus() == (2, variable)

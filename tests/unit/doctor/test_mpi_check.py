@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.doctor.mpi_check import look
+from hpc_rl.doctor.mpi_check import inspect_mpi
 
 NO_MPI4PY = "ModuleNotFoundError: No module named 'mpi4py'"
 OPEN_MPI, MPICH = "library Open MPI v5.0.11", "library MPICH Version: 5.0.2"
@@ -42,14 +42,14 @@ def program(path: Path, says: str, code: int = 0) -> str:
 )
 def test_the_problem_is_named(tmp_path, python, mpiexec, problem, is_certain):
     interpreter = program(tmp_path / "python", *python)
-    found = look(interpreter, program(tmp_path / "mpiexec", mpiexec) if mpiexec else "/no/mpiexec")
+    found = inspect_mpi(interpreter, program(tmp_path / "mpiexec", mpiexec) if mpiexec else "/no/mpiexec")
     assert problem.format(python=interpreter) in found.problem and found.is_certain == is_certain
     assert bool(problem) != bool(found.found)
 
 
 def test_srun_needs_no_mpiexec(tmp_path):
-    assert look(program(tmp_path / "python", MPICH), "").found == "MPICH Version: 5.0.2"
+    assert inspect_mpi(program(tmp_path / "python", MPICH), "").found == "MPICH Version: 5.0.2"
 
 
 def test_an_interpreter_that_is_not_there_can_not_be_asked():
-    assert "/no/python can't be asked" in look("/no/python", "mpiexec").problem
+    assert "/no/python can't be asked" in inspect_mpi("/no/python", "mpiexec").problem

@@ -14,26 +14,26 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 from training import Starter
 
 from hpc_rl.config.load.load import load
-from hpc_rl.config.options.experiment import total_steps
+from hpc_rl.config.options.experiment import count_steps
 from hpc_rl.config.options.operations import RecoverConfig
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.schedule import learning_rate
+from hpc_rl.config.schedule import compute_learning_rate
 from hpc_rl.config.vllm_versions import FLAGS
 from hpc_rl.core.types import Reply, Turn
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.fsdp import engine as fsdp
 from hpc_rl.engines.shared.micro_batches import cut
-from hpc_rl.engines.shared.optimizer import Optimizer, shards_of
+from hpc_rl.engines.shared.optimizer import Optimizer, make_shards
 from hpc_rl.roles.rollout_worker import open_rewards
-from hpc_rl.rollout.rewards import each, weighted
+from hpc_rl.rollout.rewards import score_each, weight_rewards
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.teacher.teaching import TeacherWorkflow
-from hpc_rl.servers.server_process import arguments
-from hpc_rl.servers.vllm import settings_of
+from hpc_rl.servers.server_process import make_arguments
+from hpc_rl.servers.vllm import make_settings
 from hpc_rl.stats.sinks import RunIdentity, TensorBoardSink, open_sinks
 from hpc_rl.trainers import compose
-from hpc_rl.trainers.run import Timer, tokenizer_folder
+from hpc_rl.trainers.run import Timer, find_tokenizer_folder
 
 WORDS = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.ppo_n_minibatches=1"]
 WORDS += ["model_name_or_path=/m", "num_generations=2"]
@@ -45,12 +45,12 @@ def configured(*words: str):
 
 
 def test_the_model():
-    assert tokenizer_folder(configured("model_name_or_path=/other")) == Path("/other")
+    assert find_tokenizer_folder(configured("model_name_or_path=/other")) == Path("/other")
 
 
 def test_learning_rate_and_warm_up():
     made = configured("learning_rate=0.25", "warmup_ratio=0.5").actor.optimizer
-    assert [learning_rate(made, update, 8) for update in (0, 1, 3, 4)] == [0, 0.0625, 0.1875, 0.25]
+    assert [compute_learning_rate(made, update, 8) for update in (0, 1, 3, 4)] == [0, 0.0625, 0.1875, 0.25]
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_learning_rate_and_warm_up():
 def test_an_update(given, wanted):
     made = configured("weight_decay=0", given).actor.optimizer
     weight = nn.Parameter(torch.ones(1))
-    optimizer = Optimizer(made, shards_of({"w": weight}))
+    optimizer = Optimizer(made, make_shards({"w": weight}))
     weight.grad = torch.ones(1)
     optimizer.step(lr=0.1, grad_norm=1.0)
     assert weight.item() == pytest.approx(wanted, abs=1e-3)
@@ -80,7 +80,7 @@ def test_an_update(given, wanted):
     ],
 )
 def test_the_length_of_a_trial(given, steps):
-    assert total_steps(configured(*given.split()), num_rows=100) == steps
+    assert count_steps(configured(*given.split()), num_rows=100) == steps
 
 
 @pytest.mark.parametrize(
@@ -100,13 +100,13 @@ def test_beta_loads_a_reference_model(monkeypatch):
     loaded = []
     monkeypatch.setattr(
         compose,
-        "_engine",
+        "_make_engine",
         lambda start, model, *_, **__: (
             loaded.append(model.path) or SimpleNamespace(initialize=lambda _: None)
         ),
     )
     config = configured("beta=0.04")
-    assert compose._reference(SimpleNamespace(is_one_node=False), config) and loaded == ["/m"]
+    assert compose._build_reference(SimpleNamespace(is_one_node=False), config) and loaded == ["/m"]
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ async def test_several_rewards_are_weighted():
         await asyncio.sleep(0)
         return 1.0
 
-    assert await weighted({"slow": (each(slow), -1)})("?", ["3"], {}) == [-1]
+    assert await weight_rewards({"slow": (score_each(slow), -1)})("?", ["3"], {}) == [-1]
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ async def test_several_rewards_are_weighted():
 )
 def test_a_server_of_vllm(given, flag, value):
     config = configured(given, "allocation_mode=vllm:d2+fsdp:d2", "max_completion_length=9")
-    argv = arguments(settings_of(config.vllm, "cuda", 1, 0), [], FLAGS["0.32.0"])
+    argv = make_arguments(make_settings(config.vllm, "cuda", 1, 0), [], FLAGS["0.32.0"])
     assert argv[argv.index(flag) + 1] == value
 
 
@@ -177,11 +177,9 @@ def test_the_reference_model_is_in_cpu_memory(model_dir, monkeypatch):
 class Asked:
     """What a workflow of the teacher asks; it is answered by one letter."""
 
-    index, tokenizer = (
-        1,
-        SimpleNamespace(
-            chat=lambda chat: chat[-1]["content"], encode=lambda text, **_: [*map(ord, text)], decode=str
-        ),
+    index = 1
+    tokenizer = SimpleNamespace(
+        chat=lambda chat: chat[-1]["content"], encode=lambda text, **_: [*map(ord, text)], decode=str
     )
 
     def __init__(self) -> None:

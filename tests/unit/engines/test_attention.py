@@ -39,7 +39,7 @@ def test_attention_with_dropout_and_an_old_torch_keep_the_padded_layout(monkeypa
     for no_dropout, expected in ((False, "padded"), (True, "packed")):
         chosen = attention.choose("sdpa", architecture, CUDA, "bfloat16", no_dropout)
         assert chosen[1] == expected
-    monkeypatch.setattr(attention, "_torch_varlen", lambda: lambda query, key, value: None)
+    monkeypatch.setattr(attention, "_import_torch_varlen", lambda: lambda query, key, value: None)
     attention._has_varlen.cache_clear()
     assert attention.choose("sdpa", architecture, CUDA, "bfloat16", True) == ("sdpa", "padded")
     attention._has_varlen.cache_clear()
@@ -76,5 +76,5 @@ def test_kernels_get_rows_and_window_in_their_own_words(monkeypatch, kernel) -> 
 
     monkeypatch.setitem(attention.KERNELS, kernel, lambda: flash)
     for window in (None, 3):
-        got = attention.packed(query, key, value, rows, 0.3, window, kernel)
-        torch.testing.assert_close(got, attention.packed(query, key, value, rows, 0.3, window))
+        got = attention.attend_packed(query, key, value, rows, 0.3, window, kernel)
+        torch.testing.assert_close(got, attention.attend_packed(query, key, value, rows, 0.3, window))

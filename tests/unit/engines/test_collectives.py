@@ -2,7 +2,7 @@
 
 import pytest
 
-from hpc_rl.engines.shared.collectives import Link, RankReport, judge, shifts
+from hpc_rl.engines.shared.collectives import Link, RankReport, judge, list_shifts
 
 NODES = ["a", "a", "b", "b", "c", "c", "d", "d"]
 
@@ -13,15 +13,16 @@ def reports(
     """What eight ranks of four nodes find."""
     return [
         RankReport(
-            [Link((r - s) % 8, seconds((r - s) % 8, r), wrong((r - s) % 8, r)) for s in shifts(NODES)], 0.01
+            [Link((r - s) % 8, seconds((r - s) % 8, r), wrong((r - s) % 8, r)) for s in list_shifts(NODES)],
+            0.01,
         )
         for r in range(8)
     ]
 
 
 def test_each_rank_sends_within_its_node_to_the_next_and_half_way_around():
-    assert shifts(NODES) == [1, 2, 4]
-    assert shifts(["a"] * 4) == [1, 2] and shifts(["a", "b"]) == [1]
+    assert list_shifts(NODES) == [1, 2, 4]
+    assert list_shifts(["a"] * 4) == [1, 2] and list_shifts(["a", "b"]) == [1]
 
 
 def test_all_is_well():

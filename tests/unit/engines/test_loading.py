@@ -10,16 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_engines import config_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hpc_rl.config.options.training import OptimizerConfig, TrainEngineConfig
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.trial import Trial
 from hpc_rl.engines.fsdp.engine import FSDPEngine
-from hpc_rl.engines.shared import (
-    loading,
-    model,
-)
+from hpc_rl.engines.shared import loading, model
 from hpc_rl.trainers import start
 from hpc_rl.trainers.ranks import Ranks
 
@@ -45,8 +42,7 @@ def make(folder: Path, kind: str = "llama", **changes) -> Path:
 
 
 def engine_of(path: Path, empty: bool = False, **changes) -> FSDPEngine:
-    options = {"attn_impl": "sdpa", "dtype": "float32", "gradient_checkpointing": False, **changes}
-    engine = FSDPEngine(TrainEngineConfig(path=str(path), optimizer=OptimizerConfig(), **options))
+    engine = FSDPEngine(config_of(path, **changes))
     engine.initialize(4, empty)
     return engine
 
@@ -127,13 +123,6 @@ def test_tensors_are_read_in_pieces_and_files_opened_again(path, monkeypatch):
     assert_as_transformers(engine_of(path), path)
 
 
-def test_what_transformers_merges_is_loaded_by_it(tmp_path):
-    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "head_dim": 6}
-    path = make(tmp_path / "moe", "qwen3_moe", **experts)
-    assert any(".experts.3." in name for name in load_file(path / "model.safetensors"))
-    assert_as_transformers(engine_of(path), path)
-
-
 @pytest.mark.parametrize(
     ("index", "words"),
     [
@@ -174,21 +163,12 @@ def test_a_fresh_start_after_damage_reads_the_checkpoint(path, tmp_path, monkeyp
 
 
 def test_buffers_that_no_saved_state_has_are_read_in_any_case(tmp_path):
-    path = make(
-        tmp_path / "model",
-        "deepseek_v3",
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        moe_intermediate_size=16,
-        kv_lora_rank=8,
-        q_lora_rank=8,
-        qk_nope_head_dim=6,
-        qk_rope_head_dim=6,
-        v_head_dim=6,
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    experts |= {"first_k_dense_replace": 1, "moe_intermediate_size": 16}
+    heads = {"kv_lora_rank": 8, "q_lora_rank": 8} | dict.fromkeys(
+        ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 6
     )
+    path = make(tmp_path / "model", "deepseek_v3", **experts, **heads)
     name = "model.layers.1.mlp.gate.e_score_correction_bias"
     bias = engine_of(path, empty=True).model.hf.get_buffer(name)
     assert torch.equal(bias, load_file(path / "model.safetensors")[name].float())
@@ -203,6 +183,7 @@ EXPERTS = {
 @pytest.mark.parametrize("kind", EXPERTS)
 def test_experts_are_read_one_by_one_and_not_merged_by_transformers(tmp_path, monkeypatch, kind):
     path = make(tmp_path / "model", kind, **EXPERTS[kind])
+    assert any(".experts.3." in name for name in load_file(path / "model.safetensors"))
     monkeypatch.setattr(model, "_load_whole", lambda *_: pytest.fail("loaded the whole model"))
     assert_as_transformers(engine_of(path), path)
 

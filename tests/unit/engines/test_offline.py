@@ -9,21 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from small_engines import config_of
 
-from hpc_rl.config.options.training import OptimizerConfig, TrainEngineConfig
 from hpc_rl.core.errors import ConfigError, ExitCode, FailureClass
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.engines.shared.offline import import_weights
-
-
-def config_of(path: Path, **options) -> TrainEngineConfig:
-    usual = {
-        "attn_impl": "sdpa",
-        "dtype": "float32",
-        "gradient_checkpointing": False,
-        "optimizer": OptimizerConfig(),
-    }
-    return TrainEngineConfig(path=str(path), **usual, **options)
 
 
 def export(path: Path, to: Path, **options) -> Path:
@@ -43,9 +33,8 @@ def variant(ours: Path, **keys) -> Path:
     """A copy of the model whose config.json says something else; `keys` that are None are left out of it."""
     folder = Path(shutil.copytree(ours, ours.with_name("variant")))
     written = json.loads((ours / "config.json").read_text()) | keys
-    (folder / "config.json").write_text(
-        json.dumps({name: value for name, value in written.items() if value is not None})
-    )
+    kept = {name: value for name, value in written.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(kept))
     return folder
 
 
@@ -65,10 +54,8 @@ def taken(source: Path, ours: Path, **options) -> Path:
         ({"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, "model_type is llama, not qwen3"),
         ({"num_hidden_layers": 1}, "num_hidden_layers is 1, not 2"),
         ({"tie_word_embeddings": False}, "tie_word_embeddings is False, not True"),
-        (
-            {"is_causal": False},
-            "is_causal is False, not None",
-        ),  # no key of its class, and read by what all models share
+        # no key of its class, and read by what all models share
+        ({"is_causal": False}, "is_causal is False, not None"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types is"),
         (
             {"max_position_embeddings": 256, "rope_scaling": {"rope_type": "dynamic", "factor": 2.0}},
@@ -83,14 +70,8 @@ def test_another_architecture_is_refused_and_each_difference_named(ours, keys, w
 
 
 def test_what_computes_the_same_is_taken(ours):
-    same = variant(
-        ours,
-        torch_dtype="bfloat16",
-        transformers_version="4.51.0",
-        use_cache=False,
-        eos_token_id=3,
-        rms_norm_eps=None,
-    )
+    keys = {"torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": False}
+    same = variant(ours, eos_token_id=3, rms_norm_eps=None, **keys)
     state = load_file(taken(same, ours) / "actor-rank-00000.safetensors")
     for name, tensor in load_file(ours / "model.safetensors").items():
         torch.testing.assert_close(state[f"model/{name}"], tensor, rtol=0, atol=0)
@@ -116,12 +97,9 @@ def test_keys_count_as_soon_as_they_are_read(ours):
     (ours / "config.json").write_text(json.dumps(written | scaled | windows))
     with pytest.raises(ConfigError) as refusal:
         taken(variant(ours, max_position_embeddings=256, max_window_layers=2), ours)
-    for words in (
-        "layer_types is",
-        "max_position_embeddings is 256, not 128",
-        "max_window_layers is 2, not 1",
-    ):
-        assert words in str(refusal.value)
+    told = str(refusal.value)
+    assert "layer_types is" in told and "max_position_embeddings is 256, not 128" in told
+    assert "max_window_layers is 2, not 1" in told
 
 
 def test_unused_tensors_are_refused_unless_the_trials_model_has_them_too(ours):

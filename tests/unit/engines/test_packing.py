@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.engines.shared.packing import balance, length_buckets, pack
+from hpc_rl.engines.shared.packing import balance, make_length_buckets, pack
 
 lengths_st = st.lists(st.integers(0, 50), max_size=60)
 max_rows_st = st.one_of(st.none(), st.integers(1, 7))
@@ -40,10 +40,10 @@ def test_no_micro_batch_has_more_rows_than_the_limit() -> None:
     assert pack([9, 1, 1, 1, 1, 1], min_groups=2) == [[0], [1, 2, 3, 4, 5]]
     assert pack([9, 1, 1, 1, 1, 1], max_rows=3) == [[0, 4, 5], [1, 2, 3]]
     assert pack([9, 1, 1, 1, 1, 1], capacity=10, max_rows=3) == [[0], [1, 3, 5], [2, 4]]
-    assert length_buckets([9, 9, 9, 9, 9], max_rows=2) == [[0, 1], [2, 3], [4]]
+    assert make_length_buckets([9, 9, 9, 9, 9], max_rows=2) == [[0, 1], [2, 3], [4]]
 
 
-@pytest.mark.parametrize("cut", [pack, length_buckets])
+@pytest.mark.parametrize("cut", [pack, make_length_buckets])
 def test_a_row_above_the_capacity_is_named(cut) -> None:
     with pytest.raises(ValueError, match="row 1 has 20 tokens, more than max_tokens_per_mb 15"):
         cut([3, 20, 21], 15)
@@ -64,7 +64,7 @@ def test_balance_by_hand_is_stable_by_length_then_index() -> None:
 
 @given(lengths_st, st.one_of(st.none(), st.integers(50, 200)), st.integers(1, 5), max_rows_st)
 def test_buckets_place_every_row_once_within_the_limits(lengths, capacity, min_groups, max_rows) -> None:
-    groups = length_buckets(lengths, capacity, min_groups, max_rows, waste_tokens=20)
+    groups = make_length_buckets(lengths, capacity, min_groups, max_rows, waste_tokens=20)
     assert rows_of(groups) == list(range(len(lengths)))
     assert len(groups) >= min(min_groups, len(lengths))
     for group in groups:
@@ -78,4 +78,4 @@ def test_buckets_place_every_row_once_within_the_limits(lengths, capacity, min_g
 
 def test_buckets_keep_short_rows_away_from_long_ones() -> None:
     lengths = [1000, 10, 990, 12, 11] + [10] * 100
-    assert length_buckets(lengths) == [[0, 2], [1, *range(3, 105)]]
+    assert make_length_buckets(lengths) == [[0, 2], [1, *range(3, 105)]]

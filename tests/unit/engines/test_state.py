@@ -11,7 +11,7 @@ from hpc_rl.core.errors import Damaged
 from hpc_rl.engines.shared import state
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.engines.shared.optimizer import Optimizer, Shard
-from hpc_rl.engines.shared.pieces import Piece, StatePiece, flat_pieces
+from hpc_rl.engines.shared.pieces import Piece, StatePiece, split_flat
 
 
 def part(values: dict[str, torch.Tensor]) -> tuple[list[Shard], Optimizer]:
@@ -119,6 +119,6 @@ def test_a_flat_range_of_a_rectangle_is_cut_into_rectangles(shape, data):
     flat = whole[rectangle.slices()].reshape(-1)
     start = data.draw(st.integers(0, len(flat)))
     end = data.draw(st.integers(start, len(flat)))
-    pieces = list(flat_pieces(rectangle, start, flat[start:end]))
+    pieces = list(split_flat(rectangle, start, flat[start:end]))
     assert sum(piece.local.numel() for piece in pieces) == end - start
     assert all(torch.equal(piece.local, whole[piece.slices()]) for piece in pieces)

@@ -5,18 +5,15 @@ from math import prod
 import pytest
 import torch
 
-from hpc_rl.engines.megatron.weight_map import RankPlace, rectangles
+from hpc_rl.engines.megatron.weight_map import RankPlace, find_rectangles
 
 GROUPS, WIDTH, HEAD, INNER, EXPERTS, VOCABULARY = 2, 8, 4, 12, 4, 33
+HEADS = {"q": 4, "k": GROUPS, "v": GROUPS}
 LAYER = {
     "input_layernorm.weight": (WIDTH,),
     "post_attention_layernorm.weight": (WIDTH,),
-    "self_attn.q_proj.weight": (4 * HEAD, WIDTH),
-    "self_attn.k_proj.weight": (GROUPS * HEAD, WIDTH),
-    "self_attn.v_proj.weight": (GROUPS * HEAD, WIDTH),
-    "self_attn.q_proj.bias": (4 * HEAD,),
-    "self_attn.k_proj.bias": (GROUPS * HEAD,),
-    "self_attn.v_proj.bias": (GROUPS * HEAD,),
+    **{f"self_attn.{one}_proj.weight": (n * HEAD, WIDTH) for one, n in HEADS.items()},
+    **{f"self_attn.{one}_proj.bias": (n * HEAD,) for one, n in HEADS.items()},
     "self_attn.o_proj.weight": (WIDTH, 4 * HEAD),
     "self_attn.q_norm.weight": (HEAD,),
     "self_attn.k_norm.weight": (HEAD,),
@@ -79,7 +76,7 @@ def test_ranks_have_each_number_once(mlp, tensor):
                 if expert_rank and ".experts." not in parameter:
                     continue
                 at = 0
-                for one in rectangles(parameter, 7, place, shapes, GROUPS):
+                for one in find_rectangles(parameter, 7, place, shapes, GROUPS):
                     assert one.start == at and one.shape == shapes[one.name]
                     at += prod(one.sizes)
                     part = tuple(slice(o, o + n) for o, n in zip(one.offset, one.sizes, strict=True))
@@ -92,24 +89,20 @@ def test_ranks_have_each_number_once(mlp, tensor):
 def test_heads_of_a_group_are_neighbours():
     shapes = {f"model.layers.0.{name}": shape for name, shape in LAYER.items()}
     parameter = "decoder.layers.self_attention.linear_qkv.weight"
-    found = rectangles(parameter, 0, RankPlace(2, 1), shapes, GROUPS)
+    found = find_rectangles(parameter, 0, RankPlace(2, 1), shapes, GROUPS)
     names = [one.name.removeprefix("model.layers.0.self_attn.") for one in found]
     assert names == ["q_proj.weight", "k_proj.weight", "v_proj.weight"]
-    assert [(one.offset[0], one.sizes[0]) for one in found] == [
-        (2 * HEAD, 2 * HEAD),
-        (HEAD, HEAD),
-        (HEAD, HEAD),
-    ]
+    places = [(one.offset[0], one.sizes[0]) for one in found]
+    assert places == [(2 * HEAD, 2 * HEAD), (HEAD, HEAD), (HEAD, HEAD)]
 
 
 def test_tied_embeddings_have_one_name_and_padding_has_none():
     shapes = {"model.embed_tokens.weight": (VOCABULARY, WIDTH)}
-    last = rectangles("output_layer.weight", 0, RankPlace(4, 3), shapes, GROUPS)
-    assert [(one.name, one.offset, one.sizes) for one in last] == [
-        ("model.embed_tokens.weight", (27, 0), (6, WIDTH))
-    ]
+    last = find_rectangles("output_layer.weight", 0, RankPlace(4, 3), shapes, GROUPS)
+    (one,) = last
+    assert (one.name, one.offset, one.sizes) == ("model.embed_tokens.weight", (27, 0), (6, WIDTH))
 
 
 def test_a_parameter_without_a_tensor_is_refused():
     with pytest.raises(KeyError, match="mtp"):
-        rectangles("decoder.layers.mtp.weight", 0, RankPlace(), OUTER, GROUPS)
+        find_rectangles("decoder.layers.mtp.weight", 0, RankPlace(), OUTER, GROUPS)

@@ -62,5 +62,5 @@ def test_metrics_are_of_the_latest_answers():
     a = router._servers["a"] = server("a")
     for seconds in (100.0, 1.0, 3.0):
         answered(router, a, request(), seconds)
-    (shown,) = router.servers()
+    (shown,) = router.describe_servers()
     assert shown["request_time_avg_s"] == 2.0 and shown["s_per_token"] == pytest.approx(0.2)

@@ -54,10 +54,8 @@ async def test_completions_in_openais_format(tokenizer, tmp_path):
         status, got = await caller.post("/v1/completions", body)
         first, second = got["choices"]
         assert status == 200 and got["object"] == "text_completion"
-        assert first["logprobs"]["token_logprobs"] == [-0.56, -0.57] and first["logprobs"]["text_offset"] == [
-            0,
-            1,
-        ]
+        assert first["logprobs"]["token_logprobs"] == [-0.56, -0.57]
+        assert first["logprobs"]["text_offset"] == [0, 1]
         assert first["finish_reason"] == "length" and first["token_ids"] == [6, 7]
         assert second["index"] == 1 and second["prompt_token_ids"] == tokenizer.encode("3")
 
@@ -80,10 +78,8 @@ async def test_generate_in_sglangs_and_in_vllms_format(tokenizer, tmp_path):
         assert len(got) == 3 and got[2]["meta_info"]["output_token_logprobs"][0][2] == tokenizer.decode([6])
         body = {"prompt": {"prompt_token_ids": PROMPT}, "logprobs": 0, "n": 2, "max_tokens": 4}
         status, got = await caller.post("/generate", body)
-        assert (
-            got["logprobs"] == [[[{"6": -0.56}], [{"1": -0.51}]]] * 2
-            and got["finish_reasons"] == ["stop"] * 2
-        )
+        assert got["logprobs"] == [[[{"6": -0.56}], [{"1": -0.51}]]] * 2
+        assert got["finish_reasons"] == ["stop"] * 2
 
 
 async def test_all_completions_come_split_into_calls_and_spread_over_servers(tokenizer, tmp_path):
@@ -126,7 +122,7 @@ async def test_requests_wait_while_servers_are_away(tokenizer, tmp_path):
         fake.reply = lambda _body: failures.pop() if failures else answer([6, 1], "0.4")
         fake.announce(names)
         assert [status for status, _ in await asyncio.gather(*calls)] == [200] * 3
-        assert caller.gateway.status()["held_s"] > 0 and caller.gateway.counters.held == 0
+        assert caller.gateway.get_status()["held_s"] > 0 and caller.gateway.counters.held == 0
 
 
 async def test_requests_wait_for_a_server_that_restarts(tokenizer, tmp_path):
@@ -138,7 +134,10 @@ async def test_requests_wait_for_a_server_that_restarts(tokenizer, tmp_path):
         await asyncio.sleep(0.1)
         await fake.stop()
         lease.renew(
-            {**names.leases(keys.servers("rollout"))[keys.server("rollout", 0)].value, "state": "loading"}
+            {
+                **names.list_leases(keys.servers("rollout"))[keys.server("rollout", 0)].value,
+                "state": "loading",
+            }
         )
         await asyncio.sleep(0.5)
         assert not call.done()
@@ -222,11 +221,9 @@ async def test_limits_of_training_and_of_evaluation_are_separate(tokenizer, tmp_
         header = {"X-Hpc-Rl-Split": "eval"}
         evals.append(asyncio.create_task(caller.post("/v1/chat/completions", CHAT, **header)))
         await asyncio.sleep(0.4)
-        status = caller.gateway.status()
-        assert status["train"] == {"running": 3, "waiting": 2} and status["eval"] == {
-            "running": 1,
-            "waiting": 2,
-        }
+        status = caller.gateway.get_status()
+        assert status["train"] == {"running": 3, "waiting": 2}
+        assert status["eval"] == {"running": 1, "waiting": 2}
         assert len(fake.bodies) == 4
         fake.gate.set()
         assert {status for status, _ in await asyncio.gather(*train, *evals)} == {200}
@@ -326,9 +323,7 @@ async def test_tool_calls_in_openais_format(tokenizer, tmp_path, monkeypatch):
         assert function == {"name": "add", "arguments": '{"a": 1}'}
         *events, _end = await caller.stream("/v1/chat/completions", {**CHAT, **tools})
         (choice,) = json.loads(events[-1])["choices"]
-        assert (
-            choice["delta"]["tool_calls"][0]["function"] == function
-            and choice["finish_reason"] == "tool_calls"
-        )
+        assert choice["delta"]["tool_calls"][0]["function"] == function
+        assert choice["finish_reason"] == "tool_calls"
         _, got = await caller.post("/v1/chat/completions", CHAT)
         assert got["choices"][0]["message"]["content"] == text

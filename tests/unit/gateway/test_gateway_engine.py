@@ -12,7 +12,7 @@ from conformance import LOGPROB_TOLERANCE, Api, ServedReplica, forward_logprobs 
 from gateways import open_gateway  # noqa: E402
 from recipes import make_run  # noqa: E402
 
-from hpc_rl.atropos.intake import SequenceLimits, to_group  # noqa: E402
+from hpc_rl.atropos.intake import SequenceLimits, make_group  # noqa: E402
 from hpc_rl.config.options.dataset import DatasetConfig  # noqa: E402
 from hpc_rl.config.options.experiment import GRPOConfig  # noqa: E402
 from hpc_rl.config.options.inference import EmbeddedConfig, GenerationHyperparameters  # noqa: E402
@@ -82,11 +82,8 @@ async def test_chat_and_completions(caller, served):
 
 async def test_environments_at_any_temperature_are_on_policy(caller, served, tmp_path):
     """The trainer's log-probabilities of fresh tokens are the servers', whatever an environment samples at."""
-    engine = FSDPEngine(
-        TrainEngineConfig(
-            path=str(served.model), attn_impl="sdpa", dtype="float32", optimizer=OptimizerConfig()
-        )
-    )
+    model = {"path": str(served.model), "attn_impl": "sdpa", "dtype": "float32"}
+    engine = FSDPEngine(TrainEngineConfig(**model, optimizer=OptimizerConfig()))
     engine.initialize(1)
     config = GRPOConfig(
         experiment_name="e",
@@ -107,7 +104,7 @@ async def test_environments_at_any_temperature_are_on_policy(caller, served, tmp
             "masks": [[-100] * len(prompt) + ids for ids in outputs],
             "scores": [float(i) for i in range(8)],
         }
-        group = to_group(body, caller.gateway.log.match, (0, served.step), SequenceLimits(16, 64))
+        group = make_group(body, caller.gateway.log.match, (0, served.step), SequenceLimits(16, 64))
         assert all(row.has_logprobs for row in group.trajectories)
         assert (group.trajectories[0].temperatures is None) == (temperature == 1.0)
         group.index = number
@@ -136,11 +133,8 @@ async def test_a_stream_and_stop_strings_change_nothing_of_a_seeded_completion(c
 
 
 async def test_a_weight_update_in_the_middle_of_a_stream(caller, served):
-    body = {
-        "text": PROMPT,
-        "sampling_params": {"max_new_tokens": 1500, "ignore_eos": True},
-        "return_logprob": True,
-    }
+    sampling = {"max_new_tokens": 1500, "ignore_eos": True}
+    body = {"text": PROMPT, "sampling_params": sampling, "return_logprob": True}
     call = asyncio.create_task(caller.stream("/generate", body))
     while not caller.gateway.train.running:
         await asyncio.sleep(0.01)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from hpc_rl.core.types import Turn
-from hpc_rl.gateway.gateway_log import NUM_SEGMENTS, GatewayLog, _hash
+from hpc_rl.gateway.gateway_log import NUM_SEGMENTS, GatewayLog, _hash_tokens
 
 PROMPT = [4, 13, 5]
 
@@ -57,7 +57,7 @@ async def test_temperature_and_end_of_the_last_completion_are_found(log):
 
 def test_a_log_of_before_finish_reasons_is_read(tmp_path):
     ids, values = np.array([7, 1], np.int32), np.array([-0.5, -0.25], np.float32)
-    hashes = (_hash(np.array(PROMPT, np.int32)), _hash(ids))
+    hashes = (_hash_tokens(np.array(PROMPT, np.int32)), _hash_tokens(ids))
     record = (*hashes, 0.0, 0.7, ids.tobytes(), values.tobytes(), [(0, 3, 0, 2)])
     (tmp_path / "segment-0000.log").write_bytes(msgpack.packb(record))
     log = GatewayLog(tmp_path)
@@ -118,7 +118,7 @@ async def test_an_earlier_incarnation_and_its_torn_end(tmp_path):
     await second.append(PROMPT, [turn([9, 1])], 1.0)
     for ids, known in (([7, 1], True), ([8, 1], False), ([9, 1], True)):
         assert second.match(*masked(PROMPT, ids)).has_logprob[3] == known
-    assert second.status()["records"] == 2
+    assert second.get_status()["records"] == 2
     second.close()
 
 
@@ -127,14 +127,14 @@ async def test_processes_share_a_folder(tmp_path):
     for number in range(4):
         await gateways[number % 2].append(PROMPT, [turn([number, 1], f"0.{number}")], 1.0)
         assert service.match(*masked(PROMPT, [number, 1])).steps.tolist()[3:] == [number] * 2
-    assert service.status()["records"] == 4 and len(list(tmp_path.iterdir())) == 2
+    assert service.get_status()["records"] == 4 and len(list(tmp_path.iterdir())) == 2
     path = min(tmp_path.iterdir())
     whole = path.read_bytes()
     path.write_bytes(whole + whole[: len(whole) // 4])  # a record that is still being written
     assert not service.match(*masked(PROMPT, [9, 1])).has_logprob.any()
     path.unlink()
     assert not service.match(*masked(PROMPT, [9, 1])).has_logprob.any()
-    assert service.status()["records"] == 2
+    assert service.get_status()["records"] == 2
     for log in (service, *gateways):
         log.close()
 
@@ -143,7 +143,7 @@ async def test_the_oldest_are_dropped(tmp_path):
     log = GatewayLog(tmp_path, max_records=32)
     for number in range(100):
         await log.append([5, number], [turn([number, 1])], 1.0)
-    assert log.status()["records"] <= 32 and len(list(tmp_path.iterdir())) <= NUM_SEGMENTS
+    assert log.get_status()["records"] <= 32 and len(list(tmp_path.iterdir())) <= NUM_SEGMENTS
     assert not log.match(*masked([5, 3], [3, 1])).has_logprob.any()
     assert log.match(*masked([5, 99], [99, 1])).has_logprob[2:].all()
     log.close()
@@ -157,5 +157,5 @@ async def test_a_disk_that_fails_costs_the_record_only(log, monkeypatch):
         patch.setattr(os, "write", full)
         await log.append(PROMPT, [turn([7, 1])], 1.0)
     await log.append(PROMPT, [turn([8, 1])], 1.0)
-    assert log.status()["lost"] == 1
+    assert log.get_status()["lost"] == 1
     assert log.match(*masked(PROMPT, [8, 1])).has_logprob[3:].all()

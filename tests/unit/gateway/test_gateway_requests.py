@@ -21,10 +21,10 @@ def test_the_four_schemas_ask_for_the_same(reader, tokenizer):
     said = {"n": 2, "temperature": 0.7, "stop": [";"], "seed": 5, "max_tokens": 9}
     native = {"n": 2, "temperature": 0.7, "stop": ";", "sampling_seed": 5, "max_new_tokens": 9}
     orders = [
-        reader.read(Wire.CHAT, {**CHAT, **said, "stream": True, "logprobs": True}),
-        reader.read(Wire.COMPLETION, {"prompt": ids, **said, "logprobs": 0}),
-        reader.read(Wire.SGLANG, {"input_ids": ids, "sampling_params": native, "return_logprob": True}),
-        reader.read(Wire.VLLM, {"prompt": {"prompt_token_ids": ids}, **said, "logprobs": 0}),
+        reader.parse(Wire.CHAT, {**CHAT, **said, "stream": True, "logprobs": True}),
+        reader.parse(Wire.COMPLETION, {"prompt": ids, **said, "logprobs": 0}),
+        reader.parse(Wire.SGLANG, {"input_ids": ids, "sampling_params": native, "return_logprob": True}),
+        reader.parse(Wire.VLLM, {"prompt": {"prompt_token_ids": ids}, **said, "logprobs": 0}),
     ]
     for order in orders:
         (prompt,) = order.prompts
@@ -46,7 +46,7 @@ def test_the_four_schemas_ask_for_the_same(reader, tokenizer):
     ],
 )
 def test_length_is_the_schemas_default_and_fits_the_context(reader, wire, body, tokens):
-    assert reader.read(wire, body).prompts[0].sampling["max_new_tokens"] == tokens
+    assert reader.parse(wire, body).prompts[0].sampling["max_new_tokens"] == tokens
 
 
 def test_several_prompts_with_parameters_of_their_own(reader):
@@ -55,11 +55,11 @@ def test_several_prompts_with_parameters_of_their_own(reader):
         "sampling_params": [{"max_new_tokens": 3}, {"n": 2}],
         "rid": ["a", "b"],
     }
-    order = reader.read(Wire.SGLANG, body)
+    order = reader.parse(Wire.SGLANG, body)
     assert [p.sampling["max_new_tokens"] for p in order.prompts] == [3, 63]
     assert [p.n for p in order.prompts] == [1, 2] and order.batched
     assert [p.rid for p in order.prompts] == ["a", "b"]
-    texts = reader.read(Wire.COMPLETION, {"prompt": ["1+2=", "3"]})
+    texts = reader.parse(Wire.COMPLETION, {"prompt": ["1+2=", "3"]})
     assert [len(p.input_ids) for p in texts.prompts] == [4, 1]
 
 
@@ -67,8 +67,8 @@ def test_unknown_keys_are_ignored_and_logged_once(reader, caplog):
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             body = {**CHAT, "reasoning": {"effort": "low"}, "verbosity": "low", "user": "me"}
-            assert reader.read(Wire.CHAT, body).prompts
-        reader.read(Wire.SGLANG, {"input_ids": PROMPT, "sampling_params": {"verbosity": 1, "thinking": 2}})
+            assert reader.parse(Wire.CHAT, body).prompts
+        reader.parse(Wire.SGLANG, {"input_ids": PROMPT, "sampling_params": {"verbosity": 1, "thinking": 2}})
     assert [record.args[0] for record in caplog.records] == ["reasoning", "verbosity", "thinking"]
 
 
@@ -107,7 +107,7 @@ def test_unknown_keys_are_ignored_and_logged_once(reader, caplog):
 )  # fmt: skip
 def test_a_malformed_request_is_refused_by_its_field(reader, wire, body, field):
     with pytest.raises(FieldRefused, match=field.partition("[")[0]) as caught:
-        reader.read(wire, body)
+        reader.parse(wire, body)
     assert caught.value.field == field
 
 
@@ -118,7 +118,7 @@ def test_log_probabilities_of_the_sampled_tokens_are_served(reader):
         (Wire.COMPLETION, {"prompt": PROMPT, "logprobs": 1}),
         (Wire.SGLANG, {"input_ids": PROMPT, "return_logprob": True, "top_logprobs_num": 0}),
     ):
-        assert reader.read(wire, body).with_logprobs
+        assert reader.parse(wire, body).with_logprobs
 
 
 def test_chat_parts_tools_and_template_variables(reader, tokenizer):
@@ -127,15 +127,15 @@ def test_chat_parts_tools_and_template_variables(reader, tokenizer):
         "messages": [{"role": "user", "content": parts}],
         "chat_template_kwargs": {"add_generation_prompt": False},
     }
-    assert reader.read(Wire.CHAT, body).prompts[0].input_ids == tokenizer.encode("1+2")
+    assert reader.parse(Wire.CHAT, body).prompts[0].input_ids == tokenizer.encode("1+2")
     tools = [{"type": "function", "function": {"name": "add"}}]
-    assert reader.read(Wire.CHAT, {**CHAT, "tools": tools}).with_tools
-    assert not reader.read(Wire.CHAT, {**CHAT, "tools": tools, "tool_choice": "none"}).with_tools
+    assert reader.parse(Wire.CHAT, {**CHAT, "tools": tools}).with_tools
+    assert not reader.parse(Wire.CHAT, {**CHAT, "tools": tools, "tool_choice": "none"}).with_tools
 
 
 def test_json_schemas_go_to_the_server_and_make_one_slice(reader):
     form = {"type": "json_schema", "json_schema": {"schema": {"type": "array"}}}
-    (prompt,) = reader.read(Wire.CHAT, {**CHAT, "response_format": form}).prompts
+    (prompt,) = reader.parse(Wire.CHAT, {**CHAT, "response_format": form}).prompts
     assert prompt.sampling["json_schema"] == '{"type": "array"}' and not prompt.sliced
 
 

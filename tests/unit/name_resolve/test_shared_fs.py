@@ -62,16 +62,16 @@ def test_wait_gives_what_comes_or_names_what_did_not(names):
 
 def test_a_lease_lives_while_its_counter_moves_by_the_readers_clock(names, clock):
     lease = names.lease("server/0", {"url": "u"}, 5.0)
-    assert names.leases("server")["server/0"].alive
+    assert names.list_leases("server")["server/0"].alive
     clock.now += 4
     lease.renew()
-    seen = names.leases("server")["server/0"]
+    seen = names.list_leases("server")["server/0"]
     assert (seen.alive, seen.value, seen.age_s) == (True, {"url": "u"}, 0)
     clock.now += 6
-    seen = names.leases("server")["server/0"]
+    seen = names.list_leases("server")["server/0"]
     assert (seen.alive, seen.age_s) == (False, 6)
     lease.renew({"url": "v"})
-    seen = names.leases("server")["server/0"]
+    seen = names.list_leases("server")["server/0"]
     assert (seen.alive, seen.value) == (True, {"url": "v"})
 
 
@@ -82,7 +82,7 @@ def test_the_higher_epoch_wins_and_the_lower_one_is_told(names):
     with pytest.raises(Stale, match="rollout/0"):
         old.renew({"who": "old again"})
     old.release()  # has no effect on the new owner
-    assert names.leases("rollout/0")["rollout/0"].value == {"who": "new"}
+    assert names.list_leases("rollout/0")["rollout/0"].value == {"who": "new"}
     new.renew()
 
 
@@ -90,7 +90,7 @@ def test_a_released_lease_is_gone_and_its_epoch_is_not_given_again(names):
     lease = names.lease("owner", {}, 5.0)
     lease.release()
     lease.release()
-    assert names.leases("owner") == {}
+    assert names.list_leases("owner") == {}
     with pytest.raises(Stale):
         lease.renew()
     assert names.lease("owner", {}, 5.0).epoch == lease.epoch + 1
@@ -101,9 +101,9 @@ def test_the_lease_of_a_process_that_exited_ends_before_its_time(names):
     names.end("server/0", {"attempt": "7.0", "incarnation": 0})
     names.end("server/0", {"attempt": "6.0", "incarnation": 1})
     names.end("server/1", {"attempt": "7.0"})
-    assert names.leases("server")["server/0"].alive, "it is another process's"
+    assert names.list_leases("server")["server/0"].alive, "it is another process's"
     names.end("server/0", {"attempt": "7.0", "incarnation": 1})
-    assert names.leases("server") == {}
+    assert names.list_leases("server") == {}
     with pytest.raises(Stale):
         lease.renew()
     assert names.lease("server/0", {}, 60.0).epoch == 3
@@ -128,9 +128,9 @@ def test_leases_of_a_prefix_are_its_own_and_those_below_it(names):
     for key in ("server", "server/0", "server/10", "serverless", "server/0/deeper"):
         names.lease(key, {}, 5.0)
     names.put("server/1", {})
-    assert list(names.leases("server")) == ["server", "server/0", "server/10"]
-    assert list(names.leases("server/1")) == []
-    assert list(names.leases("nothing/here")) == []
+    assert list(names.list_leases("server")) == ["server", "server/0", "server/10"]
+    assert list(names.list_leases("server/1")) == []
+    assert list(names.list_leases("nothing/here")) == []
 
 
 def test_of_many_takers_each_has_an_epoch_and_the_last_renews(names):
@@ -140,31 +140,24 @@ def test_of_many_takers_each_has_an_epoch_and_the_last_renews(names):
         barrier.wait()
         taken.append(names.lease("owner", {}, 5.0))
 
-    threads = [threading.Thread(target=take) for _ in range(16)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
+    for thread in together(16, take):
         thread.join()
     epochs = [lease.epoch for lease in taken]
     assert len(set(epochs)) == 16
-    alive = []
     for lease in taken:
-        try:
+        if lease.epoch == max(epochs):
             lease.renew()
-            alive.append(lease.epoch)
-        except Stale:
-            pass
-    assert alive == [max(epochs)]
+        else:
+            with pytest.raises(Stale):
+                lease.renew()
 
 
 def test_one_file_per_key_below_its_prefix(names):
     names.put("trainer/7.0/1", {"port": 5})
     lease = names.lease("server/0", {}, 5.0)
     lease.renew()
-    files = sorted(
-        path.relative_to(names.root).as_posix() for path in names.root.rglob("*") if path.is_file()
-    )
-    assert files == ["server/0.epoch-1", "trainer/7.0/1.json"]
+    files = {path.relative_to(names.root).as_posix() for path in names.root.rglob("*") if path.is_file()}
+    assert files == {"server/0.epoch-1", "trainer/7.0/1.json"}
 
 
 def test_a_name_that_is_remembered_as_absent_is_found_by_listing(names, monkeypatch):
@@ -186,50 +179,68 @@ def test_a_name_that_is_remembered_as_absent_is_found_by_listing(names, monkeypa
     assert names.wait("a/b", 0) == {"x": 1}
 
 
+@pytest.fixture
+def first_call(monkeypatch):
+    """`first_call(Path, "read_bytes", answer)`: the first call gives this, or raises it where it is an error."""
+
+    def make(owner, name: str, answer: bytes | OSError) -> None:
+        real, calls = getattr(owner, name), []
+
+        def call(path):
+            calls.append(path)
+            if len(calls) > 1:
+                return real(path)
+            if isinstance(answer, OSError):
+                raise answer
+            return answer
+
+        monkeypatch.setattr(owner, name, call)
+
+    return make
+
+
+def together(number: int, run) -> list[threading.Thread]:
+    threads = [threading.Thread(target=run) for _ in range(number)]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def lose_reply(monkeypatch, name: str, error: OSError) -> None:
+    """A call of `os` has its effect, and raises this."""
+    real = getattr(os, name)
+
+    def call(source, target):
+        real(source, target)
+        raise error
+
+    monkeypatch.setattr(os, name, call)
+
+
 @pytest.mark.parametrize("content", [b"", b'{"value": {"x"', b"[]"])
-def test_partial_content_is_read_again_and_never_given_out(names, monkeypatch, content):
+def test_partial_content_is_read_again_and_never_given_out(names, monkeypatch, first_call, content):
     names.put("a", {"x": 1})
-    read_bytes, calls = Path.read_bytes, []
-
-    def partial_first(path):
-        calls.append(path)
-        return content if len(calls) == 1 else read_bytes(path)
-
-    monkeypatch.setattr(Path, "read_bytes", partial_first)
+    first_call(Path, "read_bytes", content)
     assert names.wait("a", 0) == {"x": 1}
     monkeypatch.setattr(Path, "read_bytes", lambda path: content)
     with pytest.raises(TimeoutError):
         names.wait("a", 0)
 
 
-def test_a_stale_handle_is_opened_again(names, monkeypatch):
+def test_a_stale_handle_is_opened_again(names, first_call):
     names.put("a", {"x": 1})
-    read_bytes, calls = Path.read_bytes, []
-
-    def stale_first(path):
-        calls.append(path)
-        if len(calls) == 1:
-            raise OSError(errno.ESTALE, "Stale file handle")
-        return read_bytes(path)
-
-    monkeypatch.setattr(Path, "read_bytes", stale_first)
+    first_call(Path, "read_bytes", OSError(errno.ESTALE, "Stale file handle"))
     assert names.wait("a", 0) == {"x": 1}
 
 
 def test_a_rename_whose_reply_is_lost_has_happened(names, monkeypatch):
     lease = names.lease("owner", {}, 5.0)
-    replace = os.replace
-
-    def lost_reply(source, target):
-        replace(source, target)
-        raise OSError(errno.EIO, "no reply")
-
-    monkeypatch.setattr(os, "replace", lost_reply)
+    lose_reply(monkeypatch, "replace", OSError(errno.EIO, "no reply"))
     names.put("a", {"x": 1})
     lease.renew({"v": 2})
     monkeypatch.undo()
     assert names.wait("a", 0) == {"x": 1}
-    assert names.leases("owner")["owner"].value == {"v": 2}
+    assert names.list_leases("owner")["owner"].value == {"v": 2}
 
 
 def test_a_rename_that_failed_is_an_error(names, monkeypatch):
@@ -246,29 +257,15 @@ def test_a_rename_that_failed_is_an_error(names, monkeypatch):
 
 
 def test_a_link_that_was_won_though_the_reply_says_exists(names, monkeypatch):
-    link = os.link
-
-    def lost_reply(source, target):
-        link(source, target)
-        raise FileExistsError(errno.EEXIST, "says exists")
-
-    monkeypatch.setattr(os, "link", lost_reply)
+    lose_reply(monkeypatch, "link", FileExistsError(errno.EEXIST, "says exists"))
     names.put("a", {"x": 1})
     assert names.lease("owner", {}, 5.0).epoch == 1
 
 
-def test_a_taker_with_an_old_listing_does_not_reuse_an_epoch(names, monkeypatch):
+def test_a_taker_with_an_old_listing_does_not_reuse_an_epoch(names, first_call):
     for _ in range(3):
         names.lease("owner", {}, 5.0)
-    scandir, calls = os.scandir, []
-
-    def old_first(path):
-        calls.append(path)
-        if len(calls) == 1:
-            raise FileNotFoundError(path)
-        return scandir(path)
-
-    monkeypatch.setattr(os, "scandir", old_first)
+    first_call(os, "scandir", FileNotFoundError("owner"))
     assert names.lease("owner", {}, 5.0).epoch == 4
 
 
@@ -276,7 +273,7 @@ def test_unfinished_files_are_not_seen(names):
     names.lease("a/b", {}, 5.0)
     record = json.dumps({"value": {}, "counter": 0, "ttl_s": 5.0, "released": False})
     (names.root / "a" / ".b.epoch-9.456.tmp").write_text(record)
-    assert names.leases("a")["a/b"].epoch == 1
+    assert names.list_leases("a")["a/b"].epoch == 1
 
 
 def test_readers_during_replaces_see_whole_records_only(names):
@@ -287,9 +284,7 @@ def test_readers_during_replaces_see_whole_records_only(names):
         while not over.is_set():
             seen.append(names.wait("a", 0))
 
-    readers = [threading.Thread(target=read) for _ in range(3)]
-    for reader in readers:
-        reader.start()
+    readers = together(3, read)
     for n in range(200):
         names.put("a", {"n": n, "pad": "x" * 5000})
     over.set()
@@ -337,10 +332,10 @@ def test_on_a_full_disk_a_lease_is_still_renewed(tmp_path, monkeypatch):
     for _ in range(12):  # the count gets longer
         lease.renew()
     assert lease.path.read_text() != before
-    seen = names.leases("rollout")["rollout"]
+    seen = names.list_leases("rollout")["rollout"]
     assert seen.alive and seen.value == {"url": "http://somewhere:1"}
     lease.release()
-    assert names.leases("rollout") == {}
+    assert names.list_leases("rollout") == {}
 
 
 def test_a_removed_directory_is_made_again_by_its_leases_unless_the_trial_was_removed(tmp_path):
@@ -349,21 +344,19 @@ def test_a_removed_directory_is_made_again_by_its_leases_unless_the_trial_was_re
     held = names.lease("servers/rollout/0", {"url": "u"})
     shutil.rmtree(root)
     held.renew()
-    assert NameResolve(root).leases("servers/rollout")["servers/rollout/0"].value == {"url": "u"}
+    assert NameResolve(root).list_leases("servers/rollout")["servers/rollout/0"].value == {"url": "u"}
     shutil.rmtree(tmp_path / "trial")
     with pytest.raises(FileNotFoundError):
         held.renew()
     assert not (tmp_path / "trial").exists()
 
 
-def test_a_lease_that_can_not_be_written_is_not_tried_at_every_look(tmp_path):
-    now = [0.0]
-    names = NameResolve(tmp_path / "trial" / "names", clock=lambda: now[0])
-    held = names.lease("a/b", {"url": "u"})
+def test_a_lease_that_can_not_be_written_is_not_tried_at_every_look(tmp_path, clock):
+    held = NameResolve(tmp_path / "trial" / "names", clock).lease("a/b", {"url": "u"})
     shutil.rmtree(tmp_path / "trial")
     tries = 0
     for _ in range(600):
-        now[0] += 0.1
+        clock.now += 0.1
         if held.is_due({"url": "other"}):
             tries += 1
             with pytest.raises(FileNotFoundError):

@@ -1,4 +1,4 @@
-"""What a trial needs, against calculations by hand: three models on 1, 4 and 16 nodes of 8 GPUs."""
+"""Estimates of a trial against manual calculations: three models on 1, 4 and 16 nodes of 8 GPUs."""
 
 import json
 import re
@@ -13,10 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.allocation import parse
-from hpc_rl.engines.shared import (
-    hf_io,
-    logprobs,
-)
+from hpc_rl.engines.shared import hf_io, logprobs
 from hpc_rl.plan import disk_use, memory
 from hpc_rl.plan.estimate import Estimate, estimate
 from hpc_rl.plan.model_shape import ModelShape
@@ -26,23 +23,21 @@ from hpc_rl.weights import disk
 
 SFT = ["experiment_name=e", "trial_name=t", "train_dataset.path=/t", "train_dataset.batch_size=1024"]
 GPUS = ["model.path=/m", "train_dataset.max_length=8192", "total_train_steps=100"]
-GRPO = [
-    "actor.path=/m",
-    "gconfig.n_samples=8",
-    "gconfig.max_new_tokens=3072",
-    "train_dataset.max_length=1024",
-]
+GRPO = ["actor.path=/m", "gconfig.n_samples=8", "gconfig.max_new_tokens=3072"]
+GRPO += ["train_dataset.max_length=1024"]
 CLOSE = 0.15
 
 
-def needed(content: dict, *overrides: str, base=(*SFT, *GPUS), reference: dict | None = None) -> Estimate:
+def estimate_needs(
+    content: dict, *overrides: str, base=(*SFT, *GPUS), reference: dict | None = None
+) -> Estimate:
     checked = check(load([], [*base, "cluster.n_gpus_per_node=8", *overrides]), files=False)
     plan = make_plan(checked.config, checked.explicit, interpreter="python", scheduler="slurm")
     models = {"/m": content, "/r": reference or content}
     found = estimate(checked.config, plan, models, requests_memory=True)
     assert found is not None
-    needs.lines(found, checked.config, plan)
-    json.dumps(needs.as_json(found))
+    needs.describe_needs(found, checked.config, plan)
+    json.dumps(needs.make_json(found))
     return found
 
 
@@ -55,14 +50,8 @@ def test_parameters_are_counted(content, params):
     assert ModelShape.of(content).num_params == params
 
 
-TINY = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 96,
-}
+TINY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "vocab_size": 96}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 TINY_QWEN3 = {"model_type": "qwen3", **TINY}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
@@ -88,7 +77,7 @@ def test_transformers_makes_as_many_parameters(content):
 
 def test_a_reward_model_has_no_head():
     base = [*SFT, *GPUS, "trainer=rw"]
-    moments = needed(QWEN3_8B, base=base).trainer.moments
+    moments = estimate_needs(QWEN3_8B, base=base).trainer.moments
     assert "logits of a chunk" not in moments["the loss"]
     assert moments["the loss"]["gathered blocks"] == approx(2 * (0.622e9 + 2 * 0.193e9), rel=CLOSE)
 
@@ -134,7 +123,9 @@ NAMES = {
 def test_items_are_those_of_a_hand_calculation(name, n_nodes):
     content, params, by_hand = BY_HAND[name]
     ranks = 8 * n_nodes
-    found = needed(content, f"cluster.n_nodes={n_nodes}", "recover.mode=auto", "recover.freq_steps=10")
+    found = estimate_needs(
+        content, f"cluster.n_nodes={n_nodes}", "recover.mode=auto", "recover.freq_steps=10"
+    )
     assert (found.ranks, found.load.tokens) == (ranks, 32768)
     moment = found.trainer.moments["the backward pass of a layer"]
     for short, size in by_hand.items():
@@ -157,31 +148,31 @@ def test_items_are_those_of_a_hand_calculation(name, n_nodes):
 
 
 def test_logits_take_a_chunk_and_without_recomputation_every_layer_is_kept():
-    found = needed(QWEN3_8B, "model.gradient_checkpointing=false", "model.mb_spec.max_tokens_per_mb=8192")
+    found = estimate_needs(
+        QWEN3_8B, "model.gradient_checkpointing=false", "model.mb_spec.max_tokens_per_mb=8192"
+    )
     assert found.trainer.largest == "the loss"
     loss = found.trainer.moments["the loss"]
     # 2208 rows x 151,936: the gradient in float32 and in bfloat16
     assert loss["logits of a chunk"] == approx(2208 * 151_936 * 6, rel=CLOSE)
     assert loss["gradient of the head"] == approx(151_936 * 4096 * 4, rel=CLOSE)
     assert loss["activations"] == approx(36 * 8192 * 223e3, rel=CLOSE)  # 223 kB a token, as above
-    assert loss["activations"] > 6 * needed(QWEN3_8B, "model.mb_spec.max_tokens_per_mb=8192").trainer.moments[
-        "the loss"
-    ].get("activations", 0)
+    assert loss["activations"] > 6 * estimate_needs(
+        QWEN3_8B, "model.mb_spec.max_tokens_per_mb=8192"
+    ).trainer.moments["the loss"].get("activations", 0)
 
 
 def test_offloading_moves_to_cpu_memory():
-    moments = needed(QWEN3_32B, "model.optimizer.offload=true")
+    moments = estimate_needs(QWEN3_32B, "model.optimizer.offload=true")
     assert "Adam moments" not in moments.trainer.standing
     moved = "parameters, moments and gradients"
     assert moments.trainer.host[moved] == approx(16 * 32.76e9 / 8, rel=CLOSE)
-    parameters = needed(QWEN3_32B, "model.fsdp.offload_params=true")
+    parameters = estimate_needs(QWEN3_32B, "model.fsdp.offload_params=true")
     assert set(parameters.trainer.standing) == {"CUDA and NCCL"}
     assert parameters.trainer.host[moved] == approx(16 * 32.76e9 / 8, rel=CLOSE)
     budget = "model.mb_spec.max_tokens_per_mb=16384"
-    kept, offloaded = (
-        needed(QWEN3_32B, budget),
-        needed(QWEN3_32B, budget, "model.fsdp.offload_activations=true"),
-    )
+    kept = estimate_needs(QWEN3_32B, budget)
+    offloaded = estimate_needs(QWEN3_32B, budget, "model.fsdp.offload_activations=true")
     layers = 64 * 16384 * 5120 * 2  # the input of each
     before, after = (found.trainer.moments["the loss"]["activations"] for found in (kept, offloaded))
     assert before - after == approx(layers, rel=CLOSE)
@@ -190,66 +181,67 @@ def test_offloading_moves_to_cpu_memory():
 
 
 def test_a_size_that_is_not_known_refuses_nothing():
-    found = needed(LLAMA3_70B, "launcher.trainer_mem_per_gpu=300000")
+    found = estimate_needs(LLAMA3_70B, "launcher.trainer_mem_per_gpu=300000")
     assert not found.problems
     assert any("cluster.gpu_mem_gb" in note for note in found.notes)
 
 
 def test_70b_on_one_node_is_refused_with_what_fits():
-    [problem] = needed(LLAMA3_70B, "cluster.gpu_mem_gb=80", "launcher.trainer_mem_per_gpu=300000").problems
+    [problem] = estimate_needs(
+        LLAMA3_70B, "cluster.gpu_mem_gb=80", "launcher.trainer_mem_per_gpu=300000"
+    ).problems
     assert "cluster.gpu_mem_gb is 80" in problem
     assert "Adam moments 65.7 GB" in problem
     ways = problem.partition("What fits: ")[2]
     assert "model.fsdp.offload_params true (launcher.trainer_mem_per_gpu 139000)" in ways
     ranks = int(ways.partition("fsdp:d")[2].split()[0])
-    tokens = ways.partition(f"fsdp:d{ranks} or more ranks with model.mb_spec.max_tokens_per_mb ")[2].split()[
-        0
-    ]
+    budget = f"fsdp:d{ranks} or more ranks with model.mb_spec.max_tokens_per_mb "
+    tokens = ways.partition(budget)[2].split()[0]
     for budget, fits in ((int(tokens), True), (int(tokens) + 1024, False)):
         options = [f"cluster.n_nodes={ranks // 8}", f"model.mb_spec.max_tokens_per_mb={budget}"]
         roomy = ["cluster.gpu_mem_gb=80", "launcher.trainer_mem_per_gpu=300000"]
-        assert bool(needed(LLAMA3_70B, *options, *roomy).problems) is not fits
+        assert bool(estimate_needs(LLAMA3_70B, *options, *roomy).problems) is not fits
 
 
 def test_what_is_named_as_fitting_does_fit():
     roomy = ["cluster.gpu_mem_gb=80", "launcher.trainer_mem_per_gpu=600000"]
-    assert needed(QWEN3_32B, *roomy).problems
-    assert not needed(QWEN3_32B, *roomy, "cluster.n_nodes=4").problems
-    assert not needed(QWEN3_8B, *roomy).problems
+    assert estimate_needs(QWEN3_32B, *roomy).problems
+    assert not estimate_needs(QWEN3_32B, *roomy, "cluster.n_nodes=4").problems
+    assert not estimate_needs(QWEN3_8B, *roomy).problems
     offloaded = ["model.fsdp.offload_params=true", "launcher.trainer_mem_per_gpu=139000"]
-    assert not needed(LLAMA3_70B, *roomy, *offloaded).problems
+    assert not estimate_needs(LLAMA3_70B, *roomy, *offloaded).problems
     budget = ["cluster.n_nodes=2", "model.mb_spec.max_tokens_per_mb=65536"]
-    [problem] = needed(QWEN3_32B, *roomy, *budget).problems
+    [problem] = estimate_needs(QWEN3_32B, *roomy, *budget).problems
     assert "model.fsdp.offload_activations true (launcher.trainer_mem_per_gpu 70000);" in problem
     inputs = ["model.fsdp.offload_activations=true", "launcher.trainer_mem_per_gpu=70000"]
-    assert not needed(QWEN3_32B, *roomy, *budget, *inputs).problems
+    assert not estimate_needs(QWEN3_32B, *roomy, *budget, *inputs).problems
 
 
 def test_cpu_memory_that_the_plan_requests_must_hold_the_ranks():
     saves = ["recover.mode=auto", "recover.freq_steps=10"]
-    [problem] = needed(QWEN3_32B, *saves).problems
+    [problem] = estimate_needs(QWEN3_32B, *saves).problems
     # 8 x (49.1 of state + 3.5) + 5 in billions of bytes, divided by 8
     fits = int(problem.partition("What fits: launcher.trainer_mem_per_gpu ")[2].rstrip("."))
     assert fits == approx((8 * (49.1 + 3.5) + 5) / 8 * 1e9 / 2**20, rel=CLOSE)
-    assert not needed(QWEN3_32B, *saves, f"launcher.trainer_mem_per_gpu={fits}").problems
+    assert not estimate_needs(QWEN3_32B, *saves, f"launcher.trainer_mem_per_gpu={fits}").problems
 
 
 def test_cpu_ranks_are_refused_only_for_what_they_need_without_a_doubt():
     cpus = "cluster.n_gpus_per_node=0"
-    [problem] = needed(TINY_QWEN3, cpus, "launcher.trainer_mem_per_gpu=50").problems
+    [problem] = estimate_needs(TINY_QWEN3, cpus, "launcher.trainer_mem_per_gpu=50").problems
     assert "launcher.trainer_mem_per_gpu 50: " in problem and "but have 50 MB" in problem
-    roomy = needed(TINY_QWEN3, cpus, "launcher.trainer_mem_per_gpu=4000")
+    roomy = estimate_needs(TINY_QWEN3, cpus, "launcher.trainer_mem_per_gpu=4000")
     assert not roomy.problems and not any("trainer_mem_per_gpu" in note for note in roomy.notes)
 
 
-def grpo(content: dict, *overrides: str, reference: dict | None = None) -> Estimate:
+def estimate_grpo(content: dict, *overrides: str, reference: dict | None = None) -> Estimate:
     base = [*SFT, *GRPO, "total_train_steps=10", "launcher.trainer_mem_per_gpu=300000"]
-    return needed(content, *overrides, base=base, reference=reference)
+    return estimate_needs(content, *overrides, base=base, reference=reference)
 
 
 def test_rl_has_servers_a_reference_and_a_batch_log():
     ref = ["ref.path=/r", "actor.kl_ctl=0.1", "cluster.gpu_mem_gb=80"]
-    found = grpo(QWEN3_8B, "cluster.n_nodes=2", *ref, reference=QWEN3_32B)
+    found = estimate_grpo(QWEN3_8B, "cluster.n_nodes=2", *ref, reference=QWEN3_32B)
     assert found.trainer.standing["reference model"] == approx(2 * 32.76e9 / 8, rel=CLOSE)
     assert (found.work.steps, found.work.trajectories, found.work.longest) == (10, 8192, 4096)
     assert found.disk.weights == approx(2 * 8.19e9, rel=CLOSE)
@@ -261,32 +253,37 @@ def test_rl_has_servers_a_reference_and_a_batch_log():
     assert server.cached_tokens == approx((0.9 * 80 * 2**30 - 16.38e9) / 147_456, rel=CLOSE)
     assert not found.problems
     idle = ["ref.path=/r", "actor.kl_ctl=0", "cluster.n_nodes=2"]
-    assert "reference model" not in grpo(QWEN3_8B, *idle).trainer.standing
+    assert "reference model" not in estimate_grpo(QWEN3_8B, *idle).trainer.standing
 
 
 def test_a_reward_model_has_a_number_as_its_head_and_embedded_keeps_no_cache():
     liked = ["pools.liked.path=/m", "rollout.reward_fn=liked"]
     allocation = "allocation_mode=sglang:d4+sglang[liked]:d4+fsdp:d8"
-    policy, scorer = grpo(QWEN3_8B, "cluster.n_nodes=2", allocation, *liked).servers
+    policy, scorer = estimate_grpo(QWEN3_8B, "cluster.n_nodes=2", allocation, *liked).servers
     assert policy.weight_bytes - scorer.weight_bytes == 2 * 151936 * 4096
     here = ["cluster.n_gpus_per_node=0", "allocation_mode=embedded:d1+embedded[liked]:d1+fsdp:d1"]
-    assert [one.cached_tokens is None for one in grpo(QWEN3_8B, *here, *liked).servers] == [False, True]
+    assert [one.cached_tokens is None for one in estimate_grpo(QWEN3_8B, *here, *liked).servers] == [
+        False,
+        True,
+    ]
 
 
 def test_a_server_that_can_not_hold_the_weights_is_refused_with_more_gpus():
     options = ["cluster.n_nodes=8", "cluster.gpu_mem_gb=80", "actor.fsdp.offload_params=true"]
-    problems = grpo(LLAMA3_70B, *options, "actor.mb_spec.max_tokens_per_mb=8192").problems
+    problems = estimate_grpo(LLAMA3_70B, *options, "actor.mb_spec.max_tokens_per_mb=8192").problems
     assert problems == [
         "a server of pool rollout needs 131.4 GB of weights on each GPU, but sglang.mem_fraction_static 0.9 "
         "of cluster.gpu_mem_gb 80 leaves 72.0 GB. What fits: sglang with t2."
     ]
-    wide = grpo(LLAMA3_70B, *options[1:], "cluster.n_nodes=8", "allocation_mode=sglang:d16t2+fsdp:d32")
+    wide = estimate_grpo(
+        LLAMA3_70B, *options[1:], "cluster.n_nodes=8", "allocation_mode=sglang:d16t2+fsdp:d32"
+    )
     assert not any("server" in problem for problem in wide.problems)
 
 
 def test_a_micro_batch_on_gpus_is_limited_unless_the_user_says_null():
-    assert grpo(QWEN3_8B).load.tokens == 32768
-    loud = grpo(QWEN3_8B, "actor.mb_spec.max_tokens_per_mb=null", "cluster.gpu_mem_gb=80")
+    assert estimate_grpo(QWEN3_8B).load.tokens == 32768
+    loud = estimate_grpo(QWEN3_8B, "actor.mb_spec.max_tokens_per_mb=null", "cluster.gpu_mem_gb=80")
     assert loud.load.tokens == 1024 * 8 // 4 // 4 * 4096  # all rows of a rank
     assert any(note.startswith("WARNING: actor.mb_spec.max_tokens_per_mb is null") for note in loud.notes)
     assert not loud.problems  # one row fits, and rows may be short
@@ -350,7 +347,7 @@ BY_HAND_ON_MESHES = [
 @pytest.mark.parametrize(("content", "mesh", "overrides", "by_hand"), BY_HAND_ON_MESHES)
 def test_sizes_of_a_mesh_divide_what_a_hand_calculation_says(content, mesh, overrides, by_hand):
     ranks = parse(mesh).train.num_units
-    found = needed(content, f"allocation_mode={mesh}", f"cluster.n_nodes={ranks // 8}", *overrides)
+    found = estimate_needs(content, f"allocation_mode={mesh}", f"cluster.n_nodes={ranks // 8}", *overrides)
     moment = found.trainer.moments["the backward pass of a layer"]
     items = {**found.trainer.standing, **moment}
     for name, size in by_hand.items():
@@ -362,10 +359,10 @@ def test_sizes_of_a_mesh_divide_what_a_hand_calculation_says(content, mesh, over
 def test_sizes_that_divide_further_are_named_and_fit(backend):
     roomy = ["cluster.gpu_mem_gb=80", "launcher.trainer_mem_per_gpu=600000", "cluster.n_nodes=4"]
     roomy += ["model.mb_spec.max_tokens_per_mb=65536", "train_dataset.max_length=65536"]
-    [problem] = needed(LLAMA3_70B, *roomy, f"allocation_mode={backend}:d32").problems
+    [problem] = estimate_needs(LLAMA3_70B, *roomy, f"allocation_mode={backend}:d32").problems
     mesh = re.search(rf"{backend}:\S*[tpc]\d\S*", problem.partition("What fits: ")[2])[0].rstrip(";.")
     assert parse(mesh).train.num_units == 32
-    assert not needed(LLAMA3_70B, *roomy, f"allocation_mode={mesh}").problems
+    assert not estimate_needs(LLAMA3_70B, *roomy, f"allocation_mode={mesh}").problems
 
 
 def test_the_table_of_the_docs_is_what_is_estimated():
@@ -375,7 +372,7 @@ def test_the_table_of_the_docs_is_what_is_estimated():
     assert len(rows) == 10
     for model, mesh, gpus, standing, peak in rows:
         allocation = f"allocation_mode={mesh.replace('/', '|')}"
-        found = needed(models[model], allocation, f"cluster.n_nodes={int(gpus) // 8}").trainer
+        found = estimate_needs(models[model], allocation, f"cluster.n_nodes={int(gpus) // 8}").trainer
         assert sum(found.standing.values()) / memory.GB == approx(int(standing), abs=1), mesh
         assert found.device_bytes / memory.GB == approx(int(peak), abs=1), mesh
 
@@ -386,8 +383,8 @@ def test_estimating_reads_no_weights(tmp_path: Path):
     checked = check(load([], base), files=False)
     plan = make_plan(checked.config, checked.explicit, interpreter="python", scheduler="slurm")
     assert (
-        needs.needs_of(
-            checked.config, plan, needs.known_models(checked.config), "slurm"
+        needs.estimate_needs(
+            checked.config, plan, needs.find_known_models(checked.config), "slurm"
         ).load.shape.num_params
         == 8_190_735_360
     )

@@ -1,4 +1,4 @@
-"""Whether MPI starts the trainer, and where it can't."""
+"""When MPI starts the trainer, and when it can't."""
 
 import pytest
 
@@ -13,26 +13,29 @@ BASE += ["train_dataset.batch_size=8", "gconfig.n_samples=8", "actor.ppo_n_minib
 BY_MPIEXEC = "launcher.trainer_start=mpiexec"
 
 
-def plan(*options: str, scheduler: str = "slurm") -> Plan:
+def plan_trial(*options: str, scheduler: str = "slurm") -> Plan:
     loaded = check(load([], [*BASE, "cluster.n_gpus_per_node=0", *options]), files=False)
     return make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler=scheduler)
 
 
-def starts(*options: str, scheduler: str = "slurm") -> dict[str, MpiStart | None]:
-    return {unit.role: unit.mpi for unit in plan(*options, scheduler=scheduler).units}
+def list_starts(*options: str, scheduler: str = "slurm") -> dict[str, MpiStart | None]:
+    return {unit.role: unit.mpi for unit in plan_trial(*options, scheduler=scheduler).units}
 
 
 def test_only_the_trainer_is_started_by_mpi():
-    assert set(starts().values()) == {None}
-    found = starts(BY_MPIEXEC, "launcher.mpi.mpiexec=/opt/mpiexec", "launcher.mpi.args=[--mca,btl,tcp]")
+    assert set(list_starts().values()) == {None}
+    found = list_starts(BY_MPIEXEC, "launcher.mpi.mpiexec=/opt/mpiexec", "launcher.mpi.args=[--mca,btl,tcp]")
     assert found["trainer"] == MpiStart(mpiexec="/opt/mpiexec", args=["--mca", "btl", "tcp"])
     assert found["server"] is None and found["rollout"] is None
-    assert starts("launcher.slurm.srun_mpi=pmix")["trainer"] == MpiStart(srun_mpi="pmix")
-    assert starts("launcher.slurm.srun_mpi=pmix", "launcher.type=auto", scheduler="local")["trainer"] is None
+    assert list_starts("launcher.slurm.srun_mpi=pmix")["trainer"] == MpiStart(srun_mpi="pmix")
+    assert (
+        list_starts("launcher.slurm.srun_mpi=pmix", "launcher.type=auto", scheduler="local")["trainer"]
+        is None
+    )
 
 
 def test_a_stored_plan_keeps_it():
-    made = plan(BY_MPIEXEC)
+    made = plan_trial(BY_MPIEXEC)
     assert Plan.from_json(made.to_json()) == made
 
 
@@ -52,7 +55,7 @@ def test_a_stored_plan_keeps_it():
 )  # fmt: skip
 def test_what_can_not_work_is_refused_in_words(options, words):
     with pytest.raises(ConfigError) as caught:
-        plan(*options)
+        plan_trial(*options)
     assert words in str(caught.value)
 
 
@@ -61,7 +64,7 @@ def test_gpus_that_srun_would_divide_are_refused():
     with pytest.raises(
         DoesNotFit, match=r"node 0 has GPUs of the trainer and of servers.*more cluster.n_nodes"
     ):
-        plan(*shared)
-    assert plan(*shared, "launcher.slurm.gpus_by=null", "launcher.slurm.exclusive=true")
-    assert plan(*shared[:2], "cluster.n_nodes=2", "allocation_mode=sglang:d8+fsdp:d8")
-    assert plan(*shared, "launcher.type=auto", scheduler="local"), "there the units get theirs by name"
+        plan_trial(*shared)
+    assert plan_trial(*shared, "launcher.slurm.gpus_by=null", "launcher.slurm.exclusive=true")
+    assert plan_trial(*shared[:2], "cluster.n_nodes=2", "allocation_mode=sglang:d8+fsdp:d8")
+    assert plan_trial(*shared, "launcher.type=auto", scheduler="local"), "there the units get theirs by name"

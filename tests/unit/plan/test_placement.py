@@ -1,35 +1,35 @@
-"""Placement: nothing overlaps, nothing stays idle, servers and trainers are apart where they can be."""
+"""Placement: nothing overlaps or stays idle; servers and trainers are on separate nodes if possible."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hpc_rl.plan.placement import Demand, Placement, PoolDemand, nearest, place
+from hpc_rl.plan.placement import Demand, Placement, PoolDemand, find_nearest, place
 
 
-def demand_of(replicas: int, size: int, ranks: int) -> Demand:
+def make_demand(replicas: int, size: int, ranks: int) -> Demand:
     return Demand(ranks, (PoolDemand(replicas, size),) if replicas else ())
 
 
 @pytest.mark.parametrize(
     ("demand", "n_nodes", "n_gpus", "expected"),
     [
-        pytest.param(demand_of(1, 1, 1), 1, 0, Placement([0], 1, [(0, 0)]), id="one node without GPUs"),
+        pytest.param(make_demand(1, 1, 1), 1, 0, Placement([0], 1, [(0, 0)]), id="one node without GPUs"),
         pytest.param(
-            demand_of(2, 1, 2), 4, 0, Placement([0, 1], 1, [(2, 0), (3, 0)]), id="four nodes without GPUs"
+            make_demand(2, 1, 2), 4, 0, Placement([0, 1], 1, [(2, 0), (3, 0)]), id="four nodes without GPUs"
         ),
         pytest.param(
-            demand_of(3, 1, 4), 4, 0, Placement([0, 1], 2, [(2, 0), (2, 0), (3, 0)]), id="uneven servers"
+            make_demand(3, 1, 4), 4, 0, Placement([0, 1], 2, [(2, 0), (2, 0), (3, 0)]), id="uneven servers"
         ),
-        pytest.param(demand_of(2, 2, 4), 1, 8, Placement([0], 4, [(0, 4), (0, 6)]), id="one node packed"),
-        pytest.param(demand_of(2, 4, 8), 2, 8, Placement([0], 8, [(1, 0), (1, 4)]), id="whole nodes"),
-        pytest.param(demand_of(2, 2, 12), 2, 8, Placement([0, 1], 6, [(0, 6), (1, 6)]), id="shared nodes"),
-        pytest.param(demand_of(0, 1, 16), 2, 8, Placement([0, 1], 8, []), id="a trainer alone"),
-        pytest.param(demand_of(1, 1, 1), 4, 0, None, id="idle nodes"),
-        pytest.param(demand_of(1, 1, 1), 1, 8, None, id="idle GPUs"),
-        pytest.param(demand_of(1, 1, 8), 1, 8, None, id="too many GPUs"),
-        pytest.param(demand_of(0, 1, 3), 2, 0, None, id="ranks that can't be spread"),
-        pytest.param(demand_of(1, 3, 13), 2, 8, None, id="a replica cut by a node boundary"),
+        pytest.param(make_demand(2, 2, 4), 1, 8, Placement([0], 4, [(0, 4), (0, 6)]), id="one node packed"),
+        pytest.param(make_demand(2, 4, 8), 2, 8, Placement([0], 8, [(1, 0), (1, 4)]), id="whole nodes"),
+        pytest.param(make_demand(2, 2, 12), 2, 8, Placement([0, 1], 6, [(0, 6), (1, 6)]), id="shared nodes"),
+        pytest.param(make_demand(0, 1, 16), 2, 8, Placement([0, 1], 8, []), id="a trainer alone"),
+        pytest.param(make_demand(1, 1, 1), 4, 0, None, id="idle nodes"),
+        pytest.param(make_demand(1, 1, 1), 1, 8, None, id="idle GPUs"),
+        pytest.param(make_demand(1, 1, 8), 1, 8, None, id="too many GPUs"),
+        pytest.param(make_demand(0, 1, 3), 2, 0, None, id="ranks that can't be spread"),
+        pytest.param(make_demand(1, 3, 13), 2, 8, None, id="a replica cut by a node boundary"),
         pytest.param(
             Demand(1, (PoolDemand(1), PoolDemand(1))),
             3,
@@ -87,7 +87,7 @@ def test_every_gpu_is_used_once(demand, n_nodes, n_gpus):
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(2, 8))
 def test_without_gpus_roles_share_no_node_and_no_node_is_idle(replicas, ranks, n_nodes):
-    placement = place(demand_of(replicas, 1, ranks), n_nodes, 0)
+    placement = place(make_demand(replicas, 1, ranks), n_nodes, 0)
     if placement is None:
         return
     servers = {node for node, _ in placement.servers}
@@ -101,7 +101,7 @@ def test_without_gpus_roles_share_no_node_and_no_node_is_idle(replicas, ranks, n
 def test_the_nearest_fits_and_what_fits_is_its_own_nearest(demand, n_nodes, n_gpus):
     if not n_gpus:
         demand = Demand(demand.ranks, tuple(PoolDemand(pool.replicas) for pool in demand.pools))
-    other = nearest(demand, n_nodes, n_gpus)
+    other = find_nearest(demand, n_nodes, n_gpus)
     if other is not None:
         assert place(other, n_nodes, n_gpus) is not None
     if place(demand, n_nodes, n_gpus) is not None:

@@ -1,4 +1,4 @@
-"""make_plan: what is derived, what is refused in words, and what every node is asked for."""
+"""make_plan: derived values, refusals, and the resources that every node requests."""
 
 import json
 import re
@@ -8,26 +8,21 @@ import pytest
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.errors import ConfigError, DoesNotFit, NotBuilt
-from hpc_rl.plan.plan import make_plan, with_threads_per_core
+from hpc_rl.plan.plan import apply_threads_per_core, make_plan
 from hpc_rl.plan.schema import Plan, Pool
 
-COMMON = [
-    "experiment_name=toy",
-    "trial_name=t1",
-    "train_dataset.path=/t",
-    "train_dataset.batch_size=64",
-    "cluster.n_gpus_per_node=0",
-]
+COMMON = ["experiment_name=toy", "trial_name=t1", "train_dataset.path=/t", "train_dataset.batch_size=64"]
+COMMON += ["cluster.n_gpus_per_node=0"]
 GRPO = [*COMMON, "actor.path=/m", "gconfig.n_samples=4"]
 SFT = [*COMMON, "model.path=/m"]
 
 
-def plan(*overrides: str, base: list[str] = GRPO, scheduler: str = "slurm") -> Plan:
+def plan_trial(*overrides: str, base: list[str] = GRPO, scheduler: str = "slurm") -> Plan:
     loaded = check(load([], [*base, *overrides]), files=False)
     return make_plan(loaded.config, loaded.explicit, interpreter="/venv/bin/python", scheduler=scheduler)
 
 
-def where(made: Plan) -> list[tuple]:
+def list_places(made: Plan) -> list[tuple]:
     return [(unit.role, unit.index, unit.nodes, unit.tasks_per_node) for unit in made.units]
 
 
@@ -45,28 +40,25 @@ def where(made: Plan) -> list[tuple]:
     ],
 )
 def test_derived_allocations(overrides, allocation):
-    made = plan(*overrides)
+    made = plan_trial(*overrides)
     assert made.allocation == allocation
     assert any(allocation in note for note in made.notes)
 
 
 def test_sft_takes_everything():
-    assert plan(base=SFT).allocation == "fsdp:d1"
-    made = plan("cluster.n_gpus_per_node=8", "--n_nodes=2", base=SFT)
+    assert plan_trial(base=SFT).allocation == "fsdp:d1"
+    made = plan_trial("cluster.n_gpus_per_node=8", "--n_nodes=2", base=SFT)
     assert made.allocation == "fsdp:d16"
-    assert where(made) == [("trainer", 0, [0, 1], 8)]
+    assert list_places(made) == [("trainer", 0, [0, 1], 8)]
     assert made.pools == []
 
 
 STUDENT = ("pools.student.path=/models/student", "rollout.workflow=my.workflows:ask")
-TWO_POOLS = (
-    *STUDENT,
-    "allocation_mode=vllm[teacher]:d2+sglang[student]:t2+fsdp:d12",
-)
+TWO_POOLS = (*STUDENT, "allocation_mode=vllm[teacher]:d2+sglang[student]:t2+fsdp:d12")
 
 
 def test_pools_have_servers_of_their_own():
-    made = plan(*TWO_POOLS, "cluster.n_gpus_per_node=8", "--n_nodes=2")
+    made = plan_trial(*TWO_POOLS, "cluster.n_gpus_per_node=8", "--n_nodes=2")
     assert made.pools == [Pool(name="teacher", backend="vllm"), Pool(name="student", backend="sglang")]
     servers = [unit for unit in made.units if unit.role == "server"]
     assert [(one.index, one.pool, one.nodes, one.gpu_offset, one.gpus_per_task) for one in servers] == [
@@ -80,7 +72,7 @@ def test_pools_have_servers_of_their_own():
 
 def test_pools_are_on_different_nodes_where_there_are_enough():
     mode = "allocation_mode=embedded[teacher]:d1+embedded[student]:d1+fsdp:d1"
-    made = plan(*STUDENT, mode, "--n_nodes=3")
+    made = plan_trial(*STUDENT, mode, "--n_nodes=3")
     assert [unit.nodes for unit in made.units if unit.role == "server"] == [[1], [2]]
 
 
@@ -93,22 +85,19 @@ def test_pools_are_on_different_nodes_where_there_are_enough():
 )
 def test_one_pool_follows_the_trainer(mode, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
-        plan(*STUDENT, f"allocation_mode={mode}")
+        plan_trial(*STUDENT, f"allocation_mode={mode}")
 
 
 def test_four_nodes_without_gpus():
-    made = plan("--n_nodes=4")
-    assert where(made) == [
+    made = plan_trial("--n_nodes=4")
+    assert list_places(made) == [
         ("server", 0, [2], 1),
         ("server", 1, [3], 1),
         ("rollout", 0, [0], 1),
         ("trainer", 0, [0, 1], 1),
     ]
-    assert {unit.role: unit.module for unit in made.units} == {
-        "server": "hpc_rl.roles.server",
-        "rollout": "hpc_rl.roles.rollout",
-        "trainer": "hpc_rl.roles.trainer",
-    }
+    modules = {unit.role: unit.module for unit in made.units}
+    assert modules == {role: f"hpc_rl.roles.{role}" for role in ("server", "rollout", "trainer")}
     assert all(unit.gpus_per_task == 0 for unit in made.units)
     assert (made.device, made.python) == ("cpu", "/venv/bin/python")
     assert made.pools == [Pool(name="rollout", backend="embedded")]
@@ -122,12 +111,9 @@ def test_four_nodes_without_gpus():
 )
 def test_each_step_is_given_whole_cores(threads, cpus_of_groups):
     options = ["--n_nodes=3", "allocation_mode=embedded:d4+fsdp:d2", "launcher.slurm.layout=hetjob"]
-    options += [
-        "launcher.inference_server_cpus_per_gpu=7",
-        "launcher.rollout_cpus=7",
-        "launcher.trainer_cpus_per_gpu=3",
-    ]
-    made = with_threads_per_core(plan(*options), threads)
+    options += ["launcher.inference_server_cpus_per_gpu=7", "launcher.rollout_cpus=7"]
+    options += ["launcher.trainer_cpus_per_gpu=3"]
+    made = apply_threads_per_core(plan_trial(*options), threads)
     assert made.threads_per_core == threads and Plan.from_json(made.to_json()) == made
     assert [group.cpus_per_node for group in made.groups] == cpus_of_groups
 
@@ -154,45 +140,42 @@ def test_a_job_or_a_step_that_leaves_threads_idle_is_counted_so(options, cpus):
 
 
 def test_gpus_are_packed_by_index():
-    made = plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d2t2+fsdp:d4")
+    made = plan_trial("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d2t2+fsdp:d4")
     servers = [unit for unit in made.units if unit.role == "server"]
-    assert [(unit.gpu_offset, unit.gpus_per_task, unit.cpus_per_task) for unit in servers] == [
-        (4, 2, 8),
-        (6, 2, 8),
-    ]
+    places = [(unit.gpu_offset, unit.gpus_per_task, unit.cpus_per_task) for unit in servers]
+    assert places == [(4, 2, 8), (6, 2, 8)]
     assert (made.device, made.pools) == ("cuda", [Pool(name="rollout", backend="sglang")])
 
 
 def test_what_is_left():
-    assert plan("--n_nodes=4", "allocation_mode=embedded:d*+fsdp:d1").allocation == "embedded:d3+fsdp:d1"
     assert (
-        plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d*t2+fsdp:d4").allocation
+        plan_trial("--n_nodes=4", "allocation_mode=embedded:d*+fsdp:d1").allocation == "embedded:d3+fsdp:d1"
+    )
+    assert (
+        plan_trial("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d*t2+fsdp:d4").allocation
         == "sglang:d2t2+fsdp:d4"
     )
-    assert plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d2+d*").allocation == "sglang:d2+fsdp:d6"
+    assert (
+        plan_trial("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d2+d*").allocation
+        == "sglang:d2+fsdp:d6"
+    )
     with pytest.raises(ConfigError, match="only one part"):
-        plan("allocation_mode=embedded:d*+d*")
+        plan_trial("allocation_mode=embedded:d*+d*")
     with pytest.raises(DoesNotFit, match="nothing is left"):
-        plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d*+d8")
+        plan_trial("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d*+d8")
 
 
 def test_environment_and_python_of_the_configuration():
-    made = plan(
-        "launcher.trainer_env_vars=A=b,C=d=e",
-        "launcher.inference_server_env_vars={X: 1}",
-        "launcher.python=/other/python",
-    )
-    assert {unit.role: unit.env for unit in made.units} == {
-        "server": {"X": "1"},
-        "rollout": {},
-        "trainer": {"A": "b", "C": "d=e"},
-    }
+    variables = ("launcher.trainer_env_vars=A=b,C=d=e", "launcher.inference_server_env_vars={X: 1}")
+    made = plan_trial(*variables, "launcher.python=/other/python")
+    found = {unit.role: unit.env for unit in made.units}
+    assert found == {"server": {"X": "1"}, "rollout": {}, "trainer": {"A": "b", "C": "d=e"}}
     assert made.python == "/other/python"
 
 
 def test_memory_of_trainers_on_gpus_grows_in_place_unless_the_user_has_another_wish():
     def variables(*overrides: str) -> dict[str, str]:
-        units = plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+fsdp:d4", *overrides).units
+        units = plan_trial("cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+fsdp:d4", *overrides).units
         assert not any("ALLOC" in name for unit in units if unit.role == "server" for name in unit.env)
         return next(unit.env for unit in units if unit.role == "trainer")
 
@@ -207,19 +190,15 @@ def test_memory_of_trainers_on_gpus_grows_in_place_unless_the_user_has_another_w
     ("train", "value"), [("megatron:d2t2", "1"), ("megatron:d4", None), ("fsdp:d2t2", None)]
 )
 def test_messages_of_megatrons_tensor_ranks_start_in_order(train, value):
-    made = plan(
-        "cluster.n_gpus_per_node=8", f"allocation_mode=sglang:d4+{train}", "train_dataset.batch_size=8"
-    )
+    gpus = ("cluster.n_gpus_per_node=8", "train_dataset.batch_size=8")
+    made = plan_trial(*gpus, f"allocation_mode=sglang:d4+{train}")
     assert made.units[-1].env.get("CUDA_DEVICE_MAX_CONNECTIONS") == value
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (
-            ["--n_nodes=4", "allocation_mode=embedded:d1+fsdp:d2"],
-            "the nearest that fits: embedded:d2+fsdp:d2",
-        ),
+        (["--n_nodes=4", "allocation_mode=embedded:d1+fsdp:d2"], "nearest that fits: embedded:d2+fsdp:d2"),
         (["--n_nodes=4", "allocation_mode=embedded:d1+fsdp:d1"], "some of 4 nodes would stay idle"),
         (
             ["cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+fsdp:d8"],
@@ -230,39 +209,30 @@ def test_messages_of_megatrons_tensor_ranks_start_in_order(train, value):
             "the nearest that fits: sglang:d4t2+fsdp:d8",
         ),
         (["cluster.n_gpus_per_node=1"], "cluster.n_gpus_per_node 1: one GPU can't hold both"),
-        (
-            ["train_dataset.batch_size=4", "allocation_mode=embedded:d1+fsdp:d8"],
-            "8 data ranks share 4 row",
-        ),
+        (["train_dataset.batch_size=4", "allocation_mode=embedded:d1+fsdp:d8"], "8 data ranks share 4 row"),
     ],
 )
 def test_what_does_not_fit_names_the_nearest_that_does(overrides, words):
     with pytest.raises(DoesNotFit) as caught:
-        plan(*overrides)
+        plan_trial(*overrides)
     assert words in str(caught.value)
 
 
 def test_sft_that_does_not_fit():
-    with pytest.raises(
-        DoesNotFit, match=r"3 ranks can't be spread evenly over 2 nodes; the nearest that fits: fsdp:d[24]"
-    ):
-        plan("--n_nodes=2", "allocation_mode=fsdp:d3", base=SFT)
+    words = r"3 ranks can't be spread evenly over 2 nodes; the nearest that fits: fsdp:d[24]"
+    with pytest.raises(DoesNotFit, match=words):
+        plan_trial("--n_nodes=2", "allocation_mode=fsdp:d3", base=SFT)
 
 
 def test_megatron_is_planned_with_all_its_ranks():
-    made = plan(
-        "cluster.n_gpus_per_node=8", "allocation_mode=sglang:d4+megatron:d2t2", "train_dataset.batch_size=2"
-    )
-    assert (made.allocation, made.units[-1].role, made.units[-1].num_tasks) == (
-        "sglang:d4+megatron:d2t2",
-        "trainer",
-        4,
-    )
-    assert (
-        plan("actor.backend=megatron").allocation == "embedded:d1+megatron:d1"
-    )  # what config show says loads again
+    gpus = ("cluster.n_gpus_per_node=8", "train_dataset.batch_size=2")
+    made = plan_trial(*gpus, "allocation_mode=sglang:d4+megatron:d2t2")
+    trainer = made.units[-1]
+    assert (made.allocation, trainer.role, trainer.num_tasks) == ("sglang:d4+megatron:d2t2", "trainer", 4)
+    # what config show says loads again
+    assert plan_trial("actor.backend=megatron").allocation == "embedded:d1+megatron:d1"
     with pytest.raises(ConfigError, match=r"actor\.backend megatron, but allocation_mode .* make them agree"):
-        plan("actor.backend=megatron", "allocation_mode=embedded:d1+fsdp:d1")
+        plan_trial("actor.backend=megatron", "allocation_mode=embedded:d1+fsdp:d1")
 
 
 @pytest.mark.parametrize(
@@ -279,80 +249,73 @@ def test_megatron_is_planned_with_all_its_ranks():
 )
 def test_what_is_not_built_says_what_is(allocation, words):
     with pytest.raises(NotBuilt) as caught:
-        plan(f"allocation_mode={allocation}")
+        plan_trial(f"allocation_mode={allocation}")
     assert words in str(caught.value)
 
 
 def test_servers_that_can_not_be_on_gpus_or_span_nodes():
-    with pytest.raises(
-        NotBuilt, match=r"embedded servers can't use GPUs.*use sglang, or cluster\.n_gpus_per_node 0"
-    ):
-        plan("cluster.n_gpus_per_node=8", "allocation_mode=embedded:d4+fsdp:d4")
-    with pytest.raises(
-        NotBuilt, match=r"spans nodes is not implemented; t can be at most cluster\.n_gpus_per_node, 8"
-    ):
-        plan("cluster.n_gpus_per_node=8", "--n_nodes=4", "allocation_mode=sglang:t16+fsdp:d16")
+    gpus = "cluster.n_gpus_per_node=8"
+    words = r"embedded servers can't use GPUs.*use sglang, or cluster\.n_gpus_per_node 0"
+    with pytest.raises(NotBuilt, match=words):
+        plan_trial(gpus, "allocation_mode=embedded:d4+fsdp:d4")
+    words = r"spans nodes is not implemented; t can be at most cluster\.n_gpus_per_node, 8"
+    with pytest.raises(NotBuilt, match=words):
+        plan_trial(gpus, "--n_nodes=4", "allocation_mode=sglang:t16+fsdp:d16")
     with pytest.raises(ConfigError, match=r"sglang\.ep_size 3 must divide the GPUs of a server: .* has t 4"):
-        plan("cluster.n_gpus_per_node=8", "allocation_mode=sglang:t4+fsdp:d4", "sglang.ep_size=3")
+        plan_trial(gpus, "allocation_mode=sglang:t4+fsdp:d4", "sglang.ep_size=3")
     with pytest.raises(ConfigError, match="trainer sft has no generation servers; use fsdp:d1"):
-        plan("allocation_mode=embedded:d1+fsdp:d1", base=SFT)
+        plan_trial("allocation_mode=embedded:d1+fsdp:d1", base=SFT)
 
 
 def test_one_machine_is_one_node():
     with pytest.raises(ConfigError, match="sbatch is not on the PATH"):
-        plan("--n_nodes=2", scheduler="local")
+        plan_trial("--n_nodes=2", scheduler="local")
     with pytest.raises(ConfigError, match=r"n_nodes 2 can't be used with launcher\.type local"):
-        plan("--n_nodes=2", "launcher.type=local", scheduler="local")
-    assert plan(scheduler="local").n_nodes == 1
+        plan_trial("--n_nodes=2", "launcher.type=local", scheduler="local")
+    assert plan_trial(scheduler="local").n_nodes == 1
 
 
 def test_plans_are_deterministic_and_survive_json():
-    assert plan("--n_nodes=4") == plan("--n_nodes=4")
-    assert Plan.from_json(plan("--n_nodes=4").to_json()) == plan("--n_nodes=4")
+    assert plan_trial("--n_nodes=4") == plan_trial("--n_nodes=4")
+    assert Plan.from_json(plan_trial("--n_nodes=4").to_json()) == plan_trial("--n_nodes=4")
 
 
 def test_gpus_that_slurm_does_not_know_are_dealt_out_by_the_plan():
     gpus = ("cluster.n_gpus_per_node=4", "allocation_mode=sglang:d2+fsdp:d2")
-    made = plan(*gpus, "launcher.slurm.gpus_by=null")
+    made = plan_trial(*gpus, "launcher.slurm.gpus_by=null")
     seen = {f"{unit.role}-{unit.index}": unit.env.get("CUDA_VISIBLE_DEVICES") for unit in made.units}
     assert sorted(",".join(filter(None, seen.values())).split(",")) == ["0", "1", "2", "3"]
     assert seen["rollout-0"] == "" and not made.slurm_knows_gpus
-    assert plan(*gpus, "launcher.slurm.gpus_by=null", "launcher.slurm.gres=gpu:4").slurm_knows_gpus
-    assert not any("CUDA_VISIBLE_DEVICES" in unit.env for unit in plan(*gpus).units)
+    assert plan_trial(*gpus, "launcher.slurm.gpus_by=null", "launcher.slurm.gres=gpu:4").slurm_knows_gpus
+    assert not any("CUDA_VISIBLE_DEVICES" in unit.env for unit in plan_trial(*gpus).units)
 
 
 @pytest.mark.parametrize("layout", ["hetjob", "jobs"])
 def test_nodes_of_servers_alone_are_a_group(layout):
-    made = plan(f"launcher.slurm.layout={layout}", "--n_nodes=3", "allocation_mode=embedded:d4+fsdp:d1")
+    made = plan_trial(f"launcher.slurm.layout={layout}", "--n_nodes=3", "allocation_mode=embedded:d4+fsdp:d1")
     trial, servers = made.groups
     assert (trial.name, trial.nodes, servers.name, servers.nodes) == ("trial", [0], "servers", [1, 2])
     own = 1 if layout == "jobs" else 0  # each server node has a supervisor of its own
     assert (trial.cpus_per_node, servers.cpus_per_node) == (1 + 4 + 4, 2 * 4 + own)
     assert Plan.from_json(made.to_json()) == made
-    assert [(unit.index, unit.nodes) for unit in made.units_on([2])] == [(2, [0]), (3, [0])]
-    assert [unit.role for unit in made.units_on([0])] == ["rollout", "trainer"]
+    assert [(unit.index, unit.nodes) for unit in made.list_units_on([2])] == [(2, [0]), (3, [0])]
+    assert [unit.role for unit in made.list_units_on([0])] == ["rollout", "trainer"]
 
 
 def test_gpus_beside_the_trainer_stay_in_its_job():
-    made = plan(
-        "launcher.slurm.layout=jobs",
-        "--n_nodes=2",
-        "allocation_mode=sglang:d12+fsdp:d4",
-        "cluster.n_gpus_per_node=8",
-    )
+    gpus = ("--n_nodes=2", "cluster.n_gpus_per_node=8", "allocation_mode=sglang:d12+fsdp:d4")
+    made = plan_trial("launcher.slurm.layout=jobs", *gpus)
     assert [group.nodes for group in made.groups] == [[0], [1]]
-    assert sum(unit.role == "server" for unit in made.units_on([0])) == 4
+    assert sum(unit.role == "server" for unit in made.list_units_on([0])) == 4
 
 
 @pytest.mark.parametrize("layout", ["hetjob", "jobs"])
 def test_a_layout_without_nodes_for_servers_does_not_fit(layout):
-    with pytest.raises(
-        DoesNotFit,
-        match=f"layout {layout} needs nodes with servers only, but the trainer is on all 1",
-    ):
-        plan(f"launcher.slurm.layout={layout}")
+    words = f"layout {layout} needs nodes with servers only, but the trainer is on all 1"
+    with pytest.raises(DoesNotFit, match=words):
+        plan_trial(f"launcher.slurm.layout={layout}")
 
 
 def test_one_machine_plays_no_jobs():
     with pytest.raises(ConfigError, match="layout jobs needs Slurm, but the trial would run on this machine"):
-        plan("launcher.slurm.layout=jobs", scheduler="local")
+        plan_trial("launcher.slurm.layout=jobs", scheduler="local")

@@ -1,11 +1,12 @@
-"""Meshes of both engines: how they are planned, and what is refused with what would work."""
+"""Meshes of both engines: their plans, and refusals with meshes that fit."""
 
 import pytest
 from model_shapes import QWEN3_8B, QWEN3_30B_A3B
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
-from hpc_rl.core.allocation import TRAIN_BACKENDS, Train, parse
+from hpc_rl.core.allocation import Train, parse
+from hpc_rl.core.backends import TRAIN_BACKENDS
 from hpc_rl.core.errors import ConfigError, DoesNotFit
 from hpc_rl.plan import train_mesh
 from hpc_rl.plan.model_shape import ModelShape
@@ -31,7 +32,7 @@ SFT = [
 ]
 
 
-def planned(*overrides: str, base=GRPO):
+def plan_trial(*overrides: str, base=GRPO):
     checked = check(load([], [*base, *overrides]), files=False)
     made = make_plan(checked.config, checked.explicit, interpreter="python", scheduler="slurm")
     return checked.config, made
@@ -49,26 +50,26 @@ def planned(*overrides: str, base=GRPO):
     ],
 )
 def test_the_engine_is_that_of_the_expression_or_of_the_model_section(overrides, allocation):
-    _, made = planned(*overrides)
+    _, made = plan_trial(*overrides)
     assert made.allocation == allocation
     assert made.units[-1].num_tasks == 4
 
 
 def test_two_engines_in_one_trial_must_agree():
     with pytest.raises(ConfigError, match=r"actor\.backend fsdp, but allocation_mode .* make them agree"):
-        planned("actor.backend=fsdp", "allocation_mode=sglang:d4+megatron:d4")
+        plan_trial("actor.backend=fsdp", "allocation_mode=sglang:d4+megatron:d4")
     with pytest.raises(ConfigError, match=r"ref\.backend megatron, but allocation_mode .*fsdp:d4 .*agree"):
-        planned("ref.path=/r", "ref.backend=megatron")
+        plan_trial("ref.path=/r", "ref.backend=megatron")
 
 
 def test_rows_are_shared_out_among_data_ranks_only():
     # 8 * 4 / 4 rows per update: 16 ranks have 8 data ranks, or 16
     many = ["cluster.n_nodes=4", "allocation_mode=sglang:d16+fsdp:d8t2"]
-    assert planned(*many)[1].units[-1].num_tasks == 16
+    assert plan_trial(*many)[1].units[-1].num_tasks == 16
     with pytest.raises(DoesNotFit, match=r"16 data ranks share 8 row.* use fsdp:d8 or less"):
-        planned("cluster.n_nodes=4", "allocation_mode=sglang:d16+fsdp:d16")
+        plan_trial("cluster.n_nodes=4", "allocation_mode=sglang:d16+fsdp:d16")
     with pytest.raises(DoesNotFit, match=r"12 data ranks share 8 row.* use megatron:d8p2 or less"):
-        planned("cluster.n_nodes=5", "allocation_mode=sglang:d16+megatron:d12p2")
+        plan_trial("cluster.n_nodes=5", "allocation_mode=sglang:d16+megatron:d12p2")
 
 
 @pytest.mark.parametrize(
@@ -82,23 +83,23 @@ def test_rows_are_shared_out_among_data_ranks_only():
 )
 def test_what_does_not_fit_names_the_nearest_with_the_same_sizes(overrides, base, fits):
     with pytest.raises(DoesNotFit) as caught:
-        planned(*overrides, base=base)
+        plan_trial(*overrides, base=base)
     assert f"the nearest that fits: {fits}." in str(caught.value)
 
 
 def test_copies_divide_the_data_ranks_and_parts_of_stages_need_stages():
-    assert planned("actor.fsdp.replicate_size=2", "allocation_mode=sglang:d4+fsdp:d4")
+    assert plan_trial("actor.fsdp.replicate_size=2", "allocation_mode=sglang:d4+fsdp:d4")
     with pytest.raises(DoesNotFit, match=r"fsdp\.replicate_size 3 must divide the data ranks, d 4 .*; use 2"):
-        planned("actor.fsdp.replicate_size=3", "allocation_mode=sglang:d4+fsdp:d4")
+        plan_trial("actor.fsdp.replicate_size=3", "allocation_mode=sglang:d4+fsdp:d4")
     parts = "actor.megatron.virtual_pipeline_size=2"
-    assert planned(parts, "allocation_mode=sglang:d4+megatron:d2p2")
+    assert plan_trial(parts, "allocation_mode=sglang:d4+megatron:d2p2")
     with pytest.raises(ConfigError, match=r"virtual_pipeline_size 2 has no effect .* one stage; use p"):
-        planned(parts, "allocation_mode=sglang:d4+megatron:d4")
+        plan_trial(parts, "allocation_mode=sglang:d4+megatron:d4")
 
 
 def test_tensor_ranks_on_two_nodes_are_noted():
     def notes(allocation):
-        return planned("cluster.n_nodes=4", f"allocation_mode={allocation}")[1].notes
+        return plan_trial("cluster.n_nodes=4", f"allocation_mode={allocation}")[1].notes
 
     assert any(
         "t 16 does not divide the 8 ranks of a node" in note for note in notes("sglang:d16+megatron:t16")
@@ -106,9 +107,9 @@ def test_tensor_ranks_on_two_nodes_are_noted():
     assert not any("tensor ranks" in note for note in notes("sglang:d16+megatron:d2t8"))
 
 
-def problem(content: dict, allocation: str, *overrides: str) -> str:
-    config, made = planned(f"allocation_mode={allocation}", "cluster.n_nodes=3", *overrides)
-    return "\n".join(train_mesh.problems(config, made, {"/m": content}))
+def find_problem(content: dict, allocation: str, *overrides: str) -> str:
+    config, made = plan_trial(f"allocation_mode={allocation}", "cluster.n_nodes=3", *overrides)
+    return "\n".join(train_mesh.find_problems(config, made, {"/m": content}))
 
 
 @pytest.mark.parametrize(
@@ -149,34 +150,34 @@ def problem(content: dict, allocation: str, *overrides: str) -> str:
 )  # fmt: skip
 def test_models_that_a_mesh_divides_or_not(content, mesh, words):
     units = parse(mesh).train.num_units
-    found = problem(content, f"sglang:d{24 - units}+{mesh}")
+    found = find_problem(content, f"sglang:d{24 - units}+{mesh}")
     assert words in found and bool(found) == bool(words)
 
 
 def test_parts_of_stages_divide_the_layers_too():
     parts = "actor.megatron.virtual_pipeline_size"
-    assert not problem(QWEN3_8B, "sglang:d16+megatron:d4p2", f"{parts}=2")
-    assert "36 layers, not a multiple of p 2 * megatron.virtual_pipeline_size 4" in problem(
+    assert not find_problem(QWEN3_8B, "sglang:d16+megatron:d4p2", f"{parts}=2")
+    assert "36 layers, not a multiple of p 2 * megatron.virtual_pipeline_size 4" in find_problem(
         QWEN3_8B, "sglang:d16+megatron:d4p2", f"{parts}=4"
     )
     # a mesh of one stage is refused with parts
     layers = QWEN3_8B | {"num_hidden_layers": 94}
-    found = problem(layers, "sglang:d16+megatron:d4p2", f"{parts}=2")
+    found = find_problem(layers, "sglang:d16+megatron:d4p2", f"{parts}=2")
     assert "What fits: megatron:d4p2 with megatron.virtual_pipeline_size 1." in found
-    assert not problem(layers, "sglang:d16+megatron:d4p2", f"{parts}=1")
+    assert not find_problem(layers, "sglang:d16+megatron:d4p2", f"{parts}=1")
 
 
 def test_layers_that_are_recomputed_together_divide_those_of_a_stage():
     mesh, together = "sglang:d16+megatron:d4p2", "actor.megatron.recompute_num_layers"
-    found = problem(QWEN3_8B, mesh, f"{together}=4")
+    found = find_problem(QWEN3_8B, mesh, f"{together}=4")
     assert found == (
         "actor.megatron.recompute_num_layers 4 must divide the 18 layers of each part of a stage of "
         "megatron:d4p2; use 3."
     )
-    assert not problem(QWEN3_8B, mesh, f"{together}=3")
-    assert not problem(QWEN3_8B, mesh, f"{together}=4", "actor.gradient_checkpointing=false")
-    assert not problem(QWEN3_8B, mesh, f"{together}=4", "actor.megatron.recompute_method=block")
-    assert "the 9 layers" in problem(
+    assert not find_problem(QWEN3_8B, mesh, f"{together}=3")
+    assert not find_problem(QWEN3_8B, mesh, f"{together}=4", "actor.gradient_checkpointing=false")
+    assert not find_problem(QWEN3_8B, mesh, f"{together}=4", "actor.megatron.recompute_method=block")
+    assert "the 9 layers" in find_problem(
         QWEN3_8B, mesh, f"{together}=2", "actor.megatron.virtual_pipeline_size=2"
     )
 
@@ -194,23 +195,23 @@ def test_layers_that_are_recomputed_together_divide_those_of_a_stage():
 def test_context_parallelism_by_fsdp_needs_packed_rows(mesh, option, words):
     overrides = [f"allocation_mode=sglang:d8+{mesh}", f"actor.{option}", "cluster.n_nodes=2"]
     if not words:
-        assert planned(*overrides)
+        assert plan_trial(*overrides)
         return
     with pytest.raises(ConfigError, match=words):
-        planned(*overrides)
+        plan_trial(*overrides)
 
 
 def test_the_reference_model_is_divided_too():
-    config, made = planned("allocation_mode=sglang:d4+megatron:t4", "ref.path=/r")
+    config, made = plan_trial("allocation_mode=sglang:d4+megatron:t4", "ref.path=/r")
     small = QWEN3_8B | {"num_attention_heads": 14, "num_key_value_heads": 2}
-    [found] = train_mesh.problems(config, made, {"/m": QWEN3_8B, "/r": small})
+    [found] = train_mesh.find_problems(config, made, {"/m": QWEN3_8B, "/r": small})
     assert "ref.path /r has 14 attention heads" in found and "What fits: megatron:d2t2" in found
 
 
 def test_the_nearest_mesh_keeps_the_number_of_ranks_and_divides_the_model():
     shape = ModelShape.of(QWEN3_8B | {"num_attention_heads": 12, "num_key_value_heads": 2})
-    found = train_mesh.nearest(Train("megatron", d=1, p=8, t=8), shape)
-    assert found.num_units == 64 and not list(train_mesh.remainders(found, shape))
+    found = train_mesh.find_nearest(Train("megatron", d=1, p=8, t=8), shape)
+    assert found.num_units == 64 and not list(train_mesh.find_remainders(found, shape))
     assert (found.t, found.p) == (4, 4)
 
 

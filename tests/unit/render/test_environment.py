@@ -13,10 +13,9 @@ from hpc_rl.render.jinja_environment import LayeredEnvironment, comment, directi
 
 @pytest.mark.parametrize("source", ["{{ x }}", "{{ x | sh }}", "{{ x | directive }}", "{{ x | comment }}"])
 def test_none_and_misspelt_names_are_refused(source):
-    with pytest.raises(jinja2.UndefinedError):
-        LayeredEnvironment().from_string(source).render(x=None)
-    with pytest.raises(jinja2.UndefinedError):
-        LayeredEnvironment().from_string(source).render(y=1)
+    for values in ({"x": None}, {"y": 1}):
+        with pytest.raises(jinja2.UndefinedError):
+            LayeredEnvironment().from_string(source).render(**values)
 
 
 @settings(max_examples=8, deadline=None)
@@ -24,9 +23,8 @@ def test_none_and_misspelt_names_are_refused(source):
 def test_bash_reads_what_sh_wrote(words):
     words = [*words, "$(touch /tmp/pwned)", "a b", "'", '"', "\n", "\\", "`id`", "ü", "-n", "*", "!x", "~"]
     script = "printf '%s\\0' " + " ".join(map(sh, words))
-    assert subprocess.run(["bash", "-c", script], capture_output=True).stdout.decode() == "".join(
-        f"{word}\0" for word in words
-    )
+    read = subprocess.run(["bash", "-c", script], capture_output=True).stdout.decode()
+    assert read == "".join(f"{word}\0" for word in words)
 
 
 @pytest.mark.parametrize("value", ["a\nb", "a\rb", "a\u2028b", "x\0"])

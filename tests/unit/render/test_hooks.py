@@ -4,18 +4,19 @@ import fcntl
 import os
 import signal
 import subprocess
-import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from job_scripts import RUN_JOB
+from job_scripts import RUN_JOB, write_programs
+from patience import wait_until
 
 from hpc_rl.config.options.cluster import HooksConfig
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import JsonLines
 from hpc_rl.core.trial import Trial
-from hpc_rl.render.hooks import gather, removal
+from hpc_rl.render.hooks import gather, make_removal
 
 SUPERVISOR = (
     f"#!/bin/bash\n{RUN_JOB}"
@@ -29,34 +30,20 @@ exit "$(cat "$NOTES.code" 2>/dev/null || echo 0)"
 
 @dataclass
 class Runner:
-    """The local script of a trial, and what its processes noted."""
+    """The script of a trial, and the notes of its processes."""
 
     here: Path
     trial: Trial
-    make: object
+    written: Callable[..., Path]
 
     @property
     def notes(self) -> Path:
         return self.here / "notes"
 
     def start(self, hooks: dict, site: Path | None = None, scheduler: str = "local") -> subprocess.Popen[str]:
-        python = self.here / "python"
-        python.write_text(SUPERVISOR)
-        python.chmod(0o755)
-        self.trial.make_dirs()
-        self.trial.scripts.mkdir(exist_ok=True)
-        texts = self.make(
-            scheduler, python=str(python), workdir=self.here, hooks=hooks, site=[site] if site else []
-        )
-        for name, text in texts.items():
-            (self.trial.scripts / name).write_text(text)
-            (self.trial.scripts / name).chmod(0o755)
-        env = os.environ | {"NOTES": str(self.notes)}
-        argv = [
-            "bash",
-            str(self.trial.scripts / {"local": "local.sh", "slurm": "trial.sbatch"}[scheduler]),
-            "job",
-        ]
+        write_programs(self.here, {"python": SUPERVISOR})
+        script = self.written(scheduler, self.here / "python", hooks=hooks, site=[site] if site else [])
+        env, argv = os.environ | {"NOTES": str(self.notes)}, ["bash", str(script), "job"]
         return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
     def run(self, hooks: dict, site: Path | None = None, scheduler: str = "local") -> tuple[int, str]:
@@ -72,8 +59,8 @@ class Runner:
 
 
 @pytest.fixture
-def runner(scripts, tmp_path):
-    return Runner(tmp_path, Trial(tmp_path / "exp" / "one"), scripts)
+def runner(written, trial, tmp_path):
+    return Runner(tmp_path, trial, written)
 
 
 def note(*words: str) -> str:
@@ -81,42 +68,25 @@ def note(*words: str) -> str:
 
 
 def test_they_run_in_their_order_site_first_and_site_last(runner, tmp_path):
-    (tmp_path / "site" / "hooks.d").mkdir(parents=True)
-    (tmp_path / "site" / "hooks.d" / "pre_job").write_text(note("site", "pre_job", "$HPC_RL_ATTEMPT"))
-    (tmp_path / "site" / "hooks.d" / "post_job").write_text(note("site", "post_job", "$HPC_RL_CODE"))
-    own = {
-        event: note(event, "$HPC_RL_HOOK")
-        for event in ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
-    }
+    told = {"pre_job": "$HPC_RL_ATTEMPT", "post_job": "$HPC_RL_CODE"}
+    of_site = {event: note("site", event, variable) for event, variable in told.items()}
+    write_programs(tmp_path / "site" / "hooks.d", of_site)
+    events = ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
+    own = {event: note(event, "$HPC_RL_HOOK") for event in events}
     code, said = runner.run(own, tmp_path / "site")
     assert code == 0, said
-    lines = [
-        "site pre_job job.0",
-        "pre_job pre_job",
-        "pre_node pre_node",
-        "supervisor",
-        "post_node post_node",
-    ]
-    assert runner.noted() == [*lines, "post_job post_job", "site post_job 0"]
+    before = ["site pre_job job.0", "pre_job pre_job", "pre_node pre_node"]
+    after = ["post_node post_node", "post_job post_job", "site post_job 0"]
+    assert runner.noted() == [*before, "supervisor", *after]
 
 
-def test_they_run_around_every_attempt(runner):
+def test_they_run_around_every_attempt_and_are_told_its_code(runner):
     (runner.here / "notes.code").write_text("75")
-    again = 'if [[ $HPC_RL_ATTEMPT == job.1 ]]; then echo 0 >"$NOTES.code"; fi\n'
-    assert (
-        runner.run(
-            {"pre_job": note("pre", "$HPC_RL_ATTEMPT") + again, "post_job": note("post", "$HPC_RL_CODE")}
-        )[0]
-        == 0
-    )
-    assert runner.noted() == ["pre job.0", "supervisor", "post 75", "pre job.1", "supervisor", "post 0"]
-
-
-def test_what_runs_afterwards_is_told_the_code_of_the_attempt(runner):
-    (runner.here / "notes.code").write_text("70")
+    again = 'if [[ $HPC_RL_ATTEMPT == job.1 ]]; then echo 70 >"$NOTES.code"; fi\n'
     told = {event: note(event, "$HPC_RL_CODE") for event in ("post_node", "post_job")}
-    assert runner.run(told)[0] == 70
-    assert runner.noted() == ["supervisor", "post_node 70", "post_job 70"]
+    assert runner.run({"pre_job": note("pre_job", "$HPC_RL_ATTEMPT") + again, **told})[0] == 70
+    first = ["pre_job job.0", "supervisor", "post_node 75", "post_job 75"]
+    assert runner.noted() == [*first, "pre_job job.1", "supervisor", "post_node 70", "post_job 70"]
 
 
 SRUN = """#!/bin/bash
@@ -127,22 +97,19 @@ exec "$@"
 
 
 def test_words_of_a_sites_task_prolog_are_no_answers(runner, tmp_path, monkeypatch):
-    (tmp_path / "bin").mkdir()
-    (tmp_path / "bin" / "srun").write_text(SRUN)
-    (tmp_path / "bin" / "srun").chmod(0o755)
-    for name, value in {
+    write_programs(tmp_path / "bin", {"srun": SRUN})
+    environ = {
         "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
         "SLURM_JOB_NUM_NODES": "1",
         "SLURM_JOB_ID": "7",
-    }.items():
+    }
+    for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    code, said = runner.run(
-        {"pre_node": note("pre_node"), "post_node": "#!/bin/bash\nexit 5\n"}, scheduler="slurm"
-    )
+    hooks = {"pre_node": note("pre_node"), "post_node": "#!/bin/bash\nexit 5\n"}
+    code, said = runner.run(hooks, scheduler="slurm")
     assert code == 0 and "hook.post_node.0 ended with code 5" in said, said
-    assert (
-        runner.noted() == ["pre_node", "supervisor"] and "Welcome" not in said and "answers came" not in said
-    )
+    assert runner.noted() == ["pre_node", "supervisor"]
+    assert "Welcome" not in said and "answers came" not in said
 
 
 @pytest.mark.parametrize(
@@ -168,17 +135,10 @@ def test_one_that_fails_afterwards_is_only_told(runner):
     assert log.read_text() == "words\n"
 
 
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 50
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.05)
-
-
 def test_told_to_end_runs_on_preempt_once_beside_the_supervisor(runner):
     (runner.here / "notes.wait").touch()
     process = runner.start({"on_preempt": note("preempt"), "post_job": note("post")})
-    wait_for(runner.here / "notes.waits")
+    wait_until((runner.here / "notes.waits").exists)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143
@@ -187,7 +147,7 @@ def test_told_to_end_runs_on_preempt_once_beside_the_supervisor(runner):
 
 def test_told_to_end_ends_a_hook_too(runner):
     process = runner.start({"pre_job": '#!/bin/bash\ntouch "$NOTES.in"\nsleep 300\n'})
-    wait_for(runner.here / "notes.in")
+    wait_until((runner.here / "notes.in").exists)
     process.send_signal(signal.SIGTERM)
     process.communicate(timeout=60)
     assert process.returncode == 143 and runner.noted() == []
@@ -200,9 +160,8 @@ def test_a_script_is_a_path_or_a_text(tmp_path):
     assert found["pre_job"] == {"hook.pre_job.0": "#!/bin/bash\ntrue\n"}
     assert found["post_job"] == {"hook.post_job.0": "#!/bin/bash\necho a\necho b\n"}
     assert not any(found[event] for event in ("pre_node", "post_node", "on_preempt"))
-    with pytest.raises(
-        ConfigError, match=r"launcher\.hooks\.pre_job: .* can't be read: No such file .*several lines"
-    ):
+    unread = r"launcher\.hooks\.pre_job: .* can't be read: No such file .*several lines"
+    with pytest.raises(ConfigError, match=unread):
         gather(HooksConfig(pre_job=str(tmp_path / "nowhere")), [])
     with pytest.raises(ConfigError, match=r"launcher\.hooks\.dir"):
         gather(HooksConfig(dir=str(tmp_path / "nowhere")), [])
@@ -214,7 +173,7 @@ def test_what_a_job_leaves_in_local_dir_is_removed_and_what_another_uses_is_not(
     own, other = (disk / f"hpc-rl-{os.getuid()}-{job}" for job in (7, 8))
     for folder in (own, other):
         (folder / "copies").mkdir(parents=True)
-    [text] = removal(local_dir.format(disk)).values()
+    [text] = make_removal(local_dir.format(disk)).values()
     env = {"PATH": os.environ["PATH"], "HPC_RL_ATTEMPT": "7.0", "DISK": str(tmp_path)}
     held = os.open(own, os.O_RDONLY)
     fcntl.flock(held, fcntl.LOCK_SH)  # by a role of another trial in this job

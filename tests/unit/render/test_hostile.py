@@ -1,6 +1,4 @@
-"""Texts that a shell would act on, in every option that reaches a script: refused in words, or inert under
-bash.
-"""
+"""Texts that a shell would execute, in every option that reaches a script: refused, or inert under bash."""
 
 import dataclasses
 import functools
@@ -13,9 +11,9 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from job_scripts import RUN_JOB
+from job_scripts import RUN_JOB, make_stamp, write_programs
 
-from hpc_rl.config.load.fields import options
+from hpc_rl.config.load.fields import list_options
 from hpc_rl.config.load.load import Loaded, load
 from hpc_rl.config.options.cluster import HooksConfig
 from hpc_rl.config.options.experiment import SFTConfig
@@ -25,29 +23,16 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render.jinja_environment import LINE_BREAK
 from hpc_rl.render.lint import check_bash, check_directives
-from hpc_rl.render.scripts import Stamp, render, script_name
+from hpc_rl.render.scripts import choose_script_name, render
 
-BASE = [
-    "experiment_name=e",
-    "trial_name=t",
-    "train_dataset.path=/d",
-    "train_dataset.batch_size=8",
-    "model.path=/m",
-]
-BASE += ["cluster.n_gpus_per_node=0", "recover.mode=auto"]
+BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "train_dataset.batch_size=8"]
+BASE += ["model.path=/m", "cluster.n_gpus_per_node=0", "recover.mode=auto"]
 # What can't be judged by a text alone: the path of what is run, and directories that must exist.
-NOT_HERE = {
-    "launcher.python",
-    "launcher.templates_dir",
-    "cluster.fileroot",
-    "launcher.hooks.dir",
-    "launcher.setup",  # it is code
-    "trainer",
-    "launcher.type",
-}
+NOT_HERE = {"launcher.python", "launcher.templates_dir", "cluster.fileroot", "launcher.hooks.dir"}
+NOT_HERE |= {"launcher.setup", "trainer", "launcher.type"}  # the first is code
 TEXTS = sorted(
     name
-    for name, hint in options(SFTConfig).items()
+    for name, hint in list_options(SFTConfig).items()
     if name.startswith(("launcher.", "cluster.", "experiment_name", "trial_name"))
     and "str" in str(hint)
     and name not in NOT_HERE
@@ -83,9 +68,8 @@ def accepted(text: str) -> tuple[list[str], list[str]]:
         try:
             check(load([], [*BASE, _said(name, text)], profiles=[]), files=False)
         except ConfigError as error:
-            assert name.rpartition(".")[2] in str(error) or "launcher" in str(error), (
-                f"{name} is not named: {error}"
-            )
+            told = f"{name} is not named: {error}"
+            assert name.rpartition(".")[2] in str(error) or "launcher" in str(error), told
             refused.append(name)
         else:
             fine.append(name)
@@ -93,14 +77,11 @@ def accepted(text: str) -> tuple[list[str], list[str]]:
 
 
 def _said(name: str, text: str) -> str:
-    """The option as an argument; JSON is YAML, and says exactly this text."""
-    value = (
-        [f"--hint={text}"]
-        if name.endswith("extra_args")
-        else {"NAME": text}
-        if name.endswith(("env_vars", "launcher.env"))
-        else text
-    )
+    """The option as an argument: JSON is valid YAML for exactly this text."""
+    if name.endswith("extra_args"):
+        value = [f"--hint={text}"]
+    else:
+        value = {"NAME": text} if name.endswith(("env_vars", "launcher.env")) else text
     return f"{name}={json.dumps(value)}"
 
 
@@ -117,19 +98,10 @@ def run_with(text: str, here: Path) -> int:
     for scheduler in ("local", "slurm"):
         try:
             loaded = _together(text)
-            plan = make_plan(
-                loaded.config, loaded.explicit, interpreter=str(root / "py thon"), scheduler=scheduler
-            )
+            own = {"interpreter": str(root / "py thon"), "scheduler": scheduler}
+            plan = make_plan(loaded.config, loaded.explicit, **own)
             trial = Trial(root / "runs" / loaded.config.experiment_name / loaded.config.trial_name)
-            stamp = Stamp(
-                version=text,
-                config_sha256="0",
-                command=["render", text],
-                tag="tag",
-                wheel="w.zip",
-                workdir=root,
-                start_mode="auto",
-            )
+            stamp = make_stamp(root, version=text, command=["render", text])
             texts = render(_with_hooks(loaded.config), plan, trial, stamp, scheduler)
         except ConfigError:
             continue  # options that exclude each other once both are given
@@ -143,9 +115,8 @@ def _together(text: str) -> Loaded:
     Raises ConfigError.
     """
     fine, _ = accepted(text)
-    without = [
-        name for name in fine if "image" not in name and not name.endswith(("mount", "nfs_record_root"))
-    ]
+    bound = ("mount", "nfs_record_root")
+    without = [name for name in fine if "image" not in name and not name.endswith(bound)]
     for names in (fine, without):
         try:
             return check(load([], [*BASE, *(_said(name, text) for name in names)], profiles=[]), files=False)
@@ -162,33 +133,20 @@ def _with_hooks(config):
 
 def _execute(texts: dict[str, str], trial: Trial, root: Path, here: Path, scheduler: str) -> None:
     trial.make_dirs()
-    trial.scripts.mkdir(exist_ok=True)
-    python = root / "py thon"
-    python.write_text(STUB)
-    python.chmod(0o755)
-    for name, script in texts.items():
-        (trial.scripts / name).write_text(script)
-        (trial.scripts / name).chmod(0o755)
-    main = script_name(scheduler)
+    write_programs(root, {"py thon": STUB})
+    write_programs(trial.scripts, texts)
+    main = choose_script_name(scheduler)
     for name in (main, "site.sh", *(["steps.sh"] if scheduler == "slurm" else [])):
         assert check_bash(texts[name]) == [], name
     assert [problem for problem in check_directives(texts[main]) if "variable" not in problem.message] == []
     first = next(i for i, line in enumerate(texts[main].split("\n")) if line and not line.startswith("#"))
     assert texts[main].split("\n")[first] == "set -euo pipefail", "a text became a line of the script"
     (here / "argv").unlink(missing_ok=True)
-    env = {
-        "PATH": os.environ["PATH"],
-        "HERE": str(here),
-        "HOME": str(here),
-        "SLURM_JOB_ID": "7",
-        "SLURMD_NODENAME": "n1",
-    }
-    argv = ["bash", str(trial.scripts / main), *(["job"] if scheduler == "local" else [])]
     bin_ = here / "bin"
-    bin_.mkdir(exist_ok=True)
-    (bin_ / "srun").write_text('#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n')
-    (bin_ / "srun").chmod(0o755)
-    env["PATH"] = f"{bin_}:{env['PATH']}"
+    write_programs(bin_, {"srun": '#!/bin/bash\nwhile [[ $1 == -* ]]; do shift; done\nexec "$@"\n'})
+    env = {"PATH": f"{bin_}:{os.environ['PATH']}", "HERE": str(here), "HOME": str(here)}
+    env |= {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1"}
+    argv = ["bash", str(trial.scripts / main), *(["job"] if scheduler == "local" else [])]
     done = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     said = (here / "argv").read_bytes().decode().split("\0")
@@ -197,14 +155,9 @@ def _execute(texts: dict[str, str], trial: Trial, root: Path, here: Path, schedu
     if scheduler == "slurm":
         # The launch line of a role: the words of a container and of the user's own options stay words.
         step = ["trainer", "trainer-0.0", "n1", "%t.log", "", "1", "-m", "the_role"]
-        (bin_ / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
-        done = subprocess.run(
-            ["bash", str(trial.scripts / "steps.sh"), *step],
-            cwd=root,
-            env=env,
-            capture_output=True,
-            text=True,
-        )
+        write_programs(bin_, {"srun": '#!/bin/bash\nprintf "%s\\0" "$@"\n'})
+        argv = ["bash", str(trial.scripts / "steps.sh"), *step]
+        done = subprocess.run(argv, cwd=root, env=env, capture_output=True, text=True)
         assert done.returncode == 0 and done.stdout.split("\0")[-3:] == ["-m", "the_role", ""], done.stderr
     assert not list(here.rglob("pwned")) and not Path("pwned").exists()
 
@@ -221,12 +174,11 @@ def test_some_options_take_each_of_them():
     assert "launcher.slurm.comment" in accepted("a\nb")[1]
 
 
+ANY = st.characters(blacklist_categories=("Cs",), blacklist_characters="\0")
+
+
 @settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    text=st.text(
-        st.characters(blacklist_categories=("Cs",), blacklist_characters="\0"), min_size=1, max_size=40
-    )
-)
+@given(text=st.text(ANY, min_size=1, max_size=40))
 def test_any_text_is_inert(text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run_with(text, tmp_path / "here")

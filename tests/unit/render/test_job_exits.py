@@ -1,13 +1,12 @@
 """Every row of the tables in supervise/failure_policy.py, as the job script follows it with a supervisor of a few lines."""
 
-import os
 import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
-from job_scripts import RUN_JOB
+from job_scripts import RUN_JOB, write_programs
+from patience import wait_until
 
 from hpc_rl.core.errors import ExitCode, StopCause
 from hpc_rl.core.files import JsonLines
@@ -39,24 +38,15 @@ if [[ $2 == job ]]; then cat "$HERE/reason"; fi
 
 
 @pytest.fixture
-def job(scripts, tmp_path):
+def job(written, job_environ, tmp_path):
     """`job("auto", code="75")`: the process of the batch script of job 7."""
 
-    def start(mode: str = "auto", code: str = "0", reason: str = " Reason=None ") -> subprocess.Popen[bytes]:
-        for name, text in (("python", SUPERVISOR), ("scontrol", SCONTROL)):
-            (tmp_path / name).write_text(text)
-            (tmp_path / name).chmod(0o755)
+    def start(mode: str = "auto", code: str = "0", reason: str = "None") -> subprocess.Popen[bytes]:
+        write_programs(tmp_path, {"python": SUPERVISOR, "scontrol": SCONTROL})
         (tmp_path / "code").write_text(f"{code}\n")
-        (tmp_path / "reason").write_text(reason)
-        trial = Trial(tmp_path / "exp" / "one")
-        trial.make_dirs()
-        texts = scripts("slurm", python=str(tmp_path / "python"), workdir=tmp_path, mode=mode)
-        for name, text in texts.items():
-            (trial.scripts / name).write_text(text)
-        env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        env |= {"HERE": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-        argv = ["bash", trial.scripts / "trial.sbatch"]
-        started.append(subprocess.Popen(argv, env=env, stderr=subprocess.DEVNULL))
+        (tmp_path / "reason").write_text(f" Reason={reason} ")
+        argv = ["bash", written("slurm", tmp_path / "python", mode=mode)]
+        started.append(subprocess.Popen(argv, env=job_environ, stderr=subprocess.DEVNULL))
         return started[-1]
 
     started: list[subprocess.Popen[bytes]] = []
@@ -72,13 +62,6 @@ def last(tmp_path: Path) -> dict:
 
 def starts(tmp_path: Path) -> int:
     return len((tmp_path / "starts").read_text().split())
-
-
-def wait_for(path: Path) -> None:
-    deadline = time.monotonic() + 50
-    while not path.exists():
-        assert time.monotonic() < deadline, path
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(
@@ -101,9 +84,8 @@ def test_each_exit_code_is_followed_as_the_table_says(job, tmp_path, code):
 def test_kills_of_the_supervisor_count_until_there_is_a_new_checkpoint(job, tmp_path, progress, num_starts):
     assert AFTER_SIGNAL.action is ScriptAction.RESTART_SUPERVISOR
     (tmp_path / "progress").write_text("".join(f"{start}\n" for start in progress))
-    (tmp_path / "exp" / "one" / "recover" / "gen-00000100").mkdir(
-        parents=True
-    )  # one of before counts as none
+    # one of before counts as none
+    (tmp_path / "exp" / "one" / "recover" / "gen-00000100").mkdir(parents=True)
     assert job(code="KILL").wait(60) == 137 and starts(tmp_path) == num_starts
     assert last(tmp_path)["reason"] == AFTER_SIGNAL.reason
 
@@ -116,10 +98,8 @@ def test_nothing_is_started_again_where_the_mode_is_disabled(job, tmp_path):
 @pytest.mark.parametrize("cause", AFTER_STOP)
 def test_each_stop_that_the_script_knows_of_comes_before_the_exit_code(job, tmp_path, cause):
     (tmp_path / "waits").touch()
-    process = job(
-        code="75", reason=" Reason=TimeLimit " if cause is StopCause.TIME_LIMIT else " Reason=None "
-    )
-    wait_for(tmp_path / "waiting")
+    process = job(code="75", reason="TimeLimit" if cause is StopCause.TIME_LIMIT else "None")
+    wait_until((tmp_path / "waiting").exists)
     if cause is StopCause.CANCELLED:
         Trial(tmp_path / "exp" / "one").cancel_intent("7").write_text("{}")
     process.send_signal(signal.SIGTERM)

@@ -1,27 +1,22 @@
-"""What the layouts ask of Slurm for the nodes of the servers, and what is passed to submitit."""
+"""The layouts' Slurm requests for server nodes, and the parameters of submitit."""
 
 import json
 from pathlib import Path
 
 import pytest
+from job_scripts import make_stamp
+from small_configs import WORDS
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
-from hpc_rl.render.scripts import Stamp, render
-from hpc_rl.trials.preflight import job_requests
+from hpc_rl.render.scripts import render
+from hpc_rl.trials.preflight import list_job_requests
 
-BASE = [
-    "experiment_name=e",
-    "trial_name=t",
-    "train_dataset.path=/t",
-    "actor.path=/m",
-    "cluster.n_gpus_per_node=0",
-]
-BASE += ["cluster.n_nodes=3", "allocation_mode=embedded:d2+fsdp:d1", "launcher.type=slurm"]
-BASE += ["train_dataset.batch_size=8", "recover.mode=auto"]
+BASE = [*WORDS, "cluster.n_gpus_per_node=0", "launcher.type=slurm", "recover.mode=auto"]
+BASE += ["cluster.n_nodes=3", "allocation_mode=embedded:d2+fsdp:d1", "train_dataset.batch_size=8"]
 
 
 def made(*options: str):
@@ -32,10 +27,7 @@ def made(*options: str):
 
 def scripts(*options: str, avoid: tuple[str, ...] = ()) -> dict[str, str]:
     config, plan = made(*options)
-    where = {"wheel": "w.zip", "workdir": Path("/w")}
-    stamp = Stamp(
-        version="1", config_sha256="0", command=["x"], tag="TAG", start_mode="auto", avoid=avoid, **where
-    )
+    stamp = make_stamp(Path("/w"), tag="TAG", avoid=avoid)
     return render(config, plan, Trial(Path("/r/e/t")), stamp, "slurm")
 
 
@@ -46,32 +38,18 @@ def directives(text: str) -> list[list[str]]:
     return [lines[:at], lines[at + 1 :]]
 
 
-SPARE = [
-    "partition=normal",
-    "account=lab",
-    "qos=high",
-    "time=2-0",
-    "servers.partition=spare",
-    "servers.qos=preemptible",
-]
+SPARE = ["partition=normal", "account=lab", "qos=high", "time=2-0"]
+SPARE += ["servers.partition=spare", "servers.qos=preemptible"]
 
 
 def test_the_servers_array_takes_its_own_options_over_the_sections():
-    texts = scripts(
-        "layout=jobs", *SPARE, "servers.time=4:00:00", "servers.max_running=1", "dependency=afterok:7"
-    )
+    own = ("servers.time=4:00:00", "servers.max_running=1", "dependency=afterok:7")
+    texts = scripts("layout=jobs", *SPARE, *own)
     trial, servers = directives(texts["trial.sbatch"])[0], directives(texts["servers.sbatch"])[0]
-    assert {"--partition=normal", "--qos=high", "--time=2-0", "--nodes=1", "--dependency=afterok:7"} <= set(
-        trial
-    )
-    assert {
-        "--partition=spare",
-        "--qos=preemptible",
-        "--time=4:00:00",
-        "--account=lab",
-        "--array=0-1%1",
-    } <= set(servers)
-    assert {"--nodes=1", "--requeue"} <= set(servers)
+    assert {"--partition=normal", "--qos=high", "--time=2-0", "--nodes=1"} <= set(trial)
+    assert "--dependency=afterok:7" in trial
+    assert {"--partition=spare", "--qos=preemptible", "--time=4:00:00", "--account=lab"} <= set(servers)
+    assert {"--array=0-1%1", "--nodes=1", "--requeue"} <= set(servers)
     assert not any(line.startswith("--dependency") for line in servers), "only the trial waits for other jobs"
 
 
@@ -97,20 +75,15 @@ def test_bad_nodes_are_avoided_by_every_part_and_only_by_this_submission(layout)
 
 
 def test_a_component_says_only_what_is_its_own():
-    first, second = directives(
-        scripts("layout=hetjob", *SPARE, "mail_type=END", "mail_user=me")["trial.sbatch"]
-    )
+    texts = scripts("layout=hetjob", *SPARE, "mail_type=END", "mail_user=me")
+    first, second = directives(texts["trial.sbatch"])
     assert {"--nodes=1", "--partition=normal", "--mail-type=END"} <= set(first)
     assert {"--nodes=2", "--partition=spare", "--qos=preemptible", "--account=lab"} <= set(second)
-    first, second = directives(scripts("layout=hetjob", "extra_args=[--hint=nomultithread]")["trial.sbatch"])
-    assert "--hint=nomultithread" in first and "--hint=nomultithread" in second, (
-        "sbatch reads them by component"
-    )
-    assert not [
-        line
-        for line in second
-        if line.startswith(("--job-name", "--mail", "--output", "--signal", "--requeue"))
-    ]
+    # sbatch reads them by component
+    parts = directives(scripts("layout=hetjob", "extra_args=[--hint=nomultithread]")["trial.sbatch"])
+    assert all("--hint=nomultithread" in part for part in parts)
+    of_job = ("--job-name", "--mail", "--output", "--signal", "--requeue")
+    assert not [line for line in parts[1] if line.startswith(of_job)]
 
 
 @pytest.mark.parametrize(("how", "line"), [("requeue", "--requeue"), ("successor", "--no-requeue")])
@@ -121,40 +94,29 @@ def test_where_requeue_is_refused_nothing_asks_for_it(how, line):
 
 
 def test_both_parts_are_compared_with_the_cluster():
-    config, plan = made("layout=jobs", *SPARE)
-    found = [(one.launcher.slurm.partition, part.n_nodes) for one, part in job_requests(config, plan)]
-    assert found == [("normal", 1), ("spare", 1)]
-    config, plan = made("layout=hetjob", *SPARE)
-    assert [(one.launcher.slurm.partition, part.n_nodes) for one, part in job_requests(config, plan)] == [
-        ("normal", 1),
-        ("spare", 2),
-    ]
+    for layout, n_nodes in (("jobs", 1), ("hetjob", 2)):
+        requests = list_job_requests(*made(f"layout={layout}", *SPARE))
+        found = [(one.launcher.slurm.partition, part.n_nodes) for one, part in requests]
+        assert found == [("normal", 1), ("spare", n_nodes)]
 
 
 def test_node_hooks_are_refused_where_one_srun_does_not_reach_all():
-    with pytest.raises(
-        ConfigError, match=r"launcher\.hooks\.pre_node.* does not work with launcher\.slurm\.layout hetjob"
-    ):
-        scripts("layout=hetjob", "launcher.hooks.pre_node='#!/bin/sh'")
-    assert (
-        "server_attempts" in scripts("layout=jobs", "launcher.hooks.pre_node='#!/bin/sh'")["servers.sbatch"]
-    )
+    hook, words = "launcher.hooks.pre_node='#!/bin/sh'", "does not work with launcher.slurm.layout hetjob"
+    with pytest.raises(ConfigError, match=rf"launcher\.hooks\.pre_node.* {words}"):
+        scripts("layout=hetjob", hook)
+    assert "server_attempts" in scripts("layout=jobs", hook)["servers.sbatch"]
 
 
 def test_what_submitit_is_told():
-    texts = scripts(
-        "backend=submitit", "time=2:00:00", "partition=p", "extra_args=[--hint=nomultithread]", "wckey=w"
-    )
+    own = ("time=2:00:00", "partition=p", "extra_args=[--hint=nomultithread]", "wckey=w")
+    texts = scripts("backend=submitit", *own)
     told = json.loads(texts["submitit.json"])
     options = told["additional_parameters"]
     assert (told["time"], told["wckey"], options["time"], options["partition"]) == (120, "w", "2:00:00", "p")
-    assert (
-        options["signal"] == "USR2@300" and options["requeue"] is True and options["hint"] == "nomultithread"
-    )
+    assert (options["signal"], options["requeue"]) == ("USR2@300", True)
+    assert options["hint"] == "nomultithread"
     assert "--overlap" in told["srun_args"], "its step leaves the job to the roles"
-    assert told["setup"] == ["trap '' USR1"], (
-        "the nudge of a cancel does not kill the batch shell, which is submitit's"
-    )
+    assert told["setup"] == ["trap '' USR1"], "a nudge does not kill the batch shell, which is submitit's"
     assert " backend=submitit " in texts["trial.sbatch"]
 
 

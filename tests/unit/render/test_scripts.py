@@ -5,27 +5,23 @@ import re
 from pathlib import Path
 
 import pytest
+from toy_plans import toy_unit
 
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.plan.schema import Group, Unit
+from hpc_rl.plan.schema import Group
 from hpc_rl.render import scripts as script_names
-from hpc_rl.render.slurm_options import directives, signal_lead_s
+from hpc_rl.render.slurm_options import compute_signal_lead_s, make_directives
 
 CLUSTER_PAGE = Path(__file__).resolve().parents[3] / "docs" / "cluster.md"
 
 
 def test_the_docs_name_every_script():
-    table = (
-        CLUSTER_PAGE.read_text().partition("| file in `<trial>/scripts/` | holds |\n")[2].partition("\n\n")[0]
-    )
+    _, _, rest = CLUSTER_PAGE.read_text().partition("| file in `<trial>/scripts/` | content |\n")
+    documented = set(re.findall(r"^\| `([^`]+)` \|", rest.partition("\n\n")[0], re.MULTILINE))
     names = ("TRIAL", "SERVERS", "LOCAL", "SITE", "STEPS", "PARAMETERS")
     known = {getattr(script_names, name) for name in names}
-    assert set(re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)) == {
-        *known,
-        "hook.<event>.<n>",
-        "hpc_rl-….zip",
-    }
+    assert documented == known | {"hook.<event>.<n>", "hpc_rl-….zip"}
 
 
 def test_options_that_are_not_set_are_not_there(script):
@@ -34,29 +30,6 @@ def test_options_that_are_not_set_are_not_there(script):
         assert f"\n#SBATCH --{option}" not in text and f"\n##SBATCH --{option}=\n" in text
     assert "None" not in text
     assert "#SBATCH --mem=500M\n" in text and "#SBATCH --requeue\n" in text
-
-
-def test_options_that_are_set_are_there(script):
-    text = script("slurm", partition="gpu", gres="gpu:a100:2", mem="10G", licenses="a:1", comment="mine")
-    for line in (
-        "--partition=gpu",
-        "--gres=gpu:a100:2",
-        "--mem=10G",
-        "--licenses=a:1",
-        '--comment="tag mine"',
-    ):
-        assert f"#SBATCH {line}\n" in text
-
-
-def test_disabled_is_not_requeued_and_gets_no_warning(script):
-    text = script("slurm", mode="disabled")
-    assert "\n#SBATCH --no-requeue\n" in text and "\n#SBATCH --signal" not in text
-
-
-@pytest.mark.parametrize("name", ["mem", "ntasks-per-node", "cpus-per-task"])
-def test_what_the_plan_derives_can_be_left_out(script, name):
-    assert f"#SBATCH --{name}=" in script("slurm")
-    assert f"\n#SBATCH --{name}" not in script("slurm", **{name.replace("-", "_"): None})
 
 
 ALL = {  # every option of the section that is a directive -> its line
@@ -96,19 +69,8 @@ def test_every_option_becomes_its_line_and_null_is_not_there(script, name):
 
 
 def test_no_option_of_the_section_is_without_a_test():
-    not_directives = {
-        "gpus_by",
-        "gpu_type",
-        "srun_additional_args",
-        "container_type",
-        "mount",
-        "layout",
-        "servers",
-        "continue_by",
-        "backend",
-        "srun_mpi",
-        "srun_args",  # test_steps.py
-    }
+    not_directives = {"gpus_by", "gpu_type", "srun_additional_args", "layout", "servers", "continue_by"}
+    not_directives |= {"container_type", "mount", "backend", "srun_mpi", "srun_args"}  # test_steps.py
     options = {field.name for field in dataclasses.fields(SlurmLauncherConfig) if "image" not in field.name}
     assert options - not_directives - {"container_program", "container_args"} == set(ALL)  # test_container.py
 
@@ -127,13 +89,9 @@ def test_no_option_of_the_section_is_without_a_test():
 )
 def test_gpus_are_asked_for_by_one_option(options, lines):
     group = Group(name="trial", nodes=[0], cpus_per_node=1, mem_mb_per_node=1)
-    asked = directives(SlurmLauncherConfig(**options), group, 8)
+    asked = make_directives(SlurmLauncherConfig(**options), group, 8)
     found = [f"--{name}={value}" for name, value in asked["resources"] if value is not None]
     assert [line for line in found if "gpu" in line or "gres" in line] == lines
-
-
-def test_mem_per_cpu_replaces_the_derived_mem(script):
-    assert "\n#SBATCH --mem=" not in script("slurm", mem_per_cpu="4G")
 
 
 @pytest.mark.parametrize("root", ["/a:b", "/a\nb"])
@@ -142,13 +100,22 @@ def test_paths_that_no_pythonpath_can_hold_are_refused(script, root):
         script("local", root=Path(root))
 
 
-def test_a_percent_sign_in_the_path_is_no_pattern(script):
-    assert "#SBATCH --output=/a%%j/exp/one/jobs/%j.out\n" in script("slurm", root=Path("/a%j"))
-
-
-def unit(role: str = "trainer", nodes: tuple[int, ...] = (0,), **values) -> Unit:
-    usual = {"index": 0, "tasks_per_node": 1, "cpus_per_task": 2, "mem_mb_per_task": 100, "gpus_per_task": 0}
-    return Unit(role=role, nodes=list(nodes), module="m", **{**usual, **values})
+@pytest.mark.parametrize(
+    ("options", "there", "absent"),
+    [
+        ({"mem_per_cpu": "4G"}, "--mem-per-cpu=4G", "--mem="),
+        ({"mode": "disabled"}, "--no-requeue", "--signal"),
+        ({"root": Path("/a%j")}, "--output=/a%%j/exp/one/jobs/%j.out", "--output=/a%j"),
+    ],
+    ids=[
+        "memory by CPU replaces the derived one",
+        "disabled gets no warning",
+        "a percent sign is no pattern",
+    ],
+)
+def test_one_directive_in_place_of_another(script, options, there, absent):
+    text = script("slurm", **options)
+    assert f"\n#SBATCH {there}\n" in text and f"\n#SBATCH {absent}" not in text
 
 
 def override(folder: Path, text: str, name: str = "sbatch/trial.sbatch.j2") -> Path:
@@ -169,9 +136,8 @@ def site_override(folder: Path, text: str) -> Path:
 def test_a_site_overrides_a_block_and_keeps_the_rest(scripts, tmp_path):
     block = "{% block site %}\nmodule load cuda/12.4\n{% endblock %}\n"
     for number, base in enumerate(("builtin", "below")):
-        site = override(
-            tmp_path / f"site{number}", SITE.replace("below", base) + block, "templates/site.sh.j2"
-        )
+        text = SITE.replace("below", base) + block
+        site = override(tmp_path / f"site{number}", text, "templates/site.sh.j2")
         ours, theirs = scripts("slurm"), scripts("slurm", site=site)
         changed = theirs.pop("site.sh")
         assert f"# changed by {site}/templates/site.sh.j2\n" in changed
@@ -204,12 +170,10 @@ def test_single_directives_can_be_dropped_and_replaced(script, tmp_path):
 
 
 def test_a_launch_line_can_be_changed(scripts, tmp_path):
-    block = (
-        "{% block trainer %}\n"
-        '{{ super() | replace("--distribution=block:block", "--distribution=cyclic") }}{% endblock %}'
-    )
+    change = 'replace("--distribution=block:block", "--distribution=cyclic")'
+    block = f"{{% block trainer %}}\n{{{{ super() | {change} }}}}{{% endblock %}}"
     site = override(tmp_path, STEPS + block, "templates/steps.sh.j2")
-    text = scripts("slurm", site=site, units=[unit()])["steps.sh"]
+    text = scripts("slurm", site=site, units=[toy_unit()])["steps.sh"]
     assert "--distribution=cyclic" in text and f"# changed by {site}/templates/steps.sh.j2\n" in text
 
 
@@ -223,21 +187,21 @@ def test_a_block_of_another_template_is_refused_with_the_name_of_that_template(s
         script("slurm", site=site)
 
 
-def test_a_block_that_does_not_exist_is_refused(script, tmp_path):
-    site = override(tmp_path, EXTENDS + "{% block sight %}x{% endblock %}")
-    with pytest.raises(ConfigError, match=r"has no block 'sight'\. Its blocks: resources, accounting"):
-        script("slurm", site=site)
-
-
-def test_a_template_that_extends_itself_is_told(script, tmp_path):
-    site = override(tmp_path, EXTENDS.replace("below/", ""))
-    with pytest.raises(ConfigError, match="extends itself: write `below/sbatch"):
-        script("slurm", site=site)
-
-
-def test_a_broken_site_template_is_told(script, tmp_path):
-    with pytest.raises(ConfigError, match=r"changed by .*partiton"):
-        script("slurm", site=override(tmp_path, "{{ partiton }}"))
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (
+            EXTENDS + "{% block sight %}x{% endblock %}",
+            r"no block 'sight'\. Its blocks: resources, accounting",
+        ),
+        (EXTENDS.replace("below/", ""), "extends itself: write `below/sbatch"),
+        ("{{ partiton }}", "changed by .*partiton"),
+    ],
+    ids=["a block that does not exist", "itself", "broken"],
+)
+def test_a_template_that_can_not_be_used_is_refused_with_the_reason(script, tmp_path, text, words):
+    with pytest.raises(ConfigError, match=words):
+        script("slurm", site=override(tmp_path, text))
 
 
 def test_a_missing_templates_dir_is_refused(script, tmp_path):
@@ -246,4 +210,8 @@ def test_a_missing_templates_dir_is_refused(script, tmp_path):
 
 
 def test_a_short_job_is_not_told_at_its_start():
-    assert signal_lead_s("1") == 12 and signal_lead_s("24:00:00") == 300 and signal_lead_s(None) == 180
+    assert (
+        compute_signal_lead_s("1") == 12
+        and compute_signal_lead_s("24:00:00") == 300
+        and compute_signal_lead_s(None) == 180
+    )

@@ -4,11 +4,10 @@ import os
 import subprocess
 
 import pytest
-from job_scripts import RUN_JOB
+from job_scripts import RUN_JOB, write_programs
 
 from hpc_rl.config.load.load import load
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.render.scripts import script_name
 
 STUB = (
     f"#!/bin/bash\n{RUN_JOB}"
@@ -24,25 +23,16 @@ false
 
 
 @pytest.fixture
-def seen(scripts, tmp_path):
+def seen(written, tmp_path):
     """`seen(scheduler, environ, **launcher)` -> what the supervisor's environment is, and the job's stderr."""
 
     def run(scheduler: str, environ: dict[str, str] | None = None, **launcher):
-        site = tmp_path / "site"
-        (site / "hooks.d").mkdir(parents=True, exist_ok=True)
-        (site / "hooks.d" / "environment").write_text(MODULE)
-        stub = tmp_path / "python"
-        stub.write_text(STUB)
-        stub.chmod(0o755)
-        texts = scripts(scheduler, site=site, python=str(stub), workdir=tmp_path, launcher=launcher)
-        folder = tmp_path / "exp" / "one"
-        (folder / "scripts").mkdir(parents=True, exist_ok=True)
-        (folder / "jobs").mkdir(exist_ok=True)
-        for name, text in texts.items():
-            (folder / "scripts" / name).write_text(text)
+        site, stub = tmp_path / "site", tmp_path / "python"
+        write_programs(site / "hooks.d", {"environment": MODULE})
+        write_programs(tmp_path, {"python": STUB})
+        main = str(written(scheduler, stub, site=site, launcher=launcher))
         env = {"PATH": os.environ["PATH"], "HERE": str(tmp_path), "HOME": str(tmp_path)}
         env |= {"SLURM_JOB_ID": "7", "SLURMD_NODENAME": "n1", **(environ or {})}
-        main = str(folder / "scripts" / script_name(scheduler))
         argv = ["bash", "-c", 'ulimit -Sn 256; ulimit -Sc unlimited; exec bash "$@"', "run", main, "job"]
         done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr

@@ -4,13 +4,13 @@ where the test says so. A cancel must count whenever it comes."""
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-from job_scripts import RUN_JOB
+from job_scripts import RUN_JOB, write_programs
+from patience import wait_until
 
 from hpc_rl.core.files import JsonLines
 from hpc_rl.core.trial import Trial
@@ -36,49 +36,31 @@ class Script:
 
     here: Path
     trial: Trial
-    texts: object
+    environ: dict[str, str]
+    written: Callable[..., Path]
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(
-        self,
-        waits: str = "",
-        refuses: bool = False,
-        reason: str = " Reason=None ",
-        next_job: str = "8",
-        **slurm,
+        self, waits: str = "", refuses: bool = False, reason: str = "None", next_job: str = "8", **slurm
     ) -> subprocess.Popen[bytes]:
-        programs = self.here / "bin"
-        programs.mkdir()
-        for name, does in DOES.items():
-            (programs / name).write_text(
-                PROGRAM.format(first=RUN_JOB if name == "python" else "", name=name, does=does)
-            )
-            (programs / name).chmod(0o755)
-        answers = {"code": "75", "refuses": str(int(refuses)), "reason": reason, "next": next_job}
+        first = {"python": RUN_JOB}
+        texts = {name: PROGRAM.format(first=first.get(name, ""), name=name, does=DOES[name]) for name in DOES}
+        write_programs(self.here, texts)
+        answers = {
+            "code": "75",
+            "refuses": str(int(refuses)),
+            "reason": f" Reason={reason} ",
+            "next": next_job,
+        }
+        answers |= {"waits": f"*{waits}*"} if waits else {}
         for name, text in answers.items():
             (self.here / name).write_text(text)
-        if waits:
-            (self.here / "waits").write_text(f"*{waits}*")
-        self.trial.make_dirs()
+        script = self.written("slurm", self.here / "python", **slurm)
         (self.trial.jobs / "7.exclude").write_text("n9")
-        texts = self.texts("slurm", python=str(programs / "python"), workdir=self.here, **slurm)
-        self.trial.scripts.mkdir(exist_ok=True)
-        for name, text in texts.items():
-            (self.trial.scripts / name).write_text(text)
-        env = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-        env |= {"HERE": str(self.here), "PATH": f"{programs}:{os.environ['PATH']}"}
-        env |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_PARTITION": "main"}
+        env = self.environ | {"SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_PARTITION": "main"}
         with (self.here / "said").open("wb") as said:
-            self.processes.append(
-                subprocess.Popen(
-                    ["bash", str(self.trial.scripts / "trial.sbatch")],
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=said,
-                    start_new_session=True,
-                )
-            )
+            own = {"stdin": subprocess.DEVNULL, "stdout": said, "stderr": said, "start_new_session": True}
+            self.processes.append(subprocess.Popen(["bash", str(script)], env=env, **own))
         return self.processes[-1]
 
     def called(self, words: str) -> list[str]:
@@ -86,13 +68,10 @@ class Script:
         return [line for line in calls.read_text().splitlines() if words in line] if calls.exists() else []
 
     def wait_for_call(self, words: str) -> None:
-        deadline = time.monotonic() + 60
-        while not self.called(words):
-            assert time.monotonic() < deadline, self.said()
-            time.sleep(0.02)
+        wait_until(lambda: self.called(words), said=self.said)
 
     def tell_to_end_in(self, process: subprocess.Popen[bytes], words: str) -> None:
-        """TERM to every process, as Slurm sends it, while that call is being made."""
+        """Send TERM to every process, like Slurm, during that call."""
         self.wait_for_call(words)
         os.killpg(process.pid, signal.SIGTERM)
         (self.here / "go").touch()
@@ -106,8 +85,8 @@ class Script:
 
 
 @pytest.fixture
-def job(scripts, tmp_path) -> Iterator[Script]:
-    made = Script(tmp_path, Trial(tmp_path / "exp" / "one"), scripts)
+def job(written, job_environ, trial, tmp_path) -> Iterator[Script]:
+    made = Script(tmp_path, trial, job_environ, written)
     yield made
     (tmp_path / "go").touch()
     for process in made.processes:
@@ -118,18 +97,14 @@ def job(scripts, tmp_path) -> Iterator[Script]:
 def test_a_cancel_while_the_nodes_are_counted_ends_it(job):
     job.tell_to_end_in(job.start(waits="sinfo"), "sinfo")
     assert not job.called("scontrol requeue") and not job.called("roles.submit_again"), job.said()
-    assert (job.last()["event"], job.last()["reason"], job.last()["cancelled"]) == (
-        "ended",
-        "stopped by a signal",
-        True,
-    )
+    end = job.last()
+    assert (end["event"], end["reason"], end["cancelled"]) == ("ended", "stopped by a signal", True)
 
 
 def test_the_time_limit_at_that_moment_does_not(job):
-    job.tell_to_end_in(job.start(waits="sinfo", reason=" Reason=TimeLimit "), "sinfo")
-    assert job.called("scontrol requeue") == ["scontrol requeue 7"] and job.last()["event"] == "requeued", (
-        job.said()
-    )
+    job.tell_to_end_in(job.start(waits="sinfo", reason="TimeLimit"), "sinfo")
+    assert job.called("scontrol requeue") == ["scontrol requeue 7"], job.said()
+    assert job.last()["event"] == "requeued", job.said()
 
 
 def test_a_cancel_while_the_successor_is_submitted_takes_it_back(job):
@@ -162,6 +137,5 @@ def test_where_requeue_is_refused_the_nodes_are_counted_once(job):
 
 def test_where_neither_is_taken_it_is_told(job):
     job.start(refuses=True, next_job="").wait(60)
-    assert "neither a requeue nor a successor" in job.last()["reason"] and not job.last()["cancelled"], (
-        job.said()
-    )
+    assert "neither a requeue nor a successor" in job.last()["reason"], job.said()
+    assert not job.last()["cancelled"]

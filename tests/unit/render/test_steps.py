@@ -1,4 +1,4 @@
-"""The launch line of each role, as an srun that only notes its arguments gets it; and the plan in words."""
+"""The launch line of each role, as received by a fake srun; and the plan in words."""
 
 import os
 import subprocess
@@ -6,21 +6,22 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from job_scripts import write_programs
 from launch_lines import write_steps
-from toy_plans import toy_plan
+from toy_plans import toy_plan, toy_unit
 
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.schema import Group, MpiStart, Unit
-from hpc_rl.render.lint import problems
-from hpc_rl.render.steps import plan_lines
+from hpc_rl.render.lint import find_problems
+from hpc_rl.render.steps import make_plan_lines
 
 GPUS = {"n_gpus_per_node": 8}
 
 
 def unit(role: str = "trainer", tasks: int = 1, nodes: tuple[int, ...] = (0,), gpus: int = 0, **more) -> Unit:
-    values = {"index": 0, "cpus_per_task": 3, "mem_mb_per_task": 10, "module": "m", **more}
-    return Unit(role=role, nodes=list(nodes), tasks_per_node=tasks, gpus_per_task=gpus, **values)
+    size = {"tasks_per_node": tasks, "nodes": list(nodes), "gpus_per_task": gpus}
+    return toy_unit(role, **{**size, "cpus_per_task": 3, "mem_mb_per_task": 10, **more})
 
 
 def srun(
@@ -28,9 +29,8 @@ def srun(
 ) -> list[str]:
     """The arguments of the srun of a role, the program's last."""
     script = write_steps(Trial(tmp_path / "it's a $(trial)"), *units, **plan)
-    assert problems({"steps.sh": script.read_text()}) == []
-    (tmp_path / "srun").write_text('#!/bin/bash\nprintf "%s\\0" "$@"\n')
-    (tmp_path / "srun").chmod(0o755)
+    assert find_problems({"steps.sh": script.read_text()}) == []
+    write_programs(tmp_path, {"srun": '#!/bin/bash\nprintf "%s\\0" "$@"\n'})
     step = [role, f"{role}-0.3", "a2,b7", "/l%%/rank%t.log", component, str(replicas), "-m", "a module"]
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(["bash", script, *step], env=env, capture_output=True, text=True, check=True)
@@ -60,18 +60,14 @@ def test_a_step_states_gpus_only_in_a_job_that_has_some(tmp_path):
         units = both if plan else (unit(), unit(role="rollout"))
         assert not any("gpu" in flag for flag in srun(tmp_path, *units, **plan))
     # In layout jobs the trainer's job may have none though the servers' has.
-    groups = [
-        Group(name=name, nodes=[node], cpus_per_node=1, mem_mb_per_node=1) for node, name in enumerate(NAMES)
-    ]
+    size = {"cpus_per_node": 1, "mem_mb_per_node": 1}
+    groups = [Group(name=name, nodes=[node], **size) for node, name in enumerate(("trial", "servers"))]
+    of_jobs = {"layout": "jobs", "groups": groups, **GPUS}
     units = (unit(), unit(role="server", nodes=(1,), gpus=1))
-    assert not any("gpu" in flag for flag in srun(tmp_path, *units, layout="jobs", groups=groups, **GPUS))
-    argv = srun(tmp_path, *units, role="server", layout="jobs", groups=groups, **GPUS)
-    assert "--gpus-per-node=1" in argv
-    argv = srun(tmp_path, *units, role="server", replicas=8, layout="jobs", groups=groups, **GPUS)
-    assert "--gpus-per-node=8" in argv
-
-
-NAMES = ("trial", "servers")
+    assert not any("gpu" in flag for flag in srun(tmp_path, *units, **of_jobs))
+    for replicas in (1, 8):
+        argv = srun(tmp_path, *units, role="server", replicas=replicas, **of_jobs)
+        assert f"--gpus-per-node={replicas}" in argv
 
 
 def test_a_step_of_a_heterogeneous_job_names_its_component(tmp_path):
@@ -85,14 +81,12 @@ def test_units_of_a_role_that_differ_are_refused(tmp_path):
 
 
 def test_each_pool_has_a_launch_line_of_its_own(tmp_path):
-    pools = [
-        replace(unit(role="server"), pool="teacher"),
-        replace(unit(role="server", index=1, cpus_per_task=4), pool="student"),
-    ]
+    student = unit(role="server", index=1, cpus_per_task=4, pool="student")
+    pools = [unit(role="server", pool="teacher"), student]
     assert "--cpus-per-task=3" in srun(tmp_path, *pools, role="server_teacher")
     assert "--cpus-per-task=4" in srun(tmp_path, *pools, role="server_student")
     assert "--cpus-per-task=12" in srun(tmp_path, *pools, role="server_student", replicas=3)
-    lines = plan_lines(toy_plan(pools, "python"))
+    lines = make_plan_lines(toy_plan(pools, "python"))
     assert lines[1:] == [
         "node 0  server      server 0 of pool teacher: 1 process, 3 CPUs, 0 GPUs, 10 MB",
         "node 0  server      server 1 of pool student: 1 process, 4 CPUs, 0 GPUs, 10 MB",
@@ -106,11 +100,10 @@ def test_a_role_that_the_trial_has_not_is_an_error(tmp_path):
 
 
 def test_the_plan_in_words():
-    servers = [
-        unit(role="server", index=index, nodes=(node,), gpus=1) for index, node in enumerate((1, 2, 2, 3, 3))
-    ]
+    nodes = enumerate((1, 2, 2, 3, 3))
+    servers = [unit(role="server", index=index, nodes=(node,), gpus=1) for index, node in nodes]
     units = [*servers, unit(role="rollout"), unit(tasks=8, nodes=(0, 1), gpus=1)]
-    assert plan_lines(toy_plan(units, "python", n_nodes=4)) == [
+    assert make_plan_lines(toy_plan(units, "python", n_nodes=4)) == [
         "node 0     supervisor  1 process, 1 CPU, 1024 MB",
         "nodes 0-1  trainer     8 processes on each node, each 3 CPUs, 1 GPU, 10 MB",
         "node 0     rollout     1 process, 3 CPUs, 0 GPUs, 10 MB",
@@ -119,30 +112,20 @@ def test_the_plan_in_words():
     ]
 
 
-# --- MPI
-
-
 OPEN_MPI, HYDRA = "mpiexec (Open MPI) 5.0.11", "HYDRA build details:\n    Version: 5.0.2"
 
 
 def mpiexec(
     tmp_path: Path, *units: Unit, says: str, scheduler: str = "slurm", **plan
 ) -> tuple[list[str], dict]:
-    """The arguments and environment of the trainer's mpiexec, which says this of its version."""
+    """The arguments and environment of the trainer's mpiexec, which prints this version."""
     script = write_steps(Trial(tmp_path / "a trial"), *units, scheduler=scheduler, **plan)
-    assert problems({"steps.sh": script.read_text()}) == []
+    assert find_problems({"steps.sh": script.read_text()}) == []
     program = '#!/bin/bash\nif [[ $1 == --version ]]; then cat "$0.version"; else printf "%s\\0" "$@"; env >"$0.env"; fi\n'
-    (tmp_path / "mpi exec").write_text(program)
-    (tmp_path / "mpi exec").chmod(0o755)
+    write_programs(tmp_path, {"mpi exec": program})
     (tmp_path / "mpi exec.version").write_text(says)
-    outer = [
-        "PMI_RANK",
-        "PMIX_NAMESPACE",
-        "OMPI_COMM_WORLD_SIZE",
-        "MPI_LOCALNRANKS",
-        "SLURM_PROCID",
-        "SLURM_STEP_ID",
-    ]
+    outer = ["PMI_RANK", "PMIX_NAMESPACE", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS", "SLURM_PROCID"]
+    outer += ["SLURM_STEP_ID"]
     kept = {
         "OMPI_MCA_btl": "tcp",
         "SLURM_JOB_ID": "7",
@@ -175,16 +158,9 @@ def test_mpiexec_gets_hosts_and_ranks_as_its_implementation_takes_them(tmp_path,
     argv, env = mpiexec(tmp_path, by_mpi(tmp_path, gpus=2), says=says, **GPUS)
     assert argv == ["-n", "4", *hosts, "--mca", "a b", "python", "-m", "a module"]
     own = {name: env[name] for name in env if name.startswith(("SLURM_", "SRUN_"))}
-    assert own == {
-        "SLURM_JOB_ID": "7",
-        "SLURM_JOB_NUM_NODES": "4",
-        "SLURM_TASKS_PER_NODE": "2(x4)",
-        "SLURM_EXACT": "1",
-        "SLURM_MEM_PER_NODE": "0",
-        "SLURM_CPUS_PER_TASK": "6",
-        "SRUN_CPUS_PER_TASK": "6",
-        "SLURM_GPUS_PER_NODE": "4",
-    }
+    of_job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "4", "SLURM_TASKS_PER_NODE": "2(x4)"}
+    of_step = {"SLURM_EXACT": "1", "SLURM_MEM_PER_NODE": "0", "SLURM_GPUS_PER_NODE": "4"}
+    assert own == {**of_job, **of_step, "SLURM_CPUS_PER_TASK": "6", "SRUN_CPUS_PER_TASK": "6"}
 
 
 def test_without_slurm_mpiexec_starts_all_ranks_here(tmp_path):

@@ -1,6 +1,4 @@
-"""What a role obeys: lines of the pipe, TERM once and again, and the question where it is, whatever it is
-stuck in.
-"""
+"""Control of a role: lines of the pipe, a first and a later TERM, and stack dumps even if it is stuck."""
 
 import signal
 import subprocess
@@ -12,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from patience import extend
+from patience import wait_until
 
 from hpc_rl.roles.control import SAME_TERM_S, Deadline, Stacks, obey
 
@@ -52,21 +50,13 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen]]:
         yield start
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + extend(30)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.parametrize("by", ["line", "TERM", "USR2"])
 def test_it_stops_when_asked_and_leaves_no_empty_file(start, tmp_path, by):
     role = start("waits")
     if by == "line":
-        role.stdin.write(b"sto")
-        role.stdin.flush()
-        role.stdin.write(b"p\n")
-        role.stdin.flush()
+        for part in (b"sto", b"p\n"):
+            role.stdin.write(part)
+            role.stdin.flush()
     else:
         role.send_signal(signal.Signals[f"SIG{by}"])
     assert role.stdout.readline() == b"stopping\n"
@@ -108,7 +98,7 @@ def test_it_says_where_it_is(start, tmp_path, how, by):
             role.send_signal(signal.SIGCONT)
         return "a_place_to_be_found_at" in path.read_text()
 
-    wait_for(ask)
+    wait_until(ask)
 
 
 def test_the_lines():

@@ -1,4 +1,4 @@
-"""A role of a trial whose tokens are gone ends for good, with the reason."""
+"""A role without the trial's tokens ends for good, with the reason."""
 
 import subprocess
 import sys

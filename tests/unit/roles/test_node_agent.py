@@ -1,31 +1,17 @@
-"""What each replica of a node gets of its step: GPUs as the node names them, and whole cores."""
+"""Each replica's part of its step: GPUs by the node's names, and whole cores."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from toy_plans import toy_unit
 
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.proc import oom_kills
-from hpc_rl.plan.schema import Unit
-from hpc_rl.roles.node_agent import core_by_core, own_cpus, own_gpus
+from hpc_rl.core.proc import count_oom_kills
+from hpc_rl.roles.node_agent import select_cpus, select_gpus, sort_by_core
 from hpc_rl.roles.server import has_neighbours
 
-STEP = [
-    Unit(
-        role="server",
-        index=index,
-        nodes=[0],
-        cpus_per_task=2,
-        mem_mb_per_task=1,
-        gpus_per_task=1,
-        gpu_offset=4 + index,
-        module="m",
-    )
-    for index in range(2)
-]
-
-
+STEP = [toy_unit("server", index=i, cpus_per_task=2, gpus_per_task=1, gpu_offset=4 + i) for i in range(2)]
 CUDA, ROCR = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
 
 
@@ -42,30 +28,29 @@ CUDA, ROCR = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
     ],
 )
 def test_the_gpus_of_a_step_are_dealt_out_in_order(variable, environ, wanted):
-    assert own_gpus(STEP, STEP[1], {"HOME": "/h", **environ}, variable) == {"HOME": "/h", **wanted}
+    assert select_gpus(STEP, STEP[1], {"HOME": "/h", **environ}, variable) == {"HOME": "/h", **wanted}
 
 
 def test_gpus_that_the_plan_names_win_and_too_few_are_refused():
     named = replace(STEP[1], env={CUDA: "7"})
-    assert own_gpus(STEP, named, {CUDA: "4,5"}, CUDA) == {CUDA: "7"}
+    assert select_gpus(STEP, named, {CUDA: "4,5"}, CUDA) == {CUDA: "7"}
     without = [replace(unit, gpus_per_task=0) for unit in STEP]
-    assert own_gpus(without, without[0], {CUDA: "4,5"}, CUDA) == {CUDA: "4,5"}
+    assert select_gpus(without, without[0], {CUDA: "4,5"}, CUDA) == {CUDA: "4,5"}
     with pytest.raises(ConfigError, match="need 2 GPUs, but CUDA_VISIBLE_DEVICES is 4"):
-        own_gpus(STEP, STEP[0], {CUDA: "4"}, CUDA)
+        select_gpus(STEP, STEP[0], {CUDA: "4"}, CUDA)
 
 
 def test_a_bound_step_is_dealt_out_core_by_core(tmp_path: Path, monkeypatch):
     for cpu, core in {0: "0,4", 1: "1,5", 4: "0,4", 5: "1,5"}.items():  # of two dies
         folder = tmp_path / f"cpu{cpu}" / "topology"
         folder.mkdir(parents=True)
-        (folder / "physical_package_id").write_text("0\n")
-        (folder / "core_id").write_text("0\n")
-        (folder / "thread_siblings_list").write_text(f"{core}\n")
-    cpus = core_by_core({0, 1, 4, 5}, tmp_path)
+        for name, text in {"physical_package_id": 0, "core_id": 0, "thread_siblings_list": core}.items():
+            (folder / name).write_text(f"{text}\n")
+    cpus = sort_by_core({0, 1, 4, 5}, tmp_path)
     monkeypatch.setenv("SLURM_CPUS_ON_NODE", "4")
-    assert [own_cpus(STEP, unit, cpus) for unit in STEP] == [{0, 4}, {1, 5}]
-    assert own_cpus(STEP, STEP[0], [*cpus, 8, 9]) == set(), "Slurm did not bind the step"
-    assert own_cpus(STEP, STEP[0], cpus[:3]) == set(), "there are too few for all"
+    assert [select_cpus(STEP, unit, cpus) for unit in STEP] == [{0, 4}, {1, 5}]
+    assert select_cpus(STEP, STEP[0], [*cpus, 8, 9]) == set(), "Slurm did not bind the step"
+    assert select_cpus(STEP, STEP[0], cpus[:3]) == set(), "there are too few for all"
 
 
 @pytest.mark.parametrize(
@@ -76,13 +61,13 @@ def test_a_bound_step_is_dealt_out_core_by_core(tmp_path: Path, monkeypatch):
     ],
 )
 def test_kills_for_memory_are_counted_by_either_version_of_cgroups(tmp_path, cgroup, file):
-    assert oom_kills(tmp_path) == 0
+    assert count_oom_kills(tmp_path) == 0
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text(f"{cgroup}\n")
-    assert oom_kills(tmp_path) == 0
+    assert count_oom_kills(tmp_path) == 0
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("oom_kill_disable 0\noom 5\noom_kill 3\n")
-    assert oom_kills(tmp_path) == 3
+    assert count_oom_kills(tmp_path) == 3
 
 
 def test_a_judge_beside_one_replica_is_no_reader_of_its_weights():

@@ -1,4 +1,4 @@
-"""What a role drops of the environment of other nodes, and where caches of compilers go and stay."""
+"""Variables of other nodes that a role drops, and the place of compilers' caches."""
 
 import os
 from pathlib import Path

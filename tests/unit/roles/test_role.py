@@ -1,23 +1,19 @@
-"""What every role leaves when it ends: its code, and a record that says why."""
+"""The exit code and the exit record of every role."""
 
-import dataclasses
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from toy_plans import toy_plan
+from small_configs import STORED
+from toy_plans import toy_plan, toy_unit
 
-from hpc_rl.core import (
-    log,
-    net,
-)
+from hpc_rl.core import log, net
 from hpc_rl.core.records import EventKind, EventLog
 from hpc_rl.core.trial import Attempt, Trial, write_json
-from hpc_rl.plan.schema import Unit
 from hpc_rl.roles.role import Context
-from hpc_rl.supervise.failure_policy import unit_exit
+from hpc_rl.supervise.failure_policy import classify_exit
 from hpc_rl.supervise.unit_loop import UnitLoop
 
 ROLE = """
@@ -36,20 +32,11 @@ from hpc_rl.roles import role
 
 def body(context):
     logging.error("the hub refused %s", os.environ["SITE_KEY"])
-    raise RuntimeError(f"401 for {os.environ['SITE_KEY']} of {context.trial.variables('env')}")
+    raise RuntimeError(f"401 for {os.environ['SITE_KEY']} of {context.trial.load_variables('env')}")
 
 role.run("server", body)
 """
-UNIT = Unit(
-    role="trainer",
-    index=0,
-    nodes=[0],
-    tasks_per_node=1,
-    cpus_per_task=1,
-    mem_mb_per_task=1,
-    gpus_per_task=0,
-    module="m",
-)
+UNIT = toy_unit()
 
 
 @pytest.fixture
@@ -60,13 +47,7 @@ def attempt(tmp_path: Path) -> Attempt:
     attempt.make_dirs()
     write_json(trial.secret, {"control": "one-token", "data": "another-token"}, 0o600)
     write_json(trial.plan_json, toy_plan([UNIT], sys.executable).to_json())
-    config = {
-        "experiment_name": "e",
-        "trial_name": "t",
-        "train_dataset": {"path": "/x"},
-        "actor": {"path": "/m"},
-    }
-    write_json(trial.config_json, config)
+    write_json(trial.config_json, STORED)
     return attempt
 
 
@@ -81,7 +62,7 @@ def run(attempt: Attempt, role: str) -> tuple[int, str]:
 def test_a_full_disk_is_recorded_and_costs_no_retry(attempt: Attempt):
     code, said = run(attempt, ROLE)
     assert "No space left" in said
-    end = unit_exit(attempt, UNIT, 0, code)
+    end = classify_exit(attempt, UNIT, 0, code)
     assert code == end.code == 73 and "No space left" in end.reason
     assert end.failure == "disk full" and not end.policy.uses_retry and end.policy.action == "restart"
 
@@ -93,16 +74,15 @@ def test_no_log_record_or_event_shows_a_secret_variable_whichever_option_set_it(
         path.write_text(f"SITE_KEY={value}\0")
         path.chmod(0o600)
     code, said = run(attempt, TELLING)
-    unit = dataclasses.replace(UNIT, role="server")
-    reason = unit_exit(attempt, unit, 0, code).reason
+    reason = classify_exit(attempt, toy_unit("server"), 0, code).reason
     assert reason == "RuntimeError: 401 for *** of {'SITE_KEY': '***'}"
     assert "the hub refused ***" in said and not any(value in said for value in secrets.values())
-    log.setup("supervisor", secrets=attempt.trial.every_secret())
+    log.configure("supervisor", secrets=attempt.trial.load_every_secret())
     try:
         loop = SimpleNamespace(attempt=attempt)
         UnitLoop.write_event(loop, EventKind.EXITED, {"reason": "srun: hf_value-of-all"})
     finally:
-        log.setup("none")
+        log.configure("none")
     assert [event.reason for event in EventLog(attempt).poll()] == ["srun: ***"]
 
 
@@ -119,18 +99,11 @@ def test_no_log_record_or_event_shows_a_secret_variable_whichever_option_set_it(
 def test_services_listen_on_loopback_where_no_other_host_needs_them(
     tmp_path, n_nodes, more, is_loopback, monkeypatch
 ):
-    monkeypatch.setattr(
-        net, "published_address", lambda _hosts, interface, _peers: "127.0.0.9" if interface else "10.0.0.1"
-    )
+    addresses = {"lo": "127.0.0.9", "": "10.0.0.1"}
+    monkeypatch.setattr(net, "choose_address", lambda _hosts, interface, _peers: addresses[interface])
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
-    config = {
-        "experiment_name": "e",
-        "trial_name": "t",
-        "train_dataset": {"path": "/x"},
-        "actor": {"path": "/m"},
-    }
-    write_json(trial.config_json, config | more)
+    write_json(trial.config_json, STORED | more)
     write_json(trial.plan_json, toy_plan([UNIT], sys.executable, n_nodes=n_nodes).to_json())
     address = Context("rollout", trial.attempt("7.0"), 0, 0, 0, 1, {}).address
     assert address.startswith("127.") == is_loopback

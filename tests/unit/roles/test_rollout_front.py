@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from hpc_rl.core import net
-from hpc_rl.core.trial import Trial, read_json, write_json
+from hpc_rl.core.trial import Trial, load_json, write_json
 from hpc_rl.roles import rollout_front
 from hpc_rl.roles.rollout_front import listen
 
@@ -36,7 +36,7 @@ def test_a_port_that_is_taken_or_of_another_host_is_replaced(trial, monkeypatch)
         write_json(trial.rollout_port, {"host": "elsewhere", "port": port})
         monkeypatch.setattr(rollout_front, "PORT_WAIT_S", 1e9)  # it is not tried there
         new = port_of(listen(trial, 0))
-    assert new != port and read_json(trial.rollout_port) == {"host": socket.gethostname(), "port": new}
+    assert new != port and load_json(trial.rollout_port) == {"host": socket.gethostname(), "port": new}
 
 
 def test_a_port_that_is_asked_for_is_taken(trial):

@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from hpc_rl.rollout.rewards import Rejection, built_in
+from hpc_rl.rollout.rewards import Rejection, make_built_in
 from hpc_rl.rollout.rewards.algebra import math_verify
-from hpc_rl.rollout.rewards.answers import answers_in, final_answer, is_same, truth_of
+from hpc_rl.rollout.rewards.answers import final_answer, find_answers, find_truth, is_same
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ from hpc_rl.rollout.rewards.answers import answers_in, final_answer, is_same, tr
     ],
 )
 def test_the_answer_of_a_completion(completion, answer):
-    assert (answers_in(completion) or [""])[0] == answer
+    assert (find_answers(completion) or [""])[0] == answer
 
 
 SAME = [
@@ -60,9 +60,11 @@ def test_different_by_value(answer, truth):
 
 
 def test_the_column_with_the_truth():
-    assert truth_of({"answer": 26}) == "26" and truth_of({"answer": None, "ground_truth": "4"}) == "4"
-    assert truth_of({"answer": "3 * 2 = 6\n#### 6"}) == "6" and truth_of({"answer": r"so \boxed{7}."}) == "7"
-    assert truth_of({"answer": " ", "x": 1}) is None and truth_of({"answer": 0}) == "0"
+    assert find_truth({"answer": 26}) == "26" and find_truth({"answer": None, "ground_truth": "4"}) == "4"
+    assert (
+        find_truth({"answer": "3 * 2 = 6\n#### 6"}) == "6" and find_truth({"answer": r"so \boxed{7}."}) == "7"
+    )
+    assert find_truth({"answer": " ", "x": 1}) is None and find_truth({"answer": 0}) == "0"
 
 
 def test_the_reward():
@@ -108,28 +110,17 @@ def test_a_part_of_a_stated_answer_is_not_right(completion, truth):
 
 
 async def test_a_row_without_a_truth_has_no_right_answer_a_missing_column_is_named():
-    assert await built_in("final_answer")("q", "1", {"answer": None}) == 0.0
+    assert await make_built_in("final_answer")("q", "1", {"answer": None}) == 0.0
     with pytest.raises(Rejection, match=r"answer, ground_truth; the row has the columns \['solution'\]"):
-        await built_in("final_answer")("q", "1", {"solution": "1"})
+        await make_built_in("final_answer")("q", "1", {"solution": "1"})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "answer is" + "\n" * 60000,
-        "1," * 40000,
-        "\\boxed{" * 20000,
-        "{" * 50000,
-        "9" * 100000,
-        "1/" * 40000,
-        "\\frac{" * 10000,
-        " " * 100000,
-        "answer is " * 20000,
-        "1" + " " * 60000 + "/",
-        "<solution>" * 10000,
-    ],
-    ids=range(11),
-)
+LONG = [word * 20000 for word in ("\\boxed{", "answer is ", "<solution>", "\\frac{")]
+LONG += [sign * 100000 for sign in ("{", "9", " ")] + ["1," * 40000, "1/" * 40000]
+LONG += ["answer is" + "\n" * 60000, "1" + " " * 60000 + "/"]
+
+
+@pytest.mark.parametrize("text", LONG, ids=range(len(LONG)))
 def test_no_completion_takes_long(text):
     start = time.process_time()
     final_answer("q", text, answer="26")

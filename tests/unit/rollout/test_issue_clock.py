@@ -20,22 +20,22 @@ def test_what_takes_longer_than_is_left_is_not_begun():
     clock = Clock()
     call = IssueClock(lambda: clock.left_s, clock)
     clock.left_s = 0.5
-    assert not call.holds(), "nobody knows yet how long a prompt takes"
+    assert not call.check_hold(), "nobody knows yet how long a prompt takes"
     for ticket in range(20):
-        call.begun(ticket)
+        call.begin(ticket)
     clock.now = 10.0
     for ticket in range(19):
-        call.finished(ticket)
+        call.finish(ticket)
     call.forget([19, 20])
-    call.finished(19)
+    call.finish(19)
     clock.left_s = None
-    assert call.usual_s == 10 and not call.holds()
+    assert call.usual_s == 10 and not call.check_hold()
     clock.left_s = 10.1
-    assert not call.holds()
+    assert not call.check_hold()
     clock.left_s = 9.9
-    assert call.holds() and call.holding and not call.resumes()
+    assert call.check_hold() and call.holding and not call.can_resume()
     clock.left_s = 300
-    assert call.resumes() and not call.holding and not call.resumes()
+    assert call.can_resume() and not call.holding and not call.can_resume()
 
 
 @pytest.mark.parametrize("stopping", [None, threading.Event()])

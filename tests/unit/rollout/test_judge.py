@@ -11,9 +11,9 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.examples.toy import make_tokenizer
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rejection
-from hpc_rl.rollout.rewards.judge import Judge, score_in, scored_by
+from hpc_rl.rollout.rewards.judge import Judge, find_score, make_model_reward
 from hpc_rl.rollout.server_pool import ServerPool
-from hpc_rl.rollout.workflow import for_rewards
+from hpc_rl.rollout.workflow import make_reward_arguments
 
 
 class Pool:
@@ -54,7 +54,9 @@ async def test_named_values_only():
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "1+2 {answer}?"}]
     await judge(pool, **options).reward(chat, "{hint}{}", {"answer": 3, "hint": None})
     assert pool.asked[0][0] == r"1+2 {answer}? \boxed{} {hint}{} 3 "
-    with pytest.raises(Rejection, match=r"rollout.judge.template has \{hint\}.*it has answer"):
+    with pytest.raises(
+        Rejection, match=r"rollout.judge.template: the row lacks the column \{hint\}.*it has answer"
+    ):
         await judge(pool, **options).reward(chat, "x", {"answer": 3})
 
 
@@ -63,9 +65,8 @@ async def test_an_answer_without_a_score_is_asked_for_again_then_rejects_the_pro
     assert await judge(pool, temperatures=[0.5]).reward("q", "a", {}) == 0.25
     assert len({seed for _, seed, _ in pool.asked}) == 3
     pool = Pool()
-    with pytest.raises(
-        Rejection, match=r"pool judge gave no score from 0 to 1.*it said last: 'no idea'"
-    ) as raised:
+    told = r"pool judge gave no score from 0 to 1.*it said last: 'no idea'"
+    with pytest.raises(Rejection, match=told) as raised:
         await judge(pool, temperatures=[0.5], retries=1).reward("q", "a", {})
     assert raised.value.reason == "reward_exception" and len(pool.asked) == 2
 
@@ -92,7 +93,7 @@ async def test_a_temperature_without_a_score_does_not_count(caplog):
     ],
 )
 def test_scores(said, score):
-    assert score_in(said) == score
+    assert find_score(said) == score
 
 
 class Scores:
@@ -116,9 +117,9 @@ async def test_a_reward_model_is_asked_as_it_was_trained(row, tmp_path):
     make_tokenizer().save_pretrained(tmp_path)
     tokenizer, router = Tokenizer(tmp_path), Scores()
     pool = ServerPool("liked", router, tokenizer, GenerationHyperparameters(), context=7)
-    reward = scored_by(pool)
+    reward = make_model_reward(pool)
     trained = encode_pair(tokenizer, {**row, "chosen": "3", "rejected": "12"})
-    prompt, columns = for_rewards({**row, "input_ids": [1], "answer": "3"})
+    prompt, columns = make_reward_arguments({**row, "input_ids": [1], "answer": "3"})
     wanted = [ids.tolist() for ids in trained]
     router.scores = {tuple(wanted[0]): 2.5, tuple(wanted[1]): -1.0}
     assert await reward(prompt, ["3", "12"], columns) == [2.5, -1.0]

@@ -66,21 +66,14 @@ async def test_a_trajectory_ends_at_its_most_tokens():
 async def test_it_stops_at_the_first_reward():
     generate = Generate("yes")
     made = await only(MultiTurn(max_turns=3), generate)
-    assert made.reward == 1.0 and made.stats["turns"] == 1
-    assert generate.asked == ["q"]
+    assert (made.reward, made.stats["turns"], generate.asked) == (1.0, 1, ["q"])
 
 
-async def test_the_discount_counts_once_for_each_turn_before():
-    made = await only(
-        MultiTurn(max_turns=4, turn_discount=0.5, feedback=" again "), Generate("no", "no", "yes")
-    )
+async def test_the_discount_counts_once_for_each_turn_before_and_the_model_sees_the_feedback():
+    generate = Generate("no", "no", "yes")
+    made = await only(MultiTurn(max_turns=4, turn_discount=0.5, feedback=" again "), generate)
     assert made.reward == pytest.approx(0.25)
     assert made.loss_mask.sum() == 3 + 3 + 4  # the model's tokens, with the end of each reply
-
-
-async def test_the_model_sees_the_feedback():
-    generate = Generate("no", "yes")
-    await only(MultiTurn(feedback=" again "), generate)
     assert generate.asked[1] == "qno again "
 
 
@@ -92,23 +85,28 @@ async def test_it_ends_after_max_turns_when_cut_off_or_without_room():
         await only(MultiTurn(), Generate(None))
 
 
-async def test_a_turn_that_calls_a_tool_is_no_answer(tmp_path, monkeypatch):
-    (tmp_path / "mytools.py").write_text("def double(x):\n    print('noise')\n    return 2 * x\n")
+@pytest.fixture
+def tool(tmp_path, monkeypatch):
+    """`tool(source)` is a module `mytools` that holds this."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    call = '<tool_call>{"name": "double", "arguments": {"x": 21}}</tool_call>'
-    generate = Generate(call, "yes")
+    return (tmp_path / "mytools.py").write_text
+
+
+def call_of(x: int) -> str:
+    return f'<tool_call>{{"name": "double", "arguments": {{"x": {x}}}}}</tool_call>'
+
+
+async def test_a_turn_that_calls_a_tool_is_no_answer(tool):
+    tool("def double(x):\n    print('noise')\n    return 2 * x\n")
+    generate = Generate(call_of(21), "yes")
     made = await only(MultiTurn(max_turns=2, turn_discount=0.5, tools=["mytools:double"]), generate)
-    assert generate.asked[1] == f"q{call}42"
+    assert generate.asked[1] == f"q{call_of(21)}42"
     assert made.reward == 1.0 and made.stats == {"turns": 2.0, "answers": 1.0}
 
 
-async def test_what_a_tool_raises_is_for_the_model_and_once_with_its_lines_in_the_log(
-    tmp_path, monkeypatch, caplog
-):
-    (tmp_path / "mytools.py").write_text("def double(x):\n    return {}[str(x)]\n")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    calls = [f'<tool_call>{{"name": "double", "arguments": {{"x": {x}}}}}</tool_call>' for x in (1, 2)]
-    generate = Generate(*calls, "yes")
+async def test_what_a_tool_raises_is_for_the_model_and_once_with_its_lines_in_the_log(tool, caplog):
+    tool("def double(x):\n    return {}[str(x)]\n")
+    generate = Generate(call_of(1), call_of(2), "yes")
     await only(MultiTurn(max_turns=3, tools=["mytools:double"]), generate)
     assert generate.asked[1].endswith("error: KeyError: '1'") and "error: KeyError: '2'" in generate.asked[2]
     assert caplog.text.count("first KeyError: '1'") == 1 and "KeyError: '2'" not in caplog.text
@@ -132,23 +130,21 @@ async def test_a_wrong_call_is_answered_with_the_names_of_the_tools():
         ("def g(): pass", "AttributeError"),
     ],
 )
-async def test_a_tool_that_fails_is_kept_apart(tmp_path, monkeypatch, code, said):
-    (tmp_path / "badtool.py").write_text(code)
-    monkeypatch.syspath_prepend(str(tmp_path))
+async def test_a_tool_that_fails_is_kept_apart(tool, code, said):
+    tool(code)
     with pytest.raises(ToolFailed, match=said):
-        await call_tool("badtool:f", {}, 2.0)
+        await call_tool("mytools:f", {}, 2.0)
 
 
-async def test_a_tool_sees_no_secrets_and_leaves_no_process(tmp_path, monkeypatch):
-    (tmp_path / "spy.py").write_text(
+async def test_a_tool_sees_no_secrets_and_leaves_no_process(tool, monkeypatch):
+    tool(
         "import os, subprocess, sys\n"
         "def variables(): return sorted(os.environ)\n"
         "def child():\n"
         "    return subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']).pid\n"
     )
-    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("WANDB_API_KEY", "secret")
-    assert "WANDB_API_KEY" not in await call_tool("spy:variables", {}, 10.0)
-    pid = int(await call_tool("spy:child", {}, 10.0))
+    assert "WANDB_API_KEY" not in await call_tool("mytools:variables", {}, 10.0)
+    pid = int(await call_tool("mytools:child", {}, 10.0))
     await asyncio.sleep(0.2)
     assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE

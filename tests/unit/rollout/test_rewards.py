@@ -1,40 +1,41 @@
 """Rewards of several parts, several rewards with weights, batched ones, and those of tasks."""
 
-import sys
 import time
 
 import pytest
+from small_configs import WORDS
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.types import Turn
-from hpc_rl.rollout.rewards import LIMITED, Rejection, built_in, each, score_of, tasks, weighted
-from hpc_rl.rollout.rewards.reward_process import RewardProcess
-from hpc_rl.rollout.rewards.tasks import (
-    code_tests,
-    countdown,
-    length,
-    make_code_tests,
-    thinks_then_answers,
+from hpc_rl.rollout.rewards import (
+    LIMITED,
+    Rejection,
+    make_built_in,
+    parse_score,
+    score_each,
+    tasks,
+    weight_rewards,
 )
+from hpc_rl.rollout.rewards.reward_process import RewardProcess
+from hpc_rl.rollout.rewards.tasks import code_tests, countdown, length, make_code_tests, thinks_then_answers
 from hpc_rl.rollout.workflow import trajectory
 from hpc_rl.sandbox import Mechanism, Protection, Sandbox
 
-GRPO = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "train_dataset.batch_size=8"]
-GRPO += ["actor.path=/m", "gconfig.n_samples=4"]
+GRPO = [*WORDS, "train_dataset.batch_size=8", "gconfig.n_samples=4"]
 
 
 def test_a_reward_may_have_parts_and_they_go_into_the_stats_of_its_trajectory():
-    found = score_of({"reward": 0.5, "format": True, "correct": 0})
+    found = parse_score({"reward": 0.5, "format": True, "correct": 0})
     assert (found, found.parts) == (0.5, {"format": 1.0, "correct": 0.0})
     made = trajectory([([1], Turn([2], [-0.1], [("0.3", 0, 1)], "stop"))], found)
     assert (made.reward, made.stats) == (0.5, {"reward/format": 1.0, "reward/correct": 0.0})
 
 
 def test_a_reward_that_a_workflow_computes_with_keeps_its_parts():
-    first = score_of({"reward": 0.5, "format": 1.0})
-    second = score_of({"reward": 1.0, "format": 0.0, "correct": 1.0})
+    first = parse_score({"reward": 0.5, "format": 1.0})
+    second = parse_score({"reward": 1.0, "format": 0.0, "correct": 1.0})
     total = sum([first, second])
     assert (total, total.parts) == (1.5, {"format": 1.0, "correct": 1.0})
     mean = total / 2
@@ -57,42 +58,50 @@ def test_a_reward_that_a_workflow_computes_with_keeps_its_parts():
 )
 def test_a_dict_that_is_no_reward_is_refused_by_name(value, words):
     with pytest.raises(Rejection) as caught:
-        score_of(value)
+        parse_score(value)
     assert words in caught.value.message
 
 
 async def test_several_rewards_are_weighed_and_each_is_a_part():
-    rewards = weighted(
-        {"exact_match": (each(built_in("exact_match")), 1.0), "format": (each(built_in("format")), 0.5)}
-    )
+    exact, right_format = score_each(make_built_in("exact_match")), score_each(make_built_in("format"))
+    rewards = weight_rewards({"exact_match": (exact, 1.0), "format": (right_format, 0.5)})
     answered = "<think>a</think><answer>b</answer>"
     found = await rewards("q", [answered, "1299"], {"answer": "1299"})
     assert found == [0.5, 1.0]
-    assert [one.parts for one in found] == [
-        {"exact_match": 0.0, "format": 1.0},
-        {"exact_match": 1.0, "format": 0.0},
-    ]
+    parts = [{"exact_match": 0.0, "format": 1.0}, {"exact_match": 1.0, "format": 0.0}]
+    assert [one.parts for one in found] == parts
 
 
-async def test_a_batched_reward_gets_all_completions_of_a_prompt_at_once(tmp_path, monkeypatch):
-    (tmp_path / "ranks.py").write_text(
+@pytest.fixture
+async def started():
+    """`await started(path, …)`: a process of its own that runs a reward."""
+    processes = []
+
+    async def start(*what, **more) -> RewardProcess:
+        processes.append(RewardProcess(*what, **more))
+        await processes[-1].start()
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        await process.close()
+
+
+async def test_a_batched_reward_gets_all_completions_of_a_prompt_at_once(user_code, started):
+    user_code(
+        "ranks",
         "def rank(prompt, completions, least, **columns):\n"
         "    if least is None:\n"
         "        return [1.0]\n"
         "    order = sorted(completions)\n"
         "    return [{'reward': order.index(one), 'length': len(one)} for one in completions]\n"
-        "rank.batched = True\n"
+        "rank.batched = True\n",
     )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(filter(None, sys.path))}")
-    process = RewardProcess("ranks:rank", 5.0)
-    await process.start()
-    try:
-        found = await process.rewards("q", ["b", "ccc", "a"], {"least": 1})
-        assert found == [1.0, 2.0, 0.0] and [one.parts["length"] for one in found] == [1.0, 3.0, 1.0]
-        with pytest.raises(Rejection, match=r"the batched reward is \[1.0\] .* for 2 .*a list of 2 rewards"):
-            await process.rewards("q", ["a", "b"], {"least": None})
-    finally:
-        await process.close()
+    process = await started("ranks:rank", 5.0)
+    found = await process.rewards("q", ["b", "ccc", "a"], {"least": 1})
+    assert found == [1.0, 2.0, 0.0] and [one.parts["length"] for one in found] == [1.0, 3.0, 1.0]
+    with pytest.raises(Rejection, match=r"the batched reward is \[1.0\] .* for 2 .*a list of 2 rewards"):
+        await process.rewards("q", ["a", "b"], {"least": None})
 
 
 def test_the_format_is_one_thought_and_one_answer():
@@ -125,8 +134,11 @@ def test_countdown_uses_each_number_once(completion, expected):
     assert countdown("q", completion, nums=[1, 2, 3], target=9) == expected
 
 
+ADD = "```python\ndef add(a, b):\n    return a + b\n```"
+
+
 def test_code_is_run_with_limits_and_scored_by_its_tests():
-    code = "I think:\n```python\ndef add(a, b):\n    return a + b\n```"
+    code = f"I think:\n{ADD}"
     tests = ["assert add(1, 2) == 3", "assert add(1, 2) == 4"]
     assert code_tests("q", code, tests=tests) == 0.5
     assert code_tests("q", code, tests=tests[0]) == 1.0
@@ -165,13 +177,10 @@ def test_a_sandbox_that_is_required_and_not_complete_is_a_bad_configuration(monk
         make_code_tests(15.0, "required")
 
 
-async def test_code_is_run_by_the_reward_process():
+async def test_code_is_run_by_the_reward_process(started):
     options = {"timeout_s": 60.0, "sandbox": "required"}
-    process = RewardProcess(LIMITED["code_tests"], 60.0, options=options)
-    await process.start()
-    code = "```python\ndef add(a, b):\n    return a + b\n```"
-    assert await process.reward("q", code, {"tests": ["assert add(1, 2) == 3", "assert False"]}) == 0.5
-    await process.close()
+    process = await started(LIMITED["code_tests"], 60.0, options=options)
+    assert await process.reward("q", ADD, {"tests": ["assert add(1, 2) == 3", "assert False"]}) == 0.5
 
 
 @pytest.mark.parametrize(

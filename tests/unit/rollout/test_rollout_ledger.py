@@ -19,12 +19,12 @@ from hpc_rl.rollout.batch_log.ledger import (
     NoteRecord,
     RecordPlace,
     RejectRecord,
-    read_segment,
-    segment_path,
-    segments,
+    get_segment_path,
+    list_segments,
+    load_segment,
 )  # fmt: skip
-from hpc_rl.rollout.batch_log.replay import KEPT_REJECTIONS, IndexSet, read_state, replay
-from hpc_rl.rollout.batch_log.seals import Batches, batch_bytes, read_seals
+from hpc_rl.rollout.batch_log.replay import KEPT_REJECTIONS, IndexSet, load_state, replay
+from hpc_rl.rollout.batch_log.seals import Batches, encode_batch, load_seals
 
 
 def record(index: int, oldest: int = 0) -> GroupRecord:
@@ -41,25 +41,17 @@ def group(index: int) -> TrajectoryGroup:
 
 def test_records_come_back_as_they_were_written(tmp_path):
     ledger = Ledger(tmp_path)
+    reject, note = RejectRecord(8, 3, "reward_timeout: é"), NoteRecord(9, "baseline/é", b"\x00answers")
     places = [
         ledger.append_group(record(7), b"tokens"),
-        ledger.append_reject(RejectRecord(8, 3, "reward_timeout: é")),
-        ledger.append_note(NoteRecord(9, "baseline/é", b"\x00answers")),
+        ledger.append_reject(reject),
+        ledger.append_note(note),
     ]
-    assert list(read_segment(tmp_path, 0)) == []  # nothing is promised before the commit
+    assert list(load_segment(tmp_path, 0)) == []  # nothing is promised before the commit
     ledger.commit()
-    assert list(read_segment(tmp_path, 0)) == list(
-        zip(
-            places,
-            [
-                record(7),
-                RejectRecord(8, 3, "reward_timeout: é"),
-                NoteRecord(9, "baseline/é", b"\x00answers"),
-            ],
-            strict=True,
-        )
-    )
-    assert ledger.read_group(places[0]) == b"tokens"
+    expected = list(zip(places, [record(7), reject, note], strict=True))
+    assert list(load_segment(tmp_path, 0)) == expected
+    assert ledger.fetch_group(places[0]) == b"tokens"
     ledger.close()
 
 
@@ -73,18 +65,17 @@ def test_a_tail_torn_at_any_byte_costs_the_last_record_only(tmp_path, last_is):
     else:
         ledger.append_note(NoteRecord(2, "probe", b"approach"))
     ledger.close()
-    path = segment_path(tmp_path / "whole", 0)
+    path = get_segment_path(tmp_path / "whole", 0)
     whole = path.read_bytes()
-    last = [place.offset for place, _ in read_segment(tmp_path / "whole", 0)][-1]
-    for size in range(last, len(whole)):
-        path.write_bytes(whole[:size])
-        assert [r.index for _, r in read_segment(tmp_path / "whole", 0)] == [0, 1]
-    for at in range(last, len(whole)):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :])
-        assert [r.index for _, r in read_segment(tmp_path / "whole", 0)] == [0, 1]
+    last = [place.offset for place, _ in load_segment(tmp_path / "whole", 0)][-1]
+    cut = [whole[:size] for size in range(last, len(whole))]
+    flipped = [whole[:at] + bytes([whole[at] ^ 0x41]) + whole[at + 1 :] for at in range(last, len(whole))]
+    for content in (*cut, *flipped):
+        path.write_bytes(content)
+        assert [r.index for _, r in load_segment(tmp_path / "whole", 0)] == [0, 1]
     for size in range(len(MAGIC)):
         path.write_bytes(whole[:size])
-        assert list(read_segment(tmp_path / "whole", 0)) == []
+        assert list(load_segment(tmp_path / "whole", 0)) == []
 
 
 def test_each_incarnation_has_its_own_segment_and_a_full_one_is_followed(tmp_path):
@@ -93,8 +84,8 @@ def test_each_incarnation_has_its_own_segment_and_a_full_one_is_followed(tmp_pat
     places = [second.append_group(record(index), b"x" * 60) for index in range(3)]
     assert len({place.segment for place in places}) > 1
     second.commit()
-    assert [second.read_group(place) for place in places] == [b"x" * 60] * 3
-    assert segments(tmp_path) == list(range(max(place.segment for place in places) + 1))
+    assert [second.fetch_group(place) for place in places] == [b"x" * 60] * 3
+    assert list_segments(tmp_path) == list(range(max(place.segment for place in places) + 1))
     first.close()
     second.close()
 
@@ -114,7 +105,7 @@ def test_a_segment_begun_during_a_sync_can_be_written(tmp_path, monkeypatch):
     ledger.commit()
     assert later[0].segment == 1
     ledger.commit()
-    assert ledger.read_group(later[0]) == b"later"
+    assert ledger.fetch_group(later[0]) == b"later"
     ledger.close()
 
 
@@ -126,7 +117,7 @@ def test_what_a_sync_finds_no_room_for_is_written_once_more_and_only_once(tmp_pa
     ledger = Ledger(tmp_path)
     ledger.append_group(record(0), b"before")
     ledger.commit()
-    size, sync, tries = segment_path(tmp_path, 0).stat().st_size, os.fsync, []
+    size, sync, tries = get_segment_path(tmp_path, 0).stat().st_size, os.fsync, []
 
     def no_room(fd: int) -> None:
         if len(tries) < 2:
@@ -141,7 +132,7 @@ def test_what_a_sync_finds_no_room_for_is_written_once_more_and_only_once(tmp_pa
     ledger.append_group(record(2), b"after")
     ledger.close()
     assert len(tries) == 2 and not ledger.room.waiting
-    written = [(there.offset, r.index) for there, r in read_segment(tmp_path, 0)]
+    written = [(there.offset, r.index) for there, r in load_segment(tmp_path, 0)]
     assert [index for _, index in written] == [0, 1, 2] and written[1][0] == place.offset
 
 
@@ -149,12 +140,12 @@ def test_a_damaged_group_is_never_given_out(tmp_path):
     ledger = Ledger(tmp_path)
     place = ledger.append_group(record(1), b"tokens")
     ledger.commit()
-    with segment_path(tmp_path, 0).open("r+b") as file:
+    with get_segment_path(tmp_path, 0).open("r+b") as file:
         file.seek(place.offset + FRAME.size + 40)
         file.write(b"!")
     for where in (place, RecordPlace(0, place.offset + 3), RecordPlace(0, 10_000), RecordPlace(5, 16)):
         with pytest.raises(LedgerDamaged):
-            ledger.read_group(where)
+            ledger.fetch_group(where)
     ledger.close()
 
 
@@ -162,22 +153,22 @@ def test_a_segment_that_was_removed_is_named(tmp_path):
     ledger = Ledger(tmp_path)
     place = ledger.append_group(record(1), b"tokens")
     ledger.close()
-    segment_path(tmp_path, 0).unlink()
+    get_segment_path(tmp_path, 0).unlink()
     for content in (None, b""):  # gone, and begun anew by the next role
         if content is not None:
-            segment_path(tmp_path, 0).write_bytes(content)
+            get_segment_path(tmp_path, 0).write_bytes(content)
         again = Ledger(tmp_path)
-        with pytest.raises(LedgerDamaged, match=r"^rollout/segment-0000.ledger, .* is gone or was cut off"):
-            again.read_group(place)
+        with pytest.raises(LedgerDamaged, match=r"^rollout/segment-0000.ledger is missing or truncated"):
+            again.fetch_group(place)
         again.close()
 
 
 def test_batch_bytes_are_what_encode_gives():
     groups = [group(4), group(9)]
-    body = batch_bytes(3, [encode(g) for g in groups])
+    body = encode_batch(3, [encode(g) for g in groups])
     assert body == encode(Batch(3, groups))
     assert decode(body).groups[1].index == 9
-    assert batch_bytes(300, []) == encode(Batch(300, []))
+    assert encode_batch(300, []) == encode(Batch(300, []))
 
 
 def test_the_first_seal_wins_and_the_other_service_reads_what_won(tmp_path):
@@ -188,7 +179,7 @@ def test_the_first_seal_wins_and_the_other_service_reads_what_won(tmp_path):
     assert ours and seal.staleness == {0: 1} and seal.counters == {"older_lineage": 1}
     other, other_body, others = Batches(tmp_path, two).seal(1, 1, {1: (record(1), b)})
     assert not others and other == seal and other_body == body
-    assert read_seals(tmp_path) == {1: seal}
+    assert load_seals(tmp_path) == {1: seal}
     one.close()
     two.close()
 
@@ -197,10 +188,10 @@ def test_a_seal_over_a_segment_that_a_later_owner_deleted_is_refused(tmp_path):
     ledger = Ledger(tmp_path)
     place = ledger.append_group(record(0), encode(group(0)))
     ledger.commit()
-    segment_path(tmp_path, 0).unlink()
+    get_segment_path(tmp_path, 0).unlink()
     with pytest.raises(LedgerDamaged):
         Batches(tmp_path, ledger).seal(1, 0, {0: (record(0), place)})
-    assert read_seals(tmp_path) == {}
+    assert load_seals(tmp_path) == {}
     ledger.close()
 
 
@@ -221,7 +212,7 @@ def test_a_seal_outranks_rejections_and_the_first_record_later_ones():
     # A trim leaves the newest rejections by user code.
     many = range(10, 10 + KEPT_REJECTIONS)
     state.rejected |= {index: RejectRecord(index, 5, "workflow_none") for index in many}
-    base = state.base(6)
+    base = state.summarize(6)
     state.trim(6)
     assert [one[0] for one in base["rejected"]] == list(state.rejected) == [*many]
 
@@ -258,5 +249,5 @@ def test_index_set_is_a_set(members, floor):
 
 
 def test_an_empty_folder_is_an_empty_state(tmp_path):
-    state = read_state(tmp_path / "none")
+    state = load_state(tmp_path / "none")
     assert (state.top, state.next_index, state.consumed) == (0, 0, 0)

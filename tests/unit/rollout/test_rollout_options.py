@@ -8,14 +8,15 @@ import logging
 import numpy as np
 import pytest
 import tokenizers
+from small_configs import WORDS
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, decode
-from hpc_rl.datasets.order import sample_seed
+from hpc_rl.datasets.order import make_sample_seed
 from hpc_rl.name_resolve import open_names
-from hpc_rl.roles.rollout import rules
+from hpc_rl.roles.rollout import make_rules
 from hpc_rl.roles.rollout_worker import open_servers, open_worker
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RecordPlace
 from hpc_rl.rollout.rewards import Rejection
@@ -23,24 +24,20 @@ from hpc_rl.rollout.sequencer import Sequencer
 from hpc_rl.rollout.workflow import check_group
 from tests.unit.servers.test_router import announce, answer_of, servers
 
-WORDS = [
-    "experiment_name=e", "trial_name=t", "train_dataset.path=/d", "valid_dataset.path=/v",
-    "train_dataset.batch_size=4", "actor.ppo_n_minibatches=1", "allocation_mode=sglang:d2+fsdp:d2",
-    "cluster.n_gpus_per_node=4",
-]  # fmt: skip
+OPTIONS = [*WORDS, "valid_dataset.path=/v", "train_dataset.batch_size=4", "actor.ppo_n_minibatches=1"]
+OPTIONS += ["allocation_mode=sglang:d2+fsdp:d2", "cluster.n_gpus_per_node=4"]
 
 
 def configured(*overrides, model="/m"):
-    return check(load([], [*WORDS, f"actor.path={model}", *overrides]), files=False).config
+    return check(load([], [*OPTIONS, f"actor.path={model}", *overrides]), files=False).config
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     words = {"<pad>": 0, "<eos>": 1, **{str(number): number for number in range(2, 20)}}
-    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>")).save(
-        f"{folder}/tokenizer.json"
-    )
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
+    made.save(f"{folder}/tokenizer.json")
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     return folder
 
@@ -115,7 +112,7 @@ async def test_a_sample_is_drawn_by_the_seed_of_the_trial(opened):
         async with opened(f"seed={seed}") as (ask, fakes):
             await ask()
         (body,) = asked(fakes)
-        assert body["sampling_params"]["sampling_seed"] == sample_seed(seed, 0, 2, 0)
+        assert body["sampling_params"]["sampling_seed"] == make_sample_seed(seed, 0, 2, 0)
 
 
 async def test_a_prompt_has_as_many_samples_as_are_configured(opened):
@@ -181,7 +178,7 @@ async def test_a_server_is_awaited_for_the_setup_time(opened, caplog):
 
 
 def sequencer(*overrides):
-    made = Sequencer(rules(configured(*overrides)))
+    made = Sequencer(make_rules(configured(*overrides)))
     made.observe(0, 0)
     return made
 
@@ -209,21 +206,34 @@ def test_the_queue_bounds_what_runs_and_what_waits():
     assert len(issued) == 6
     for issue in issued[:2]:
         place = RecordPlace(0, issue.index)
-        core.finished(issue.ticket, GroupRecord(issue.index, 0, 0, 0, 1, 1, 0.0), place)
+        core.finish(issue.ticket, GroupRecord(issue.index, 0, 0, 0, 1, 1, 0.0), place)
     assert core.issue() == []  # two are ready, four run
+
+
+def floats(*values: float) -> np.ndarray:
+    return np.array(values, np.float32)
+
+
+def integers(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
 
 
 def group(**changes) -> TrajectoryGroup:
     whole = {
-        "ids": np.array([5, 6, 7], np.int32),
+        "ids": integers(5, 6, 7),
         "loss_mask": np.array([False, True, True]),
-        "logprobs": np.array([0, -1, -2], np.float32),
-        "lineages": np.array([-1, 0, 0], np.int32),
-        "steps": np.array([-1, 3, 3], np.int32),
+        "logprobs": floats(0, -1, -2),
+    }
+    whole |= {
+        "lineages": integers(-1, 0, 0),
+        "steps": integers(-1, 3, 3),
         "reward": 1.0,
         "finish_reason": "stop",
     }
     return TrajectoryGroup(3, [Trajectory(**{**whole, **changes})])
+
+
+NO_INT32 = "ids must be a one-dimensional array of int32"
 
 
 @pytest.mark.parametrize(
@@ -231,18 +241,18 @@ def group(**changes) -> TrajectoryGroup:
     [
         ([1, 2], "prompt 3: the workflow returned list"),
         (TrajectoryGroup(3, [{}]), "trajectory 0 is dict"),
-        (group(ids=[5, 6, 7]), "ids must be a one-dimensional array of int32"),
-        (group(logprobs=np.array([0, -1], np.float32)), "logprobs has 2 entries, ids has 3"),
-        (group(logprobs=np.array([0, np.nan, -2], np.float32)), "logprobs must be finite"),
-        (group(logprobs=np.array([0, -np.inf, -2], np.float32)), "logprobs must be finite"),
+        (group(ids=[5, 6, 7]), NO_INT32),
+        (group(ids=np.array([5, 6, 7])), NO_INT32),
+        (group(logprobs=floats(0, -1)), "logprobs has 2 entries, ids has 3"),
+        (group(logprobs=floats(0, np.nan, -2)), "logprobs must be finite"),
+        (group(logprobs=floats(0, -np.inf, -2)), "logprobs must be finite"),
         (group(logprobs=np.array([0, -1, -2])), "logprobs must be a one-dimensional array of float32"),
-        (group(ids=np.array([5, 10, 7], np.int32)), "trajectory 0 has token id 10; the model has 0 to 9"),
-        (group(ids=np.array([5, -1, 7], np.int32)), "trajectory 0 has token id -1; the model has 0 to 9"),
-        (group(ids=np.array([5, 6, 7])), "ids must be a one-dimensional array of int32"),
-        (group(advantages=np.array([0, np.nan, 1], np.float32)), "advantages must be finite"),
-        (group(advantages=np.array([0, 1], np.float32)), "advantages has 2 entries, ids has 3"),
+        (group(ids=integers(5, 10, 7)), "trajectory 0 has token id 10; the model has 0 to 9"),
+        (group(ids=integers(5, -1, 7)), "trajectory 0 has token id -1; the model has 0 to 9"),
+        (group(advantages=floats(0, np.nan, 1)), "advantages must be finite"),
+        (group(advantages=floats(0, 1)), "advantages has 2 entries, ids has 3"),
         (group(ref_logprobs=[0.0, 0.0, 0.0]), "ref_logprobs must be a one-dimensional array of float32"),
-        (group(steps=np.array([-1, -1, 3], np.int32)), "must name a weight version"),
+        (group(steps=integers(-1, -1, 3)), "must name a weight version"),
     ],
 )
 def test_a_group_that_can_not_be_trained_on_is_always_refused(made, words):
@@ -252,7 +262,6 @@ def test_a_group_that_can_not_be_trained_on_is_always_refused(made, words):
 
 
 def test_a_group_of_another_size_is_refused_where_the_workflow_is_built_in():
-    check_group(group(), 3, 10)
     with pytest.raises(Rejection, match=r"prompt 3: the group has 1 trajectories; gconfig.n_samples is 4"):
         check_group(group(), 3, 10, num_trajectories=4)
 
@@ -261,7 +270,7 @@ def test_a_group_of_another_size_is_refused_where_the_workflow_is_built_in():
     ("made", "words"),
     [
         (group(loss_mask=np.zeros(3, bool)), "marks no token"),
-        (group(logprobs=np.array([0, 1, -2], np.float32)), "logprobs must be at most 0"),
+        (group(logprobs=floats(0, 1, -2)), "logprobs must be at most 0"),
     ],
 )
 def test_what_the_strict_check_adds(made, words):

@@ -14,7 +14,7 @@ from hpc_rl.rollout.batch_log.ledger import BaseRecord, GroupRecord, NoteRecord,
 from hpc_rl.rollout.batch_log.replay import replay
 from hpc_rl.rollout.batch_log.seals import Seal
 from hpc_rl.rollout.sequencer import Rules, Sequencer
-from hpc_rl.rollout.staleness import staleness
+from hpc_rl.rollout.staleness import compute_staleness
 
 ACTIONS = ["note", "note", "fail", "lose", "kill", "go_back", "trim", "commit", "ask", "finish"]
 
@@ -33,8 +33,8 @@ class World:
         self.every_seal: dict[int, Seal] = {}
         self.oldest: dict[RecordPlace, int] = {}
         self.noted: dict[int, dict[str, bytes]] = {}  # what each prompt must find again
+        self.min_seen: dict[int, int] = {}  # the oldest weights that each ticket may have seen
         self.lineage, self.version = 0, 0
-        self.went_back = False
         self.places = itertools.count()
         self.core = Sequencer(rules)
         self.begin()
@@ -48,13 +48,6 @@ class World:
             self.min_seen[issue.ticket] = self.version
         assert len(self.core.running) <= self.rules.max_concurrent
         self.check()
-
-    min_seen: dict[int, int]
-
-    def __new__(cls, *_args, **_kwargs):
-        world = super().__new__(cls)
-        world.min_seen = {}
-        return world
 
     def append(self, record) -> RecordPlace:
         place = RecordPlace(0, next(self.places))
@@ -75,7 +68,7 @@ class World:
             record = GroupRecord(issue.index, issue.begun, oldest, self.lineage, 1, 1, 0.0)
             place = self.append(record)
             self.oldest[place] = oldest
-            self.core.finished(issue.ticket, record, place)
+            self.core.finish(issue.ticket, record, place)
         self.issue()
 
     def note(self, pick: int) -> None:
@@ -92,18 +85,18 @@ class World:
     def reject(self, index: int, reason: str) -> None:
         record = RejectRecord(index, self.version, reason)
         self.append(record)
-        self.core.rejected(record)
+        self.core.reject(record)
 
     def fail(self, pick: int) -> None:
         """A failure that ends well: the last retry always works, so that no rejection depends on chance."""
         issue = self.running(pick)
         if issue is not None and self.core._failures[issue.index] < self.rules.prompt_retries:
-            assert self.core.failed(issue.ticket)
+            assert self.core.fail(issue.ticket)
             self.issue()
 
     def lose(self, pick: int) -> None:
         tickets = sorted(self.core.running)
-        self.core.lost(tickets[: pick % (len(tickets) + 1)])
+        self.core.reissue(tickets[: pick % (len(tickets) + 1)])
         self.issue()
 
     def commit(self, _pick: int = 0) -> None:
@@ -126,13 +119,17 @@ class World:
         self.issue()
         if step not in self.core.log.seals and not self.cut(step):
             return False
-        self.version = step
-        for ticket in self.core.running:
-            self.min_seen[ticket] = min(self.min_seen[ticket], self.version)
+        self.set_version(step)
         return True
 
+    def set_version(self, version: int) -> None:
+        """What runs gets tokens of these weights."""
+        self.version = version
+        for ticket in self.core.running:
+            self.min_seen[ticket] = min(self.min_seen[ticket], version)
+
     def cut(self, step: int) -> bool:
-        for index in self.core.too_old(step):
+        for index in self.core.find_too_old(step):
             self.reject(index, "stale")
         groups = self.core.cut(step)
         if groups is None:
@@ -140,23 +137,18 @@ class World:
             return False
         self.commit()
         places = {index: place for index, (_, place) in groups.items()}
-        ages = [staleness(step, record.oldest_step) for record, _ in groups.values()]
+        ages = [compute_staleness(step, record.oldest_step) for record, _ in groups.values()]
         seal = Seal(step, self.lineage, places, {age: ages.count(age) for age in ages}, 1, "")
         assert step not in self.seals
         self.seals[step] = self.every_seal[step] = seal
-        self.core.sealed(seal)
+        self.core.add_seal(seal)
         self.issue()
         return True
 
     def go_back(self, pick: int) -> None:
-        """The trainer dies and recovers from an older generation; running requests get tokens of its
-        weights.
-        """
-        self.went_back = True
+        """The trainer dies and recovers from an older generation."""
         self.lineage += 1
-        self.version -= pick % (self.version - self.core.log.trimmed + 1)
-        for ticket in self.core.running:
-            self.min_seen[ticket] = min(self.min_seen[ticket], self.version)
+        self.set_version(self.version - pick % (self.version - self.core.log.trimmed + 1))
         self.core.observe(self.lineage, self.version)
         with pytest.raises(Stale):
             self.core.observe(self.lineage - 1, self.version)
@@ -166,12 +158,11 @@ class World:
         """What is deleted is what the sequencer says is not needed; one segment here, so records of sealed
         groups go.
         """
-        step = self.core.log.trimmed + pick % (
-            min(self.version, self.core.log.top) - self.core.log.trimmed + 1
-        )
-        if step == self.core.log.trimmed:
+        trimmed, newest = self.core.log.trimmed, min(self.version, self.core.log.top)
+        step = trimmed + pick % (newest - trimmed + 1)
+        if step == trimmed:
             return
-        self.append(BaseRecord(self.core.log.base(step)))
+        self.append(BaseRecord(self.core.log.summarize(step)))
         self.commit()
         for number in self.seals.keys() - range(step + 1, self.core.log.top + 1):
             del self.seals[number]
@@ -179,35 +170,26 @@ class World:
         ready = {place for _, place in self.core.log.ready.values()}
         needed = ready | {place for seal in self.seals.values() for place in seal.places.values()}
         needed |= {place for notes in self.core.log.notes.values() for _, place in notes.values()}
-        self.records = [
-            (place, record)
-            for place, record in self.records
-            if place in needed or isinstance(record, BaseRecord)
-        ]
+        kept = ((place, one) for place, one in self.records if place in needed or isinstance(one, BaseRecord))
+        self.records = list(kept)
         self.commit()
 
     def check(self) -> None:
         """Every index below next_index is in exactly one place."""
         core = self.core
         running = [issue.index for issue in core.running.values()]
-        placed = [
-            *running,
-            *core._waiting,
-            *core.log.ready,
-            *core.log.resolved.above,
-            *range(core.log.resolved.floor),
-        ]
+        placed = [*running, *core._waiting, *core.log.ready]
+        placed += [*core.log.resolved.above, *range(core.log.resolved.floor)]
         assert sorted(placed) == list(range(core.next_index))
         notes = {i: {key: value for key, (value, _) in made.items()} for i, made in core.log.notes.items()}
         open_again = {*running, *core._waiting, *range(core.next_index, max(self.noted, default=-1) + 1)}
         assert notes == {index: made for index, made in self.noted.items() if index in open_again}
         consumed = [index for seal in self.every_seal.values() for index in seal.places]
         assert len(set(consumed)) == len(consumed) == core.log.consumed
-        for step, seal in self.every_seal.items():
-            if self.rules.bound != "soft":
-                assert all(
-                    staleness(step, self.oldest[place]) <= self.rules.eta for place in seal.places.values()
-                )
+        if self.rules.bound != "soft":
+            for step, seal in self.every_seal.items():
+                ages = (compute_staleness(step, self.oldest[place]) for place in seal.places.values())
+                assert all(age <= self.rules.eta for age in ages)
 
     def drain(self, num_steps: int) -> None:
         """From here on everything finishes: the trainer must get its batches."""
@@ -218,9 +200,8 @@ class World:
             if not self.ask():
                 assert self.core.running, "nothing runs and no batch can be cut"
                 self.finish(turn)
-        raise AssertionError(
-            f"no batch {self.version + 1}: {len(self.core.log.ready)} ready, {len(self.core.running)} running"
-        )
+        left = f"{len(self.core.log.ready)} ready, {len(self.core.running)} running"
+        raise AssertionError(f"no batch {self.version + 1}: {left}")
 
 
 def plan(**fixed):
@@ -237,9 +218,8 @@ def plan(**fixed):
 @st.composite
 def scripts(draw, without: tuple[str, ...] = ()) -> list[tuple[str, int]]:
     """Long scripts: what matters needs many finished groups, and drawn lists stay short."""
-    rare = draw(
-        st.lists(st.sampled_from([a for a in dict.fromkeys(ACTIONS) if a not in without]), max_size=12)
-    )
+    actions = [action for action in dict.fromkeys(ACTIONS) if action not in without]
+    rare = draw(st.lists(st.sampled_from(actions), max_size=12))
     chance = random.Random(draw(st.integers(0, 2**32)))
     script = [chance.choices(["finish", "ask"], [3, 1])[0] for _ in range(draw(st.integers(0, 120)))]
     for action in rare:
@@ -303,7 +283,7 @@ def test_an_answer_under_a_ticket_that_was_given_up_does_not_count():
     core = Sequencer(Rules(batch_size=1, max_concurrent=1, eta=0))
     core.observe(0, 0)
     (first,) = core.issue()
-    core.lost([first.ticket])
+    core.reissue([first.ticket])
     (second,) = core.issue()
     assert second.index == first.index and first.ticket not in core.running and second.ticket in core.running
 
@@ -314,9 +294,9 @@ def test_a_prompt_is_rejected_after_its_retries():
     outcomes = []
     for _ in range(3):
         (issue,) = core.issue()
-        outcomes.append(core.failed(issue.ticket))
+        outcomes.append(core.fail(issue.ticket))
     assert outcomes == [True, True, False]
-    core.rejected(RejectRecord(0, 0, "exception"))
+    core.reject(RejectRecord(0, 0, "exception"))
     assert core.issue()[0].index == 1 and core.log.rejections == {"exception": 1}
 
 
@@ -328,7 +308,7 @@ def test_an_empty_ledger_can_begin_at_any_step():
     core.observe(2, 12)
     assert [issue.index for issue in core.issue()] == [48, 49, 50, 51]
     assert core.log.notes.keys() == {50}, "others keep no segment"
-    state = replay([(RecordPlace(0, 0), BaseRecord(core.log.base(12)))], {})
+    state = replay([(RecordPlace(0, 0), BaseRecord(core.log.summarize(12)))], {})
     assert (state.top, state.consumed, state.next_index, state.lineage) == (12, 48, 48, 2)
 
 
@@ -346,6 +326,6 @@ def test_a_segment_is_needed_while_it_has_a_note_of_an_open_prompt():
     core.observe(0, 0)
     for issue, segment in zip(core.issue(), (3,), strict=True):
         core.log.add_note(NoteRecord(issue.index, "probe", b""), RecordPlace(segment, 16))
-    assert core.needed_segments() == {3}
-    core.rejected(RejectRecord(0, 0, "workflow_none"))
-    assert core.needed_segments() == set()
+    assert core.find_needed_segments() == {3}
+    core.reject(RejectRecord(0, 0, "workflow_none"))
+    assert core.find_needed_segments() == set()

@@ -15,7 +15,7 @@ from types import MappingProxyType
 import pytest
 from aiohttp.test_utils import TestClient, TestServer
 
-from hpc_rl.checkpoint.start_facts import seals_of, trimmed
+from hpc_rl.checkpoint.start_facts import find_trimmed, list_seals
 from hpc_rl.config.options.operations import EvaluatorConfig
 from hpc_rl.core.errors import ConfigError, Stale, UserCodeFailed
 from hpc_rl.core.records import LineageRecord
@@ -24,10 +24,10 @@ from hpc_rl.core.types import TrajectoryGroup, WeightVersion, decode, encode
 from hpc_rl.datasets.encode import Prompt
 from hpc_rl.datasets.rows import Rows
 from hpc_rl.rollout.batch_log.judged import Judged
-from hpc_rl.rollout.batch_log.ledger import GroupRecord, segments
-from hpc_rl.rollout.batch_log.replay import read_state
-from hpc_rl.rollout.report import counters, progress
-from hpc_rl.rollout.routes import application, routes
+from hpc_rl.rollout.batch_log.ledger import GroupRecord, list_segments
+from hpc_rl.rollout.batch_log.replay import load_state
+from hpc_rl.rollout.report import collect_counters, describe_progress
+from hpc_rl.rollout.routes import make_application, make_rollout_routes
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import Refused, RolloutService
 
@@ -36,7 +36,7 @@ CONTROL, DATA = ({"Authorization": f"Bearer {TOKENS[name]}"} for name in ("contr
 
 
 def asked(service: RolloutService) -> TestClient:
-    return TestClient(TestServer(application(routes(service), TOKENS)))
+    return TestClient(TestServer(make_application(make_rollout_routes(service), TOKENS)))
 
 
 class Prompts:
@@ -58,6 +58,19 @@ class Prompts:
         return {"of": "odd" if position % 2 else "even"}
 
 
+SCORED = {"op": "scored", "rewards": [1.0], "num_tokens": 3, "stats": {}, "group": b""}
+MADE: list[RolloutService] = []
+
+
+@pytest.fixture(autouse=True)
+def all_are_closed():
+    yield
+    for service in MADE:
+        if service.ledger._write_fds:  # the test has not closed it
+            service.ledger.close()
+    MADE.clear()
+
+
 class Instant:
     """Answers each prompt in the next turn of the loop; `fate` may make something else of a frame, None for
     no answer.
@@ -70,10 +83,9 @@ class Instant:
     def __init__(self, fate=None) -> None:
         self.fate = fate or (lambda frame: "group")
         self.cancelled: list[int] = []
-        self.kept: Callable[[dict], None] = lambda frame: None
-        self.version_of = lambda asked: (
-            asked
-        )  # which weights the servers have, by the version that was asked for
+        self.continue_workflow: Callable[[dict], None] = lambda frame: None
+        # which weights the servers have, by the version that was asked for
+        self.version_of = lambda asked: asked
 
     def run(self, frame: dict) -> None:
         asyncio.get_running_loop().call_soon(self.answer, frame)
@@ -83,23 +95,11 @@ class Instant:
         if op is None:
             return
         version = frame["version"]
-        answer = (
-            {
-                "op": "scored",
-                "rewards": [1.0],
-                "num_tokens": 3,
-                "versions": [version],
-                "stats": {},
-                "group": b"",
-            }
-            if frame["evaluate"]
-            else {"op": op}
-        )
+        answer = SCORED | {"versions": [version]} if frame["evaluate"] else {"op": op}
         if op == "group" and not frame["evaluate"]:
             lineage, step = map(int, self.version_of(version).split("."))
-            record = astuple(
-                GroupRecord(frame["index"], int(frame["version"].split(".")[1]), step, lineage, 1, 3, 1.0)
-            )
+            asked = int(version.split(".")[1])
+            record = astuple(GroupRecord(frame["index"], asked, step, lineage, 1, 3, 1.0))
             group = encode(TrajectoryGroup(frame["index"], []))
             answer |= {"record": record, "newest_lineage": lineage, "group": group}
         if isinstance(op, dict):
@@ -113,24 +113,35 @@ class Instant:
 def make(
     folder, fate=None, num_rows: int = 50, left_s=lambda: None, lineages=lambda: (9, []), **rules
 ) -> RolloutService:
-    rules = {"batch_size": 2, "max_concurrent": 4, "eta": 1, **rules}
-    sequencer = Sequencer(Rules(**rules))
-    service = RolloutService(
-        folder, sequencer, Prompts(num_rows), Prompts(5), lineages, Instant(fate), left_s
-    )
-    sequencer.log.lineage = read_state(folder).lineage
+    sequencer = Sequencer(Rules(**{"batch_size": 2, "max_concurrent": 4, "eta": 1, **rules}))
+    prompts, held_out = Prompts(num_rows), Prompts(5)
+    service = RolloutService(folder, sequencer, prompts, held_out, lineages, Instant(fate), left_s)
+    sequencer.log.lineage = load_state(folder).lineage
+    MADE.append(service)
     return service
+
+
+async def batches(service: RolloutService, *steps: int, lineage: int = 0) -> list[bytes]:
+    return [await service.batch(step, lineage, 5) for step in steps]
+
+
+def indexes(*bodies: bytes) -> list[int]:
+    return [group.index for body in bodies for group in decode(body).groups]
+
+
+def record(lineage: int, from_step: int = 0, new_batches: bool = False) -> LineageRecord:
+    of_attempt = {"attempt": "1.0", "incarnation": 0, "new_batches": new_batches}
+    return LineageRecord(lineage=lineage, from_step=from_step, **of_attempt)
 
 
 async def test_batches_replay_byte_for_byte_in_the_next_incarnation(tmp_path):
     one = make(tmp_path)
-    bodies = [await one.batch(step, 0, 5) for step in (1, 2, 3)]
+    bodies = await batches(one, 1, 2, 3)
     assert [decode(body).step for body in bodies] == [1, 2, 3]
     await one.close()
     two = make(tmp_path)
-    assert [await two.batch(step, 0, 5) for step in (1, 2, 3)] == bodies
+    assert await batches(two, 1, 2, 3) == bodies
     assert decode(await two.batch(4, 0, 5)).step == 4
-    await two.close()
 
 
 async def test_a_log_goes_on_only_with_the_rows_that_it_was_begun_with(tmp_path):
@@ -146,10 +157,9 @@ async def test_a_log_goes_on_only_with_the_rows_that_it_was_begun_with(tmp_path)
     await two.close()
     for damage in ("{", '{"rows": 50}'):
         (tmp_path / "data.json").write_text(damage)
-        await make(
-            tmp_path, num_rows=24
-        ).close()  # the trainer knows the rows from its generation, and refuses
-        assert (tmp_path / "data.json").read_text() == damage  # so these are not the measure from now on
+        # the trainer knows the rows from its generation, and refuses: these are not the measure from now on
+        await make(tmp_path, num_rows=24).close()
+        assert (tmp_path / "data.json").read_text() == damage
 
 
 async def test_a_segment_that_is_gone_is_named_to_who_asks_for_a_batch_of_it(tmp_path):
@@ -161,14 +171,12 @@ async def test_a_segment_that_is_gone_is_named_to_who_asks_for_a_batch_of_it(tmp
     async with asked(two) as client:
         answer = await client.get("/batch?step=1&lineage=0", headers=CONTROL)
         assert answer.status == 500 and "segment-0000.ledger" in await answer.text()
-    await two.close()
 
 
 async def test_requests_at_the_same_time_get_the_same_batch(tmp_path):
     service = make(tmp_path)
     bodies = await asyncio.gather(*(service.batch(1, 0, 5) for _ in range(6)))
     assert len(set(bodies)) == 1
-    await service.close()
 
 
 async def test_synchronous_no_group_is_made_by_weights_given_up(tmp_path):
@@ -176,22 +184,17 @@ async def test_synchronous_no_group_is_made_by_weights_given_up(tmp_path):
     nothing better yet.
     """
     runs: list[str] = []
-    service = make(
-        tmp_path, fate=lambda frame: runs.append(frame["version"]) or "group", eta=0, order="in_order"
-    )
-    for step in (1, 2, 3):
-        await service.batch(step, 0, 5)
+    noting = lambda frame: runs.append(frame["version"]) or "group"  # noqa: E731
+    service = make(tmp_path, noting, eta=0, order="in_order")
+    await batches(service, 1, 2, 3)
     service.executor.version_of = lambda asked: max(asked, "1.1")
     assert await service.batch(4, 0, 0.2) is None
     assert runs[-2:] == ["0.3", "0.3"] and len(runs) == 8  # once each, and then not again
-    assert not read_state(tmp_path).ready
-    for step in (2, 3):
-        await service.batch(step, 1, 5)
+    assert not load_state(tmp_path).ready
+    await batches(service, 2, 3, lineage=1)
     assert len(runs) == 8
-    batch = decode(await service.batch(4, 1, 5))
-    assert [group.index for group in batch.groups] == [6, 7] and runs[8:] == ["1.3", "1.3"]
+    assert indexes(await service.batch(4, 1, 5)) == [6, 7] and runs[8:] == ["1.3", "1.3"]
     assert service.sequencer.log.seals[4].staleness == {0: 2}
-    await service.close()
 
 
 async def test_no_batch_within_the_time_is_none_and_costs_no_spinning(tmp_path):
@@ -207,13 +210,11 @@ async def test_no_batch_within_the_time_is_none_and_costs_no_spinning(tmp_path):
     service._cut = counted
     assert await asyncio.gather(*(service.batch(1, 0, 0.2) for _ in range(3))) == [None] * 3
     assert turns < 20
-    await service.close()
 
 
 async def test_an_older_lineage_a_skipped_step_and_a_trimmed_batch_are_refused(tmp_path):
     service = make(tmp_path)
-    for step in (1, 2, 3):
-        await service.batch(step, 1, 5)
+    await batches(service, 1, 2, 3, lineage=1)
     with pytest.raises(Stale):
         await service.batch(4, 0, 5)
     with pytest.raises(Refused, match="batch 5 of 3"):
@@ -226,27 +227,24 @@ async def test_an_older_lineage_a_skipped_step_and_a_trimmed_batch_are_refused(t
     with pytest.raises(Stale):
         await later.batch(4, 0, 5)
     assert decode(await later.batch(3, 2, 5)).step == 3
-    await later.close()
 
 
 async def test_what_a_killed_trim_left_goes_and_the_log_says_so(tmp_path, monkeypatch):
     trial = Trial(tmp_path)
     monkeypatch.setattr("hpc_rl.rollout.batch_log.ledger.Ledger.drop_segment", lambda *_: None)
     service = make(trial.rollout)
-    for step in (1, 2, 3):
-        await service.batch(step, 0, 5)
+    await batches(service, 1, 2, 3)
     with monkeypatch.context() as patched:
         patched.setattr("pathlib.Path.unlink", lambda *_, **__: None)  # killed before
         await service.retain(2)
     await service.close()
-    assert trimmed(trial) == 2 and sorted(seals_of(trial)) == [1, 2, 3]
+    assert find_trimmed(trial) == 2 and sorted(list_seals(trial)) == [1, 2, 3]
     later = make(trial.rollout)
-    assert seals_of(trial) == [3]
+    assert list_seals(trial) == [3]
     await later.batch(3, 0, 5)
     await later.retain(3)
-    assert seals_of(trial) == [] and trimmed(trial) == 3
+    assert list_seals(trial) == [] and find_trimmed(trial) == 3
     assert decode(await later.batch(4, 0, 5)).step == 4
-    await later.close()
 
 
 async def test_two_owners_of_one_ledger_agree_on_every_batch(tmp_path):
@@ -257,50 +255,46 @@ async def test_two_owners_of_one_ledger_agree_on_every_batch(tmp_path):
         bodies[step] = await first.batch(step, 0, 5)
         if step not in (2, 5):  # then the second one has missed a batch
             assert await second.batch(step, 0, 5) == bodies[step]
-    indexes = [group.index for body in bodies.values() for group in decode(body).groups]
-    assert len(set(indexes)) == len(indexes) == 16
+    found = indexes(*bodies.values())
+    assert len(set(found)) == len(found) == 16
     await one.close()
     await two.close()
-    state = read_state(tmp_path)
+    state = load_state(tmp_path)
     assert state.consumed == 16 and not state.rejected
 
 
 async def test_segments_that_nothing_needs_are_deleted(tmp_path):
     for start in (1, 3, 5):
         service = make(tmp_path, eta=0)
-        for step in (start, start + 1):
-            await service.batch(step, 0, 5)
+        await batches(service, start, start + 1)
         await service.close()
-    assert segments(tmp_path) == [0, 1, 2]
+    assert list_segments(tmp_path) == [0, 1, 2]
     service = make(tmp_path, eta=0)
     await service.retain(4)
-    assert segments(tmp_path) == [2, 3]
+    assert list_segments(tmp_path) == [2, 3]
     kept = await service.batch(5, 0, 5)
     await service.close()
     again = make(tmp_path, eta=0)
     assert again.sequencer.log.trimmed == 4 and again.sequencer.log.consumed == 12
     assert await again.batch(5, 0, 5) == kept
     assert min(group.index for group in decode(await again.batch(7, 0, 5)).groups) == 12
-    await again.close()
 
 
 async def test_a_segment_that_is_begun_while_others_are_deleted_stays(tmp_path):
     service = make(tmp_path)
     service.ledger.segment_bytes = 150
-    for step in range(1, 8):
-        await service.batch(step, 0, 5)
+    await batches(service, *range(1, 8))
     commit, begun = service.ledger.commit, []
 
     def commit_and_go_on() -> None:
         commit()
         while not begun or begun[-1].segment == begun[0].segment:
-            begun.append(service.ledger.append_base(service.sequencer.log.base(1)))
+            begun.append(service.ledger.append_base(service.sequencer.log.summarize(1)))
 
     service.ledger.commit = commit_and_go_on
     await service.retain(5)
     service.ledger.commit = commit
-    assert begun[-1].segment in segments(tmp_path) and 0 not in segments(tmp_path)
-    await service.close()
+    assert begun[-1].segment in list_segments(tmp_path) and 0 not in list_segments(tmp_path)
 
 
 class Unreadable(Prompts):
@@ -341,7 +335,6 @@ async def test_after_a_failed_seal_the_next_role_cuts_the_same_batch(tmp_path, m
     after = make(tmp_path)
     assert await after.batch(1, 0, 5) == whole
     assert decode(await after.batch(2, 0, 5)).step == 2
-    await after.close()
 
 
 async def test_on_a_full_disk_the_batch_waits_for_room(tmp_path, monkeypatch, caplog):
@@ -370,7 +363,6 @@ async def test_on_a_full_disk_the_batch_waits_for_room(tmp_path, monkeypatch, ca
     await service.close()
     after = make(tmp_path)
     assert await after.batch(2, 0, 5) == body
-    await after.close()
 
 
 async def test_prompts_that_fail_are_tried_again_then_rejected_with_the_reason(tmp_path):
@@ -378,15 +370,11 @@ async def test_prompts_that_fail_are_tried_again_then_rejected_with_the_reason(t
         return {1: "failed", 2: {"op": "rejected", "reason": "reward_timeout"}}.get(frame["index"], "group")
 
     service = make(tmp_path, fate, order="in_order", eta=0)
-    batch = decode(await service.batch(1, 0, 5))
-    assert [group.index for group in batch.groups] == [0, 3]
-    assert counters(service)["rejected"] == {"exception": 1, "reward_timeout": 1}
+    assert indexes(await service.batch(1, 0, 5)) == [0, 3]
+    assert collect_counters(service)["rejected"] == {"exception": 1, "reward_timeout": 1}
     await service.close()
-    rejected = read_state(tmp_path).rejected
-    assert {index: record.reason for index, record in rejected.items()} == {
-        1: "exception",
-        2: "reward_timeout",
-    }
+    reasons = {index: record.reason for index, record in load_state(tmp_path).rejected.items()}
+    assert reasons == {1: "exception", 2: "reward_timeout"}
 
 
 async def test_a_reward_that_raises_for_every_prompt_ends_the_role_and_is_in_the_log_once(tmp_path, caplog):
@@ -398,13 +386,11 @@ async def test_a_reward_that_raises_for_every_prompt_ends_the_role_and_is_in_the
 
     service = make(tmp_path, fate)
     asking = asyncio.create_task(service.batch(1, 0, 30))
-    with pytest.raises(
-        UserCodeFailed, match=r"^the reward fails: KeyError: '63' \(mine.py:3, in near\); the last 64"
-    ):
+    told = r"^the reward fails: KeyError: '63' \(mine.py:3, in near\); the last 64"
+    with pytest.raises(UserCodeFailed, match=told):
         await asyncio.wait_for(service.run(), 10)
     assert caplog.text.count("Traceback (most recent call last)") == 1
     asking.cancel()
-    await service.close()
 
 
 async def test_a_reward_that_raises_for_every_held_out_prompt_ends_the_role(tmp_path):
@@ -412,11 +398,9 @@ async def test_a_reward_that_raises_for_every_held_out_prompt_ends_the_role(tmp_
     service = make(tmp_path, lambda frame: rejected)
     with pytest.raises(Refused):
         await service.evaluate(WeightVersion(0, 3), None)
-    with pytest.raises(
-        UserCodeFailed, match=r"5 were left out; the last exception: KeyError: 'x' \(mine.py:3"
-    ):
+    told = r"5 were left out; the last exception: KeyError: 'x' \(mine.py:3"
+    with pytest.raises(UserCodeFailed, match=told):
         await service.run()
-    await service.close()
 
 
 async def test_a_filter_that_rejects_for_long_is_no_failure_within_an_epoch(tmp_path):
@@ -424,16 +408,12 @@ async def test_a_filter_that_rejects_for_long_is_no_failure_within_an_epoch(tmp_
     service = make(tmp_path, lambda frame: "group" if frame["index"] > 300 else rejected, num_rows=1000)
     assert decode(await service.batch(1, 0, 10)).groups[0].index > 300
     assert not service._failed.done()
-    await service.close()
 
 
 async def test_answers_of_a_dead_worker_do_not_count_twice(tmp_path):
     held = []
-    service = make(
-        tmp_path,
-        lambda frame: held.append(frame) if frame["index"] == 0 and len(held) == 0 else "group",
-        eta=0,
-    )
+    fate = lambda frame: held.append(frame) if frame["index"] == 0 and not held else "group"  # noqa: E731
+    service = make(tmp_path, fate, eta=0)
     assert await service.batch(1, 0, 0.1) is None
     service.on_lost([held[0]["ticket"]])
     body = await service.batch(1, 0, 5)
@@ -441,7 +421,6 @@ async def test_answers_of_a_dead_worker_do_not_count_twice(tmp_path):
     service.executor.answer(held[0])
     assert await service.batch(1, 0, 5) == body
     assert decode(await service.batch(2, 0, 5)).groups[0].index == 2
-    await service.close()
 
 
 async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(tmp_path):
@@ -458,14 +437,7 @@ async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(
         stats = {"row": frame["row"]} | ({"left_out": 7.0, "odd": 1.0} if frame["row"] % 2 else {})
         return scored | {"stats": stats}
 
-    scored = {
-        "op": "scored",
-        "rewards": [1.0],
-        "num_tokens": 3,
-        "versions": ["0.3"],
-        "stats": {"row": 99},
-        "group": b"",
-    }
+    scored = SCORED | {"versions": ["0.3"], "stats": {"row": 99}}
     service = make(tmp_path, fate)
     result = await service.evaluate(WeightVersion(0, 3), None)
     assert (result.num_prompts, result.reward, result.version) == (4, 1.0, "0.3")
@@ -473,17 +445,13 @@ async def test_an_evaluation_asks_every_prompt_once_and_only_counts_its_version(
     assert result.stats == {"row": 1.5, "odd": 1.0} | counts  # means over the rows that have it
     assert sorted(asked) == [0, 1, 2, 2, 3, 4]
     assert await service.evaluate(WeightVersion(0, 3), None) is result
-    assert (
-        service.sequencer.running and len(service.sequencer.running) <= 4
-    )  # evaluation is not counted as running
-    await service.close()
+    assert 0 < len(service.sequencer.running) <= 4  # evaluation is not counted as running
 
 
 async def test_an_evaluation_of_several_completions_measures_pass_at_k_for_each_set(tmp_path):
     def fate(frame):
         rewards = [[1.0, 0.0, 0.0, 0.0], [0.0] * 4, [1.0] * 4, [1.0, 1.0, 0.5, 0.5], [0.0] * 4][frame["row"]]
-        found = {"op": "scored", "rewards": rewards, "num_tokens": 1, "versions": ["0.3"], "stats": {}}
-        return found | {"group": b""} if frame["evaluate"] else None
+        return SCORED | {"rewards": rewards, "versions": ["0.3"]} if frame["evaluate"] else None
 
     service = make(tmp_path, fate)
     service.evaluations.options = EvaluatorConfig(sets_column="of")
@@ -491,16 +459,15 @@ async def test_an_evaluation_of_several_completions_measures_pass_at_k_for_each_
     await service.close()
     assert result.reward == pytest.approx((1 + 0 + 4 + 3 + 0) / 20)
     found = {name: value for name, value in result.stats.items() if name.startswith("pass@")}
-    assert found == pytest.approx(
-        {"pass@1": (1 / 4 + 1 + 1 / 2) / 5, "pass@2": (1 / 2 + 1 + 5 / 6) / 5, "pass@4": 3 / 5}
-    )
+    expected = {"pass@1": (1 / 4 + 1 + 1 / 2) / 5, "pass@2": (1 / 2 + 1 + 5 / 6) / 5, "pass@4": 3 / 5}
+    assert found == pytest.approx(expected)
     of_sets = {name: value for name, value in result.stats.items() if "/" in name}
     assert of_sets["even/reward"] == pytest.approx(5 / 12) and of_sets["odd/pass@4"] == 0.5
     assert {name.partition("/")[0] for name in of_sets} == {"even", "odd"}
 
 
 async def test_an_evaluation_that_can_never_end_is_refused(tmp_path):
-    newer = {"op": "scored", "rewards": [1.0], "num_tokens": 3, "versions": ["0.4"], "stats": {}}
+    newer = SCORED | {"versions": ["0.4"]}
     service = make(tmp_path, lambda frame: newer if frame["evaluate"] else None)
     with pytest.raises(Stale, match=r"0\.4"):
         await service.evaluate(WeightVersion(0, 3), None)
@@ -511,7 +478,6 @@ async def test_an_evaluation_that_can_never_end_is_refused(tmp_path):
     waiting.observe(1, 2)
     with pytest.raises(Stale, match="lineage 1"):
         await first
-    await waiting.close()
 
 
 async def test_a_batch_that_cannot_come_any_more_is_said_not_to_come(tmp_path):
@@ -519,28 +485,18 @@ async def test_a_batch_that_cannot_come_any_more_is_said_not_to_come(tmp_path):
     service = make(tmp_path, left_s=lambda: left[0])
     assert decode(await service.batch(1, 0, 5)).step == 1
     left[0] = -1.0
-    while True:
-        try:
+    with pytest.raises(Refused) as refused:
+        while True:
             await service.batch(service.sequencer.log.top + 1, 0, 5)
-        except Refused as error:
-            assert error.status == 205
-            break
+    assert refused.value.status == 205
     made, issued = service.sequencer.log.top, service.sequencer.next_index
-    assert made >= 1 and counters(service)["holding"]
+    assert made >= 1 and collect_counters(service)["holding"]
     assert decode(await service.batch(made, 0, 5)).step == made, "what was cut is there all the same"
     left[0] = 1000.0
-    assert service.clock.resumes()
+    assert service.clock.can_resume()
     service._issue()
-    assert (
-        decode(await service.batch(made + 1, 0, 5)).step == made + 1 and service.sequencer.next_index > issued
-    )
-    await service.close()
-
-
-def record(lineage: int, from_step: int = 0, new_batches: bool = False) -> LineageRecord:
-    return LineageRecord(
-        lineage=lineage, from_step=from_step, attempt="1.0", incarnation=0, new_batches=new_batches
-    )
+    assert decode(await service.batch(made + 1, 0, 5)).step == made + 1
+    assert service.sequencer.next_index > issued
 
 
 async def test_a_reader_moves_nothing(tmp_path):
@@ -551,23 +507,21 @@ async def test_a_reader_moves_nothing(tmp_path):
             return (await client.get(f"/batch?{query}&wait_s=0", headers=headers)).status
 
         async def evaluate(version: str, headers=DATA) -> int:
-            return (
-                await client.post("/evaluate", json={"version": version, "wait_s": 0}, headers=headers)
-            ).status
+            wanted = {"version": version, "wait_s": 0}
+            return (await client.post("/evaluate", json=wanted, headers=headers)).status
 
         assert await get("step=1&lineage=0") == 204 and not service.sequencer.running
         assert await get("step=5&lineage=0") == 412
         assert await get("step=1&lineage=0", CONTROL) in (200, 204)
-        before = counters(service)
+        before = collect_counters(service)
         assert await get("step=1&lineage=99999999") == 403
         assert await get("step=1&lineage=1") == 403
         assert await evaluate("99999999.1") == 403 and await evaluate("0.1") == 403
         # also the trainer's token begins no lineage that the trial directory does not know
         assert await get("step=1&lineage=2", CONTROL) == 425 and await evaluate("2.1", CONTROL) == 425
-        assert counters(service) == before and service.sequencer.log.lineage == 0
+        assert collect_counters(service) == before and service.sequencer.log.lineage == 0
         assert await get("step=1&lineage=1", CONTROL) == 200 and service.sequencer.log.lineage == 1
         assert await get("step=1&lineage=1") == 200 and await get("step=1&lineage=0") == 409
-    await service.close()
 
 
 @pytest.mark.parametrize(
@@ -588,24 +542,17 @@ async def test_a_body_that_is_not_what_is_asked_for_is_400(tmp_path, path, body)
         assert (await client.post(path, data=body, headers=CONTROL)).status == 400
         odd = {"Authorization": b"Bearer \xff".decode(errors="surrogateescape")}
         assert (await client.get("/status", headers=odd)).status == 401
-    await service.close()
 
 
 async def test_a_seal_of_a_lineage_that_has_no_record_does_not_stop_the_trial(tmp_path):
     one = make(tmp_path, lineages=lambda: (99999999, []))
     body = await one.batch(1, 99999999, 5)
     await one.close()
-    assert read_state(tmp_path).lineage == 99999999
-    two = RolloutService(
-        tmp_path, Sequencer(one.sequencer.rules), one.prompts, None, lambda: (3, []), Instant()
-    )
+    assert load_state(tmp_path).lineage == 99999999
+    two = make(tmp_path, lineages=lambda: (3, []))
+    two.sequencer.log.lineage = 0
     assert await two.batch(1, 3, 5) == body and decode(await two.batch(2, 3, 5)).step == 2
-    assert read_state(tmp_path).seals[2].lineage == 3
-    await two.close()
-
-
-def indexes(*bodies: bytes) -> list[int]:
-    return [group.index for body in bodies for group in decode(body).groups]
+    assert load_state(tmp_path).seals[2].lineage == 3
 
 
 @pytest.mark.parametrize("order", ["ready", "in_order"])
@@ -613,32 +560,30 @@ def indexes(*bodies: bytes) -> list[int]:
 async def test_a_lineage_with_new_batches_issues_later_prompts_again(tmp_path, order, restarts):
     known = [record(0)]
     one = make(tmp_path, order=order, lineages=lambda: (known[-1].lineage, known))
-    bodies = {step: await one.batch(step, 0, 5) for step in range(1, 7)}
+    bodies = await batches(one, *range(1, 7))
     if restarts:
         await one.close()
         one = make(tmp_path, order=order, lineages=lambda: (known[-1].lineage, known))
     known.append(record(1, 3, new_batches=True))
-    made = {step: await one.batch(step, 1, 5) for step in range(4, 8)}
-    assert sorted(indexes(*made.values())) == list(range(6, 14))
-    for step in (2, 3):
-        assert await one.batch(step, 1, 5) == bodies[step]
+    made = await batches(one, *range(4, 8), lineage=1)
+    assert sorted(indexes(*made)) == list(range(6, 14))
+    assert await batches(one, 2, 3, lineage=1) == bodies[1:3]
     await one.close()
-    state = read_state(tmp_path)
+    state = load_state(tmp_path)
     assert sorted(state.seals) == [1, 2, 3, 4, 5, 6, 7] and state.consumed == 14 and not state.set_aside
     assert [seal.lineage for _, seal in sorted(state.seals.items())] == [0, 0, 0, 1, 1, 1, 1]
-    aside = read_state(tmp_path / "set-aside" / "1")
+    aside = load_state(tmp_path / "set-aside" / "1")
     assert sorted(aside.seals) == [4, 5, 6]
     # a crash replays what this lineage made
     known.append(record(2, 3))
     again = make(tmp_path, order=order, lineages=lambda: (known[-1].lineage, known))
-    assert [await again.batch(step, 2, 5) for step in range(4, 8)] == list(made.values())
+    assert await batches(again, *range(4, 8), lineage=2) == made
     # and after a trim nothing of what was given up comes back
     await again.retain(6)
     await again.close()
-    assert min(segments(tmp_path)) > 0
+    assert min(list_segments(tmp_path)) > 0
     last = make(tmp_path, order=order, lineages=lambda: (known[-1].lineage, known))
     assert sorted(indexes(await last.batch(8, 2, 5))) == [14, 15]
-    await last.close()
 
 
 @pytest.mark.parametrize("is_new", [True, False])
@@ -661,7 +606,7 @@ async def test_prompts_that_user_code_rejected_are_issued_again_once_it_has_chan
 
     known = [record(0)]
     one = started("old")
-    assert [indexes(await one.batch(step, 0, 5)) for step in (1, 2, 3)] == [[0, 2], [5, 6], [7, 8]]
+    assert indexes(*await batches(one, 1, 2, 3)) == [0, 2, 5, 6, 7, 8]
     await one.batch(4, 0, 5)
     await one.retain(trimmed)
     await one.close()
@@ -672,20 +617,18 @@ async def test_prompts_that_user_code_rejected_are_issued_again_once_it_has_chan
     expected = [7, 8, 9, 10, 11, 12] if goes_back else [7, 8, 10, 11, 12, 13]
     if is_new:
         expected = [1, 4, 7, 8, 9, 10] if goes_back else [7, 8, 10, 11, 1, 4]
-    assert indexes(*[await two.batch(step, 1, 5) for step in (3, 4, 5)]) == expected
-    assert progress(two)["issued_again"] == (2 if is_new else 0)
-    assert (
-        "2 prompts that the earlier reward or workflow rejected are issued again" in caplog.text
-    ) == is_new
+    assert indexes(*await batches(two, 3, 4, 5, lineage=1)) == expected
+    assert describe_progress(two)["issued_again"] == (2 if is_new else 0)
+    told = "2 prompts that the earlier reward or workflow rejected are issued again"
+    assert (told in caplog.text) == is_new
     await two.close()
-    state = read_state(tmp_path)
+    state = load_state(tmp_path)
     of_user_code = {} if is_new else {"reward_exception": 1, "bad_group": 1}
     assert state.rejections == {"too_long": 1 if goes_back else 2, **of_user_code}
     # a crash changes nothing of it
     known.append(record(2, 4))
     three = started("new" if is_new else "old")
     assert indexes(await three.batch(5, 2, 5)) == expected[4:] and three.issued_again == 0
-    await three.close()
 
 
 @pytest.mark.parametrize("killed_in", ["append_base", "commit", "set_aside", "replace", "restore"])
@@ -693,7 +636,7 @@ async def test_giving_batches_up_may_be_killed_anywhere(tmp_path, monkeypatch, k
     known = [record(0), record(1, 2, new_batches=True)]
     one = make(tmp_path, lineages=lambda: (known[-1].lineage, known[:1]))
     one.sequencer.log.lineage = 0
-    bodies = [await one.batch(step, 0, 5) for step in range(1, 6)]
+    bodies = await batches(one, *range(1, 6))
     await one.close()
 
     class Killed(Exception):
@@ -703,15 +646,10 @@ async def test_giving_batches_up_may_be_killed_anywhere(tmp_path, monkeypatch, k
         raise Killed
 
     two = make(tmp_path, lineages=lambda: (known[-1].lineage, known))
-    calls = {
-        "append_base": (two.ledger, "append_base"),
-        "commit": (two.ledger, "commit"),
-        "set_aside": (two.batches, "set_aside"),
-        "replace": (os, "replace"),
-        "restore": (two.sequencer, "restore"),
-    }
+    owners = {"append_base": two.ledger, "commit": two.ledger, "set_aside": two.batches, "replace": os}
+    owner = owners.get(killed_in, two.sequencer)
     with monkeypatch.context() as patched:
-        patched.setattr(*calls[killed_in], kill)
+        patched.setattr(owner, killed_in, kill)
         with pytest.raises((Killed, Refused)):
             await two.batch(3, 1, 5)
     with contextlib.suppress(Killed, TimeoutError):
@@ -719,24 +657,18 @@ async def test_giving_batches_up_may_be_killed_anywhere(tmp_path, monkeypatch, k
     known.append(record(2, 2))
     three = make(tmp_path, lineages=lambda: (known[-1].lineage, known))
     assert await three.batch(2, 2, 5) == bodies[1]
-    made = {step: await three.batch(step, 2, 5) for step in range(3, 8)}
-    assert sorted(indexes(*made.values())) == list(range(4, 14))
+    made = await batches(three, *range(3, 8), lineage=2)
+    assert sorted(indexes(*made)) == list(range(4, 14))
     await three.close()
-    state = read_state(tmp_path)
+    state = load_state(tmp_path)
     assert sorted(state.seals) == list(range(1, 8)) and state.consumed == 14
     assert [seal.lineage for _, seal in sorted(state.seals.items())] == [0, 0, 2, 2, 2, 2, 2]
-    assert sorted(read_state(tmp_path / "set-aside" / "1").seals) == [3, 4, 5]
+    assert sorted(load_state(tmp_path / "set-aside" / "1").seals) == [3, 4, 5]
 
 
 def note(ticket: int, index: int, value: bytes, version: str = "0.0") -> dict:
-    return {
-        "op": "note",
-        "ticket": ticket,
-        "index": index,
-        "version": version,
-        "key": "probe",
-        "value": value,
-    }
+    of_prompt = {"ticket": ticket, "index": index, "version": version}
+    return {"op": "note", "key": "probe", "value": value, **of_prompt}
 
 
 async def test_a_workflow_continues_when_its_note_is_on_disk_and_notes_share_a_sync(tmp_path, monkeypatch):
@@ -744,14 +676,14 @@ async def test_a_workflow_continues_when_its_note_is_on_disk_and_notes_share_a_s
     on_disk, syncs, fsync = [], [], os.fsync
 
     def keep(frame):
-        on_disk.append(read_state(tmp_path).notes[frame["ticket"] - 1]["probe"][0] == frame["value"])
+        on_disk.append(load_state(tmp_path).notes[frame["ticket"] - 1]["probe"][0] == frame["value"])
 
     def slow(fd):
         syncs.append(fd)
         time.sleep(0.1)
         fsync(fd)
 
-    service.executor.kept = keep
+    service.executor.confirm_note = keep
     service.observe(0, 0)
     running = asyncio.create_task(service.run())
     await asyncio.sleep(0.05)
@@ -764,7 +696,6 @@ async def test_a_workflow_continues_when_its_note_is_on_disk_and_notes_share_a_s
     await asyncio.sleep(0.4)
     assert on_disk == [True] * 8 and len(syncs) == 2
     running.cancel()
-    await service.close()
 
 
 async def test_a_note_that_a_seal_is_writing_is_not_kept_before_it_is_written(tmp_path, monkeypatch):
@@ -776,7 +707,7 @@ async def test_a_note_that_a_seal_is_writing_is_not_kept_before_it_is_written(tm
         go_on.wait(10)
         fsync(fd)
 
-    service.executor.kept = kept.append
+    service.executor.confirm_note = kept.append
     service.observe(0, 0)
     service.on_note(note(1, 0, b"p"))
     monkeypatch.setattr(os, "fsync", held)
@@ -790,35 +721,31 @@ async def test_a_note_that_a_seal_is_writing_is_not_kept_before_it_is_written(tm
     await asyncio.sleep(0.2)
     assert [frame["value"] for frame in kept] == [b"p"]
     running.cancel()
-    await service.close()
 
 
 async def test_a_note_of_a_ticket_that_was_given_up_counts_and_the_first_one_holds(tmp_path):
     kept, seen = [], []
     service = make(tmp_path, lambda frame: seen.append(frame), eta=0, batch_size=1, max_concurrent=1)
-    service.executor.kept = kept.append
+    service.executor.confirm_note = kept.append
     running = asyncio.create_task(service.run())
     service.observe(0, 0)
     service.observe(1, 0)  # synchronous: what ran is issued again
     await asyncio.sleep(0.05)
-    assert [(frame["ticket"], frame["index"], frame["version"]) for frame in seen] == [
-        (1, 0, "0.0"),
-        (2, 0, "1.0"),
-    ]
+    asked = [(frame["ticket"], frame["index"], frame["version"]) for frame in seen]
+    assert asked == [(1, 0, "0.0"), (2, 0, "1.0")]
     service.on_note(note(1, 0, b"late"))
     service.on_note(note(2, 0, b"later", "1.0"))
     await asyncio.sleep(0.2)
     assert [(frame["ticket"], frame["value"]) for frame in kept] == [(1, b"late"), (2, b"late")]
-    assert read_state(tmp_path).notes[0]["probe"][0] == b"late"
+    assert load_state(tmp_path).notes[0]["probe"][0] == b"late"
     running.cancel()
-    await service.close()
 
 
 async def test_notes_of_prompts_issued_before_new_batches_do_not_count(tmp_path):
     one = make(tmp_path, lambda frame: "group" if frame["index"] != 1 else None, batch_size=1)
     await one.batch(1, 0, 5)
-    record = LineageRecord(lineage=1, from_step=1, new_batches=True, attempt="1.0", incarnation=1)
-    one._lineages = lambda: (1, [record])
+    known = [record(1, 1, new_batches=True)]
+    one._lineages = lambda: (1, known)
     begin_segment, loop = one.ledger.begin_segment, asyncio.get_running_loop()
 
     def begin_and_note() -> None:
@@ -834,11 +761,10 @@ async def test_notes_of_prompts_issued_before_new_batches_do_not_count(tmp_path)
     assert one.sequencer.log.notes == {}
     one.on_note(note(9, 1, b"new", "1.1"))
     await one.close()
-    assert read_state(tmp_path).notes[1]["probe"][0] == b"new"
-    two = make(tmp_path, lambda frame: None, lineages=lambda: (1, [record]))
+    assert load_state(tmp_path).notes[1]["probe"][0] == b"new"
+    two = make(tmp_path, lambda frame: None, lineages=lambda: (1, known))
     two.on_note(note(1, 2, b"old"))
     assert two.sequencer.log.notes.keys() == {1}
-    await two.close()
 
 
 async def test_notes_go_with_their_prompt_until_it_has_its_group(tmp_path):
@@ -855,7 +781,7 @@ async def test_notes_go_with_their_prompt_until_it_has_its_group(tmp_path):
     for ticket in (1, 2, 3):
         one.on_note(note(ticket, ticket - 1, bytes([ticket])))
     await asyncio.sleep(0.2)  # on disk at once, not a second later
-    assert read_state(tmp_path).notes.keys() == {0, 1, 2}
+    assert load_state(tmp_path).notes.keys() == {0, 1, 2}
     one.on_lost([2])
     await asyncio.sleep(0.1)
     assert seen[4:] == [(1, {"probe": bytes([2])})] and 1 not in one.sequencer.log.notes
@@ -869,7 +795,6 @@ async def test_notes_go_with_their_prompt_until_it_has_its_group(tmp_path):
     await asyncio.sleep(0.1)
     assert seen[:2] == [(0, {"probe": bytes([1])}), (2, {"probe": bytes([3])})]
     assert two.sequencer.log.notes == {}
-    await two.close()
 
 
 async def test_a_segment_with_notes_of_open_prompts_stays_and_a_new_policy_makes_its_own(tmp_path):
@@ -881,13 +806,10 @@ async def test_a_segment_with_notes_of_open_prompts_stays_and_a_new_policy_makes
     one.on_note(note(ticket, 0, b"p"))
     await waiting
     one.ledger.begin_segment()
-    for step in (2, 3):
-        await one.batch(step, 0, 5)
+    await batches(one, 2, 3)
     await one.retain(2)
     await one.close()
-    assert read_state(tmp_path).notes[0]["probe"][0] == b"p"
-    record = LineageRecord(lineage=1, from_step=3, new_batches=True, attempt="1.0", incarnation=1)
-    two = make(tmp_path, lineages=lambda: (1, [record]))
+    assert load_state(tmp_path).notes[0]["probe"][0] == b"p"
+    two = make(tmp_path, lineages=lambda: (1, [record(1, 3, new_batches=True)]))
     await two.begin(1)
-    assert two.sequencer.log.notes == {} == read_state(tmp_path).notes
-    await two.close()
+    assert two.sequencer.log.notes == {} == load_state(tmp_path).notes

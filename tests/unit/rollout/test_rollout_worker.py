@@ -14,16 +14,18 @@ import pytest
 from hpc_rl.config.options.inference import GenerationHyperparameters, InferenceEngineConfig
 from hpc_rl.config.options.operations import EvaluatorConfig
 from hpc_rl.config.rules.generation_rules import WORKFLOW_ARGS
-from hpc_rl.core.errors import (
-    ConfigError,
-    EndpointUnavailable,
-    InputRefused,
-    RequestRefused,
-    RoleFailed,
-)
+from hpc_rl.core.errors import ConfigError, EndpointUnavailable, InputRefused, RequestRefused, RoleFailed
 from hpc_rl.core.types import Reply, TrajectoryGroup, Turn, decode, encode
 from hpc_rl.rollout.batch_log.ledger import MAX_NOTE_BYTES, GroupRecord
-from hpc_rl.rollout.rewards import Rejection, built_in, checked, contains, each, exact_match, import_object
+from hpc_rl.rollout.rewards import (
+    Rejection,
+    check_number,
+    contains,
+    exact_match,
+    import_object,
+    make_built_in,
+    score_each,
+)
 from hpc_rl.rollout.rewards import reward_process as reward_process_module
 from hpc_rl.rollout.rewards.reward_process import OUTPUT_BYTES, LimitedOutput, RewardProcess
 from hpc_rl.rollout.server_pool import ServerPool
@@ -54,21 +56,12 @@ class Client:
         return [Turn([1, 2, 99], [-1.0, -2.0, -3.0], spans, "stop") for _ in requests]
 
 
-def make(
-    client,
-    workflow=single_turn,
-    name="own:f",
-    tracing=False,
-    checking=False,
-    context=None,
-    others=None,
-    **gconfig,
-):
+def make(client, workflow=single_turn, name="own:f", checking=False, others=None, context=None, **gconfig):
     rollout = InferenceEngineConfig(workflow=name, check_trajectory_format=checking)
+    tracing = gconfig.pop("tracing", False)
     sampled = GenerationHyperparameters(**{"n_samples": 3, "max_new_tokens": 6, **gconfig})
-    config = SimpleNamespace(
-        seed=1, gconfig=sampled, eval_gconfig=None, rollout=rollout, evaluator=EvaluatorConfig(keep_samples=1)
-    )
+    evaluator = EvaluatorConfig(keep_samples=1)
+    config = SimpleNamespace(seed=1, gconfig=sampled, eval_gconfig=None, rollout=rollout, evaluator=evaluator)
     pool = ServerPool("rollout", client, Tokenizer(), sampled, context, trace=tracing)
     sent = []
 
@@ -76,24 +69,24 @@ def make(
         sent.append(data)
         frame = decode(data[4:])
         if frame["op"] == "note":  # is on disk in no time
-            asyncio.get_running_loop().call_soon(made.kept, {**frame, "op": "kept"})
+            asyncio.get_running_loop().call_soon(made.continue_workflow, {**frame, "op": "kept"})
 
-    made = Worker(config, pool, others or {}, workflow, each(built_in("exact_match")), write, 100)
+    made = Worker(config, pool, others or {}, workflow, score_each(make_built_in("exact_match")), write, 100)
     return made, sent
 
 
 async def answer(
     made: Worker, sent: list[bytes], evaluate: bool = False, input_ids=(5, 6), notes=None, **columns
 ) -> dict:
-    content = {
-        "columns": {"prompt": "x", "answer": "1299", **columns},
-        "input_ids": list(input_ids),
-        "version": "0.3",
-        "evaluate": evaluate,
-        "notes": notes or {},
-    }
+    content = {"input_ids": list(input_ids), "version": "0.3", "evaluate": evaluate, "notes": notes or {}}
+    content["columns"] = {"prompt": "x", "answer": "1299", **columns}
     await made.answer({"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, **content})
     return decode(sent[-1][4:])
+
+
+async def outcome_of(workflow, **options) -> dict:
+    """What a worker says of a prompt that this workflow answers."""
+    return await answer(*make(Client(), workflow, **options))
 
 
 async def test_a_group_has_scored_trajectories_with_versions_by_token():
@@ -103,21 +96,13 @@ async def test_a_group_has_scored_trajectories_with_versions_by_token():
     assert (outcome["op"], outcome["ticket"], group.index, len(group.trajectories)) == ("group", 4, 40, 3)
     assert GroupRecord(*outcome["record"]) == GroupRecord(40, 3, 2, 0, 3, 15, 3.0)
     first = group.trajectories[0]
-    assert first.ids.tolist() == [5, 6, 1, 2, 99] and first.loss_mask.tolist() == [
-        False,
-        False,
-        True,
-        True,
-        True,
-    ]
+    assert first.ids.tolist() == [5, 6, 1, 2, 99]
+    assert first.loss_mask.tolist() == [False, False, True, True, True]
     assert first.logprobs.tolist() == [0, 0, -1, -2, -3]
     assert first.steps.tolist() == [-1, -1, 3, 2, 2] and first.lineages.tolist() == [-1, -1, 0, 1, 1]
     request = client.requests[0]
-    assert (
-        request.min_version == "0.3"
-        and request.sampling["stop_token_ids"] == [3, 99, 7]
-        and request.sampling["top_k"] == -1
-    )
+    assert (request.min_version, request.sampling["top_k"]) == ("0.3", -1)
+    assert request.sampling["stop_token_ids"] == [3, 99, 7]
     assert len({r.sampling["sampling_seed"] for r in client.requests}) == 3
     assert len({len(r.rid) for r in client.requests}) == 1 and len({r.rid for r in client.requests}) == 3
 
@@ -178,7 +163,7 @@ async def test_a_workflow_waits_until_its_note_is_kept_and_goes_by_the_one_that_
         return await single_turn(prompt, generate)
 
     worker, sent = make(Client(), workflow)
-    kept, worker.kept = worker.kept, lambda frame: None
+    kept, worker.continue_workflow = worker.continue_workflow, lambda frame: None
     task = asyncio.create_task(answer(worker, sent))
     await asyncio.sleep(0.2)
     assert [decode(data[4:])["op"] for data in sent] == ["note", "note"] and results == []
@@ -232,14 +217,6 @@ async def test_what_could_not_be_made_is_tried_again():
     assert (await answer(worker, sent))["op"] == "group" and len(sent) == 2
 
 
-async def test_seeds_are_those_of_the_sample_not_of_the_moment():
-    clients = [Client(), Client()]
-    for client in clients:
-        await answer(*make(client))
-    seeds = [[request.sampling["sampling_seed"] for request in client.requests] for client in clients]
-    assert seeds[0] == seeds[1]
-
-
 class Elsewhere:
     """A pool that answers with the numbers of its seeds."""
 
@@ -247,14 +224,16 @@ class Elsewhere:
         return [Reply(str(seed), max_new_tokens or 0, "stop") for seed in seeds]
 
 
-def servers(client, **gconfig):
-    """A frozen pool on the fake client."""
-    tokenizer = Tokenizer()
+def chatting(tokenizer):
     tokenizer.chat = lambda messages: messages[0]["content"]
     tokenizer.encode = lambda text, add_special_tokens: [ord(letter) for letter in text]
-    return ServerPool(
-        "student", client, tokenizer, GenerationHyperparameters(max_new_tokens=4, **gconfig), 10
-    )
+    return tokenizer
+
+
+def servers(client, **gconfig):
+    """A frozen pool on the fake client."""
+    tokenizer, gconfig = chatting(Tokenizer()), GenerationHyperparameters(max_new_tokens=4, **gconfig)
+    return ServerPool("student", client, tokenizer, gconfig, 10)
 
 
 async def asking(workflow, client=None, **options) -> list[Any]:
@@ -271,9 +250,8 @@ async def asking(workflow, client=None, **options) -> list[Any]:
 
 async def test_a_workflow_asks_other_pools():
     client = Client()
-    (replies,) = await asking(
-        lambda generate: generate.ask([{"content": "ab"}], "student", 2, "probe", 3), client
-    )
+    asks = lambda generate: generate.ask([{"content": "ab"}], "student", 2, "probe", 3)  # noqa: E731
+    (replies,) = await asking(asks, client)
     assert replies == [Reply("1299", 3, "stop")] * 2
     assert [request.input_ids for request in client.requests] == [[97, 98]] * 2
     assert {request.min_version for request in client.requests} == {""}  # a frozen model has no version
@@ -300,16 +278,14 @@ async def test_the_trained_pool_can_be_asked_by_its_name_and_makes_new_enough_we
         return await generate.ask([{"content": "ab"}], "rollout", 1)
 
     made, sent = make(client, ask)
-    tokenizer = made._sampler.keywords["pool"].tokenizer
-    tokenizer.chat = lambda messages: messages[0]["content"]
-    tokenizer.encode = lambda text, add_special_tokens: [ord(letter) for letter in text]
+    chatting(made._sampler.keywords["pool"].tokenizer)
     await answer(made, sent)
     assert client.requests[0].min_version == "0.3"
 
 
 async def test_a_pool_that_is_not_there_or_takes_no_tokens_is_named(caplog):
     (outcome,) = await asking(lambda generate: generate.ask([], "studnet"))
-    assert "there is no pool 'studnet' that answers; there are: rollout, student, judge." in outcome["error"]
+    assert "unknown pool 'studnet'; allowed: rollout, student, judge." in outcome["error"]
     (outcome,) = await asking(lambda generate: generate([5], pool="judge"))
     assert "pool 'judge' is an endpoint elsewhere" in outcome["error"]
     (outcome,) = await asking(lambda generate: generate.ask([{"content": "a" * 10}], "student"))
@@ -337,12 +313,8 @@ async def test_an_evaluation_samples_once_and_tells_every_version():
     client = Client()
     outcome = await answer(*make(client), evaluate=True)
     assert len(client.requests) == 1
-    assert (outcome["op"], outcome["rewards"], outcome["versions"], outcome["num_tokens"]) == (
-        "scored",
-        [1.0],
-        ["0.3", "1.2"],
-        3,
-    )
+    assert (outcome["op"], outcome["rewards"], outcome["num_tokens"]) == ("scored", [1.0], 3)
+    assert outcome["versions"] == ["0.3", "1.2"]
 
 
 async def test_an_evaluation_tells_the_means_of_what_its_trajectories_measured():
@@ -370,25 +342,27 @@ async def test_a_stat_that_is_no_number_by_a_name_makes_a_bad_group(stats, evalu
     assert (outcome["reason"], "stats must have a number" in outcome["error"]) == ("bad_group", True)
 
 
-@pytest.mark.parametrize(("input_len", "room"), [(2, 6), (7, 3), (10, None), (12, None)])
-async def test_new_tokens_fit_into_max_tokens_or_the_prompt_is_too_long(input_len, room):
+@pytest.mark.parametrize(
+    ("limit", "input_len", "room"),
+    [
+        ({"max_tokens": 10}, 2, 6),
+        ({"max_tokens": 10}, 7, 3),
+        ({"max_tokens": 10}, 10, None),
+        ({"max_tokens": 10}, 12, None),
+        ({"context": 8}, 5, 3),
+        ({"context": 8}, 8, None),
+    ],
+)
+async def test_new_tokens_fit_into_the_limit_or_the_prompt_is_too_long(limit, input_len, room, caplog):
     client = Client()
-    outcome = await answer(*make(client, max_tokens=10, min_new_tokens=5), input_ids=range(input_len))
+    outcome = await answer(*make(client, **limit, min_new_tokens=5), input_ids=range(input_len))
     if room is None:
         assert (outcome["op"], outcome["reason"]) == ("rejected", "too_long")
+        told = "prompt 40 is rejected, too_long: 8 tokens, the model's context is 8"
+        assert "context" not in limit or told in caplog.text
     else:
-        assert client.requests[0].sampling["max_new_tokens"] == room
-        assert client.requests[0].sampling["min_new_tokens"] == min(5, room)
-
-
-async def test_new_tokens_fit_into_the_models_context(caplog):
-    client = Client()
-    made, sent = make(client, context=8)
-    await answer(made, sent, input_ids=range(5))
-    assert client.requests[0].sampling["max_new_tokens"] == 3
-    outcome = await answer(made, sent, input_ids=range(8))
-    assert (outcome["op"], outcome["reason"]) == ("rejected", "too_long")
-    assert "prompt 40 is rejected, too_long: 8 tokens, the model's context is 8" in caplog.text
+        sampling = client.requests[0].sampling
+        assert (sampling["max_new_tokens"], sampling["min_new_tokens"]) == (room, min(5, room))
 
 
 async def test_an_input_that_a_server_refuses_is_rejected_at_once_with_its_words(caplog):
@@ -396,28 +370,21 @@ async def test_an_input_that_a_server_refuses_is_rejected_at_once_with_its_words
     assert (outcome["op"], outcome["reason"]) == ("rejected", "refused")
     assert "prompt 40 is rejected, refused: refused by a server: answered 400: input too long" in caplog.text
     assert "Traceback" not in caplog.text
+    # what is not the input's fault is tried again
+    assert (await answer(*make(Client(*[RequestRefused("answered 401")] * 3))))["op"] == "failed"
     outcome = await answer(*make(client := Client()), input_ids=[])
     assert (outcome["reason"], client.requests) == ("refused", [])
-
-
-async def test_a_refusal_that_is_not_the_inputs_fault_is_tried_again():
-    assert (await answer(*make(Client(*[RequestRefused("answered 401")] * 3))))["op"] == "failed"
 
 
 async def test_what_a_workflow_does_is_reported():
     async def none(prompt, generate):
         return None
 
-    async def broken(prompt, generate):
-        raise KeyError("made up")
-
     async def unscored(prompt, generate):
         raise Rejection("reward_timeout", "15 s")
 
-    assert (await answer(*make(Client(), none)))["reason"] == "workflow_none"
-    assert (await answer(*make(Client(), unscored)))["reason"] == "reward_timeout"
-    outcome = await answer(*make(Client(), broken))
-    assert outcome["op"] == "failed" and "made up" in outcome["error"]
+    assert (await outcome_of(none))["reason"] == "workflow_none"
+    assert (await outcome_of(unscored))["reason"] == "reward_timeout"
 
 
 async def test_a_missing_server_is_awaited(monkeypatch):
@@ -468,15 +435,15 @@ def test_several_turns_make_one_record():
     assert (made.reward, made.finish_reason, made.logprobs.dtype) == (0.5, "length", np.float32)
 
 
-def test_workflows_by_import_path(tmp_path, monkeypatch):
-    (tmp_path / "own_workflow.py").write_text(
+def test_workflows_by_import_path(user_code):
+    user_code(
+        "own_workflow",
         "class W:\n    def __init__(self, size=1): self.size = size\n"
         "    async def run(self, prompt, generate):\n        return None\n"
         "class C(W):\n    @classmethod\n    def create(cls, config, size=2):\n"
         "        made = cls(size)\n        made.seed = config.seed\n        return made\n"
-        "async def f(prompt, generate): return None\nx = 1\n"
+        "async def f(prompt, generate): return None\nx = 1\n",
     )
-    monkeypatch.syspath_prepend(tmp_path)
 
     def load(path, **args):
         rollout = InferenceEngineConfig(workflow=path, workflow_args=args)
@@ -511,26 +478,22 @@ def test_builtin_rewards():
 
 async def test_a_column_that_the_reward_needs_and_the_row_lacks_is_named():
     with pytest.raises(Rejection, match=r"answer.*columns \['solution'\]"):
-        await built_in("exact_match")("q", "1", {"solution": "1"})
+        await make_built_in("exact_match")("q", "1", {"solution": "1"})
 
 
 @pytest.mark.parametrize("value", ["0.5", None, float("nan"), float("-inf"), [1.0, 2.0]])
 def test_a_reward_that_is_no_finite_number_is_refused(value):
     with pytest.raises(Rejection, match=r"reward_exception.*allowed: a finite number"):
-        checked(value)
+        check_number(value)
 
 
 def test_numbers_of_other_kinds_are_rewards():
-    assert [checked(True), checked(2), checked(np.float32(0.5)), checked(np.array(1.5))] == [
-        1.0,
-        2.0,
-        0.5,
-        1.5,
-    ]
+    values = [True, 2, np.float32(0.5), np.array(1.5)]
+    assert [check_number(value) for value in values] == [1.0, 2.0, 0.5, 1.5]
 
 
 @pytest.fixture
-async def reward_process(tmp_path, monkeypatch):
+async def reward_process(user_code):
     """Starts the user's reward functions below in their process."""
     source = """
 import asyncio, json, os, sys, time
@@ -565,12 +528,11 @@ async def together(prompt, completion, **columns):
     await asyncio.sleep(0.2)
     return 1
 """
-    (tmp_path / "own_rewards.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(path for path in sys.path if path)}")
+    user_code("own_rewards", source)
     started = []
 
-    async def start(name: str, timeout_s: float = 5.0) -> RewardProcess:
-        process = RewardProcess(f"own_rewards:{name}", timeout_s)
+    async def start(name: str, timeout_s: float = 5.0, module: str = "own_rewards") -> RewardProcess:
+        process = RewardProcess(f"{module}:{name}", timeout_s)
         started.append(process)
         await process.start()
         return process
@@ -583,20 +545,15 @@ async def together(prompt, completion, **columns):
 async def test_the_users_reward_runs_elsewhere_with_a_time_limit_per_call(reward_process):
     process = await reward_process("score", timeout_s=0.4)
     calls = [process.reward("p", str(i), {"wait_s": 0.15}) for i in range(4)]
-    assert await asyncio.gather(*calls) == [
-        0.0,
-        1.0,
-        2.0,
-        3.0,
-    ]  # 0.6 s in all: the clock of a call starts when the call does
+    # 0.6 s in all: the clock of a call starts when the call does
+    assert await asyncio.gather(*calls) == [0.0, 1.0, 2.0, 3.0]
     slow = process.reward("p", "1", {"wait_s": 60.0})
     others = [process.reward("p", str(i), {}) for i in range(3)]
     outcomes = await asyncio.gather(slow, *others, return_exceptions=True)
     assert outcomes[0].reason == "reward_timeout" and outcomes[1:] == [0.0, 1.0, 2.0]
-    with pytest.raises(Rejection, match="ValueError"):
-        await process.reward("p", "no number", {})
-    with pytest.raises(Rejection, match="the reward is nan"):
-        await process.reward("p", "nan", {})
+    for completion, words in (("no number", "ValueError"), ("nan", "the reward is nan")):
+        with pytest.raises(Rejection, match=words):
+            await process.reward("p", completion, {})
 
 
 async def test_async_rewards_run_together(reward_process):
@@ -628,7 +585,7 @@ async def test_a_reward_that_fails_is_told_with_its_prompt():
     async def scored(prompt, generate):
         await generate.reward({"prompt": "x"}, "1")
 
-    outcome = await answer(*make(Client(), scored))
+    outcome = await outcome_of(scored)
     assert outcome["error"].startswith("prompt 40: exact_match() missing")
 
 
@@ -656,7 +613,7 @@ async def test_a_workflow_that_is_not_async_is_named_with_its_place():
     def plain(prompt, generate):
         return None
 
-    outcome = await answer(*make(Client(), plain))
+    outcome = await outcome_of(plain)
     assert re.search(r"TypeError: .*await.* \(.*test_rollout_worker.py:\d+, plain\)", outcome["error"])
 
 
@@ -665,10 +622,8 @@ def test_output_of_user_code_is_limited_and_marked():
     output = LimitedOutput(written.append, lambda: now[0])
     output.take(b"2026-01-01 00:00:00 trainer 0 host ERROR forged\n\x1b[31mre")
     output.take(b"d\n")
-    assert b"".join(written).splitlines() == [
-        b"reward| 2026-01-01 00:00:00 trainer 0 host ERROR forged",
-        b"reward| \\x1b[31mred",
-    ]
+    lines = [b"reward| 2026-01-01 00:00:00 trainer 0 host ERROR forged", b"reward| \\x1b[31mred"]
+    assert b"".join(written).splitlines() == lines
     for _ in range(5000):
         output.take(b"x" * 999 + b"\n")
     assert OUTPUT_BYTES - 2000 < sum(map(len, written)) < OUTPUT_BYTES * 1.02
@@ -678,15 +633,15 @@ def test_output_of_user_code_is_limited_and_marked():
     assert b"bytes of output were left out" in written[-2] and written[-1] == b"reward| later\n"
 
 
-async def test_a_reward_that_raises_or_prints_a_secret_variable(tmp_path, monkeypatch, capfd):
+async def test_a_reward_that_raises_or_prints_a_secret_variable(
+    user_code, reward_process, monkeypatch, capfd
+):
     raises = "raise ValueError(os.environ['HF_TOKEN'] + 'x' * 999)"
-    source = f"import os\ndef score(*_):\n    print(os.environ['HF_TOKEN'], flush=True)\n    {raises}\n"
-    (tmp_path / "telling.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(path for path in sys.path if path)}")
+    shows = "print(os.environ['HF_TOKEN'], flush=True)"
+    user_code("telling", f"import os\ndef score(*_):\n    {shows}\n    {raises}\n")
     monkeypatch.setenv("HF_TOKEN", "hf_secretvalue1")
     monkeypatch.setattr("hpc_rl.core.log._secrets", ["hf_secretvalue1"])
-    process = RewardProcess("telling:score", 20.0)
-    await process.start()
+    process = await reward_process("score", 20.0, "telling")
     with pytest.raises(Rejection, match=r"ValueError: \*\*\*x") as refused:
         await process.reward("p", "", {})
     await process.close()
@@ -701,7 +656,7 @@ async def test_a_workflow_that_rejects_with_a_secret_variable_in_its_message(mon
         async def telling(prompt, generate, kind=kind):
             raise kind("401 for hf_secretvalue1")
 
-        outcome = await answer(*make(Client(), telling))
+        outcome = await outcome_of(telling)
         assert "401 for ***" in outcome["error"] and "hf_secret" not in outcome["error"]
 
 
@@ -728,28 +683,24 @@ async def test_a_workflow_exception_names_its_line_in_few_lines_of_the_log(caplo
         outcome = await answer(made, sent)
     assert caplog.text.count("failed: KeyError") == 4 and "(8 prompts so far)" in caplog.text
     assert "test_rollout_worker.py:" in outcome["error"] and ", in broken)" in outcome["error"]
-    assert outcome["error"].isprintable() and "raise KeyError" in outcome["trace"]
+    assert outcome["op"] == "failed" and outcome["error"].isprintable()
+    assert "raise KeyError" in outcome["trace"]
 
 
 async def test_a_workflow_that_exits_fails_its_prompt_and_not_the_worker():
     async def exits(prompt, generate):
         sys.exit(3)
 
-    assert (await answer(*make(Client(), exits)))["op"] == "failed"
+    assert (await outcome_of(exits))["op"] == "failed"
 
 
-async def test_a_reward_that_is_not_there_is_a_bad_configuration(reward_process):
-    with pytest.raises(
-        ConfigError, match="'own_rewards:nothing' can't be imported: module 'own_rewards' has no attribute"
-    ):
+async def test_a_reward_that_can_not_be_imported_is_a_bad_configuration(user_code, reward_process):
+    absent = "'own_rewards:nothing' can't be imported: module 'own_rewards' has no attribute"
+    with pytest.raises(ConfigError, match=absent):
         await reward_process("nothing")
-
-
-async def test_a_reward_whose_module_fails_says_how(tmp_path, monkeypatch):
-    (tmp_path / "half_written.py").write_text("def score(:\n")
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{':'.join(path for path in sys.path if path)}")
+    user_code("half_written", "def score(:\n")
     with pytest.raises(ConfigError, match=r"half_written:score.*SyntaxError: invalid syntax"):
-        await RewardProcess("half_written:score", 5.0).start()
+        await reward_process("score", module="half_written")
 
 
 async def test_tracing_logs_each_request_and_its_answer(caplog):
@@ -757,38 +708,38 @@ async def test_tracing_logs_each_request_and_its_answer(caplog):
         await answer(*make(Client(), tracing=True))
     lines = [record.getMessage() for record in caplog.records if record.getMessage().startswith("request ")]
     assert len(lines) == 6 and "2 tokens in, at most 6 out" in lines[0] and "3 tokens out" in lines[-1]
-    caplog.clear()
-    with caplog.at_level("INFO"):
-        await answer(*make(Client()))
-    assert not [record for record in caplog.records if record.getMessage().startswith("request ")]
+
+
+def cut_off(made):
+    made[0].logprobs = made[0].logprobs[:-1]
+
+
+def not_a_number(made):
+    made[2].logprobs[-1] = np.nan
+
+
+def unknown_token(made):
+    made[1].ids[2] = 1_000_000
 
 
 @pytest.mark.parametrize("checking", [True, False])
-async def test_a_group_that_can_not_be_trained_on_never_reaches_the_ledger(checking, caplog):
-    async def short(prompt, generate):
-        made = await single_turn(prompt, generate)
-        made.trajectories[0].logprobs = made.trajectories[0].logprobs[:-1]
-        return made
-
-    async def not_a_number(prompt, generate):
-        made = await single_turn(prompt, generate)
-        made.trajectories[2].logprobs[-1] = np.nan
-        return made
-
-    async def unknown(prompt, generate):
-        made = await single_turn(prompt, generate)
-        made.trajectories[1].ids[2] = 1_000_000
-        return made
-
-    no_token = "prompt 40, trajectory 1 has token id 1000000; the model has 0 to 99"
-    for workflow, words in (
-        (short, "logprobs has 4 entries, ids has 5"),
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (cut_off, "logprobs has 4 entries, ids has 5"),
         (not_a_number, "must be finite"),
-        (unknown, no_token),
-    ):
-        outcome = await answer(*make(Client(), workflow, checking=checking))
-        assert (outcome["op"], outcome["reason"]) == ("rejected", "bad_group")
-        assert words in outcome["error"] and "prompt 40, trajectory" in caplog.text
+        (unknown_token, "prompt 40, trajectory 1 has token id 1000000; the model has 0 to 99"),
+    ],
+)
+async def test_a_group_that_can_not_be_trained_on_never_reaches_the_ledger(damage, words, checking, caplog):
+    async def damaged(prompt, generate):
+        made = await single_turn(prompt, generate)
+        damage(made.trajectories)
+        return made
+
+    outcome = await outcome_of(damaged, checking=checking)
+    assert (outcome["op"], outcome["reason"]) == ("rejected", "bad_group")
+    assert words in outcome["error"] and "prompt 40, trajectory" in caplog.text
 
 
 async def test_only_a_users_workflow_may_return_a_group_of_another_size():
@@ -797,6 +748,6 @@ async def test_only_a_users_workflow_may_return_a_group_of_another_size():
         del made.trajectories[0]
         return made
 
-    assert GroupRecord(*(await answer(*make(Client(), two)))["record"]).num_trajectories == 2
-    outcome = await answer(*make(Client(), two, name="single_turn"))
+    assert GroupRecord(*(await outcome_of(two))["record"]).num_trajectories == 2
+    outcome = await outcome_of(two, name="single_turn")
     assert (outcome["reason"], "gconfig.n_samples is 3" in outcome["error"]) == ("bad_group", True)

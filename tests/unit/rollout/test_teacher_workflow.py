@@ -6,6 +6,7 @@ import string
 
 import pytest
 import tokenizers
+from small_configs import WORDS
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
@@ -13,7 +14,7 @@ from hpc_rl.core.errors import ConfigError, InputRefused
 from hpc_rl.core.types import Reply, Turn, decode
 from hpc_rl.datasets.encode import encode_prompt
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.rollout.rewards import BUILTINS, built_in, each
+from hpc_rl.rollout.rewards import BUILTINS, make_built_in, score_each
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.rollout.worker import Worker
 from hpc_rl.rollout.workflows import load_workflow
@@ -38,9 +39,8 @@ TEMPLATES = {
 def tokenizer(tmp_path_factory):
     """One token a character."""
     folder = tmp_path_factory.mktemp("tokenizer")
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="…")
-    )
+    numbers = {letter: i for i, letter in enumerate(LETTERS)}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(numbers, unk_token="…"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     made.decoder = tokenizers.decoders.Fuse()
     made.add_special_tokens(["<eos>"])
@@ -80,39 +80,29 @@ class Trial:
     """A worker with both; `run` gives it one row."""
 
     def __init__(self, tokenizer, student: Student, teachings=TEACHINGS, options=()) -> None:
-        words = [
-            "experiment_name=e",
-            "trial_name=t",
-            "trainer=teacher",
-            "train_dataset.path=/d",
-            "actor.path=/m",
-        ]
+        words = [*WORDS, "trainer=teacher", "actor.ppo_n_minibatches=1", "actor.optimizer.lr=1e-3"]
         words += [
-            "pools.student.path=/s",
             "allocation_mode=embedded[teacher]:d1+embedded[student]:d1+fsdp:d1",
-        ]
-        words += [
-            "actor.optimizer.lr=1e-3",
             "cluster.n_gpus_per_node=0",
-            f"gconfig.n_samples={len(teachings)}",
-            *options,
         ]
         words += [f"teacher.templates.{name}={json.dumps(text)}" for name, text in TEMPLATES.items()]
-        words += ["actor.ppo_n_minibatches=1", *options]
+        words += ["pools.student.path=/s", f"gconfig.n_samples={len(teachings)}", *options]
         config = check(load([], words), files=False).config
         self.teacher, self.student, self.sent = Teacher(tokenizer, teachings), student, []
         pool = ServerPool("teacher", self.teacher, tokenizer, config.gconfig)
         reward = config.rollout.reward_fn
-        reward = built_in(reward) if reward in BUILTINS else _always_right
+        reward = make_built_in(reward) if reward in BUILTINS else _always_right
         workflow = load_workflow(config)
-        self.worker = Worker(config, pool, {"student": student}, workflow, each(reward), self.write, 1000)
+        self.worker = Worker(
+            config, pool, {"student": student}, workflow, score_each(reward), self.write, 1000
+        )
         self.tokenizer = tokenizer
 
     def write(self, data):
         self.sent.append(data)
         frame = decode(data[4:])
         if frame["op"] == "note":  # is on disk in no time
-            asyncio.get_running_loop().call_soon(self.worker.kept, {**frame, "op": "kept"})
+            asyncio.get_running_loop().call_soon(self.worker.continue_workflow, {**frame, "op": "kept"})
 
     async def run(self, row, evaluate=False, notes=None):
         frame = {"op": "run", "ticket": 4, "index": 40, "epoch": 0, "row": 2, "version": "0.3"}
@@ -152,21 +142,11 @@ async def test_the_worked_example(tokenizer):
     expected = [0.5 * (1 + efficiency[0]), 0.25 * (1 + efficiency[1]), -1.0, 0.0]
     assert [one.reward for one in group.trajectories] == pytest.approx(expected)
     first, _second, third, fourth = (one.stats for one in group.trajectories)
-    assert first == pytest.approx(
-        {
-            "baseline_accuracy": 0.5,
-            "student_accuracy": 1.0,
-            "accuracy_delta": 0.5,
-            "improved": 1.0,
-            "degraded": 0.0,
-            "teaching_tokens": lengths[0],
-            "leak": 0.0,
-            "reward_gain": 0.5,
-            "reward_solved": 0.0,
-            "reward_efficiency": 0.5 * efficiency[0],
-            "reward_leak": 0.0,
-        }
-    )
+    of_student = {"baseline_accuracy": 0.5, "student_accuracy": 1.0, "accuracy_delta": 0.5}
+    of_teaching = {"improved": 1.0, "degraded": 0.0, "teaching_tokens": lengths[0], "leak": 0.0}
+    parts = {"gain": 0.5, "solved": 0.0, "efficiency": 0.5 * efficiency[0], "leak": 0.0}
+    of_reward = {f"reward_{name}": value for name, value in parts.items()}
+    assert first == pytest.approx(of_student | of_teaching | of_reward)
     assert (third["degraded"], third["accuracy_delta"]) == (1.0, -0.5)
     assert fourth["leak"] == 1.0 and fourth["reward_leak"] == pytest.approx(-0.5 * (1 + efficiency[3]))
 
@@ -202,11 +182,8 @@ async def test_baseline_and_probe_are_made_once_for_a_question(tokenizer):
 async def test_an_evaluation_has_one_teaching(tokenizer):
     trial = Trial(tokenizer, pens())
     outcome = await trial.run(ROW, evaluate=True)
-    assert (outcome["op"], len(trial.teacher.requests), outcome["stats"]["accuracy_delta"]) == (
-        "scored",
-        1,
-        0.5,
-    )
+    assert (outcome["op"], len(trial.teacher.requests)) == ("scored", 1)
+    assert outcome["stats"]["accuracy_delta"] == 0.5
 
 
 async def test_a_row_without_a_right_answer_has_reward_zero(tokenizer):
@@ -235,11 +212,8 @@ async def test_a_question_that_the_student_can_not_read_is_refused(tokenizer):
 
 
 async def test_turns_before_the_question_stay(tokenizer):
-    before = [
-        {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": "Hello"},
-    ]
+    said = {"system": "Be brief.", "user": "Hi", "assistant": "Hello"}
+    before = [{"role": role, "content": text} for role, text in said.items()]
     question = {"role": "user", "content": [{"type": "text", "text": PENS}]}
     trial = Trial(tokenizer, pens())
     await trial.run({"messages": [*before, question], "answer": 26})
@@ -256,16 +230,12 @@ async def test_templates_know_the_columns_and_show_no_other(tokenizer):
     trial = Trial(tokenizer, student, options=[template])
     row = {"prompt": PENS, "answer": "26", "note": None, "facts": {"a": [1]}, "secret": "s"}
     await trial.run(row)
-    assert (
-        tokenizer.decode(trial.teacher.requests[0].input_ids)
-        == f'[user]A {PENS}  {{"a": [1]}} {{secret}}[assistant]'
-    )
+    sent = tokenizer.decode(trial.teacher.requests[0].input_ids)
+    assert sent == f'[user]A {PENS}  {{"a": [1]}} {{secret}}[assistant]'
     outcome = await trial.run({"prompt": PENS, "answer": "26", "facts": ""})
     assert (outcome["op"], outcome["reason"]) == ("rejected", "exception")
-    assert (
-        "teacher.templates.adaptive has {note}, and the row has no such column; it has answer, facts, prompt"
-        in outcome["error"]
-    )
+    told = "teacher.templates.adaptive: the row lacks the column {note}; it has answer, facts, prompt"
+    assert told in outcome["error"]
 
 
 async def test_tracing_shows_every_text(tokenizer, caplog):
@@ -273,19 +243,21 @@ async def test_tracing_shows_every_text(tokenizer, caplog):
         await Trial(tokenizer, pens()).run(ROW)
         assert "Pads" not in caplog.text
         await Trial(tokenizer, pens(), options=["rollout.enable_rollout_tracing=true"]).run(ROW)
-    assert f"prompt 40, probe, asked:\n[user] D {PENS} \\boxed{{}}\n" in caplog.text
-    assert f"prompt 40, baseline, asked:\n[user] B {PENS}\n" in caplog.text
-    assert f"prompt 40, teacher, asked:\n[user] A {PENS} / " in caplog.text
-    assert f"prompt 40, taught.1, asked:\n[user] T {PENS} / Hm\n" in caplog.text
-    assert "prompt 40, probe:\n Multiply and add" in caplog.text
-    assert "prompt 40, baseline, answer 1, scored 0:\nIt is 23." in caplog.text
-    assert "prompt 40, teaching 3, reward 0:\n<teaching>It is 26." in caplog.text
-    assert "prompt 40, taught.1, answer 0, scored 1:\n26" in caplog.text
+    told = [
+        f"probe, asked:\n[user] D {PENS} \\boxed{{}}\n",
+        f"baseline, asked:\n[user] B {PENS}\n",
+        f"teacher, asked:\n[user] A {PENS} / ",
+        f"taught.1, asked:\n[user] T {PENS} / Hm\n",
+        "probe:\n Multiply and add",
+        "baseline, answer 1, scored 0:\nIt is 23.",
+        "teaching 3, reward 0:\n<teaching>It is 26.",
+        "taught.1, answer 0, scored 1:\n26",
+    ]
+    assert [text for text in told if f"prompt 40, {text}" not in caplog.text] == []
 
 
 def test_the_workflow_needs_its_section(tokenizer):
-    grpo = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m"]
     with pytest.raises(ConfigError, match="needs trainer: teacher"):
-        load_workflow(load([], [*grpo, "rollout.workflow=teacher"]).config)
+        load_workflow(load([], [*WORDS, "rollout.workflow=teacher"]).config)
     with pytest.raises(ConfigError, match=r"teacher.reward_parts: 'nowhere:f' can't be imported"):
         Trial(tokenizer, pens(), options=["teacher.reward_parts=[gain, 'nowhere:f']"])

@@ -1,13 +1,11 @@
 """What a teaching is worth: the parts of its reward, the leak check, and where the teaching stands."""
 
-import statistics
-
 import pytest
 
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.rollout.rewards import Rejection
-from hpc_rl.rollout.teacher.leak import leaks, occurs, teaching_in
-from hpc_rl.rollout.teacher.reward import Lesson, load_parts, values_of
+from hpc_rl.rollout.teacher.leak import contains_answer, find_teaching, has_leaked
+from hpc_rl.rollout.teacher.reward import Lesson, compute_values, load_parts
 
 ALL = load_parts(["gain", "solved", "efficiency", "leak"])
 
@@ -18,37 +16,23 @@ def lesson(baseline: float, taught: float, num_tokens: int = 100, leaks: bool = 
 
 
 def reward(*args, **options) -> float:
-    return sum(values_of(ALL, lesson(*args, **options)).values())
+    return sum(compute_values(ALL, lesson(*args, **options)).values())
 
 
 def test_the_worked_example():
     """One question, four teachings; the last one holds the answer."""
-    rewards = [
-        reward(0.5, 1.0, 40),
-        reward(0.5, 0.5, 100),
-        reward(0.5, 0.0, 60),
-        reward(0.5, 1.0, 80, leaks=True),
-    ]
+    plain = [reward(0.5, taught, num_tokens) for taught, num_tokens in ((1.0, 40), (0.5, 100), (0.0, 60))]
+    rewards = [*plain, reward(0.5, 1.0, 80, leaks=True)]
     assert rewards == pytest.approx([0.857143, 0.375, -1.0, 0.0], abs=1e-6)
-    assert statistics.mean(rewards) == pytest.approx(0.058036, abs=1e-6)
-    deviation = statistics.stdev(rewards)
-    assert deviation == pytest.approx(0.787791, abs=1e-6)
-    advantages = [(one - statistics.mean(rewards)) / (deviation + 1e-4) for one in rewards]
-    assert advantages == pytest.approx([1.014235, 0.402294, -1.342870, -0.073660], abs=1e-5)
 
 
 def test_each_part_is_known_by_itself():
-    values = values_of(ALL, lesson(0.5, 1.0, 80, leaks=True))
-    assert values == pytest.approx(
-        {"gain": 0.5, "solved": 0.0, "efficiency": 0.277778, "leak": -0.777778}, abs=1e-6
-    )
-    assert values_of(ALL, lesson(0.5, 0.5))["solved"] == 0.25
-    assert values_of(ALL, lesson(1.0, 0.5, leaks=True)) == {
-        "gain": -1.0,
-        "solved": 0.0,
-        "efficiency": 0.0,
-        "leak": 0.0,
-    }
+    values = compute_values(ALL, lesson(0.5, 1.0, 80, leaks=True))
+    expected = {"gain": 0.5, "solved": 0.0, "efficiency": 0.277778, "leak": -0.777778}
+    assert values == pytest.approx(expected, abs=1e-6)
+    assert compute_values(ALL, lesson(0.5, 0.5))["solved"] == 0.25
+    lost = compute_values(ALL, lesson(1.0, 0.5, leaks=True))
+    assert lost == {"gain": -1.0, "solved": 0.0, "efficiency": 0.0, "leak": 0.0}
 
 
 def test_weights():
@@ -61,18 +45,13 @@ def test_nothing_solved_and_nothing_lost_is_zero():
 
 
 def test_parts_of_the_users_own(tmp_path, monkeypatch):
-    (tmp_path / "own_parts.py").write_text(
-        "def brevity(lesson, so_far):\n    return -lesson.num_tokens\nx = 1\n"
-    )
+    source = "def brevity(lesson, so_far):\n    return -lesson.num_tokens\nx = 1\n"
+    (tmp_path / "own_parts.py").write_text(source)
     monkeypatch.syspath_prepend(tmp_path)
     parts = load_parts(["gain", "own_parts:brevity"])
-    assert values_of(parts, lesson(0.0, 1.0, 7)) == {"gain": 1.0, "brevity": -7.0}
-    for paths, words in [
-        (["own_parts:x"], "function"),
-        (["own_parts:y"], "no attribute"),
-        (["gains"], "neither built in"),
-        (["gain", "gain"], "twice"),
-    ]:
+    assert compute_values(parts, lesson(0.0, 1.0, 7)) == {"gain": 1.0, "brevity": -7.0}
+    refused = {"own_parts:x": "function", "own_parts:y": "no attribute", "gains": "neither built in"}
+    for paths, words in [*(([path], words) for path, words in refused.items()), (["gain", "gain"], "twice")]:
         with pytest.raises(ConfigError, match=words):
             load_parts(paths)
 
@@ -80,7 +59,7 @@ def test_parts_of_the_users_own(tmp_path, monkeypatch):
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), "1"])
 def test_a_part_without_a_number_is_named(value):
     with pytest.raises(Rejection, match=f"part 'brevity' of teacher.reward_parts is '?{value}") as raised:
-        values_of({"gain": ALL["gain"], "brevity": lambda lesson, so_far: value}, lesson(0.0, 1.0))
+        compute_values({"gain": ALL["gain"], "brevity": lambda lesson, so_far: value}, lesson(0.0, 1.0))
     assert raised.value.reason == "reward_exception"
 
 
@@ -107,27 +86,27 @@ OCCURS_NOT = [
 
 @pytest.mark.parametrize(("answer", "text"), OCCURS)
 def test_an_answer_that_occurs(answer, text):
-    assert occurs(answer, text)
+    assert contains_answer(answer, text)
 
 
 @pytest.mark.parametrize(("answer", "text"), OCCURS_NOT)
 def test_an_answer_that_does_not_occur(answer, text):
-    assert not occurs(answer, text)
+    assert not contains_answer(answer, text)
 
 
 def test_a_leak_is_what_question_and_approach_do_not_have():
-    assert leaks("26", "The cost is 26.", "2 pens and 4 pads?", "Multiply and add.")
-    assert not leaks("26", "The cost is 26.", "2 pens of 26?", "Multiply and add.")
-    assert not leaks("26", "The cost is 26.", "2 pens and 4 pads?", "So I get 26?")
-    assert not leaks("26", "Check the product with 126.", "2 pens?", "")
+    assert has_leaked("26", "The cost is 26.", "2 pens and 4 pads?", "Multiply and add.")
+    assert not has_leaked("26", "The cost is 26.", "2 pens of 26?", "Multiply and add.")
+    assert not has_leaked("26", "The cost is 26.", "2 pens and 4 pads?", "So I get 26?")
+    assert not has_leaked("26", "Check the product with 126.", "2 pens?", "")
 
 
 def test_the_teaching_stands_between_tags_or_is_everything():
-    assert teaching_in("I think.\n<teaching> Add\nfirst. </teaching> Done") == "Add\nfirst."
-    assert teaching_in(" Add first. ") == "Add first."
-    assert teaching_in("better: <teaching>b") == "b" and teaching_in("<teaching>a <teaching>b") == "b"
-    assert teaching_in("<teaching>a</teaching> I used the <teaching> tag.") == "a"
-    assert teaching_in("<teaching>a</teaching> no: <teaching>b</teaching>") == "b"
-    assert teaching_in("Well.\n<Teaching>a</TEACHING> Done") == "a"
-    assert teaching_in("in <teaching> tags: <teaching>b</teaching>") == "b"
-    assert teaching_in("<teaching></teaching>") == ""
+    assert find_teaching("I think.\n<teaching> Add\nfirst. </teaching> Done") == "Add\nfirst."
+    assert find_teaching(" Add first. ") == "Add first."
+    assert find_teaching("better: <teaching>b") == "b" and find_teaching("<teaching>a <teaching>b") == "b"
+    assert find_teaching("<teaching>a</teaching> I used the <teaching> tag.") == "a"
+    assert find_teaching("<teaching>a</teaching> no: <teaching>b</teaching>") == "b"
+    assert find_teaching("Well.\n<Teaching>a</TEACHING> Done") == "a"
+    assert find_teaching("in <teaching> tags: <teaching>b</teaching>") == "b"
+    assert find_teaching("<teaching></teaching>") == ""

@@ -1,8 +1,16 @@
-"""Slurm's lists of node names, and who the other hosts of a job are."""
+"""Slurm's lists of node names, and the other hosts of a job."""
 
 import pytest
 
-from hpc_rl.schedulers.hostlist import expand, peer_hosts
+from hpc_rl.schedulers.hostlist import expand, list_peer_hosts
+
+OF_7 = {"SLURM_JOB_NODELIST": "n7", "SLURMD_NODENAME": "n7", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}
+HET = {
+    "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu1",
+    "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu[1-3]",
+    "SLURM_HET_SIZE": "2",
+}
+HET |= {"SLURM_JOB_NODELIST": "gpu1", "SLURMD_NODENAME": "gpu1", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1"}
 
 
 @pytest.mark.parametrize(
@@ -10,22 +18,12 @@ from hpc_rl.schedulers.hostlist import expand, peer_hosts
     [
         ({}, []),
         ({"SLURM_JOB_NODELIST": "n[1-4]", "SLURMD_NODENAME": "n1"}, ["n2", "n3"]),
-        ({"SLURM_JOB_NODELIST": "n7", "SLURMD_NODENAME": "n7", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.7"}, ["10.0.0.7"]),
-        (
-            {
-                "SLURM_JOB_NODELIST": "gpu1",
-                "SLURM_HET_SIZE": "2",
-                "SLURM_JOB_NODELIST_HET_GROUP_0": "gpu1",
-                "SLURM_JOB_NODELIST_HET_GROUP_1": "cpu[1-3]",
-                "SLURMD_NODENAME": "gpu1",
-                "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
-            },
-            ["cpu1", "cpu2", "10.0.0.1"],
-        ),
+        (OF_7, ["10.0.0.7"]),
+        (HET, ["cpu1", "cpu2", "10.0.0.1"]),
     ],
-)  # fmt: skip
+)
 def test_the_other_hosts_of_a_job(environ, peers):
-    assert peer_hosts(environ) == peers
+    assert list_peer_hosts(environ) == peers
 
 
 def test_node_lists():

@@ -1,4 +1,4 @@
-"""Polling: however many ask, the scheduler is asked rarely, together, and by one process at a time."""
+"""Polling: with any number of commands, queries are rare, combined, and made by one process at a time."""
 
 import json
 import os
@@ -6,11 +6,12 @@ import subprocess
 import sys
 
 import pytest
+from job_scripts import write_programs
 
 from hpc_rl.core.errors import SchedulerError
 from hpc_rl.schedulers import shared_query
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.schedulers.shared_query import NOT_LISTED, Poller, SharedAnswer, cluster_key
+from hpc_rl.schedulers.shared_query import NOT_LISTED, Poller, SharedAnswer, make_cluster_key
 
 UID = 1000
 
@@ -33,13 +34,13 @@ class Cluster:
         self.asked: list[tuple[float, str]] = []
         self.refuses = ""
 
-    def survey(self, uid: int) -> dict[str, JobState]:
+    def query_account(self, uid: int) -> dict[str, JobState]:
         self.asked.append((self.clock.now, "squeue"))
         if self.refuses:
             raise SchedulerError(self.refuses)
         return dict(self.jobs)
 
-    def past(self, job_ids: list[str]) -> dict[str, JobState]:
+    def query_past(self, job_ids: list[str]) -> dict[str, JobState]:
         self.asked.append((self.clock.now, "sacct"))
         return {job_id: self.accounting[job_id] for job_id in job_ids if job_id in self.accounting}
 
@@ -59,7 +60,7 @@ def cluster(clock):
 
 @pytest.fixture
 def poller(tmp_path, clock, cluster):
-    """Makes pollers as so many processes have them."""
+    """Makes pollers of different processes."""
     return lambda: Poller(cluster, tmp_path / "polling", clock)
 
 
@@ -109,9 +110,7 @@ def test_a_job_that_left_the_list_without_accounting_is_gone(poller, clock, clus
     for _ in range(20):
         clock.now += 30
         poller().look({"7": 1.0}, UID)
-    assert 1 <= sum(what == "sacct" for _, what in cluster.asked) <= 2, (
-        "accounting is not asked again and again"
-    )
+    assert 1 <= sum(what == "sacct" for _, what in cluster.asked) <= 2, "not again and again"
 
 
 def test_an_end_is_remembered_for_longer_than_the_scheduler_does(poller, clock, cluster):
@@ -197,13 +196,13 @@ from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.shared_query import Poller
 
 class Slow:
-    def survey(self, uid):
+    def query_account(self, uid):
         with open(sys.argv[2], "a") as file:
             file.write(f"{os.getpid()}\\n")
         time.sleep(0.5)
         return {"7": JobState("7", State.RUNNING)}
 
-    def past(self, job_ids):
+    def query_past(self, job_ids):
         return {}
 
 seen = Poller(Slow(), Path(sys.argv[1])).look({"7": time.time() - 60}, 1000, patience_s=30)
@@ -224,27 +223,24 @@ def test_two_clusters_do_not_share_their_answers(tmp_path, monkeypatch):
         conf = tmp_path / f"{name}.conf"
         conf.write_text(f"# x\nClusterName={name}\n")
         monkeypatch.setenv("SLURM_CONF", str(conf))
-        keys.add(cluster_key())
+        keys.add(make_cluster_key())
     assert len(keys) == 2 and all("/" not in key for key in keys)
 
 
 def test_the_name_of_a_cluster_without_files_is_asked_for_once(tmp_path, monkeypatch):
-    program = tmp_path / "scontrol"
-    program.write_text(
-        f"#!/bin/bash\necho x >>{tmp_path}/calls\necho 'ClusterName             = Configless'\n"
-    )
-    program.chmod(0o755)
+    says = "echo 'ClusterName             = Configless'"
+    write_programs(tmp_path, {"scontrol": f"#!/bin/bash\necho x >>{tmp_path}/calls\n{says}\n"})
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(shared_query, "CONF_PLACES", (str(tmp_path / "nowhere"),))
     monkeypatch.delenv("SLURM_CONF", raising=False)
     monkeypatch.setenv("SLURM_CLUSTER_NAME", "Of_the_Job")
-    assert shared_query.cluster_name() == "of_the_job" and not (tmp_path / "calls").exists()
+    assert shared_query.find_cluster_name() == "of_the_job" and not (tmp_path / "calls").exists()
     monkeypatch.delenv("SLURM_CLUSTER_NAME")
-    assert shared_query.cluster_name() == shared_query.cluster_name() == "configless"
+    assert shared_query.find_cluster_name() == shared_query.find_cluster_name() == "configless"
     assert (tmp_path / "calls").read_text() == "x\n"
     (tmp_path / "slurm.conf").write_text("ClusterName=filed\n")
     monkeypatch.setattr(shared_query, "CONF_PLACES", (str(tmp_path / "nowhere"), str(tmp_path)))
-    assert shared_query.cluster_name() == "filed"
+    assert shared_query.find_cluster_name() == "filed"
 
 
 def test_the_answer_is_private(tmp_path, poller):

@@ -1,6 +1,4 @@
-"""Every word of Slurm's has a meaning and a class, whatever form it comes in; any other word is unknown,
-never an exception.
-"""
+"""Every state of Slurm has a text and a class, in each of its forms; other words are unknown, not an error."""
 
 import pytest
 from hypothesis import given
@@ -11,11 +9,11 @@ from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.schedulers.slurm_states import (
     REASONS,
     SLURM_STATES,
+    classify_state,
+    explain_pending,
     find_state,
-    sum_up,
-    to_state,
-    whole_job,
-    why_pending,
+    find_whole_job,
+    summarize_parts,
 )
 
 # Of job_state_string and job_state_string_compact, and the flags of slurm/slurm.h; 22.05 to 25.11.
@@ -43,16 +41,15 @@ HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "REQUEUE_FED", "RESV_DEL_HOLD", "LAUNCH_
 @pytest.mark.parametrize(("words", "expected"), ENDS.items(), ids=list(ENDS))
 def test_ends_and_their_classes(words, expected):
     for word in words.split():
-        assert (to_state(word), find_state(word).failure) == expected
-        assert to_state(word.lower()) is expected[0]
+        assert (classify_state(word), find_state(word).failure) == expected
+        assert classify_state(word.lower()) is expected[0]
 
 
 @pytest.mark.parametrize("word", " ".join(ALIVE.values()).split())
 def test_what_waits_or_still_holds_nodes_is_alive(word):
-    assert word in ALIVE[to_state(word)].split() and to_state(word).alive
-    assert find_state(word).failure is (
-        FailureClass.INFRASTRUCTURE if find_state(word).name in HELD else None
-    )
+    assert word in ALIVE[classify_state(word)].split() and classify_state(word).alive
+    is_held = find_state(word).name in HELD
+    assert find_state(word).failure is (FailureClass.INFRASTRUCTURE if is_held else None)
 
 
 def test_the_table_has_these_words_and_no_others():
@@ -80,23 +77,21 @@ def test_the_table_has_these_words_and_no_others():
     ],
 )
 def test_the_forms_in_which_words_come(native, state):
-    assert to_state(native) is state
+    assert classify_state(native) is state
 
 
 @given(st.text(max_size=30))
 def test_no_text_is_an_exception(text):
-    assert to_state(text) in State
-    assert why_pending(text)[1] is not None
+    assert classify_state(text) in State
+    assert explain_pending(text)[1] is not None
 
 
 def test_why_a_job_waits():
-    assert why_pending("(BeginTime)")[0] is None and "two minutes" in why_pending("BeginTime")[1]
-    assert (
-        why_pending("AssocGrpCpuLimit")[0] is FailureClass.USER
-        and "AssocGrpCpuLimit" in why_pending("AssocGrpCpuLimit")[1]
-    )
-    assert why_pending("ReqNodeNotAvail, UnavailableNodes:n[1-2]")[0] is FailureClass.INFRASTRUCTURE
-    assert why_pending("SomethingNew") == (None, "SomethingNew")
+    assert explain_pending("(BeginTime)")[0] is None and "two minutes" in explain_pending("BeginTime")[1]
+    failure, words = explain_pending("AssocGrpCpuLimit")
+    assert failure is FailureClass.USER and "AssocGrpCpuLimit" in words
+    assert explain_pending("ReqNodeNotAvail, UnavailableNodes:n[1-2]")[0] is FailureClass.INFRASTRUCTURE
+    assert explain_pending("SomethingNew") == (None, "SomethingNew")
     assert REASONS["DependencyNeverSatisfied"][0] is FailureClass.USER
 
 
@@ -105,7 +100,7 @@ def test_why_a_job_waits():
     [("12", "12"), ("12_0", "12"), ("12_[1-3%2]", "12"), ("12+1", "12"), ("local-7", "local-7")],
 )
 def test_a_part_belongs_to_its_job(job_id, expected):
-    assert whole_job(job_id) == expected
+    assert find_whole_job(job_id) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,7 +115,7 @@ def test_a_part_belongs_to_its_job(job_id, expected):
 )
 def test_a_job_lives_while_any_part_may(states, expected):
     parts = [JobState(f"12_{number}", state, nodes=f"n{number}") for number, state in enumerate(states)]
-    found = sum_up([*parts, JobState("9", State.RUNNING)])
+    found = summarize_parts([*parts, JobState("9", State.RUNNING)])
     assert found["12"].state is expected
     assert found["9"].state is State.RUNNING
     assert found["12_1"].state is states[1]
@@ -128,4 +123,4 @@ def test_a_job_lives_while_any_part_may(states, expected):
 
 @pytest.mark.parametrize("reason", ["launch failed requeued held", "(launch_failed_requeued_held)"])
 def test_a_job_that_slurm_holds_after_a_failed_launch_says_what_to_do(reason):
-    assert "scontrol release" in why_pending(reason)[1]
+    assert "scontrol release" in explain_pending(reason)[1]

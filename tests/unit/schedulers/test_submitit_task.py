@@ -1,4 +1,4 @@
-"""What submitit calls in the job: it requeues what the script left to be started again, and nothing else."""
+"""The task of submitit in the job: it requeues only if the script asked to be started again."""
 
 import signal
 import subprocess
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from patience import extend
+from patience import wait_until
 
 pytest.importorskip("submitit")
 
@@ -43,10 +43,10 @@ def start(folder: Path, script: str) -> subprocess.Popen[str]:
 @pytest.mark.parametrize(
     ("last", "said"), [("requeued", "requeued"), ("ended", "the trial ended with code 75")]
 )
-def test_submitits_signal_waits_for_the_save_and_the_scripts_word(tmp_path, until, last, said):
+def test_submitits_signal_waits_for_the_save_and_the_scripts_word(tmp_path, last, said):
     end = f"""echo '{{"event": "{last}"}}' >>"$(dirname "$0")/7.state"\nexit 75\n"""
     child = start(tmp_path, SCRIPT + end)
-    until(lambda: (tmp_path / "7.state").exists())
+    wait_until((tmp_path / "7.state").exists)
     child.send_signal(signal.SIGUSR2)
     assert child.communicate(timeout=60)[0].startswith(said)
 
@@ -54,16 +54,3 @@ def test_submitits_signal_waits_for_the_save_and_the_scripts_word(tmp_path, unti
 def test_an_end_is_an_end(tmp_path):
     assert start(tmp_path, "exit 0\n").communicate(timeout=60)[0] == "code 0\n"
     assert "ended with code 70" in start(tmp_path, "exit 70\n").communicate(timeout=60)[0]
-
-
-@pytest.fixture
-def until():
-    import time
-
-    def wait(condition) -> None:
-        deadline = time.monotonic() + extend(60)
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
-
-    return wait

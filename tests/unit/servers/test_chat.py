@@ -8,7 +8,7 @@ from tokenizers import Regex, decoders, models, pre_tokenizers
 
 from hpc_rl.core.errors import ConfigError, RequestRefused
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.servers.chat import to_completion, to_generate
+from hpc_rl.servers.chat import convert_answers, convert_request
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 
@@ -28,11 +28,9 @@ def folder(tmp_path):
 
 
 def answer(ids, matched=None):
-    reason = (
-        {"type": "stop", "matched": matched}
-        if matched is not None
-        else {"type": "length", "length": len(ids)}
-    )
+    reason = {"type": "length", "length": len(ids)}
+    if matched is not None:
+        reason = {"type": "stop", "matched": matched}
     meta = {
         "finish_reason": reason,
         "prompt_tokens": 4,
@@ -47,13 +45,15 @@ def test_messages_become_ids_by_the_template(folder):
     tokenizer = Tokenizer(folder)
     messages = [{"role": "user", "content": "ab"}]
     assert tokenizer.chat(messages) == "u:ab;a:"
-    request, stops = to_generate({"messages": messages, "max_tokens": 5, "seed": 3, "n": 2}, tokenizer, 64)
+    request, stops = convert_request(
+        {"messages": messages, "max_tokens": 5, "seed": 3, "n": 2}, tokenizer, 64
+    )
     assert tokenizer.decode(request["input_ids"]) == "u:ab;a:"
     assert request["sampling_params"] == {"max_new_tokens": 5, "sampling_seed": 3, "n": 2} and stops == []
 
 
 def test_without_max_tokens_the_context_is_the_bound(folder):
-    request, _ = to_generate({"messages": [{"role": "user", "content": "ab"}]}, Tokenizer(folder), 64)
+    request, _ = convert_request({"messages": [{"role": "user", "content": "ab"}]}, Tokenizer(folder), 64)
     assert request["sampling_params"]["max_new_tokens"] == 64 - 7
 
 
@@ -69,18 +69,16 @@ def test_without_max_tokens_the_context_is_the_bound(folder):
 )
 def test_refusals_name_the_key(folder, body, words):
     with pytest.raises(RequestRefused, match=words):
-        to_generate(body, Tokenizer(folder), 64)
+        convert_request(body, Tokenizer(folder), 64)
 
 
 def test_completion_drops_the_stop_token_and_cuts_at_stop_strings(folder):
     tokenizer = Tokenizer(folder)
     made = [answer([2, 3, 1], matched=1), answer([2, 7, 4])]
-    choices = to_completion({}, made, tokenizer, [])["choices"]
-    assert [(c["message"]["content"], c["finish_reason"], c["matched_stop"]) for c in choices] == [
-        ("ab", "stop", 1),
-        ("auc", "length", None),
-    ]
-    cut = to_completion({}, made, tokenizer, ["u"])["choices"][1]
+    choices = convert_answers({}, made, tokenizer, [])["choices"]
+    told = [(c["message"]["content"], c["finish_reason"], c["matched_stop"]) for c in choices]
+    assert told == [("ab", "stop", 1), ("auc", "length", None)]
+    cut = convert_answers({}, made, tokenizer, ["u"])["choices"][1]
     assert (cut["message"]["content"], cut["finish_reason"], cut["matched_stop"]) == ("a", "stop", "u")
 
 
@@ -93,7 +91,7 @@ def test_template_file_wins_and_can_refuse(folder):
     with pytest.raises(ConfigError, match="one only"):
         tokenizer.chat([{}, {}])
     with pytest.raises(RequestRefused, match="one only"):
-        to_generate({"messages": [{}, {}]}, tokenizer, 64)
+        convert_request({"messages": [{}, {}]}, tokenizer, 64)
 
 
 @pytest.mark.parametrize(

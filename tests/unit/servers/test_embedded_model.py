@@ -32,13 +32,8 @@ KINDS = {
 
 def make(folder, kind="qwen3", seed=0, tie=False, **more):
     config_class, model_class = KINDS[kind]
-    sizes = {
-        "vocab_size": 40,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
+    sizes = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    sizes["num_attention_heads"] = 4
     sizes |= {
         "num_key_value_heads": 2,
         "max_position_embeddings": 64,

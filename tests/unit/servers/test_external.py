@@ -89,15 +89,8 @@ async def test_a_chat_is_asked_in_openais_words():
         await endpoint.ask(CHAT, [1 << 62], max_new_tokens=2, temperature=0.0)
     assert replies == [Reply("5.0", 7, "length"), Reply("5.1", 7, "length")]
     first, second = elsewhere.asked
-    assert first == {
-        "model": "m",
-        "messages": CHAT,
-        "n": 2,
-        "seed": 5,
-        "max_tokens": 9,
-        "temperature": 0.5,
-        "top_p": 0.9,
-    }
+    sampling = {"max_tokens": 9, "temperature": 0.5, "top_p": 0.9}
+    assert first == {"model": "m", "messages": CHAT, "n": 2, "seed": 5, **sampling}
     assert (second["max_tokens"], second["temperature"]) == (2, 0.0) and second["seed"] < 1 << 31
     assert elsewhere.keys == [f"Bearer {KEY}"] * 2
 
@@ -119,10 +112,10 @@ def test_an_executor_worker_passes_the_options_on():
         rollout=InferenceEngineConfig(enable_rollout_tracing=True, request_timeout=9.0, setup_timeout=7.0)
     )
     sent = io.BytesIO()
-    made = rollout_worker.endpoint(config, "judge", PoolConfig(url="http://h/v1"), "", sent.write)
+    made = rollout_worker.make_endpoint(config, "judge", PoolConfig(url="http://h/v1"), "", sent.write)
     assert made.trace and (made.request_timeout_s, made.patience_s) == (9.0, 7.0)
     made.on_change("answered 503")
-    told = pipes.read_blocking(io.BytesIO(sent.getvalue()))
+    told = pipes.receive_frame_blocking(io.BytesIO(sent.getvalue()))
     assert told == {"op": "endpoint", "pool": "judge", "problem": "answered 503"}
 
 
@@ -134,8 +127,7 @@ async def test_an_endpoint_that_makes_one_answer_is_asked_for_the_others():
 
 
 async def test_what_may_pass_is_tried_again(caplog):
-    elsewhere = Elsewhere()
-    async with elsewhere.opened() as endpoint:
+    async with (elsewhere := Elsewhere()).opened() as endpoint:
         elsewhere.failures = [(429, "slow down"), (503, "busy"), (408, ""), (200, "no JSON")]
         with caplog.at_level("INFO"):
             assert len(await endpoint.ask(CHAT, [5])) == 1
@@ -145,8 +137,7 @@ async def test_what_may_pass_is_tried_again(caplog):
 
 @pytest.mark.parametrize("kind", ["seconds", "date"])
 async def test_an_endpoint_may_say_when(kind):
-    elsewhere = Elsewhere()
-    async with elsewhere.opened() as endpoint:
+    async with (elsewhere := Elsewhere()).opened() as endpoint:
         later = format_datetime(datetime.now(UTC) + timedelta(seconds=2.5), usegmt=True)
         elsewhere.failures = [(429, "", {"Retry-After": "1" if kind == "seconds" else later})]
         start = time.monotonic()
@@ -155,19 +146,16 @@ async def test_an_endpoint_may_say_when(kind):
 
 
 async def test_what_does_not_pass_is_given_up():
-    elsewhere = Elsewhere()
-    async with elsewhere.opened(patience_s=0.3) as endpoint:
+    async with (elsewhere := Elsewhere()).opened(patience_s=0.3) as endpoint:
         elsewhere.failures = [(500, "broken")] * 100
-        with pytest.raises(
-            ServerUnavailable, match=r"pool judge: http://.*/chat/completions answered 500: broken"
-        ):
+        words = r"pool judge: http://.*/chat/completions answered 500: broken"
+        with pytest.raises(ServerUnavailable, match=words):
             await endpoint.ask(CHAT, [5])
         assert 2 < len(elsewhere.asked) < 60
 
 
 async def test_a_pause_longer_than_the_patience_ends_with_it():
-    elsewhere = Elsewhere()
-    async with elsewhere.opened(patience_s=0.3) as endpoint:
+    async with (elsewhere := Elsewhere()).opened(patience_s=0.3) as endpoint:
         elsewhere.failures = [(503, "", {"Retry-After": "3600"})]
         assert len(await endpoint.ask(CHAT, [5])) == 1
         elsewhere.failures = [(503, "", {"Retry-After": "3600"})] * 9
@@ -176,8 +164,7 @@ async def test_a_pause_longer_than_the_patience_ends_with_it():
 
 
 async def test_without_chance_one_answer_stands_for_all():
-    elsewhere = Elsewhere()
-    async with elsewhere.opened(temperature=0.0) as endpoint:
+    async with (elsewhere := Elsewhere()).opened(temperature=0.0) as endpoint:
         replies = await endpoint.ask(CHAT, [5, 6, 7])
         assert [one.text for one in replies] == ["5.0"] * 3 and [one["n"] for one in elsewhere.asked] == [1]
         assert len(await endpoint.ask(CHAT, [5, 6], temperature=0.5)) == 2 and elsewhere.asked[-1]["n"] == 2
@@ -186,19 +173,13 @@ async def test_without_chance_one_answer_stands_for_all():
 
 @pytest.mark.parametrize(
     ("status", "error"),
-    [
-        (400, InputRefused),
-        (422, InputRefused),
-        (403, EndpointUnavailable),
-        (302, EndpointUnavailable),
-    ],
+    [(400, InputRefused), (422, InputRefused), (403, EndpointUnavailable), (302, EndpointUnavailable)],
 )
 async def test_a_refusal_shows_no_key_and_one_of_the_input_is_not_tried_again(
     status, error, caplog, monkeypatch
 ):
     monkeypatch.setattr(external, "FIRST_PATIENCE_S", 0.0)  # of what never worked
-    elsewhere = Elsewhere()
-    async with elsewhere.opened() as endpoint:
+    async with (elsewhere := Elsewhere()).opened() as endpoint:
         elsewhere.failures = [(status, f"your key {KEY} " + "x" * 5000, {"Location": "http://127.0.0.1:1/"})]
         with pytest.raises(error, match=rf"pool judge: .* answered {status}: your key \*\*\*") as raised:
             await endpoint.ask(CHAT, [5])
@@ -220,8 +201,7 @@ ERROR = '{"error": {"message": "no credit"}}'
 @pytest.mark.parametrize("status", [200, 302, 401, 403, 404])
 async def test_what_worked_before_is_tried_again_whatever_it_says(status, caplog, monkeypatch):
     monkeypatch.setattr(external, "FIRST_PATIENCE_S", 0.0)
-    elsewhere = Elsewhere()
-    async with elsewhere.opened(patience_s=0.5) as endpoint:
+    async with (elsewhere := Elsewhere()).opened(patience_s=0.5) as endpoint:
         await endpoint.ask(CHAT, [5])
         elsewhere.failures = [(status, ERROR)] * 4
         await endpoint.ask(CHAT, [5])
@@ -232,8 +212,7 @@ async def test_what_worked_before_is_tried_again_whatever_it_says(status, caplog
 
 
 async def test_one_request_that_fails_while_others_are_answered_may_be_to_blame():
-    elsewhere = Elsewhere()
-    async with elsewhere.opened(patience_s=2.0) as endpoint:
+    async with (elsewhere := Elsewhere()).opened(patience_s=2.0) as endpoint:
         await endpoint.ask(CHAT, [5])
         elsewhere.flagged_seed = 6
         asked = asyncio.create_task(endpoint.ask(CHAT, [6]))
@@ -246,8 +225,7 @@ async def test_one_request_that_fails_while_others_are_answered_may_be_to_blame(
 
 
 async def test_an_error_with_status_200_may_have_the_true_one_inside():
-    elsewhere = Elsewhere()
-    async with elsewhere.opened() as endpoint:
+    async with (elsewhere := Elsewhere()).opened() as endpoint:
         elsewhere.failures = [(200, '{"error": {"code": 400, "message": "too long"}}')]
         with pytest.raises(InputRefused, match="too long"):
             await endpoint.ask(CHAT, [5])
@@ -255,8 +233,7 @@ async def test_an_error_with_status_200_may_have_the_true_one_inside():
 
 
 async def test_a_page_instead_of_json_is_shown(caplog):
-    elsewhere = Elsewhere()
-    async with elsewhere.opened() as endpoint:
+    async with (elsewhere := Elsewhere()).opened() as endpoint:
         elsewhere.failures = [(200, "<html>log in")]
         await endpoint.ask(CHAT, [5])
     assert "answered 200 without JSON: <html>log in; trying again" in caplog.text
@@ -264,8 +241,7 @@ async def test_a_page_instead_of_json_is_shown(caplog):
 
 
 async def test_half_of_a_surrogate_pair_is_replaced():
-    elsewhere = Elsewhere()
-    async with elsewhere.opened() as endpoint:
+    async with (elsewhere := Elsewhere()).opened() as endpoint:
         said = r'{"choices": [{"message": {"content": "a\ud83d b \ud83d\ude00"}}]}'
         elsewhere.failures = [(200, said)]
         (reply,) = await endpoint.ask(CHAT, [5])
@@ -275,8 +251,7 @@ async def test_half_of_a_surrogate_pair_is_replaced():
 async def test_an_endpoint_that_hangs_is_told_of_again_and_again(caplog, monkeypatch):
     monkeypatch.setattr(external, "HANGS_S", 0.1)
     monkeypatch.setattr(external, "REPEAT_S", 0.25)
-    elsewhere = Elsewhere()
-    async with elsewhere.opened() as endpoint:
+    async with (elsewhere := Elsewhere()).opened() as endpoint:
         elsewhere.hangs_s = 1.5
         with caplog.at_level("INFO"):
             await asyncio.gather(*(endpoint.ask(CHAT, [seed]) for seed in range(5)))
@@ -286,8 +261,7 @@ async def test_an_endpoint_that_hangs_is_told_of_again_and_again(caplog, monkeyp
 async def test_what_lasts_is_told_again(caplog, monkeypatch):
     monkeypatch.setattr(external, "REPEAT_S", 0.1)
     monkeypatch.setattr(external, "MAX_PAUSE_S", 0.05)
-    elsewhere = Elsewhere()
-    async with elsewhere.opened(patience_s=1.0) as endpoint:
+    async with (elsewhere := Elsewhere()).opened(patience_s=1.0) as endpoint:
         elsewhere.failures = [(503, "busy")] * 999
         with pytest.raises(EndpointUnavailable):
             await endpoint.ask(CHAT, [5])
@@ -295,20 +269,13 @@ async def test_what_lasts_is_told_again(caplog, monkeypatch):
 
 
 async def test_the_model_is_the_configured_one_or_the_only_one(caplog):
-    for models, model, found in [
-        (("a", "b"), "b", "b"),
-        (None, "c", "c"),
-        (("a",), "", "a"),
-        (("a",), "d", "d"),
-    ]:
+    chosen = [(("a", "b"), "b", "b"), (None, "c", "c"), (("a",), "", "a"), (("a",), "d", "d")]
+    for models, model, found in chosen:
         async with Elsewhere(models).opened(model=model) as endpoint:
             assert endpoint.model == found
     assert "does not list pools.judge.model 'd'" in caplog.text
-    for models, words in [
-        (("a", "b"), "lists a, b: set pools.judge.model"),
-        ((), "lists no model"),
-        (None, "Set"),
-    ]:
+    refused = [(("a", "b"), "lists a, b: set pools.judge.model"), ((), "lists no model"), (None, "Set")]
+    for models, words in refused:
         with pytest.raises(ConfigError, match=words):
             async with Elsewhere(models).opened():
                 pass

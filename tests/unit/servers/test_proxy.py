@@ -201,7 +201,7 @@ def start(trial, backend, names, incarnation=0):
 
 
 def lease(names):
-    return names.leases(keys.servers("rollout"))[keys.server("rollout", 0)].value
+    return names.list_leases(keys.servers("rollout"))[keys.server("rollout", 0)].value
 
 
 async def test_waits_for_weights_then_loads_them_by_itself_and_drains(trial):
@@ -216,7 +216,7 @@ async def test_waits_for_weights_then_loads_them_by_itself_and_drains(trial):
     await until(lambda: lease(names)["version"] == "0.0" and lease(names)["state"] == "serving")
     stopping.set()
     assert await task == 75
-    assert backend.stopped and not names.leases(keys.servers("rollout")).get(keys.server("rollout", 0))
+    assert backend.stopped and not names.list_leases(keys.servers("rollout")).get(keys.server("rollout", 0))
 
 
 async def test_a_frozen_server_serves_its_own_model_and_takes_no_weights(trial):
@@ -233,8 +233,10 @@ async def test_a_frozen_server_serves_its_own_model_and_takes_no_weights(trial):
     publish(trial, "0.5")
     await asyncio.sleep(0.5)
     assert not [path for path, _ in backend.calls if path == "/update_weights_from_disk"]
-    found = names.leases(keys.servers("student"))["server/student/3"].value
-    assert (found["version"], found["state"]) == ("", "serving") and not names.leases(keys.servers("rollout"))
+    found = names.list_leases(keys.servers("student"))["server/student/3"].value
+    assert (found["version"], found["state"]) == ("", "serving") and not names.list_leases(
+        keys.servers("rollout")
+    )
     stopping.set()
     assert await task == 75
 

@@ -88,13 +88,13 @@ async def served(tmp_path, monkeypatch):
 
 async def test_a_quiet_server_writes_its_lease_six_times_a_minute_and_syncs_nothing(served, counted):
     _, names, _ = served
-    counter = names.leases(keys.servers("rollout"))["server/rollout/0"].counter
+    counter = names.list_leases(keys.servers("rollout"))["server/rollout/0"].counter
     counted.clear()
     begun = time.monotonic()
     await asyncio.sleep(3 * 60 / SPEED)
     minutes = (time.monotonic() - begun) * SPEED / 60
     seen = Counter(counted)
-    written = names.leases(keys.servers("rollout"))["server/rollout/0"].counter - counter
+    written = names.list_leases(keys.servers("rollout"))["server/rollout/0"].counter - counter
     assert 1 <= written <= 6 * minutes + 1
     # a new file, and its name; one may be on its way
     assert written - 1 <= seen["os.rename"] <= seen["create"] <= written + 1
@@ -114,7 +114,7 @@ async def test_a_change_is_written_at_once_and_a_pause_is_none(served, counted):
     await replica.proxy.control("/update_weights_from_disk", body)
     await replica.proxy.control("/continue_generation", {})
     async with asyncio.timeout(5):
-        while names.leases(keys.servers("rollout"))["server/rollout/0"].value["version"] != "0.0":
+        while names.list_leases(keys.servers("rollout"))["server/rollout/0"].value["version"] != "0.0":
             await asyncio.sleep(0.005)
     await asyncio.sleep(0.05)
     assert counted["os.rename"] == 1

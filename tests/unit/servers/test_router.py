@@ -41,11 +41,9 @@ class FakeServer:
         self.headers.append(dict(request.headers))
         await self.gate.wait()
         reply = self.reply(self.bodies[-1])
-        return (
-            web.json_response({"error": "x"}, status=reply)
-            if isinstance(reply, int)
-            else web.json_response(reply)
-        )
+        if isinstance(reply, int):
+            return web.json_response({"error": "x"}, status=reply)
+        return web.json_response(reply)
 
     async def _health(self, _request):
         return web.json_response({"state": "serving", "epoch": 1, "weight_version": self.version})
@@ -55,10 +53,8 @@ def answer_of(ids, version, finish="stop", logprob=-0.5):
     spans = [{"version": version, "start": 0, "end": len(ids)}]
     logprobs = [[logprob, token, None] for token in ids]
     versions = {"weight_version": version, "weight_versions": spans}
-    return {
-        "output_ids": ids,
-        "meta_info": {"finish_reason": {"type": finish}, "output_token_logprobs": logprobs, **versions},
-    }
+    meta = {"finish_reason": {"type": finish}, "output_token_logprobs": logprobs, **versions}
+    return {"output_ids": ids, "meta_info": meta}
 
 
 @pytest.fixture
@@ -67,10 +63,13 @@ def names(tmp_path):
 
 
 @contextlib.asynccontextmanager
-async def servers(count):
+async def servers(count, names=None):
+    """They run, and are announced where names are given."""
     fakes = [FakeServer() for _ in range(count)]
-    for fake in fakes:
+    for index, fake in enumerate(fakes):
         await fake.start()
+        if names is not None:
+            announce(names, index, fake)
     try:
         yield fakes
     finally:
@@ -79,15 +78,8 @@ async def servers(count):
 
 
 def announce(names, index, fake, state="serving"):
-    value = {
-        "url": fake.url,
-        "version": fake.version,
-        "state": state,
-        "attempt": "1.0",
-        "incarnation": 0,
-        "pid": 1,
-        "host": "h",
-    }
+    process = {"attempt": "1.0", "incarnation": 0, "pid": 1, "host": "h"}
+    value = {"url": fake.url, "version": fake.version, "state": state, **process}
     return names.lease(keys.server("rollout", index), value, 60.0)
 
 
@@ -109,9 +101,7 @@ async def test_abort_is_resubmitted_with_what_was_made():
 
 
 async def test_the_next_server_continues_with_what_a_server_made_before_it_failed(names):
-    async with servers(2) as fakes:
-        for index, fake in enumerate(fakes):
-            announce(names, index, fake)
+    async with servers(2, names) as fakes:
         asked = []
 
         def reply(body):
@@ -136,9 +126,8 @@ async def test_spans_of_one_version_are_joined():
 
 
 async def test_requests_spread_over_servers(names):
-    async with servers(2) as fakes:
-        for index, fake in enumerate(fakes):
-            announce(names, index, fake)
+    async with servers(2, names) as fakes:
+        for fake in fakes:
             fake.gate.clear()
         async with Router(names, "data", poll_s=0.02) as router:
             calls = [asyncio.create_task(router.generate_many([request()])) for _ in range(10)]
@@ -150,15 +139,13 @@ async def test_requests_spread_over_servers(names):
 
 
 async def test_round_robin_takes_one_after_the_other(names):
-    async with servers(2) as fakes:
-        for index, fake in enumerate(fakes):
-            announce(names, index, fake)
-        async with Router(names, "data", poll_s=0.02, policy="round_robin") as router:
-            await asyncio.sleep(0.1)
-            for _ in range(4):
-                await router.generate_many([request()])
-                await router.generate_many([request()])
-                assert len(fakes[0].bodies) == len(fakes[1].bodies)
+    behind = Router(names, "data", poll_s=0.02, policy="round_robin")
+    async with servers(2, names) as fakes, behind as router:
+        await asyncio.sleep(0.1)
+        for _ in range(4):
+            await router.generate_many([request()])
+            await router.generate_many([request()])
+            assert len(fakes[0].bodies) == len(fakes[1].bodies)
 
 
 async def test_dead_server_is_left_out_and_comes_back(names):
@@ -186,16 +173,18 @@ async def test_waits_for_a_server_and_gives_up_in_words(names):
             await asyncio.sleep(0.2)
             assert not call.done()
             lease.renew(
-                {**names.leases(keys.servers("rollout"))[keys.server("rollout", 0)].value, "state": "serving"}
+                {
+                    **names.list_leases(keys.servers("rollout"))[keys.server("rollout", 0)].value,
+                    "state": "serving",
+                }
             )
             assert (await call)[0].output_ids == [1, 2]
 
 
 async def test_gives_up_after_its_retries(names, monkeypatch):
     monkeypatch.setattr(router_module, "MAX_PAUSE_S", 0.01)
-    async with servers(1) as (fake,):
+    async with servers(1, names) as (fake,):
         fake.reply = lambda _body: 500
-        announce(names, 0, fake)
         async with Router(names, "data", poll_s=0.02, request_retries=2) as router:
             with pytest.raises(ServerUnavailable):
                 await router.generate_many([request()])
@@ -203,9 +192,8 @@ async def test_gives_up_after_its_retries(names, monkeypatch):
 
 
 async def test_a_bad_request_is_not_tried_again(names):
-    async with servers(1) as (fake,):
+    async with servers(1, names) as (fake,):
         fake.reply = lambda _body: 400
-        announce(names, 0, fake)
         async with Router(names, "data", poll_s=0.02) as router:
             with pytest.raises(RequestRefused):
                 await router.generate_many([request()])

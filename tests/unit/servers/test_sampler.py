@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.servers.embedded.sampler import sample, uniforms
+from hpc_rl.servers.embedded.sampler import draw_uniforms, sample
 
 
 def _sample(logits, uniform, temperature=1.0, top_k=0, top_p=1.0):
@@ -16,14 +16,14 @@ def _sample(logits, uniform, temperature=1.0, top_k=0, top_p=1.0):
 def test_tokens_follow_the_distribution():
     n = 20000
     logits = torch.tensor([0.1, 0.2, 0.3, 0.4]).log().repeat(n, 1)
-    tokens, logprobs = _sample(logits, uniforms(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64)))
+    tokens, logprobs = _sample(logits, draw_uniforms(np.arange(n, dtype=np.uint64), np.zeros(n, np.int64)))
     assert np.abs(np.bincount(tokens, minlength=4) / n - [0.1, 0.2, 0.3, 0.4]).max() < 0.015
     assert np.allclose(np.exp(logprobs), np.array([0.1, 0.2, 0.3, 0.4])[tokens], atol=1e-6)
 
 
 def test_uniforms_of_neighbouring_seeds_and_positions_look_independent():
     seeds, positions = np.meshgrid(np.arange(100, dtype=np.uint64), np.arange(100))
-    draws = uniforms(seeds.ravel(), positions.ravel())
+    draws = draw_uniforms(seeds.ravel(), positions.ravel())
     assert len(set(draws)) == 10000 and draws.min() >= 0 and draws.max() < 1
     assert abs(draws.mean() - 0.5) < 0.01 and abs(np.corrcoef(draws[:-1], draws[1:])[0, 1]) < 0.03
 

@@ -3,16 +3,20 @@
 import pytest
 
 from hpc_rl.core.errors import RequestRefused
-from hpc_rl.servers.sampling import SamplingParams, parse
+from hpc_rl.servers.sampling import SamplingParams, parse_sampling
 
 
 def test_omitted_and_null_are_sglangs_defaults():
-    assert parse(None) == parse({"temperature": None, "stop_token_ids": None}) == SamplingParams()
+    assert (
+        parse_sampling(None)
+        == parse_sampling({"temperature": None, "stop_token_ids": None})
+        == SamplingParams()
+    )
     assert SamplingParams().max_new_tokens == 128
 
 
 def test_stop_tokens_are_a_sorted_set():
-    assert parse({"stop_token_ids": [7, 3, 7]}).stop_token_ids == (3, 7)
+    assert parse_sampling({"stop_token_ids": [7, 3, 7]}).stop_token_ids == (3, 7)
 
 
 @pytest.mark.parametrize(
@@ -40,15 +44,10 @@ def test_stop_tokens_are_a_sorted_set():
 )
 def test_refusals_name_key_and_what_is_allowed(given, words):
     with pytest.raises(RequestRefused, match=words):
-        parse(given)
+        parse_sampling(given)
 
 
 def test_neutral_values_of_what_is_not_served_are_accepted():
-    neutral = {
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "stop": [],
-        "regex": None,
-        "skip_special_tokens": False,
-    }
-    assert parse(neutral) == SamplingParams()
+    neutral = {"min_p": 0.0, "repetition_penalty": 1.0, "stop": [], "regex": None}
+    neutral["skip_special_tokens"] = False
+    assert parse_sampling(neutral) == SamplingParams()

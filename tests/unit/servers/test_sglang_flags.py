@@ -8,13 +8,13 @@ from hpc_rl.config.load.load import load
 from hpc_rl.config.options.inference import SGLangConfig
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.sglang_versions import DROPPED, FLAGS
-from hpc_rl.servers.server_process import arguments, table_for
-from hpc_rl.servers.sglang import NOT_FLAGS, settings_of
+from hpc_rl.servers.server_process import choose_table, make_arguments
+from hpc_rl.servers.sglang import NOT_FLAGS, make_settings
 
 
 def flags_of(device, config=None, index=0, tensor_parallel_size=1):
-    settings = settings_of(config or SGLangConfig(), device, tensor_parallel_size, index)
-    argv = arguments(settings, ["--x"], FLAGS["0.5.23"])
+    settings = make_settings(config or SGLangConfig(), device, tensor_parallel_size, index)
+    argv = make_arguments(settings, ["--x"], FLAGS["0.5.23"])
     assert argv[-1] == "--x"
     return argv
 
@@ -27,23 +27,15 @@ def test_a_gpu_replica_gets_what_the_configuration_says():
     argv = flags_of(
         "cuda", SGLangConfig(random_seed=10, mem_fraction_static=0.8), index=3, tensor_parallel_size=4
     )
-    assert (value(argv, "--random-seed"), value(argv, "--tp-size"), value(argv, "--mem-fraction-static")) == (
-        "13",
-        "4",
-        "0.8",
-    )
+    for flag, given in (("--random-seed", "13"), ("--tp-size", "4"), ("--mem-fraction-static", "0.8")):
+        assert value(argv, flag) == given
     assert value(argv, "--host") == "127.0.0.1" and value(argv, "--attention-backend") == "fa3"
     assert "--device" not in argv and "--max-total-tokens" not in argv and "None" not in argv
 
 
 def test_a_cpu_replica_is_bounded_and_takes_native_paths():
-    words = [
-        "experiment_name=e",
-        "trial_name=t",
-        "train_dataset.path=/d",
-        "actor.path=/m",
-        "cluster.n_gpus_per_node=0",
-    ]
+    words = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m"]
+    words.append("cluster.n_gpus_per_node=0")
     words += ["allocation_mode=sglang:d1+fsdp:d1", "actor.ppo_n_minibatches=1"]
     argv = flags_of("cpu", check(load([], words), files=False).config.sglang)
     assert (value(argv, "--device"), value(argv, "--sampling-backend")) == ("cpu", "pytorch")
@@ -57,15 +49,15 @@ def test_what_a_request_omits_is_not_taken_from_the_model():
 
 
 def test_unknown_version_takes_the_newest_table_and_says_so():
-    flags, warning = table_for(FLAGS, "SGLang", "0.9.1", "")
+    flags, warning = choose_table(FLAGS, "SGLang", "0.9.1", "")
     assert flags is FLAGS["0.5.23"] and "0.9.1" in warning
 
 
 def test_a_version_that_is_not_the_configured_one_is_told():
-    assert table_for(FLAGS, "SGLang", "0.5.23", "0.5.23")[1] == ""
-    other = table_for(FLAGS, "SGLang", "0.5.23", "0.4.9")[1]
+    assert choose_table(FLAGS, "SGLang", "0.5.23", "0.5.23")[1] == ""
+    other = choose_table(FLAGS, "SGLang", "0.5.23", "0.4.9")[1]
     assert "sglang.version, by which the options were checked, is 0.4.9" in other
-    assert table_for(FLAGS, "SGLang", "0.5.23+cpu", "") == (FLAGS["0.5.23"], "")
+    assert choose_table(FLAGS, "SGLang", "0.5.23+cpu", "") == (FLAGS["0.5.23"], "")
 
 
 def test_no_secret_can_be_a_flag():
@@ -131,13 +123,8 @@ def test_metrics_are_on_and_can_be_switched_off():
 
 
 def test_null_leaves_it_to_sglang():
-    names = [
-        "attention_backend",
-        "context_length",
-        "mem_fraction_static",
-        "chunked_prefill_size",
-        "log_level_http",
-    ]
+    names = ["attention_backend", "context_length", "mem_fraction_static", "chunked_prefill_size"]
+    names.append("log_level_http")
     argv = flags_of("cuda", SGLangConfig(**dict.fromkeys(names)))
     assert not {f"--{name.replace('_', '-')}" for name in names} & set(argv)
 

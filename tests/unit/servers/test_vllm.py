@@ -14,8 +14,14 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.config.vllm_versions import FLAGS, NO_FLAGS
 from hpc_rl.core.errors import RequestRefused
 from hpc_rl.servers.native_api import NativeRequest
-from hpc_rl.servers.server_process import arguments, table_for
-from hpc_rl.servers.vllm import is_checkpoint, native_answers, private_socket, sampling_of, settings_of
+from hpc_rl.servers.server_process import choose_table, make_arguments
+from hpc_rl.servers.vllm import (
+    convert_to_native,
+    is_checkpoint,
+    make_private_socket,
+    make_sampling,
+    make_settings,
+)
 
 SWITCHES = [field.name for field in dataclasses.fields(VLLMConfig) if field.default is False]
 VALUES = {
@@ -34,8 +40,8 @@ VALUES = {
 
 
 def flags_of(device, config=None, index=0, tensor_parallel_size=1):
-    settings = settings_of(config or VLLMConfig(), device, tensor_parallel_size, index)
-    return arguments(settings, ["--x"], FLAGS["0.32.0"])
+    settings = make_settings(config or VLLMConfig(), device, tensor_parallel_size, index)
+    return make_arguments(settings, ["--x"], FLAGS["0.32.0"])
 
 
 def value(argv, flag):
@@ -80,12 +86,12 @@ def test_every_option_is_a_flag_or_says_why_not():
     own = {field.name for field in dataclasses.fields(VLLMConfig)}
     assert own == {*SWITCHES, *VALUES, "seed"} | NO_FLAGS
     assert own - NO_FLAGS <= set(FLAGS["0.32.0"])
-    assert table_for(FLAGS, "vLLM", "0.32.0+cpu", "0.32.0") == (FLAGS["0.32.0"], "")
+    assert choose_table(FLAGS, "vLLM", "0.32.0+cpu", "0.32.0") == (FLAGS["0.32.0"], "")
     assert not any("key" in flag for flag in FLAGS["0.32.0"].values())
 
 
 def sampled(with_logprobs=True, ids=(1, 2), **sampling):
-    return sampling_of(NativeRequest(list(ids), "", sampling), with_logprobs)
+    return make_sampling(NativeRequest(list(ids), "", sampling), with_logprobs)
 
 
 def test_sampling_parameters_get_vllms_names():
@@ -133,13 +139,13 @@ def test_answers_say_which_weights_made_which_token():
         {"version": "0.1", "start": 0, "end": 1},
         {"version": "0.2", "start": 1, "end": 2},
     ]
-    (made,) = native_answers("r", {"choices": [choice], "usage": {"prompt_tokens": 4}}, "0.3")
+    (made,) = convert_to_native("r", {"choices": [choice], "usage": {"prompt_tokens": 4}}, "0.3")
     assert made["output_ids"] == [5, 1] and made["meta_info"]["weight_version"] == "0.2"
     assert made["meta_info"]["output_token_logprobs"] == [[-0.5, 5, None], [-0.25, 1, None]]
     assert made["meta_info"]["finish_reason"] == {"type": "stop", "matched": 1}
     nothing = {"token_ids": [], "finish_reason": "abort", "stop_reason": None}
     nothing |= {"logprobs": None, "weight_versions": None}
-    (made,) = native_answers("r", {"choices": [nothing], "usage": {"prompt_tokens": 4}}, "0.3")
+    (made,) = convert_to_native("r", {"choices": [nothing], "usage": {"prompt_tokens": 4}}, "0.3")
     assert made["meta_info"]["weight_version"] == "0.3" and made["meta_info"]["weight_versions"] == []
 
 
@@ -147,7 +153,7 @@ def test_answers_say_which_weights_made_which_token():
 def test_the_socket_is_in_a_private_folder(tmp_path, monkeypatch, folder):
     (tmp_path / folder).mkdir(exist_ok=True)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / folder))
-    socket = private_socket()
+    socket = make_private_socket()
     try:
         assert stat.S_IMODE(socket.parent.stat().st_mode) == 0o700
         assert len(os.fsencode(socket)) <= 107

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hpc_rl.core.files import JsonLines
-from hpc_rl.stats.read import MetricsReader, lineages, merge, read
+from hpc_rl.stats.read import MetricsReader, load_history, load_known_lineages, merge
 
 
 def rows(first: int, last: int, mark: str) -> list[dict]:
@@ -63,7 +63,7 @@ def test_attempts_and_incarnations_are_merged_by_their_lineages(fake_trial):
     fake_trial.steps("7.0", 13, 20, lineage=1, incarnation=1, at=100)
     fake_trial.lineage(2, 20, "8.0")
     fake_trial.steps("8.0", 21, 22, lineage=2, at=200)
-    history = read(fake_trial.trial)
+    history = load_history(fake_trial.trial)
     assert [row["step"] for row in history.steps] == list(range(1, 23))
     assert [row["lineage"] for row in history.steps] == [0] * 12 + [1] * 8 + [2] * 2
 
@@ -72,8 +72,8 @@ def test_without_its_lineage_record_a_file_is_placed_by_its_rows(fake_trial):
     fake_trial.run_to(17)
     (fake_trial.trial.lineages / "0001.json").write_text('{"lineage": 1, "from')
     fake_trial.steps("7.0", 13, 14, lineage=1, incarnation=1, at=100)
-    assert [line.lineage for line in lineages(fake_trial.trial)] == [0]
-    assert [row["lineage"] for row in read(fake_trial.trial).steps] == [0] * 12 + [1] * 2
+    assert [line.lineage for line in load_known_lineages(fake_trial.trial)] == [0]
+    assert [row["lineage"] for row in load_history(fake_trial.trial).steps] == [0] * 12 + [1] * 2
 
 
 def test_a_reader_sees_growth_and_remembers_what_each_attempt_reached(fake_trial):

@@ -8,7 +8,7 @@ import pytest
 
 from hpc_rl.config.options.operations import StatsLoggerConfig, SwanlabConfig, WandBConfig
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.stats.sinks import JsonlSink, RunIdentity, TensorBoardSink, open_sinks, tag_of
+from hpc_rl.stats.sinks import JsonlSink, RunIdentity, TensorBoardSink, make_tag, open_sinks
 from hpc_rl.stats.tracker import Tracker
 
 
@@ -39,13 +39,8 @@ def test_a_line_is_on_disk_when_log_returns_and_is_strict_json(tmp_path):
     sink.log(1, {"loss": math.nan, "grad_norm": math.inf, "reward": 0.5, "version": "0.1"})
     text = sink.path.read_text()
     assert text.endswith("\n")
-    assert json.loads(text, parse_constant=pytest.fail) == {
-        "step": 1,
-        "loss": None,
-        "grad_norm": None,
-        "reward": 0.5,
-        "version": "0.1",
-    }
+    numbers = {"loss": None, "grad_norm": None, "reward": 0.5}
+    assert json.loads(text, parse_constant=pytest.fail) == {"step": 1, "version": "0.1", **numbers}
     assert sink.state() == {"file": "metrics.0.jsonl", "bytes": len(text)}
     sink.close()
 
@@ -122,11 +117,8 @@ def test_tensorboard_reads_back_what_was_logged(tmp_path):
 
     (file,) = (tmp_path / "tensorboard").iterdir()
     events = list(EventFileLoader(str(file)).Load())
-    scalars = [
-        (event.step, value.tag, round(value.tensor.float_val[0], 6))
-        for event in events
-        for value in event.summary.value
-    ]
+    values = [(event.step, value) for event in events for value in event.summary.value]
+    scalars = [(step, value.tag, round(value.tensor.float_val[0], 6)) for step, value in values]
     assert scalars == [(5, "train/loss", 0.25), (6, "eval/loss", 0.75)]
     assert [event.step for event in events if event.HasField("session_log")] == [5]
 
@@ -140,15 +132,11 @@ def test_tensorboard_has_metrics_in_groups():
     }
     for group, names in of_rl.items():
         for name in names:
-            assert (
-                tag_of(name, has_reward=True)
-                == f"{group}/{name.removeprefix('eval_') if group == 'eval' else name}"
-            )
-    assert [tag_of(name, has_reward=True) for name in ("agent/turns", "reward/format")] == [
-        "agent/turns",
-        "reward/format",
-    ]
-    assert tag_of("accuracy", has_reward=False) == "train/accuracy"
+            short = name.removeprefix("eval_") if group == "eval" else name
+            assert make_tag(name, has_reward=True) == f"{group}/{short}"
+    for name in ("agent/turns", "reward/format"):
+        assert make_tag(name, has_reward=True) == name
+    assert make_tag("accuracy", has_reward=False) == "train/accuracy"
 
 
 def test_sinks_need_no_torch(tmp_path):
@@ -190,37 +178,18 @@ def test_services_get_names_tags_and_numbers(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "swanlab", swanlab)
     who = RunIdentity("sums", "grpo", tmp_path, {"seed": 1})
-    sinks = open_sinks(
-        tmp_path / "m.jsonl",
-        tmp_path / "tb",
-        0,
-        who,
-        StatsLoggerConfig(
-            wandb=WandBConfig(mode="offline", tags=["a"], entity="team", wandb_base_url="http://w"),
-            swanlab=SwanlabConfig(mode="local", project="p", logdir=str(tmp_path / "s")),
-        ),
+    logger = StatsLoggerConfig(
+        wandb=WandBConfig(mode="offline", tags=["a"], entity="team", wandb_base_url="http://w"),
+        swanlab=SwanlabConfig(mode="local", project="p", logdir=str(tmp_path / "s")),
     )
+    sinks = open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger)
     sinks.log(3, {"loss": 0.5, "version": "0.3", "time": 1.0})
     sinks.close()
-    wanted = {
-        "mode": "offline",
-        "entity": "team",
-        "project": "sums",
-        "name": "grpo",
-        "group": "sums_grpo",
-        "tags": ["a"],
-    }
-    assert wanted.items() <= wandb.options.items()
-    assert (wandb.id, wandb.options["config"], wandb.options["settings"]) == (
-        "sums_grpo_train",
-        {"seed": 1},
-        {"base_url": "http://w"},
-    )
-    assert (swanlab.options["project"], swanlab.options["experiment_name"], swanlab.options["mode"]) == (
-        "p",
-        "grpo",
-        "local",
-    )
+    wanted = {"mode": "offline", "entity": "team", "tags": ["a"], "config": {"seed": 1}}
+    wanted |= {"project": "sums", "name": "grpo", "group": "sums_grpo", "settings": {"base_url": "http://w"}}
+    assert wanted.items() <= wandb.options.items() and wandb.id == "sums_grpo_train"
+    wanted = {"project": "p", "experiment_name": "grpo", "mode": "local"}
+    assert wanted.items() <= swanlab.options.items()
     assert wandb.rows == swanlab.rows == [(3, {"loss": 0.5})]
     assert wandb.finished and swanlab.finished
 
@@ -237,13 +206,11 @@ def test_a_service_that_is_not_installed_says_how_to_install_it(tmp_path, monkey
 def test_services_are_not_imported_while_they_are_disabled(tmp_path, monkeypatch):
     for package in ("wandb", "swanlab"):
         monkeypatch.setitem(sys.modules, package, None)
-    open_sinks(
-        tmp_path / "m.jsonl",
-        tmp_path / "tb",
-        0,
+    who, logger = (
         RunIdentity("e", "t", tmp_path, {}),
         StatsLoggerConfig(wandb=WandBConfig(), swanlab=SwanlabConfig()),
-    ).close()
+    )
+    open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, logger).close()
 
 
 def test_tensorboard_shows_the_starts_of_a_trial_as_one_series(tmp_path):

@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from hpc_rl.core.files import Tail, last_lines
+from hpc_rl.core.files import Tail, load_last_lines
 from hpc_rl.schedulers.base import SchedulerAnswer
 from hpc_rl.status import scheduler_view as asking
-from hpc_rl.status.follow import ChangeReporter, exit_code, failing_role, follow, progress_text
+from hpc_rl.status.follow import ChangeReporter, describe_progress, find_exit_code, find_failing_role, follow
 from hpc_rl.status.scheduler_view import TrialWatch
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.status.trial_status import load_status
 
 
 @pytest.fixture(autouse=True)
@@ -24,13 +24,13 @@ def silent(monkeypatch):
 def test_news_are_told_once(fake_trial):
     narrator = ChangeReporter()
     fake_trial.run_to(3)
-    first = narrator.news(read_status(fake_trial.trial))
+    first = narrator.news(load_status(fake_trial.trial))
     assert first == ["exp/t1: running", "attempt 7.0 started", "step 0: held-out reward 0.31"]
-    assert narrator.news(read_status(fake_trial.trial)) == []
+    assert narrator.news(load_status(fake_trial.trial)) == []
     fake_trial.exited("7.0", "trainer", 137)
     fake_trial.started("7.0", "trainer", incarnation=1)
     fake_trial.lineage(1, 2, "7.0", incarnation=1, reason="loading checkpoint 2")
-    assert narrator.news(read_status(fake_trial.trial)) == [
+    assert narrator.news(load_status(fake_trial.trial)) == [
         "trainer-0: killed by signal 9; started again (incarnation 1)",
         "training continues from checkpoint 2 as lineage 1: loading checkpoint 2",
     ]
@@ -38,7 +38,7 @@ def test_news_are_told_once(fake_trial):
 
 def test_progress_names_what_matters(fake_trial):
     fake_trial.run_to(50)
-    assert progress_text(read_status(fake_trial.trial)) == (
+    assert describe_progress(load_status(fake_trial.trial)) == (
         "step 50/100  reward 0.5  staleness 0.5  held-out reward 0.31  1.0 steps/s, done in about 50 s"
     )
 
@@ -87,10 +87,10 @@ def test_a_failure_shows_its_reason_and_the_first_failed_roles_log(fake_trial, c
     fake_trial.exited("7.0", "trainer", 143, at=31)
     fake_trial.exited("7.0", "server", 1, at=32)
     fake_trial.ended("7.0", 70, "rollout-0 gave up", at=33)
-    assert failing_role(read_status(fake_trial.trial).attempts[-1]).name == "rollout-0"
+    assert find_failing_role(load_status(fake_trial.trial).attempts[-1]).name == "rollout-0"
     assert follow(fake_trial.trial, tick_s=0.01) == 70
     out = capsys.readouterr().out
-    assert "exp/t1: failed (rollout-0 gave up)" in out
+    assert "exp/t1: failed: rollout-0 gave up" in out
     assert out.rstrip().endswith("ValueError: bad reward")
 
 
@@ -108,15 +108,15 @@ def test_its_exit_code_is_the_trials(fake_trial, code, wish, expected):
     if wish:
         fake_trial.cancel_wish("7")
     fake_trial.ended("7.0", code)
-    assert exit_code(read_status(fake_trial.trial)) == expected
+    assert find_exit_code(load_status(fake_trial.trial)) == expected
 
 
 def test_tail_gives_the_last_lines_then_what_is_new(tmp_path):
     path = tmp_path / "a.log"
-    assert last_lines(path, 5) == []
+    assert load_last_lines(path, 5) == []
     path.write_text("".join(f"line {number}\n" for number in range(20000)) + "half")
-    assert last_lines(path, 2) == ["line 19999", "half"]
-    assert last_lines(path, 0) == []
+    assert load_last_lines(path, 2) == ["line 19999", "half"]
+    assert load_last_lines(path, 0) == []
     tail = Tail(path, 2)
     assert tail.poll(to_the_end=False) == ["line 19998", "line 19999"]
     with path.open("ab") as file:

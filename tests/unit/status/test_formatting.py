@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from hpc_rl.status.formatting import program_name, shell_path
+from hpc_rl.status.formatting import find_program_name, quote_path
 
 
 @pytest.fixture
@@ -22,15 +22,15 @@ def environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_program_off_the_path_is_typed_by_its_path(environment, monkeypatch, tmp_path):
-    assert program_name() == ".venv/bin/hpc-rl"
+    assert find_program_name() == ".venv/bin/hpc-rl"
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert program_name() == str(environment / "hpc-rl")
+    assert find_program_name() == str(environment / "hpc-rl")
 
 
 def test_an_activated_one_by_its_name(environment, monkeypatch):
     monkeypatch.setenv("PATH", f"{environment}:/usr/bin")
-    assert program_name() == "hpc-rl"
+    assert find_program_name() == "hpc-rl"
 
 
 def test_another_of_that_name_on_the_path_is_not_it(environment, monkeypatch, tmp_path):
@@ -39,13 +39,13 @@ def test_another_of_that_name_on_the_path_is_not_it(environment, monkeypatch, tm
     (other / "hpc-rl").write_text("#!/bin/sh\n")
     (other / "hpc-rl").chmod(0o755)
     monkeypatch.setenv("PATH", f"{other}:/usr/bin")
-    assert program_name() == ".venv/bin/hpc-rl"
+    assert find_program_name() == ".venv/bin/hpc-rl"
 
 
 def test_an_environment_without_the_program(environment):
-    assert program_name("tensorboard") == "tensorboard"
+    assert find_program_name("tensorboard") == "tensorboard"
 
 
 def test_paths_are_quoted_for_a_shell(environment, tmp_path):
-    assert shell_path(tmp_path / "a b" / "c") == "'a b/c'"
-    assert shell_path(Path("/x/$y")) == "'/x/$y'"
+    assert quote_path(tmp_path / "a b" / "c") == "'a b/c'"
+    assert quote_path(Path("/x/$y")) == "'/x/$y'"

@@ -7,8 +7,8 @@ import pytest
 from hpc_rl.core.records import TrialState
 from hpc_rl.core.trial import write_json
 from hpc_rl.schedulers.base import JobState, State
-from hpc_rl.status.goodput import MEANINGS, Bucket, goodput
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.status.goodput import MEANINGS, Bucket, compute_goodput
+from hpc_rl.status.trial_status import load_status
 
 T0 = 1_790_000_000.0  # of the fake trial
 
@@ -49,7 +49,7 @@ def killed_and_cancelled(fake_trial):
 
 
 def test_the_trainer_s_seconds_are_in_their_buckets_and_servers_follow_it(killed_and_cancelled):
-    found = goodput(read_status(killed_and_cancelled.trial), now=T0 + 999)
+    found = compute_goodput(load_status(killed_and_cancelled.trial), now=T0 + 999)
     # the trainer: 8 GPUs are held, it has 1 and the servers 4, for 96 s
     lost = 20 + 4  # steps 4 and 5, and what came before the kill
     trainer = {Bucket.WAIT: 5, Bucket.TRAIN: 30, Bucket.PUBLISH: 10, Bucket.LOST: lost, Bucket.STOP: 3}
@@ -70,17 +70,17 @@ def test_a_start_that_ended_before_a_step_is_lost(fake_trial):
     fake_trial.started("7.0", "trainer", at=2)
     fake_trial.exited("7.0", "trainer", 75, at=24)  # as it was asked to
     fake_trial.ended("7.0", 1, at=25)
-    found = goodput(read_status(fake_trial.trial), now=T0 + 999)
+    found = compute_goodput(load_status(fake_trial.trial), now=T0 + 999)
     assert found.buckets == pytest.approx({Bucket.START: 2, Bucket.LOST: 22, Bucket.STOP: 1})
 
 
 def test_servers_wait_for_as_long_as_they_report_no_request(killed_and_cancelled):
     attempt = killed_and_cancelled.trial.attempt("7.0")
-    before = goodput(read_status(attempt.trial), now=T0 + 999).buckets
+    before = compute_goodput(load_status(attempt.trial), now=T0 + 999).buckets
     (attempt.dir / "use").mkdir()
     for index, incarnation, busy_s in ((0, 0, 12.0), (0, 1, 18.0), (1, 0, 50.0)):  # 40 s for each of the two
         write_json(attempt.server_use(index, incarnation), {"busy_s": busy_s})
-    after = goodput(read_status(attempt.trial), now=T0 + 999).buckets
+    after = compute_goodput(load_status(attempt.trial), now=T0 + 999).buckets
     assert after[Bucket.GENERATE] == pytest.approx(4 * (40 - 10))  # 10 s of them while weights were published
     moved = before[Bucket.GENERATE] - after[Bucket.GENERATE]
     assert after[Bucket.WAIT] == pytest.approx(before[Bucket.WAIT] + moved)
@@ -88,38 +88,35 @@ def test_servers_wait_for_as_long_as_they_report_no_request(killed_and_cancelled
 
 
 def test_buckets_sum_to_the_allocation(killed_and_cancelled):
-    found = goodput(read_status(killed_and_cancelled.trial), now=T0 + 999)
+    found = compute_goodput(load_status(killed_and_cancelled.trial), now=T0 + 999)
     assert found.allocation_s == pytest.approx(8 * 96)
     assert sum(found.buckets.values()) == pytest.approx(found.allocation_s)
 
 
 def test_a_trial_that_runs_is_counted_until_now_and_a_killed_attempt_until_its_last_sign(fake_trial):
     fake_trial.run_to(3)  # steps at 10, 11 and 12 s; no end is recorded
-    status = read_status(fake_trial.trial)
-    assert goodput(status, now=T0 + 52).allocation_s == pytest.approx(51)  # since the first event
-    assert goodput(status, now=T0 + 52).queued_s == pytest.approx(1)
+    status = load_status(fake_trial.trial)
+    assert compute_goodput(status, now=T0 + 52).allocation_s == pytest.approx(51)  # since the first event
+    assert compute_goodput(status, now=T0 + 52).queued_s == pytest.approx(1)
     fake_trial.job("8", at=500)
-    status = read_status(fake_trial.trial, JobState("8", State.PENDING))
+    status = load_status(fake_trial.trial, JobState("8", State.PENDING))
     assert (status.state, status.attempts[0].state) == (TrialState.PENDING, TrialState.KILLED)
-    later = goodput(status, now=T0 + 560)
+    later = compute_goodput(status, now=T0 + 560)
     assert later.allocation_s == pytest.approx(11)
     assert later.queued_s == pytest.approx(61)
 
 
 def test_servers_of_jobs_of_their_own_have_allocations_of_their_own(killed_and_cancelled):
     trial = killed_and_cancelled.trial
-    units = [
-        {"role": role, "nodes": [0], "tasks_per_node": 1, "gpus_per_task": 2}
-        for role in ("trainer", "server")
-    ]
+    each = {"nodes": [0], "tasks_per_node": 1, "gpus_per_task": 2}
+    units = [{"role": role, **each} for role in ("trainer", "server")]
     write_json(trial.plan_json, {"units": units, "n_nodes": 2, "n_gpus_per_node": 2, "layout": "jobs"})
     killed_and_cancelled.event("9_0.0", "started", at=60, role="server", index=0, incarnation=0)
     killed_and_cancelled.ended("9_0.0", 75, at=130)
-    found = goodput(read_status(trial), now=T0 + 999)
+    found = compute_goodput(load_status(trial), now=T0 + 999)
     assert [(use.id, use.allocation_s) for use in found.attempts] == [("7.0", 192), ("9_0.0", 140)]
-    assert found.buckets[Bucket.WAIT] == pytest.approx(
-        2 * 5 + 2 * 4
-    )  # the server outlives the trainer by 4 s
+    # the server outlives the trainer by 4 s
+    assert found.buckets[Bucket.WAIT] == pytest.approx(2 * 5 + 2 * 4)
     assert sum(found.buckets.values()) == pytest.approx(found.allocation_s)
 
 

@@ -11,7 +11,7 @@ SAID = {"end": "ends", "restart": "started again", "requeue": "requeued"}
 def test_the_page_has_the_policy_of_every_class():
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]
-        for line in PAGE.read_text().splitlines()
+        for line in PAGE.read_text().partition("## Failures\n")[2].splitlines()
         if line[:1] == "|"
     ]
     told = {name: (follows, counts) for name, follows, counts in rows[2:]}

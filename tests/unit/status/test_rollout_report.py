@@ -9,37 +9,36 @@ import time
 
 import pytest
 
-from hpc_rl.cli.status import role_line, text
+from hpc_rl.cli.status import describe_status
 from hpc_rl.core.records import TrialState
 from hpc_rl.core.trial import write_json
 from hpc_rl.rollout import report
 from hpc_rl.status.attempts import RoleStatus
-from hpc_rl.status.rollout_report import RolloutReport, environment_lines, problems, read_rollout, summary
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.status.rollout_report import (
+    RolloutReport,
+    describe_environments,
+    describe_rollout,
+    list_problems,
+    load_rollout,
+)
+from hpc_rl.status.status_text import describe_role
+from hpc_rl.status.trial_status import load_status
 
 T0 = 1_790_000_000.0
 
 
 def test_rejections_and_the_last_exception_are_in_status(fake_trial):
     fake_trial.run_to(3)
-    words = {
-        "rejected": {"reward_timeout": 60, "too_long": 4},
-        "rejected_in_a_row": 64,
-        "last_reason": "reward_timeout",
-    }
-    words |= {
-        "last_error": "reward_timeout: the reward took more than 15 s",
-        "running": 8,
-        "time": time.time(),
-        "servers": 1,
-    }
+    words = {"rejected": {"reward_timeout": 60, "too_long": 4}, "rejected_in_a_row": 64}
+    words |= {"last_reason": "reward_timeout", "running": 8, "time": time.time(), "servers": 1}
+    words["last_error"] = "reward_timeout: the reward took more than 15 s"
     write_json(fake_trial.trial.attempt("7.0").rollout_report(0), words)
-    said = "\n".join(text(read_status(fake_trial.trial)))
+    said = "\n".join(describe_status(load_status(fake_trial.trial)))
     assert "8 prompts running" in said and "64 rejected" in said
     assert "rejected so far: reward_timeout 60, too_long 4" in said
     assert "the last 64 prompts were rejected: reward_timeout" in said
     assert "last exception: reward_timeout: the reward took more than 15 s" in said
-    assert read_status(fake_trial.trial).to_json()["rollout"]["rejected_in_a_row"] == 64
+    assert load_status(fake_trial.trial).to_json()["rollout"]["rejected_in_a_row"] == 64
 
 
 @pytest.mark.parametrize(("role", "command"), [("rollout", "exp/t1 --role rollout"), ("", "exp/t1")])
@@ -50,14 +49,14 @@ def test_the_log_that_has_the_traceback_is_the_next_command(fake_trial, role, co
     fake_trial.job("7", command=["hpc-rl", "submit", "--config", "my sums.yaml"])
     write_json(fake_trial.trial.plan_json, {"recover_mode": "auto"})
     fake_trial.ended("7.0", 70, at=9)
-    said = text(read_status(fake_trial.trial))
+    said = describe_status(load_status(fake_trial.trial))
     log, again = said[next(number for number, line in enumerate(said) if line.startswith("next")) :]
     assert log.endswith(command) and again.endswith("hpc-rl submit --config 'my sums.yaml'")
 
 
 def test_a_batch_of_a_policy_that_is_far_away_is_told(fake_trial):
     fake_trial.row("7.0", {"step": 4, "time": time.time(), "behave_approx_kl": 7.03, "given_up": 128})
-    said = "\n".join(text(read_status(fake_trial.trial)))
+    said = "\n".join(describe_status(load_status(fake_trial.trial)))
     assert "trajectories of weights that were given up 128" in said
     assert "KL 7.03: the policy is far from the one that generated this batch" in said
 
@@ -65,13 +64,12 @@ def test_a_batch_of_a_policy_that_is_far_away_is_told(fake_trial):
 def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
     attempt = fake_trial.trial.attempt("7.0")
     attempt.make_dirs()
-    assert read_rollout(attempt) is None
+    assert load_rollout(attempt) is None
     write_json(attempt.rollout_report(0), {"accepted": 5})
-    write_json(
-        attempt.rollout_report(10), {"accepted": "many", "running": 3, "rejected": [], "unheard_of": 1}
-    )
+    junk = {"accepted": "many", "rejected": [], "unheard_of": 1}
+    write_json(attempt.rollout_report(10), {"running": 3, **junk})
     attempt.rollout_report(11).write_text('{"acce')
-    assert read_rollout(attempt) == RolloutReport(running=3)
+    assert load_rollout(attempt) == RolloutReport(running=3)
 
 
 @pytest.mark.parametrize(
@@ -92,17 +90,16 @@ def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
 )
 def test_what_hangs_is_told_while_it_is_live(given, words):
     rollout = RolloutReport(**{"time": time.time(), "servers": 1} | given)
-    assert any(words in line for line in problems(rollout, live=True))
-    assert problems(rollout, live=False) == []
+    assert any(words in line for line in list_problems(rollout, live=True))
+    assert list_problems(rollout, live=False) == []
 
 
 def test_a_busy_rollout_is_no_trouble():
-    rollout = RolloutReport(
-        time=time.time(), running=9, oldest_running_s=300, quiet_s=2, servers=2, rejected_in_a_row=1
-    )
-    assert problems(rollout, live=True) == []
-    assert summary(rollout, live=True).startswith("9 prompts running, 0 groups ready")
-    assert "running" not in summary(rollout, live=False)
+    busy = {"running": 9, "oldest_running_s": 300, "quiet_s": 2, "servers": 2, "rejected_in_a_row": 1}
+    rollout = RolloutReport(time=time.time(), **busy)
+    assert list_problems(rollout, live=True) == []
+    assert describe_rollout(rollout, live=True).startswith("9 prompts running, 0 groups ready")
+    assert "running" not in describe_rollout(rollout, live=False)
 
 
 def test_servers_are_counted_by_pool(fake_trial):
@@ -111,15 +108,15 @@ def test_servers_are_counted_by_pool(fake_trial):
     report = {
         "time": time.time(),
         "servers": 2,
-        "pools": {"teacher": 2, "student": 0},
         "oldest_running_s": 30,
+        "pools": {"teacher": 2, "student": 0},
     }
     write_json(path, report)
-    said = "\n".join(text(read_status(fake_trial.trial)))
+    said = "\n".join(describe_status(load_status(fake_trial.trial)))
     assert "2 servers alive (student 0, teacher 2)" in said
     assert "no server of pool student is alive" in said and "pool teacher" not in said
     write_json(path, {**report, "pools": {"rollout": 2}})
-    assert "2 servers alive\n" in "\n".join(text(read_status(fake_trial.trial)))
+    assert "2 servers alive\n" in "\n".join(describe_status(load_status(fake_trial.trial)))
 
 
 def test_each_environment_has_a_line(fake_trial):
@@ -130,11 +127,11 @@ def test_each_environment_has_a_line(fake_trial):
     words |= {"takes_groups": True, "sealed": 2}
     path = fake_trial.trial.attempt("7.0").rollout_report(0)
     write_json(path, words)
-    assert read_status(fake_trial.trial).rollout.environments == []  # what is not sound is left out
+    assert load_status(fake_trial.trial).rollout.environments == []  # what is not sound is left out
     words["environments"].pop()
     write_json(path, words)
-    status = read_status(fake_trial.trial)
-    said = "\n".join(text(status))
+    status = load_status(fake_trial.trial)
+    said = "\n".join(describe_status(status))
     assert "3 groups ready, 2 batches cut, 0 rejected" in said and "prompts running" not in said
     assert "sums_0: groups of 4, 9 accepted, 3 queued, 0 rejected\n" in said
     assert (
@@ -143,26 +140,28 @@ def test_each_environment_has_a_line(fake_trial):
     assert status.to_json()["rollout"]["environments"][0]["name"] == "sums_0"
     sums |= {"silent_s": 90, "too_old": 7}
     write_json(path, words)
-    assert "no environment is connected" not in "\n".join(text(read_status(fake_trial.trial)))
-    assert "0 rejected, 7 too old; silent for 1 min 30 s" in "\n".join(text(read_status(fake_trial.trial)))
+    assert "no environment is connected" not in "\n".join(describe_status(load_status(fake_trial.trial)))
+    assert "0 rejected, 7 too old; silent for 1 min 30 s" in "\n".join(
+        describe_status(load_status(fake_trial.trial))
+    )
 
 
 def test_an_environment_role_is_shown_with_its_name():
     role = RoleStatus(role="environment", index=1, incarnation=0, running=True)
     names = {("environment", 0): "sums", ("environment", 1): "game"}
-    assert role_line(role, names).startswith("environment-1 (game) running")
-    assert role_line(role).startswith("environment-1 running")
+    assert describe_role(role, names).startswith("environment-1 (game) running")
+    assert describe_role(role).startswith("environment-1 running")
 
 
 def test_a_trial_that_waits_for_environments_says_so():
     rollout = RolloutReport(time=time.time(), servers=1, takes_groups=True)
-    assert problems(rollout, live=True) == []  # environments wait for the trainer
+    assert list_problems(rollout, live=True) == []  # environments wait for the trainer
     rollout.trainer_s = 5.0
-    (line,) = problems(rollout, live=True)
+    (line,) = list_problems(rollout, live=True)
     assert line == "no environment has connected yet; they do so once the trainer has started"
     rollout.trainer_s = 90.0
-    assert any("no environment is connected: look at" in line for line in problems(rollout, live=True))
-    assert summary(rollout, live=True).startswith("0 groups ready, 0 batches cut, 0 rejected")
+    assert any("no environment is connected: look at" in line for line in list_problems(rollout, live=True))
+    assert describe_rollout(rollout, live=True).startswith("0 groups ready, 0 batches cut, 0 rejected")
 
 
 @pytest.mark.parametrize(
@@ -183,8 +182,8 @@ def test_a_trial_that_waits_for_environments_says_so():
 def test_what_the_next_batch_waits_for_is_shown(wait, said):
     given = {"ready": 12, "needed": 16, "sizes": [4, 6], **wait}
     rollout = RolloutReport.parse({"takes_groups": True, "waits_for": given})
-    assert environment_lines(rollout, live=True)[0].startswith(f"next batch: {said}")
-    assert environment_lines(rollout, live=False) == []
+    assert describe_environments(rollout, live=True)[0].startswith(f"next batch: {said}")
+    assert describe_environments(rollout, live=False) == []
 
 
 async def test_the_report_is_written_while_it_changes_and_at_the_end(tmp_path):
@@ -228,9 +227,9 @@ def test_a_trial_that_is_done_tells_what_was_rejected_and_left_out(fake_trial):
     fake_trial.row("8.0", evaluation)
     fake_trial.ended("8.0", 0, at=60)
     write_json(fake_trial.trial.done, {"job_id": "8"})
-    status = read_status(fake_trial.trial)
+    status = load_status(fake_trial.trial)
     assert status.state is TrialState.DONE
-    said = "\n".join(text(status))
+    said = "\n".join(describe_status(status))
     assert "64 rejected" in said and "rejected: reward_failed 60, too_long 4" in said
     assert "held-out    reward 0.31 (step 0) -> 0.15 (step 4, over 84 of 100 rows)" in said
     told = status.to_json()
@@ -242,11 +241,11 @@ def test_steps_that_teach_nothing_and_clipped_rewards_are_told(fake_trial):
     for step in range(1, 13):
         idle = {"grad_norm": 0.0, "zero_advantage_groups": 1.0, "reward": 45.0, "reward_std": 4.0}
         fake_trial.row("7.0", {"step": step, "time": T0 + step, "reward_clipped": 1.0, **idle})
-    status = read_status(fake_trial.trial)
+    status = load_status(fake_trial.trial)
     told = status.to_json()["idle_steps"]
     assert (told["in_a_row"], told["since_step"], told["notable"]) == (12, 1, True)
     assert told["reasons"] == ("zero_gradient", "zero_advantage")
-    said = "\n".join(text(status))
+    said = "\n".join(describe_status(status))
     assert (
         "NOTHING IS LEARNED" in said
         and "a share of 1 of the newest rewards is beyond actor.reward_clip" in said

@@ -5,10 +5,10 @@ import time
 import pytest
 
 from hpc_rl.cli.__main__ import main
-from hpc_rl.core.trial import read_object, write_json
+from hpc_rl.core.trial import load_object, write_json
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.status.top_view import TrialEye, lines, sparkline
+from hpc_rl.status.top_view import TrialEye, describe_trials, draw_sparkline
 from hpc_rl.trials import trial_index
 
 
@@ -27,22 +27,15 @@ def running(fake_trial):
     write_json(attempt.rollout_report(0), {"time": time.time(), "running": 7, "ready": 3, "accepted": 70})
     fake_trial.event("7.0", "end_time", ends_at=time.time() + 7200)
     fake_trial.generation(10)
-    split = {"wait_s": 1.0, "train_s": 2.0, "publish_s": 0.5, "step_s": 4.0, "staleness_max": 2}
-    row = {
-        "step": 12,
-        "time": 1_790_000_021.0,
-        "version": "0.12",
-        "lineage": 0,
-        "reward": 0.12,
-        "staleness_mean": 0.5,
-    }
-    fake_trial.row("7.0", row | split)
+    row = {"step": 12, "time": 1_790_000_021.0, "version": "0.12", "lineage": 0, "reward": 0.12}
+    split = {"wait_s": 1.0, "train_s": 2.0, "publish_s": 0.5, "step_s": 4.0}
+    fake_trial.row("7.0", {**row, **split, "staleness_mean": 0.5, "staleness_max": 2})
     NameResolve(trial.names).lease(keys.server("rollout", 0), {"version": "0.12", "state": "serving"})
     return trial
 
 
 def test_it_tells_everything_in_80_columns(running, fake_trial, scheduler_of_files):
-    found = lines(TrialEye(running).look(), 80)
+    found = describe_trials(TrialEye(running).look(), 80)
     assert all(len(line) <= 80 for line in found)
     by_name = {line.split()[0]: line for line in found}
     assert "running  step 12/100" in found[0]
@@ -57,19 +50,19 @@ def test_it_tells_everything_in_80_columns(running, fake_trial, scheduler_of_fil
     assert "7 prompts running, 3 groups ready" in by_name["rollout"]
     assert by_name["trainer-0"].split()[1:] == ["node-a", "wait,", "step", "13"]
     assert by_name["server-0"].split()[1:] == ["node-b", "serving,", "weights", "0.12"]
-    units = read_object(running.plan_json)["units"]
+    units = load_object(running.plan_json)["units"]
     units.append({"role": "server", "index": 1, "pool": "judge", "nodes": [0]})
     write_json(running.plan_json, {"units": units, "n_nodes": 1})
     fake_trial.started("7.0", "server", index=1)
     NameResolve(running.names).lease(keys.server("judge", 1), {"version": "", "state": "serving"})
-    found = [line.split() for line in lines(TrialEye(running).look(), 80)]
+    found = [line.split() for line in describe_trials(TrialEye(running).look(), 80)]
     assert ["server-1", "(judge)", "serving"] in found  # its weights never change
 
 
 def test_many_replicas_are_counted(running, fake_trial, scheduler_of_files):
     for index in range(1, 40):
         fake_trial.started("7.0", "server", index=index)
-    found = lines(TrialEye(running).look(), 80)
+    found = describe_trials(TrialEye(running).look(), 80)
     assert any(line.startswith("39 server") and line.endswith("running") for line in found)
     assert len(found) < 20
 
@@ -88,7 +81,7 @@ def test_without_a_terminal_there_is_a_line_for_each_trial(make_fake_trial, tmp_
         fake.run_to(3)
         fake.ended("7.0", 70, "rollout-0 gave up")
         fake.script_said("7", "ended", code=70)
-        trial_index.record(fake.trial)
+        trial_index.record_trial(fake.trial)
     assert main(["top", "one", "two"]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("exp/one: failed")
@@ -97,6 +90,6 @@ def test_without_a_terminal_there_is_a_line_for_each_trial(make_fake_trial, tmp_
 
 
 def test_a_sparkline_has_the_shape_of_the_values():
-    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
-    assert sparkline([0, 0, 7, 7], 2) == "▁█"
-    assert sparkline([5, 5], 8) == "▁▁"
+    assert draw_sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert draw_sparkline([0, 0, 7, 7], 2) == "▁█"
+    assert draw_sparkline([5, 5], 8) == "▁▁"

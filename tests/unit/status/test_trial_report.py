@@ -10,9 +10,16 @@ from hpc_rl.cli.__main__ import main
 from hpc_rl.core.trial import write_json
 from hpc_rl.stats.kept_samples import Sample
 from hpc_rl.status.goodput import Bucket, Span
-from hpc_rl.status.report_page import figures, merged, other_curves, page, sample_tables, spread
-from hpc_rl.status.trial_report import facts, make_report, staleness, thinned
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.status.report_page import (
+    list_other_curves,
+    make_figures,
+    make_page,
+    make_sample_tables,
+    merge_spans,
+    spread_out,
+)
+from hpc_rl.status.trial_report import list_facts, make_report, summarize_staleness, thin_out
+from hpc_rl.status.trial_status import load_status
 from hpc_rl.trials import trial_index
 
 T0 = 1_790_000_000.0
@@ -38,7 +45,7 @@ def trials(make_fake_trial, tmp_path, state_home):
         fake.ended("7.0", 75, at=30)
         fake.cancel_wish("7")
         fake.script_said("7", "ended", at=30, code=75)
-        trial_index.record(fake.trial)
+        trial_index.record_trial(fake.trial)
         made.append(fake)
     return made
 
@@ -60,23 +67,16 @@ def test_trials_stand_beside_each_other_in_the_terminal(trials, capsys):
 
 
 def test_the_page_loads_nothing_and_what_a_model_wrote_stays_text(trials):
-    reports = [make_report(fake.trial.name, read_status(fake.trial), T0 + 40) for fake in trials]
+    reports = [make_report(fake.trial.name, load_status(fake.trial), T0 + 40) for fake in trials]
     reports[0].samples = [SAMPLE, replace(SAMPLE, step=5, completion="3", reward=0.0)]
-    html = page(reports, T0)
+    html = make_page(reports, T0)
     own = html.replace(html[html.index("<script>") : html.index("</script>")], "")
     assert not re.search(r'(src|href)="(?!data:)', own)
     assert "<b>2" not in own and "No step was made yet" not in own
     assert "&lt;/script&gt;&lt;b&gt;2" in own
     figures = json.loads(re.search(r"const figures = (.*), others = ", own)[1])
-    assert {
-        "goodput",
-        "attempts-0",
-        "attempts-1",
-        "curve-reward",
-        "curve-held-out",
-        "lengths",
-        "ages",
-    } <= set(figures)
+    names = "goodput attempts-0 attempts-1 curve-reward curve-held-out lengths ages"
+    assert set(names.split()) <= set(figures)
     assert [trace["name"] for trace in figures["curve-reward"]["data"]] == ["low", "high"]
     assert figures["curve-reward"]["data"][0]["y"][-1] == pytest.approx(0.08)
     assert figures["lengths"]["data"][0]["x"] == [3, 3]
@@ -86,8 +86,8 @@ def test_the_page_loads_nothing_and_what_a_model_wrote_stays_text(trials):
 
 def test_the_page_of_a_trial_without_a_step_says_so(fake_trial):
     fake_trial.started("7.0", "trainer")
-    report = make_report("new", read_status(fake_trial.trial), T0 + 40)
-    assert "No step was made yet" in page([report], T0)
+    report = make_report("new", load_status(fake_trial.trial), T0 + 40)
+    assert "No step was made yet" in make_page([report], T0)
 
 
 def test_samples_are_chosen_over_the_whole_training():
@@ -97,39 +97,40 @@ def test_samples_are_chosen_over_the_whole_training():
     held_out = [
         replace(SAMPLE, step=step, evaluation=True, prompt_index=row) for step in (0, 10) for row in range(5)
     ]
-    *prompts, best, worst = sample_tables([*trained, *held_out])
+    *prompts, best, worst = make_sample_tables([*trained, *held_out])
     assert [table["title"] for table in prompts] == [f"Held-out prompt {row}" for row in range(3)]
     assert [len(table["cells"]) for table in prompts] == [2, 2, 2]
     assert [cell["facts"].split(", ")[:2] for cell in best["cells"]][-1] == ["step 20", "reward 1"]
     assert {cell["facts"].split(", ")[1] for cell in worst["cells"]} == {"reward 0"}
-    assert spread(dict.fromkeys(range(1, 21))) == [1, 7, 14, 20]
+    assert spread_out(dict.fromkeys(range(1, 21))) == [1, 7, 14, 20]
 
 
 def test_curves_spans_and_ages_of_a_long_trial_stay_small():
-    curve = thinned([(step, 0.0) for step in range(1, 100_001)])
+    curve = thin_out([(step, 0.0) for step in range(1, 100_001)])
     assert len(curve) <= 1500
     assert curve[-1][0] == 100_000
     spans = [
         Span(second, second + 1, Bucket.WAIT if second % 10 == 0 else Bucket.TRAIN) for second in range(1000)
     ]
-    assert merged([*spans, Span(1000, 1100, Bucket.LOST)], 20) == [("train", 0, 1000), ("lost", 1000, 1100)]
-    assert staleness(SAMPLE) == 1  # made by the weights of steps 1 and 2, for step 3
-    assert staleness(replace(SAMPLE, versions=["-1.-1"])) is None  # an environment did not tell
-    assert staleness(replace(SAMPLE, versions=["3.9"])) == 0  # of a lineage that was given up
+    assert merge_spans([*spans, Span(1000, 1100, Bucket.LOST)], 20) == [
+        ("train", 0, 1000),
+        ("lost", 1000, 1100),
+    ]
+    assert summarize_staleness(SAMPLE) == 1  # made by the weights of steps 1 and 2, for step 3
+    assert summarize_staleness(replace(SAMPLE, versions=["-1.-1"])) is None  # an environment did not tell
+    assert summarize_staleness(replace(SAMPLE, versions=["3.9"])) == 0  # of a lineage that was given up
 
 
 def test_own_metrics_have_a_chart_and_a_row_each(trials):
     fake = trials[0]
     own = {"reward/format": 0.5, "agent/turns": 2.0}
     fake.row("7.0", {"step": 9, "time": T0 + 20, "lineage": 0, **own})
-    fake.row(
-        "7.0",
-        {"step": 9, "eval_reward": 0.5, "eval_pass@4": 0.75, "eval_num_prompts": 10, "eval_left_out": 2},
-    )
-    report = make_report("low", read_status(fake.trial), T0 + 40)
-    assert {"curve-reward/format", "curve-agent/turns", "curve-eval_pass@4"} <= figures([report]).keys()
-    assert not {*own, "eval_pass@4"} & other_curves([report]).keys()
-    told = facts(report)
+    measured = {"eval_reward": 0.5, "eval_pass@4": 0.75, "eval_num_prompts": 10, "eval_left_out": 2}
+    fake.row("7.0", {"step": 9, **measured})
+    report = make_report("low", load_status(fake.trial), T0 + 40)
+    assert {"curve-reward/format", "curve-agent/turns", "curve-eval_pass@4"} <= make_figures([report]).keys()
+    assert not {*own, "eval_pass@4"} & list_other_curves([report]).keys()
+    told = list_facts(report)
     assert told["mean agent/turns of the last 10 steps"] == "2"
     assert told["held-out pass@4"] == "0.75 (step 9), over 10 of 12 rows"
 
@@ -151,14 +152,14 @@ def test_options_that_differ_come_first(trials, capsys):
     assert main(["report", "low", "high"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("option that differs")
-    html = page([make_report(fake.trial.name, read_status(fake.trial), T0 + 40) for fake in trials], T0)
+    html = make_page([make_report(fake.trial.name, load_status(fake.trial), T0 + 40) for fake in trials], T0)
     assert html.index("options differ") < html.index(">state<")
 
 
 def test_what_a_workflow_said_is_marked_and_the_row_is_shown(trials):
-    report = make_report("low", read_status(trials[0].trial), T0 + 40)
+    report = make_report("low", load_status(trials[0].trial), T0 + 40)
     report.samples = [replace(SAMPLE, completion="one<two>three", given=((3, 8),), columns={"answer": "42"})]
-    html = page([report], T0)
+    html = make_page([report], T0)
     assert re.search(r'<pre>one</pre>\s*<div class="note">given by the workflow</div>\s*<pre class="given">&lt;two&gt;</pre>\s*<pre>three</pre>', html)  # fmt: skip
     assert "answer: 42" in html
 
@@ -168,8 +169,8 @@ def test_the_page_smooths_curves_of_many_steps_and_no_evaluation(make_fake_trial
     fake.run_to(100)
     for step in range(1, 61):
         fake.evaluation("7.0", step, float(step % 2))
-    report = make_report("long", read_status(fake.trial), T0 + 400)
-    drawn = figures([report])
+    report = make_report("long", load_status(fake.trial), T0 + 400)
+    drawn = make_figures([report])
     pale, mean = drawn["curve-reward"]["data"]
     assert "(mean of 5 steps)" in drawn["curve-reward"]["layout"]["title"]["text"]
     assert pale["opacity"] < 1 and pale["y"][-1] == 1.0 and mean["y"][-1] == pytest.approx(0.98)

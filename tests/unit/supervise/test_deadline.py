@@ -1,4 +1,4 @@
-"""When to stop before the end of the job: times, on our own clock, asked again before it is said."""
+"""When to stop before the end of the job: times on our own clock; the end is queried again before a stop."""
 
 import json
 from types import SimpleNamespace
@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from hpc_rl.core.errors import StopCause
-from hpc_rl.core.trial import Trial
-from hpc_rl.stats.tracker import p95
+from hpc_rl.stats.tracker import compute_p95
 from hpc_rl.supervise.deadline import (
     MARGIN_S,
     QUERY_EVERY_S,
@@ -36,7 +35,10 @@ class World:
 
 def test_the_lead_is_a_step_and_a_save_and_a_margin():
     assert World(None, 100, 20).time.lead_s == 100 + 30 + MARGIN_S
-    assert World(None, 1, 1).time.grace_s(120) == 120 and World(None, 300, 60).time.grace_s(120) == 720
+    assert (
+        World(None, 1, 1).time.compute_grace_s(120) == 120
+        and World(None, 300, 60).time.compute_grace_s(120) == 720
+    )
 
 
 def test_draining_begins_early_enough_but_not_in_the_first_half():
@@ -95,11 +97,10 @@ def test_the_first_answer_is_the_environments(monkeypatch):
 
 
 def test_a_task_of_an_array_asks_for_itself(monkeypatch):
-    """Whatever its SLURM_JOB_ID is: Slurm lists a task as `<array>_<task>`."""
+    """Slurm lists a task as `<array>_<task>`, whatever its SLURM_JOB_ID is."""
     ends = {"12_0": 1000.0, "12_1": 2000.0}
-    monkeypatch.setattr(
-        "hpc_rl.supervise.deadline.SlurmScheduler", lambda: SimpleNamespace(end_time=ends.get)
-    )
+    scheduler = SimpleNamespace(end_time=ends.get)
+    monkeypatch.setattr("hpc_rl.supervise.deadline.SlurmScheduler", lambda: scheduler)
     for name, value in {"SLURM_JOB_ID": "12", "SLURM_ARRAY_JOB_ID": "12", "SLURM_ARRAY_TASK_ID": "1"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("SLURM_JOB_END_TIME", raising=False)
@@ -111,26 +112,19 @@ def test_a_task_of_an_array_asks_for_itself(monkeypatch):
     [([], 0), ([3], 3), (list(range(1, 101)), 95), ([1] * 19 + [50], 1), ([1] * 9 + [50], 50)],
 )
 def test_percentiles(values, expected):
-    assert p95(values) == expected
+    assert compute_p95(values) == expected
 
 
-def test_times_are_read_from_the_metrics_as_they_grow(tmp_path):
-    attempt = Trial(tmp_path / "u" / "e" / "t").attempt("7.0")
-    attempt.make_dirs()
+def test_times_are_read_from_the_metrics_as_they_grow(attempt):
     times = StepTimes(attempt)
     times.poll()
     assert times.step_s == times.save_s == 0
     for incarnation, seconds in ((0, 2.0), (1, 4.0)):
-        rows = [
-            {"step": 1, "step_s": seconds, "save_s": 0.0},
-            {"step": 1, "eval_reward": 1.0},
-            {"step": 2, "step_s": 1, "save_s": 0.5},
-        ]
+        first, last = {"step_s": seconds, "save_s": 0.0}, {"step_s": 1, "save_s": 0.5}
+        rows = [{"step": 1, **first}, {"step": 1, "eval_reward": 1.0}, {"step": 2, **last}]
         attempt.metrics(incarnation).write_text("".join(json.dumps(row) + "\n" for row in rows))
         times.poll()
-        assert (times.step_s, times.save_s) == (seconds, 0.5), (
-            "steps without a save don't make saves look fast"
-        )
+        assert (times.step_s, times.save_s) == (seconds, 0.5), "a step without a save is no fast save"
 
 
 def test_a_warning_minutes_early_is_not_obeyed_where_the_end_is_known():
@@ -147,6 +141,6 @@ def test_a_warning_minutes_early_is_not_obeyed_where_the_end_is_known():
 def test_the_grace_of_a_drain_ends_with_the_job():
     world = World(ends_at=3600, step_s=300)
     world.time.update()
-    assert world.time.grace_s(120) == 620
+    assert world.time.compute_grace_s(120) == 620
     world.now = 3500
-    assert world.time.grace_s(120) == 100
+    assert world.time.compute_grace_s(120) == 100

@@ -1,4 +1,4 @@
-"""When a watch asks Slurm about the first node, and what it then does with the job."""
+"""When a watch asks Slurm about the first node, and how it gives the job back."""
 
 import subprocess
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from hpc_rl.core.errors import JobEvent, SchedulerError
-from hpc_rl.core.records import read_job_state
+from hpc_rl.core.records import load_job_state
 from hpc_rl.core.trial import Trial
 from hpc_rl.name_resolve.shared_fs import LEASE_TTL_S
 from hpc_rl.schedulers import slurm
@@ -14,55 +14,43 @@ from hpc_rl.schedulers.slurm import JobFacts
 from hpc_rl.supervise import first_node
 from hpc_rl.supervise.first_node import LOOK_EVERY_S, Suspicion, WatchedJob
 
+LATE = LEASE_TTL_S / 6 + LOOK_EVERY_S
 
-def asks(suspicion: Suspicion, times: range, lease_age_s=lambda now: 0.0, silent_s=0.0, lost=()) -> list[int]:
-    """Return when Slurm is asked, which answers at the times `lost` that the node is lost."""
-    asked = []
+
+@pytest.mark.parametrize(
+    ("number", "times", "lease_age_s", "silent_s", "lost", "asked"),
+    [
+        (0, range(0, 1000, 5), lambda now: 0.0, 0.0, (), [300, 600, 900]),
+        (0, range(0, 100, 5), lambda now: LATE, 0.0, (), []),
+        (0, range(0, 100, 5), lambda now: now, 0.0, (), [25, 40, 55, 70, 85]),
+        (0, range(5, 35, 5), lambda now: 0.0, 10.0, (), [5, 20]),
+        (0, range(0, 300, 5), lambda now: now, 0.0, range(300), [25, 30]),
+        (0, range(0, 90, 5), lambda now: now, 0.0, {25, 45, 60, 65}, [25, 30, 45, 50, 65, 70, 85]),
+        (1, range(0, 80, 5), lambda now: now, 0.0, (), [55, 70]),
+    ],
+    ids=[
+        "rarely while the lease is renewed and the node answers",
+        "a lease that is renewed in time is not suspicious",
+        "again and again where it is not renewed",
+        "at once where the node is silent",
+        "two answers are needed, and the second comes soon",
+        "an answer between them that the node is there",
+        "the second watch gives the first one time",
+    ],
+)
+def test_when_slurm_is_asked(number, times, lease_age_s, silent_s, lost, asked):
+    """At the times `lost`, Slurm answers that the node is lost."""
+    suspicion, found = Suspicion(number=number), []
     for now in times:
         if suspicion.is_due(now, lease_age_s(now), silent_s):
-            asked.append(now)
+            found.append(now)
             if suspicion.is_certain(now, now in lost):
                 break
-    return asked
-
-
-def test_slurm_is_rarely_asked_while_the_lease_is_renewed_and_the_node_answers():
-    assert asks(Suspicion(), range(0, 1000, 5)) == [300, 600, 900]
-
-
-def test_a_lease_that_is_renewed_in_time_is_not_suspicious():
-    assert asks(Suspicion(), range(0, 100, 5), lambda now: LEASE_TTL_S / 6 + LOOK_EVERY_S) == []
-
-
-def test_a_lease_that_is_not_renewed_has_slurm_asked_again_and_again():
-    assert asks(Suspicion(), range(0, 100, 5), lambda now: now) == [25, 40, 55, 70, 85]
-
-
-def test_a_silent_node_has_slurm_asked_at_once():
-    assert asks(Suspicion(), range(5, 35, 5), silent_s=10.0) == [5, 20]
-
-
-def test_two_answers_are_needed_and_the_second_comes_soon():
-    everything = range(300)
-    assert asks(Suspicion(), range(0, 300, 5), lambda now: now, lost=everything) == [25, 30]
-    # an answer between them that the node is there
-    assert asks(Suspicion(), range(0, 90, 5), lambda now: now, lost={25, 45, 60, 65}) == [
-        25,
-        30,
-        45,
-        50,
-        65,
-        70,
-        85,
-    ]
-
-
-def test_the_second_watch_gives_the_first_one_time():
-    assert asks(Suspicion(number=1), range(0, 80, 5), lambda now: now) == [55, 70]
+    assert found == asked
 
 
 class Controller:
-    """Slurm's answers, and what it was asked for."""
+    """Slurm's answers, and the requests to it."""
 
     def __init__(self) -> None:
         self.facts = JobFacts(is_running=True, num_requeues=0, nodes=frozenset({"n2", "n3"}))
@@ -78,7 +66,7 @@ class Controller:
 @pytest.fixture
 def controller(monkeypatch) -> Controller:
     controller = Controller()
-    monkeypatch.setattr(slurm, "job_facts", lambda job_id: controller.facts)
+    monkeypatch.setattr(slurm, "query_job_facts", lambda job_id: controller.facts)
     monkeypatch.setattr(slurm, "is_dead", lambda node: False)
     monkeypatch.setattr(slurm, "requeue", controller.requeue)
     monkeypatch.setattr(slurm, "cancel_job", lambda job_id: controller.told.append(f"cancel {job_id}"))
@@ -110,7 +98,7 @@ def test_a_lost_job_is_requeued_or_cancelled_and_that_is_recorded(tmp_path, cont
     for _ in range(2):  # by both watches
         job.give_back(JobEvent.FIRST_NODE_LOST)
     assert controller.told == [told] * 2
-    [line] = read_job_state(job.trial, "7")
+    [line] = load_job_state(job.trial, "7")
     assert (line.event, line.restart) == (JobEvent.FIRST_NODE_LOST, 2)
 
 
@@ -146,7 +134,7 @@ JobId=8 JobName=x Restarts=0 JobState={state} Reason=None ExitCode=0:9 ReqNodeLi
 def test_the_facts_of_a_job_are_those_of_all_its_components(monkeypatch, state, is_running):
     done = subprocess.CompletedProcess([], 0, SHOWN.format(state=state), "")
     monkeypatch.setattr(slurm, "call", lambda argv: done)
-    assert slurm.job_facts("7") == JobFacts(is_running, 2, frozenset({"n1", "n2", "n4"}), 9)
+    assert slurm.query_job_facts("7") == JobFacts(is_running, 2, frozenset({"n1", "n2", "n4"}), 9)
 
 
 def test_a_requeued_job_starts_once_its_processes_must_have_ended(monkeypatch):

@@ -1,4 +1,4 @@
-"""Who is taken to hang, after how long, and who is to blame."""
+"""Which units count as hanging, after how long, and which one is to blame."""
 
 import pytest
 
@@ -13,16 +13,16 @@ ALL = [TRAINER, ROLLOUT, SERVER]
 def life() -> HangDetector:
     one = HangDetector(factor=10, min_s=100, max_s=1000)
     for key in ALL:
-        one.started(key, 0)
+        one.watch(key, 0)
     return one
 
 
 def blamed(life: HangDetector, now: float, step_s: float = 0.0, running=ALL) -> list:
-    return [key for key, _ in life.hung(now, step_s, running)]
+    return [key for key, _ in life.find_hung(now, step_s, running)]
 
 
 def test_the_bound_is_a_multiple_of_a_step_between_floor_and_ceiling(life):
-    assert [life.bound_s(step_s) for step_s in (0, 1, 20, 500)] == [1000, 100, 200, 1000]
+    assert [life.compute_bound_s(step_s) for step_s in (0, 1, 20, 500)] == [1000, 100, 200, 1000]
 
 
 def test_a_trainer_that_does_nothing_hangs(life):
@@ -30,7 +30,7 @@ def test_a_trainer_that_does_nothing_hangs(life):
     life.observe(TRAINER, "a", 205, "train")
     assert not blamed(life, 209, 20)
     assert blamed(life, 211, 20) == [TRAINER]
-    [(_, words)] = life.hung(211, 20, ALL)
+    [(_, words)] = life.find_hung(211, 20, ALL)
     assert "trainer 0 hangs: nothing moved for 201 s in 'train'; the limit is 200 s" in words
     life.observe(TRAINER, "b", 211, "save")
     assert not blamed(life, 300, 20)
@@ -44,7 +44,7 @@ def test_a_waiting_trainer_blames_the_rollout_role(life):
 
 def test_a_restarted_rollout_role_gets_new_time(life):
     life.observe(TRAINER, "a", 10, "wait")
-    life.started(ROLLOUT, 300)
+    life.watch(ROLLOUT, 300)
     assert not blamed(life, 399, 1)
     assert blamed(life, 401, 1) == [ROLLOUT]
 
@@ -60,9 +60,9 @@ def test_a_rollout_role_on_a_full_disk_is_not_blamed(life):
 def test_a_trainer_is_not_blamed_while_the_rollout_role_restarts(life):
     life.observe(TRAINER, "a", 10, "wait")
     assert blamed(life, 300, 1) == [ROLLOUT]
-    life.exited(ROLLOUT)
+    life.forget(ROLLOUT)
     assert not blamed(life, 302, 1, running=[TRAINER])
-    life.started(ROLLOUT, 303)
+    life.watch(ROLLOUT, 303)
     assert not blamed(life, 400, 1)
     assert blamed(life, 404, 1) == [ROLLOUT]
 
@@ -71,7 +71,7 @@ def test_a_trainer_is_not_blamed_while_the_rollout_role_restarts(life):
 def test_a_server_that_comes_and_goes_hides_no_hang(life, doing, to_blame):
     life.observe(TRAINER, "a", 10, doing)
     for now in range(15, 111, 5):
-        life.started(SERVER, now)
+        life.watch(SERVER, now)
         life.observe_pools({"rollout": servers(serving=1)}, now)
         assert not blamed(life, now, 1)
     assert blamed(life, 111, 1) == [to_blame]
@@ -79,15 +79,11 @@ def test_a_server_that_comes_and_goes_hides_no_hang(life, doing, to_blame):
 
 def servers(**states: int) -> dict[str, LeaseView]:
     found = [state for state, count in states.items() for _ in range(count)]
+    values = [{"state": state, "attempt": f"9_{i}.0", "incarnation": 2} for i, state in enumerate(found)]
+    keys = [f"server/rollout/{i}" for i in range(len(found))]
     return {
-        f"server/rollout/{i}": LeaseView(
-            f"server/rollout/{i}",
-            {"state": state, "attempt": f"9_{i}.0", "incarnation": 2},
-            0,
-            state != "dead",
-            0.0,
-        )
-        for i, state in enumerate(found)
+        key: LeaseView(key, value, 0, value["state"] != "dead", 0.0)
+        for key, value in zip(keys, values, strict=True)
     }
 
 
@@ -96,7 +92,7 @@ def servers(**states: int) -> dict[str, LeaseView]:
 def test_no_unit_is_blamed_for_waiting_while_no_server_serves(doing, away):
     life = HangDetector(factor=10, min_s=100, max_s=1000, away_s=3600)
     for key in (TRAINER, ROLLOUT):
-        life.started(key, 0)
+        life.watch(key, 0)
     life.observe(TRAINER, "a", 10, doing)
     for now in range(10, 3611, 50):
         life.observe_pools({"rollout": servers(**away), "student": servers(serving=1)}, now)
@@ -111,15 +107,14 @@ def test_no_unit_is_blamed_for_waiting_while_no_server_serves(doing, away):
 def test_servers_that_stay_away_too_long_are_a_hang():
     for doing, until in (("wait", 500), ("train", 0)):
         life = HangDetector(factor=10, min_s=100, max_s=1000, away_s=500)
-        life.started(TRAINER, 0)
+        life.watch(TRAINER, 0)
         life.observe(TRAINER, "a", 0, doing)
         for now in range(0, until + 100, 10):
             life.observe_pools({"rollout": {}}, now)
             assert not blamed(life, now, 1)
-        [(key, words)] = life.hung(until + 110, 1, [TRAINER])
-        assert key == TRAINER and ("no server of pool rollout has served for 610 s" in words) is (
-            doing == "wait"
-        )
+        [(key, words)] = life.find_hung(until + 110, 1, [TRAINER])
+        blames_servers = "no server of pool rollout has served for 610 s" in words
+        assert key == TRAINER and blames_servers is (doing == "wait")
 
 
 def test_which_servers_of_an_attempt_serve(life):
@@ -132,9 +127,7 @@ def test_a_server_hangs_once_its_lease_has_rested(life):
     assert not blamed(life, 999), "it may load a large model for long"
     life.observe(SERVER, 5, 5)
     assert blamed(life, 106) == [SERVER]
-    assert blamed(life, 1001) == [TRAINER, ROLLOUT, SERVER], (
-        "those that never showed anything have the ceiling"
-    )
+    assert blamed(life, 1001) == ALL, "those that never showed anything have the ceiling"
 
 
 def test_no_unit_is_blamed_for_a_suspended_job(life):
@@ -145,13 +138,13 @@ def test_no_unit_is_blamed_for_a_suspended_job(life):
 
 def test_units_without_a_sign_of_life_are_found(life):
     life.observe(TRAINER, "a", 10, "train")
-    assert life.unseen(PLACED_S) == [] and life.unseen(PLACED_S + 1) == [ROLLOUT, SERVER]
-    life.exited(SERVER)
-    life.started(ROLLOUT, PLACED_S)
-    assert life.unseen(PLACED_S + 2) == []
+    assert life.find_unseen(PLACED_S) == [] and life.find_unseen(PLACED_S + 1) == [ROLLOUT, SERVER]
+    life.forget(SERVER)
+    life.watch(ROLLOUT, PLACED_S)
+    assert life.find_unseen(PLACED_S + 2) == []
 
 
 def test_one_that_ended_is_not_watched(life):
-    life.exited(TRAINER)
+    life.forget(TRAINER)
     assert TRAINER not in blamed(life, 5000)
     life.observe(TRAINER, "a", 10)

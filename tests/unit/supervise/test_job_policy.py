@@ -1,4 +1,4 @@
-"""What a job script decides, and what its program may import."""
+"""Decisions of a job script, and the imports of its program."""
 
 import subprocess
 import sys
@@ -12,8 +12,8 @@ from hpc_rl.supervise.job_policy import (
     Facts,
     JobSettings,
     choose_excluded,
+    compute_environment_changes,
     decide,
-    environment_changes,
     name_job,
     parse_words,
 )
@@ -53,20 +53,12 @@ def test_names_of_attempts(values, arguments, env, attempt, slurm_job):
     names = name_job(settings(**values), arguments, SLURM | env, 60.0, "beef")
     assert (names.attempt, names.slurm_job) == (attempt, slurm_job)
     trial = Trial(Path("/t"))
-    paths = [trial.attempt(attempt).dir, trial.job_state(names.job_id), trial.job(names.job_id)]
-    paths += [trial.exclude(names.job_id), trial.cancel_intent(names.job_id), trial.drain_intent(attempt)]
-    own = [
-        names.attempt_dir,
-        names.state,
-        names.submission,
-        names.exclude,
-        names.cancel_intent,
-        names.drain_intent,
-    ]
-    is_server = values.get("script_name") == "servers.sbatch"
-    assert own[is_server:] == [str(path) for path in paths][is_server:], (
-        "the script has the folder of its attempts"
-    )
+    paths = [trial.job_state(names.job_id), trial.job(names.job_id), trial.exclude(names.job_id)]
+    assert [names.state, names.submission, names.exclude] == [str(path) for path in paths]
+    assert names.cancel_intent == str(trial.cancel_intent(names.job_id))
+    assert names.drain_intent == str(trial.drain_intent(attempt))
+    if values.get("script_name") != "servers.sbatch":  # whose script has the folder of its attempts
+        assert names.attempt_dir == str(trial.attempt(attempt).dir)
 
 
 def test_what_sbatch_derived_is_dropped_and_what_a_step_has_only_in_a_step():
@@ -78,7 +70,7 @@ def test_what_sbatch_derived_is_dropped_and_what_a_step_has_only_in_a_step():
         ({"scheduler": "local"}, set()),
     ):
         own = settings(**values)
-        assert set(environment_changes(own, name_job(own, [], env, 0, ""), env)[0]) == dropped
+        assert set(compute_environment_changes(own, name_job(own, [], env, 0, ""), env)[0]) == dropped
 
 
 @pytest.mark.parametrize(
@@ -103,6 +95,7 @@ def test_what_follows_from_the_end_of_an_attempt(facts, starts_again, cause, is_
 def test_as_many_bad_nodes_are_excluded_as_can_be_spared():
     nodes = ["n1", "n2", "n3", "n4", "n5"]
     assert choose_excluded(["n4", "n2"], nodes, [], 4) == ["n4"]
+    assert choose_excluded(["n2"], nodes, [], 4) == choose_excluded(["n2", "n2"], nodes, [], 4) == ["n2"]
     assert choose_excluded(["n4", "n2"], nodes, [], 3) == ["n4", "n2"]
     assert choose_excluded(["n4", "n2"], nodes, ["n4"], 4) == []
     assert choose_excluded(["n4", "n2"], nodes, [], 5) == []
@@ -110,19 +103,9 @@ def test_as_many_bad_nodes_are_excluded_as_can_be_spared():
 
 
 def test_the_program_imports_little():
-    """It stands between a signal and the supervisor: it starts in some 50 ms."""
-    slow = [
-        "argparse",
-        "asyncio",
-        "dataclasses",
-        "inspect",
-        "logging",
-        "numpy",
-        "pathlib",
-        "random",
-        "subprocess",
-    ]
-    slow += ["tempfile", "threading", "urllib.parse", "yaml"]
+    """It forwards signals to the supervisor, so it must start in some 50 ms."""
+    slow = ["argparse", "asyncio", "dataclasses", "inspect", "logging", "numpy", "pathlib", "random"]
+    slow += ["subprocess", "tempfile", "threading", "urllib.parse", "yaml"]
     code = f"import sys, hpc_rl.roles.job, hpc_rl.supervise.job_runner; print([name for name in {slow} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-S", "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == "[]\n", done.stdout + done.stderr
@@ -135,32 +118,39 @@ echo "$rc $trial_dir ${SLURM_NTASKS:-none}" >>"$HERE/torn"
 """
 
 
-@pytest.mark.parametrize("scheduler", ["local", "slurm"])
+TEMPLATES = {"local": "templates/local.sh.j2", "slurm": "sbatch/trial.sbatch.j2"}
+
+
+@pytest.fixture
+def run_with(tmp_path):
+    """`run_with(scheduler, more)`: a job whose template tears something down, with these lines behind it."""
+    runs = []
+
+    def make(scheduler: str, more: str) -> JobRun:
+        override = tmp_path / "site" / TEMPLATES[scheduler]
+        override.parent.mkdir(parents=True)
+        text = TEARDOWN.replace("NAME", TEMPLATES[scheduler])
+        override.write_text(text.replace("{% endblock %}", f"{more}\n{{% endblock %}}"))
+        runs.append(JobRun(tmp_path, scheduler, launcher={"templates_dir": str(tmp_path / "site")}))
+        return runs[0]
+
+    yield make
+    for run in runs:
+        run.end()
+
+
+@pytest.mark.parametrize("scheduler", TEMPLATES)
 @pytest.mark.parametrize("more", ["", "exit 9", "rc=8", "false", "# nothing more"])
-def test_what_an_override_tears_down_runs_last_and_once(tmp_path, scheduler, more):
-    name = {"local": "templates/local.sh.j2", "slurm": "sbatch/trial.sbatch.j2"}[scheduler]
-    override = tmp_path / "site" / name
-    override.parent.mkdir(parents=True)
-    override.write_text(TEARDOWN.replace("NAME", name).replace("{% endblock %}", f"{more}\n{{% endblock %}}"))
-    run = JobRun(tmp_path, scheduler, launcher={"templates_dir": str(tmp_path / "site")})
+def test_what_an_override_tears_down_runs_last_and_once(run_with, tmp_path, scheduler, more):
+    run = run_with(scheduler, more)
     (tmp_path / "supervisor.py").write_text("import os; assert 'BASH_FUNC_teardown%%' not in os.environ")
-    try:
-        run.start()
-        code = run.release([])
-        assert code == {"exit 9": 9, "rc=8": 8, "false": 1}.get(more, 0), run.said()
-        assert (tmp_path / "torn").read_text() == f"0 {run.trial.dir} none\n"
-    finally:
-        run.end()
+    run.start()
+    assert run.release([]) == {"exit 9": 9, "rc=8": 8, "false": 1}.get(more, 0), run.said()
+    assert (tmp_path / "torn").read_text() == f"0 {run.trial.dir} none\n"
 
 
-def test_nothing_is_torn_down_before_another_start(tmp_path):
-    override = tmp_path / "site" / "sbatch" / "trial.sbatch.j2"
-    override.parent.mkdir(parents=True)
-    override.write_text(TEARDOWN.replace("NAME", "sbatch/trial.sbatch.j2"))
-    run = JobRun(tmp_path, "slurm", launcher={"templates_dir": str(tmp_path / "site")})
-    try:
-        run.start()
-        assert run.release([]) == 75 and run.calls() == ["requeue"], run.said()
-        assert not (tmp_path / "torn").exists()
-    finally:
-        run.end()
+def test_nothing_is_torn_down_before_another_start(run_with, tmp_path):
+    run = run_with("slurm", "")
+    run.start()
+    assert run.release([]) == 75 and run.calls() == ["requeue"], run.said()
+    assert not (tmp_path / "torn").exists()

@@ -1,5 +1,5 @@
-"""Every signal, and every pair of them, at every stage of a job script: what the script exits with, and what it asks
-of the scheduler. The scripts run side by side, so that they wait at the same time."""
+"""Every signal, and every pair of signals, at every stage of a job script: its exit code, and its requests to
+the scheduler. The scripts run concurrently, so that they wait at the same time."""
 
 import itertools
 import shutil
@@ -17,20 +17,9 @@ TOLD = {SIGTERM, SIGINT}  # that end a job for good
 SINGLES = [(one,) for one in SIGNALS]
 PAIRS = list(itertools.product(SIGNALS, SIGNALS))
 GAPS_S = (0.0, 0.1, 0.7, 1.5, 3.0)
-STAGES = (
-    "site",
-    "python",
-    "starting",
-    "running",
-    "draining",
-    "answer",
-    "requeue",
-    "successor",
-    "pre_job",
-    "post_job",
-)
 OF_SLURM = ("answer", "requeue", "successor")
 BEFORE_PYTHON = ("site", "python")
+STAGES = (*BEFORE_PYTHON, "starting", "running", "draining", *OF_SLURM, "pre_job", "post_job")
 SIDE_BY_SIDE = 24
 
 
@@ -54,7 +43,7 @@ class Outcome(NamedTuple):
 
 
 def expected(case: Case) -> Outcome:
-    """What a user may rely on."""
+    """The promised outcome."""
     has_term = bool(TOLD & set(case.signals))
     again = ["successor" if case.stage == "successor" else "requeue"]
     if case.stage in BEFORE_PYTHON and has_term:
@@ -65,10 +54,9 @@ def expected(case: Case) -> Outcome:
         if case.stage in ("pre_job", "starting"):
             return Outcome(143, [], int(case.stage == "starting"), "ended")
         return Outcome(75, [], 1, "ended")
-    if case.stage == "pre_job" and has_term:
-        return Outcome(143, again if case.reason == "TimeLimit" else [], 0, "")
-    if case.stage == "starting" and has_term:
-        return Outcome(143, again if case.reason == "TimeLimit" else [], 1, "")
+    if case.stage in ("pre_job", "starting") and has_term:
+        again = again if case.reason == "TimeLimit" else []
+        return Outcome(143, again, int(case.stage == "starting"), "")
     # The request that Slurm has taken causes a TERM by itself.
     is_taken = case.stage == "requeue" or case.reason == "TimeLimit"
     if not has_term or is_taken:
@@ -77,7 +65,7 @@ def expected(case: Case) -> Outcome:
 
 
 def play(case: Case, here: Path) -> str:
-    """Run one case; return what is wrong, or ""."""
+    """Run one case; return a description of the failure, or ""."""
     options = {"continue_by": "successor"} if case.stage == "successor" else {}
     run = JobRun(here, case.scheduler, **options)
     (here / "reason").write_text(f"Reason={case.reason}")
@@ -129,10 +117,7 @@ KNOWN = [
     *(Case("slurm", stage, (SIGUSR2,)) for stage in ("running", "draining", "pre_job", "requeue")),
     *(Case("slurm", stage, (SIGUSR1,)) for stage in BEFORE_PYTHON),
     *(Case("slurm", stage, (SIGTERM,)) for stage in STAGES),
-    *(
-        Case("slurm", stage, (SIGTERM, SIGUSR1), 0.1, "TimeLimit")
-        for stage in ("running", "draining", "post_job")
-    ),
+    *(Case("slurm", at, (SIGTERM, SIGUSR1), 0.1, "TimeLimit") for at in ("running", "draining", "post_job")),
     *(Case("slurm", stage, (SIGUSR1, SIGTERM), 0.1) for stage in ("running", "draining", "successor")),
     Case("slurm", "running", (SIGCONT, SIGTERM)),
     Case("local", "running", (SIGINT, SIGTERM)),

@@ -1,4 +1,4 @@
-"""mpiexec as one handle: its ranks hear the supervisor, and exit together. A script plays mpiexec."""
+"""mpiexec as one handle: its ranks follow the supervisor, and exit together. A script plays mpiexec."""
 
 import os
 import signal
@@ -8,13 +8,14 @@ from pathlib import Path
 
 import pytest
 from launch_lines import write_steps
-from patience import extend
+from patience import wait_until
+from toy_plans import toy_unit
 
 from hpc_rl.core.net import LOOPBACK
 from hpc_rl.core.proc import is_alive
 from hpc_rl.core.records import ProcessRecord
-from hpc_rl.core.trial import Attempt, Trial, write_json
-from hpc_rl.plan.schema import MpiStart, Unit
+from hpc_rl.core.trial import Attempt, write_json
+from hpc_rl.plan.schema import MpiStart
 from hpc_rl.supervise import mpiexec, processes
 from hpc_rl.supervise.mpiexec import MpiexecHandle, MpiexecSteps
 from hpc_rl.supervise.processes import ProcessSteps
@@ -55,9 +56,7 @@ os._exit(75)
 
 
 @pytest.fixture
-def attempt(tmp_path) -> Attempt:
-    attempt = Trial(tmp_path / "u" / "e" / "t").attempt("7.0")
-    attempt.make_dirs()
+def attempt(attempt) -> Attempt:
     write_json(attempt.trial.secret, {"control": "the token", "data": "another"}, 0o600)
     return attempt
 
@@ -66,8 +65,7 @@ def start(attempt: Attempt, tmp_path: Path, how: str = "waits") -> MpiexecHandle
     program = tmp_path / "mpiexec"
     program.write_text(FAKE_MPIEXEC)
     program.chmod(0o755)
-    size = {"cpus_per_task": 1, "mem_mb_per_task": 1, "module": "m", "nodes": [0]}
-    unit = Unit(role="trainer", tasks_per_node=2, mpi=MpiStart(mpiexec=str(program)), **size)
+    unit = toy_unit(tasks_per_node=2, mpi=MpiStart(mpiexec=str(program)))
     write_steps(attempt.trial, unit, scheduler="local")
     environ = {**os.environ, "RANK": RANK, "HOW": how, "HERE": str(attempt.processes)}
     environ["PYTHONPATH"] = str(Path(processes.__file__).parents[2])
@@ -78,19 +76,24 @@ def start(attempt: Attempt, tmp_path: Path, how: str = "waits") -> MpiexecHandle
     return handle
 
 
-def poll(handle: MpiexecHandle, until, timeout_s: float = 20.0) -> int | None:
+def poll(handle: MpiexecHandle, until) -> int | None:
     """Poll until the condition holds; return the last answer."""
-    deadline = time.monotonic() + extend(timeout_s)
-    while True:
-        code = handle.poll()
-        if until(code):
-            return code
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
+    answers = []
+
+    def holds() -> bool:
+        answers.append(handle.poll())
+        return until(answers[-1])
+
+    wait_until(holds)
+    return answers[-1]
 
 
 def records(attempt: Attempt) -> list[ProcessRecord]:
     return [ProcessRecord.read(path) for path in sorted(attempt.processes.glob("trainer-*"))]
+
+
+def has_ended(code: int | None) -> bool:
+    return code is not None
 
 
 def both_up(attempt: Attempt):
@@ -100,7 +103,7 @@ def both_up(attempt: Attempt):
 def test_a_stop_reaches_ranks_that_connect_later_and_none_exits_before_all_have_saved(attempt, tmp_path):
     handle = start(attempt, tmp_path)
     handle.send(processes.STOP)
-    assert poll(handle, lambda code: code is not None) == 75
+    assert poll(handle, has_ended) == 75
     assert (attempt.processes / "saved-0").exists() and (attempt.processes / "saved-1").exists()
     assert handle.poll() == 75, "again"
 
@@ -114,7 +117,7 @@ def test_a_stranger_is_told_nothing_and_counts_for_nothing(attempt, tmp_path):
         poll(handle, lambda code: True)
         time.sleep(0.1)
         handle.send(processes.STOP)
-        assert poll(handle, lambda code: code is not None) == 75
+        assert poll(handle, has_ended) == 75
         stranger.settimeout(5)
         assert stranger.recv(100) == b""
 
@@ -129,7 +132,7 @@ def test_a_stranger_that_stays_delays_no_end(attempt, tmp_path, monkeypatch, sen
         poll(handle, both_up(attempt))
         handle.send(processes.STOP)
         began = time.monotonic()
-        assert poll(handle, lambda code: code is not None) == 75
+        assert poll(handle, has_ended) == 75
         assert time.monotonic() - began < processes.KILL_STEP_S
 
 
@@ -140,19 +143,19 @@ def test_all_ranks_dump_their_stacks(attempt, tmp_path):
     handle.send(processes.STACKS)
     poll(handle, lambda code: all((attempt.processes / f"stacks-{n}").read_text() for n in (0, 1)))
     handle.kill()
-    poll(handle, lambda code: code is not None)
+    poll(handle, has_ended)
     assert not any(is_alive(one.pid, one.start_ticks) for one in records(attempt))
 
 
 def test_a_killed_rank_is_a_death_by_signal(attempt, tmp_path):
     handle = start(attempt, tmp_path, "dies")
-    assert poll(handle, lambda code: code is not None) == 128 + signal.SIGKILL
+    assert poll(handle, has_ended) == 128 + signal.SIGKILL
 
 
 def test_after_a_failure_the_others_have_a_bounded_time(attempt, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "AFTER_FAILURE_S", 0.3)
     handle = start(attempt, tmp_path, "fails")
-    poll(handle, lambda code: code is not None)
+    poll(handle, has_ended)
     assert len(records(attempt)) == 2 and not (attempt.processes / "saved-0").exists()
     assert not any(is_alive(one.pid, one.start_ticks) for one in records(attempt))
 
@@ -161,19 +164,12 @@ def test_a_killed_mpiexec_ends_when_its_ranks_have(attempt, tmp_path):
     handle = start(attempt, tmp_path)
     poll(handle, both_up(attempt))
     os.kill(handle.children[0].pid, signal.SIGKILL)
-    assert poll(handle, lambda code: code is not None) == -signal.SIGKILL
+    assert poll(handle, has_ended) == -signal.SIGKILL
     assert not any(is_alive(one.pid, one.start_ticks) for one in records(attempt))
 
 
 def test_a_missing_mpiexec_says_which_option_names_it(attempt, tmp_path):
-    unit = Unit(
-        role="trainer",
-        nodes=[0],
-        cpus_per_task=1,
-        mem_mb_per_task=1,
-        module="m",
-        mpi=MpiStart(mpiexec="/no/such"),
-    )
+    unit = toy_unit(mpi=MpiStart(mpiexec="/no/such"))
     write_steps(attempt.trial, unit, scheduler="local")
     with pytest.raises(FileNotFoundError, match=r"/no/such is not on the PATH \(launcher.mpi.mpiexec\)"):
         MpiexecSteps(ProcessSteps(), LOOPBACK).start(unit, ["python"], attempt, 0)

@@ -1,9 +1,8 @@
-"""What follows from what the nodes of a job say about the network between them."""
+"""Conclusions from the reports of a job's nodes about the network between them."""
 
 import os
 import socket
 import struct
-import threading
 
 import pytest
 
@@ -11,17 +10,14 @@ from hpc_rl.core.net import answer_callers, find_unreached
 from hpc_rl.supervise.network_check import Preflight, judge
 
 HOSTS = ["n1", "n2", "n3", "n4"]
-SAID = {
-    host: {"interface": "ib0", "address": f"10.0.0.{number}"} for number, host in enumerate(HOSTS, start=1)
-}
+SAID = {host: {"interface": "ib0", "address": f"10.0.0.{host[1]}"} for host in HOSTS}
 
 
 def results(*pairs: str) -> dict:
-    """The results of all nodes, in which `n1>n2` stands for n1 that does not reach n2."""
+    """The results of all nodes; `n1>n2` means that n1 does not reach n2."""
     failed = [pair.split(">") for pair in pairs]
-    return {
-        host: {"unreached": {peer: "timed out" for node, peer in failed if node == host}} for host in HOSTS
-    }
+    unreached = {host: {peer: "timed out" for node, peer in failed if node == host} for host in HOSTS}
+    return {host: {"unreached": peers} for host, peers in unreached.items()}
 
 
 def test_nothing_follows_where_all_reach_each_other():
@@ -62,17 +58,7 @@ def test_a_node_without_an_answer_or_an_address_is_named():
 def answering():
     """A port of this host that answers as n2."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer() -> None:
-            while True:
-                try:
-                    connection, _ = server.accept()
-                except OSError:  # closed
-                    return
-                with connection:
-                    connection.sendall(b"n2\n")
-
-        threading.Thread(target=answer, daemon=True).start()
+        answer_callers(server, "n2")
         yield server.getsockname()
 
 

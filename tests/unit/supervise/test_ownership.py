@@ -1,4 +1,4 @@
-"""The lease on a trial: of two jobs one runs it; a later start of the same job takes over."""
+"""The lease on a trial: only one of two jobs runs it; a later start of the same job takes over."""
 
 import os
 import socket
@@ -7,18 +7,11 @@ import threading
 import pytest
 
 from hpc_rl.core.errors import Stale, TrialBusy
-from hpc_rl.core.proc import start_ticks
+from hpc_rl.core.proc import find_start_ticks
 from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.supervise import ownership
-
-
-@pytest.fixture
-def trial(tmp_path) -> Trial:
-    trial = Trial.of(tmp_path, "me", "exp", "one")
-    trial.make_dirs()
-    return trial
 
 
 def owner(trial: Trial, attempt: str, pid: int, ticks: int | None, host: str = ""):
@@ -27,14 +20,14 @@ def owner(trial: Trial, attempt: str, pid: int, ticks: int | None, host: str = "
 
 
 def test_another_job_that_lives_keeps_the_trial(trial):
-    mine = owner(trial, "7.0", os.getpid(), start_ticks(os.getpid()))
+    mine = owner(trial, "7.0", os.getpid(), find_start_ticks(os.getpid()))
     with pytest.raises(TrialBusy, match=r"run by attempt 7.0 on .*hpc-rl cancel exp/one"):
         ownership.take_ownership(NameResolve(trial.names), trial.attempt("8.0"))
     mine.renew()  # it was not fenced
 
 
 def test_a_later_start_of_the_same_job_takes_over(trial):
-    mine = owner(trial, "7.0", os.getpid(), start_ticks(os.getpid()))
+    mine = owner(trial, "7.0", os.getpid(), find_start_ticks(os.getpid()))
     ownership.take_ownership(NameResolve(trial.names), trial.attempt("7.1"))
     with pytest.raises(Stale):
         mine.renew()
@@ -74,6 +67,6 @@ def test_a_role_is_fenced_by_a_later_attempt_alone(trial, other, is_later):
     for number, job in enumerate(("6", "7", "8"), start=1):
         write_json(trial.job(job), {"job_id": job, "scheduler": "slurm", "time": float(number)})
     names, own = NameResolve(trial.names), trial.attempt("7.0")
-    assert ownership.later_owner(names, own) == ""
+    assert ownership.find_later_owner(names, own) == ""
     owner(trial, other, 1234, 5, host="elsewhere")
-    assert ownership.later_owner(names, own) == (other if is_later else "")
+    assert ownership.find_later_owner(names, own) == (other if is_later else "")

@@ -4,13 +4,13 @@ import dataclasses
 from types import SimpleNamespace
 
 import pytest
-from toy_plans import toy_plan
+from small_configs import STORED, stored
+from toy_plans import toy_plan, toy_unit
 
-from hpc_rl.config.load.stored import from_dict
 from hpc_rl.core.errors import ExitCode, FailureClass, StopCause
-from hpc_rl.core.records import DrainIntent, EventKind, read_events
-from hpc_rl.core.trial import Trial, write_json
-from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.core.records import DrainIntent, EventKind, load_events
+from hpc_rl.core.trial import write_json
+from hpc_rl.plan.schema import Plan
 from hpc_rl.roles import supervisor as app
 from hpc_rl.supervise import runner as driving
 from hpc_rl.supervise.hangs import PLACED_S
@@ -21,28 +21,7 @@ from hpc_rl.supervise.state_machine import AttemptMachine, Phase
 from hpc_rl.supervise.unit_loop import StopRequests
 
 TRAINER, ROLLOUT, SERVER = ("trainer", 0), ("rollout", 0), ("server", 0)
-UNIT = Unit(
-    role="",
-    index=0,
-    nodes=[0],
-    tasks_per_node=1,
-    cpus_per_task=1,
-    mem_mb_per_task=1,
-    gpus_per_task=0,
-    module="none",
-)
-PLAN = toy_plan(
-    [dataclasses.replace(UNIT, role=role) for role in ("server", "rollout", "trainer")], "/python"
-)
-
-
-CONFIG = {
-    "experiment_name": "e",
-    "trial_name": "t",
-    "cluster": {"fileroot": "/root"},
-    "train_dataset": {"path": "/data"},
-    "actor": {"path": "/model"},
-}
+PLAN = toy_plan([toy_unit(role, module="none") for role in ("server", "rollout", "trainer")], "/python")
 
 
 class FakeHandle:
@@ -56,7 +35,7 @@ class FakeHandle:
     def poll(self) -> int | None:
         return 137 if self.killed else None
 
-    def unplaced(self) -> str:
+    def explain_unplaced(self) -> str:
         return self.message
 
     def kill(self) -> None:
@@ -73,27 +52,23 @@ class FakeHandle:
 
 
 @pytest.fixture
-def make(tmp_path):
+def make(attempt):
     """Makes runners whose units were all started at 0 s."""
-    trial = Trial(tmp_path / "e" / "t")
-    trial.make_dirs()
 
     def make(servers_away_s: float = 0.5, plan: Plan = PLAN) -> TrialRunner:
-        attempt = trial.attempt("7.0")
-        attempt.make_dirs()
         steps = SimpleNamespace(start=lambda *_: FakeHandle())
         recover = {"hang_max_s": 300.0, "hang_min_s": 300.0}
-        config = from_dict(CONFIG | {"recover": recover, "rollout": {"setup_timeout": servers_away_s}})
+        config = stored(recover=recover, rollout={"setup_timeout": servers_away_s})
         runner = TrialRunner(attempt, plan, config, steps, lambda: None)
         runner.clock = lambda: 0.0
-        runner.do(runner.machine.start(0.0))
+        runner.execute(runner.machine.start(0.0))
         return runner
 
     return make
 
 
-def blamed(runner: TrialRunner) -> list:
-    return [event.unit for event in read_events(runner.attempt) if event.kind is EventKind.HUNG]
+def events_of(runner: TrialRunner, *kinds: EventKind) -> list:
+    return [event for event in load_events(runner.attempt) if event.kind in kinds]
 
 
 @pytest.mark.parametrize(("state", "to_blame"), [("loading", []), ("serving", [ROLLOUT])])
@@ -105,7 +80,7 @@ def test_the_trainer_may_wait_as_long_as_no_server_serves(make, state, to_blame)
     for now in range(0, 1200, 10):
         rollout.renew()
         runner.look_for_hangs(float(now))
-    assert blamed(runner) == to_blame
+    assert [event.unit for event in events_of(runner, EventKind.HUNG)] == to_blame
     assert (runner.machine.slots[SERVER].served_at is not None) is (state == "serving")
 
 
@@ -119,36 +94,32 @@ def test_a_unit_that_slurm_starts_nowhere_needs_other_nodes(make):
     runner.handles[TRAINER] = (trainer, 1)
     runner.look_for_hangs(PLACED_S + 1)
     assert trainer.killed
-    runner.round()
-    [exited] = [event for event in read_events(runner.attempt) if event.kind is EventKind.EXITED]
+    runner.do_round()
+    [exited] = events_of(runner, EventKind.EXITED)
     assert exited.unit == TRAINER and exited.failure is FailureClass.NODE
     assert runner.machine.phase is Phase.ENDING, "the job is requeued"
 
 
-def test_setup_timeout_is_how_long_servers_may_be_away(tmp_path, monkeypatch):
-    trial = Trial(tmp_path / "e" / "t")
-    trial.make_dirs()
+def test_setup_timeout_is_how_long_servers_may_be_away(trial, tmp_path, monkeypatch):
     trial.make_secret()
     here = {"path": str(tmp_path)}  # it must exist
-    data = CONFIG | {"rollout": {"setup_timeout": 7200.0}, "actor": here, "train_dataset": here}
-    from_dict(data)
+    data = STORED | {"rollout": {"setup_timeout": 7200.0}, "actor": here, "train_dataset": here}
     write_json(trial.config_json, data)
     write_json(trial.plan_json, PLAN.to_json())
     seen = []
     monkeypatch.setattr(TrialRunner, "run", lambda runner: seen.append(runner.hangs.away_s) or 0)
-    monkeypatch.setattr(
-        "sys.argv", ["supervisor", "--trial_dir", str(trial.dir), "--attempt", "7.0", "--steps", "process"]
-    )
+    argv = ["supervisor", "--trial_dir", str(trial.dir), "--attempt", "7.0", "--steps", "process"]
+    monkeypatch.setattr("sys.argv", argv)
     assert app.main() == 0
     assert seen == [7200.0]
 
 
 @pytest.mark.parametrize(("n_nodes", "checked"), [(1, None), (2, ["n1", "n2"])])
 def test_only_nodes_that_the_plan_uses_are_checked(monkeypatch, n_nodes, checked):
-    """The job of `hpc-rl run` may have more."""
+    """The job of `hpc-rl run` may have more nodes."""
     monkeypatch.setenv("SLURM_JOB_NODELIST", "n[1-3]")
     plan = dataclasses.replace(PLAN, n_nodes=n_nodes)
-    check = app._preflight(app.open_steps("srun", plan), plan, from_dict(CONFIG))
+    check = app._make_preflight(app.open_steps("srun", plan), plan, stored())
     assert (check and check.hosts) == checked
 
 
@@ -193,12 +164,12 @@ def test_each_request_is_taken_once_and_a_cancel_first():
 
 
 class FakeHosts:
-    """What a HostWatch says."""
+    """The answers of a HostWatch."""
 
     def __init__(self) -> None:
         self.silent, self.isolated_s, self.cut_off_s = {}, 0.0, 0.0
 
-    def silent_s(self) -> dict[str, float]:
+    def measure_silence(self) -> dict[str, float]:
         return self.silent
 
 
@@ -208,11 +179,8 @@ def test_silent_nodes_are_reported_once_and_a_supervisor_that_is_cut_off_ends(ma
     monkeypatch.setattr(driving, "HANG_UP_S", 0.0)
     for hosts.silent in ({}, {"n3": 12.0}, {"n3": 14.0}, {}, {"n2": 11.0, "n3": 11.0}):
         runner.observe(0.0)
-    told = [
-        (event.kind, event.node, event.silent_s)
-        for event in read_events(runner.attempt)
-        if event.kind in (EventKind.NODE_SILENT, EventKind.NODE_ANSWERS)
-    ]
+    about_nodes = events_of(runner, EventKind.NODE_SILENT, EventKind.NODE_ANSWERS)
+    told = [(event.kind, event.node, event.silent_s) for event in about_nodes]
     assert told[:2] == [(EventKind.NODE_SILENT, "n3", 12.0), (EventKind.NODE_ANSWERS, "n3", 14.0)]
     assert sorted(told[2:]) == [(EventKind.NODE_SILENT, name, 11.0) for name in ("n2", "n3")]
     assert runner.machine.phase is Phase.RUNNING
@@ -220,9 +188,9 @@ def test_silent_nodes_are_reported_once_and_a_supervisor_that_is_cut_off_ends(ma
     for _ in range(3):
         runner.observe(0.0)
     assert runner.handles[TRAINER][0].killed and runner.handles[TRAINER][0].lines == ["end of the pipe"]
-    abandoned = [event for event in read_events(runner.attempt) if event.kind is EventKind.ABANDONING]
-    assert len(abandoned) == 1 and "cut off" in abandoned[0].reason
-    runner.round()
+    [abandoned] = events_of(runner, EventKind.ABANDONING)
+    assert "cut off" in abandoned.reason
+    runner.do_round()
     assert runner.finish is not None and runner.finish.code == ExitCode.STOPPED
 
 
@@ -232,14 +200,9 @@ def test_a_supervisor_that_is_cut_off_blames_its_own_node(make, monkeypatch):
     monkeypatch.setenv("SLURMD_NODENAME", "n1")
     for hosts.silent, hosts.cut_off_s in (({"n2": 30.0}, 0.0), ({"n2": 40.0, "n3": 11.0}, 11.0), ({}, 0.0)):
         runner.observe(0.0)
-    kinds = (EventKind.NODE_SILENT, EventKind.NODE_CUT_OFF, EventKind.NODE_ANSWERS)
-    told = [(event.kind, event.node) for event in read_events(runner.attempt) if event.kind in kinds]
-    assert told == [
-        (EventKind.NODE_SILENT, "n2"),
-        (EventKind.NODE_ANSWERS, "n2"),
-        (EventKind.NODE_CUT_OFF, "n1"),
-        (EventKind.NODE_ANSWERS, "n1"),
-    ]
+    silent, cut_off, answers = EventKind.NODE_SILENT, EventKind.NODE_CUT_OFF, EventKind.NODE_ANSWERS
+    told = [(event.kind, event.node) for event in events_of(runner, silent, cut_off, answers)]
+    assert told == [(silent, "n2"), (answers, "n2"), (cut_off, "n1"), (answers, "n1")]
 
 
 @pytest.mark.parametrize("mode", ["auto", "disabled"])
@@ -248,9 +211,9 @@ def test_an_attempt_whose_nodes_do_not_reach_each_other_starts_nothing(make, mod
     runner.plan = dataclasses.replace(runner.plan, recover_mode=mode)
     found = NetworkFindings(problem="n2 and n3 do not reach each other", bad_nodes=("n3",))
     runner._check_network(SimpleNamespace(run=lambda log, interrupted: found))
-    [bad] = [event for event in read_events(runner.attempt) if event.kind is EventKind.BAD_NODES]
+    [bad] = events_of(runner, EventKind.BAD_NODES)
     assert "n2 and n3" in bad.reason
-    runner.round()
+    runner.do_round()
     assert runner.finish is not None and "n2 and n3" in runner.finish.reason
     assert runner.finish.code == (ExitCode.STOPPED if mode == "auto" else ExitCode.FAILED)
 
@@ -277,24 +240,24 @@ def test_a_check_of_the_network_that_can_not_run_stops_nothing(make):
     runner = make()
     runner._check_network(SimpleNamespace(run=run))
     assert runner.finish is None and runner.machine.phase is Phase.RUNNING
-    [told] = [event for event in read_events(runner.attempt) if event.kind is EventKind.NETWORK_UNCHECKED]
+    [told] = events_of(runner, EventKind.NETWORK_UNCHECKED)
     assert "srun" in told.reason
 
 
 def test_leases_of_many_servers_are_read_at_most_32_times_a_second(make, monkeypatch):
-    servers = [dataclasses.replace(UNIT, role="server", index=index) for index in range(128)]
+    servers = [toy_unit("server", index=index) for index in range(128)]
     runner = make(plan=dataclasses.replace(PLAN, units=[*servers, *PLAN.units[1:]]))
     for server in servers:
         record = {"attempt": "7.0", "incarnation": 0, "state": "serving"}
         runner.names.lease(f"server/rollout/{server.index}", record, 1e9)
-    leases, read = runner.names.leases, []
+    leases, read = runner.names.list_leases, []
 
     def counted(prefix):
         found = leases(prefix)
         read.extend(key for key in found if key.startswith("server/"))
         return found
 
-    monkeypatch.setattr(runner.names, "leases", counted)
+    monkeypatch.setattr(runner.names, "list_leases", counted)
     for now in range(40):
         runner.look_for_hangs(float(now))
     assert len(read) == 40 * 32

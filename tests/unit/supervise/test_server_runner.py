@@ -1,45 +1,26 @@
-"""The supervisor of a server node: keeps its replica alive, and stops soon once it is not needed."""
+"""The supervisor of a server node: it keeps its replica alive, and stops soon when it is no longer needed."""
 
 import json
 import threading
 import time
 
 import pytest
-from patience import extend
-from toy_plans import toy_plan
+from patience import wait_until
+from small_configs import stored
+from toy_plans import toy_plan, toy_unit
 
-from hpc_rl.config.load.stored import from_dict
-from hpc_rl.core.trial import Trial, read_json, write_json
+from hpc_rl.core.trial import Trial, load_json, write_json
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.plan.schema import Group, Unit
+from hpc_rl.plan.schema import Group
 from hpc_rl.schedulers.base import JobState, State
 from hpc_rl.supervise import bad_nodes, server_array, server_runner, state_machine, unit_loop
-from hpc_rl.supervise.server_array import array_line, ensure_servers, read_arrays
+from hpc_rl.supervise.server_array import describe_array, ensure_servers, load_arrays
 from hpc_rl.supervise.server_runner import ServerRunner
 
-SERVER = Unit(
-    role="server",
-    index=1,
-    nodes=[0],
-    tasks_per_node=1,
-    cpus_per_task=1,
-    mem_mb_per_task=1,
-    gpus_per_task=0,
-    module="none",
-)
-PLAN = toy_plan(
-    [],
-    "/python",
-    allocation="embedded:d2+fsdp:d1",
-    n_nodes=3,
-    cpus_per_node=1,
-    mem_mb_per_node=1,
-    layout="jobs",
-    groups=[
-        Group(name="trial", nodes=[0], cpus_per_node=1, mem_mb_per_node=1),
-        Group(name="servers", nodes=[1, 2], cpus_per_node=1, mem_mb_per_node=1),
-    ],
-)
+SIZE = {"cpus_per_node": 1, "mem_mb_per_node": 1}
+GROUPS = [Group(name=name, nodes=nodes, **SIZE) for name, nodes in (("trial", [0]), ("servers", [1, 2]))]
+ALLOCATION = "embedded:d2+fsdp:d1"
+PLAN = toy_plan([], "/python", allocation=ALLOCATION, n_nodes=3, layout="jobs", groups=GROUPS, **SIZE)
 
 
 class FakeHandle:
@@ -71,7 +52,7 @@ class FakeSteps:
 
 @pytest.fixture(autouse=True)
 def no_signals(monkeypatch) -> None:
-    """They can't be caught in a thread."""
+    """Signals can't be caught in a thread."""
     monkeypatch.setattr("hpc_rl.supervise.unit_loop.obey_signals", lambda request: None)
 
 
@@ -84,18 +65,10 @@ class Running:
         self.trial, self.steps, self.names = trial, FakeSteps(), open_names(trial)
         self.owner = self.names.lease(keys.OWNER, {"attempt": "100.0"}, 60.0)
         attempt = trial.attempt("150_0.0")
-        config = from_dict(
-            {
-                "experiment_name": "e",
-                "trial_name": "t",
-                "cluster": {"fileroot": "/root"},
-                "train_dataset": {"path": "/data"},
-                "actor": {"path": "/model"},
-                "recover": rules,
-                "launcher": {"slurm": {"servers": {"idle_s": idle_s}}},
-            }
+        config = stored(recover=rules, launcher={"slurm": {"servers": {"idle_s": idle_s}}})
+        self.job = ServerRunner(
+            attempt, PLAN, config, self.steps, end_time, [toy_unit("server", index=1)], serves
         )
-        self.job = ServerRunner(attempt, PLAN, config, self.steps, end_time, [SERVER], serves)
         self.code = None
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
@@ -103,31 +76,23 @@ class Running:
     def _run(self) -> None:
         self.code = self.job.run()
 
-    def until(self, what, timeout_s: float = 30.0) -> None:
-        deadline = time.monotonic() + extend(timeout_s)
-        while not what():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
     def ended(self) -> tuple[int, str]:
         self.thread.join(30)
         assert not self.thread.is_alive()
-        ended = read_json(self.trial.attempt("150_0.0").ended)
+        ended = load_json(self.trial.attempt("150_0.0").ended)
         assert ended["exit_code"] == self.code
         return self.code, ended["reason"]
 
 
 @pytest.fixture
-def trial(tmp_path, monkeypatch) -> Trial:
+def trial(trial, monkeypatch) -> Trial:
     monkeypatch.setattr(unit_loop, "TICK_S", 0.01)
     monkeypatch.setattr(server_runner, "OBSERVE_EVERY_S", 0.02)
-    trial = Trial(tmp_path / "e" / "t")
-    trial.make_dirs()
     return trial
 
 
 def started(running: Running) -> Running:
-    running.until(lambda: running.steps.started)
+    wait_until(lambda: running.steps.started)
     return running
 
 
@@ -136,8 +101,8 @@ def test_a_replica_that_dies_is_started_again(trial):
     held = {"attempt": "150_0.0", "incarnation": 0, "state": "serving"}
     running.names.lease("server/rollout/1", held)
     running.steps.started[0].code = -9
-    running.until(lambda: len(running.steps.started) == 2)
-    assert not running.names.leases("server/rollout"), "no reader waits until its time to live is over"
+    wait_until(lambda: len(running.steps.started) == 2)
+    assert not running.names.list_leases("server/rollout"), "no reader waits until its time to live is over"
     write_json(trial.done, {"job_id": "100"})
     assert running.ended() == (0, "the trial has reached its end")
     assert running.steps.started[1].code == 75
@@ -151,34 +116,27 @@ def test_a_replica_that_hangs_leaves_its_stacks_and_is_started_again(trial, monk
     if seen:
         running.names.lease("server/rollout/1", {"attempt": "150_0.0", "state": "serving"}, 0.2)
     started(running)
-    running.until(lambda: len(running.steps.started) == 2)
+    wait_until(lambda: len(running.steps.started) == 2)
     assert running.steps.started[0].dumped and running.steps.started[0].code == -9
     events = [json.loads(line) for line in trial.attempt("150_0.0").events.read_text().splitlines()]
     [reason] = [row["reason"] for row in events if row["event"] == "hung"]
-    assert (
-        reason.startswith("server 1 hangs: nothing moved for 0 s")
-        and ("after its start" in reason) is not seen
-    )
+    assert reason.startswith("server 1 hangs: nothing moved for 0 s")
+    assert ("after its start" in reason) is not seen
     write_json(trial.done, {"job_id": "100"})
     running.ended()
 
 
 @pytest.mark.parametrize(
-    ("what", "reason"),
+    ("file", "content", "reason"),
     [
-        (lambda trial: write_json(trial.cancel_intent("100"), {}), "cancelled by the user"),
-        (lambda trial: write_json(trial.cancel_intent("150"), {}), "cancelled by the user"),
-        (
-            lambda trial: (trial.jobs / "100.state").write_text(
-                '{"event": "ended", "code": 70, "reason": "gave up"}\n'
-            ),
-            "job 100 has ended: gave up",
-        ),
+        ("intent/cancel-100.json", {}, "cancelled by the user"),
+        ("intent/cancel-150.json", {}, "cancelled by the user"),
+        ("jobs/100.state", {"event": "ended", "code": 70, "reason": "gave up"}, "job 100 has ended: gave up"),
     ],
 )
-def test_it_ends_with_its_trial(trial, what, reason):
+def test_it_ends_with_its_trial(trial, file, content, reason):
     running = started(Running(trial))
-    what(trial)
+    (trial.dir / file).write_text(json.dumps(content) + "\n")
     assert running.ended() == (0, reason)
 
 
@@ -189,7 +147,7 @@ def test_a_requeue_of_the_trial_is_no_end_and_an_old_mark_is_none(trial):
     time.sleep(0.3)
     assert running.code is None
     running.names.lease(keys.OWNER, {"attempt": "101.0"}, 60.0)
-    assert running.ended() == (0, "job 101 runs the trial now, with servers of its own")
+    assert running.ended() == (0, "job 101 runs the trial now, with its own servers")
 
 
 def test_without_a_supervisor_of_the_trial_it_gives_its_node_back(trial):
@@ -213,7 +171,7 @@ def test_a_replica_that_can_not_be_launched_names_its_node(trial):
     running.steps.started[0].code = 1
     code, reason = running.ended()
     assert code == 75 and reason.endswith("other nodes are needed")
-    assert list(bad_nodes.current(trial, time.time())) == ["n3"] and not trial.bad_nodes.exists()
+    assert list(bad_nodes.find_bad_nodes(trial, time.time())) == ["n3"] and not trial.bad_nodes.exists()
     assert trial.exclude("150_0").read_text() == "n3\n", "its own script is told"
 
 
@@ -230,7 +188,7 @@ class FakeSlurm:
     def __init__(self, states: dict[str, State]) -> None:
         self.found, self.specs = states, []
 
-    def states(self, job_ids):
+    def query_states(self, job_ids):
         return {job_id: JobState(job_id, self.found.get(job_id, State.UNKNOWN)) for job_id in job_ids}
 
     def submit(self, spec):
@@ -255,7 +213,7 @@ def test_a_trainer_job_without_servers_submits_them_again(trial, states, made):
     slurm = FakeSlurm(states)
     assert ensure_servers(trial, PLAN, "100", "tag", slurm) == made
     assert [spec.arguments for spec in slurm.specs] == ([("", "0", "100")] if made else [])
-    assert [array.job_id for array in read_arrays(trial)] == ["140", "150", *([made] if made else [])]
+    assert [array.job_id for array in load_arrays(trial)] == ["140", "150", *([made] if made else [])]
 
 
 def test_a_trainer_job_waits_for_the_submitter_of_its_servers(trial, monkeypatch):
@@ -277,22 +235,15 @@ def test_a_trainer_job_submits_for_a_submitter_that_died(trial, monkeypatch):
     slurm = FakeSlurm({})
     assert ensure_servers(trial, PLAN, "100", "tag", slurm) == "301"
     [spec] = slurm.specs
-    assert spec.tag == "tag:0:servers" and spec.options == ("--comment=tag:0:servers",), (
-        "the script knows another tag"
-    )
+    assert (spec.tag, *spec.options) == ("tag:0:servers", "--comment=tag:0:servers"), "not the script's tag"
 
 
 def test_status_tells_of_every_server_node(trial):
     write_json(trial.job("150"), {"kind": "servers", "serves": "100", "num_tasks": 3, "time": 1.0})
-    lines = [
-        {"event": "started", "restart": 0},
-        {"event": "requeued", "restart": 0},
-        {"event": "started", "restart": 1},
-    ]
+    told = [("started", 0), ("requeued", 0), ("started", 1)]
+    lines = [{"event": event, "restart": restart} for event, restart in told]
     (trial.jobs / "150_0.state").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (trial.jobs / "150_1.state").write_text("".join(json.dumps(line) + "\n" for line in lines[:2]))
-    [array] = read_arrays(trial)
-    line = array_line(array)
-    assert (
-        line == "job 150, 3 server nodes: 1 running, 1 waiting for a restart, 1 not started, restarted 1 time"
-    )
+    [array] = load_arrays(trial)
+    states = "1 running, 1 waiting for a restart, 1 not started, restarted 1 time"
+    assert describe_array(array) == f"job 150, 3 server nodes: {states}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_plans import toy_unit
 
 from hpc_rl.core.errors import FailureClass, StopCause
 from hpc_rl.core.records import ExitRecord
-from hpc_rl.plan.schema import Unit
-from hpc_rl.supervise.failure_policy import UnitExit, combine_ranks, pause_s
+from hpc_rl.supervise.failure_policy import UnitExit, combine_ranks, compute_pause_s
 from hpc_rl.supervise.state_machine import (
     DRAIN_GRACE_S,
     END_GRACE_S,
@@ -30,19 +30,6 @@ from hpc_rl.supervise.state_machine import (
 TRAINER, ROLLOUT, SERVER_0, SERVER_1 = ("trainer", 0), ("rollout", 0), ("server", 0), ("server", 1)
 
 
-def unit(role: str, index: int) -> Unit:
-    return Unit(
-        role=role,
-        index=index,
-        nodes=[0],
-        tasks_per_node=1,
-        cpus_per_task=1,
-        mem_mb_per_task=1,
-        gpus_per_task=0,
-        module="m",
-    )
-
-
 class World:
     """Plays the loop: remembers which units run, and hands exits to the machine."""
 
@@ -50,7 +37,7 @@ class World:
         self, mode: str = "auto", retries: int = 2, keys=(SERVER_0, SERVER_1, ROLLOUT, TRAINER)
     ) -> None:
         self.now = 1000.0
-        self.machine = AttemptMachine([unit(*key) for key in keys], mode, retries)
+        self.machine = AttemptMachine([toy_unit(role, index=index) for role, index in keys], mode, retries)
         self.running: dict[tuple[str, int], int] = {}
         self.asked: list[tuple[str, int]] = []
         self.killed: list[tuple[str, int]] = []
@@ -85,11 +72,13 @@ class World:
 
     def end(self, key, code: int, after_s: float = 1.0, reason: str = "", **more) -> None:
         self.now += after_s
-        self.do(self.machine.exited(self.now, key, self.running.pop(key), UnitExit(code, reason, **more)))
+        self.do(
+            self.machine.handle_exit(self.now, key, self.running.pop(key), UnitExit(code, reason, **more))
+        )
 
     def hang(self, key) -> None:
-        """Found to hang, its stacks written, killed."""
-        self.do(self.machine.hung(self.now, key, "nothing moved"))
+        """Report a hanging unit: its stacks are written, then it is killed."""
+        self.do(self.machine.kill_hung(self.now, key, "nothing moved"))
         self.pass_time(STACKS_S)
         assert self.killed.pop() == key
         self.end(key, 137, after_s=0.1)
@@ -104,6 +93,21 @@ class World:
     def all_end(self, code: int = 75) -> None:
         for key in list(self.running):
             self.end(key, code)
+
+    def ends_with(self, code: int, *words: str, of_trainer: int | None = None) -> bool:
+        """End all running units, the trainer first if its code is given."""
+        if of_trainer is not None:
+            self.end(TRAINER, of_trainer)
+        self.all_end()
+        return self.finish.code == code and all(word in self.finish.reason for word in words)
+
+    def end_again_and_again(self, key, times: int = 5) -> None:
+        for _ in range(times):
+            self.end(key, 1)
+            self.pass_time(30)
+
+    def details(self, kind: str) -> list[dict]:
+        return [record.details for record in self.records if record.kind == kind]
 
 
 @pytest.fixture
@@ -129,8 +133,7 @@ def test_a_restarted_supervisor_goes_on_counting():
 def test_final_ends_of_the_trainer(world, code, verdict):
     world.end(TRAINER, code, reason="words")
     assert world.asked == [SERVER_0, SERVER_1, ROLLOUT] and world.finish is None
-    world.all_end()
-    assert world.finish.code == verdict
+    assert world.ends_with(verdict)
 
 
 def test_a_failed_trainer_starts_again_after_a_pause(world):
@@ -146,18 +149,13 @@ def test_the_budget_counts_failures_without_a_generation(world):
     for _ in range(2):
         world.end(TRAINER, 70)
         world.pass_time(60)
-    world.do(world.machine.progressed(5))
+    world.do(world.machine.note_progress(5))
     for _ in range(2):
         world.end(TRAINER, 137)
         world.pass_time(60)
     assert world.running[TRAINER] == 4
     world.end(TRAINER, 70, reason="boom")
-    world.all_end()
-    assert (
-        world.finish.code == 70
-        and "boom" in world.finish.reason
-        and "3 failures in a row" in world.finish.reason
-    )
+    assert world.ends_with(70, "boom", "3 failures in a row")
 
 
 @pytest.mark.parametrize("key", [TRAINER, ROLLOUT, SERVER_0])
@@ -175,8 +173,7 @@ def test_a_full_disk_uses_up_nothing_however_long_it_lasts(world, key):
 def test_modes_that_do_not_start_again(mode):
     world = World(mode).begin()
     world.end(TRAINER, 70)
-    world.all_end()
-    assert world.finish.code == 70 and mode in world.finish.reason
+    assert world.ends_with(70, mode)
 
 
 def test_a_server_comes_back_with_growing_pauses_and_gives_up_alone(world):
@@ -187,14 +184,11 @@ def test_a_server_comes_back_with_growing_pauses_and_gives_up_alone(world):
         starts += SERVER_0 in world.running
     assert starts == 4 and world.machine.slots[SERVER_0].state is SlotState.GAVE_UP
     assert world.machine.phase is Phase.RUNNING and TRAINER in world.running
-    pauses = [record.details["pause_s"] for record in world.records if record.kind == "restarting"]
-    assert pauses == [0.5, 1, 2, 4]
+    assert [one["pause_s"] for one in world.details("restarting")] == [0.5, 1, 2, 4]
 
 
 def test_a_server_that_was_given_up_is_tried_again_much_later(world):
-    for _ in range(5):
-        world.end(SERVER_0, 1)
-        world.pass_time(30)
+    world.end_again_and_again(SERVER_0)
     assert SERVER_0 not in world.running
     world.pass_time(560)
     assert SERVER_0 not in world.running
@@ -204,11 +198,11 @@ def test_a_server_that_was_given_up_is_tried_again_much_later(world):
     world.pass_time(30)
     assert SERVER_0 not in world.running  # once, not five times
     world.pass_time(600)
-    world.machine.served(world.now, SERVER_0, world.running[SERVER_0])
+    world.machine.note_serving(world.now, SERVER_0, world.running[SERVER_0])
     world.end(SERVER_0, 1, after_s=70)  # it has lived: an end is an accident again
     world.pass_time(1)
     assert SERVER_0 in world.running
-    given_up = [record.details for record in world.records if record.kind == "gave_up"]
+    given_up = world.details("gave_up")
     assert [one["pause_s"] for one in given_up] == [600, 600] and "5 times in a row" in given_up[0]["reason"]
 
 
@@ -223,10 +217,8 @@ def test_a_server_that_only_loads_is_in_a_crash_loop(world):
     for _ in range(5):
         assert SERVER_0 in world.running
         world.pass_time(300)
-        world.machine.served(
-            world.now, SERVER_0, world.running[SERVER_0] - 1
-        )  # the lease of the one before, which rests
-        world.machine.served(world.now, SERVER_0, world.running[SERVER_0])
+        for incarnation in (world.running[SERVER_0] - 1, world.running[SERVER_0]):  # the earlier lease rests
+            world.machine.note_serving(world.now, SERVER_0, incarnation)
         world.end(SERVER_0, 1, after_s=10)
         world.pass_time(30)
     assert world.machine.slots[SERVER_0].state is SlotState.GAVE_UP
@@ -238,7 +230,7 @@ def test_progress_ends_the_crash_loop_of_a_helper_without_a_peer(world):
         world.pass_time(30)
         world.end(SERVER_0, 137)
         world.pass_time(30)
-    world.do(world.machine.progressed(5))
+    world.do(world.machine.note_progress(5))
     world.end(ROLLOUT, 137)
     world.end(SERVER_0, 137)  # its peer may have done all the work
     world.pass_time(30)
@@ -248,21 +240,20 @@ def test_progress_ends_the_crash_loop_of_a_helper_without_a_peer(world):
 @pytest.mark.parametrize("lost", [[ROLLOUT], [SERVER_0, SERVER_1]])
 def test_without_rollout_or_servers_the_trainer_saves_and_stops(world, lost):
     for key in lost:
-        for _ in range(5):
-            world.end(key, 1)
-            world.pass_time(30)
+        world.end_again_and_again(key)
     assert world.machine.phase is Phase.DRAINING and world.asked == [TRAINER]
-    world.end(TRAINER, 75)
-    world.all_end()
-    assert world.finish.code == 70 and "5 times in a row" in world.finish.reason
+    assert world.ends_with(70, "5 times in a row", of_trainer=75)
 
 
-def test_bad_config_of_a_helper_lets_the_trainer_save_first(world):
-    world.end(SERVER_1, 78, reason="no such flag")
+@pytest.mark.parametrize(
+    ("key", "code", "failure", "words"),
+    [(SERVER_1, 78, FailureClass.UNKNOWN, "too much"), (ROLLOUT, 70, FailureClass.DATA, "Check the data")],
+    ids=["bad configuration", "unusable data"],
+)
+def test_what_no_restart_of_a_helper_mends_lets_the_trainer_save_first(world, key, code, failure, words):
+    world.end(key, code, reason="too much", failure=failure)
     assert world.asked == [TRAINER]
-    world.end(TRAINER, 75)
-    world.all_end()
-    assert world.finish.code == 78 and "no such flag" in world.finish.reason
+    assert world.ends_with(code, words, of_trainer=75)
 
 
 @pytest.mark.parametrize(("end", "code"), [(75, 75), (0, 0), (137, 75), (143, 75), (70, 75), (78, 78)])
@@ -270,21 +261,19 @@ def test_a_stop_lets_the_trainer_end_first(world, end, code):
     world.stop(StopCause.PREEMPTION)
     assert world.asked == [TRAINER]
     world.stop(StopCause.INTERRUPTED)
-    [stopping] = [record.details for record in world.records if record.kind == "stopping"]
+    [stopping] = world.details("stopping")
     assert (stopping["cause"], stopping["class"]) == ("preemption", "preemption")
     assert world.asked == [TRAINER]
     world.end(TRAINER, end)
     assert world.asked[1:] == [SERVER_0, SERVER_1, ROLLOUT]
-    world.all_end()
-    assert world.finish.code == code
+    assert world.ends_with(code)
 
 
 def test_failures_while_stopping_use_up_the_retries():
     world = World(retries=0).begin()
     world.stop()
     world.end(TRAINER, 70, reason="disk full")
-    world.all_end()
-    assert world.finish.code == 70 and "disk full" in world.finish.reason
+    assert world.ends_with(70, "disk full")
 
 
 def test_no_unit_is_started_again_while_the_trainer_stops(world):
@@ -299,8 +288,7 @@ def test_a_stop_while_the_trainer_pauses_or_before_any_start():
     world = World().begin()
     world.end(TRAINER, 70)
     world.stop()
-    world.all_end()
-    assert world.finish.code == 75
+    assert world.ends_with(75)
     early = World()
     early.stop()
     assert early.finish.code == 75 and not early.running
@@ -316,10 +304,8 @@ def test_a_trainer_that_does_not_stop_is_killed_then_left_behind(world):
     world.pass_time(END_GRACE_S + 1)
     assert set(world.killed) == {SERVER_0, SERVER_1, ROLLOUT, TRAINER}
     world.pass_time(KILL_GRACE_S + 1)
-    assert (
-        world.finish.code == 75
-        and "left behind: server 0, server 1, rollout 0, trainer 0" in world.finish.reason
-    )
+    assert world.finish.code == 75
+    assert "left behind: server 0, server 1, rollout 0, trainer 0" in world.finish.reason
 
 
 def test_helpers_that_do_not_end_are_killed(world):
@@ -338,29 +324,25 @@ def test_a_supervisor_that_lost_the_trial_kills_without_saving(world):
 
 
 def test_a_hung_unit_is_killed_once_all_have_dumped_stacks(world):
-    world.do(world.machine.hung(world.now, TRAINER, "nothing moved for 300 s"))
+    world.do(world.machine.kill_hung(world.now, TRAINER, "nothing moved for 300 s"))
     assert dict(world.dumped) == {SERVER_0: False, SERVER_1: False, ROLLOUT: False, TRAINER: True}
     assert not world.killed
-    world.do(world.machine.hung(world.now, TRAINER, "still"))
+    world.do(world.machine.kill_hung(world.now, TRAINER, "still"))
     assert len(world.dumped) == 4, "once is enough"
     world.pass_time(STACKS_S)
     assert world.killed == [TRAINER]
     world.end(TRAINER, 137, after_s=0.1)
     world.pass_time(1)
     assert world.running[TRAINER] == 1 and world.machine.failures == 1
-    [ended] = [record for record in world.records if record.kind == "exited"]
-    assert ended.details["reason"] == "nothing moved for 300 s" and ended.details["class"] == "infrastructure"
+    [ended] = world.details("exited")
+    assert (ended["reason"], ended["class"]) == ("nothing moved for 300 s", "infrastructure")
 
 
 def test_a_first_start_without_a_place_is_no_fault_of_its_node(world):
-    world.do(world.machine.unplaced(TRAINER, "Requested nodes are busy"))
+    world.do(world.machine.kill_unplaced(TRAINER, "Requested nodes are busy"))
     world.end(TRAINER, 1)
-    world.all_end()
-    [ended] = [
-        record for record in world.records if record.kind == "exited" and record.details["role"] == "trainer"
-    ]
-    assert ended.details["class"] == "user"
-    assert world.finish.code == 70 and "Requested nodes are busy" in world.finish.reason
+    assert world.ends_with(70, "Requested nodes are busy")
+    assert [one["class"] for one in world.details("exited") if one["role"] == "trainer"] == ["user"]
 
 
 @pytest.mark.parametrize("key", [TRAINER, ROLLOUT])
@@ -368,19 +350,18 @@ def test_a_restart_that_gets_no_place_on_its_nodes_needs_others(world, key):
     world.end(key, 1)
     world.pass_time(60)
     assert world.running[key] == 1
-    world.do(world.machine.unplaced(key, "Requested nodes are busy"))
+    world.do(world.machine.kill_unplaced(key, "Requested nodes are busy"))
     assert world.killed == [key] and not world.dumped and not world.avoided
     world.end(key, 1)
-    world.all_end()
-    assert world.finish.code == 75 and "Requested nodes are busy" in world.finish.reason
+    assert world.ends_with(75, "Requested nodes are busy")
 
 
 def test_servers_go_on_without_one_that_gets_no_place(world):
-    world.do(world.machine.unplaced(SERVER_0, "Requested nodes are busy"))
+    world.do(world.machine.kill_unplaced(SERVER_0, "Requested nodes are busy"))
     world.end(SERVER_0, 1)
     world.pass_time(1)
     assert world.running[SERVER_0] == 1, "its place may be free by now"
-    world.do(world.machine.unplaced(SERVER_0, "Requested nodes are busy"))
+    world.do(world.machine.kill_unplaced(SERVER_0, "Requested nodes are busy"))
     world.end(SERVER_0, 1)
     world.pass_time(10_000)
     assert SERVER_0 not in world.running and world.machine.phase is Phase.RUNNING
@@ -389,29 +370,21 @@ def test_servers_go_on_without_one_that_gets_no_place(world):
 @pytest.mark.parametrize("key", [TRAINER, ROLLOUT])
 def test_hangs_without_progress_use_up_the_retries(key):
     world = World(retries=2).begin()
-    for _ in range(2):
+    for number in range(4):
+        if number == 2:
+            world.do(world.machine.note_progress(7))
         world.hang(key)
         world.pass_time(100)
         assert key in world.running
-    world.do(world.machine.progressed(7))
-    for _ in range(2):
-        world.hang(key)
-        world.pass_time(100)
     world.hang(key)
     assert key not in world.running
-    world.all_end()
-    assert (
-        world.finish.code == 70
-        and "nothing moved" in world.finish.reason
-        and "hpc-rl status" in world.finish.reason
-    )
+    assert world.ends_with(70, "nothing moved", "hpc-rl status")
 
 
 def test_a_trainer_that_lost_its_node_needs_other_nodes(world):
     world.end(TRAINER, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n3",))
     assert world.avoided == ["n3"] and world.asked == [SERVER_0, SERVER_1, ROLLOUT]
-    world.all_end()
-    assert world.finish.code == 75 and "other nodes are needed" in world.finish.reason
+    assert world.ends_with(75, "other nodes are needed")
 
 
 def test_lost_nodes_cost_replicas_and_the_last_the_attempt(world):
@@ -420,17 +393,7 @@ def test_lost_nodes_cost_replicas_and_the_last_the_attempt(world):
     assert SERVER_0 not in world.running and TRAINER in world.running and world.avoided == ["n3"]
     world.end(SERVER_1, 143, reason="lost its node", failure=FailureClass.NODE, nodes=("n4",))
     assert world.asked == [TRAINER]
-    world.end(TRAINER, 75)
-    world.all_end()
-    assert world.finish.code == 75 and world.avoided == ["n3", "n4"]
-
-
-def test_unusable_data_lets_the_trainer_save_first(world):
-    world.end(ROLLOUT, 70, reason="all prompts rejected", failure=FailureClass.DATA)
-    assert world.asked == [TRAINER]
-    world.end(TRAINER, 75)
-    world.all_end()
-    assert world.finish.code == 70 and "Check the data" in world.finish.reason
+    assert world.ends_with(75, of_trainer=75) and world.avoided == ["n3", "n4"]
 
 
 def test_a_trainer_without_work_near_the_end_stopped_for_time(world):
@@ -451,7 +414,7 @@ def test_a_trainer_with_long_steps_gets_the_time_for_one(world):
 
 
 def test_an_end_of_an_older_incarnation_is_ignored(world):
-    assert world.machine.exited(world.now, TRAINER, 7, UnitExit(70, "")) == []
+    assert world.machine.handle_exit(world.now, TRAINER, 7, UnitExit(70, "")) == []
     assert world.machine.phase is Phase.RUNNING
 
 
@@ -466,25 +429,19 @@ def test_whatever_happens_it_ends_once_and_starts_nothing_twice(data):
     world = World(mode=data.draw(st.sampled_from(["auto", "fault", "resume", "disabled"])), retries=1).begin()
     codes = st.sampled_from([0, 1, 3, 70, 75, 78, 137, 143])
     for _ in range(data.draw(st.integers(1, 25))):
-        what = data.draw(
-            st.sampled_from(
-                ["end", "time", "stop", "progress", "abandon", "hung"] if world.finish is None else ["time"]
-            )
-        )
+        whats = ["end", "time", "stop", "progress", "abandon", "hung"] if world.finish is None else ["time"]
+        what = data.draw(st.sampled_from(whats))
         if what == "end" and world.running:
-            key, failure = (
-                data.draw(st.sampled_from(sorted(world.running))),
-                data.draw(st.sampled_from(FailureClass)),
-            )
+            key = data.draw(st.sampled_from(sorted(world.running)))
+            failure = data.draw(st.sampled_from(FailureClass))
             world.end(key, data.draw(codes), data.draw(st.sampled_from([1, 70])), failure=failure)
         elif what == "hung":
-            world.do(
-                world.machine.hung(world.now, data.draw(st.sampled_from(sorted(world.machine.slots))), "x")
-            )
+            key = data.draw(st.sampled_from(sorted(world.machine.slots)))
+            world.do(world.machine.kill_hung(world.now, key, "x"))
         elif what == "stop":
             world.stop()
         elif what == "progress":
-            world.do(world.machine.progressed(1))
+            world.do(world.machine.note_progress(1))
         elif what == "abandon":
             world.do(world.machine.abandon(world.now, 70, "other"))
         else:
@@ -494,10 +451,6 @@ def test_whatever_happens_it_ends_once_and_starts_nothing_twice(data):
         world.pass_time(130)
     assert world.finish is not None
     assert world.machine.phase is Phase.OVER
-
-
-# --- rules
-# ---------------------------------------------------------------------------------------------------------------
 
 
 def said(code: int, reason: str = "") -> ExitRecord:
@@ -532,11 +485,10 @@ def test_the_end_of_a_unit_by_its_ranks(records, raw, code):
 def test_the_end_of_a_unit_in_words():
     assert combine_ranks([None], -9).reason == "killed by SIGKILL"
     assert combine_ranks([said(75), said(70, "boom")], 75).reason == "rank 1: boom"
-    assert combine_ranks([said(70, "lost a peer"), None], 70).reason.startswith(
-        "rank 1 exited without a record (killed?)"
-    )
+    lost = combine_ranks([said(70, "lost a peer"), None], 70).reason
+    assert lost.startswith("rank 1 exited without a record (killed?)")
     assert combine_ranks([None], 128 + 99).reason == "killed by signal 99"
 
 
 def test_pauses():
-    assert [pause_s(n) for n in (0, 1, 2, 3, 7, 100)] == [0.5, 0.5, 1, 2, 30, 30]
+    assert [compute_pause_s(n) for n in (0, 1, 2, 3, 7, 100)] == [0.5, 0.5, 1, 2, 30, 30]

@@ -9,33 +9,26 @@ from pathlib import Path
 
 import pytest
 from launch_lines import write_steps
-from patience import extend
-from toy_plans import toy_plan
+from patience import extend, wait_until
+from toy_plans import toy_plan, toy_unit
 
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.proc import end_processes, is_alive, start_ticks
+from hpc_rl.core.proc import end_processes, find_start_ticks, is_alive
 from hpc_rl.core.records import ProcessRecord
-from hpc_rl.core.trial import Attempt, Trial, read_json, write_json
+from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.plan.schema import Unit
-from hpc_rl.supervise import processes
+from hpc_rl.supervise import ownership, processes
 from hpc_rl.supervise.agents import AgentHandle
-from hpc_rl.supervise.ownership import kill_leftovers, next_incarnations
-from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, unplaced_reason
+from hpc_rl.supervise.ownership import find_next_incarnations, kill_leftovers
+from hpc_rl.supervise.processes import ProcessSteps, SrunSteps, describe_unplaced
 
 UNTIL_EOF = "import os, sys; print('up', flush=True)\nwhile d := os.read(0, 99): print(d.decode(), flush=True); sys.exit(75)"
 DEAF = "import time; print('up', flush=True); time.sleep(60)"
 
 
-@pytest.fixture
-def attempt(tmp_path) -> Attempt:
-    attempt = Trial(tmp_path / "u" / "e" / "t").attempt("7.0")
-    attempt.make_dirs()
-    return attempt
-
-
 def unit(tasks: int = 1, nodes: tuple[int, ...] = (0,), gpus: int = 0, **more) -> Unit:
-    values = {"role": "trainer", "index": 0, "cpus_per_task": 3, "mem_mb_per_task": 10, "module": "m", **more}
-    return Unit(nodes=list(nodes), tasks_per_node=tasks, gpus_per_task=gpus, **values)
+    size = {"tasks_per_node": tasks, "nodes": list(nodes), "gpus_per_task": gpus, "cpus_per_task": 3}
+    return toy_unit(**{**size, **more})
 
 
 def start(attempt, code: str, tasks: int = 1, environ: dict | None = None, **more):
@@ -43,19 +36,14 @@ def start(attempt, code: str, tasks: int = 1, environ: dict | None = None, **mor
     return own.start(unit(tasks, **more), [sys.executable, "-c", code], attempt, 0)
 
 
-def wait(handle, timeout_s: float = 10.0) -> int:
-    deadline = time.monotonic() + extend(timeout_s)
-    while (code := handle.poll()) is None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return code
+def wait(handle) -> int:
+    wait_until(lambda: handle.poll() is not None)
+    return handle.poll()
 
 
 def until_up(attempt, num: int) -> None:
-    deadline = time.monotonic() + extend(10)
-    while sum("up" in path.read_text() for path in (attempt.dir / "logs").iterdir()) < num:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    logs = attempt.dir / "logs"
+    wait_until(lambda: sum("up" in path.read_text() for path in logs.iterdir()) == num)
 
 
 def test_all_tasks_are_asked_by_their_pipes_and_write_logs_of_their_own(attempt):
@@ -67,10 +55,8 @@ def test_all_tasks_are_asked_by_their_pipes_and_write_logs_of_their_own(attempt)
     handle.send(processes.STOP)  # harmless afterwards
     handle.kill()
     assert handle.poll() == 75
-    assert sorted(path.name for path in (attempt.dir / "logs").iterdir()) == [
-        "trainer-0.0-rank0.log",
-        "trainer-0.0-rank1.log",
-    ]
+    names = {path.name for path in (attempt.dir / "logs").iterdir()}
+    assert names == {"trainer-0.0-rank0.log", "trainer-0.0-rank1.log"}
     assert "stop" in attempt.log("trainer", 0, 0, 1).read_text()
 
 
@@ -85,28 +71,19 @@ def test_the_pipe_of_a_unit_is_held_by_nobody_else(attempt):
 
 
 def test_environment(attempt):
-    shown = (
+    shown = [
         "HPC_RL_STEPS",
         "HPC_RL_RANK",
         "HPC_RL_NUM_RANKS",
         "OMP_NUM_THREADS",
         "X",
         "CUDA_VISIBLE_DEVICES",
-    )
+    ]
     show = f"import os; print('up', *(os.environ.get(name, '-') for name in {shown}))"
     wait(start(attempt, show, tasks=2, gpus=1, gpu_offset=1, env={"X": "y"}, cpus_per_task=1))
     assert attempt.log("trainer", 0, 0, 1).read_text() == "up process 1 2 1 y 1,2\n"
-    wait(
-        start(
-            attempt,
-            show,
-            role="server",
-            gpus=2,
-            gpu_offset=1,
-            environ={"CUDA_VISIBLE_DEVICES": "4,5,6"},
-            cpus_per_task=1,
-        )
-    )
+    environ = {"CUDA_VISIBLE_DEVICES": "4,5,6"}
+    wait(start(attempt, show, role="server", gpus=2, gpu_offset=1, environ=environ, cpus_per_task=1))
     assert attempt.log("server", 0, 0).read_text() == "up process 0 1 1 - 5,6\n"
     wait(start(attempt, show, role="rollout", env={"OMP_NUM_THREADS": "7"}))
     assert attempt.log("rollout", 0, 0).read_text() == "up process 0 1 7 - \n"
@@ -136,10 +113,7 @@ def test_what_a_task_leaves_in_its_group_ends_with_it(attempt):
     handle = start(attempt, code)
     wait(handle)
     pid = int(attempt.log("trainer", 0, 0).read_text().split()[0])
-    deadline = time.monotonic() + extend(5)
-    while start_ticks(pid) is not None:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: find_start_ticks(pid) is None)
 
 
 def test_a_program_that_is_not_there_is_an_error_and_leaves_nothing_open(attempt):
@@ -147,10 +121,6 @@ def test_a_program_that_is_not_there_is_an_error_and_leaves_nothing_open(attempt
     with pytest.raises(FileNotFoundError):
         ProcessSteps(dict(os.environ)).start(unit(), ["/no/such/python"], attempt, 0)
     assert len(os.listdir("/proc/self/fd")) == before
-
-
-# --- srun
-# ----------------------------------------------------------------------------------------------------------------
 
 
 FAKE_SRUN = """#!/bin/bash
@@ -172,22 +142,13 @@ def fake_srun(tmp_path, monkeypatch) -> Path:
 
 
 def srun_start(attempt, out: Path, own: Unit | None = None, components: list[int] | None = None, **env: str):
-    environ = {
-        **os.environ,
-        "OUT": str(out),
-        "SLURM_MEM_PER_NODE": "5",
-        "SLURM_CPUS_PER_TASK": "9",
-        "SLURM_JOB_ID": "7",
-        **env,
-    }
+    of_job = {"SLURM_MEM_PER_NODE": "5", "SLURM_CPUS_PER_TASK": "9", "SLURM_JOB_ID": "7"}
+    environ = {**os.environ, **of_job, "OUT": str(out), **env}
     own = own or unit()
     write_steps(attempt.trial, own, layout="hetjob" if components else "allocation")
     steps = SrunSteps(["a1", "a2", "b7"], environ, components)
     handle = steps.start(own, ["python", "-m", "m"], attempt, 3)
-    deadline = time.monotonic() + extend(5)
-    while not (out / "pid").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until((out / "pid").exists)
     return handle
 
 
@@ -229,13 +190,13 @@ def test_a_step_that_lacks_its_script_or_srun_is_an_error(attempt, fake_srun, mi
 
 def test_a_step_that_slurm_does_not_make_says_so_until_a_process_runs(attempt, fake_srun):
     handle = srun_start(attempt, fake_srun)
-    assert handle.unplaced() == "", "nothing was said"
+    assert handle.explain_unplaced() == "", "nothing was said"
     said = "srun: Job 7 step creation still disabled, retrying (Requested nodes are busy)"
     with attempt.log("trainer", 0, 3).open("a") as log:
         log.write(f"{said}\n")
-    assert handle.unplaced() == said
+    assert handle.explain_unplaced() == said
     write_json(attempt.processes / "trainer-0.3-rank0.json", {"pid": 1})
-    assert handle.unplaced() == ""
+    assert handle.explain_unplaced() == ""
     handle.kill()
     wait(handle)
 
@@ -243,7 +204,7 @@ def test_a_step_that_slurm_does_not_make_says_so_until_a_process_runs(attempt, f
 def test_a_step_without_a_place_names_its_cpus_and_the_threads_of_a_core():
     trainer = unit(tasks=2)
     plan = toy_plan([trainer], "python", cpus_per_node=5, threads_per_core=2)
-    reason = unplaced_reason(trainer, plan, "Requested nodes are busy")
+    reason = describe_unplaced(trainer, plan, "Requested nodes are busy")
     assert "trainer 0" in reason and "Requested nodes are busy" in reason
     assert "6 CPUs" in reason and "2 threads per core" in reason and "5 CPUs per node" in reason
 
@@ -267,40 +228,33 @@ def test_starts_of_srun_keep_their_distance(attempt, fake_srun, monkeypatch):
         wait(handle)
 
 
-# --- leftovers
-# -----------------------------------------------------------------------------------------------------------
-
-
 def test_leftovers_are_asked_then_killed_and_only_the_very_processes(attempt, monkeypatch):
-    from hpc_rl.supervise import ownership
-
     for name in ("WAIT_S", "TERM_S", "KILL_S"):
         monkeypatch.setattr(ownership, name, 0.3 if name != "KILL_S" else 5.0)
     deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
-    left = subprocess.Popen([sys.executable, "-c", deaf], stdout=subprocess.PIPE)
-    reused = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE)
-    elsewhere = subprocess.Popen([sys.executable, "-c", DEAF], stdout=subprocess.PIPE)
+    argvs = ([sys.executable, "-c", code] for code in (deaf, DEAF, DEAF))
+    all_three = [subprocess.Popen(argv, stdout=subprocess.PIPE) for argv in argvs]
+    left, reused, elsewhere = all_three
     try:
-        for process in (left, reused, elsewhere):
+        for rank, process in enumerate(all_three):
             process.stdout.readline()
-        for rank, process in enumerate((left, reused, elsewhere)):
             record = ProcessRecord.of("trainer", process.pid, rank)
             write_json(attempt.process_record("trainer", 0, 0, rank, by_client=True), record.to_json())
         for rank, change in ((1, {"start_ticks": 1}), (2, {"host": "another"})):
             path = attempt.processes / f"client-trainer-0.0-rank{rank}.json"
-            write_json(path, read_json(path) | change)
+            write_json(path, load_json(path) | change)
         (attempt.processes / "torn.json").write_text("{")
         assert kill_leftovers(attempt.trial) == []
         assert left.wait(5) == -9
         assert reused.poll() is None and elsewhere.poll() is None
     finally:
-        for process in (left, reused, elsewhere):
+        for process in all_three:
             process.kill()
             process.communicate()
 
 
 def test_who_can_not_be_ended_is_told(monkeypatch):
-    me = (os.getpid(), start_ticks(os.getpid()))
+    me = (os.getpid(), find_start_ticks(os.getpid()))
     monkeypatch.setattr(os, "kill", lambda pid, number: None)
     assert end_processes([me, (me[0], 1)], 0.0, 0.0, 0.0) == [me]
     assert is_alive(*me) and not is_alive(me[0], None)
@@ -312,7 +266,7 @@ def test_incarnations_go_on_from_every_trace(attempt):
     attempt.log("trainer", 0, 1, rank=3).touch()
     attempt.exit_record("rollout", 0, 0, 0).touch()
     write_json(attempt.processes / "client-server-1.5-rank0.json", {})
-    assert next_incarnations(attempt) == {("trainer", 0): 3, ("server", 1): 6, ("rollout", 0): 1}
+    assert find_next_incarnations(attempt) == {("trainer", 0): 3, ("server", 1): 6, ("rollout", 0): 1}
 
 
 def test_a_line_that_only_looks_like_an_agents_goes_to_its_log(tmp_path):

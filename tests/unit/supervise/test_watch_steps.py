@@ -1,14 +1,13 @@
-"""The watches are started on other nodes, without the helpers of their sruns."""
+"""The watches start on other nodes, without the helpers of their sruns."""
 
 import os
 import stat
 import sys
-import time
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from patience import extend
+from patience import wait_until
 
 from hpc_rl.supervise.watch_steps import WatchSteps, end_helper
 
@@ -43,13 +42,6 @@ def calls(tmp_path, monkeypatch) -> Path:
     (tmp_path / "calls.end").touch()
 
 
-def wait_for(condition) -> None:
-    deadline = time.monotonic() + extend(60)
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def lines_of(path: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
@@ -61,33 +53,31 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def nodes_of(lines: list[str]) -> list[str]:
+    return sorted(word for line in lines for word in line.split() if "nodelist" in word)
+
+
 def test_two_watches_lose_their_helpers_and_start_elsewhere_when_they_end(calls, tmp_path):
     steps = WatchSteps(["n2", "n3", "n4", "n5"], [], lambda n: ["true", str(n)], tmp_path / "log", again_s=30)
     now = 0.0
     steps.poll(now)
-    wait_for(lambda: len(lines_of(calls)) == 2)
+    wait_until(lambda: len(lines_of(calls)) == 2)
 
     def have_no_helpers() -> bool:
         steps.poll(now)
         return not any(is_alive(int(line.split()[0])) for line in lines_of(calls))
 
-    wait_for(have_no_helpers)
-    assert sorted(word for line in lines_of(calls) for word in line.split() if "nodelist" in word) == [
-        "--nodelist=n2",
-        "--nodelist=n4",
-    ]
+    wait_until(have_no_helpers)
+    assert nodes_of(lines_of(calls)) == ["--nodelist=n2", "--nodelist=n4"]
     calls.with_name("calls.end").touch()
-    wait_for(lambda: (steps.poll(now), not steps.running)[1])
+    wait_until(lambda: (steps.poll(now), not steps.running)[1])
     steps.poll(29.0)
     assert len(lines_of(calls)) == 2
     now = 30.0
     steps.poll(now)
-    wait_for(lambda: len(lines_of(calls)) == 4)
-    assert sorted(word for line in lines_of(calls)[2:] for word in line.split() if "nodelist" in word) == [
-        "--nodelist=n3",
-        "--nodelist=n5",
-    ]
-    wait_for(lambda: (steps.poll(now), not steps.running)[1])
+    wait_until(lambda: len(lines_of(calls)) == 4)
+    assert nodes_of(lines_of(calls)[2:]) == ["--nodelist=n3", "--nodelist=n5"]
+    wait_until(lambda: (steps.poll(now), not steps.running)[1])
     for line in lines_of(calls)[2:]:
         with suppress(ProcessLookupError):  # of a helper that was ended in time
             os.kill(int(line.split()[0]), 9)

@@ -5,34 +5,30 @@ asked for.
 import pytest
 from training import FakeEngine, Starter
 
-from hpc_rl.config.changes import measured_by
+from hpc_rl.config.changes import digest_options
 from hpc_rl.config.load.load import load
 from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.operations import EvaluatorConfig, KeepBestConfig, RecoverConfig, SaverConfig
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.errors import ConfigError, ExitCode
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 
 LOSSES = {2: {"eval_loss": 0.5}, 4: {"eval_loss": 0.2}, 6: {"eval_loss": 0.9}}
 
 
 def starter(tmp_path, **keep) -> Starter:
     saver = SaverConfig(keep_best=KeepBestConfig(**keep), freq_steps=3, keep_last=1)
-    return Starter(
-        tmp_path,
-        saver=saver,
-        evaluator=EvaluatorConfig(freq_steps=2),
-        recover=RecoverConfig(mode="auto", freq_steps=2),
-    )
+    recover = RecoverConfig(mode="auto", freq_steps=2)
+    return Starter(tmp_path, saver=saver, evaluator=EvaluatorConfig(freq_steps=2), recover=recover)
 
 
 def model(start: Starter, name: str) -> int:
     """The sum of all batches up to the step that the export is of."""
-    return read_json(start.trial.exports / name / "model.json")
+    return load_json(start.trial.exports / name / "model.json")
 
 
 def record(start: Starter, name: str) -> dict:
-    return read_json(start.trial.exports / name / "hpc_rl.json")
+    return load_json(start.trial.exports / name / "hpc_rl.json")
 
 
 def test_the_best_model_is_kept_and_is_the_final_one(tmp_path):
@@ -42,11 +38,8 @@ def test_the_best_model_is_kept_and_is_the_final_one(tmp_path):
     best = record(start, "best")
     assert (best["step"], best["version"], best["metric"], best["value"]) == (4, "0.4", "eval_loss", 0.2)
     final = record(start, "final")
-    assert (final["step"], final["version"], final["best"]["step"]) == (
-        6,
-        "0.4",
-        4,
-    )  # the end of all 6 steps, weights of the 4th
+    # the end of all 6 steps, weights of the 4th
+    assert (final["step"], final["version"], final["best"]["step"]) == (6, "0.4", 4)
     assert start(6)[1].trained == []  # it is done
 
 
@@ -62,7 +55,7 @@ def test_without_as_final_the_last_weights_are_the_final_ones(tmp_path):
         ({"mode": "max"}, LOSSES, 6),
         (
             {"metric": "eval_accuracy"},
-            {2: {"eval_accuracy": 0.7, "eval_loss": 3}, 4: {"eval_accuracy": 0.7}, 6: {}},
+            {2: {"eval_accuracy": 0.7, "eval_loss": 3}, 4: {"eval_accuracy": 0.7}},
             2,
         ),
         ({}, {2: {"eval_loss": float("nan")}, 4: {"eval_loss": 7.0}, 6: {"eval_loss": float("inf")}}, 4),
@@ -98,7 +91,7 @@ def test_a_stop_while_the_best_waits_for_space_leaves_it_to_the_next_start(tmp_p
     start.end(75)
     start(4, numbers=LOSSES)
     assert [record(start, "best")["step"], model(start, "best")] == [4, 10]
-    assert read_json(start.trial.lineages / "0001.json")["from_step"] == 2
+    assert load_json(start.trial.lineages / "0001.json")["from_step"] == 2
 
 
 def test_another_metric_starts_anew(tmp_path):
@@ -130,7 +123,7 @@ def test_a_best_that_was_measured_otherwise_does_not_count(tmp_path, caplog):
 def test_a_number_depends_on_what_is_asked_and_on_what_scores():
     def digests(*words: str) -> dict[str, str]:
         given = [*BASE, "rollout.reward_fn=judge", "rollout.judge.pool=j", "pools.j.path=/j", *words]
-        return measured_by(load([], given, profiles=[]).config)
+        return digest_options(load([], given, profiles=[]).config)
 
     before = digests()
     for option in ("rollout.reward_fn=contains", "rollout.judge.template=x", "pools.j.path=/k"):
@@ -154,13 +147,8 @@ def test_where_nothing_was_measured_the_last_weights_are_final(tmp_path):
     assert not (start.trial.exports / "best").exists()
 
 
-BASE = [
-    "experiment_name=e",
-    "trial_name=t",
-    "train_dataset.path=/d",
-    "train_dataset.batch_size=4",
-    "actor.path=/m",
-]
+BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "train_dataset.batch_size=4"]
+BASE += ["actor.path=/m"]
 
 
 def test_it_needs_held_out_data_and_a_number_that_is_measured():

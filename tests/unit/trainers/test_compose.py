@@ -12,7 +12,7 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.core.allocation import Train
 from hpc_rl.core.trial import Trial
 from hpc_rl.engines.base import Sequences
-from hpc_rl.trainers.compose import _engine
+from hpc_rl.trainers.compose import _make_engine
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.start import TrainerContext
 from tests.unit.engines.conftest import TINY
@@ -30,7 +30,7 @@ def test_inputs_come_from_pinned_memory_on_demand(tmp_path, monkeypatch, pinned)
         train=Train("fsdp"), device="cpu", ranks=Ranks(), stopping=threading.Event(),
     )  # fmt: skip
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: took.append(tensor) or tensor)
-    engine = _engine(start, config.model)
+    engine = _make_engine(start, config.model)
     engine.initialize(1)
     rows = Sequences([np.array([1, 2, 3], np.int32)], {"loss_mask": [np.array([False, True, True])]})
     engine.logprobs(rows, 1.0)

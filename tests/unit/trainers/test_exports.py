@@ -11,7 +11,7 @@ from training import FakeEngine, Starter
 
 from hpc_rl.config.options.operations import SaverConfig
 from hpc_rl.core.errors import ExitCode
-from hpc_rl.core.trial import read_json
+from hpc_rl.core.trial import load_json
 from hpc_rl.trainers import exports
 
 
@@ -54,10 +54,8 @@ def test_on_a_full_disk_the_final_export_waits_for_room(starter, full_disk, capl
     assert code == ExitCode.DONE and recipe.trained == [1, 2, 3, 4]
     assert sorted(path.name for path in starter.trial.exports.iterdir()) == ["final"]
     assert json.loads((starter.trial.exports / "final" / "model.json").read_text()) == 10
-    assert (
-        caplog.text.count("DISK FULL: exports/final can't be written") == 1
-        and "wrote exports/final" in caplog.text
-    )
+    assert caplog.text.count("DISK FULL: exports/final can't be written") == 1
+    assert "wrote exports/final" in caplog.text
 
 
 def test_a_stop_while_the_final_export_waits_leaves_it_to_the_next_start(starter, full_disk):
@@ -114,7 +112,7 @@ def test_an_export_killed_at_any_instant_is_whole_after_the_next_start(starter, 
     exports.repair(starter.trial.exports)
     assert [path.name for path in starter.trial.exports.iterdir()] == ["final"]
     final = starter.trial.exports / "final"
-    found = json.loads((final / "model.json").read_text()), read_json(final / "hpc_rl.json")["step"]
+    found = json.loads((final / "model.json").read_text()), load_json(final / "hpc_rl.json")["step"]
     assert found in ((6, 3), (15, 5))
 
 

@@ -12,11 +12,11 @@ from training import FakeEngine, FakeSnapshot, Starter, make_config
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Commit, scan
-from hpc_rl.config.options.experiment import total_steps
+from hpc_rl.config.options.experiment import count_steps
 from hpc_rl.config.options.operations import EvaluatorConfig, RecoverConfig, SaverConfig
 from hpc_rl.core.errors import CannotWrite, ConfigError, ExitCode, NothingToResume, Stale
-from hpc_rl.core.trial import read_json, write_json
-from hpc_rl.status.trial_status import read_status
+from hpc_rl.core.trial import load_json, write_json
+from hpc_rl.status.trial_status import load_status
 from hpc_rl.trainers.exports import Exports
 
 
@@ -45,7 +45,7 @@ def test_what_happens_when(tmp_path, caplog):
     assert starter.generations() == [5, 3]
     assert sorted(path.name for path in starter.trial.exports.iterdir()) == ["final", "step-00000004"]
     assert json.loads((starter.trial.exports / "final" / "model.json").read_text()) == 15
-    assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["version"] == "0.5"
+    assert load_json(starter.trial.exports / "final" / "hpc_rl.json")["version"] == "0.5"
     rows = starter.rows()
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     assert rows[1]["version"] == "0.2" and rows[1]["lineage"] == 0 and rows[1]["loss"] == 0.5
@@ -66,13 +66,8 @@ def test_told_to_stop_in_a_step_it_finishes_the_step_saves_and_exits_75(starter)
     assert recipe.calls[:2] == ["publish 4", "update 5"]
     assert starter.last.engine.total == 55
     manifest = scan(starter.trial)[0].manifest
-    assert (manifest.lineage, manifest.version, manifest.submission, manifest.epoch, manifest.cursor) == (
-        1,
-        "1.10",
-        "7",
-        2,
-        0,
-    )
+    assert (manifest.lineage, manifest.version, manifest.submission) == (1, "1.10", "7")
+    assert (manifest.epoch, manifest.cursor) == (2, 0)
 
 
 def test_told_to_stop_while_it_waits_for_a_batch_it_saves_what_it_has(starter):
@@ -132,27 +127,31 @@ def kill() -> None:
     raise Killed
 
 
+def starts_of(starter: Starter) -> list[int]:
+    """The step that each lineage begins with."""
+    return [load_json(path)["from_step"] for path in sorted(starter.trial.lineages.iterdir())]
+
+
+def kill_at(starter: Starter, num_steps: int, actions: dict) -> None:
+    with pytest.raises(Killed):
+        starter(num_steps, actions)
+    starter.end(137)
+
+
 @pytest.mark.parametrize("moment", [1, 3, 4, 7, "during 1", "during 4", "during 10"], ids=str)
 def test_killed_anywhere_it_goes_on_from_the_newest_generation(starter, moment):
-    with pytest.raises(Killed):
-        starter(10, {moment: kill})
-    starter.end(137)
+    kill_at(starter, 10, {moment: kill})
     code, recipe = starter(10)
     step = moment if isinstance(moment, int) else int(moment.split()[1])
     resumed_from = (step - 1) // 3 * 3
     assert code == ExitCode.DONE
     assert recipe.trained == list(range(resumed_from + 1, 11))
     assert starter.last.engine.total == 55
-    assert [read_json(path)["from_step"] for path in sorted(starter.trial.lineages.iterdir())] == [
-        0,
-        resumed_from,
-    ]
+    assert starts_of(starter) == [0, resumed_from]
 
 
 def test_a_damaged_generation_is_set_aside_and_the_one_before_is_taken(starter, caplog):
-    with pytest.raises(Killed):
-        starter(10, {8: kill})
-    starter.end(137)
+    kill_at(starter, 10, {8: kill})
     path = starter.trial.generation(6) / "state.json"
     path.write_text(path.read_text().replace("21", "22"))
     code, recipe = starter(10)
@@ -167,17 +166,12 @@ def test_a_damaged_generation_is_set_aside_and_the_one_before_is_taken(starter, 
     ("now", "words"),
     [
         ({"rows": 24, "xxh3": "bb"}, "had 32 rows when checkpoint 6 was made, and has 24 rows now"),
-        (
-            {"rows": 32, "xxh3": "bb"},
-            "had 32 rows when checkpoint 6 was made, and has as many with other content now",
-        ),
+        ({"rows": 32, "xxh3": "bb"}, "had 32 rows when .* made, and has as many with other content now"),
     ],
 )
 def test_a_generation_of_other_rows_is_refused_and_left_as_it_is(starter, now, words):
     starter.data = {"rows": 32, "xxh3": "aa"}
-    with pytest.raises(Killed):
-        starter(10, {8: kill})
-    starter.end(137)
+    kill_at(starter, 10, {8: kill})
     starter.data = now
     with pytest.raises(ConfigError, match=words):
         starter(10)
@@ -187,9 +181,7 @@ def test_a_generation_of_other_rows_is_refused_and_left_as_it_is(starter, now, w
 
 
 def test_a_generation_without_a_fingerprint_is_gone_on_from(starter):
-    with pytest.raises(Killed):
-        starter(10, {8: kill})
-    starter.end(137)
+    kill_at(starter, 10, {8: kill})
     starter.data = {"rows": 32, "xxh3": "aa"}
     assert starter(10)[1].trained[0] == 7
     assert scan(starter.trial)[0].manifest.data == starter.data
@@ -226,15 +218,13 @@ def test_the_export_of_a_lost_lineage_is_not_taken_for_the_end(starter, monkeypa
         with pytest.raises(Killed):
             starter(4)
     starter.end(137)
-    assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["version"] == "0.4"
+    assert load_json(starter.trial.exports / "final" / "hpc_rl.json")["version"] == "0.4"
     assert starter(4)[0] == ExitCode.DONE
-    assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["version"] == "1.4"
+    assert load_json(starter.trial.exports / "final" / "hpc_rl.json")["version"] == "1.4"
 
 
 def test_an_end_before_the_loaded_state_is_refused(starter):
-    with pytest.raises(Killed):
-        starter(10, {8: kill})
-    starter.end(137)
+    kill_at(starter, 10, {8: kill})
     with pytest.raises(ConfigError, match=r"ends after step 5, .* is of step 6"):
         starter(5)
     assert not (starter.trial.exports / "final").exists()
@@ -305,21 +295,22 @@ def full(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
+def write_by_step(monkeypatch, states: dict) -> None:
+    """Snapshots are written as their step says."""
+    write = lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel)  # noqa: E731
+    monkeypatch.setattr(FakeSnapshot, "write", write)
+
+
 def test_a_full_disk_fails_the_save_loudly_and_training_goes_on(starter, monkeypatch, caplog):
     saved = FakeSnapshot.write
-    states = {3: saved, 6: full, 9: saved}
-    monkeypatch.setattr(
-        FakeSnapshot,
-        "write",
-        lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel),
-    )
+    write_by_step(monkeypatch, {3: saved, 6: full, 9: saved})
     with pytest.raises(Killed):
         starter(12, {11: kill})
     assert starter.generations() == [9, 3]
-    assert (
-        "SAVE FAILED: checkpoint 6 could not be saved: [Errno 28] No space left on device; "
-        "checkpoint 3 is the newest" in caplog.text
+    words = (
+        "SAVE FAILED: checkpoint 6 could not be saved: [Errno 28] No space left on device; checkpoint 3 is"
     )
+    assert words in caplog.text
     assert not [path for path in starter.trial.recover.iterdir() if path.name.startswith(".")]
     rows = {row["step"]: row for row in starter.rows()}
     assert "save_failed" not in rows[6] and "save_failed" not in rows[10]
@@ -329,38 +320,33 @@ def test_a_full_disk_fails_the_save_loudly_and_training_goes_on(starter, monkeyp
 
 def test_a_stop_whose_save_fails_does_not_say_that_the_state_is_saved(starter, monkeypatch):
     monkeypatch.setattr(FakeSnapshot, "write", full)
-    with pytest.raises(
-        CannotWrite, match=r"checkpoint 2 could not be saved: .*No space left.*; there is no checkpoint yet"
-    ):
+    words = r"checkpoint 2 could not be saved: .*No space left.*; there is no checkpoint yet"
+    with pytest.raises(CannotWrite, match=words):
         starter(4, {"during 2": stop(lambda: starter.last)})
     assert starter.generations() == []
 
 
 def test_a_failed_last_save_is_tried_again_after_the_export_and_recorded(starter, monkeypatch, caplog):
     saved, states = FakeSnapshot.write, {3: FakeSnapshot.write, 4: full}
-    monkeypatch.setattr(
-        FakeSnapshot,
-        "write",
-        lambda self, folder, cancel: states[int(folder.name[5:13])](self, folder, cancel),
-    )
+    write_by_step(monkeypatch, states)
     assert starter(4)[0] == ExitCode.DONE
     words = "checkpoint 4 could not be saved: [Errno 28] No space left on device; checkpoint 3 is the newest"
     assert f"THE LAST STATE IS NOT SAVED: {words}" in caplog.text and "Training continues" not in caplog.text
-    assert read_json(starter.trial.exports / "final" / "hpc_rl.json")["not_saved"] == words
+    assert load_json(starter.trial.exports / "final" / "hpc_rl.json")["not_saved"] == words
     write_json(starter.trial.done, {})
-    found = read_status(starter.trial)
+    found = load_status(starter.trial)
     assert found.state == "done" and words in found.reason
     starter.end(0)
     states[4] = lambda self, folder, cancel: states.update({4: saved}) or full()
     assert starter(4)[0] == ExitCode.DONE
-    assert starter.generations()[0] == 4 and read_status(starter.trial).reason == ""
+    assert starter.generations()[0] == 4 and load_status(starter.trial).reason == ""
 
 
 def test_a_generation_that_does_not_fit_is_not_begun(starter, monkeypatch, caplog):
     monkeypatch.setattr(FakeEngine, "state_bytes", lambda self: 10**18)
     with pytest.raises(Killed):
         starter(5, {5: kill})
-    assert "it takes 931322574.6 GB and" in caplog.text
+    assert "it needs 931322574.6 GB, but only" in caplog.text
     assert list(starter.trial.recover.iterdir()) == []
 
 
@@ -395,12 +381,8 @@ class TestAsynchronous:
 
         with pytest.raises(Killed):
             starter(10, {3: look, 5: look, 6: finish, 8: look, "during 8": finish, 9: look, 10: kill})
-        assert seen == [
-            ([], 1),
-            ([], 1),
-            ([2], 2),
-            ([6, 2], 3),
-        ]  # what was due at 4 is made up for by that of 6
+        # what was due at 4 is made up for by that of 6
+        assert seen == [([], 1), ([], 1), ([2], 2), ([6, 2], 3)]
         assert all(copied for _, copied in slow)
         slow[-1][0].may_write.set()
         wait_until(lambda: written(starter))
@@ -444,59 +426,49 @@ def wait_until(what, timeout_s: float = 60.0) -> None:
 
 def test_a_large_file_is_checked_while_it_is_loaded_and_walked_back(starter, monkeypatch, caplog):
     monkeypatch.setattr(generation, "LIGHT_BYTES", 0)
-    with pytest.raises(Killed):
-        starter(10, {8: kill})
-    starter.end(137)
+    kill_at(starter, 10, {8: kill})
     for step in (6, 3):
         path = starter.trial.generation(step) / "state.json"
         path.write_text("9" * path.stat().st_size)
     code, recipe = starter(10)
     assert code == ExitCode.DONE
     assert recipe.trained == list(range(1, 11)) and starter.last.engine.total == 55
-    assert (
-        "GENERATION SET ASIDE: gen-00000006 state.json: bytes 0 to 2 are not what was written" in caplog.text
-    )
-    assert sorted(p.name[:12] for p in (starter.trial.recover / "set-aside").iterdir()) == [
-        "gen-00000003",
-        "gen-00000006",
-    ]
-    assert [read_json(path)["from_step"] for path in sorted(starter.trial.lineages.iterdir())] == [0, 0]
+    words = "GENERATION SET ASIDE: gen-00000006 state.json: bytes 0 to 2 are not what was written"
+    assert words in caplog.text
+    aside = sorted(path.name[:12] for path in (starter.trial.recover / "set-aside").iterdir())
+    assert aside == ["gen-00000003", "gen-00000006"]
+    assert starts_of(starter) == [0, 0]
 
 
 def test_leftovers_of_killed_incarnations_go(starter):
     (starter.trial.recover / ".gen-00000003.7.0.0.tmp").mkdir()
     (starter.trial.weights / ".0.1.tmp").mkdir()
     starter(1)
-    assert not [
-        p
-        for folder in (starter.trial.recover, starter.trial.weights)
-        for p in folder.iterdir()
-        if p.name[0] == "."
-    ]
+    for folder in (starter.trial.recover, starter.trial.weights):
+        assert not [path for path in folder.iterdir() if path.name[0] == "."]
 
 
 def test_total_steps(tmp_path):
     config = make_config(tmp_path)
     config.total_train_epochs = 3
-    assert total_steps(config, 11) == 16  # 33 rows, 2 a batch
+    assert count_steps(config, 11) == 16  # 33 rows, 2 a batch
     config.total_train_steps = 4
-    assert total_steps(config, 11) == 4
+    assert count_steps(config, 11) == 4
     config.total_train_steps = 40
-    assert total_steps(config, 11) == 16  # the earlier end
+    assert count_steps(config, 11) == 16  # the earlier end
     config.total_train_epochs = None
-    assert total_steps(config, 11) == 40
+    assert count_steps(config, 11) == 40
     with pytest.raises(ConfigError, match="no whole batch"):
-        total_steps(make_config(tmp_path), 1)
+        count_steps(make_config(tmp_path), 1)
 
 
 def test_total_steps_by_sequences_and_with_a_filled_last_batch(tmp_path):
     config = make_config(tmp_path)
     config.total_train_n_seqs = 7
-    assert total_steps(config, 11) == -(
-        -7 // (2 * (config.gconfig.n_samples if hasattr(config, "gconfig") else 1))
-    )
+    in_a_step = 2 * (config.gconfig.n_samples if hasattr(config, "gconfig") else 1)
+    assert count_steps(config, 11) == -(-7 // in_a_step)
     config.total_train_steps = 1
-    assert total_steps(config, 11) == 1
+    assert count_steps(config, 11) == 1
     config.total_train_steps = config.total_train_n_seqs = None
     config.train_dataset.drop_last = False
-    assert total_steps(config, 11) == 6  # 11 rows, 2 a batch, the last one filled up
+    assert count_steps(config, 11) == 6  # 11 rows, 2 a batch, the last one filled up

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from hpc_rl.core.trial import Trial, read_json
+from hpc_rl.core.trial import Trial, load_json
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.engines.shared import hf_io
 from hpc_rl.trainers import exports
@@ -45,25 +45,18 @@ def recipe(tmp_path, monkeypatch):
         trial=trial, ranks=Ranks(), writer=writer, engine=engine, stopping=stopping, step=0, stats=stats,
         version=lambda step: WeightVersion(0, step),
     )  # fmt: skip
-    return SimpleNamespace(
-        publish=lambda step: GRPO.publish(SimpleNamespace(run=run, transport=transport), step),  # type: ignore[arg-type]
-        engine=engine,
-        stopping=stopping,
-        published=published,
-        trial=trial,
-        waited=waited,
-    )
+    publish = lambda step: GRPO.publish(SimpleNamespace(run=run, transport=transport), step)  # noqa: E731
+    seen = {"published": published, "trial": trial, "waited": waited}
+    return SimpleNamespace(publish=publish, engine=engine, stopping=stopping, **seen)
 
 
 def test_it_waits_for_room_and_goes_on(recipe, caplog):
     recipe.engine.full = 3
     recipe.publish(1)
     assert [str(version) for version, *_ in recipe.published] == ["0.1"]
-    assert read_json(recipe.trial.current_weights)["label"] == "0.1"
-    assert (
-        caplog.text.count("DISK FULL: weights 0.1 can't be written") == 1
-        and "wrote weights 0.1" in caplog.text
-    )
+    assert load_json(recipe.trial.current_weights)["label"] == "0.1"
+    assert caplog.text.count("DISK FULL: weights 0.1 can't be written") == 1
+    assert "wrote weights 0.1" in caplog.text
     assert len(recipe.waited) == 3  # whoever watches sees that it is alive
     assert not [path for path in recipe.trial.weights.iterdir() if path.name.startswith(".")]
 

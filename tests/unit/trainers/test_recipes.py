@@ -1,5 +1,6 @@
 """What a step of GRPO asks of the engine: rows, columns, weights, whatever the number of ranks."""
 
+import copy
 import dataclasses
 import threading
 from typing import get_args, get_type_hints
@@ -21,8 +22,8 @@ from hpc_rl.core.errors import DataUnusable
 from hpc_rl.core.records import LineageRecord
 from hpc_rl.core.trial import write_json
 from hpc_rl.core.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
-from hpc_rl.trainers.grpo_recipe import GRPO, max_steps_without_update, num_updates, place_schedule
-from hpc_rl.trainers.minibatches import shares
+from hpc_rl.trainers.grpo_recipe import GRPO, count_allowed_idle_steps, count_updates, place_schedule
+from hpc_rl.trainers.minibatches import divide_rows
 from hpc_rl.weights.publish import DiskTransport
 
 
@@ -51,9 +52,7 @@ class FakeRollout:
     def __init__(self, *answers: bytes | None) -> None:
         self.answers = list(answers)  # b"": not yet
 
-    def batch_bytes(
-        self, step: int, lineage: int, stopping: threading.Event, within_s: float
-    ) -> bytes | None:
+    def batch_bytes(self, step: int, lineage: int, stopping: object, within_s: float) -> bytes | None:
         if self.answers[0] == b"":
             raise TimeoutError(self.answers.pop(0))
         return self.answers.pop(0)
@@ -63,20 +62,14 @@ class FakeRollout:
 
 
 def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, kind=GRPOConfig, **actor) -> GRPO:
+    norm = NormConfig(mean_level="group", std_level=None)
     config = kind(
         experiment_name="e",
         trial_name="t",
         train_dataset=DatasetConfig(path="x.jsonl", batch_size=2),
         valid_dataset=DatasetConfig(path="y.jsonl"),
         gconfig=GenerationHyperparameters(n_samples=2, temperature=0.7),
-        actor=PPOActorConfig(
-            path="m",
-            **{
-                "ppo_n_minibatches": 1,
-                "reward_norm": NormConfig(mean_level="group", std_level=None),
-                **actor,
-            },
-        ),
+        actor=PPOActorConfig(path="m", **{"ppo_n_minibatches": 1, "reward_norm": norm, **actor}),
     )
     run = make_run(tmp_path, config)
     transport = DiskTransport(run.trial, None)
@@ -99,22 +92,15 @@ def test_rows_without_advantage_are_skipped_and_still_count_in_the_weight(tmp_pa
     recipe.update(6, batch_of([1.0, 0.0], [1.0, 1.0]))
     ((rows, weight, temperature),) = recipe.run.engine.updates
     assert len(rows) == 2 and weight == 12.0 and temperature == 0.7
-    assert [column.tolist() for column in rows.columns["advantages"]] == [
-        [0, 0, 0.5, 0.5, 0.5],
-        [0, 0, -0.5, -0.5, -0.5],
-    ]
+    advantages = [column.tolist() for column in rows.columns["advantages"]]
+    assert advantages == [[0, 0, value, value, value] for value in (0.5, -0.5)]
     numbers = recipe.run.stats.take()
     assert numbers["rows_skipped"] == 2
     assert numbers["reward"] == 0.75
-    assert (
-        numbers["staleness_mean"] == numbers["staleness_max"] == 1
-    )  # step 6 trains on version 5; the tokens are of 4
-    assert (numbers["seq_len"], numbers["num_tokens"], numbers["lr"], numbers["grad_norm"]) == (
-        5,
-        20,
-        0.5,
-        1.0,
-    )
+    # step 6 trains on version 5; the tokens are of 4
+    assert numbers["staleness_mean"] == numbers["staleness_max"] == 1
+    assert (numbers["seq_len"], numbers["num_tokens"]) == (5, 20)
+    assert (numbers["lr"], numbers["grad_norm"]) == (0.5, 1.0)
     # ratio e^(-1+2), clipped to 1.2 for A > 0, not for A < 0: loss = 3 * 0.5 * (-1.2 + e) / 12
     assert numbers["loss"] == pytest.approx(3 * 0.5 * (-1.2 + np.e) / 12)
     assert numbers["clip_ratio"] == 0.5 and numbers["entropy"] == 1.0
@@ -201,6 +187,10 @@ def test_fewer_minibatches_than_planned_advance_the_schedule_by_a_step(tmp_path)
     assert len(recipe.run.engine.updates) == 2 and recipe.run.engine.passed == 2
 
 
+def two_groups_of(*rows: Trajectory) -> Batch:
+    return Batch(6, [TrajectoryGroup(i, [copy.copy(row) for row in rows]) for i in range(2)])
+
+
 def cut_off(batch: Batch, group: int, row: int) -> Batch:
     batch.groups[group].trajectories[row].finish_reason = "length"
     return batch
@@ -230,30 +220,20 @@ def test_areal_rewards_improbable_tokens_where_there_is_no_reference_model(tmp_p
     recipe = grpo_recipe(tmp_path, algorithm="areal", kl_ctl=0.1)
     recipe.update(6, batch_of([1.0, 1.0], [1.0, 1.0]))
     rows = recipe.run.engine.updates[0][0]
-    np.testing.assert_allclose(
-        rows.columns["advantages"][0], [0, 0, 0.6, 0.4, 0.2], rtol=1e-6
-    )  # 0.1 * 2 a token
+    wanted = [0, 0, 0.6, 0.4, 0.2]  # 0.1 * 2 a token
+    np.testing.assert_allclose(rows.columns["advantages"][0], wanted, rtol=1e-6)
 
 
 def test_overlong_completions_lose_at_most_the_factor_except_for_areal(tmp_path):
-    options = {
-        "overlong_reward_penalty": True,
-        "overlong_tokens": 4,
-        "overlong_penalty_factor": 2.0,
-        "kl_ctl": 0.0,
-    }
+    options = {"overlong_reward_penalty": True, "overlong_tokens": 4, "overlong_penalty_factor": 2.0}
     for algorithm, penalty in (("grpo", -2.0), ("areal", -2.5)):
-        recipe = grpo_recipe(tmp_path, algorithm=algorithm, **options)
+        recipe = grpo_recipe(tmp_path, algorithm=algorithm, kl_ctl=0.0, **options)
         recipe.config.gconfig.max_new_tokens = 20
-        recipe.update(
-            6, Batch(6, [TrajectoryGroup(i, [trajectory(1.0, n) for n in (16, 21)]) for i in range(2)])
-        )
+        recipe.update(6, two_groups_of(trajectory(1.0, 16), trajectory(1.0, 21)))
         rows = recipe.run.engine.updates[0][0]
         # rewards 1 and 1 + penalty, minus their mean
-        assert sorted({float(column[-1]) for column in rows.columns["advantages"]}) == [
-            penalty / 2,
-            -penalty / 2,
-        ]
+        found = sorted({float(column[-1]) for column in rows.columns["advantages"]})
+        assert found == [penalty / 2, -penalty / 2]
         assert recipe.run.stats.take()["overlong_penalty"] == penalty / 2
 
 
@@ -268,9 +248,7 @@ def test_the_loss_by_sequence_and_by_constant_length(tmp_path):
     ):
         recipe = grpo_recipe(tmp_path, loss_aggregation=aggregation)
         recipe.config.gconfig.max_new_tokens = 10
-        recipe.update(
-            6, Batch(6, [TrajectoryGroup(i, [trajectory(1.0, 2), trajectory(0.0, 4)]) for i in range(2)])
-        )
+        recipe.update(6, two_groups_of(trajectory(1.0, 2), trajectory(0.0, 4)))
         assert recipe.run.stats.take()["loss"] == pytest.approx(loss), aggregation
 
 
@@ -341,7 +319,7 @@ def test_steps_in_a_row_without_an_update_end_the_trial(tmp_path, monkeypatch):
 
 def test_float16_has_the_steps_that_its_loss_scale_needs_to_come_down():
     actor = PPOActorConfig(path="m", dtype="float16")
-    assert max_steps_without_update(actor) >= 20 + 32 > max_steps_without_update(PPOActorConfig(path="m"))
+    assert count_allowed_idle_steps(actor) >= 20 + 32 > count_allowed_idle_steps(PPOActorConfig(path="m"))
 
 
 def test_minibatches_are_updates_and_the_schedule_knows(tmp_path):
@@ -349,8 +327,8 @@ def test_minibatches_are_updates_and_the_schedule_knows(tmp_path):
     recipe.update(6, batch_of([1.0, 0.0], [0.0, 1.0]))
     assert len(recipe.run.engine.updates) == 3
     assert sum(weight for _, weight, _ in recipe.run.engine.updates) == 12.0
-    assert num_updates(recipe.config, 10) == recipe.total_steps * 3 == 15
-    assert num_updates(grpo_recipe(tmp_path, ppo_n_minibatches=9).config, 10) == 5 * 4
+    assert count_updates(recipe.config, 10) == recipe.total_steps * 3 == 15
+    assert count_updates(grpo_recipe(tmp_path, ppo_n_minibatches=9).config, 10) == 5 * 4
 
 
 def sequence_ratio_loss(batch: TokenBatch, *, eps_clip: float, **_: object) -> tuple[torch.Tensor, dict]:
@@ -390,12 +368,13 @@ def test_nothing_but_the_share_depends_on_the_number_of_ranks(drawn, num_minibat
         np.full(len(row.ids), float(useful), np.float32) for row, (_, useful) in zip(rows, drawn, strict=True)
     ]
     members = list(range(len(rows)))
-    one = shares(rows, advantages, members, num_minibatches, 1)
-    many = shares(rows, advantages, members, num_minibatches, num_ranks)
+    one = divide_rows(rows, advantages, members, num_minibatches, 1)
+    many = divide_rows(rows, advantages, members, num_minibatches, num_ranks)
     assert [part.loss_weight for part in one] == [part.loss_weight for part in many]
-    assert [sorted(i for rank in part.rows for i in rank) for part in one] == [
-        sorted(i for rank in part.rows for i in rank) for part in many
-    ]
+    alone, together = (
+        [sorted(i for rank in part.rows for i in rank) for part in made] for made in (one, many)
+    )
+    assert alone == together
     assert all(len(part.rows) == num_ranks for part in many)
     assert sum(part.loss_weight for part in one) == sum(int(row.loss_mask.sum()) for row in rows)
     trained = {i for part in many for rank in part.rows for i in rank}
@@ -408,13 +387,8 @@ def test_evaluation_is_logged_as_a_line_of_its_own(tmp_path):
     recipe.run.sinks.log = lambda step, scalars: lines.append((step, dict(scalars)))  # type: ignore[method-assign]
     assert recipe.evaluate(3)
     ((step, row),) = lines
-    assert (
-        step == 3
-        and row["eval_reward"] == 0.25
-        and row["eval_num_prompts"] == 200
-        and row["eval_version"] == "0.3"
-    )
-    assert (row["eval_hints"], row["eval_num_tokens"]) == (2.5, 9.0)
+    assert (step, row["eval_reward"], row["eval_num_prompts"]) == (3, 0.25, 200)
+    assert (row["eval_version"], row["eval_hints"], row["eval_num_tokens"]) == ("0.3", 2.5, 9.0)
     recipe.run.stopping.set()
     assert recipe.evaluate(3) is None
     recipe.config.valid_dataset = None
@@ -430,7 +404,7 @@ def test_another_number_of_mini_batches_keeps_the_share_of_the_schedule(tmp_path
     engine = RecordingEngine()
     engine.counters = lambda: {"updates": 20 + engine.passed}
     place_schedule(engine, 5, config)
-    assert engine.counters()["updates"] == 10 == num_updates(config, 100) // 2
+    assert engine.counters()["updates"] == 10 == count_updates(config, 100) // 2
     place_schedule(engine, 5, config)
     assert engine.counters()["updates"] == 10
 

@@ -18,9 +18,9 @@ from hpc_rl.trainers.supervised import (
     REWARD_MODEL,
     SFT,
     SupervisedRecipe,
-    held_out_loss,
-    pairwise_loss,
-    sequence_loss,
+    compute_pairwise_loss,
+    compute_sequence_loss,
+    evaluate_loss,
 )
 
 
@@ -88,7 +88,7 @@ def test_token_accuracy_counts_the_tokens_that_greedy_sampling_takes():
         def logprobs(self, rows, temperature):
             return [token_logprobs(hidden_NH, head_VH, ids_N, temperature)[0].numpy()]
 
-    numbers = held_out_loss(Engine(), Sequences([ids_N.numpy()], {"loss_mask": [mask]}))
+    numbers = evaluate_loss(Engine(), Sequences([ids_N.numpy()], {"loss_mask": [mask]}))
     right = (ids_N == greedy_N).numpy()[mask].mean()
     assert 16 / 48 <= right < 1 and numbers["eval_token_accuracy"] == pytest.approx(right)
 
@@ -104,15 +104,12 @@ def test_a_reward_model_trains_on_the_last_tokens_of_pairs(tmp_path):
     recipe.update(2, recipe.batch(2))
     ((rows, weight, _),) = recipe.run.engine.updates
     assert weight == 2.0
-    assert [
-        (int(ids[0]), mask.tolist()) for ids, mask in zip(rows.ids, rows.columns["loss_mask"], strict=True)
-    ] == [(2, [False] * 4 + [True]), (12, [False, True]), (3, [False] * 5 + [True]), (13, [False, True])]
+    assert [int(ids[0]) for ids in rows.ids] == [2, 12, 3, 13]
+    masks = [mask.tolist() for mask in rows.columns["loss_mask"]]
+    assert masks == [[False] * num + [True] for num in (4, 1, 5, 1)]
     numbers = recipe.run.stats.take()
-    assert (
-        numbers["loss"] == pytest.approx(np.log(2))
-        and numbers["accuracy"] == 0
-        and numbers["num_tokens"] == 15
-    )
+    assert numbers["loss"] == pytest.approx(np.log(2))
+    assert (numbers["accuracy"], numbers["num_tokens"]) == (0, 15)
     assert recipe.evaluate(0) == {}
     assert recipe.evaluate(1) == pytest.approx({"eval_loss": np.log(2), "eval_accuracy": 0.0})
 
@@ -120,14 +117,14 @@ def test_a_reward_model_trains_on_the_last_tokens_of_pairs(tmp_path):
 def test_the_loss_of_sequences_sums_over_the_mask():
     mask, zero = torch.tensor([True, False, True]), torch.zeros(3)
     batch = MicroBatch(torch.tensor([-1.0, -2.0, -4.0]), zero, {"loss_mask": mask}, zero.long())
-    loss, sums = sequence_loss(batch)
+    loss, sums = compute_sequence_loss(batch)
     assert loss == 5.0
     assert sums["num_tokens"] == 2
 
 
 def test_pairs_by_hand():
     scores = torch.tensor([[2.0, 1.0], [0.0, 1.0], [1.0, 1.0]], requires_grad=True)
-    loss, sums = pairwise_loss(scores)
+    loss, sums = compute_pairwise_loss(scores)
     assert loss.item() == pytest.approx(math.log1p(math.exp(-1)) + math.log1p(math.exp(1)) + math.log(2))
     assert (sums["num_correct"].item(), sums["margin"].item()) == (1, 0.0)  # a tie is not in order
     loss.backward()
@@ -135,5 +132,5 @@ def test_pairs_by_hand():
 
 
 def test_no_pairs():
-    loss, sums = pairwise_loss(torch.zeros(0, 2))
+    loss, sums = compute_pairwise_loss(torch.zeros(0, 2))
     assert loss.item() == 0 and sums["num_correct"].item() == 0

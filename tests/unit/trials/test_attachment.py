@@ -6,8 +6,8 @@ import pytest
 
 from hpc_rl.core.errors import TrialStateError
 from hpc_rl.core.trial import write_json
-from hpc_rl.status.trial_status import read_status
-from hpc_rl.trials.attachment import attach_command, choose_process, role_processes
+from hpc_rl.status.trial_status import load_status
+from hpc_rl.trials.attachment import choose_process, list_role_processes, make_attach_command
 
 
 @pytest.fixture
@@ -37,11 +37,11 @@ def on_slurm(fake_trial):
     record("server-0.1", 0, "n3", 13)
     record("client-server-0.1", 0, "n1", 14)
     (fake_trial.trial.attempt("7.0").processes / "torn-0.0-rank0.json").write_text("{")
-    return read_status(fake_trial.trial)
+    return load_status(fake_trial.trial)
 
 
 def test_every_place_once_trainer_first(on_slurm):
-    assert [(place.name, place.node, place.pid) for place in role_processes(on_slurm)] == [
+    assert [(place.name, place.node, place.pid) for place in list_role_processes(on_slurm)] == [
         ("trainer-0 rank 0", "n1", 10),
         ("trainer-0 rank 1", "n2", 11),
         ("server-0 rank 0", "n3", 13),
@@ -49,10 +49,10 @@ def test_every_place_once_trainer_first(on_slurm):
 
 
 def test_on_slurm_an_overlapping_step_on_the_node(on_slurm):
-    line = attach_command(on_slurm, choose_process(on_slurm, None, None, None), [])
+    line = make_attach_command(on_slurm, choose_process(on_slurm, None, None, None), [])
     assert line[0] == "srun" and line[-3:] == ["--pty", "bash", "--login"]
     assert {"--jobid=7", "--overlap", "--mem=0", "--nodelist=n1"} <= set(line)
-    line = attach_command(on_slurm, choose_process(on_slurm, "trainer", None, 1), ["nvidia-smi"])
+    line = make_attach_command(on_slurm, choose_process(on_slurm, "trainer", None, 1), ["nvidia-smi"])
     assert "--nodelist=n2" in line and "--pty" not in line and line[-1] == "nvidia-smi"
     assert choose_process(on_slurm, "server", 0, None).node == "n3"
 
@@ -60,9 +60,9 @@ def test_on_slurm_an_overlapping_step_on_the_node(on_slurm):
 def test_the_shell_shares_the_cpus_of_the_role(on_slurm, fake_trial):
     trainer = {"role": "trainer", "index": 0, "nodes": [0, 1], "tasks_per_node": 2, "cpus_per_task": 7}
     write_json(fake_trial.trial.plan_json, {"units": [trainer]})
-    story = read_status(fake_trial.trial)
-    assert "--cpus-per-task=14" in attach_command(story, choose_process(story, "trainer", 0, 0), [])
-    assert "--cpus-per-task=1" in attach_command(story, choose_process(story, "server", 0, 0), [])
+    story = load_status(fake_trial.trial)
+    assert "--cpus-per-task=14" in make_attach_command(story, choose_process(story, "trainer", 0, 0), [])
+    assert "--cpus-per-task=1" in make_attach_command(story, choose_process(story, "server", 0, 0), [])
 
 
 def leave(fake_trial, attempt, name, **more):
@@ -83,12 +83,14 @@ def test_servers_in_a_job_of_their_own_are_places_too(on_slurm, fake_trial):
         (1, "n8"),
     ):  # its second start is the tenth at the latest: as numbers, not as text
         leave(fake_trial, f"8_2.{9 + restart}", "server-7.0", node=node, job_id="8")
-    story = read_status(trial)
+    story = load_status(trial)
     servers = [
-        (place.name, place.node, place.attempt) for place in role_processes(story) if place.attempt != "7.0"
+        (place.name, place.node, place.attempt)
+        for place in list_role_processes(story)
+        if place.attempt != "7.0"
     ]
     assert servers == [("server-5 rank 0", "n5", "8_0.0"), ("server-7 rank 0", "n8", "8_2.10")]
-    line = attach_command(story, choose_process(story, "server", 5, None), [])
+    line = make_attach_command(story, choose_process(story, "server", 5, None), [])
     assert "--jobid=9" in line and "--nodelist=n5" in line
 
 
@@ -98,12 +100,12 @@ def test_the_component_of_a_heterogeneous_job_is_named(on_slurm, fake_trial):
     write_json(
         fake_trial.trial.plan_json, {"trainer": "grpo", "layout": "hetjob", "units": units, "groups": groups}
     )
-    story = read_status(fake_trial.trial)
-    assert "--het-group=0" in attach_command(story, choose_process(story, "trainer", None, None), [])
-    assert "--het-group=1" in attach_command(story, choose_process(story, "server", None, None), [])
+    story = load_status(fake_trial.trial)
+    assert "--het-group=0" in make_attach_command(story, choose_process(story, "trainer", None, None), [])
+    assert "--het-group=1" in make_attach_command(story, choose_process(story, "server", None, None), [])
     assert not [
         word
-        for word in attach_command(on_slurm, choose_process(on_slurm, None, None, None), [])
+        for word in make_attach_command(on_slurm, choose_process(on_slurm, None, None, None), [])
         if "het-group" in word
     ]
 
@@ -113,7 +115,7 @@ def test_what_does_not_run_is_told_with_what_does(on_slurm, fake_trial):
         choose_process(on_slurm, "rollout", None, None)
     fake_trial.ended("7.0", 70, "server-0 gave up")
     with pytest.raises(TrialStateError, match=r"is failed \(server-0 gave up\)"):
-        choose_process(read_status(fake_trial.trial), None, None, None)
+        choose_process(load_status(fake_trial.trial), None, None, None)
 
 
 def test_on_this_machine_a_shell_and_elsewhere_a_word(fake_trial):
@@ -121,7 +123,7 @@ def test_on_this_machine_a_shell_and_elsewhere_a_word(fake_trial):
     for host, role in ((socket.gethostname(), "trainer"), ("elsewhere", "server")):
         path = fake_trial.trial.attempt("7.0").processes / f"{role}-0.0-rank0.json"
         write_json(path, {"pid": 10, "start_ticks": 1, "host": host, "role": role, "rank": 0})
-    story = read_status(fake_trial.trial)
-    assert attach_command(story, choose_process(story, None, None, None), ["ls"]) == ["ls"]
+    story = load_status(fake_trial.trial)
+    assert make_attach_command(story, choose_process(story, None, None, None), ["ls"]) == ["ls"]
     with pytest.raises(TrialStateError, match="runs on elsewhere"):
-        attach_command(story, choose_process(story, "server", None, None), [])
+        make_attach_command(story, choose_process(story, "server", None, None), [])

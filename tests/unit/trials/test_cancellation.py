@@ -12,7 +12,7 @@ from hpc_rl.trials import cancellation
 
 
 class Running:
-    def states(self, job_ids):
+    def query_states(self, job_ids):
         return {one: JobState(one, State.RUNNING) for one in job_ids}
 
 
@@ -21,7 +21,7 @@ def test_on_a_full_disk_it_says_how_the_job_is_ended_all_the_same(tmp_path, monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(cancellation, "write_json", full)
-    monkeypatch.setattr(cancellation, "scheduler_of", lambda trial, job: Running())
+    monkeypatch.setattr(cancellation, "make_job_scheduler", lambda trial, job: Running())
     trial = Trial(tmp_path / "u" / "e" / "t")
     trial.make_dirs()
     with pytest.raises(CannotWrite, match=r"Nothing was cancelled\..* scancel 8"):

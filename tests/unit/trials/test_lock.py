@@ -38,7 +38,7 @@ class FakeScheduler:
         self.specs.append(spec)
         return f"local-{len(self.specs)}"
 
-    def states(self, job_ids: list[str]) -> dict[str, JobState]:
+    def query_states(self, job_ids: list[str]) -> dict[str, JobState]:
         return {job_id: JobState(job_id, State.RUNNING) for job_id in job_ids}
 
 
@@ -217,7 +217,7 @@ def test_of_many_at_once_exactly_one_wins(world, tmp_path):
     for thread in threads:
         thread.join()
     assert len(scheduler.specs) == 1 and len(lost) == 5
-    trial = submission.trial_of(given(tmp_path / "root")[0].config)
+    trial = submission.make_trial(given(tmp_path / "root")[0].config)
     assert [path.stem for path in trial.jobs.glob("*.json")] == ["local-1"] and trial.plan_json.exists()
 
 

@@ -34,7 +34,7 @@ class FakeCluster:
         self.says, self.broken, self.threads = says, broken, threads
         self.asked: list[str] = []
 
-    def nodes(self) -> list[Node]:
+    def query_nodes(self) -> list[Node]:
         self.asked.append("sinfo")
         if self.broken:
             raise SchedulerError(self.broken)
@@ -92,7 +92,7 @@ def test_what_confines_code_is_told_and_where_it_is_required_also_refused(monkey
     ],
 )
 def test_what_is_asked_of_the_cluster(overrides, asked):
-    request = preflight.request_of(*planned(*overrides))
+    request = preflight.make_request(*planned(*overrides))
     assert {name: getattr(request, name) for name in asked} == asked
 
 
@@ -147,17 +147,17 @@ def test_as_many_bad_nodes_are_avoided_as_leave_enough_others():
 def test_all_checks():
     small = planned("launcher.trainer_mem_per_gpu=1000")
     fine = preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster())
-    preflight.raise_for(fine)
+    preflight.raise_failures(fine)
     assert {check.state for check in fine} <= {"ok", "skipped"}
     no = preflight.full_check(
         *small, {"a.sbatch": GOOD + "if\n"}, FakeCluster(TestAnswer("Invalid account", False))
     )
     with pytest.raises(ConfigError, match=r"(?s)syntax error.*sbatch refused the job: Invalid account"):
-        preflight.raise_for(no)
+        preflight.raise_failures(no)
     waits = FakeCluster(TestAnswer("Required node not available", False, may_wait=True))
     assert preflight.full_check(*small, {"a.sbatch": GOOD}, waits)[-1].state == "note"
     with pytest.raises(SchedulerError, match="no controller"):
-        preflight.raise_for(
+        preflight.raise_failures(
             preflight.full_check(*small, {"a.sbatch": GOOD}, FakeCluster(broken="no controller"))
         )
     assert preflight.full_check(*small, {"local.sh": "true\n"}, None)[-1].state == "skipped"
@@ -168,7 +168,7 @@ def test_a_plan_can_be_checked_where_there_is_no_slurm(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
     checks = preflight.full_check(*small, {}, SlurmScheduler())
     assert "not compared with the cluster: sinfo is not on the PATH" in checks[-1].line()
-    preflight.raise_for(checks)
+    preflight.raise_failures(checks)
 
 
 @pytest.mark.parametrize(
@@ -187,12 +187,12 @@ def test_a_plan_can_be_checked_where_there_is_no_slurm(monkeypatch, tmp_path):
     ],
 )
 def test_the_linter(text, words):
-    assert any(words in problem for problem in lint.problems({"x.sbatch": text}))
+    assert any(words in problem for problem in lint.find_problems({"x.sbatch": text}))
     assert lint.check_directives(GOOD) == [] and lint.check_bash(GOOD) == []
 
 
 def test_sizes_of_memory():
-    assert [preflight.megabytes(text) for text in ("200", "200M", "2G", "1T", "2048K")] == [
+    assert [preflight.parse_megabytes(text) for text in ("200", "200M", "2G", "1T", "2048K")] == [
         200,
         200,
         2048,
@@ -212,38 +212,38 @@ def test_sizes_of_memory():
 )
 def test_attention_defaults_to_what_the_trainers_python_has(monkeypatch, packages, attn_impl, words):
     asked = []
-    monkeypatch.setattr(preflight.machine, "versions", lambda python: asked.append(python) or packages)
-    found = preflight.with_attention(*whole("actor.path=/m", base=GRPO))
+    monkeypatch.setattr(preflight.machine, "find_versions", lambda python: asked.append(python) or packages)
+    found = preflight.adapt_attention(*whole("actor.path=/m", base=GRPO))
     assert asked == ["python"]
     assert found.config.actor.attn_impl == attn_impl
     notes = [note for note in found.notes if note.startswith("actor.attn_impl is")]
     assert bool(notes) == bool(words)
     assert not words or words in notes[0]
-    preflight.with_attention(*whole("cluster.n_gpus_per_node=0"))
+    preflight.adapt_attention(*whole("cluster.n_gpus_per_node=0"))
     assert asked == ["python"]  # a plan without GPUs has no choice
 
 
 def test_an_attention_that_is_not_installed_is_refused_unless_an_image_may_have_it(monkeypatch):
     flash = "model.attn_impl=flash_attention_2"
-    monkeypatch.setattr(preflight.machine, "versions", lambda python: {"flash_attn_3": "3.0"})
+    monkeypatch.setattr(preflight.machine, "find_versions", lambda python: {"flash_attn_3": "3.0"})
     refusal = "needs the package flash-attn, and python has flash-attn-3; install it there, or use flash_atte"
     with pytest.raises(ConfigError, match=f"model.attn_impl flash_attention_2 {refusal}ntion_3"):
-        preflight.with_attention(*whole(flash))
+        preflight.adapt_attention(*whole(flash))
     image = ["launcher.slurm.container_type=apptainer", "launcher.slurm.trainer_image=/images/a.sif"]
-    assert preflight.with_attention(*whole(flash, *image)).config.model.attn_impl == "flash_attention_2"
-    loaded = preflight.with_attention(*whole(*image))
+    assert preflight.adapt_attention(*whole(flash, *image)).config.model.attn_impl == "flash_attention_2"
+    loaded = preflight.adapt_attention(*whole(*image))
     assert loaded.config.model.attn_impl == "sdpa"
     assert "image" in loaded.notes[-1]
 
 
 def test_megatron_core_that_is_not_installed_is_refused_unless_an_image_may_have_it(monkeypatch):
-    monkeypatch.setattr(preflight.machine, "versions", lambda python: {"torch": "2.13"})
+    monkeypatch.setattr(preflight.machine, "find_versions", lambda python: {"torch": "2.13"})
     _, plan = whole("allocation_mode=megatron:d4t2")
     with pytest.raises(ConfigError, match=r"megatron-core, and python lacks it: .*, or use fsdp:d4t2"):
         preflight.refuse_missing_engine(plan)
     image = ["launcher.slurm.container_type=apptainer", "launcher.slurm.trainer_image=/images/a.sif"]
     preflight.refuse_missing_engine(whole("allocation_mode=megatron:d4t2", *image)[1])
-    monkeypatch.setattr(preflight.machine, "versions", lambda python: {"megatron_core": "0.16.1"})
+    monkeypatch.setattr(preflight.machine, "find_versions", lambda python: {"megatron_core": "0.16.1"})
     preflight.refuse_missing_engine(plan)
 
 
@@ -257,17 +257,17 @@ BY_MPIEXEC = ["launcher.trainer_start=mpiexec", "cluster.n_gpus_per_node=0"]
 def test_a_missing_mpi_is_refused_where_the_nodes_lack_it_too(monkeypatch, is_certain, scheduler, is_refused):
     asked = []
     seen = MpiLook(problem="no mpi4py", is_certain=is_certain)
-    monkeypatch.setattr(preflight.mpi_check, "look", lambda *what: asked.append(what) or seen)
+    monkeypatch.setattr(preflight.mpi_check, "inspect_mpi", lambda *what: asked.append(what) or seen)
     loaded, plan = whole(*BY_MPIEXEC, "launcher.python=/p", "launcher.mpi.mpiexec=/m")
     if is_refused:
         with pytest.raises(ConfigError, match=r"launcher.trainer_start mpiexec: no mpi4py\..*pip install"):
-            preflight.with_mpi(loaded, plan, scheduler)
+            preflight.adapt_mpi(loaded, plan, scheduler)
     else:
-        assert preflight.with_mpi(loaded, plan, scheduler).notes[-1].startswith("no mpi4py; the nodes must")
+        assert preflight.adapt_mpi(loaded, plan, scheduler).notes[-1].startswith("no mpi4py; the nodes must")
     assert asked == [("/p", "/m")]
 
 
 def test_mpi_is_asked_for_only_where_it_starts_the_trainer(monkeypatch):
-    monkeypatch.setattr(preflight.mpi_check, "look", lambda *what: pytest.fail("asked"))
+    monkeypatch.setattr(preflight.mpi_check, "inspect_mpi", lambda *what: pytest.fail("asked"))
     loaded, plan = whole()
-    assert preflight.with_mpi(loaded, plan, "slurm") is loaded
+    assert preflight.adapt_mpi(loaded, plan, "slurm") is loaded

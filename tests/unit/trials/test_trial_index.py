@@ -17,12 +17,12 @@ def two(make_fake_trial, tmp_path):
         make_fake_trial(tmp_path / "runs", experiment, "small").trial for experiment in ("sums", "products")
     ]
     for trial in trials:
-        trial_index.record(trial)
+        trial_index.record_trial(trial)
     return trials
 
 
 def test_a_name_that_only_one_trial_has(fake_trial):
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     for text in ("t1", "exp/t1", str(fake_trial.trial.dir), f"{fake_trial.trial.dir}/"):
         assert trial_index.resolve(text).dir == fake_trial.trial.dir, text
 
@@ -47,7 +47,7 @@ def test_an_ambiguous_name_lists_the_candidates(two):
 def test_a_trial_here_and_another_of_that_name_in_the_index_are_ambiguous(
     fake_trial, make_fake_trial, tmp_path, monkeypatch
 ):
-    trial_index.record(make_fake_trial(tmp_path / "other").trial)
+    trial_index.record_trial(make_fake_trial(tmp_path / "other").trial)
     monkeypatch.chdir(fake_trial.trial.dir.parent)
     with pytest.raises(TrialNameError, match="2 trials"):
         trial_index.resolve("t1")
@@ -72,39 +72,39 @@ def test_gone_trials_are_named_as_such_and_pruned(two):
     assert trial_index.resolve("small").dir == two[1].dir
     with pytest.raises(TrialNameError, match="gone"):
         trial_index.resolve("sums/small")
-    assert [entry.trial.dir for entry in trial_index.prune()] == [two[0].dir]
-    assert [entry.trial.dir for entry in trial_index.entries()] == [two[1].dir]
+    assert [entry.trial.dir for entry in trial_index.prune_index()] == [two[0].dir]
+    assert [entry.trial.dir for entry in trial_index.list_entries()] == [two[1].dir]
 
 
 def test_submitting_again_keeps_one_entry(fake_trial):
-    assert trial_index.record(fake_trial.trial)
-    assert trial_index.record(fake_trial.trial)
-    assert len(trial_index.entries()) == 1
+    assert trial_index.record_trial(fake_trial.trial)
+    assert trial_index.record_trial(fake_trial.trial)
+    assert len(trial_index.list_entries()) == 1
 
 
 def test_junk_in_the_index_is_passed_over(fake_trial):
-    trial_index.record(fake_trial.trial)
+    trial_index.record_trial(fake_trial.trial)
     for name, text in (
         ("a.json", "{"),
         ("b.json", "[]"),
         ("c.json", '{"dir": "relative"}'),
         ("d.json", '{"dir": 3}'),
     ):
-        (trial_index.directory() / name).write_text(text)
-    assert len(trial_index.entries()) == 1
+        (trial_index.find_directory() / name).write_text(text)
+    assert len(trial_index.list_entries()) == 1
 
 
 def test_an_index_that_cannot_be_written_costs_no_more_than_a_log_line(fake_trial, state_home, caplog):
     state_home.write_text("a file where the directory should be")
-    assert trial_index.record(fake_trial.trial) is False
+    assert trial_index.record_trial(fake_trial.trial) is False
     assert "name it by its path" in caplog.text
-    assert trial_index.entries() == []
+    assert trial_index.list_entries() == []
 
 
 def test_the_handle_is_the_short_name_only_where_that_finds_the_trial(fake_trial, make_fake_trial, tmp_path):
-    assert trial_index.cli_name(fake_trial.trial) == str(fake_trial.trial.dir)
-    trial_index.record(fake_trial.trial)
-    assert trial_index.cli_name(fake_trial.trial) == "exp/t1"
+    assert trial_index.format_name(fake_trial.trial) == str(fake_trial.trial.dir)
+    trial_index.record_trial(fake_trial.trial)
+    assert trial_index.format_name(fake_trial.trial) == "exp/t1"
     other = make_fake_trial(tmp_path / "with space").trial
-    trial_index.record(other)
-    assert trial_index.cli_name(other) == f"'{other.dir}'"
+    trial_index.record_trial(other)
+    assert trial_index.format_name(other) == f"'{other.dir}'"

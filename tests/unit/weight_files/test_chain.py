@@ -17,7 +17,7 @@ from hpc_rl.weight_files.chain import (
     VersionIndex,
     choose_removable,
     find_rebuildable,
-    read_version,
+    load_version,
     rebuild,
     trace_chain,
 )
@@ -115,7 +115,7 @@ def test_a_damaged_or_missing_file_is_named(tmp_path):
         rebuild(tmp_path, trace_chain(version, indices))
     path.unlink()
     with pytest.raises(Damaged, match=f"0.3/{record.name} is missing"):
-        list(read_version(tmp_path / "0.3", indices[version]))
+        list(load_version(tmp_path / "0.3", indices[version]))
     del indices[WeightVersion(0, 2)]
     with pytest.raises(KeyError) as missing:
         trace_chain(version, indices)

@@ -111,7 +111,7 @@ def write_two(folder):
 
 def test_a_file_returns_what_was_written(tmp_path):
     stored, record = write_two(tmp_path)
-    back = list(rank_file.read(tmp_path / record.name, 3, record))
+    back = list(rank_file.load(tmp_path / record.name, 3, record))
     assert [one.rectangle for one in back] == [one.rectangle for one in stored]
     assert [one.is_whole for one in back] == [True, False, False]
     for one, other in zip(stored, back, strict=True):
@@ -137,10 +137,10 @@ def test_every_flipped_byte_is_noticed(tmp_path):
     for at in range(0, len(content), 97):
         path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
         with pytest.raises(Damaged):
-            list(rank_file.read(path, 3, record))
+            list(rank_file.load(path, 3, record))
     path.write_bytes(content[:-1])
     with pytest.raises(Damaged):
-        list(rank_file.read(path, 3, record))
+        list(rank_file.load(path, 3, record))
 
 
 def test_without_a_record_a_flipped_value_is_noticed_by_the_checksum_of_the_rectangle(tmp_path):
@@ -150,7 +150,7 @@ def test_without_a_record_a_flipped_value_is_noticed_by_the_checksum_of_the_rect
     content[-1] ^= 1  # in a value of the second rectangle
     path.write_bytes(content)
     _, values = whole_of([40, 50])
-    back = list(rank_file.read(path, 3, None))
+    back = list(rank_file.load(path, 3, None))
     back[0].apply(values)
     with pytest.raises(Damaged, match="another checksum"):
         back[1].apply(values.copy())
@@ -161,4 +161,4 @@ def test_without_a_record_a_flipped_value_is_noticed_by_the_checksum_of_the_rect
 def test_the_file_of_another_rank_is_refused(tmp_path, rank):
     _, record = write_two(tmp_path)
     with pytest.raises(Damaged, match="rank 3 in format 1, expected rank"):
-        list(rank_file.read(tmp_path / record.name, rank, record))
+        list(rank_file.load(tmp_path / record.name, rank, record))

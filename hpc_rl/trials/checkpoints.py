@@ -1,0 +1,116 @@
+"""Checkpoints of a trial for commands: choose one, verify it, request one, and refuse a useless import."""
+
+import time
+import uuid
+
+from hpc_rl.checkpoint import generation
+from hpc_rl.checkpoint.generation import Found
+from hpc_rl.checkpoint.retention import hold, rank_best
+from hpc_rl.checkpoint.start_facts import find_trimmed, list_seals
+from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.errors import CannotWrite, ConfigError, NothingToResume, TrialStateError
+from hpc_rl.core.records import TrialState
+from hpc_rl.core.trial import Trial, load_json, write_json
+from hpc_rl.datasets.rows import compute_fingerprint
+from hpc_rl.status.scheduler_view import TrialWatch
+from hpc_rl.trials.first_start import check_end, list_sound_steps
+
+POLL_S = 0.5  # interval between scans of the checkpoints
+
+
+def request_checkpoint(trial: Trial, wait_s: float) -> Found | None:
+    """Ask a running trial to save after its current step; return the checkpoint, None after `wait_s`.
+
+    Raises TrialStateError if the trial can't save, CannotWrite.
+    """
+    watch = TrialWatch(trial)
+    status = watch.poll()
+    if status.state is not TrialState.RUNNING:
+        raise TrialStateError(f"{trial} is {status.state}: only a trial that runs can save a checkpoint.")
+    if status.plan.get("recover_mode") == "disabled":
+        raise TrialStateError(f"{trial} saves no checkpoints: its recover.mode is disabled.")
+    least = max([status.step, *(one.step + 1 for one in generation.scan(trial))])
+    request, end = {"id": uuid.uuid4().hex}, time.monotonic() + wait_s
+    try:
+        write_json(trial.save_intent, request)
+        while not status.over and time.monotonic() < end:
+            status = watch.poll()  # before the scan: a save may be the last that a trial does
+            if found := [one for one in generation.scan(trial) if one.step >= least and not one.problem]:
+                return found[0]
+            time.sleep(POLL_S)
+    except OSError as error:
+        raise CannotWrite(f"{trial.save_intent} can't be written: {error.strerror or error}") from error
+    finally:
+        if load_json(trial.save_intent) == request:
+            trial.save_intent.unlink(missing_ok=True)
+    if status.over:
+        raise TrialStateError(f"{trial} is {status.state} now, and saved no checkpoint {least} or later.")
+    return None
+
+
+def find_damages(trial: Trial, checkpoint: Found) -> list[str]:
+    """Read every file of a checkpoint and return its damages."""
+    if checkpoint.manifest is None:
+        return [checkpoint.problem]
+    try:
+        with hold(trial, checkpoint.step, "verify") as folder:
+            return generation.find_damage(folder, checkpoint.manifest.files)
+    except TrialStateError as error:
+        return [str(error)]
+
+
+def check_import_step(trial: Trial, step: int) -> None:
+    """Raise TrialStateError if a start would not resume from an imported checkpoint of this step."""
+    sound = list_sound_steps(trial)  # a start skips damaged ones
+    cut, gone = list_seals(trial), find_trimmed(trial)
+    first = max([gone, *(one + 1 for one in sound)])
+    last = max(cut, default=gone or None)
+    if first <= step and (last is None or step <= last):
+        return
+    if last is None:
+        advice = f"Import as step {first} or later, or into another trial."
+    elif first <= last:
+        advice = f"Import as a step from {first} to {last}, or into another trial."
+    else:
+        advice = "Import into another trial, or set actor.path of a new one to the folder."
+    if sound and sound[0] >= step:
+        raise TrialStateError(
+            f"{trial} has checkpoint {sound[0]}, which would be taken instead of one of step {step}. {advice}"
+        )
+    assert last is not None  # without batches, only a checkpoint can be in the way
+    kept = f"only contains batches {gone + 1} to {last}"
+    if gone >= last:
+        kept = f"contains no batch, those up to {gone} were trimmed"
+    raise TrialStateError(f"{trial} cannot resume from step {step}: the batch log {kept}. {advice}")
+
+
+def check_import_end(trial: Trial, step: int) -> None:
+    """Raise ConfigError if the trial ends before this step: `recover` would refuse it."""
+    config = load_json(trial.config_json)
+    if not isinstance(config, dict):
+        fix = "`hpc-rl render` of the same configuration restores it"
+        raise ConfigError(f"{trial.config_json} is missing or damaged; {fix}")
+    loaded = from_dict(config)
+    check_end(step, trial, loaded, compute_fingerprint(loaded.train_dataset.path).get("rows"))
+
+
+def choose_checkpoint(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:
+    """Return the checkpoint of a step, the best one, or the newest sound one. Raises NothingToResume."""
+    found = generation.scan(trial)
+    if metric is not None:
+        steps = rank_best([one for one in found if not one.problem], metric)
+        if not steps:
+            raise NothingToResume(
+                f"no sound checkpoint of {trial} has a metric {metric!r}. {list_sound(trial)}"
+            )
+        step = steps[0]
+    for one in found:
+        if one.step == step or (step is None and not one.problem):
+            return one
+    wanted = "sound checkpoint" if step is None else f"checkpoint {step}"
+    raise NothingToResume(f"{trial} has no {wanted}. {list_sound(trial)}")
+
+
+def list_sound(trial: Trial) -> str:
+    sound = [str(one.step) for one in generation.scan(trial) if not one.problem]
+    return f"Sound ones: {', '.join(sound)}." if sound else "There is no sound one."
