@@ -87,11 +87,11 @@ def compute_policy_loss(
             raise ValueError(f"{name} must be above 1, got {bound}")
     mask_T, advantages_T = batch.mask_T, batch.advantages_T
 
-    def masked(values_T: torch.Tensor) -> torch.Tensor:
+    def mask_tokens(values_T: torch.Tensor) -> torch.Tensor:
         return torch.where(mask_T, values_T, torch.zeros_like(values_T))
 
     # masked before exp: no overflow at tokens that don't count
-    ratio_T = masked(batch.logprobs_T - batch.prox_T).exp()
+    ratio_T = mask_tokens(batch.logprobs_T - batch.prox_T).exp()
     upper = 1 + (eps_clip if eps_clip_higher is None else eps_clip_higher)
     plain_T = -advantages_T * ratio_T
     bounded_T = -advantages_T * ratio_T.clamp(1 - eps_clip, upper)
@@ -102,20 +102,20 @@ def compute_policy_loss(
         dual_T = advantages_T.sign() * c_clip * advantages_T
         dual_clipped_T = dual_T < loss_T
         loss_T = torch.minimum(loss_T, dual_T)
-    weight_T = masked(batch.prox_T - batch.behav_T).exp()
+    weight_T = mask_tokens(batch.prox_T - batch.behav_T).exp()
     if behav_imp_weight_cap is not None:
         dropped_T = weight_T > behav_imp_weight_cap
         weight_T = weight_T.masked_fill(dropped_T, 0.0)
-    loss_T = masked(loss_T * weight_T)
+    loss_T = mask_tokens(loss_T * weight_T)
     sums = {
         "num_tokens": mask_T.sum(),
-        "entropy": masked(batch.entropy_T).sum(),
-        "clip_ratio": masked(clipped_T).sum(),
-        "dual_clip_ratio": masked(dual_clipped_T).sum(),
-        "importance_weight": masked(ratio_T).detach().sum(),
-        "behave_imp_weight": masked(weight_T).sum(),
-        "behave_dropped": masked(dropped_T).sum(),
-        "behave_approx_kl": masked(batch.behav_T - batch.logprobs_T.detach()).sum(),
+        "entropy": mask_tokens(batch.entropy_T).sum(),
+        "clip_ratio": mask_tokens(clipped_T).sum(),
+        "dual_clip_ratio": mask_tokens(dual_clipped_T).sum(),
+        "importance_weight": mask_tokens(ratio_T).detach().sum(),
+        "behave_imp_weight": mask_tokens(weight_T).sum(),
+        "behave_dropped": mask_tokens(dropped_T).sum(),
+        "behave_approx_kl": mask_tokens(batch.behav_T - batch.logprobs_T.detach()).sum(),
     }
     if batch.ref_T is not None:
         kl_T = compute_k3(batch.logprobs_T, batch.ref_T, mask_T)

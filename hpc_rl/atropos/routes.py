@@ -116,7 +116,7 @@ def _make_group_routes(api: AtroposApi) -> list[web.RouteDef]:
     reading = asyncio.Semaphore(MAX_BODIES)
 
     async def take(request: web.Request, is_list: bool) -> list[dict[str, Any]]:
-        def connected() -> bool:
+        def is_connected() -> bool:
             return request.transport is not None and not request.transport.is_closing()
 
         async with reading:
@@ -126,7 +126,7 @@ def _make_group_routes(api: AtroposApi) -> list[web.RouteDef]:
             bodies = [bodies]
         elif not isinstance(bodies, list):
             raise MalformedRequest("body", "must be a list of groups")
-        return await api.take(bodies, request.headers.get("Idempotency-Key", ""), content, connected)
+        return await api.take(bodies, request.headers.get("Idempotency-Key", ""), content, is_connected)
 
     async def scored_data(request: web.Request) -> dict[str, Any]:
         return (await take(request, is_list=False))[0]
@@ -157,7 +157,7 @@ def _make_group_routes(api: AtroposApi) -> list[web.RouteDef]:
 def _answer_errors(handler: Handler) -> Callable[[web.Request], Awaitable[web.Response]]:
     """Answer with JSON; 422 for malformed requests (FastAPI's format), 503 for requests to retry."""
 
-    async def guarded(request: web.Request) -> web.Response:
+    async def answer(request: web.Request) -> web.Response:
         headers: dict[str, str] = {}
         try:
             content, status = await handler(request), 200
@@ -180,7 +180,7 @@ def _answer_errors(handler: Handler) -> Callable[[web.Request], Awaitable[web.Re
             response.enable_compression()
         return response
 
-    return guarded
+    return answer
 
 
 async def _load_body(request: web.Request) -> Any:

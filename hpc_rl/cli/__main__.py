@@ -99,7 +99,7 @@ def _main(argv: list[str] | None) -> int:
         finally:
             if sys.stdout is not None:  # None where the caller closed it
                 sys.stdout.flush()
-    except OSError as error:  # writing the output failed; _run_guarded catches errors of commands
+    except OSError as error:  # writing the output failed; _call_and_report catches errors of commands
         # Else the interpreter complains again at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):  # `hpc-rl list | head`: the reader is gone
@@ -121,7 +121,7 @@ def _dispatch(argv: list[str]) -> int:
         return _report_unknown(argv[0])
     if argv[0] == "env" and argv[1:2] and argv[1] in load_module("env").HANDED_OVER:
         load_module("env").hand_over(argv[1:])
-    return _run_guarded(argv)
+    return _call_and_report(argv)
 
 
 Parsers = dict[tuple[str, ...], CommandParser]
@@ -171,7 +171,7 @@ def _report_unknown(name: str) -> int:
     return ExitCode.USAGE
 
 
-def _run_guarded(argv: list[str]) -> int:
+def _call_and_report(argv: list[str]) -> int:
     try:
         return int(_call_command(argv) or 0)
     except ArgumentError as error:

@@ -103,13 +103,13 @@ class CommandParser(ArgumentParser):
 def _make_number_parser(kind: Callable[[str], T], what: str) -> Callable[[str], T]:
     """Return a parser of numbers of at least 0; its error names the allowed values."""
 
-    def read(text: str) -> T:
+    def parse(text: str) -> T:
         with suppress(ValueError):
             if 0 <= (number := kind(text)) < math.inf:
                 return number
         raise argparse.ArgumentTypeError(f"{text} can't be used; allowed: {what}, at least 0")
 
-    return read
+    return parse
 
 
 Count = _make_number_parser(int, "an integer")

@@ -13,8 +13,8 @@ from hpc_rl.cli.outcome import (
 )
 from hpc_rl.core.errors import HpcRlError
 from hpc_rl.trials import preflight, prepare, submission
+from hpc_rl.trials.check_result import CheckResult
 from hpc_rl.trials.checklist import make_planned
-from hpc_rl.trials.refusal import CheckResult
 
 
 def make_parser() -> CommandParser:

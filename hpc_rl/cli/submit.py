@@ -15,8 +15,8 @@ from hpc_rl.cli.start_text import describe_continuation, list_changes
 from hpc_rl.config.load.load import Loaded
 from hpc_rl.schedulers import pick
 from hpc_rl.trials import dependency, prepare, submission
+from hpc_rl.trials.check_result import CheckState
 from hpc_rl.trials.checklist import ALL, Stage
-from hpc_rl.trials.refusal import CheckState
 
 
 def make_parser() -> CommandParser:

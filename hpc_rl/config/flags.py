@@ -5,6 +5,8 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hpc_rl.core.refusal import Kind, Refusal
+
 Flags = dict[str, str | tuple[str, ...]]  # option -> its flag; for a switch also its arguments
 
 
@@ -22,7 +24,7 @@ class Reserved:
     set_by_the_trial: Collection[str]
 
 
-def check_flags(name: str, section: Any, flags: Flags, reserved: Reserved) -> Iterator[str]:
+def check_flags(name: str, section: Any, flags: Flags, reserved: Reserved) -> Iterator[Refusal]:
     """Yield a refusal for each flag that `extra_args` of section `name` may not contain.
 
     If a flag comes twice, a server silently uses the later one.
@@ -33,6 +35,13 @@ def check_flags(name: str, section: Any, flags: Flags, reserved: Reserved) -> It
         flag = reserved.also.get(came, came)
         option = names.get(flag)
         if flag in reserved.set_by_the_trial or (option and not hasattr(section, option)):
-            yield f"{name}.extra_args: {came} is derived from the plan and can't be given."
+            why = f": {came} is derived from the plan and can't be given"
+            yield Refusal(option=f"{name}.extra_args", kind=Kind.VALUE, why=why)
         elif option and getattr(section, option) not in (None, False):
-            yield f"{name}.extra_args: {came} can't be given; use {name}.{option}."
+            yield Refusal(
+                option=f"{name}.extra_args",
+                kind=Kind.CONFLICT,
+                why=f": {came} can't be given",
+                use=f"use {name}.{option}",
+                related=(f"{name}.{option}",),
+            )

@@ -107,7 +107,7 @@ def retry_once(work: Callable[[], Any]) -> Any:
         return work()
 
 
-def _read_or_damaged(what: str, work: Callable[[], Any]) -> Any:
+def _call_or_damaged(what: str, work: Callable[[], Any]) -> Any:
     """Call a read, twice if needed. Raises Damaged if the medium fails again, else OSError."""
     try:
         return retry_once(work)
@@ -126,7 +126,7 @@ class CheckedReader:
     def __init__(self, path: Path, expected: FileRecord | None = None) -> None:
         self.path = path
         self.expected = expected
-        self._fd: int = _read_or_damaged(path.name, lambda: os.open(path, os.O_RDONLY))
+        self._fd: int = _call_or_damaged(path.name, lambda: os.open(path, os.O_RDONLY))
         self.size = os.fstat(self._fd).st_size
         self.num_blocks = -(-self.size // BLOCK_BYTES)
         self._direct = _open_direct(path, os.O_RDONLY) if self.size >= DIRECT_BYTES else None
@@ -151,7 +151,7 @@ class CheckedReader:
         size = min(BLOCK_BYTES, self.size - start)
         view = self._staging.get_view()
         what = f"{self.path.name}: bytes {start} to {start + size}"
-        _read_or_damaged(what, lambda: self._read_block(index, view, size, start))
+        _call_or_damaged(what, lambda: self._load_block(index, view, size, start))
         view = view[:size]
         if self.expected is not None:
             digest = self.expected.xxh3[index * _DIGITS : (index + 1) * _DIGITS]
@@ -159,7 +159,7 @@ class CheckedReader:
                 raise Damaged(f"{what} are not what was written (checksum)")
         return view
 
-    def _read_block(self, index: int, view: memoryview, size: int, start: int) -> None:
+    def _load_block(self, index: int, view: memoryview, size: int, start: int) -> None:
         """Read a block past the page cache, or from the cache if all of the block is there."""
         if self._direct is not None and not self._cached[index]:
             try:

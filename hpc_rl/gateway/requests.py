@@ -12,7 +12,7 @@ from typing import Any
 
 from hpc_rl.core.errors import ConfigError, RequestRefused
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.servers import sampling
+from hpc_rl.servers import wire
 from hpc_rl.servers.chat import SAMPLING
 
 logger = logging.getLogger(__name__)
@@ -276,12 +276,12 @@ def _parse_sampling(given: dict[str, Any]) -> dict[str, Any]:
         if native == "top_k" and value == 0:  # vLLM's value for all tokens
             value = -1
         if native in _NUMBERS:
-            finite = type(value) in (int, float) and abs(value) < sampling.MAX_NUMBER
+            finite = type(value) in (int, float) and abs(value) < wire.MAX_NUMBER
             if not finite:
                 raise FieldRefused(key, "must be a finite number", value)
-        elif native in sampling.KNOWN:
+        elif native in wire.KNOWN:
             try:
-                sampling.parse_sampling({"max_new_tokens": _MANY, native: value})
+                wire.parse_sampling({"max_new_tokens": _MANY, native: value})
             except RequestRefused as error:
                 raise FieldRefused(key, f"is refused: {error}") from error
         elif native in _PASSED:

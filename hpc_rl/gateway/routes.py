@@ -90,7 +90,7 @@ def _make_handler(gateway: Gateway, of_path: Wire, evaluation: bool) -> Handler:
             completions, writer = gateway.make_completions(order), AnswerWriter(order, gateway.tokenizer)
             if order.stream:
                 return await _stream(gateway, request, writer, completions, of_evaluation)
-            await _run_while_connected(request, _unwrap(gateway.make(completions, of_evaluation)))
+            await _await_while_connected(request, _unwrap(gateway.make(completions, of_evaluation)))
             return web.json_response(writer.make_whole(completions))
         except (FieldRefused, InputRefused) as error:
             gateway.counters.refused += 1
@@ -172,7 +172,7 @@ async def _stream(
         await asyncio.gather(making, return_exceptions=True)
 
 
-async def _run_while_connected(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
+async def _await_while_connected(request: web.Request, work: Coroutine[Any, Any, T]) -> T:
     """Return the result of `work`; cancel it once the client is gone. Raises ClientGone."""
     task = asyncio.ensure_future(work)
     try:

@@ -29,7 +29,7 @@ from hpc_rl.rollout.report import describe_progress, keep_reporting
 from hpc_rl.rollout.sequencer import Rules, Sequencer
 from hpc_rl.rollout.service import RolloutService
 from hpc_rl.supervise.ownership import end_when_fenced
-from hpc_rl.trials.user_code import judged_by
+from hpc_rl.trials.user_code import fingerprint_judges
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     service = RolloutService(
         trial.rollout, sequencer, prompts, held_out, list_lineages, executor, lambda: context.deadline.left_s
     )
-    service.judged = Judged(trial.rollout, await asyncio.to_thread(judged_by, config, sys.path))
+    service.judged = Judged(trial.rollout, await asyncio.to_thread(fingerprint_judges, config, sys.path))
     service.evaluations.options = config.evaluator
     await executor.start()
 

@@ -16,7 +16,7 @@ from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.servers.client import GenerateRequest
 from hpc_rl.servers.router import Router
-from hpc_rl.servers.sampling import get_sampling_temperature
+from hpc_rl.servers.wire import get_sampling_temperature
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -87,7 +87,7 @@ class Worker:
     async def _obtain_outcome(self, prompt: RunPrompt) -> Outcome:
         ticket, index = prompt["ticket"], prompt["index"]
 
-        def rejected(reason: str, message: str, place: str = "", trace: str = "") -> NoGroup:
+        def reject(reason: str, message: str, place: str = "", trace: str = "") -> NoGroup:
             self._log(place, "prompt %d is rejected, %s: %s", index, reason, message)
             which = "held-out prompt" if prompt["evaluate"] else "prompt"
             error = redact(f"{which} {index}: {message}" if reason in OF_REWARD else message)
@@ -96,10 +96,10 @@ class Worker:
         try:
             group = await self._run(prompt)
         except Rejection as error:
-            return rejected(error.reason, error.message, error.place, error.trace)
+            return reject(error.reason, error.message, error.place, error.trace)
         except InputRefused as error:
             # all servers would refuse it: it was not sent to another one
-            return rejected(RejectReason.REFUSED, f"refused by a server: {error}")
+            return reject(RejectReason.REFUSED, f"refused by a server: {error}")
         except EndpointUnavailable as error:
             logger.warning("prompt %d is given back: %s", index, error)
             return NoGroup(op="unavailable", ticket=ticket, reason="", error=redact(str(error)))

@@ -161,10 +161,10 @@ def run_python(program: str, limits: Limits | None = None, sandbox: Sandbox | No
     Raises NotConfined if the sandbox can't be created.
     """
     used = sandbox or find_sandbox()
-    return _run(program, limits or Limits(), used.mechanism, used.as_stranger)
+    return _execute(program, limits or Limits(), used.mechanism, used.as_stranger)
 
 
-def _run(program: str, limits: Limits, mechanism: Mechanism, as_stranger: bool) -> Outcome:
+def _execute(program: str, limits: Limits, mechanism: Mechanism, as_stranger: bool) -> Outcome:
     with _make_folder() as folder:
         order = {
             "mechanism": mechanism,
@@ -291,7 +291,7 @@ def probe(mechanism: Mechanism, as_stranger: bool) -> frozenset[Protection]:
             num_processes=PROBE_LIMITS.num_processes,
             memory=PROBE_LIMITS.memory_bytes,
         )
-        outcome = _run(program, PROBE_LIMITS, mechanism, as_stranger)
+        outcome = _execute(program, PROBE_LIMITS, mechanism, as_stranger)
         could_write = marker.with_name("marker.new").exists()
     if outcome.ended is not Ended.EXIT or not outcome.code & ANSWERED or outcome.code >= 128:
         raise NotConfined(f"a trial program ended with code {outcome.code} ({outcome.ended})")

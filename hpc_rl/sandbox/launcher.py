@@ -227,11 +227,11 @@ def make_call_filter(with_names: bool, with_signals: bool, with_priorities: bool
     ]
     places = {"allow": len(steps) - 2, "refuse": len(steps) - 1}
 
-    def skipped(jump: int | str, at: int) -> int:
+    def skip(jump: int | str, at: int) -> int:
         return places[jump] - at - 1 if isinstance(jump, str) else jump
 
     return b"".join(
-        struct.pack("=HBBI", operation, skipped(yes, at), skipped(no, at), operand)
+        struct.pack("=HBBI", operation, skip(yes, at), skip(no, at), operand)
         for at, (operation, yes, no, operand) in enumerate(steps)
     )
 
@@ -247,7 +247,7 @@ def refuse_calls(with_names: bool, with_signals: bool, with_priorities: bool) ->
         prctl(PR_SET_SECCOMP, 2, program)
 
 
-def set_limits(order: dict[str, Any], num_tasks: int) -> None:
+def apply_limits(order: dict[str, Any], num_tasks: int) -> None:
     for what, most in (
         (resource.RLIMIT_CPU, order["cpu_s"]),
         (resource.RLIMIT_AS, order["memory_bytes"]),
@@ -332,14 +332,14 @@ def start_program(order: dict[str, Any], folder: str, uid: int | None, num_tasks
     is_apart = mechanism == "namespaces" or (
         mechanism == "Landlock" and get_landlock_version() >= SCOPES_SIGNALS
     )
-    set_limits(order, num_tasks)
+    apply_limits(order, num_tasks)
     refuse_calls(mechanism == "Landlock", not is_apart, with_priorities=mechanism != "namespaces")
     program = "/program.py" if mechanism == "namespaces" else f"{folder}/program.py"
     variables = {"PATH": "/usr/bin:/bin", "HOME": folder, "TMPDIR": folder}
     os.execve(order["python"], [order["python"], "-I", "-S", program], variables)
 
 
-def run_first(order: dict[str, Any], folder: str, uid: int | None, num_tasks: int) -> int:
+def start_first(order: dict[str, Any], folder: str, uid: int | None, num_tasks: int) -> int:
     """As process 1 of a namespace: start the program; return its exit code once it has ended."""
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     child = os.fork()
@@ -380,7 +380,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     if child == 0:
         try:
             if mechanism == "namespaces":
-                os._exit(run_first(order, folder, uid, num_tasks))
+                os._exit(start_first(order, folder, uid, num_tasks))
             start_program(order, folder, uid, num_tasks)
         except BaseException as error:
             os.write(tell, str(error).encode())

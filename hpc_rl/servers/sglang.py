@@ -25,7 +25,6 @@ from hpc_rl.core.net import bind
 from hpc_rl.core.trial import load_json, write_atomic
 from hpc_rl.servers.base import Answer, ReplicaPlace
 from hpc_rl.servers.client import open_session
-from hpc_rl.servers.native_api import make_refusal
 from hpc_rl.servers.server_process import (
     ServerProcess,
     Setting,
@@ -34,6 +33,7 @@ from hpc_rl.servers.server_process import (
     make_arguments,
     select_settings,
 )
+from hpc_rl.servers.wire import make_refusal
 
 logger = logging.getLogger(__name__)
 

@@ -25,14 +25,6 @@ from hpc_rl.config.options.inference import VLLMConfig
 from hpc_rl.config.vllm_versions import FLAGS, NO_FLAGS
 from hpc_rl.core.errors import RequestRefused, RoleFailed
 from hpc_rl.servers.base import Answer, ReplicaPlace
-from hpc_rl.servers.native_api import (
-    NativeRequest,
-    make_answer,
-    make_refusal,
-    make_unknown_key_error,
-    parse_pause_mode,
-    split,
-)
 from hpc_rl.servers.server_process import (
     ServerProcess,
     Setting,
@@ -40,6 +32,14 @@ from hpc_rl.servers.server_process import (
     find_tokenizer,
     make_arguments,
     select_settings,
+)
+from hpc_rl.servers.wire import (
+    NativeRequest,
+    make_answer,
+    make_refusal,
+    make_unknown_key_error,
+    parse_pause_mode,
+    split,
 )
 
 logger = logging.getLogger(__name__)

@@ -47,7 +47,7 @@ class Heartbeat:
             attempt: The newest one, which has not recorded an end.
             patience_s: How long to watch a lease that looks old; a later call may tell instead.
         """
-        lease = self._read(attempt)
+        lease = self._find_lease(attempt)
         if lease is None:
             return None
         silent_s = lease.age_s
@@ -64,7 +64,7 @@ class Heartbeat:
         node = lease.value.get("node") or lease.value.get("host") or "its host"
         return SupervisorSilence(str(node), silent_s)
 
-    def _read(self, attempt: str) -> LeaseView | None:
+    def _find_lease(self, attempt: str) -> LeaseView | None:
         with suppress(OSError):
             lease = self._names.list_leases(keys.OWNER).get(keys.OWNER)
             if lease is not None and lease.value.get("attempt") == attempt:
@@ -77,7 +77,7 @@ class Heartbeat:
         end = self._clock() + patience_s
         while self._clock() < end:
             self._sleep(POLL_S)
-            now = self._read(str(lease.value.get("attempt")))
+            now = self._find_lease(str(lease.value.get("attempt")))
             if now is None or (now.epoch, now.counter) != (lease.epoch, lease.counter):
                 return False
         return True

@@ -77,7 +77,7 @@ def query_all(
             continue  # files tell how it ended
         try:
             scheduler = make_job_scheduler(trial, jobs[-1])
-            if hasattr(scheduler, "survey"):
+            if hasattr(scheduler, "query_account"):
                 shared.setdefault(_find_owner(trial), (scheduler, []))[1].append((trial, every))
             else:
                 states = scheduler.query_states([job.native_id for job in jobs])

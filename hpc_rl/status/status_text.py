@@ -262,7 +262,7 @@ def describe_metrics(status: TrialStatus) -> list[str]:
             lines.append(format_row("seconds", f"{text}  (newest {format_count(len(newest), 'step')})"))
     measures = list(status.history.evaluated.items())
     for number, (name, values) in enumerate(measures[:MOST_MEASURES]):
-        text = f"{name} {status.held_out_text(values)}"
+        text = f"{name} {status.format_held_out(values)}"
         lines.append(format_row("" if number else "held-out", flatten_line(text)))
     if len(measures) > MOST_MEASURES:
         lines.append(format_row("", f"and {len(measures) - MOST_MEASURES} more: hpc-rl plot shows them"))

@@ -106,7 +106,7 @@ def list_facts(report: TrialReport) -> dict[str, str]:
         found["reason"] = status.reason
     for measure, values in report.history.evaluated.items():
         if known := [(step, value) for step, value in values if value is not None]:
-            found[f"held-out {measure}"] = status.held_out_text(known)
+            found[f"held-out {measure}"] = status.format_held_out(known)
     own = [name for name in report.history.metrics() if is_own(name) and not is_held_out(name)]
     for metric in ("reward", "loss", *own):
         if curve := report.history.curve(metric):

@@ -107,7 +107,7 @@ class TrialStatus:
         counts = self.last_rollout.rejected if self.last_rollout else {}
         return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
 
-    def held_out_text(self, values: Sequence[tuple[int, float | None]]) -> str:
+    def format_held_out(self, values: Sequence[tuple[int, float | None]]) -> str:
         """Return the first and the last value of a held-out measure, and over how many rows they are."""
         ends = values[:1] if len(values) == 1 else [values[0], values[-1]]
         rows = self.history.held_out_rows

@@ -155,7 +155,7 @@ class JobRunner:
                 # Submit servers again that gave their nodes back while this job waited.
                 self.loop.spawn(self._submit_again("servers"))
             self._leave_submission_record()
-            return self._run_attempts()
+            return self._repeat_attempts()
         except Superseded:
             self._print("Slurm has started this job again on other nodes: this start ends")
             return int(ExitCode.STOPPED)
@@ -181,9 +181,9 @@ class JobRunner:
         finally:
             os.close(log)
 
-    def _run_attempts(self) -> int:
+    def _repeat_attempts(self) -> int:
         while True:
-            code = self._run_one()
+            code = self._make_attempt()
             decision = self._decide(code)
             if decision.starts_again and self.settings.is_slurm:
                 if self._is_requeued or self._ask_again(code=code):
@@ -206,13 +206,13 @@ class JobRunner:
             self._record(JobEvent.ENDED, **ended, **cause)
             return self._tear_down(code)
 
-    def _run_one(self) -> int:
+    def _make_attempt(self) -> int:
         """Run one attempt with its hooks; return its code."""
         self._record(JobEvent.STARTED, **self._identify())
         self._is_attempting = True
         code = KILLED_BY_SYSTEM
-        if self._run_hooks("pre_job", code) and self._run_hooks("pre_node", code):
-            code = self._run_attempt()
+        if self._call_hooks("pre_job", code) and self._call_hooks("pre_node", code):
+            code = self._supervise_attempt()
         elif self._has_term:
             self._hook_failure = ""
         else:
@@ -224,8 +224,8 @@ class JobRunner:
             if problem := describe_failures(hooks.answers, hooks.limit_s):
                 self._print(f"hook: {problem}; see {self.names.attempt_dir}/hooks")
             self._on_preempt = None
-        self._run_hooks("post_node", code)
-        self._run_hooks("post_job", code)
+        self._call_hooks("post_node", code)
+        self._call_hooks("post_job", code)
         self._hook_failure = failure
         return code
 
@@ -293,12 +293,12 @@ class JobRunner:
 
     # --- the supervisor ------------------------------------------------------------------------------------
 
-    def _run_attempt(self) -> int:
+    def _supervise_attempt(self) -> int:
         """Run the supervisor; restart it in place if it is killed, as often as a failed role."""
         num_kills, code = 0, KILLED_BY_SYSTEM
         self._has_new_generation()
         while not self._has_term and not self._is_cancelled():
-            code = self._run_supervisor()
+            code = self._start_supervisor()
             self.loop.take_pending()
             if self._has_new_generation():
                 num_kills = 0
@@ -314,7 +314,7 @@ class JobRunner:
             )
         return code
 
-    def _run_supervisor(self) -> int:
+    def _start_supervisor(self) -> int:
         argv = [self.settings.python, "-m", "hpc_rl.roles.supervisor", "--trial_dir", self.settings.trial_dir]
         argv += ["--attempt", self.names.attempt, "--steps", self.settings.steps]
         env = {"HPC_RL_SCRIPT_PID": str(os.getpid())}
@@ -355,7 +355,7 @@ class JobRunner:
 
     # --- hooks ---------------------------------------------------------------------------------------------
 
-    def _run_hooks(self, event: str, code: int) -> bool:
+    def _call_hooks(self, event: str, code: int) -> bool:
         """Run the hooks of an event; return whether all succeeded, else set `_hook_failure`."""
         names: tuple[str, ...] = getattr(self.settings, event)
         if not names:

@@ -244,9 +244,9 @@ def main() -> int:
     out = pipes.reserve_stdout()
     given = json.load(sys.stdin)
 
-    def tell(found: dict[str, Any]) -> None:
+    def tell(result: dict[str, Any]) -> None:
         with os.fdopen(out, "w") as file:
-            json.dump(outcome, file)
+            json.dump(result, file)
 
     def give_up() -> None:
         """Report the place where the user's code blocks the event loop."""

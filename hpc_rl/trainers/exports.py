@@ -162,7 +162,7 @@ class Ranking:
         mode = (keep.mode if keep else None) or ("min" if metric.endswith("loss") else "max")
         return cls(metric, mode, digest_options(config))
 
-    def changed_since(self, standing: Mapping[str, Any]) -> list[str]:
+    def list_changes_since(self, standing: Mapping[str, Any]) -> list[str]:
         """Return the options that changed since `standing` was recorded and make it incomparable."""
         before = standing.get("measured_by") or {}
         changed = [
@@ -179,7 +179,7 @@ class Ranking:
         if not isinstance(value, int | float) or not math.isfinite(value):
             return None
         new = {**vars(self), "value": float(value)}
-        if self.changed_since(standing):
+        if self.list_changes_since(standing):
             return new
         old = float(standing["value"])
         better = value > old if self.mode == "max" else value < old
@@ -224,7 +224,7 @@ class Exports:
         if self.saver.keep_best is not None and self.ranks.rank == 0:
             ranking, standing = Ranking.of(self.config), self.record("best") or {}
             found = ranking.improvement(numbers, standing)
-            if found and standing and (changed := ranking.changed_since(standing)):
+            if found and standing and (changed := ranking.list_changes_since(standing)):
                 form = "the best model, of step %s, does not count any more: it was measured with another %s"
                 logger.warning(form, standing.get("step"), ", ".join(changed))
             if numbers and ranking.metric not in numbers:
@@ -247,7 +247,7 @@ class Exports:
         folder = self.folder / "final"
         keep, best = self.saver.keep_best, self.record("best")
         use_best = keep is not None and keep.as_final and best is not None
-        use_best = use_best and not Ranking.of(self.config).changed_since(best or {})
+        use_best = use_best and not Ranking.of(self.config).list_changes_since(best or {})
         if not self.ranks.any(self.ranks.rank == 0 and use_best):
             return self._write(folder, step)
         copy = [lambda: self._best_as_final(folder, step, best or {}) if self.ranks.rank == 0 else None]

@@ -26,7 +26,7 @@ from hpc_rl.engines.base import Engine, MicroBatch, Sequences
 from hpc_rl.engines.shared.packing import balance
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
-from hpc_rl.servers.sampling import get_logprob_temperature, get_sampling_temperature
+from hpc_rl.servers.wire import get_logprob_temperature, get_sampling_temperature
 from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.trainers.batch_metrics import BatchMetrics
 from hpc_rl.trainers.minibatches import (

@@ -64,12 +64,12 @@ class Ranks:
         """As from_rank0, for bytes of any size or None."""
         body: bytes | None = None
 
-        def made() -> bool:
+        def make_body() -> bool:
             nonlocal body
             body = make()
             return body is not None
 
-        return self._broadcast(body or b"") if self.from_rank0(made) else None
+        return self._broadcast(body or b"") if self.from_rank0(make_body) else None
 
     def _broadcast(self, body: bytes) -> bytes:
         if self.num == 1:

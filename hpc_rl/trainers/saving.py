@@ -75,7 +75,7 @@ class Saving:
         commit = Commit(self.trial, step, self.attempt_id, self.incarnation)
         size = int(sum_over_ranks([float(self.engine.state_bytes())])[0])
         if problem := self.ranks.from_rank0(lambda: self._make_room(commit, size)):
-            self._failed(step, problem)
+            self._report_failure(step, problem)
             return
         first = self.ranks.rank == 0
         job = self._job = PendingSave(commit, manifest() if first else None, self.engine.snapshot(copied))
@@ -168,9 +168,9 @@ class Saving:
             )
         mine = isinstance(error, OSError)
         problem = str(error) if mine else "another rank could not write its part; its log has the reason"
-        self._failed(job.commit.step, problem, mine)
+        self._report_failure(job.commit.step, problem, mine)
 
-    def _failed(self, step: int, problem: str, mine: bool = True) -> None:
+    def _report_failure(self, step: int, problem: str, mine: bool = True) -> None:
         self.num_failed += 1
         kept = f"checkpoint {self.newest} is the newest" if self.newest >= 0 else "there is no checkpoint yet"
         self.problem = f"checkpoint {step} could not be saved: {problem}; {kept}"

@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from hpc_rl.config.load.stored import Loaded
 from hpc_rl.config.options.experiment import count_steps, has_own_prompts
 from hpc_rl.config.rules.check import RulesRefuse, append_origins, check
 from hpc_rl.core.errors import ConfigError, DoesNotFit, ExitCode, HpcRlError, SchedulerError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial
 from hpc_rl.datasets.rows import count_rows
 from hpc_rl.doctor.machine import Problem
@@ -37,10 +38,10 @@ from hpc_rl.trials import (
     storage,
     submission,
 )
+from hpc_rl.trials.check_result import WRONG, CheckResult, CheckState
 from hpc_rl.trials.first_rows import check_first_rows
 from hpc_rl.trials.first_start import FirstStart, Recovery
 from hpc_rl.trials.lock import check_unlocked, check_writable
-from hpc_rl.trials.refusal import WRONG, CheckResult, CheckState, Refusal
 from hpc_rl.trials.user_code import check_user_code
 
 
@@ -174,15 +175,19 @@ class Verdict:
 # -- the checks
 
 
-def _check_options(subject: Subject) -> Iterator[CheckResult]:
+def _check_options(subject: Subject) -> Iterator[Finding]:
     """Adapt the defaults, and ask every rule."""
     try:
         subject.loaded = check(subject.loaded, files=Stage.HERE in subject.stages)
     except RulesRefuse as error:
         subject.loaded, subject.unreadable = error.adapted, error.unreadable
         subject.can_plan = error.is_about_files_only
-        for line in str(error).splitlines():  # with their places already
-            yield CheckResult("configuration", CheckState.REFUSED, line, exit_code=error.exit_code)
+        for refusal in error.refusals:
+            yield (
+                refusal
+                if isinstance(refusal, Refusal)
+                else CheckResult("configuration", CheckState.REFUSED, refusal, exit_code=error.exit_code)
+            )
 
 
 def _check_rows(subject: Subject) -> None:
@@ -221,8 +226,10 @@ def _check_batch(subject: Subject) -> Iterator[Refusal]:
     if num_rows is None or num_rows >= rows.batch_size:
         return
     count_steps(config, num_rows)
-    why = f"{rows.path} has {num_rows} rows, so each batch has some of them several times"
-    yield Refusal(option="train_dataset.batch_size", value=rows.batch_size, why=why, is_note=True)
+    why = f": {rows.path} has {num_rows} rows, so each batch has some of them several times"
+    yield Refusal(
+        option="train_dataset.batch_size", value=rows.batch_size, kind=Kind.FILE, why=why, is_note=True
+    )
 
 
 def _check_trainer(subject: Subject) -> Iterator[Finding]:
@@ -428,18 +435,18 @@ def refuse_unreadable(error: ConfigError) -> Verdict:
 
 def _apply_check(one: Check, subject: Subject) -> list[CheckResult]:
     """Return the results of a check, at least one."""
-    results: list[CheckResult] = []
+    found: list[Finding] = []
     try:
-        for found in one.look(subject) or ():
-            results.append(_convert_refusal(one.name, found) if isinstance(found, Refusal) else found)
+        for finding in one.look(subject) or ():
+            found.append(finding)
     except HpcRlError as error:
-        results += _convert_error(one.name, error)
-    origins = subject.loaded.origins if one.name != "configuration" else {}
+        found += _convert_error(one.name, error)
+    origins = subject.loaded.origins
     results = [
-        dataclasses.replace(row, detail=append_origins(row.detail, origins))
-        if row.state is CheckState.REFUSED and row.exit_code in _ABOUT_OPTIONS
-        else row
-        for row in results
+        _convert_refusal(one.name, finding, origins)
+        if isinstance(finding, Refusal)
+        else _append_origins(finding, origins)
+        for finding in found
     ]
     return results or [CheckResult(one.name, CheckState.OK)]
 
@@ -447,10 +454,25 @@ def _apply_check(one: Check, subject: Subject) -> list[CheckResult]:
 _ABOUT_OPTIONS = (ExitCode.REFUSED, ExitCode.CANNOT_WRITE)
 
 
-def _convert_refusal(name: str, found: Refusal) -> CheckResult:
-    state = CheckState.NOTE if found.is_note else CheckState.REFUSED
-    code = ExitCode.DONE if found.is_note else found.exit_code
-    return CheckResult(name, state, str(found), option=found.option, exit_code=code)
+def _append_origins(row: CheckResult, origins: Mapping[str, str]) -> CheckResult:
+    if row.state is CheckState.REFUSED and row.exit_code in _ABOUT_OPTIONS:
+        return dataclasses.replace(row, detail=append_origins(row.detail, origins))
+    return row
+
+
+def _convert_refusal(name: str, found: Refusal, origins: Mapping[str, str]) -> CheckResult:
+    if found.is_note:
+        return CheckResult(name, CheckState.NOTE, str(found), option=found.option, kind=found.kind)
+    text = append_origins(found, origins) if found.exit_code in _ABOUT_OPTIONS else str(found)
+    return CheckResult(
+        name,
+        CheckState.REFUSED,
+        text,
+        option=found.option,
+        kind=found.kind,
+        related=found.related,
+        exit_code=found.exit_code,
+    )
 
 
 def _convert_error(name: str, error: HpcRlError) -> list[CheckResult]:

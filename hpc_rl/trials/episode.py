@@ -17,7 +17,7 @@ from hpc_rl.core.trial import load_json
 from hpc_rl.doctor.machine import measure_cgroup_memory
 from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
 from hpc_rl.trials.needs import find_known_models
-from hpc_rl.trials.user_code import run_apart
+from hpc_rl.trials.user_code import execute_apart
 
 GB = 1 << 30
 MOST_BYTES = 8 * GB  # of weights: more takes a CPU minutes for a completion
@@ -66,7 +66,7 @@ def play_episode(
             "progress": str(progress),
             "timeout_s": timeout_s,
         }
-        said, printed, code = run_apart(
+        said, printed, code = execute_apart(
             "hpc_rl.tools.check_episode",
             config,
             given,

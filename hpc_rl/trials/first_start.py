@@ -26,7 +26,7 @@ from hpc_rl.rollout.batch_log.judged import Judged, count_rejected_by_user_code
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.batch_log.replay import check_replay, load_fingerprint, load_state
 from hpc_rl.trials import trial_index
-from hpc_rl.trials.user_code import CODE_OF, judged_by
+from hpc_rl.trials.user_code import CODE_OF, fingerprint_judges
 
 PLACEHOLDER_ATTEMPT = "next.0"  # an attempt id that no scheduler gives
 MAX_LOG_BYTES = 64 << 20  # largest batch log that a command reads before it submits a replay
@@ -70,7 +70,7 @@ class FirstStart:
         self.changes: list[Change] = []  # by find_changes
         self._before: Config | None = None  # what they are changes of
         self._replay = recovery is not None and recovery.replay
-        self.judged = Judged(trial.rollout, judged_by(config, [os.getcwd(), *sys.path]))
+        self.judged = Judged(trial.rollout, fingerprint_judges(config, [os.getcwd(), *sys.path]))
         wanted = recovery.from_step if recovery else None
         self.situation = Situation(
             config.recover.mode, self.mode, retries=config.recover.retries, wanted=wanted
@@ -139,7 +139,7 @@ class FirstStart:
             highest_learning_rate=highest,
             learning_rate_exact=is_length_exact(self.config, num_rows),
             raised_by_length=rises and longer,
-            rejected=self.rejected(),
+            rejected=self.count_rejected(),
             rejected_again=self.judges_anew or is_dropped,
         )
 
@@ -151,7 +151,7 @@ class FirstStart:
         """
         return bool(self.judged.changed) or not (self.judged.before or has_progress(self.trial))
 
-    def rejected(self) -> int | None:
+    def count_rejected(self) -> int | None:
         """Return how many prompts user code rejected; None if the batch log is too large to read now.
 
         Not those that are issued again with the batches of their time.
@@ -332,7 +332,7 @@ def find_stale_leftovers(trial: Trial, config: Config, start: FirstStart) -> lis
         fit = [
             change.safe and (not change.new_batches or change.name.startswith("actor.")) for change in found
         ]
-        if data and all(fit) and not (start.rejected() and start.judges_anew):
+        if data and all(fit) and not (start.count_rejected() and start.judges_anew):
             return []
     left = (*trial.rollout.glob("segment-*.ledger"), trial.current_weights)
     return [path for path in left if path.exists()]

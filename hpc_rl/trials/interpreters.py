@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from hpc_rl.config import (
@@ -18,14 +20,15 @@ from hpc_rl.config.load.stored import list_open_variables
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.rules.dataset_rules import list_datasets
 from hpc_rl.core.backends import SERVER_BACKENDS
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.doctor import machine
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.trials.refusal import Refusal
 
 NEEDED = ("torch", "transformers", "safetensors")
 SERVER_VERSIONS = {"sglang": sglang_versions.FLAGS, "vllm": vllm_versions.FLAGS}
 LOGGERS = ("wandb", "swanlab")
-_OWN = "launcher.modules, launcher.setup or PYTHONPATH must bring it"
+_OF_PACKAGES = ("launcher.modules", "launcher.setup")
+_OWN = f"{', '.join(_OF_PACKAGES)} or PYTHONPATH must bring it"
 
 
 def check_trainer(config: Config, plan: Plan) -> Iterator[Refusal]:
@@ -35,10 +38,9 @@ def check_trainer(config: Config, plan: Plan) -> Iterator[Refusal]:
     found = _list_packages(plan.python)
     if found is None:
         return
+    refuse = partial(Refusal, option="launcher.python", value=plan.python, kind=Kind.MACHINE)
     if isinstance(found, str):
-        yield Refusal(
-            option="launcher.python", value=plan.python, why=found, use="name a Python 3.11 or newer"
-        )
+        yield refuse(why=f": {found}", use="name a Python 3.11 or newer")
         return
     brings_own = _is_self_contained(config, "trainer_env_vars")
     if missing := [name for name in NEEDED if name not in found]:
@@ -47,13 +49,10 @@ def check_trainer(config: Config, plan: Plan) -> Iterator[Refusal]:
         )
     elif _parse_numbers(found["torch"]) < machine.MIN_TORCH:
         least = ".".join(map(str, machine.MIN_TORCH))
-        why = f"it has torch {found['torch']}, and {least} or newer is needed"
-        yield Refusal(
-            option="launcher.python", value=plan.python, why=why, use=f"`pip install 'torch>={least}'`"
-        )
+        why = f": it has torch {found['torch']}, and {least} or newer is needed"
+        yield refuse(why=why, use=f"`pip install 'torch>={least}'`")
     if "tensorboard" not in found:
-        why = "it lacks tensorboard, so the trial has no TensorBoard files"
-        yield Refusal(option="launcher.python", value=plan.python, why=why, is_note=True)
+        yield refuse(why=": it lacks tensorboard, so the trial has no TensorBoard files", is_note=True)
 
 
 def check_libraries(config: Config, plan: Plan) -> Iterator[Refusal]:
@@ -76,13 +75,11 @@ def check_libraries(config: Config, plan: Plan) -> Iterator[Refusal]:
             wanted.append((role, f"{section}.path", str(path), package, "data"))
     for role, option, value, package, extra in wanted:
         if package not in found and has_own_interpreter(plan, role):
-            why = f"it needs the package {package}, and {plan.python} lacks it"
+            why = f": it needs the package {package}, and {plan.python} lacks it"
             use = f"`pip install 'hpc-rl[{extra}]'` there"
             use += ", or set it to disabled" if option.startswith("stats_logger.") else ""
             brings_own = _is_self_contained(config, "trainer_env_vars")
-            yield Refusal(
-                option=option, value=value, why=why, use=_OWN if brings_own else use, is_note=brings_own
-            )
+            yield _refuse_lack(option, value, why, use, brings_own)
 
 
 def check_servers(config: Config, plan: Plan, library: str) -> Iterator[Refusal]:
@@ -93,8 +90,9 @@ def check_servers(config: Config, plan: Plan, library: str) -> Iterator[Refusal]
         found = _list_packages(python)
         if found is None:
             continue
+        refuse = partial(Refusal, option=option, value=python, kind=Kind.MACHINE)
         if isinstance(found, str):
-            yield Refusal(option=option, value=python, why=found, use="name the Python that has the servers")
+            yield refuse(why=f": {found}", use="name the Python that has the servers")
         elif library not in found:
             use = "set it to an environment that has it"
             if not config.cluster.n_gpus_per_node:
@@ -105,10 +103,10 @@ def check_servers(config: Config, plan: Plan, library: str) -> Iterator[Refusal]
         elif (version := found[library].partition("+")[0]) not in SERVER_VERSIONS[library]:
             known = sorted(SERVER_VERSIONS[library], key=_parse_numbers)
             why = (
-                f"its {library} {version} is not in the table of flags ({', '.join(known)}): the flags of "
+                f": its {library} {version} is not in the table of flags ({', '.join(known)}): the flags of "
                 f"{known[-1]} are used"
             )
-            yield Refusal(option=option, value=python, why=why, is_note=True)
+            yield refuse(why=why, is_note=True)
 
 
 def _list_server_pythons(config: GRPOConfig, plan: Plan, library: str) -> Iterator[tuple[str, str]]:
@@ -154,9 +152,16 @@ def _is_self_contained(config: Config, variables: str) -> bool:
 def _find_missing(
     option: str, python: str, names: list[str], brings_own: bool, command: str, use: str = ""
 ) -> Refusal:
-    why = f"it lacks {', '.join(names)}"
     use = use or f"`{command}` there, or set {option} to an environment that has it"
-    return Refusal(option=option, value=python, why=why, use=_OWN if brings_own else use, is_note=brings_own)
+    return _refuse_lack(option, python, f": it lacks {', '.join(names)}", use, brings_own)
+
+
+def _refuse_lack(option: str, value: str, why: str, use: str, brings_own: bool) -> Refusal:
+    """Return the refusal of an interpreter that lacks packages; a note if the job may bring them."""
+    refusal = Refusal(option=option, value=value, kind=Kind.MACHINE, why=why, use=use)
+    if brings_own:
+        return replace(refusal, use=_OWN, related=_OF_PACKAGES, is_note=True)
+    return refusal
 
 
 def _parse_numbers(version: str) -> tuple[int, ...]:

@@ -13,9 +13,9 @@ from hpc_rl.doctor.finding import Finding, Requirements, Status
 from hpc_rl.plan.schema import Group
 from hpc_rl.render.slurm_options import make_directives
 from hpc_rl.schedulers import pick
+from hpc_rl.trials.check_result import WRONG, CheckState
 from hpc_rl.trials.checklist import CHECKS, FIX, Planned, Verdict, judge
 from hpc_rl.trials.prepare import ConfigSources
-from hpc_rl.trials.refusal import WRONG, CheckState
 
 ANY_TRIAL = ["experiment_name=any", "trial_name=any", "actor.path=any", "train_dataset.path=any"]
 

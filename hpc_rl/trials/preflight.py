@@ -26,7 +26,7 @@ from hpc_rl.render.layouts import exclude_nodes, select_servers
 from hpc_rl.sandbox import find_problem, find_sandbox
 from hpc_rl.schedulers.sinfo import JobRequest, Node, find_threads_per_core, judge, limit_threads
 from hpc_rl.schedulers.slurm import SlurmScheduler
-from hpc_rl.trials.refusal import CheckResult, CheckState
+from hpc_rl.trials.check_result import CheckResult, CheckState
 
 
 def adapt_attention(loaded: Loaded, plan: Plan) -> Loaded:

@@ -24,6 +24,7 @@ from hpc_rl.schedulers.sinfo import limit_threads
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.supervise import bad_nodes
 from hpc_rl.trials import preflight, submission
+from hpc_rl.trials.check_result import CheckResult
 from hpc_rl.trials.checklist import (
     ALL,
     WITHOUT_A_PLAN,
@@ -36,7 +37,6 @@ from hpc_rl.trials.checklist import (
 )
 from hpc_rl.trials.first_start import FirstStart, Recovery
 from hpc_rl.trials.lock import check_unlocked
-from hpc_rl.trials.refusal import CheckResult
 from hpc_rl.trials.surrounding_job import SurroundingJob, refuse_misfit
 
 # Options of launcher.slurm that only sbatch uses.
@@ -75,8 +75,14 @@ def load_config(sources: ConfigSources) -> Loaded:
             environ=os.environ,
         )
     except UnusableOptions as error:
-        lines = judge(error.rest, WITHOUT_A_PLAN).lines
-        independent = (line for line in lines if not any(map(error.is_unknown, find_names(line))))
+        rows = judge(error.rest, WITHOUT_A_PLAN).refusals
+        independent = dict.fromkeys(
+            row.text
+            for row in rows
+            if not any(
+                map(error.is_unknown, (row.option, *row.related) if row.kind else find_names(row.text))
+            )
+        )
         raise ConfigError("\n".join([str(error), *independent])) from None
 
 

@@ -11,9 +11,9 @@ from hpc_rl.checkpoint.generation import explain_lack_of_space
 from hpc_rl.config.options.experiment import Config, get_value
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.files import format_size
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.estimate import Estimate
-from hpc_rl.trials.refusal import Refusal
 
 PROBE_PREFIX = ".hpc-rl-probe-"
 # Beside the directory of the trial. A trial without these options writes into that directory alone.
@@ -53,7 +53,8 @@ def check_places(config: Config) -> Iterator[Refusal]:
             yield Refusal(
                 option=option,
                 value=path,
-                why=f"it can't be written: {problem}",
+                kind=Kind.FILE,
+                why=f": it can't be written: {problem}",
                 use="name another directory",
                 exit_code=ExitCode.CANNOT_WRITE,
             )
@@ -74,10 +75,10 @@ def check_space(config: Config, trial: Trial, needs: Estimate | None) -> Iterato
     saves = config.recover.mode != "disabled"
     if free is None:
         return
-    about = partial(Refusal, option="cluster.fileroot", value=config.cluster.fileroot)
+    about = partial(Refusal, option="cluster.fileroot", value=config.cluster.fileroot, kind=Kind.FILE)
     if saves and (problem := explain_lack_of_space(free, int(needs.disk.checkpoint) if needs else 0)):
         yield about(
-            why=f"no checkpoint could be saved: {problem}",
+            why=f": no checkpoint could be saved: {problem}",
             use="free some space, or name another directory",
             exit_code=ExitCode.CANNOT_WRITE,
         )
@@ -85,5 +86,5 @@ def check_space(config: Config, trial: Trial, needs: Estimate | None) -> Iterato
         disk = needs.disk
         known = (disk.kept_weights, disk.kept_checkpoints, disk.kept_batches, disk.kept_exports)
         if (total := sum(size or 0 for size in known)) > free:
-            why = f"the trial keeps up to {format_size(total)} there, and {format_size(free)} are free"
+            why = f": the trial keeps up to {format_size(total)} there, and {format_size(free)} are free"
             yield about(why=why, is_note=True)

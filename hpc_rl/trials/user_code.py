@@ -52,7 +52,7 @@ def checkout_of(folder: Path) -> Path:
     return next((one for one in (folder, *folder.parents) if (one / ".git").exists()), folder)
 
 
-def judged_by(config: Config, path: Sequence[str]) -> dict[str, str]:
+def fingerprint_judges(config: Config, path: Sequence[str]) -> dict[str, str]:
     """Return digests of the options and the code that decide which prompts are rejected.
 
     `path` is where Python finds modules.
@@ -140,7 +140,7 @@ def own_environment(config: Config, python: str) -> bool:
     return bool(launcher.modules or launcher.setup or any(images) or python != sys.executable)
 
 
-def run_apart(
+def execute_apart(
     module: str,
     config: Config,
     given: Mapping[str, Any],
@@ -204,7 +204,7 @@ def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
     num_tries = 1 + len(config.rollout.reward_functions)
     limit_s = (START_S + config.rollout.reward_timeout_s) * num_tries
     given = to_dict(redact_secrets(config))
-    said, printed, code = run_apart("hpc_rl.tools.check_user_code", config, given, limit_s, workdir)
+    said, printed, code = execute_apart("hpc_rl.tools.check_user_code", config, given, limit_s, workdir)
     found: dict[str, list[str]] = {"refusals": [], "notes": []}
     tried = kind = ""
     for line in said.splitlines():
@@ -215,14 +215,16 @@ def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
             else:
                 tried = text
     if kind != DONE:
-        is_refused, text = _unfinished(config, kind, tried or "rewards and workflow", said, printed, code)
+        is_refused, text = _explain_unfinished(
+            config, kind, tried or "rewards and workflow", said, printed, code
+        )
         found["refusals" if is_refused else "notes"].append(text)
     if found["refusals"]:
         raise ConfigError("\n".join(found["refusals"]))
     return found["notes"]
 
 
-def _unfinished(
+def _explain_unfinished(
     config: GRPOConfig, kind: str, tried: str, said: str, printed: str, code: int | None
 ) -> tuple[bool, str]:
     """Return whether an unfinished try is refused, with its end and its place.

@@ -82,14 +82,14 @@ class Watch:
         self._keep(version)
 
     def _keep(self, version: str) -> None:
-        if version and not (self.continue_workflow / version).exists():
-            partial = self.continue_workflow / f"{version}.partial"
+        if version and not (self.kept / version).exists():
+            partial = self.kept / f"{version}.partial"
             try:
                 shutil.copytree(self.trial.published(version), partial)
             except (OSError, shutil.Error):  # replaced by newer ones meanwhile
                 shutil.rmtree(partial, ignore_errors=True)
             else:
-                partial.rename(self.continue_workflow / version)
+                partial.rename(self.kept / version)
 
     def of(self, pool: str) -> list[Answers]:
         return [answers for answers in self.seen if answers.pool == pool]

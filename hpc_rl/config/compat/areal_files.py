@@ -22,6 +22,7 @@ from hpc_rl.config.load.fields import list_defaults, list_options
 from hpc_rl.config.load.parser import convert_value
 from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
+from hpc_rl.core.refusal import UNSET, Kind, Refusal
 
 _NOT_TRAINED = "the reference model is not trained"
 _SHOWN = 3  # names in a note
@@ -34,7 +35,7 @@ class RenamedSettings:
     settings: Settings
     replaced: Settings = dataclasses.field(default_factory=dict)
     notes: list[str] = dataclasses.field(default_factory=list)
-    refusals: list[str] = dataclasses.field(default_factory=list)
+    refusals: list[Refusal] = dataclasses.field(default_factory=list)
 
 
 def translate(cls: type, given: Settings) -> RenamedSettings:
@@ -57,8 +58,16 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
         elif ANY in row.idle or item.to_plain() in row.idle or _is_idle(name, item, given):
             idle[row.why].append(name)
         else:
-            shown = "" if isinstance(item.value, dict) else f" {item.shown} can't be used:"
-            done.refusals.append(f"{name} ({item.origin}):{shown} {row.why}. Remove this option.")
+            is_section, why = isinstance(item.value, dict), f"{row.why}. Remove this option"
+            done.refusals.append(
+                Refusal(
+                    option=name,
+                    origin=item.origin,
+                    value=UNSET if is_section else item.shown,
+                    kind=Kind.UNSUPPORTED,
+                    why=why if is_section else f"can't be used: {why}",
+                )
+            )
     done.notes += [f"{_shorten_list(names)}: no effect: {why}." for why, names in idle.items()]
     if WORKFLOW_ARGS in list_options(cls):
         if "teacher" not in list_options(cls):
@@ -120,7 +129,17 @@ def _check_type(name: str, item: SourceValue, done: RenamedSettings) -> None:
     try:
         convert_value(list_options(PPOActorConfig)[name.partition(".")[2]], item)
     except ValueError as error:
-        done.refusals.append(f"{name} ({item.origin}): {item} can't be used; remove it. {error}".strip())
+        use = f"remove it. {error}".strip()
+        done.refusals.append(
+            Refusal(
+                option=name,
+                origin=item.origin,
+                value=item,
+                kind=Kind.VALUE,
+                why="can't be used",
+                use=use,
+            )
+        )
 
 
 def _is_idle(name: str, item: SourceValue, given: Settings) -> bool:
@@ -151,10 +170,19 @@ def _choose_workflow(done: RenamedSettings) -> None:
         done.notes.append(f"{WORKFLOW} is multi_turn, for {_shorten_list(list(found))} ({item.origin}).")
         return
     telling = [name for name in found if name.partition(".")[0] not in OF_MULTI_TURN] or list(found)
+    why = (
+        f"{WORKFLOW} is not set. AReaL's examples with this option run agents whose code hpc-rl does not "
+        f"have. Set the workflow, as {WORKFLOW}=my_module:MyAgent or {WORKFLOW}=multi_turn; it gets these "
+        f"options as {WORKFLOW_ARGS}"
+    )
     done.refusals.append(
-        f"{_shorten_list(telling)} ({found[telling[0]].origin}): {WORKFLOW} is not set. AReaL's examples "
-        "with this option run agents whose code hpc-rl does not have. Set the workflow, as "
-        f"{WORKFLOW}=my_module:MyAgent or {WORKFLOW}=multi_turn; it gets these options as {WORKFLOW_ARGS}."
+        Refusal(
+            option=_shorten_list(telling),
+            origin=found[telling[0]].origin,
+            kind=Kind.MISSING,
+            why=why,
+            related=(*telling, WORKFLOW, WORKFLOW_ARGS),
+        )
     )
 
 

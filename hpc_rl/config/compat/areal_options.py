@@ -134,7 +134,9 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
 _FILES = "processes find each other by files on the shared file system; use nfs, or remove it"
 _SERVICE = "hpc-rl has no scheduler service: Slurm places the roles; remove the section"
 _REWARDS = "rewards are computed by the rollout role; use a function in rollout.reward_fn"
+_OF_REWARDS = ("rollout.reward_fn",)
 _REWARD_MODEL = "servers of the trial hold it: use pools.reward_model.path and rollout.reward_fn reward_model"
+_OF_REWARD_MODEL = ("pools.reward_model.path", "rollout.reward_fn")
 _FSDP2 = "use the fsdp backend, which is FSDP2"
 _FLOAT32 = "parameters, gradients and moments of the optimizer are float32; more data ranks take less memory"
 _NO_FP8 = "FP8 is not used for training; use actor.dtype bfloat16"
@@ -147,6 +149,7 @@ class Unavailable:
 
     allowed: tuple[Any, ...]
     why: str
+    related_options: tuple[str, ...] = ()  # that `why` names
 
     def describe_allowed(self) -> str:
         words = {"": "empty", "{}": "empty", "none": "null"}
@@ -159,20 +162,28 @@ UNAVAILABLE: dict[str, Unavailable] = {
     "cluster.name_resolve.etcd3_addr": Unavailable(("localhost:2379",), _FILES),
     "cluster.name_resolve.ray_actor_name": Unavailable(("ray_kv_store",), _FILES),
     "scheduler.endpoint": Unavailable(("http://localhost:8081",), _SERVICE),
-    "scheduler.deploy_mode": Unavailable(("separation",), "allocation_mode decides it; remove it"),
-    "scheduler.functioncall_service_domain": Unavailable(("http://localhost:8080",), _REWARDS),
-    "scheduler.reward_functioncall_config": Unavailable(({},), _REWARDS),
-    "scheduler.reward_model_path": Unavailable(("",), _REWARD_MODEL),
-    "scheduler.reward_model_service_url": Unavailable(("http://localhost:30000/classify",), _REWARD_MODEL),
+    "scheduler.deploy_mode": Unavailable(
+        ("separation",), "allocation_mode decides it; remove it", ("allocation_mode",)
+    ),
+    "scheduler.functioncall_service_domain": Unavailable(("http://localhost:8080",), _REWARDS, _OF_REWARDS),
+    "scheduler.reward_functioncall_config": Unavailable(({},), _REWARDS, _OF_REWARDS),
+    "scheduler.reward_model_path": Unavailable(("",), _REWARD_MODEL, _OF_REWARD_MODEL),
+    "scheduler.reward_model_service_url": Unavailable(
+        ("http://localhost:30000/classify",), _REWARD_MODEL, _OF_REWARD_MODEL
+    ),
     "stats_logger.wandb.wandb_api_key": Unavailable(
         ("",), f"{_KEY}; run `wandb login` once, or export WANDB_API_KEY before submitting"
     ),
     "stats_logger.swanlab.api_key": Unavailable(
         ("",), f"{_KEY}; run `swanlab login` once, or export SWANLAB_API_KEY before submitting"
     ),
-    "sglang.dp_size": Unavailable((1,), "allocation_mode sets the number of servers, such as sglang:d4"),
+    "sglang.dp_size": Unavailable(
+        (1,), "allocation_mode sets the number of servers, such as sglang:d4", ("allocation_mode",)
+    ),
     "sglang.enable_dp_attention": Unavailable(
-        (False,), "it divides a server by sglang.dp_size, which is 1 here; use more servers: sglang:dN"
+        (False,),
+        "it divides a server by sglang.dp_size, which is 1 here; use more servers: sglang:dN",
+        ("sglang.dp_size",),
     ),
 }
 MODEL_UNAVAILABLE: dict[str, Unavailable] = {  # options of each model in the trainer: actor, ref, model
@@ -182,7 +193,7 @@ MODEL_UNAVAILABLE: dict[str, Unavailable] = {  # options of each model in the tr
     "megatron.ddp.average_in_collective": Unavailable(
         (False,), "losses are divided by the tokens of the whole batch, once; remove it"
     ),
-    "megatron.ddp.fp8_param_gather": Unavailable((False,), _NO_FP8),
+    "megatron.ddp.fp8_param_gather": Unavailable((False,), _NO_FP8, ("actor.dtype",)),
     "megatron.overlap_param_gather_with_optimizer_step": Unavailable(
         (False,), "use megatron.ddp.overlap_param_gather, which overlaps with the forward pass"
     ),
@@ -191,7 +202,9 @@ MODEL_UNAVAILABLE: dict[str, Unavailable] = {  # options of each model in the tr
     "megatron.main_params_dtype": Unavailable(("float32",), _FLOAT32),
     "megatron.exp_avg_dtype": Unavailable(("float32",), _FLOAT32),
     "megatron.exp_avg_sq_dtype": Unavailable(("float32",), _FLOAT32),
-    "megatron.async_save": Unavailable((False,), "use recover.async_save, which every backend has"),
+    "megatron.async_save": Unavailable(
+        (False,), "use recover.async_save, which every backend has", ("recover.async_save",)
+    ),
     "megatron.use_checkpoint_opt_param_scheduler": Unavailable(
         (True,), "the schedule continues at the step of the checkpoint, with the rates of this configuration"
     ),

@@ -12,6 +12,7 @@ from typing import Any
 from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.core.allocation import parse
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 _VLLM = "use vllm:dN+fsdp:dM in allocation_mode for N servers of vLLM"
 _OWN_SERVERS = "the trial starts its own servers, which announce their addresses"
@@ -274,7 +275,7 @@ class Translated:
 
     sources: list[Settings]
     notes: list[str]
-    refusals: list[str]
+    refusals: list[Refusal]
 
 
 def translate(
@@ -327,8 +328,15 @@ class _Translator:
                 if native.to_plain() != value.to_plain() and "${" not in str(native.to_plain()):
                     ours = f"{option} ({native.origin}) {native.to_plain()}"
                     both = f"{name} ({value.origin}) {value.to_plain()} and {ours}"
-                    line = f"{both} are the same option with different values; use one of them."
-                    self.done.refusals.append(line)
+                    self.done.refusals.append(
+                        Refusal(
+                            option="",
+                            kind=Kind.CONFLICT,
+                            why=f"{both} are the same option with different values",
+                            use="use one of them",
+                            related=(name, option),
+                        )
+                    )
         self.done.notes = list(dict.fromkeys(self.done.notes))
         return self.done
 
@@ -353,6 +361,11 @@ class _Translator:
         periods = {"recover.freq_epochs", "recover.freq_secs"}
         return option == "recover.freq_steps" and bool(periods & self.given.keys())
 
+    def refuse(self, name: str, item: SourceValue, kind: Kind, why: str, *related: str) -> None:
+        self.done.refusals.append(
+            Refusal(option=name, origin=item.origin, kind=kind, why=why, related=related)
+        )
+
     def wants_vllm(self) -> bool:
         """Return whether the user asks for vLLM servers."""
         return any(self.get_value(name) is True for name in ("use_vllm", "use_vllm_server"))
@@ -370,7 +383,7 @@ class _Translator:
             count = _parse_count(self.get_value("num_vllm_clients"))
         except ValueError as error:
             if name == "num_vllm_clients" or not isinstance(item.to_plain(), bool):
-                self.done.refusals.append(f"{place}: {item.to_plain()} can't be used: {error}.")
+                self.refuse(name, item, Kind.VALUE, f"{item.to_plain()} can't be used: {error}")
             return None
         if not self.wants_vllm() or self.model != "actor":
             why = "this trainer generates nothing" if self.model != "actor" else "vLLM is not asked for"
@@ -382,7 +395,7 @@ class _Translator:
             return None
         if self.trainer == "teacher":
             use = "allocation_mode=vllm:dN+vllm[student]:dM+fsdp:d*"
-            self.done.refusals.append(f"{place}: a teacher trial has two pools of servers; use {use}.")
+            self.refuse(name, item, Kind.CONFLICT, f"a teacher trial has two pools of servers; use {use}")
             return None
         engine = self.get_value("actor.backend") or "fsdp"
         text = f"vllm:d{count}+{engine}:d*"
@@ -403,10 +416,12 @@ class _Translator:
         where = f"allocation_mode {mode.to_plain()} ({mode.origin})"
         if servers is None or (servers.backend != "vllm" and value is True):
             generates = f"has {servers.backend} servers" if servers else "has no servers"
-            self.done.refusals.append(f"{place}: true, but {where} {generates}; {_VLLM}, or remove {name}.")
+            why = f"true, but {where} {generates}; {_VLLM}, or remove {name}"
+            self.refuse(name, item, Kind.CONFLICT, why, "allocation_mode")
         elif name == "num_vllm_clients" and value not in (None, 1) and servers.d not in (None, value):
             agree = f"use vllm:d{value} in allocation_mode, or remove {name}"
-            self.done.refusals.append(f"{place}: {value}, but {where} has {servers.d} servers; {agree}.")
+            why = f"{value}, but {where} has {servers.d} servers; {agree}"
+            self.refuse(name, item, Kind.CONFLICT, why, "allocation_mode")
         else:
             self.done.notes.append(f"{place} has no effect here: {where} says it.")
 
@@ -423,11 +438,11 @@ class _Translator:
             self.done.notes.append(f"{place} has no effect here: {why}.")
             return None
         if not alias.to:
-            self.done.refusals.append(f"{place}: {_format_value(value)} can't be used: {why}.")
+            self.refuse(name, item, Kind.UNSUPPORTED, f"{_format_value(value)} can't be used: {why}")
             return None
         if option not in self.known:
-            line = f"{place} stands for {option}, which this trainer does not have; remove it."
-            self.done.refusals.append(line)
+            why = f"stands for {option}, which this trainer does not have; remove it"
+            self.refuse(name, item, Kind.UNSUPPORTED, why, option)
             return None
         also = (
             f"{other} is {_format_value(set_to.value)}"
@@ -441,7 +456,7 @@ class _Translator:
                 with suppress(ValueError):  # the other name gets its own refusal
                     made *= _parse_count(self.given[other].to_plain())
         except ValueError as error:
-            self.done.refusals.append(f"{place}: {value} can't be used: {error}.")
+            self.refuse(name, item, Kind.VALUE, f"{value} can't be used: {error}")
             return None
         if made != value:
             item = dataclasses.replace(item, value=made, text=str(made))

@@ -22,7 +22,6 @@ from hpc_rl.config.compat.areal_names import OF_WORKFLOWS
 from hpc_rl.config.load import parser
 from hpc_rl.config.load.fields import (
     find_members,
-    find_names,
     find_nearest,
     find_section,
     list_defaults,
@@ -48,6 +47,7 @@ from hpc_rl.config.load.stored import Loaded, find_trainer
 from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.config.options.limits import Place
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 
 def load(
@@ -110,7 +110,7 @@ def load(
         _resolve(cls, settings, "${", of_areal.replaced)
     except ConfigError as error:
         if not refusals:  # else it may refer to a refused option
-            refusals.append(str(error))
+            refusals.append(Refusal(option="", kind=Kind.VALUE, why=str(error)))
     of_areal.notes += areal_files.drop_idle_values(cls, settings)
     config, refusals = parser.parse(cls, settings, refusals)
     config = dataclasses.replace(config, trainer=find_trainer(config))
@@ -122,24 +122,23 @@ def load(
     notes += [*translated.notes, *of_areal.notes]
     found = Loaded(_make_absolute(config), _list_origins(cls, settings), notes)
     if refusals:
-        message = "\n".join(refusals)
         unresolved = {name for name, item in settings.items() if "${" in repr(item.to_plain())}
-        raise UnusableOptions(message, found, unresolved | (known.keys() & {*find_names(message)}))
+        raise UnusableOptions(refusals, found, unresolved)
     return found
 
 
 class UnusableOptions(ConfigError):
-    """Refused options, one per line; `rest` is the configuration without them."""
+    """Refused options; `rest` is the configuration without them."""
 
-    def __init__(self, message: str, rest: Loaded, unknown: Set[str]) -> None:
-        super().__init__(message)
-        self.rest, self._unknown = rest, unknown
-        self._last = {name.rpartition(".")[2] for name in unknown}
+    def __init__(self, refusals: Sequence[Refusal], rest: Loaded, unresolved: Set[str]) -> None:
+        super().__init__("\n".join(map(str, refusals)))
+        self.refusals, self.rest = tuple(refusals), rest
+        self._unknown = unresolved | {name for refusal in refusals for name in refusal.options}
 
     def is_unknown(self, name: str) -> bool:
         """Return whether `rest` may have another value than the user meant for an option."""
         above = itertools.accumulate(name.split("."), "{}.{}".format)
-        return name in self._last or any(one in self._unknown for one in above)
+        return any(one in self._unknown for one in above)
 
 
 # Variables that sbatch reads, and sites set in login profiles -> the option that gets this default.
@@ -181,15 +180,19 @@ class _Deletions:
                 self._deleted[name].append(None if item is None else item.to_plain())
         return kept
 
-    def list_refusals(self) -> Iterator[str]:
+    def list_refusals(self) -> Iterator[Refusal]:
         """Yield a refusal for each deletion that finds no such value, as Hydra does."""
         for name, item in self._items.items():
             values, wanted = self._deleted[name], item.to_plain()
             if not values:
+                why = f"~{name}: nothing sets {name}, so there is nothing to delete"
                 use = "remove this argument, or correct the name"
-                yield f"~{name}: nothing sets {name}, so there is nothing to delete; {use}."
             elif item.text is not None and wanted not in values:
-                yield f"~{name}={wanted}: {name} is {values[0]}; write ~{name} to delete it whatever it is."
+                why = f"~{name}={wanted}: {name} is {values[0]}"
+                use = f"write ~{name} to delete it whatever it is"
+            else:
+                continue
+            yield Refusal(option="", kind=Kind.VALUE, why=why, use=use, related=(name,))
 
 
 def _load_site_defaults(environ: Mapping[str, str]) -> Settings:

@@ -8,7 +8,7 @@ import difflib
 import itertools
 import typing
 from collections.abc import Collection, Iterator, Mapping, Set
-from typing import Any
+from typing import Any, NamedTuple
 
 from hpc_rl.config.compat import atlas
 from hpc_rl.config.compat.areal_names import OF_WORKFLOWS, WORKFLOW_ARGS
@@ -28,6 +28,7 @@ from hpc_rl.config.load.fields import (
 )
 from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.config.options.experiment import CONFIGS
+from hpc_rl.core.refusal import Kind, Refusal
 
 ALIASES = {  # short names on the command line; {model} is actor or model
     "n_nodes": "cluster.n_nodes",
@@ -55,10 +56,18 @@ def is_top_level(name: str) -> bool:
     return any(name in names for names in known)
 
 
-def find_refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> list[str]:
+class Hint(NamedTuple):
+    """What an unknown name may mean."""
+
+    text: str
+    options: tuple[str, ...] = ()  # that the text names
+    meant: str = ""  # the one of them that is almost certainly meant
+
+
+def find_refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]) -> list[Refusal]:
     """Return refusals of unknown names, of values in place of sections, and of missing options."""
     known = list_options(cls, members=find_members(cls, settings))
-    refusals: dict[str, str] = {}
+    refusals: dict[str, Refusal] = {}
     suggested: set[str] = set()
     for name, item in settings.items():
         parents = itertools.accumulate(name.split("."), "{}.{}".format)  # a, a.b, a.b.c
@@ -66,20 +75,25 @@ def find_refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]
         if unknown in SECTIONS:  # a section of verl; the hint is about its option
             unknown = name
         if unknown:
-            meant, hint = _suggest_option(cls, known, unknown, aliases)
-            suggested.add(meant)
+            hint = _suggest_option(cls, known, unknown, aliases)
+            suggested.add(hint.meant)
             shown = unknown if unknown.isprintable() else repr(unknown)
-            refusals.setdefault(unknown, f"unknown key {shown} ({item.origin}): {hint}")
+            why = f"unknown key {shown} ({item.origin}): {hint.text}"
+            refusals.setdefault(
+                unknown, Refusal(option="", kind=Kind.UNKNOWN, why=why, related=(unknown, *hint.options))
+            )
         elif find_section(known[name]):
             is_left_out = item.value is None and (is_optional(known[name]) or is_mapping(known[name]))
             if item.value != {} and not is_left_out:
                 refusals[name] = _refuse_section(name, item)
     given = {name for one in settings for name in itertools.accumulate(one.split("."), "{}.{}".format)}
-    missing = [line for name, line in _find_missing(cls, settings, given) if name not in suggested]
+    missing = [
+        refusal for refusal in _find_missing(cls, settings, given) if refusal.options[0] not in suggested
+    ]
     return [*refusals.values(), *_check_keys(cls, settings), *missing]
 
 
-def _check_keys(cls: type, settings: Settings) -> Iterator[str]:
+def _check_keys(cls: type, settings: Settings) -> Iterator[Refusal]:
     """Yield a refusal for each invalid key of a mapping of sections."""
     for member in find_members(cls, settings):
         mapping, _, key = member.rpartition(".")
@@ -88,60 +102,73 @@ def _check_keys(cls: type, settings: Settings) -> Iterator[str]:
             origin = next(
                 item.origin for name, item in settings.items() if f"{name}.".startswith(f"{member}.")
             )
-            yield f"{member} ({origin}): {key!r} can't be a key of {mapping}; allowed: {limit}."
+            why = f"can't be a key of {mapping}; allowed: {limit}"
+            yield Refusal(
+                option=member,
+                origin=origin,
+                value=repr(key),
+                kind=Kind.VALUE,
+                why=why,
+                related=(mapping,),
+            )
 
 
-def _refuse_section(name: str, item: SourceValue) -> str:
+def _refuse_section(name: str, item: SourceValue) -> Refusal:
     came = "null" if item.value is None else str(item)
     hint = "it is a section with keys of its own"
     if isinstance(item.value, str) and "${" in item.value:
         hint = "a reference stands for one option: give each key of the section its own"
-    return f"{name} ({item.origin}): {came} can't stand here; {hint}."
+    return Refusal(
+        option=name, origin=item.origin, value=came, kind=Kind.VALUE, why="can't stand here", use=hint
+    )
 
 
-def _suggest_option(
-    cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str, str]
-) -> tuple[str, str]:
-    """Return the option that an unknown name may mean (empty if unsure), and a hint."""
+def _suggest_option(cls: type, known: Mapping[str, Any], name: str, aliases: Mapping[str, str]) -> Hint:
+    """Return what an unknown name may mean."""
     parent, _, leaf = name.rpartition(".")
+    model = "actor" if "actor" in known else "model"
     others = [trainer for trainer, one in CONFIGS.items() if make_generic(one, name) in list_options(one)]
     if others:
-        return "", f"only a trial with trainer: {' or '.join(others)} has it."
+        return Hint(f"only a trial with trainer: {' or '.join(others)} has it.", ("trainer",))
     if name in aliases:
-        return "", f"in a file its name is {aliases[name]}; {name} is short for it on the command line."
+        text = f"in a file its name is {aliases[name]}; {name} is short for it on the command line."
+        return Hint(text, (aliases[name],))
     if leaf in ANSWERS:
-        return "", ANSWERS[leaf].replace("{model}", "actor" if "actor" in known else "model")
+        return Hint(ANSWERS[leaf].replace("{model}", model))
     if {"lora", "peft"} & set(leaf.split("_")):
-        return "", "LoRA is not supported. Remove this option."
+        return Hint("LoRA is not supported. Remove this option.")
     if leaf in OF_WORKFLOWS and WORKFLOW_ARGS in known:
-        return "", f"did you mean {WORKFLOW_ARGS}.{leaf}?"
+        return Hint(f"did you mean {WORKFLOW_ARGS}.{leaf}?", (f"{WORKFLOW_ARGS}.{leaf}",))
     if typing.get_origin(known.get(parent)) is dict and not is_mapping(known[parent]):
-        return "", f"{parent} has no keys of its own; give all of it at once, as {parent}='{{{leaf}: …}}'."
+        text = f"{parent} has no keys of its own; give all of it at once, as {parent}='{{{leaf}: …}}'."
+        return Hint(text, (parent,))
     if parent in known and find_section(known[parent]) is None:
-        return "", f"{parent} is an option, not a section: it has no keys."
+        return Hint(f"{parent} is an option, not a section: it has no keys.", (parent,))
     below = [n for n in known if parent and n.startswith(f"{parent}.") and n.rpartition(".")[2] == leaf]
     if len(below) == 1:
-        return below[0], f"did you mean {below[0]}?"
+        return Hint(f"did you mean {below[0]}?", (below[0],), below[0])
     siblings = {n.rpartition(".")[2]: n for n in known if n.rpartition(".")[0] == parent}
     elsewhere = _find_same_leaf(known, name, leaf)
     near = guess_name(leaf, [*siblings, *([] if parent else [*aliases, *atlas.ALIASES])])
     if near and (not elsewhere or (parent and is_one_slip(leaf, near))):
-        return siblings.get(near, ""), f"did you mean {siblings.get(near, near)}?"
+        option = siblings.get(near, near)
+        return Hint(f"did you mean {option}?", (option,), siblings.get(near, ""))
     if parent and leaf in atlas.ALIASES and not elsewhere:
-        to = atlas.ALIASES[leaf].to.replace("{model}", "actor" if "actor" in known else "model")
+        to = atlas.ALIASES[leaf].to.replace("{model}", model)
         hint = f"did you mean {to}? " if to in known else ""
-        return "", f"{hint}{leaf} stands at the top level, without {parent}."
+        return Hint(f"{hint}{leaf} stands at the top level, without {parent}.", (to, parent))
     leaves = [n.rpartition(".")[2] for n, hint in known.items() if find_section(hint) is None]
     if not elsewhere and len(leaf) > LONGEST_WORD:  # short names are words: `model` is no `mode`
         elsewhere = _find_same_leaf(known, name, guess_name(leaf, leaves))
     if elsewhere:
-        return "", f"did you mean {' or '.join(elsewhere[:3])}?"
+        return Hint(f"did you mean {' or '.join(elsewhere[:3])}?", tuple(elsewhere[:3]))
     if len(siblings) > MOST_SHOWN and parent:
-        return "", f"`--help {parent}` shows the {len(siblings)} that are known here."
+        return Hint(f"`--help {parent}` shows the {len(siblings)} that are known here.", (parent,))
     if parent and siblings:
-        return "", f"known here: {', '.join(sorted(siblings))}."
+        return Hint(f"known here: {', '.join(sorted(siblings))}.", (parent,))
     own = f" A value for your own workflow goes into {WORKFLOW_ARGS}." if WORKFLOW_ARGS in known else ""
-    return "", f"no option has a similar name; `--help all` lists all options.{'' if parent else own}"
+    text = f"no option has a similar name; `--help all` lists all options.{'' if parent else own}"
+    return Hint(text, () if parent or not own else (WORKFLOW_ARGS,))
 
 
 def _find_same_leaf(known: Collection[str], name: str, leaf: str) -> list[str]:
@@ -151,10 +178,8 @@ def _find_same_leaf(known: Collection[str], name: str, leaf: str) -> list[str]:
     return [n for n, ratio in alike.items() if ratio > max(alike.values()) - 0.1]
 
 
-def _find_missing(
-    cls: type, settings: Settings, given: Set[str], prefix: str = ""
-) -> Iterator[tuple[str, str]]:
-    """Yield (name, refusal) of each required option or section that is not given."""
+def _find_missing(cls: type, settings: Settings, given: Set[str], prefix: str = "") -> Iterator[Refusal]:
+    """Yield a refusal for each required option or section that is not given."""
     for field in dataclasses.fields(cls):
         if is_mapping(list_hints(cls)[field.name]):
             continue
@@ -164,8 +189,10 @@ def _find_missing(
             yield from _find_missing(section, settings, given, f"{name}.")
         elif not is_set and get_default(field) is dataclasses.MISSING:
             if section is None:
-                yield name, f"{name} is missing and has no default: set it in the file, or with --{name}."
+                why = f"is missing and has no default: set it in the file, or with --{name}"
+                yield Refusal(option=name, kind=Kind.MISSING, why=why)
                 continue
             inner = dataclasses.fields(section)
             needed = [f"{name}.{one.name}" for one in inner if get_default(one) is dataclasses.MISSING]
-            yield name, f"section {name} is missing; it needs at least {', '.join(needed)}."
+            why = f"section {name} is missing; it needs at least {', '.join(needed)}"
+            yield Refusal(option="", kind=Kind.MISSING, why=why, related=(name, *needed))

@@ -34,6 +34,7 @@ from hpc_rl.config.load.fields import (
 from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.config.load.stored import construct
 from hpc_rl.config.options.limits import AsWritten, Grammar, Limits
+from hpc_rl.core.refusal import Kind, Refusal
 
 LARGEST_INT = 2**53 - 1  # exact in every JSON reader
 # Our own readers have parsed the values: jsonargparse must not read the text 'null' or '5' as YAML again.
@@ -152,7 +153,7 @@ def _describe(kind: Any) -> str:
     return names[kind]
 
 
-def parse(cls: type, settings: Settings, refusals: list[str]) -> tuple[Any, list[str]]:
+def parse(cls: type, settings: Settings, refusals: list[Refusal]) -> tuple[Any, list[Refusal]]:
     """Return a configuration of the usable values, and all refusals, the given ones first.
 
     If there are refusals, missing values become empty texts.
@@ -165,7 +166,12 @@ def parse(cls: type, settings: Settings, refusals: list[str]) -> tuple[Any, list
             continue  # it is among the refusals
         value: Any = None if item.value is None else {}
         if item.value == "???":
-            refusals.append(f"{name} ({item.origin}): ??? stands for a value that is missing; set it.")
+            why = "stands for a value that is missing"
+            refusals.append(
+                Refusal(
+                    option=name, origin=item.origin, value="???", kind=Kind.MISSING, why=why, use="set it"
+                )
+            )
             continue
         if find_section(known[name]) is None:
             if is_unresolved and "${" in str(item.value):
@@ -175,10 +181,18 @@ def parse(cls: type, settings: Settings, refusals: list[str]) -> tuple[Any, list
             except ValueError as error:
                 # A value of the right type is outside its limits; its type need not be shown.
                 value = item.shown if isinstance(error, OutOfLimits) else item
-                choices = describe_allowed(known[name])
-                line = f"{name} ({item.origin}): {value} can't be used; allowed: {choices}."
                 is_range = name == "cluster.n_nodes" and re.fullmatch(r"\d+-\d+", str(item.value))
-                refusals.append(f"{line} {FIXED_NODES if is_range else error}".strip())
+                allowed = f"allowed: {describe_allowed(known[name])}. {FIXED_NODES if is_range else error}"
+                refusals.append(
+                    Refusal(
+                        option=name,
+                        origin=item.origin,
+                        value=value,
+                        kind=Kind.VALUE,
+                        why="can't be used",
+                        use=allowed.strip(),
+                    )
+                )
                 continue
         insert_value(tree, name.split("."), value)
     if refusals:

@@ -4,7 +4,7 @@ A rule yields refusals. The options that the user set are never changed, only re
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any
 
@@ -39,10 +39,11 @@ from hpc_rl.config.rules import (
 )
 from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Refusal
 
 DEFAULT_RECOVER_SECS = 600
 
-Rule = Callable[[Config, Collection[str]], Iterator[str]]
+Rule = Callable[[Config, Collection[str]], Iterator[Refusal | str]]
 RULES: list[Rule] = [
     *consistency.RULES,
     *generation_rules.RULES,
@@ -52,7 +53,7 @@ RULES: list[Rule] = [
     *container_rules.RULES,
     *mpi_rules.RULES,
 ]
-GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[str]]] = [
+GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[Refusal | str]]] = [
     *generation_rules.GRPO_RULES,
     *sglang_rules.GRPO_RULES,
     *vllm_rules.GRPO_RULES,
@@ -77,10 +78,14 @@ class RulesRefuse(ConfigError):
     """Rules refuse the configuration, which is `adapted`."""
 
     def __init__(
-        self, message: str, adapted: Loaded, rules: Set[Callable[..., Iterator[str]]], unreadable: set[str]
+        self,
+        refusals: Sequence[Refusal | str],
+        adapted: Loaded,
+        rules: Set[Callable[..., Any]],
+        unreadable: set[str],
     ) -> None:
-        super().__init__(message)
-        self.adapted = adapted
+        super().__init__("\n".join(append_origins(refusal, adapted.origins) for refusal in refusals))
+        self.refusals, self.adapted = tuple(refusals), adapted
         self.unreadable = unreadable  # sections of datasets
         self.is_about_files_only = rules <= {*FILE_RULES}
 
@@ -88,28 +93,32 @@ class RulesRefuse(ConfigError):
 def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     """Return the configuration with adapted defaults, and notes about it.
 
-    `files` false skips the rules about files on disk. Raises RulesRefuse with one line per refusal.
+    `files` false skips the rules about files on disk. Raises RulesRefuse.
     """
     config, notes, adapted = adapt(loaded.config, loaded.explicit)
-    rules: list[Callable[..., Iterator[str]]] = [*RULES]
+    rules: list[Callable[..., Iterator[Refusal | str]]] = [*RULES]
     rules += GRPO_RULES if isinstance(config, GRPOConfig) else []
     rules += FILE_RULES if files else []
     found = {rule: list(rule(config, loaded.explicit)) for rule in rules}
-    if refusals := list(dict.fromkeys(itertools.chain(*found.values()))):
-        message = "\n".join(append_origins(refusal, loaded.origins) for refusal in refusals)
+    if refusals := list({str(one): one for one in itertools.chain(*found.values())}.values()):
         so_far = replace(loaded, config=config, adapted=adapted)
-        of_data = (line for rule in dataset_rules.RULES for line in found.get(rule, ()))
-        unreadable = {name.partition(".")[0] for line in of_data for name in find_names(line)}
-        raise RulesRefuse(message, so_far, {rule for rule, lines in found.items() if lines}, unreadable)
+        of_data = (one for rule in dataset_rules.RULES for one in found.get(rule, ()))
+        unreadable = {name.partition(".")[0] for one in of_data for name in list_options(one)}
+        raise RulesRefuse(refusals, so_far, {rule for rule, some in found.items() if some}, unreadable)
     notes += _list_notes(config, loaded.explicit)
     notes += [*file_rules.list_notes(config), *dataset_rules.list_notes(config)] if files else []
     return Loaded(config, loaded.origins, [*loaded.notes, *notes], adapted)
 
 
-def append_origins(refusal: str, origins: Mapping[str, str]) -> str:
-    """Append the origins of the options in a refusal."""
-    places = list(dict.fromkeys(origins[word] for word in find_names(refusal) if word in origins))
-    return f"{refusal} ({', '.join(places[:3])})" if places else refusal
+def list_options(refusal: Refusal | str) -> Sequence[str]:
+    """Return the options that a refusal is about."""
+    return refusal.options if isinstance(refusal, Refusal) else find_names(refusal)
+
+
+def append_origins(refusal: Refusal | str, origins: Mapping[str, str]) -> str:
+    """Return a refusal as text, with the origins of its options."""
+    places = list(dict.fromkeys(origins[option] for option in list_options(refusal) if option in origins))
+    return f"{refusal} ({', '.join(places[:3])})" if places else str(refusal)
 
 
 def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str], dict[str, str]]:

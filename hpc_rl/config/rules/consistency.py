@@ -18,6 +18,7 @@ from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.core.allocation import Servers, parse
 from hpc_rl.core.backends import SERVER_BACKENDS, choose_server_backend
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import check_name
 
 METRICS = {  # trainer -> the metrics of its evaluations; the first is the default of saver.keep_best.metric
@@ -112,44 +113,56 @@ def list_given(config: Config, explicit: Collection[str], prefixes: str | tuple[
     return [name for name in sorted(explicit) if name.startswith(prefixes) and not is_default(config, name)]
 
 
-def check_names(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_names(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for option in ("experiment_name", "trial_name"):
+        name = getattr(config, option)
         try:
-            check_name(option, getattr(config, option))
+            check_name(option, name)
         except ConfigError as error:
-            yield str(error)
+            why = str(error).removeprefix(f"{option} {name!r} ")
+            yield Refusal(option=option, value=repr(name), kind=Kind.VALUE, why=why)
 
 
-def check_equal(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_equal(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for name, other in (_IDENTITY | FOLLOWS).items():
         value, expected = get_value(config, name), get_value(config, other)
         if value not in (ABSENT, None, "", expected):
-            yield f"{name} {value} must equal {other} {expected}; remove it: it defaults to that."
+            why, use = f"must equal {other} {expected}", "remove it: it defaults to that"
+            yield Refusal(option=name, value=value, kind=Kind.CONFLICT, why=why, use=use, related=(other,))
 
 
-def check_needs(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_needs(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for name, needed in NEEDS.items():
         if needed == "valid_dataset" and needed in explicit:
             continue  # `valid_dataset=null` turns evaluation off, and the file may keep its options
         if get_value(config, name) and not get_value(config, needed):
             what = "GPUs (cluster.n_gpus_per_node 0)" if needed == "cluster.n_gpus_per_node" else needed
-            yield f"{name} has no effect without {what}: set both, or remove it."
+            why = f"has no effect without {what}: set both, or remove it"
+            yield Refusal(option=name, kind=Kind.NO_EFFECT, why=why, related=(needed,))
 
 
-def check_length(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_length(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     if all(getattr(config, name) is None for name in LENGTH_OPTIONS):
-        yield f"{', '.join(LENGTH_OPTIONS)} are all null, so the trial would never stop; set one of them."
+        first, *others = LENGTH_OPTIONS
+        why = f", {', '.join(others)} are all null, so the trial would never stop"
+        yield Refusal(option=first, kind=Kind.MISSING, why=why, use="set one of them", related=tuple(others))
 
 
-def check_datasets(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_datasets(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     wanted = "rl" if isinstance(config, GRPOConfig) else find_trainer(config)
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         if dataset and dataset.type != wanted:
-            yield f"{section}.type {dataset.type}: trainer {config.trainer} needs rows of type {wanted}."
+            yield Refusal(
+                option=f"{section}.type",
+                value=dataset.type,
+                kind=Kind.CONFLICT,
+                why=f": trainer {config.trainer} needs rows of type {wanted}",
+                related=("trainer",),
+            )
 
 
-def check_evaluation(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_evaluation(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     keep, allowed = config.saver.keep_best, METRICS[find_trainer(config)]
     if isinstance(config, TeacherConfig):
         allowed += tuple(f"eval_reward_{part.rpartition(':')[2]}" for part in config.teacher.reward_parts)
@@ -157,30 +170,39 @@ def check_evaluation(config: Config, explicit: Collection[str]) -> Iterator[str]
         return
     fills_stats = isinstance(config, GRPOConfig) and ":" in config.rollout.workflow
     if not (fills_stats and keep.metric.startswith("eval_")):
-        measured = f"trainer {config.trainer} measures {', '.join(allowed)}."
-        yield f"saver.keep_best.metric {keep.metric} can't be used: {measured}"
+        yield Refusal(
+            option="saver.keep_best.metric",
+            value=keep.metric,
+            kind=Kind.CONFLICT,
+            why=f"can't be used: trainer {config.trainer} measures {', '.join(allowed)}",
+            related=("trainer",),
+        )
 
 
-def check_environments(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_environments(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for name in VARIABLES:
         option = f"launcher.{name}"
         try:
             found = parse_environment(option, getattr(config.launcher, name))
         except ConfigError as error:
-            yield str(error)
+            yield Refusal(option=option, kind=Kind.VALUE, why=str(error).removeprefix(option))
             continue
         for variable, value in found.items():
             if value == REDACTED and is_secret_variable(variable):
-                yield f"{option}: {variable} is {REDACTED}, a redacted secret; set the value itself."
+                why = f": {variable} is {REDACTED}, a redacted secret"
+                yield Refusal(option=option, kind=Kind.VALUE, why=why, use="set the value itself")
 
 
-def check_unavailable(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_unavailable(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     of_models = {f"{model}.{name}": row for model in _MODELS for name, row in MODEL_UNAVAILABLE.items()}
     for name, row in (UNAVAILABLE | of_models).items():
         value = get_value(config, name)
         if value is not ABSENT and value not in row.allowed:
             shown = REDACTED if is_secret(name) else value
-            yield f"{name} {shown} can't be used: {row.why}."
+            why = f"can't be used: {row.why}"
+            yield Refusal(
+                option=name, value=shown, kind=Kind.UNSUPPORTED, why=why, related=row.related_options
+            )
 
 
 RULES = [

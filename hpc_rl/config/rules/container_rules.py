@@ -6,12 +6,14 @@ This module decides the image of a role, for the rules and the plan; plan/contai
 import re
 import shutil
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
 from hpc_rl.config.options.experiment import Config, get_value
 from hpc_rl.config.rules.consistency import is_default
+from hpc_rl.core.refusal import Kind, Refusal
 
 Role = Literal["server", "rollout", "trainer"]
 OPTION: dict[Role, str] = {
@@ -23,25 +25,31 @@ PYTHONS: dict[Role, str] = {role: f"{image}_python" for role, image in OPTION.it
 SEPARATORS = ',:\\"'  # special characters of apptainer and pyxis in a bind: parts, lists, escapes, quotes
 
 _PIDS = "the supervisor stops roles by their process ids, which must be the node's"
-_ENV = "use launcher.trainer_env_vars or inference_server_env_vars"
+_ENV = ("use launcher.trainer_env_vars or inference_server_env_vars", "launcher.trainer_env_vars")
+_MOUNT = ("use launcher.slurm.mount", "launcher.slurm.mount")
 _CWD = "the roles start in the working directory of the submission"
-_APPTAINER = {  # option of `apptainer exec` -> why it can't be given
-    **dict.fromkeys(("-p", "--pid"), _PIDS),
-    **dict.fromkeys(("-C", "--containall"), f"it implies --pid: {_PIDS}"),
-    **dict.fromkeys(("-e", "--cleanenv"), "ranks read their number from the environment"),
+_GPU_KIND = ("roles with GPUs get it by cluster.gpu_kind", "cluster.gpu_kind")
+_Reasons = dict[str, tuple[str, ...]]  # option -> why it can't be given, and the options that this names
+_APPTAINER: _Reasons = {  # of `apptainer exec`
+    **dict.fromkeys(("-p", "--pid"), (_PIDS,)),
+    **dict.fromkeys(("-C", "--containall"), (f"it implies --pid: {_PIDS}",)),
+    **dict.fromkeys(("-e", "--cleanenv"), ("ranks read their number from the environment",)),
     **dict.fromkeys(("--env", "--env-file"), _ENV),
-    **dict.fromkeys(("-B", "--bind", "--mount"), "use launcher.slurm.mount"),
-    **dict.fromkeys(("--nv", "--rocm", "--nvccli"), "roles with GPUs get it by cluster.gpu_kind"),
-    **dict.fromkeys(("--pwd", "--cwd"), _CWD),
-    **dict.fromkeys(("--hostname", "--uts"), "processes are identified by the name of their node"),
-    **dict.fromkeys(("--net", "--network", "--network-args"), "the roles use the node's network"),
+    **dict.fromkeys(("-B", "--bind", "--mount"), _MOUNT),
+    **dict.fromkeys(("--nv", "--rocm", "--nvccli"), _GPU_KIND),
+    **dict.fromkeys(("--pwd", "--cwd"), (_CWD,)),
+    **dict.fromkeys(("--hostname", "--uts"), ("processes are identified by the name of their node",)),
+    **dict.fromkeys(("--net", "--network", "--network-args"), ("the roles use the node's network",)),
 }
-_PYXIS = {  # option of pyxis -> why it can't be given
-    "--container-image": "use launcher.slurm.trainer_image, rollout_image or inference_server_image",
-    "--container-mounts": "use launcher.slurm.mount",
-    "--container-workdir": _CWD,
+_PYXIS: _Reasons = {
+    "--container-image": (
+        "use launcher.slurm.trainer_image, rollout_image or inference_server_image",
+        "launcher.slurm.trainer_image",
+    ),
+    "--container-mounts": _MOUNT,
+    "--container-workdir": (_CWD,),
     "--container-env": _ENV,
-    "--container-entrypoint": "an entry point would read the role's input from the supervisor",
+    "--container-entrypoint": ("an entry point would read the role's input from the supervisor",),
 }
 
 
@@ -57,49 +65,58 @@ def split_binds(mount: str) -> list[str]:
     return [bind for bind in mount.split(",") if bind]
 
 
-def check_images(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_images(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     slurm = config.launcher.slurm
     given = [name for name in OPTION.values() if getattr(slurm, name) not in (None, "", "none")]
     if given and slurm.container_type == "none":
-        use = "use apptainer, or omit the image"
-        yield f"launcher.slurm.{given[0]} contradicts launcher.slurm.container_type none: {use}."
+        kind = "launcher.slurm.container_type"
+        why = f"contradicts {kind} none: use apptainer, or omit the image"
+        yield Refusal(option=f"launcher.slurm.{given[0]}", kind=Kind.CONFLICT, why=why, related=(kind,))
     for name in given:
         yield from _check_image(f"launcher.slurm.{name}", getattr(slurm, name), slurm.container_type)
     for role, name in PYTHONS.items():
-        if not is_default(config, f"launcher.slurm.{name}") and not find_image(slurm, role):
-            yield f"launcher.slurm.{name} has no effect without launcher.slurm.{OPTION[role]}."
+        option, needed = f"launcher.slurm.{name}", f"launcher.slurm.{OPTION[role]}"
+        if not is_default(config, option) and not find_image(slurm, role):
+            why = f"has no effect without {needed}"
+            yield Refusal(option=option, kind=Kind.NO_EFFECT, why=why, related=(needed,))
     for name in ("mount", "container_args"):
         if getattr(slurm, name) and not any(find_image(slurm, role) for role in OPTION):
-            images = "launcher.slurm.trainer_image or inference_server_image"
-            yield f"launcher.slurm.{name} has no effect without {images}."
+            image = "launcher.slurm.trainer_image"
+            why = f"has no effect without {image} or inference_server_image"
+            option = f"launcher.slurm.{name}"
+            yield Refusal(option=option, kind=Kind.NO_EFFECT, why=why, related=(image,))
 
 
-def _check_image(name: str, image: str, kind: str) -> Iterator[str]:
+def _check_image(name: str, image: str, kind: str) -> Iterator[Refusal]:
+    refuse = partial(Refusal, option=name, value=image, kind=Kind.VALUE)
     if re.search(r"[a-z]+:/", image):
         pull = "enroot import -o FILE.sqsh" if kind == "pyxis" else "apptainer pull FILE.sif"
-        yield f"{name} {image} is not a file: run `{pull} docker://…` once, and use its path."
+        yield refuse(why=f"is not a file: run `{pull} docker://…` once, and use its path")
     elif "/" not in image:
-        yield f"{name} {image} is not a path: use /…/{image} or ./{image}; none means no container."
+        why = f"is not a path: use /…/{image} or ./{image}"
+        yield refuse(why=why, use="none means no container")
     elif ":" in image:
-        yield f"{name} {image} can't be used: the path of an image can't contain a colon."
+        yield refuse(why="can't be used: the path of an image can't contain a colon")
     elif kind == "pyxis" and image.endswith(".sif"):
         use = "run `enroot import -o FILE.sqsh docker://…`, or use container_type apptainer"
-        yield f"{name} {image} is an image of apptainer; pyxis needs a .sqsh file: {use}."
+        why, needed = "is an image of apptainer", f"pyxis needs a .sqsh file: {use}"
+        yield refuse(kind=Kind.CONFLICT, why=why, use=needed)
 
 
-def check_mounts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_mounts(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     slurm = config.launcher.slurm
     for bind in slurm.mount.split(",") if slurm.mount else []:
         parts = bind.split(":")
         are_paths = all(part.startswith("/") for part in parts[:2])
         if len(parts) > 3 or not are_paths or set(bind) & set('\\"'):
-            yield f"launcher.slurm.mount: {bind!r} is not a bind; use /source:/target, separated by commas."
+            why, use = f": {bind!r} is not a bind", "use /source:/target, separated by commas"
+            yield Refusal(option="launcher.slurm.mount", kind=Kind.VALUE, why=why, use=use)
     if not any(find_image(slurm, role) for role in OPTION):
         return
     for name, path in list_bound_paths(config):
         if set(path) & set(SEPARATORS):
-            signs = " ".join(SEPARATORS)
-            yield f"{name} {path} can't be bound into a container: the path of a bind can't contain {signs}"
+            why = f"can't be bound into a container: {' '.join(SEPARATORS)} can't be in the path of a bind"
+            yield Refusal(option=name, value=path, kind=Kind.VALUE, why=why)
 
 
 def list_bound_paths(config: Config) -> Iterator[tuple[str, str]]:
@@ -116,56 +133,63 @@ def list_bound_paths(config: Config) -> Iterator[tuple[str, str]]:
         yield name, get_value(config, name) or ""
 
 
-def check_arguments(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    slurm, name = config.launcher.slurm, "launcher.slurm.container_args"
+def check_arguments(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    slurm = config.launcher.slurm
+    refuse = partial(Refusal, option="launcher.slurm.container_args", kind=Kind.VALUE)
     pyxis = slurm.container_type == "pyxis"
     refused = _PYXIS if pyxis else _APPTAINER
     for text in slurm.container_args:
         option = re.split("[= ]", text, maxsplit=1)[0]
-        why = refused.get(option if option.startswith("--") else text[:2])
+        reason, *related = refused.get(option if option.startswith("--") else text[:2], ("",))
         if not text.startswith("-"):
-            yield f"{name}: {text!r} is not an option; write each with its value: --name=value."
+            yield refuse(why=f": {text!r} is not an option", use="write each with its value: --name=value")
         elif not option.startswith("--") and len(text) > 2:
-            yield f"{name}: {text!r}: use the long form, --name=value."
+            yield refuse(why=f": {text!r}: use the long form, --name=value")
         elif " " in text.partition("=")[0]:
-            yield f"{name}: {text!r}: use an equals sign: {option}=…"
-        elif why:
-            yield f"{name}: {option} can't be given: {why}."
+            joined = f"{option}={text.removeprefix(option).strip()}"
+            yield refuse(why=f": {text!r}: use an equals sign: {joined}")
+        elif reason:
+            yield refuse(why=f": {option} can't be given: {reason}", related=tuple(related))
         elif pyxis and not option.startswith(("--container-", "--no-container-")):
-            other = "use launcher.slurm.srun_additional_args for other options of srun"
-            yield f"{name}: {option} is not an option of pyxis; {other}."
+            other = "launcher.slurm.srun_additional_args"
+            use = f"use {other} for other options of srun"
+            yield refuse(why=f": {option} is not an option of pyxis", use=use, related=(other,))
 
 
-def check_local_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    name, folder, root = "cluster.local_dir", config.cluster.local_dir, config.cluster.fileroot
-    slurm = config.launcher.slurm
+def check_local_dir(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    folder, root, slurm = config.cluster.local_dir, config.cluster.fileroot, config.launcher.slurm
+    refuse = partial(Refusal, option="cluster.local_dir", value=folder, kind=Kind.CONFLICT)
     if folder and Path(folder).is_relative_to(root):
-        own = "name a directory on the node's own disk"
-        yield f"{name} {folder} is in cluster.fileroot {root}, which all nodes share; {own}."
+        why = f"is in cluster.fileroot {root}, which all nodes share"
+        use = "name a directory on the node's own disk"
+        yield refuse(why=why, use=use, related=("cluster.fileroot",))
     if folder.startswith("$") and any(find_image(slurm, role) for role in OPTION):
-        yield f"{name} {folder}: a variable can't be bound into containers; write a path, such as /scratch."
+        why = ": a variable can't be bound into containers"
+        yield refuse(why=why, use="write a path, such as /scratch")
 
 
 RULES = [check_images, check_mounts, check_arguments, check_local_dir]
 
 
-def check_image_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_image_files(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     # A file that is missing on a shared disk would be missing on all nodes, after the wait in the queue.
     slurm = config.launcher.slurm
     pyxis = slurm.container_type == "pyxis"
     kind = "a .sqsh file" if pyxis else "a .sif file or the directory of an unpacked image"
     for name in OPTION.values():
         image = getattr(slurm, name)
+        refuse = partial(Refusal, option=f"launcher.slurm.{name}", value=image, kind=Kind.FILE)
         if not image or image == "none" or is_trusted(config, image):
             continue
         if not Path(image).exists():
-            yield f"launcher.slurm.{name} {image} does not exist; it must be {kind} that all nodes see."
+            yield refuse(why="does not exist", use=f"it must be {kind} that all nodes see")
         elif pyxis and not Path(image).is_file():
-            yield f"launcher.slurm.{name} {image} is not a file; pyxis needs {kind}."
+            yield refuse(why="is not a file", use=f"pyxis needs {kind}")
     for bind in split_binds(slurm.mount):
         source = bind.partition(":")[0]
         if not is_trusted(config, source) and not Path(source).exists():
-            yield f"launcher.slurm.mount: {source} does not exist, so it can't be bound."
+            why = f": {source} does not exist, so it can't be bound"
+            yield Refusal(option="launcher.slurm.mount", kind=Kind.FILE, why=why)
 
 
 def is_trusted(config: Config, path: str) -> bool:

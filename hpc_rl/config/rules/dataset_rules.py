@@ -1,6 +1,7 @@
 """Rules about datasets: files must exist, rows must suit the trainer, and the reward must not always be 0."""
 
 from collections.abc import Collection, Iterator
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from hpc_rl.config.rules.generation_rules import BUILT_IN
 from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import find_similar_file
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import load_json
 
 _NEEDED = {"rl": ("prompt",), "sft": ("prompt", "completion"), "rw": ("chosen", "rejected")}
@@ -108,47 +110,51 @@ def has_chat_template(folder: Path) -> bool:
     return is_set or (folder / "chat_template.jinja").is_file()
 
 
-def check_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_files(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         if dataset is None:
             continue
         name, path = f"{section}.path", Path(dataset.path)
+        refuse = partial(Refusal, option=name, value=path, kind=Kind.FILE)
         split = "train" if section == "train_dataset" else "test"
         if not dataset.path:
             if section == "valid_dataset" or has_own_prompts(config):
-                yield f"{name} is empty; only a trial on environments alone needs no training data."
+                why = "is empty; only a trial on environments alone needs no training data"
+                related = ("environments",) if isinstance(config, GRPOConfig) else ()
+                yield Refusal(option=name, kind=Kind.MISSING, why=why, related=related)
         elif is_trusted(config, dataset.path):
             continue
         elif not path.exists():
             near = find_similar_file(path)
             place = f"{make_hub_hint(path, 'datasets', split)}{make_relative_hint(path)}"
-            hint = f"; {f'did you mean {near}?' if near else place}".rstrip("; ")
-            yield f"{name} {path} does not exist{hint if near else f'{hint}.'}"
+            use = f"did you mean {near}?" if near else place.rstrip("; ")
+            yield refuse(why="does not exist", use=use)
         elif path.is_dir():
             yield from _check_saved_dataset(name, path, split)
         elif path.suffix not in DATA_FILES:
-            allowed = "a .jsonl or .parquet file, or a directory with a saved dataset"
-            yield f"{name} {path} can't be read; allowed: {allowed}."
+            use = "allowed: a .jsonl or .parquet file, or a directory with a saved dataset"
+            yield refuse(why="can't be read", use=use)
         elif not path.stat().st_size:
-            yield f"{name} {path} is empty."
+            yield refuse(why="is empty")
 
 
-def _check_saved_dataset(name: str, path: Path, split: str) -> Iterator[str]:
+def _check_saved_dataset(name: str, path: Path, split: str) -> Iterator[Refusal]:
+    refuse = partial(Refusal, option=name, value=path, kind=Kind.FILE)
     # Dataset.save_to_disk writes state.json next to the data; DatasetDict writes one directory per split.
     if (path / "state.json").is_file():
         return
     splits = sorted(one.parent.name for one in path.glob("*/state.json"))
     if splits:
         one = f"use the path of one, such as {path / splits[0]}"
-        yield f"{name} {path} has the splits {', '.join(splits)}: {one}."
+        yield refuse(why=f"has the splits {', '.join(splits)}: {one}")
         return
     file = find_split_file(path, split)
-    hint = f"; did you mean {file}?" if file else "."
-    yield f"{name} {path} is a directory without a saved Hugging Face dataset (it has no state.json){hint}"
+    why = "is a directory without a saved Hugging Face dataset (it has no state.json)"
+    yield refuse(why=why, use=f"did you mean {file}?" if file else "")
 
 
-def check_rows(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_rows(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     """Yield one refusal for each dataset whose first rows the trainer can't read."""
     kind = _find_kind(config)
     for section, dataset in list_datasets(config):
@@ -167,9 +173,16 @@ def check_rows(config: Config, explicit: Collection[str]) -> Iterator[str]:
                     hint = "add chat_template.jinja, or give prompts as texts"
                     raise ConfigError(f"it is a chat, and {folder} has no chat template: {hint}.")
         except ConfigError as error:
-            option = f"{section}.columns: " if dataset.columns else f"{section}.path "
-            where = f"{option}{dataset.path} row {number}: " if number else f"{section}.path: "
-            yield f"{where}{error} {_suggest_columns(section, dataset, kind, row)}".rstrip()
+            columns, hint = f"{section}.columns", _suggest_columns(section, dataset, kind, row)
+            why = f": {error} {hint}".rstrip()
+            refuse = partial(Refusal, option=f"{section}.path", kind=Kind.FILE)
+            if number and dataset.columns:
+                yield refuse(option=columns, why=f": {dataset.path} row {number}{why}")
+            elif number:
+                related = (columns,) if columns in hint else ()
+                yield refuse(value=dataset.path, why=f"row {number}{why}", related=related)
+            else:
+                yield refuse(why=why)
 
 
 def _suggest_columns(section: str, dataset: DatasetConfig, kind: str, row: Row) -> str:
@@ -191,10 +204,11 @@ def _suggest_columns(section: str, dataset: DatasetConfig, kind: str, row: Row) 
     return f"Say which column is which by {section}.columns {{{pairs}}}; texts are in {', '.join(texts)}."
 
 
-def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse a built-in reward that is 0 for each of the first rows, whatever the answer."""
     if not isinstance(config, GRPOConfig) or config.rollout.workflow not in BUILT_IN["workflow"]:
         return
+    refuse = partial(Refusal, option="rollout.reward_fn", kind=Kind.CONFLICT)
     for reward, (section, dataset) in product(config.rollout.reward_functions, list_datasets(config)):
         found = load_named_rows(dataset.path, dataset.columns)
         missing = [
@@ -202,9 +216,11 @@ def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
         ]
         if missing:
             there = ", ".join(list_columns(found)) or "nothing"
-            yield (
-                f"rollout.reward_fn {reward} needs the column {' and '.join(missing)} in each row of "
-                f"{dataset.path}; they have {there}. Set {section}.columns {{{missing[0]}: COLUMN}}."
+            yield refuse(
+                value=reward,
+                why=f"needs the column {' and '.join(missing)} in each row of {dataset.path}",
+                use=f"they have {there}. Set {section}.columns {{{missing[0]}: COLUMN}}",
+                related=(f"{section}.columns",),
             )
     checked = [reward for reward in config.rollout.reward_functions if reward in _TRUTH]
     for reward, (section, dataset) in product(checked, list_datasets(config)):
@@ -213,23 +229,28 @@ def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[str]:
         truths = [value for value in values if value is not None and str(value).strip()]
         if found and not truths:
             there = ", ".join(list_columns(found)) or "nothing"
-            needed = f"rollout.reward_fn {reward} compares with the column {' or '.join(names)}"
-            name = f"{section}.columns {{answer: COLUMN}}"
-            yield f"{needed}, which is empty or missing in {dataset.path}; its rows have {there}. Set {name}."
+            needed = f"compares with the column {' or '.join(names)}"
+            yield refuse(
+                value=reward,
+                why=f"{needed}, which is empty or missing in {dataset.path}",
+                use=f"its rows have {there}. Set {section}.columns {{answer: COLUMN}}",
+                related=(f"{section}.columns",),
+            )
         elif truths and all(isinstance(one, list | dict) for one in truths):
             kind = type(truths[0]).__name__
             each = f"the answers of {dataset.path} are of type {kind}, not texts"
-            yield f"rollout.reward_fn {reward} is 0 for every row: {each}."
+            yield refuse(value=reward, why=f"is 0 for every row: {each}")
         elif truths and reward == "exact_match" and all(str(one) != str(one).strip() for one in truths):
             spaces = "begin or end with blanks, but completions are compared without those"
-            yield f"rollout.reward_fn exact_match is 0 for every row: the answers of {dataset.path} {spaces}."
+            yield refuse(value=reward, why=f"is 0 for every row: the answers of {dataset.path} {spaces}")
 
 
-def check_pairs(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_pairs(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse rows of equal answers, because a reward model would learn nothing."""
     for section, dataset, num_equal, num in _count_equal_pairs(config):
         if num_equal == num:
-            yield f"{section}.path {dataset.path}: `chosen` and `rejected` are equal in the first {num} rows."
+            why = f": `chosen` and `rejected` are equal in the first {num} rows"
+            yield Refusal(option=f"{section}.path", value=dataset.path, kind=Kind.FILE, why=why)
 
 
 def _count_equal_pairs(config: Config) -> Iterator[tuple[str, DatasetConfig, int, int]]:

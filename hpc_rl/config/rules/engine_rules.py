@@ -11,6 +11,7 @@ from hpc_rl.config.rules.consistency import list_given
 from hpc_rl.config.rules.training_rules import find_trained_model, list_models
 from hpc_rl.core.allocation import parse
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 PARTS = ("core_attn", "layernorm", "mlp", "moe")  # the parts of a layer that can be recomputed alone
 _IN_PLACE = {  # option of another engine -> replacement with megatron
@@ -52,33 +53,50 @@ def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple
     return wanted
 
 
-def check_other_engine(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_other_engine(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     backend = find_engine(config)
     for section, _ in list_models(config):
         if backend == "megatron":
             for option, instead in _IN_PLACE.items():
                 for name in list_given(config, explicit, f"{section}.{option}"):
-                    yield f"{name} has no effect with the megatron backend: {instead}."
+                    why = f"has no effect with the megatron backend: {instead}"
+                    yield Refusal(option=name, kind=Kind.NO_EFFECT, why=why)
             continue
         for name in list_given(config, explicit, f"{section}.megatron."):
-            use = f"use {section}.backend megatron, or remove it"
-            yield f"{name} has no effect with the {backend} backend; {use}."
+            yield Refusal(
+                option=name,
+                kind=Kind.NO_EFFECT,
+                why=f"has no effect with the {backend} backend",
+                use=f"use {section}.backend megatron, or remove it",
+                related=(f"{section}.backend",),
+            )
 
 
-def check_megatron(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_megatron(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     section, engine = find_trained_model(config)
     if find_engine(config) == "megatron":
         for name, one in list_models(config):
             if one.attn_impl in ("eager", "flex_attention"):
-                yield f"{name}.attn_impl {one.attn_impl} can't be used with the megatron backend; use sdpa."
+                yield Refusal(
+                    option=f"{name}.attn_impl",
+                    value=one.attn_impl,
+                    kind=Kind.CONFLICT,
+                    why="can't be used with the megatron backend",
+                    use="use sdpa",
+                )
     yield from _check_overlap(f"{section}.megatron.ddp", engine)
     yield from _check_recomputation(f"{section}.megatron", engine)
 
 
-def _check_overlap(name: str, engine: TrainEngineConfig) -> Iterator[str]:
+def _check_overlap(name: str, engine: TrainEngineConfig) -> Iterator[Refusal]:
     if engine.megatron.ddp.check_for_nan_in_grad and engine.dtype == "float16":
         ends = "ends the trial where a float16 gradient overflows, as is usual until the loss scale is small"
-        yield f"{name}.check_for_nan_in_grad {ends}; remove it, or use dtype bfloat16."
+        yield Refusal(
+            option=f"{name}.check_for_nan_in_grad",
+            kind=Kind.CONFLICT,
+            why=ends,
+            use="remove it, or use dtype bfloat16",
+        )
     needed = {
         "overlap_param_gather": ("overlap_grad_reduce", "use_distributed_optimizer"),
         "align_param_gather": ("overlap_param_gather",),
@@ -88,33 +106,60 @@ def _check_overlap(name: str, engine: TrainEngineConfig) -> Iterator[str]:
     for option, others in needed.items():
         for other in others:
             if getattr(ddp, option) and not getattr(ddp, other):
-                yield f"{name}.{option} needs {name}.{other} true; set it, or remove {option}."
+                yield Refusal(
+                    option=f"{name}.{option}",
+                    kind=Kind.CONFLICT,
+                    why=f"needs {name}.{other} true",
+                    use=f"set it, or remove {option}",
+                    related=(f"{name}.{other}",),
+                )
 
 
-def _check_recomputation(name: str, engine: TrainEngineConfig) -> Iterator[str]:
+def _check_recomputation(name: str, engine: TrainEngineConfig) -> Iterator[Refusal]:
     options = engine.megatron
     granularity, parts = options.recompute_granularity, options.recompute_modules
     checkpoints = f"{name.partition('.')[0]}.gradient_checkpointing"
     if granularity is None and engine.gradient_checkpointing:
-        yield f"{name}.recompute_granularity null recomputes nothing: use {checkpoints} false instead."
+        yield Refusal(
+            option=f"{name}.recompute_granularity",
+            value="null",
+            kind=Kind.CONFLICT,
+            why=f"recomputes nothing: use {checkpoints} false instead",
+            related=(checkpoints,),
+        )
     whole = (options.recompute_method, options.recompute_num_layers)
     if granularity == "selective" and whole != (None, None):
-        given = f"{name}.recompute_method and recompute_num_layers are of whole layers"
-        yield f"{given}, but recompute_granularity is selective; remove them."
+        why = "and recompute_num_layers are of whole layers, but recompute_granularity is selective"
+        method = f"{name}.recompute_method"
+        yield Refusal(option=method, kind=Kind.CONFLICT, why=why, use="remove them")
     if granularity == "full" and None in whole:
-        yield f"{name}.recompute_granularity full needs recompute_method and recompute_num_layers; set both."
+        yield Refusal(
+            option=f"{name}.recompute_granularity",
+            value="full",
+            kind=Kind.CONFLICT,
+            why="needs recompute_method and recompute_num_layers",
+            use="set both",
+        )
     if parts is not None and granularity != "selective":
-        yield f"{name}.recompute_modules needs recompute_granularity selective; set it, or remove them."
+        why, use = "needs recompute_granularity selective", "set it, or remove them"
+        yield Refusal(option=f"{name}.recompute_modules", kind=Kind.CONFLICT, why=why, use=use)
     for part in parts or ():
         if part not in PARTS:
-            yield f"{name}.recompute_modules: {part} can't be used; allowed: {', '.join(PARTS)}."
+            why, use = f": {part} can't be used", f"allowed: {', '.join(PARTS)}"
+            yield Refusal(option=f"{name}.recompute_modules", kind=Kind.VALUE, why=why, use=use)
 
 
-def check_reference(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_reference(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for name in sorted(name for name in explicit if name.startswith("ref.megatron.")):
         actors = f"actor{name.removeprefix('ref')}"
         if get_value(config, name) != get_value(config, actors):
-            yield f"{name}: the reference model is divided as the actor is; set {actors}, or remove it."
+            yield Refusal(
+                option=name,
+                kind=Kind.CONFLICT,
+                why=": the reference model is divided as the actor is",
+                use=f"set {actors}, or remove it",
+                related=(actors,),
+            )
 
 
 RULES = [check_other_engine, check_megatron, check_reference]

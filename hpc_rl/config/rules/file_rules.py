@@ -6,6 +6,7 @@ import os
 import re
 import time
 from collections.abc import Collection, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from hpc_rl.config.rules.consistency import find_context_option
 from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import list_models, list_samplings
 from hpc_rl.config.rules.weight_rules import find_weights_problem
+from hpc_rl.config.snapshot import NAME as SNAPSHOT
 from hpc_rl.config.snapshot import list_snapshot_files
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import find_similar_file, mount_of, wait_for_path
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import load_json
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -32,23 +35,22 @@ _MEMORY_FILE_SYSTEMS = ("tmpfs", "ramfs", "devtmpfs")
 _DISK_FILE_SYSTEMS = ("ext2", "ext3", "ext4", "xfs", "btrfs", "zfs", "overlay")
 
 
-def check_model_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_model_files(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for section, engine in list_models(config):
         if not is_trusted(config, engine.path):
             yield from _check_model(config, section, engine)
 
 
-def _check_model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
+def _check_model(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[Refusal]:
     name = f"{section}.path"
-    scratch = f"; {section}.init_from_scratch true starts from random ones"
-    yield from check_checkpoint(name, engine.path, "" if engine.init_from_scratch else scratch)
+    scratch = f"{section}.init_from_scratch"
+    yield from check_checkpoint(name, engine.path, scratch, needs_weights=not engine.init_from_scratch)
     if (found := _load_settings(engine.path)) is None:
         return
-    why = explain_untrainable(found, engine.is_critic)
-    if not why and not _has_own_environment(config):
-        why = explain_unknown_kind(found)
-    if why:
-        yield f"{name} {engine.path} {why}"
+    if why := explain_untrainable(found, engine.is_critic):
+        yield Refusal(option=name, value=engine.path, kind=Kind.FILE, why=why)
+    elif not _has_own_environment(config) and (why := explain_unknown_kind(found)):
+        yield Refusal(option=name, value=engine.path, kind=Kind.MACHINE, why=why)
     if section == "ref":
         return
     if not is_trusted(config, config.tokenizer_path or engine.path):
@@ -62,26 +64,30 @@ def _check_model(config: Config, section: str, engine: TrainEngineConfig) -> Ite
             yield from check_context(f"{name}.max_new_tokens", g.max_new_tokens, found, longest)
 
 
-def check_checkpoint(name: str, folder: str, without_weights: str = ".") -> Iterator[str]:
+def check_checkpoint(
+    name: str, folder: str, scratch: str = "", needs_weights: bool = True
+) -> Iterator[Refusal]:
     """Refuse a directory that is not a usable Hugging Face checkpoint.
 
-    `without_weights` is the end of the refusal if weights are missing; empty accepts missing weights.
+    `scratch` is the option that makes random weights, if there is one.
     """
     path = Path(folder)
+    refuse = partial(Refusal, option=name, value=path, kind=Kind.FILE)
     if not path.is_dir():
         near = find_similar_file(path) if not path.exists() else ""
         hint = f"did you mean {near}?" if near else f"{make_hub_hint(path)}{make_relative_hint(path)}"
         if "quickstart" in path.parts:
             hint = "`hpc-rl quickstart` makes the models of the shipped examples"
-        needed = "it must be a Hugging Face checkpoint that all nodes see"
-        line = f"{name} {path} is not a directory: {needed}; {hint}".rstrip("; ")
-        yield line if near and hint.endswith("?") else f"{line}."
+        why = "is not a directory: it must be a Hugging Face checkpoint that all nodes see"
+        yield refuse(why=why, use=hint.rstrip("; "))
     elif _load_settings(folder) is None:
-        yield f"{name} {path} has no readable config.json: it must be a Hugging Face checkpoint."
-    elif without_weights and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
-        yield f"{name} {path} contains no weights (*.safetensors){without_weights.rstrip('.')}."
-    elif without_weights and (problem := find_weights_problem(path)):
-        yield f"{name} {path}: {problem}."
+        yield refuse(why="has no readable config.json: it must be a Hugging Face checkpoint")
+    elif needs_weights and not any(any(path.glob(pattern)) for pattern in _WEIGHTS):
+        use = f"{scratch} true starts from random ones" if scratch else ""
+        related = (scratch,) if scratch else ()
+        yield refuse(why="contains no weights (*.safetensors)", use=use, related=related)
+    elif needs_weights and (problem := find_weights_problem(path)):
+        yield refuse(why=f": {problem}")
 
 
 def explain_untrainable(model: Any, is_critic: bool) -> str:
@@ -181,29 +187,42 @@ def _load_settings(folder: str) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def check_tokenizer(name: str, folder: str, option: str, own: str) -> Iterator[str]:
+def check_tokenizer(name: str, folder: str, option: str, own: str) -> Iterator[Refusal]:
     """Refuse a model without a tokenizer in its directory, or in the directory `own` of `option`."""
     if not (Path(own or folder) / "tokenizer.json").is_file():
-        came = f"{option if own else name} {own or folder}"
         hint = make_hub_hint(Path(own)) if own else ""
-        yield f"{came} has no tokenizer.json: {hint}set {option} to a directory that has one."
+        yield Refusal(
+            option=option if own else name,
+            value=own or folder,
+            kind=Kind.FILE,
+            why=f"has no tokenizer.json: {hint}set {option} to a directory that has one",
+            related=() if own else (option,),
+        )
 
 
-def check_context(option: str, new: int, model: dict[str, Any], prompt: int | None = None) -> Iterator[str]:
+def check_context(
+    option: str, new: int, model: dict[str, Any], prompt: int | None = None
+) -> Iterator[Refusal]:
     """Refuse `new` tokens that, with the longest prompt, exceed the context of a model."""
     limit = model.get("max_position_embeddings")
     if not isinstance(limit, int):
         return
     of_model = f"the model's context (max_position_embeddings) is {limit}"
     if new >= limit:
-        yield f"{option} {new} leaves no room for a prompt: {of_model}."
+        why = f"leaves no room for a prompt: {of_model}"
+        yield Refusal(option=option, value=new, kind=Kind.VALUE, why=why)
     elif prompt is not None and prompt + new > limit:
         dataset = "valid_dataset" if option.startswith("eval_") else "train_dataset"
-        both = f"{dataset}.max_length {prompt} and {option} {new}"
-        yield f"{both} make {prompt + new} tokens, but {of_model}."
+        yield Refusal(
+            option=f"{dataset}.max_length",
+            value=prompt,
+            kind=Kind.CONFLICT,
+            why=f"and {option} {new} make {prompt + new} tokens, but {of_model}",
+            related=(option,),
+        )
 
 
-def check_pool_files(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_pool_files(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     if not isinstance(config, GRPOConfig):
         return
     for name, pool in config.pools.items():
@@ -218,24 +237,39 @@ def check_pool_files(config: Config, explicit: Collection[str]) -> Iterator[str]
             if name in list_reward_models(config):
                 yield from _check_reward_model(name, pool.path, found)
             elif _is_reward_model(found):
-                shown = f"{option}.path {pool.path} ({', '.join(found['architectures'])})"
-                use = "name the pool in rollout.reward_fn, or use another model (...ForCausalLM)"
-                yield f"{shown} is a reward model: it scores texts and generates none; {use}."
+                kinds = ", ".join(found["architectures"])
+                yield Refusal(
+                    option=f"{option}.path",
+                    value=pool.path,
+                    kind=Kind.FILE,
+                    why=f"({kinds}) is a reward model: it scores texts and generates none",
+                    use="name the pool in rollout.reward_fn, or use another model (...ForCausalLM)",
+                    related=("rollout.reward_fn",),
+                )
             else:
                 yield from check_context(f"{option}.max_new_tokens", pool.max_new_tokens, found)
 
 
-def _check_reward_model(name: str, path: str, model: dict[str, Any]) -> Iterator[str]:
+def _check_reward_model(name: str, path: str, model: dict[str, Any]) -> Iterator[Refusal]:
     """Refuse a model that is not a reward model, by its config.json."""
     labels = model.get("id2label")
     num_labels = len(labels) if isinstance(labels, dict) else model.get("num_labels", 2)  # as in transformers
     kinds = ", ".join(map(str, model.get("architectures") or ())) or model.get("model_type")
     use = "use an export of a trial of trainer rw, or another ...ForSequenceClassification with one label"
-    came = f"pools.{name}.path {path} ({kinds}) can't be a reward model (rollout.reward_fn {name})"
     if not _is_reward_model(model):
-        yield f"{came}: it gives a text no score; {use}."
+        problem = "it gives a text no score"
     elif num_labels != 1:
-        yield f"{came}: it has {num_labels} labels, and so no single score; {use}."
+        problem = f"it has {num_labels} labels, and so no single score"
+    else:
+        return
+    yield Refusal(
+        option=f"pools.{name}.path",
+        value=path,
+        kind=Kind.FILE,
+        why=f"({kinds}) can't be a reward model (rollout.reward_fn {name}): {problem}",
+        use=use,
+        related=("rollout.reward_fn",),
+    )
 
 
 def _is_reward_model(model: dict[str, Any]) -> bool:
@@ -260,27 +294,29 @@ def find_vocab_size(config: GRPOConfig) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def check_templates_dir(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_templates_dir(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     name, folder = "launcher.templates_dir", config.launcher.templates_dir
     if folder and not Path(folder).is_dir():
-        yield f"{name} {folder} is not a directory; {make_relative_hint(Path(folder))}".rstrip("; ") + "."
+        why, use = "is not a directory", make_relative_hint(Path(folder))
+        yield Refusal(option=name, value=folder, kind=Kind.FILE, why=why, use=use)
 
 
-def check_snapshot(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_snapshot(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     try:
         list_snapshot_files(config, Path.cwd())
     except ConfigError as error:
-        yield str(error)
+        yield Refusal(option=SNAPSHOT, kind=Kind.FILE, why=str(error).removeprefix(SNAPSHOT))
 
 
-def check_shared_places(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_shared_places(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     if ":" in config.cluster.fileroot:
-        folder = config.cluster.fileroot
-        yield f"cluster.fileroot {folder} can't be used: PYTHONPATH can't contain a path with a colon."
+        why = "can't be used: PYTHONPATH can't contain a path with a colon"
+        yield Refusal(option="cluster.fileroot", value=config.cluster.fileroot, kind=Kind.VALUE, why=why)
     for name, place, kind in _list_places(config):
         if kind in _MEMORY_FILE_SYSTEMS:
             nodes = config.cluster.n_nodes
-            yield f"{name} {place} is on {kind}, which only this node sees, but the trial has {nodes} nodes."
+            why = f"is on {kind}, which only this node sees, but the trial has {nodes} nodes"
+            yield Refusal(option=name, value=place, kind=Kind.FILE, why=why)
 
 
 RULES = [check_templates_dir, check_shared_places, check_snapshot, check_model_files, check_pool_files]

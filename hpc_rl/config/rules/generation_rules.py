@@ -16,6 +16,7 @@ from hpc_rl.config.options.limits import NonNegativeFloat, PositiveFloat, Positi
 from hpc_rl.config.rules.consistency import find_context_option, find_server_backend, list_given
 from hpc_rl.config.rules.training_rules import list_models, list_samplings
 from hpc_rl.core.backends import SERVER_BACKENDS
+from hpc_rl.core.refusal import Kind, Refusal
 
 BUILT_IN = {
     "workflow": ["single_turn", "multi_turn", "teacher"],
@@ -54,100 +55,182 @@ def _count_sequences(config: Config) -> tuple[int, int, int]:
     return each, (count_data_ranks(config) or 0) if each else 0, n_samples
 
 
-def check_batch_of_ranks(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_batch_of_ranks(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     (each, ranks, n_samples), name = _count_sequences(config), "train_dataset.sequences_per_rank"
     if not each or not ranks:
         return
     sequences, batch_size = each * ranks, config.train_dataset.batch_size
     if sequences % n_samples:
         least = n_samples // math.gcd(n_samples, ranks)
-        whole = f"{each} * {ranks} data ranks is not a multiple of gconfig.n_samples {n_samples}"
-        yield f"{name} {each}: {whole}; use a multiple of {least}."
+        yield Refusal(
+            option=name,
+            value=each,
+            kind=Kind.CONFLICT,
+            why=f": {each} * {ranks} data ranks is not a multiple of gconfig.n_samples {n_samples}",
+            use=f"use a multiple of {least}",
+            related=("gconfig.n_samples",),
+        )
     elif batch_size * n_samples != sequences:
         gives = f"{name} {each} on {ranks} data ranks, which gives {sequences // n_samples}"
-        yield f"train_dataset.batch_size {batch_size} contradicts {gives}; set only one of the two."
+        yield Refusal(
+            option="train_dataset.batch_size",
+            value=batch_size,
+            kind=Kind.CONFLICT,
+            why=f"contradicts {gives}",
+            use="set only one of the two",
+            related=(name,),
+        )
 
 
-def check_too_long(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_too_long(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         if dataset is None or dataset.too_long == "drop":
             continue
-        name = f"{section}.too_long {dataset.too_long}"
+        related: tuple[str, ...] = ()
         if not isinstance(config, GRPOConfig):
-            yield f"{name}: only prompts are truncated, and trainer {config.trainer} has none; use drop."
+            why = f": only prompts are truncated, and trainer {config.trainer} has none"
+            related = ("trainer",)
         elif config.rollout.workflow in ("multi_turn", "teacher"):
-            yield f"{name}: workflow {config.rollout.workflow} makes its input of whole messages; use drop."
+            why = f": workflow {config.rollout.workflow} makes its input of whole messages"
+        else:
+            continue
+        yield Refusal(
+            option=f"{section}.too_long",
+            value=dataset.too_long,
+            kind=Kind.CONFLICT,
+            why=why,
+            use="use drop",
+            related=related,
+        )
 
 
-def check_no_servers(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_no_servers(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     if isinstance(config, GRPOConfig):
         return
     sections = tuple(f"{backend.section}." for backend in SERVER_BACKENDS.values())
     for name in list_given(config, explicit, sections)[:1]:
-        yield f"{name} has no effect: trainer {config.trainer} has no generation servers; remove it."
+        why = f"has no effect: trainer {config.trainer} has no generation servers"
+        yield Refusal(option=name, kind=Kind.NO_EFFECT, why=why, use="remove it", related=("trainer",))
 
 
-def check_groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     actor, n_samples = config.actor, config.gconfig.n_samples
     for name, norm in (("reward_norm", actor.reward_norm), ("adv_norm", actor.adv_norm)):
         if norm and "group" in (norm.mean_level, norm.std_level) and n_samples < 2:
-            yield f"gconfig.n_samples {n_samples}: actor.{name} normalizes by group; use at least 2."
+            yield Refusal(
+                option="gconfig.n_samples",
+                value=n_samples,
+                kind=Kind.CONFLICT,
+                why=f": actor.{name} normalizes by group",
+                use="use at least 2",
+                related=(f"actor.{name}",),
+            )
     rows, parts = config.train_dataset.batch_size * n_samples, actor.ppo_n_minibatches
     if parts > rows:
         product = f"train_dataset.batch_size * gconfig.n_samples, which is {rows}"
-        yield f"actor.ppo_n_minibatches {parts} must not exceed {product}: each update needs a row."
+        yield Refusal(
+            option="actor.ppo_n_minibatches",
+            value=parts,
+            kind=Kind.CONFLICT,
+            why=f"must not exceed {product}: each update needs a row",
+            related=("train_dataset.batch_size", "gconfig.n_samples"),
+        )
 
 
-def check_sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     for section, g in list_samplings(config).items():
         if g.n_samples > 1 and (g.greedy or g.temperature == 0):
-            option = f"{section}.greedy true" if g.greedy else f"{section}.temperature 0"
-            equal = f"all {g.n_samples} samples of a prompt would be equal"
-            instead = f"a temperature above 0, or {section}.n_samples 1"
+            option, value = ("greedy", "true") if g.greedy else ("temperature", "0")
+            equal = f": all {g.n_samples} samples of a prompt would be equal"
+            instead, related = f"a temperature above 0, or {section}.n_samples 1", [f"{section}.n_samples"]
             if section == "gconfig":
                 equal += ", so nothing is learned"
                 norms = (config.actor.reward_norm, config.actor.adv_norm)
                 if any(norm and "group" in (norm.mean_level, norm.std_level) for norm in norms):
-                    instead = "a temperature above 0"
+                    instead, related = "a temperature above 0", []
                 instead += ", or eval_gconfig for evaluations alone"
-            yield f"{option}: {equal}; use {instead}."
+                related.append("eval_gconfig")
+            yield Refusal(
+                option=f"{section}.{option}",
+                value=value,
+                kind=Kind.CONFLICT,
+                why=equal,
+                use=f"use {instead}",
+                related=tuple(related),
+            )
         if g.min_new_tokens > g.max_new_tokens:
-            most = f"{section}.max_new_tokens {g.max_new_tokens}"
-            yield f"{section}.min_new_tokens {g.min_new_tokens} must not exceed {most}."
+            yield Refusal(
+                option=f"{section}.min_new_tokens",
+                value=g.min_new_tokens,
+                kind=Kind.CONFLICT,
+                why=f"must not exceed {section}.max_new_tokens {g.max_new_tokens}",
+                related=(f"{section}.max_new_tokens",),
+            )
 
 
-def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     for section, g in list_samplings(config).items():
         for name in (f"{section}.max_tokens", find_context_option(config)):
             limit = get_value(config, name)
             if limit and limit <= g.max_new_tokens:
-                yield f"{name} {limit} can't hold {section}.max_new_tokens {g.max_new_tokens} and a prompt."
+                yield Refusal(
+                    option=name,
+                    value=limit,
+                    kind=Kind.CONFLICT,
+                    why=f"can't hold {section}.max_new_tokens {g.max_new_tokens} and a prompt",
+                    related=(f"{section}.max_new_tokens",),
+                )
     # completions of evaluations enter no micro-batch
     new = config.gconfig.max_new_tokens
     for section, engine in list_models(config):
         limit, together = engine.mb_spec.max_tokens_per_mb, engine.mb_spec.granularity
         if limit and limit // together <= new:
             times = f" for each of mb_spec.granularity {together}" if together > 1 else ""
-            name = f"{section}.mb_spec.max_tokens_per_mb {limit}"
-            yield f"{name} can't hold gconfig.max_new_tokens {new} and a prompt{times}."
+            yield Refusal(
+                option=f"{section}.mb_spec.max_tokens_per_mb",
+                value=limit,
+                kind=Kind.CONFLICT,
+                why=f"can't hold gconfig.max_new_tokens {new} and a prompt{times}",
+                related=("gconfig.max_new_tokens",),
+            )
 
 
-def check_rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     options, batch_size = config.rollout, config.train_dataset.batch_size
     if options.queue_size is not None and options.queue_size < batch_size:
-        size = options.queue_size
-        yield f"rollout.queue_size {size} can't hold a batch: train_dataset.batch_size is {batch_size}."
+        yield Refusal(
+            option="rollout.queue_size",
+            value=options.queue_size,
+            kind=Kind.CONFLICT,
+            why=f"can't hold a batch: train_dataset.batch_size is {batch_size}",
+            related=("train_dataset.batch_size",),
+        )
     weights, functions = options.reward_weights, options.reward_functions
     if weights is not None and (len(weights) != len(functions) or not any(weights)):
-        each = f"one number for each of {', '.join(functions)}, not all 0"
-        yield f"rollout.reward_weights {weights} can't be used; give {each}."
+        yield Refusal(
+            option="rollout.reward_weights",
+            value=f"{weights}",
+            kind=Kind.VALUE,
+            why="can't be used",
+            use=f"give one number for each of {', '.join(functions)}, not all 0",
+        )
     if len({*functions}) < len(functions):
-        yield f"rollout.reward_fn {options.reward_fn!r} names a function twice; name it once, with a weight."
+        yield Refusal(
+            option="rollout.reward_fn",
+            value=repr(options.reward_fn),
+            kind=Kind.VALUE,
+            why="names a function twice",
+            use="name it once, with a weight",
+        )
     if options.sandbox == "required" and "code_tests" not in functions:
-        yield (
-            f"rollout.sandbox required has no effect: it is for code_tests, and rollout.reward_fn is "
-            f"{options.reward_fn}; remove the option."
+        yield Refusal(
+            option="rollout.sandbox",
+            value="required",
+            kind=Kind.NO_EFFECT,
+            why=f"has no effect: it is for code_tests, and rollout.reward_fn is {options.reward_fn}",
+            use="remove the option",
+            related=("rollout.reward_fn",),
         )
     values = [("workflow", options.workflow), *(("reward_fn", function) for function in functions)]
     for name, value in values:
@@ -156,11 +239,16 @@ def check_rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str
         if value not in known and not re.fullmatch(IMPORT_PATH, value):
             pool = "the name of a pool with a reward model (pools.NAME.path), " if name == "reward_fn" else ""
             allowed = f"allowed: {', '.join(known)}, {pool}or your own package.module:name"
-            line = f"rollout.{name} {value!r} is not known; {allowed}. {suggest_name(value, known)}"
-            yield line.strip()
+            yield Refusal(
+                option=f"rollout.{name}",
+                value=repr(value),
+                kind=Kind.VALUE,
+                why="is not known",
+                use=f"{allowed}. {suggest_name(value, known)}".strip(),
+            )
 
 
-def check_workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     workflow, args = config.rollout.workflow, config.rollout.workflow_args
     known = WORKFLOW_ARGS.get(workflow, {})
     for name, value in args.items() if workflow in WORKFLOW_ARGS else ():
@@ -168,12 +256,17 @@ def check_workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterat
             try:
                 convert_value(known[name], add_origin(value, ""))
             except ValueError:
-                what = f"rollout.workflow_args: {name} {value!r} can't be used"
-                yield f"{what}; allowed: {describe_allowed(known[name])}."
+                why, use = f": {name} {value!r} can't be used", f"allowed: {describe_allowed(known[name])}"
+                yield Refusal(option="rollout.workflow_args", kind=Kind.VALUE, why=why, use=use)
         elif name not in OF_WORKFLOWS:
-            takes = f"takes {', '.join(known) or 'no arguments'}; your own workflow may take any"
-            line = f"rollout.workflow_args: {name} can't be used: rollout.workflow {workflow} {takes}."
-            yield f"{line} {suggest_name(name, known)}".strip()
+            takes = f"rollout.workflow {workflow} takes {', '.join(known) or 'no arguments'}"
+            yield Refusal(
+                option="rollout.workflow_args",
+                kind=Kind.CONFLICT,
+                why=f": {name} can't be used: {takes}",
+                use=f"your own workflow may take any. {suggest_name(name, known)}".strip(),
+                related=("rollout.workflow",),
+            )
 
 
 def list_notes(config: GRPOConfig) -> Iterator[str]:
@@ -196,14 +289,21 @@ def list_notes(config: GRPOConfig) -> Iterator[str]:
         yield f"{names}: no effect: rollout.workflow {workflow} does not take it; {use}."
 
 
-def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     used = find_server_backend(config)
     neutral = GenerationHyperparameters()
     for name, instead in SERVER_BACKENDS[used].lacks.items() if used else ():
         for section, g in list_samplings(config).items():
             value = getattr(g, name)
             if value and value != getattr(neutral, name):
-                yield f"{section}.{name} {value} can't be used with {used} servers; {instead}."
+                yield Refusal(
+                    option=f"{section}.{name}",
+                    value=f"{value}",
+                    kind=Kind.CONFLICT,
+                    why=f"can't be used with {used} servers",
+                    use=instead,
+                    related=tuple(one for one in ("gconfig.stop_token_ids",) if one in instead),
+                )
 
 
 RULES = [check_batch_of_ranks, check_too_long, check_no_servers]

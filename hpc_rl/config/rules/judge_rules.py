@@ -6,33 +6,55 @@ from hpc_rl.config.load.fields import suggest_name
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.rules.teacher_rules import check_template_columns
 from hpc_rl.config.text_templates import list_names
+from hpc_rl.core.refusal import Kind, Refusal
 
 VARIABLES = ("question", "completion")
 
 
-def check_judge(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_judge(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     found, is_used = config.rollout.judge, "judge" in config.rollout.reward_functions
     if found is None:
         if is_used:
-            yield "rollout.reward_fn judge needs the section rollout.judge; set rollout.judge.pool."
+            yield Refusal(
+                option="rollout.reward_fn",
+                value="judge",
+                kind=Kind.MISSING,
+                why="needs the section rollout.judge",
+                use="set rollout.judge.pool",
+                related=("rollout.judge", "rollout.judge.pool"),
+            )
         return
     if not is_used:
-        scores = f"rollout.reward_fn is {config.rollout.reward_fn}"
-        yield f"rollout.judge has no effect: {scores}; set rollout.reward_fn judge, or remove the section."
+        yield Refusal(
+            option="rollout.judge",
+            kind=Kind.NO_EFFECT,
+            why=f"has no effect: rollout.reward_fn is {config.rollout.reward_fn}",
+            use="set rollout.reward_fn judge, or remove the section",
+            related=("rollout.reward_fn",),
+        )
     if found.pool not in config.pools:
         known = f"there are: {', '.join(config.pools) or 'none'}"
         hint = suggest_name(found.pool, config.pools)
-        yield f"rollout.judge.pool {found.pool!r} is not a pool of section pools; {known}. {hint}".rstrip()
+        yield Refusal(
+            option="rollout.judge.pool",
+            value=repr(found.pool),
+            kind=Kind.VALUE,
+            why="is not a pool of section pools",
+            use=f"{known}. {hint}".rstrip(),
+            related=("pools",),
+        )
     if "completion" not in list_names(found.template):
-        yield "rollout.judge.template has no {completion}: write it where that belongs."
+        why = "has no {completion}: write it where that belongs"
+        yield Refusal(option="rollout.judge.template", kind=Kind.VALUE, why=why)
     if not found.temperatures:
-        yield "rollout.judge.temperatures is empty, so no score is asked for; use at least one, such as 0.2."
+        why, use = "is empty, so no score is asked for", "use at least one, such as 0.2"
+        yield Refusal(option="rollout.judge.temperatures", kind=Kind.VALUE, why=why, use=use)
 
 
 GRPO_RULES = [check_judge]
 
 
-def check_columns(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_columns(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     if isinstance(config, GRPOConfig) and config.rollout.judge is not None:
         template = config.rollout.judge.template
         yield from check_template_columns(config, "rollout.judge.template", template, VARIABLES)

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hpc_rl.config.rules.dataset_rules import has_chat_template
 from hpc_rl.core.allocation import Allocation, Servers, Train, parse
 from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import UNSET, Kind, Refusal
 
 _OF_ENDPOINTS = ("model", "api_key_env")
 _OF_SERVERS = ("tokenizer_path", "stop_token_ids", "python", "options")
@@ -26,32 +28,44 @@ _OF_BACKENDS = [consistency.check_unavailable, *sglang_rules.GRPO_RULES, *vllm_r
 _URL = r"https?://[^/\s@?#]+(/[^\s?#]*)?"  # clients append paths
 
 
-def check_sources(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_sources(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     for key, pool in config.pools.items():
         name = f"pools.{key}"
         if pool.path and pool.url:
-            yield f"{name}.path and {name}.url can't both be set: its servers are here, or elsewhere."
+            why = f"and {name}.url can't both be set: its servers are here, or elsewhere"
+            yield Refusal(option=f"{name}.path", kind=Kind.CONFLICT, why=why, related=(f"{name}.url",))
         elif pool.url:
             yield from _check_endpoint(name, pool)
         elif pool.path:
             for option in _OF_ENDPOINTS:
                 if getattr(pool, option):
-                    yield f"{name}.{option} has no effect without {name}.url; remove it."
+                    yield _refuse_idle(f"{name}.{option}", f"has no effect without {name}.url", f"{name}.url")
         else:
-            yield f"{name} needs {name}.path, the model of its servers, or {name}.url of an endpoint."
+            why = f"needs {name}.path, the model of its servers, or {name}.url of an endpoint"
+            sources = (f"{name}.path", f"{name}.url")
+            yield Refusal(option=name, kind=Kind.MISSING, why=why, related=sources)
 
 
-def _check_endpoint(name: str, pool: PoolConfig) -> Iterator[str]:
+def _refuse_idle(option: str, why: str, *related: str) -> Refusal:
+    return Refusal(option=option, kind=Kind.NO_EFFECT, why=why, use="remove it", related=related)
+
+
+def _check_endpoint(name: str, pool: PoolConfig) -> Iterator[Refusal]:
     for option in _OF_SERVERS:
         if getattr(pool, option):
-            yield f"{name}.{option} has no effect with {name}.url: the endpoint has its own; remove it."
+            why = f"has no effect with {name}.url: the endpoint has its own"
+            yield _refuse_idle(f"{name}.{option}", why, f"{name}.url")
     if not re.fullmatch(_URL, pool.url):
-        yield f"{name}.url {pool.url!r} can't be used; allowed: a URL such as http://host:8000/v1, without ?."
+        use = "allowed: a URL such as http://host:8000/v1, without ? or #"
+        yield Refusal(
+            option=f"{name}.url", value=repr(pool.url), kind=Kind.VALUE, why="can't be used", use=use
+        )
     if pool.api_key_env and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", pool.api_key_env):
-        yield f"{name}.api_key_env must be the name of an environment variable, not the key that it holds."
+        why = "must be the name of an environment variable, not the key that it holds"
+        yield Refusal(option=f"{name}.api_key_env", kind=Kind.VALUE, why=why)
 
 
-def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     pools = list_server_pools(config)
     if not pools:
         return  # the plan refuses it
@@ -61,27 +75,47 @@ def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str
     for name in placed:
         if name in config.pools and config.pools[name].url and not config.pools[name].path:
             shorter = Allocation(tuple(one for one in pools if one.pool != name), train)
-            elsewhere = f"pools.{name}.url is an endpoint elsewhere"
-            yield f"allocation_mode {found} has servers for {name}, but {elsewhere}; use {shorter}."
+            url = f"pools.{name}.url"
+            yield Refusal(
+                option="allocation_mode",
+                value=found,
+                kind=Kind.CONFLICT,
+                why=f"has servers for {name}, but {url} is an endpoint elsewhere",
+                use=f"use {shorter}",
+                related=(url,),
+            )
     missing = [name for name, pool in config.pools.items() if pool.path and name not in placed]
     if missing:
         longer = Allocation((*pools, *(Servers(pools[0].backend, pool=name) for name in missing)), train)
         has = ", which is derived," if is_derived else f" {found}"
-        yield f"pools.{missing[0]}.path: allocation_mode{has} has no servers for it; use {longer}."
+        yield Refusal(
+            option=f"pools.{missing[0]}.path",
+            kind=Kind.CONFLICT,
+            why=f": allocation_mode{has} has no servers for it",
+            use=f"use {longer}",
+            related=("allocation_mode",),
+        )
     if not isinstance(config, TeacherConfig) or "student" in config.pools:  # else teacher_rules ask for it
         try:
             find_trained_pool_in(config, found)
         except ConfigError as error:
-            yield str(error)
+            yield Refusal(
+                option="allocation_mode",
+                value=found,
+                kind=Kind.CONFLICT,
+                why=str(error).removeprefix(f"allocation_mode {found} "),
+                related=("pools", *(f"pools.{name}.path" for name in placed if name not in config.pools)),
+            )
 
 
-def check_options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse wrong options of a pool's servers: names and types first, else values."""
-    known = {refusal for rule in _OF_BACKENDS for refusal in rule(config, explicit)}
+    known = {str(refusal) for rule in _OF_BACKENDS for refusal in rule(config, explicit)}
     for name, pool in config.pools.items():
         backend = find_server_backend(config, name)
         if pool.python and backend and not SERVER_BACKENDS[backend].is_process:
-            yield f"pools.{name}.python has no effect: {backend} servers run in the role itself; remove it."
+            why = f"has no effect: {backend} servers run in the role itself"
+            yield _refuse_idle(f"pools.{name}.python", why)
         if not pool.options or not backend:
             continue
         section = SERVER_BACKENDS[backend].section
@@ -91,43 +125,70 @@ def check_options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str
         if not wrong:
             view = view_pool(config, name)
             found = [refusal for rule in _OF_BACKENDS for refusal in rule(view, explicit)]
-            wrong = [f"pools.{name}.options: {refusal}" for refusal in found if refusal not in known]
+            new = (refusal for refusal in found if str(refusal) not in known)
+            wrong = [_move(refusal, f"pools.{name}.options") for refusal in new]
         yield from wrong
 
 
-def check_sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def _move(refusal: Refusal, option: str) -> Refusal:
+    """Return the refusal of an option of a section as one of the pool's option that replaces it."""
+    why = f": {replace(refusal, use='')}".removesuffix(".")
+    related = tuple(one for one in refusal.options if one != option)
+    return replace(refusal, option=option, value=UNSET, why=why, related=related)
+
+
+def check_sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse options of a pool that its servers don't support."""
     for name, pool in config.pools.items():
         backend = find_server_backend(config, name)
         for option, instead in SERVER_BACKENDS[backend].lacks.items() if backend else ():
             value = getattr(pool, option, None)
             if value and not is_default(config, f"pools.{name}.{option}"):
-                yield f"pools.{name}.{option} {value} can't be used with {backend} servers; {instead}."
+                why = f"can't be used with {backend} servers"
+                yield Refusal(
+                    option=f"pools.{name}.{option}", value=value, kind=Kind.CONFLICT, why=why, use=instead
+                )
 
 
-def check_scoring(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_scoring(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse wrong or useless options of pools whose model scores completions."""
     for name in list_reward_models(config):
-        pool, asks = f"pools.{name}", f"rollout.reward_fn {name} asks it for scores"
+        pool, asks = f"pools.{name}", f": rollout.reward_fn {name} asks it for scores"
         if config.pools[name].url:
-            yield f"{pool}.url: {asks}, which OpenAI's API has not; use {pool}.path, and servers for it."
+            yield Refusal(
+                option=f"{pool}.url",
+                kind=Kind.CONFLICT,
+                why=f"{asks}, which OpenAI's API has not",
+                use=f"use {pool}.path, and servers for it",
+                related=("rollout.reward_fn", f"{pool}.path"),
+            )
         if name in _list_chat_pools(config):
-            yield f"{pool}: {asks}, but the workflow or the judge asks it by chat; use a pool for each."
+            yield Refusal(
+                option=pool,
+                kind=Kind.CONFLICT,
+                why=f"{asks}, but the workflow or the judge asks it by chat",
+                use="use a pool for each",
+                related=("rollout.reward_fn",),
+            )
         for option in list_given(config, explicit, tuple(f"{pool}.{one}" for one in _OF_ANSWERS)):
-            yield f"{option} has no effect: {asks}, and it writes nothing; remove it."
+            why = f"has no effect{asks}, and it writes nothing"
+            yield _refuse_idle(option, why, "rollout.reward_fn")
 
 
-def _check_server_options(pool: str, section: str, cls: type, given: dict[str, str]) -> Iterator[str]:
+def _check_server_options(pool: str, section: str, cls: type, given: dict[str, str]) -> Iterator[Refusal]:
     kinds: dict[str, Any] = list_hints(cls)
+    option = f"{pool}.options"
     for key, text in given.items():
         if key == "model_path":
-            yield f"{pool}.options: model_path is derived from {pool}.path and can't be given."
+            why = f": model_path is derived from {pool}.path and can't be given"
+            yield Refusal(option=option, kind=Kind.CONFLICT, why=why, related=(f"{pool}.path",))
         elif key not in kinds:
             hint = suggest_name(key, kinds) or f"`hpc-rl submit --help {section}` lists them."
-            yield f"{pool}.options: {section} has no option {key}. {hint}"
+            why = f": {section} has no option {key}. {hint}"
+            yield Refusal(option=option, kind=Kind.UNKNOWN, why=why, related=(section,))
         elif reason := _explain_wrong_value(kinds[key], text):
-            line = f"{pool}.options: {key} {text!r} can't be used; allowed: {describe_allowed(kinds[key])}."
-            yield f"{line} {reason}".strip()
+            why, use = f": {key} {text!r} can't be used", f"allowed: {describe_allowed(kinds[key])}. {reason}"
+            yield Refusal(option=option, kind=Kind.VALUE, why=why, use=use.strip())
 
 
 def _explain_wrong_value(hint: Any, text: str) -> str:
@@ -143,7 +204,7 @@ def _explain_wrong_value(hint: Any, text: str) -> str:
     return ""
 
 
-def check_asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     rollout = config.rollout
     if ":" in rollout.workflow or ":" in rollout.reward_fn:  # the user's code may ask any pool
         return
@@ -151,7 +212,8 @@ def check_asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
     for name in config.pools:
         if name not in used:
             others = f"rollout.workflow {rollout.workflow} and rollout.reward_fn {rollout.reward_fn}"
-            yield f"pools.{name} has no effect: {others} ask no pool of that name; remove it."
+            why = f"has no effect: {others} ask no pool of that name"
+            yield _refuse_idle(f"pools.{name}", why, "rollout.workflow", "rollout.reward_fn")
 
 
 def _list_chat_pools(config: GRPOConfig) -> list[str]:
@@ -163,7 +225,7 @@ def _list_chat_pools(config: GRPOConfig) -> list[str]:
 GRPO_RULES = [check_sources, check_servers, check_options, check_sampling, check_scoring, check_asked]
 
 
-def check_chat_templates(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_chat_templates(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse models without a chat template that our own workflow or reward asks by chat."""
     if not isinstance(config, GRPOConfig):
         return
@@ -180,8 +242,14 @@ def check_chat_templates(config: Config, explicit: Collection[str]) -> Iterator[
 
         # file_rules refuse a folder without a tokenizer
         if (folder / "tokenizer.json").is_file() and not has_chat_template(folder):
-            came = f"{option if own else name} {folder} has no chat template, but it is asked by chat"
-            yield f"{came}: add chat_template.jinja, or set {option} to another directory."
+            add = f"add chat_template.jinja, or set {option} to another directory"
+            yield Refusal(
+                option=option if own else name,
+                value=folder,
+                kind=Kind.FILE,
+                why=f"has no chat template, but it is asked by chat: {add}",
+                related=() if own else (option,),
+            )
 
 
 def _has_chats(config: GRPOConfig) -> bool:

@@ -7,18 +7,26 @@ import dataclasses
 import re
 import shlex
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.rules.consistency import is_default, list_given
+from hpc_rl.core.refusal import Kind, Refusal
 
 DERIVED = "derived"  # the plan decides the value
 
-_PLAN = "it is derived from cluster, allocation_mode and the resources in launcher"
-_SCRIPT = "the script sets its own"
-_GPUS = "set launcher.slurm.gpus_by, gpu_type or gres"
-SET_BY_THE_SCRIPT = {  # sbatch option that extra_args may not contain -> the reason, or a replacement
-    **dict.fromkeys(("--nodes", "-N"), "set cluster.n_nodes"),
+_PLAN = (
+    "it is derived from cluster, allocation_mode and the resources in launcher",
+    "cluster",
+    "allocation_mode",
+    "launcher",
+)
+_SCRIPT = ("the script sets its own",)
+_GPUS = ("set launcher.slurm.gpus_by, gpu_type or gres", "launcher.slurm.gpus_by")
+# sbatch option that extra_args may not contain -> the reason or a replacement, and the options that it names
+_SET_BY_THE_SCRIPT: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("--nodes", "-N"), ("set cluster.n_nodes", "cluster.n_nodes")),
     **dict.fromkeys(("--ntasks", "-n", "--array", "-a", "--cores-per-socket", "--ntasks-per-gpu"), _PLAN),
     **dict.fromkeys(("--gpus", "-G", "--gpus-per-node", "--gpus-per-task"), _GPUS),
     **dict.fromkeys(("--gpus-per-socket", "--cpus-per-gpu"), _GPUS),
@@ -27,8 +35,8 @@ SET_BY_THE_SCRIPT = {  # sbatch option that extra_args may not contain -> the re
         ("--job-name", "-J", "--signal", "--export", "--input", "-i", "--no-kill", "-k"), _SCRIPT
     ),
     **dict.fromkeys(("--wrap", "--parsable", "--wait", "-W"), _SCRIPT),
-    **dict.fromkeys(("--requeue", "--no-requeue"), "recover.mode decides it"),
-    "--test-only": "use `hpc-rl render --check`",
+    **dict.fromkeys(("--requeue", "--no-requeue"), ("recover.mode decides it", "recover.mode")),
+    "--test-only": ("use `hpc-rl render --check`",),
 }
 _SHORT = {
     "-c": "cpus_per_task", "-t": "time", "-p": "partition", "-A": "account", "-q": "qos", "-C": "constraint",
@@ -77,51 +85,69 @@ def find_job_threads_limit(slurm: SlurmLauncherConfig) -> int | None:
     return find_threads_limit(word for argument in slurm.extra_args for word in shlex.split(argument))
 
 
-def check_texts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_texts(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     slurm = config.launcher.slurm
+    refuse = partial(Refusal, kind=Kind.VALUE)
     for name, value in vars(slurm).items():
+        option = f"launcher.slurm.{name}"
         for text in value if isinstance(value, list) else [value]:
             if isinstance(text, str) and _has_control_character(text):
-                yield f"launcher.slurm.{name}: {text!r} contains a line break or control character."
+                yield refuse(option=option, why=f": {text!r} contains a line break or control character")
             elif text == "" and name not in ("srun_additional_args", "mount"):
-                yield f"launcher.slurm.{name}: empty; use null to omit the option."
+                yield refuse(option=option, why=": empty", use="use null to omit the option")
     for name, value in vars(slurm.servers).items():
         if value == "" or (isinstance(value, str) and _has_control_character(value)):
-            yield f"launcher.slurm.servers.{name}: {value!r} can't be used; null means as in launcher.slurm."
+            yield refuse(
+                option=f"launcher.slurm.servers.{name}",
+                why=f": {value!r} can't be used",
+                use="null means as in launcher.slurm",
+                related=("launcher.slurm",),
+            )
 
 
 def _has_control_character(text: str) -> bool:
     return any(ord(char) < 32 or ord(char) in (127, 0x85, 0x2028, 0x2029) for char in text)
 
 
-def check_conflicts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_conflicts(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     slurm, name = config.launcher.slurm, "launcher.slurm"
+    refuse = partial(Refusal, kind=Kind.CONFLICT)
     memory = ("mem", "mem_per_cpu", "mem_per_gpu")
     memory_set = [f"{name}.{option}" for option in memory if getattr(slurm, option) not in (None, DERIVED)]
     if len(memory_set) > 1:
         keep = "sbatch takes one of --mem, --mem-per-cpu, --mem-per-gpu. Keep one"
-        yield f"{' and '.join(memory_set)} exclude each other: {keep}."
+        first, *others = memory_set
+        why = f"and {' and '.join(others)} exclude each other: {keep}"
+        yield refuse(option=first, why=why, related=tuple(others))
     if slurm.mem_per_gpu and not config.cluster.n_gpus_per_node:
-        yield f"{name}.mem_per_gpu needs GPUs, but cluster.n_gpus_per_node is 0; use mem or mem_per_cpu."
+        number = "cluster.n_gpus_per_node"
+        why, use = f"needs GPUs, but {number} is 0", "use mem or mem_per_cpu"
+        yield refuse(option=f"{name}.mem_per_gpu", why=why, use=use, related=(number,))
     if slurm.mem_per_cpu and slurm.cpus_per_task is None:
-        yield f"{name}.mem_per_cpu needs {name}.cpus_per_task, which is null: Slurm multiplies the two."
+        needed = f"{name}.cpus_per_task"
+        why = f"needs {needed}, which is null: Slurm multiplies the two"
+        yield refuse(option=f"{name}.mem_per_cpu", why=why, related=(needed,))
     if has_gpus(slurm.gres):
         yield from _check_gres(config)
     elif slurm.gpu_type is not None and slurm.gpus_by is None:
-        yield f"{name}.gpu_type has no effect, because {name}.gpus_by is null: no GPUs are requested."
+        why = f"has no effect, because {name}.gpus_by is null: no GPUs are requested"
+        yield Refusal(option=f"{name}.gpu_type", kind=Kind.NO_EFFECT, why=why, related=(f"{name}.gpus_by",))
 
 
-def _check_gres(config: Config) -> Iterator[str]:
+def _check_gres(config: Config) -> Iterator[Refusal]:
     slurm, per_node = config.launcher.slurm, config.cluster.n_gpus_per_node
+    refuse = partial(Refusal, option="launcher.slurm.gres", value=slurm.gres, kind=Kind.CONFLICT)
     for name in ("gpus_by", "gpu_type"):
-        if getattr(slurm, name) is not None and not is_default(config, f"launcher.slurm.{name}"):
-            other = f"launcher.slurm.{name}: Slurm would apply one of the two. Omit one"
-            yield f"launcher.slurm.gres {slurm.gres} names GPUs, and so does {other}."
+        other = f"launcher.slurm.{name}"
+        if getattr(slurm, name) is not None and not is_default(config, other):
+            why = f"names GPUs, and so does {other}: Slurm would apply one of the two. Omit one"
+            yield refuse(why=why, related=(other,))
     counts = [_count_gpus(part) for part in (slurm.gres or "").split(",") if has_gpus(part)]
     total = sum(filter(None, counts))
     if None not in counts and total != per_node and per_node:
-        planned = f"cluster.n_gpus_per_node is {per_node}: make them equal, or use launcher.slurm.gpu_type"
-        yield f"launcher.slurm.gres {slurm.gres} requests {total} GPUs per node, but {planned}."
+        number, kind = "cluster.n_gpus_per_node", "launcher.slurm.gpu_type"
+        planned = f"{number} is {per_node}: make them equal, or use {kind}"
+        yield refuse(why=f"requests {total} GPUs per node, but {planned}", related=(number, kind))
 
 
 def _count_gpus(gres: str) -> int | None:
@@ -132,74 +158,86 @@ def _count_gpus(gres: str) -> int | None:
     return 1 if re.fullmatch(r"[A-Za-z_][\w.-]*", tail) else None
 
 
-def check_extra_args(config: Config, explicit: Collection[str]) -> Iterator[str]:
-    slurm, name = config.launcher.slurm, "launcher.slurm.extra_args"
+def check_extra_args(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    slurm = config.launcher.slurm
+    refuse = partial(Refusal, option="launcher.slurm.extra_args", kind=Kind.VALUE)
     own = {f"--{field.name.replace('_', '-')}": field.name for field in dataclasses.fields(slurm)} | _SHORT
     for extra in slurm.extra_args:
         try:
             options = [parse_option(part) for part in shlex.split(extra) if part.startswith("-")]
         except ValueError as error:
-            yield f"{name}: {extra!r} can't be read: {error}."
+            yield refuse(why=f": {extra!r} can't be read: {error}")
             continue
         if not extra.startswith("-"):
-            yield f"{name}: {extra!r} is not an sbatch option, such as --hint=nomultithread."
+            yield refuse(why=f": {extra!r} is not an sbatch option, such as --hint=nomultithread")
         for option in options:
-            if option in SET_BY_THE_SCRIPT:
-                yield f"{name}: {option} can't be given: {SET_BY_THE_SCRIPT[option]}."
+            if option in _SET_BY_THE_SCRIPT:
+                reason, *related = _SET_BY_THE_SCRIPT[option]
+                yield refuse(why=f": {option} can't be given: {reason}", related=tuple(related))
             elif option in own and own[option] not in _NOT_SBATCH:
-                yield f"{name}: {option} can't be given; use launcher.slurm.{own[option]}."
+                other = f"launcher.slurm.{own[option]}"
+                yield refuse(why=f": {option} can't be given", use=f"use {other}", related=(other,))
 
 
-def check_layouts(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_layouts(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     slurm = config.launcher.slurm
-    layout, no_submitit = f"layout {slurm.layout}", "launcher.slurm.backend submitit can't be used with"
+    refuse = partial(Refusal, kind=Kind.CONFLICT)
+    no_submitit = partial(refuse, option="launcher.slurm.backend", value="submitit")
+    no_layout = partial(refuse, option="launcher.slurm.layout", value=slurm.layout)
     if slurm.backend == "submitit" and slurm.layout != "allocation":
-        why = "submitit submits single jobs only; use backend sbatch, or layout allocation"
-        yield f"{no_submitit} {layout}: {why}."
+        why = f"can't be used with layout {slurm.layout}: submitit submits single jobs only"
+        yield no_submitit(why=why, use="use backend sbatch, or layout allocation")
     if slurm.backend == "submitit" and slurm.continue_by == "successor":
-        why = "submitit requeues its job; use backend sbatch, or continue_by requeue"
-        yield f"{no_submitit} continue_by successor: {why}."
+        why = "can't be used with continue_by successor: submitit requeues its job"
+        yield no_submitit(why=why, use="use backend sbatch, or continue_by requeue")
     if slurm.layout != "allocation" and not isinstance(config, GRPOConfig):
-        yield f"launcher.slurm.{layout} needs servers, but trainer {config.trainer} has none; use allocation."
+        why = f"needs servers, but trainer {config.trainer} has none"
+        yield no_layout(why=why, use="use allocation", related=("trainer",))
     if slurm.layout != "allocation" and config.launcher.type == "local":
-        yield f"launcher.slurm.{layout} needs Slurm, but launcher.type is local; use slurm, or allocation."
+        why = "needs Slurm, but launcher.type is local"
+        yield no_layout(why=why, use="use slurm, or allocation", related=("launcher.type",))
     if slurm.layout == "hetjob" and slurm.switches is not None:
-        yield "launcher.slurm.switches can't be used with layout hetjob: Slurm counts switches per component."
+        why = "can't be used with layout hetjob: Slurm counts switches per component"
+        yield refuse(option="launcher.slurm.switches", why=why)
     if slurm.layout == "hetjob" and slurm.servers.time is not None:
-        why = "its components stop together; use launcher.slurm.time"
-        yield f"launcher.slurm.servers.time can't be used with layout hetjob: {why}."
+        why, other = "can't be used with layout hetjob: its components stop together", "launcher.slurm.time"
+        yield refuse(option="launcher.slurm.servers.time", why=why, use=f"use {other}", related=(other,))
     options = list_given(config, explicit, "launcher.slurm.servers.")
     elastic = [name for name in options if name.endswith((".max_running", ".idle_s"))]
     if slurm.layout == "allocation" and options:
-        use = "servers share the trainer's job; use layout jobs or hetjob"
-        yield f"{options[0]} has no effect in layout allocation: {use}."
+        why = "has no effect in layout allocation: servers share the trainer's job"
+        use = "use layout jobs or hetjob"
+        yield Refusal(option=options[0], kind=Kind.NO_EFFECT, why=why, use=use)
     elif slurm.layout == "hetjob" and elastic:
-        use = "servers start and stop with the job; use layout jobs"
-        yield f"{elastic[0]} has no effect in layout hetjob: {use}."
+        why = "has no effect in layout hetjob: servers start and stop with the job"
+        yield Refusal(option=elastic[0], kind=Kind.NO_EFFECT, why=why, use="use layout jobs")
 
 
-def check_srun_options(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_srun_options(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     name, text = "launcher.slurm.srun_additional_args", config.launcher.slurm.srun_additional_args
     try:
         yield from _check_srun_args(name, shlex.split(text))
     except ValueError as error:
-        yield f"{name}: {text!r} can't be split: {error}."
+        yield Refusal(option=name, kind=Kind.VALUE, why=f": {text!r} can't be split: {error}")
     for role, args in vars(config.launcher.slurm.srun_args).items():
         yield from _check_srun_args(f"launcher.slurm.srun_args.{role}", args)
 
 
-def _check_srun_args(name: str, args: Iterable[str]) -> Iterator[str]:
+def _check_srun_args(name: str, args: Iterable[str]) -> Iterator[Refusal]:
+    refuse = partial(Refusal, option=name, kind=Kind.VALUE)
     for arg in args:
         option = parse_option(arg)
         if not arg.startswith("-") or _has_control_character(arg):
-            yield f"{name}: {arg!r} is not an option; join an option and its value: --name=value."
+            use = "join an option and its value: --name=value"
+            yield refuse(why=f": {arg!r} is not an option", use=use)
         elif option.startswith(("--container-", "--no-container-")):
-            use = "use launcher.slurm.trainer_image and the like for images, container_args for the rest"
-            yield f"{name}: {option} can't be given; {use}."
+            image = "launcher.slurm.trainer_image"
+            use = f"use {image} and the like for images, container_args for the rest"
+            yield refuse(why=f": {option} can't be given", use=use, related=(image,))
         elif "$" in arg:
-            yield f"{name}: {arg!r}: variables are not expanded; use the value."
+            yield refuse(why=f": {arg!r}: variables are not expanded", use="use the value")
         elif option in _SRUN_DERIVED:
-            yield f"{name}: {option} is derived from the plan and can't be given."
+            yield refuse(why=f": {option} is derived from the plan and can't be given")
 
 
 RULES = [check_texts, check_conflicts, check_extra_args, check_layouts, check_srun_options]

@@ -14,6 +14,7 @@ from hpc_rl.config.options.experiment import (
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.consistency import is_default
+from hpc_rl.core.refusal import Kind, Refusal
 
 _ONLY_FOR_TRAINING = (
     *("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype"),
@@ -23,7 +24,18 @@ _LOSS_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hys
 TOKENS_PER_MB = 32768  # default limit on GPUs, because one micro-batch of all rows would be too large
 FLASH_PACKAGES = {"flash_attention_3": "flash-attn-3", "flash_attention_2": "flash-attn"}  # of attn_impl
 HIGH_LR, MAX_LR = 0.01, 1.0  # for Adam: a step moves each weight by about the learning rate
-_WITHOUT_GPUS = "without GPUs (cluster.n_gpus_per_node 0)"
+
+
+def refuse_without_gpus(option: str, value: Any, allowed: str) -> Refusal:
+    """Return the refusal of a value that needs GPUs."""
+    return Refusal(
+        option=option,
+        value=value,
+        kind=Kind.MACHINE,
+        why="can't be used without GPUs (cluster.n_gpus_per_node 0)",
+        use=f"allowed: {allowed}",
+        related=("cluster.n_gpus_per_node",),
+    )
 
 
 def find_trained_model(config: Config) -> tuple[str, TrainEngineConfig]:
@@ -160,119 +172,229 @@ def list_learning_rate_notes(config: Config) -> Iterator[str]:
         yield f"WARNING: {section}.optimizer.lr {optimizer.lr:g} is very high: {usual}."
 
 
-def check_policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     actor, recompute = config.actor, "actor.recompute_logprob"
     if actor.use_decoupled_loss and recompute in explicit and not actor.recompute_logprob:
-        yield f"{recompute} false contradicts actor.use_decoupled_loss, which needs it; remove it."
+        yield Refusal(
+            option=recompute,
+            value="false",
+            kind=Kind.CONFLICT,
+            why="contradicts actor.use_decoupled_loss, which needs it",
+            use="remove it",
+            related=("actor.use_decoupled_loss",),
+        )
     if actor.algorithm == "areal" and actor.loss_aggregation != "token_mean":
-        use = "use token_mean with actor.algorithm areal"
-        yield f"actor.loss_aggregation {actor.loss_aggregation} is not AReaL's; {use}."
+        yield Refusal(
+            option="actor.loss_aggregation",
+            value=actor.loss_aggregation,
+            kind=Kind.CONFLICT,
+            why="is not AReaL's",
+            use="use token_mean with actor.algorithm areal",
+            related=("actor.algorithm",),
+        )
 
 
-def check_rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     actor, budget, n_samples = config.actor, config.gconfig.max_new_tokens, config.gconfig.n_samples
     if actor.overlong_reward_penalty:
         needed = ("overlong_tokens", "overlong_penalty_factor")
         missing = [f"actor.{name}" for name in needed if getattr(actor, name) is None]
         if missing:
-            yield f"actor.overlong_reward_penalty needs {' and '.join(missing)}; set them, or remove it."
+            yield Refusal(
+                option="actor.overlong_reward_penalty",
+                kind=Kind.CONFLICT,
+                why=f"needs {' and '.join(missing)}",
+                use="set them, or remove it",
+                related=tuple(missing),
+            )
         elif (actor.overlong_tokens or 0) > budget:
-            tokens = actor.overlong_tokens
-            yield f"actor.overlong_tokens {tokens} must not exceed gconfig.max_new_tokens {budget}."
+            yield Refusal(
+                option="actor.overlong_tokens",
+                value=actor.overlong_tokens,
+                kind=Kind.CONFLICT,
+                why=f"must not exceed gconfig.max_new_tokens {budget}",
+                related=("gconfig.max_new_tokens",),
+            )
     if actor.dynamic_sampling and n_samples < 2:
-        yield f"gconfig.n_samples {n_samples}: actor.dynamic_sampling would drop every group; use at least 2."
+        yield Refusal(
+            option="gconfig.n_samples",
+            value=n_samples,
+            kind=Kind.CONFLICT,
+            why=": actor.dynamic_sampling would drop every group",
+            use="use at least 2",
+            related=("actor.dynamic_sampling",),
+        )
 
 
-def check_reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iterator[str]:
+def check_reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     for name in ("kl_ctl", "beta"):
         value = getattr(config.actor, name)
         # Without a reference model a KL term would reward any improbable token.
         if value and config.ref is None and not (name == "kl_ctl" and config.actor.algorithm == "areal"):
             use = f"add a section ref with ref.path, or set actor.{name} to 0"
-            yield f"actor.{name} {value:g} needs a reference model: {use}."
+            yield Refusal(
+                option=f"actor.{name}",
+                value=f"{value:g}",
+                kind=Kind.CONFLICT,
+                why=f"needs a reference model: {use}",
+                related=("ref", "ref.path"),
+            )
     if config.ref is None:
         return
     for name in vars(config.ref.optimizer) if config.ref.optimizer is not None else ():
         if name != "type" and not is_default(config, f"ref.optimizer.{name}"):
-            yield f"ref.optimizer.{name}: the reference model is not trained; remove ref.optimizer."
+            yield Refusal(
+                option=f"ref.optimizer.{name}",
+                kind=Kind.NO_EFFECT,
+                why=": the reference model is not trained",
+                use="remove ref.optimizer",
+                related=("ref.optimizer",),
+            )
 
 
 GRPO_RULES = [check_policy_loss, check_rewards, check_reference_model]
 
 
-def check_micro_batches(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_micro_batches(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     # A sequence that exceeds a micro-batch would end the trial at its step.
     for name, bound, limit in find_too_long(config):
-        remedy = f"reduce {name}, or increase {limit}"
-        holds = f"{limit} holds at most {bound} tokens of a sequence"
-        yield f"{name} {get_value(config, name)}: {holds}; {remedy}."
+        yield Refusal(
+            option=name,
+            value=get_value(config, name),
+            kind=Kind.CONFLICT,
+            why=f": {limit} holds at most {bound} tokens of a sequence",
+            use=f"reduce {name}, or increase {limit}",
+            related=(limit,),
+        )
 
 
-def check_optimizers(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_optimizers(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     section, engine = find_trained_model(config)
     name, optimizer = f"{section}.optimizer", engine.optimizer
     if optimizer is None or optimizer.type == "empty":
-        came = f"{name} null" if optimizer is None else f"{name}.type empty"
-        yield f"{came}: nothing would be trained; use type adam."
+        option, value = (name, "null") if optimizer is None else (f"{name}.type", "empty")
+        why, use = ": nothing would be trained", "use type adam"
+        yield Refusal(option=option, value=value, kind=Kind.VALUE, why=why, use=use)
         return
     if optimizer.lr >= MAX_LR:
-        moves = "each step moves every weight by about as much, and leaves nothing of the model"
-        yield f"{name}.lr {optimizer.lr:g}: {moves}; use less than {MAX_LR:g}, such as 1e-5."
+        yield Refusal(
+            option=f"{name}.lr",
+            value=f"{optimizer.lr:g}",
+            kind=Kind.VALUE,
+            why=": each step moves every weight by about as much, and leaves nothing of the model",
+            use=f"use less than {MAX_LR:g}, such as 1e-5",
+        )
     for option in _LOSS_SCALE:
         if engine.dtype != "float16" and not is_default(config, f"{name}.{option}"):
-            yield f"{name}.{option} has no effect with dtype {engine.dtype}: only float16 needs loss scaling."
+            why = f"has no effect with dtype {engine.dtype}: only float16 needs loss scaling"
+            yield Refusal(option=f"{name}.{option}", kind=Kind.NO_EFFECT, why=why)
     if engine.dtype == "float16" and optimizer.min_loss_scale > optimizer.initial_loss_scale:
-        most = f"initial_loss_scale {optimizer.initial_loss_scale:g}"
-        yield f"{name}.min_loss_scale {optimizer.min_loss_scale:g} must not exceed {most}."
+        yield Refusal(
+            option=f"{name}.min_loss_scale",
+            value=f"{optimizer.min_loss_scale:g}",
+            kind=Kind.CONFLICT,
+            why=f"must not exceed initial_loss_scale {optimizer.initial_loss_scale:g}",
+        )
     if optimizer.offload and engine.fsdp.offload_params:
-        both = f"{section}.fsdp.offload_params, which has the moments and updates in CPU memory as well"
-        yield f"{name}.offload has no effect with {both}; remove it."
+        other = f"{section}.fsdp.offload_params"
+        yield Refusal(
+            option=f"{name}.offload",
+            kind=Kind.NO_EFFECT,
+            why=f"has no effect with {other}, which has the moments and updates in CPU memory as well",
+            use="remove it",
+            related=(other,),
+        )
     if optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
-        yield f"{name}.min_lr_ratio has no effect with lr_scheduler_type constant; use linear or cosine."
+        why, use = "has no effect with lr_scheduler_type constant", "use linear or cosine"
+        yield Refusal(option=f"{name}.min_lr_ratio", kind=Kind.NO_EFFECT, why=why, use=use)
 
 
-def check_attention(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_attention(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     on_gpus = config.cluster.n_gpus_per_node > 0
     allowed = ["sdpa", "eager", *(["flex_attention", *FLASH_PACKAGES] if on_gpus else [])]
-    where = "" if on_gpus else f" {_WITHOUT_GPUS}"
     for section, engine in list_models(config):
-        name = f"{section}.attn_impl {engine.attn_impl}"
-        if engine.attn_impl not in allowed:
-            yield f"{name} can't be used{where}; allowed: {', '.join(allowed)}."
-        elif engine.attn_impl in FLASH_PACKAGES and engine.dtype == "float32":
-            yield f"{name} can't compute in {section}.dtype float32; use sdpa, or dtype bfloat16."
+        name, value = f"{section}.attn_impl", engine.attn_impl
+        if value not in allowed and on_gpus:
+            why, use = "can't be used", f"allowed: {', '.join(allowed)}"
+            yield Refusal(option=name, value=value, kind=Kind.VALUE, why=why, use=use)
+        elif value not in allowed:
+            yield refuse_without_gpus(name, value, ", ".join(allowed))
+        elif value in FLASH_PACKAGES and engine.dtype == "float32":
+            yield Refusal(
+                option=name,
+                value=value,
+                kind=Kind.CONFLICT,
+                why=f"can't compute in {section}.dtype float32",
+                use="use sdpa, or dtype bfloat16",
+                related=(f"{section}.dtype",),
+            )
 
 
-def check_engines(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_engines(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for section, engine in list_models(config):
         size = engine.ds_auto_tp.autotp_size
         if size != 1:
-            use = f"allocation_mode has the tensor-parallel size: t{size}, as fsdp:d2t{size}; remove it"
-            yield f"{section}.ds_auto_tp.autotp_size {size}: {use}."
+            yield Refusal(
+                option=f"{section}.ds_auto_tp.autotp_size",
+                value=size,
+                kind=Kind.UNSUPPORTED,
+                why=f": allocation_mode has the tensor-parallel size: t{size}, as fsdp:d2t{size}",
+                use="remove it",
+                related=("allocation_mode",),
+            )
         if engine.fsdp.offload_activations and not engine.gradient_checkpointing:
-            use = f"{section}.gradient_checkpointing, whose inputs of layers it moves; set that, or remove it"
-            yield f"{section}.fsdp.offload_activations has no effect without {use}."
+            needed = f"{section}.gradient_checkpointing"
+            yield Refusal(
+                option=f"{section}.fsdp.offload_activations",
+                kind=Kind.NO_EFFECT,
+                why=f"has no effect without {needed}, whose inputs of layers it moves",
+                use="set that, or remove it",
+                related=(needed,),
+            )
         yield from _check_critic(config, section, engine)
         most, together = engine.mb_spec.max_seqs_per_mb, engine.mb_spec.granularity
         if most is not None and most < together:
-            stay = f"{section}.mb_spec.granularity {together} sequences stay in one micro-batch"
-            yield f"{section}.mb_spec.max_seqs_per_mb {most}: {stay}; use at least {together}."
+            yield Refusal(
+                option=f"{section}.mb_spec.max_seqs_per_mb",
+                value=most,
+                kind=Kind.CONFLICT,
+                why=f": {section}.mb_spec.granularity {together} sequences stay in one micro-batch",
+                use=f"use at least {together}",
+                related=(f"{section}.mb_spec.granularity",),
+            )
 
 
-def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[str]:
+def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[Refusal]:
     if isinstance(config, RWConfig):
         granularity = engine.mb_spec.granularity
         if not engine.is_critic:
-            yield f"{section}.is_critic false: a reward model has a scalar head; remove it: it is true here."
+            yield Refusal(
+                option=f"{section}.is_critic",
+                value="false",
+                kind=Kind.CONFLICT,
+                why=": a reward model has a scalar head",
+                use="remove it: it is true here",
+            )
         if granularity % 2:
-            name = f"{section}.mb_spec.granularity {granularity}"
-            yield f"{name} would separate chosen from rejected; remove it, or use 2."
+            yield Refusal(
+                option=f"{section}.mb_spec.granularity",
+                value=granularity,
+                kind=Kind.VALUE,
+                why="would separate chosen from rejected",
+                use="remove it, or use 2",
+            )
         return
     if engine.is_critic:
-        reason = "only a reward model (trainer: rw) is one; remove it"
-        if section == "actor":
-            reason = "a policy has a head over the vocabulary, only a reward model a scalar one; remove it"
-        yield f"{section}.is_critic true: {reason}."
+        is_actor = section == "actor"
+        of_policy = ": a policy has a head over the vocabulary, only a reward model a scalar one"
+        yield Refusal(
+            option=f"{section}.is_critic",
+            value="true",
+            kind=Kind.CONFLICT,
+            why=of_policy if is_actor else ": only a reward model (trainer: rw) is one",
+            use="remove it",
+            related=() if is_actor else ("trainer",),
+        )
 
 
 RULES = [check_engines, check_micro_batches, check_optimizers, check_attention]

@@ -5,11 +5,13 @@ Models of other pools exchange text and use their own tokenizers, so their vocab
 
 import filecmp
 from collections.abc import Collection, Iterator
+from functools import partial
 from pathlib import Path
 
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import find_trained_model, list_models
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import load_json
 
 MAX_EXAMPLES = 3
@@ -18,7 +20,7 @@ MAX_PADDING = 0.02  # largest share by which vocabulary sizes differ within a fa
 _USE = "The KL term compares probabilities token by token: use a reference model of the same family"
 
 
-def check_vocabularies(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def check_vocabularies(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     """Refuse a model that lacks token ids of the tokenizer, or uses them for other tokens."""
     section, engine = find_trained_model(config)
     option = "tokenizer_path" if config.tokenizer_path else f"{section}.path"
@@ -32,14 +34,20 @@ def check_vocabularies(config: Config, explicit: Collection[str]) -> Iterator[st
     vocabulary = _load_vocabulary(own)
     for name, folder in others:
         size, actor_size = _load_size(folder), _load_size(Path(engine.path))
-        came = f"{name}.path {folder} has a vocabulary of {size} tokens (vocab_size)"
+        refuse = partial(Refusal, option=f"{name}.path", value=folder, kind=Kind.FILE)
+        trained, came = f"{section}.path", f"has a vocabulary of {size} tokens (vocab_size)"
         if size is not None and vocabulary and (last := max(vocabulary.values())) >= size:
-            ids = f"the tokenizer of {option} {own} has ids up to {last}"
-            yield f"{came}, but {ids}; use a model and a tokenizer that belong together."
+            yield refuse(
+                why=f"{came}, but the tokenizer of {option} {own} has ids up to {last}",
+                use="use a model and a tokenizer that belong together",
+                related=(option,) if option != f"{name}.path" else (),
+            )
         elif name == "ref" and (examples := _describe_differences(own, vocabulary, folder)):
-            yield f"{name}.path {folder} has another vocabulary than {section}.path: {examples}. {_USE}."
+            why = f"has another vocabulary than {trained}: {examples}. {_USE}"
+            yield refuse(why=why, related=(trained,))
         elif name == "ref" and _is_of_another_family(folder, size, actor_size):
-            yield f"{came}, and {section}.path {engine.path} has {actor_size}. {_USE}."
+            why = f"{came}, and {trained} {engine.path} has {actor_size}. {_USE}"
+            yield refuse(why=why, related=(trained,))
 
 
 def _is_of_another_family(folder: Path, size: int | None, actor_size: int | None) -> bool:

@@ -216,12 +216,12 @@ class MegatronEngine(TrainedEngine):
         out = [np.zeros(len(ids), dtype=np.float32) for ids in rows.ids]
         own, _ = self._groups(rows)
 
-        def found(item: Round, output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        def collect_values(item: Round, output: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
             flat_T = item.inputs.flat(output[0])
             return flat_T.sum(), _make_one(self.device), flat_T
 
         with torch.no_grad():
-            flats = self._run(rows, own, temperature, found, train=False)
+            flats = self._pass_through(rows, own, temperature, collect_values, train=False)
         for group, flat in zip(own, self._from_last_stage(rows, own, flats), strict=True):
             ends = np.cumsum([len(out[row]) for row in group])
             for row, end in zip(group, ends, strict=True):
@@ -235,7 +235,9 @@ class MegatronEngine(TrainedEngine):
         if not total_rows:
             raise ValueError("train_batch got no rows on any rank")
 
-        def weighed(item: Round, output: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        def weigh_loss(
+            item: Round, output: Any
+        ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
             logprobs_N, entropy_N = output
             loss_sum, sums = loss(make_micro_batch(rows, item.group, item.inputs, logprobs_N, entropy_N))
             if not loss_sum.requires_grad:  # earlier stages wait for a gradient
@@ -245,14 +247,16 @@ class MegatronEngine(TrainedEngine):
             return loss_sum * (self.scale.value / loss_weight), _make_one(self.device), reported
 
         self.optimizer.zero_grad()
-        reports = self._run(rows, own, temperature, weighed, train=True)
+        reports = self._pass_through(rows, own, temperature, weigh_loss, train=True)
         totals: dict[str, torch.Tensor] = {}
         for report in reports:
             for name, value in report.items():
                 totals[name] = totals.get(name, 0) + value
         return self._update(totals)
 
-    def _run(self, rows: Sequences, own: Groups, temperature: float, loss: Any, train: bool) -> list[Any]:
+    def _pass_through(
+        self, rows: Sequences, own: Groups, temperature: float, loss: Any, train: bool
+    ) -> list[Any]:
         """Run micro-batches through the pipeline; return the reports of `loss` on the last stage."""
         rounds = [self._round(rows, group) for group in own]
 
@@ -280,12 +284,12 @@ class MegatronEngine(TrainedEngine):
         inputs = make_inputs(rows, group, "packed", torch.device("cpu"), shift)
         mesh = self.mesh
 
-        def put(array: np.ndarray) -> torch.Tensor:
+        def move(array: np.ndarray) -> torch.Tensor:
             tensor = torch.from_numpy(array)
             return (tensor.pin_memory() if self.pin_memory else tensor).to(self.device, non_blocking=True)
 
-        batch = packed.share(inputs, mesh.tensor, mesh.context, mesh.context_rank, put, pad_to)
-        inputs.wanted_N = put(inputs.wanted_N.numpy())
+        batch = packed.share(inputs, mesh.tensor, mesh.context, mesh.context_rank, move, pad_to)
+        inputs.wanted_N = move(inputs.wanted_N.numpy())
         return Round(group, inputs, batch)
 
     def _groups(self, rows: Sequences) -> tuple[Groups, int]:

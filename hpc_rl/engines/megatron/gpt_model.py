@@ -167,7 +167,7 @@ class PolicyModel(GPTModel):
 
     def forward(self, batch: RankBatch, temperature: float) -> Any:
         """Return log-probabilities and entropies of wanted tokens [N]; hidden states on earlier stages."""
-        embedded = self._embedded(batch) if self.pre_process else None
+        embedded = self._embed(batch) if self.pre_process else None
         turned_tc = torch.outer(batch.position_ids[0].float(), self.angles)
         hidden = self.decoder(
             hidden_states=embedded,
@@ -185,7 +185,7 @@ class PolicyModel(GPTModel):
         logprobs_n, entropy_n = self._numbers(hidden[:, 0][batch.source_n], batch.targets_n, at)
         return self._of_all_tokens(logprobs_n, batch), self._of_all_tokens(entropy_n, batch)
 
-    def _embedded(self, batch: RankBatch) -> torch.Tensor:
+    def _embed(self, batch: RankBatch) -> torch.Tensor:
         """Embed the tokens. As in transformers, the padding token gets no gradient."""
         embedded_t1H = self.embedding(batch.input_ids, batch.position_ids)
         if self.padding_id is None:

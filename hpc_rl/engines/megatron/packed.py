@@ -80,7 +80,7 @@ def share(
     new_T = layout.begins[row_T] + place_T  # the position of each token after padding
     ids = np.zeros(total, dtype=np.int64)
     ids[new_T] = inputs.input_ids[0].numpy()
-    mine = layout.owned(rank)
+    mine = layout.list_owned(rank)
     local = np.full(total, -1)
     local[mine] = np.arange(len(mine))
     source_N = local[new_T[inputs.source_N.numpy()]]
@@ -93,7 +93,7 @@ def share(
     rows = RankRows(whole=rows_of(layout.lengths))
     if context > 1:
         gathered = np.empty(total, dtype=np.int64)  # the position of token t among the gathered tokens
-        gathered[np.concatenate([layout.owned(one) for one in range(context)])] = np.arange(total)
+        gathered[np.concatenate([layout.list_owned(one) for one in range(context)])] = np.arange(total)
         sizes = layout.lengths // chunks
         rows.chunks = tuple(
             Chunk(
@@ -129,7 +129,7 @@ class PaddedRows:
         self.begins = np.cumsum(self.lengths) - self.lengths
         self.positions = np.arange(int(self.lengths.sum())) - np.repeat(self.begins, self.lengths)
 
-    def owned(self, rank: int) -> np.ndarray:
+    def list_owned(self, rank: int) -> np.ndarray:
         """Return the tokens of a context rank, in its order."""
         if self.context == 1:
             return np.arange(len(self.positions))

@@ -117,9 +117,9 @@ class ShardedOptimizer:
             for part in self.parts
             for value, main, start in _list_mains(part)
         ]
-        self.set_num_steps(0)
+        self.restore_num_steps(0)
 
-    def set_num_steps(self, num_steps: int) -> None:
+    def restore_num_steps(self, num_steps: int) -> None:
         """Set the number of steps that the moments have seen."""
         self.num_steps = num_steps
         for part in self.parts:
@@ -165,7 +165,7 @@ class ShardedOptimizer:
         """Copy gradients from the buffers to the shards."""
         self.megatron.prepare_grads()
 
-    def squared_norm(self) -> float:
+    def compute_squared_norm(self) -> float:
         """Return the sum of squares of this rank's gradients, without replicas."""
         grads = [grad for shard in self.shards if shard.counts and (grad := shard.owner.grad) is not None]
         if not grads:

@@ -44,14 +44,14 @@ class WeightStream:
         self.shapes = {name: tuple(one.shape) for name, one in hf.named_parameters()}
         boxes = {
             name: [(one.offset, tuple(one.local.shape)) for one in found]
-            for name, found in self._owned().items()
+            for name, found in self._list_owned().items()
         }
         self.owners: list[dict[str, list[Box]]] = [{} for _ in range(mesh.num_ranks)]
         dist.all_gather_object(self.owners, boxes)
 
     def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
         """Yield lists of (name in checkpoints, CPU tensor) on rank 0, [] elsewhere. Collective."""
-        mine = self._owned()
+        mine = self._list_owned()
         shapes: dict[str, tuple[int, ...]] = {}
         size_bytes = 0
         for name, shape in self.shapes.items():
@@ -62,7 +62,7 @@ class WeightStream:
                 shapes, size_bytes = {}, 0
         yield _exchange_bucket(self.hf, self.mesh, mine, self.owners, shapes, self.dtype)
 
-    def _owned(self) -> Pieces:
+    def _list_owned(self) -> Pieces:
         """Return the pieces that no earlier rank has, by name."""
         mine: Pieces = {}
         for one in self.parameters:

@@ -38,12 +38,12 @@ def build_without_parameters(draw: bool) -> Iterator[Draws]:
         if value is not None and not value.is_meta:
             module._parameters[name] = nn.Parameter(value.to("meta"), requires_grad=value.requires_grad)
 
-    def noted(hf: Any) -> None:
+    def record_draw(hf: Any) -> None:
         if draw:
             draws.append((hf, torch.get_rng_state()))
             initialize(hf)
 
-    module_class.register_parameter, model_class.initialize_weights = on_meta, noted
+    module_class.register_parameter, model_class.initialize_weights = on_meta, record_draw
     try:
         with Drawn() if draw else nullcontext():
             yield draws

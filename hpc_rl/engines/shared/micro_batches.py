@@ -145,25 +145,25 @@ def make_inputs(
         here_N = source_N // length == context[0]
         wanted_N, source_N = wanted_N[here_N], source_N[here_N] - part.start
 
-    def put(array: np.ndarray) -> torch.Tensor:
+    def move(array: np.ndarray) -> torch.Tensor:
         tensor = torch.from_numpy(array)
         return (tensor.pin_memory() if pin_memory else tensor).to(device, non_blocking=True)
 
     return Inputs(
-        put(input_ids),
-        None if positions is None else put(positions),
-        put(source_N),
-        put(ids_T[wanted_N]),
-        put(wanted_N),
+        move(input_ids),
+        None if positions is None else move(positions),
+        move(source_N),
+        move(ids_T[wanted_N]),
+        move(wanted_N),
         len(ids_T),
-        None if lengths_R is None else _make_packed_rows(lengths_R, put),
-        put(_gather_column(rows, "temperature", group)[wanted_N]) if "temperature" in rows.columns else None,
+        None if lengths_R is None else _make_packed_rows(lengths_R, move),
+        move(_gather_column(rows, "temperature", group)[wanted_N]) if "temperature" in rows.columns else None,
     )
 
 
-def _make_packed_rows(lengths_R: np.ndarray, put: Callable[[np.ndarray], torch.Tensor]) -> PackedRows:
+def _make_packed_rows(lengths_R: np.ndarray, move: Callable[[np.ndarray], torch.Tensor]) -> PackedRows:
     ends = np.concatenate([[0], np.cumsum(lengths_R)]).astype(np.int32)
-    return PackedRows(put(ends), int(lengths_R.max()), tuple(lengths_R.tolist()))
+    return PackedRows(move(ends), int(lengths_R.max()), tuple(lengths_R.tolist()))
 
 
 def make_micro_batch(

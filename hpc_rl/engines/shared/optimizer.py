@@ -96,9 +96,9 @@ class Optimizer:
         for shard in shards:
             updated = self.updated[shard.name]
             self.moments[shard.name] = (torch.zeros_like(updated), torch.zeros_like(updated))
-        self.set_num_steps(0)
+        self.restore_num_steps(0)
 
-    def set_num_steps(self, num_steps: int) -> None:
+    def restore_num_steps(self, num_steps: int) -> None:
         """Set the number of steps that the moments have seen; refresh the copies in CPU memory."""
         self.num_steps = num_steps
         for shard in self.shards:
@@ -118,7 +118,7 @@ class Optimizer:
                 pieces.append(StatePiece(cast(Kind, kind), shard.piece(tensor), shard.is_saved))
         return pieces
 
-    def squared_norm(self) -> float:
+    def compute_squared_norm(self) -> float:
         """Return the sum of squares of this rank's gradients, without replicas."""
         grads = [grad for shard in self.shards if shard.is_saved and (grad := shard.gradient()) is not None]
         if not grads:

@@ -33,7 +33,7 @@ class TrainedEngine:
 
         Returns grad_norm, lr and update_successful.
         """
-        squared_norm = sum_over_ranks([self.optimizer.squared_norm()])[0]
+        squared_norm = sum_over_ranks([self.optimizer.compute_squared_norm()])[0]
         grad_norm = math.sqrt(squared_norm) / self.scale.value if squared_norm >= 0 else math.nan
         lr = compute_learning_rate(self.optimizer.config, self.num_updates, self.num_train_steps)
         successful = math.isfinite(grad_norm)
@@ -61,5 +61,5 @@ class TrainedEngine:
     def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
         counters = self.local.load(folder, saved_num_ranks, files)
         self.num_updates = counters["updates"]
-        self.optimizer.set_num_steps(counters["adam_steps"])
+        self.optimizer.restore_num_steps(counters["adam_steps"])
         self.scale.restore(counters)

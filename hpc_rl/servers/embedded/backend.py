@@ -26,8 +26,14 @@ from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.scorer import EmbeddedScorer
-from hpc_rl.servers.native_api import make_answer, make_refusal, parse_pause_mode, split
-from hpc_rl.servers.sampling import SamplingParams, parse_sampling
+from hpc_rl.servers.wire import (
+    SamplingParams,
+    make_answer,
+    make_refusal,
+    parse_pause_mode,
+    parse_sampling,
+    split,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -111,7 +117,7 @@ class EmbeddedBackend:
         requests, batched = split(
             body,
             "the embedded engine",
-            lambda text: self._need_tokenizer().encode(text, add_special_tokens=False),
+            lambda text: self._require_tokenizer().encode(text, add_special_tokens=False),
         )
         rids = {one.rid for one in requests if one.rid}
         if rids & self._live:
@@ -190,12 +196,12 @@ class EmbeddedBackend:
         )
 
     async def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        tokenizer = self._need_tokenizer()
+        tokenizer = self._require_tokenizer()
         request, stops = convert_request(body, tokenizer, self.engine.model.context_length)
         answers = await self._generate(request)
         return convert_answers(body, answers if isinstance(answers, list) else [answers], tokenizer, stops)
 
-    def _need_tokenizer(self) -> Tokenizer:
+    def _require_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
             raise RequestRefused("the model has no tokenizer.json: send input_ids")
         return self._tokenizer

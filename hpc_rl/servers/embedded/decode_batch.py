@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from hpc_rl.servers.embedded.decoder import CacheRows, Model
-from hpc_rl.servers.sampling import SamplingParams
+from hpc_rl.servers.wire import SamplingParams
 
 
 @dataclass(eq=False, slots=True)

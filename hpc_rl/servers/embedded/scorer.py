@@ -15,7 +15,7 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.servers.base import Answer, ReplicaPlace
-from hpc_rl.servers.native_api import make_refusal
+from hpc_rl.servers.wire import make_refusal
 
 MAX_TOKENS = 8192  # padded, per forward pass
 

@@ -18,7 +18,7 @@ from hpc_rl.doctor import machine
 from hpc_rl.doctor.slurm_checks import PROGRAMS
 from hpc_rl.render import lint
 from hpc_rl.trials import storage
-from hpc_rl.trials.refusal import WRONG
+from hpc_rl.trials.check_result import WRONG
 
 NODE = "|up|1-00:00:00|1-infinite|n{}|16|256000|(null)|(null)|2"
 SINFO = "\\n".join(f"{name}{NODE.format(number)}" for name in ("gpu*", "cpu") for number in (1, 2))

@@ -13,7 +13,7 @@ from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import Ledger, RejectReason, RejectRecord
 from hpc_rl.schedulers.base import State
 from hpc_rl.trials import trial_index
-from hpc_rl.trials.user_code import judged_by
+from hpc_rl.trials.user_code import fingerprint_judges
 
 pytestmark = pytest.mark.usefixtures("state_home", "scheduler")
 
@@ -209,7 +209,7 @@ def test_prompts_that_user_code_rejected_are_issued_again_when_it_has_changed(
     ledger.append_reject(RejectRecord(3, 1, RejectReason.TOO_LONG))
     ledger.close()
     of_the_job = from_dict(load_json(trial.config_json))
-    Judged(trial.rollout, judged_by(of_the_job, [str(config.parent)])).write()
+    Judged(trial.rollout, fingerprint_judges(of_the_job, [str(config.parent)])).write()
     capsys.readouterr()
     assert main(["recover", "small", "--explain"]) == 0
     said = capsys.readouterr().out
@@ -243,7 +243,7 @@ def test_the_digest_of_a_reward_is_that_of_all_own_files_that_it_imports(tmp_pat
     loaded = load([config], ["rollout.reward_fn=own.rewards:score"]).config
 
     def digest() -> str:
-        return judged_by(loaded, [str(tmp_path), *sys.path])["code of rollout.reward_fn"]
+        return fingerprint_judges(loaded, [str(tmp_path), *sys.path])["code of rollout.reward_fn"]
 
     changed = {}
     for name in files:

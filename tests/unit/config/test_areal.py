@@ -22,6 +22,7 @@ from hpc_rl.config.options.experiment import GRPOConfig, get_value
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.show import format_yaml, show
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.trials.submission import render_scripts
@@ -341,7 +342,7 @@ def test_no_key_of_a_workflow_trains_single_turn():
     for keys in itertools.combinations_with_replacement(OF_WORKFLOWS, 2):
         made = translate(GRPOConfig, {key: SourceValue(1, f"a.yaml:1: {key}") for key in keys})
         if made.refusals:
-            assert "rollout.workflow is not set" in made.refusals[0]
+            assert made.refusals[0].kind == Kind.MISSING and "rollout.workflow" in made.refusals[0].options
         else:
             assert made.settings["rollout.workflow"].value == "multi_turn"
             accepted |= {*keys}

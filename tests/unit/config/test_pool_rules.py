@@ -9,8 +9,10 @@ from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.file_rules import find_context
 from hpc_rl.config.rules.generation_rules import BUILT_IN
+from hpc_rl.config.rules.pool_rules import check_options
 from hpc_rl.config.rules.teacher_rules import REWARD_PARTS
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind
 from hpc_rl.plan.plan import make_plan
 
 CPU = "cluster.n_gpus_per_node=0"
@@ -53,7 +55,7 @@ def load_checked(*words: str, base: list[str] = GRPO):
         ),
         ([STUDENT, TWO, "pools.student.python=/x/python"], "pools.student.python has no effect: embedded servers"),
         (["pools.judge.url=host:8000"], "pools.judge.url 'host:8000' can't be used; allowed: a URL such as http"),
-        (["pools.judge.url=http://h/v1?key=abc"], "can't be used; allowed: a URL such as http://host:8000/v1, without ?"),
+        (["pools.judge.url=http://h/v1?key=abc"], "can't be used; allowed: a URL such as http://host:8000/v1, without ? or #."),
         (["pools.judge.url=http://h?key=abc"], "can't be used; allowed: a URL such as http"),
         (["pools.judge.url=http://h/v1#top"], "can't be used; allowed: a URL such as http"),
         (["pools.judge.url=http://me:key@host/v1"], "can't be used; allowed: a URL such as http"),
@@ -183,6 +185,19 @@ def test_options_that_only_the_trial_sets_are_refused_for_a_pool_too():
     ):
         (found,) = collect_refusals(ASKS, STUDENT, sglang, f"pools.student.options={options}")
         assert found.startswith("pools.student.options: ") and words in found
+
+
+def test_a_refused_option_of_a_pool_keeps_its_kind_and_remedy():
+    sglang = TWO.replace("embedded", "sglang")
+    given = [*GRPO, ASKS, STUDENT, sglang, "pools.student.options={dtype: float16, dp_size: 2}"]
+    loaded = load([], given, profiles=[])
+    option = "pools.student.options"
+    unsupported, without_gpus = check_options(loaded.config, loaded.explicit)
+    assert (unsupported.option, unsupported.kind) == (option, Kind.UNSUPPORTED)
+    assert unsupported.related == ("sglang.dp_size", "allocation_mode")
+    assert (without_gpus.option, without_gpus.kind) == (option, Kind.MACHINE)
+    assert without_gpus.related == ("sglang.dtype", "cluster.n_gpus_per_node")
+    assert without_gpus.use == "allowed: bfloat16, float32"
 
 
 def test_a_pool_that_nobody_asks_is_refused():

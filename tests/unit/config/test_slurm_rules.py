@@ -18,7 +18,7 @@ def refusals(tmp_path):
 
     def ask(*options: str) -> list[str]:
         loaded = load([tmp_path / "sft.yaml"], options)
-        return [refusal for rule in rules for refusal in rule(loaded.config, loaded.explicit)]
+        return [str(refusal) for rule in rules for refusal in rule(loaded.config, loaded.explicit)]
 
     return ask
 

@@ -25,7 +25,7 @@ def write_checkpoint(
 def collect_refusals(actor: Path, *options: str) -> list[str]:
     given = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", f"actor.path={actor}", *options]
     loaded = load([], [*given, "launcher.type=local"])
-    return list(check_vocabularies(loaded.config, loaded.explicit))
+    return [str(one) for one in check_vocabularies(loaded.config, loaded.explicit)]
 
 
 ADDED = {"added_tokens": [{"id": 3, "content": "<pad>"}]}

@@ -225,7 +225,7 @@ PATHS = "has no effect without launcher.slurm.trainer_image"
         ([*IMAGES, "container_args=[-C]"], "-C can't be given: it implies --pid"),
         ([*IMAGES, "container_args=[--cleanenv]"], "--cleanenv can't be given: ranks read their number"),
         ([*IMAGES, "container_args=['--bind=/a']"], "use launcher.slurm.mount"),
-        ([*IMAGES, "container_args=['--bind /a']"], "use an equals sign: --bind=…"),
+        ([*IMAGES, "container_args=['--bind /a']"], "use an equals sign: --bind=/a."),
         ([*IMAGES, "container_args=[-B/a]"], "use the long form, --name=value"),
         ([*IMAGES, "container_args=[image.sif]"], "'image.sif' is not an option"),
         ([PYXIS, *IMAGES, "container_args=[--container-mounts=/a:/b]"], "use launcher.slurm.mount"),
@@ -255,7 +255,7 @@ def test_an_image_that_is_missing_where_this_node_looks_is_refused(tmp_path):
 
     def refused(*overrides: str) -> list[str]:
         found = load([], words("launcher.type=slurm", *overrides), profiles=[])
-        return list(check_image_files(found.config, ()))
+        return [str(one) for one in check_image_files(found.config, ())]
 
     there, missing = f"trainer_image={tmp_path}/s.sif", f"inference_server_image={tmp_path}/x/t.sif"
     assert refused(there) == []

@@ -20,7 +20,7 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import FusedDecoder, HFDecoder, Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
-from hpc_rl.servers.sampling import SamplingParams
+from hpc_rl.servers.wire import SamplingParams
 
 KINDS = {
     "llama": (LlamaConfig, LlamaForCausalLM),

@@ -3,7 +3,7 @@
 import pytest
 
 from hpc_rl.core.errors import RequestRefused
-from hpc_rl.servers.sampling import SamplingParams, parse_sampling
+from hpc_rl.servers.wire import SamplingParams, parse_sampling
 
 
 def test_omitted_and_null_are_sglangs_defaults():

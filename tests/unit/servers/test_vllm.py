@@ -13,7 +13,6 @@ from hpc_rl.config.options.inference import VLLMConfig
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.vllm_versions import FLAGS, NO_FLAGS
 from hpc_rl.core.errors import RequestRefused
-from hpc_rl.servers.native_api import NativeRequest
 from hpc_rl.servers.server_process import choose_table, make_arguments
 from hpc_rl.servers.vllm import (
     convert_to_native,
@@ -22,6 +21,7 @@ from hpc_rl.servers.vllm import (
     make_sampling,
     make_settings,
 )
+from hpc_rl.servers.wire import NativeRequest
 
 SWITCHES = [field.name for field in dataclasses.fields(VLLMConfig) if field.default is False]
 VALUES = {

@@ -12,7 +12,7 @@ from hpc_rl.sandbox import Mechanism, Protection, Sandbox
 from hpc_rl.schedulers.sinfo import Node
 from hpc_rl.schedulers.slurm import SlurmScheduler, TestAnswer
 from hpc_rl.trials import preflight
-from hpc_rl.trials.refusal import CheckState
+from hpc_rl.trials.check_result import CheckState
 
 BASE = [
     "experiment_name=e",

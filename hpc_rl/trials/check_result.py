@@ -1,10 +1,7 @@
-"""What a check of a set-up reports: typed, and rendered in one place, so that all commands say the same."""
+"""Results of the checks of a set-up: one form, which all commands show."""
 
 import enum
 from dataclasses import dataclass
-from typing import Any
-
-from hpc_rl.core.errors import ExitCode
 
 
 class CheckState(enum.StrEnum):
@@ -18,21 +15,6 @@ class CheckState(enum.StrEnum):
 WRONG = (CheckState.REFUSED, CheckState.UNREACHABLE)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Refusal:
-    """Why the value of an option can't be used, and what to use; or, as a note, what to know about it."""
-
-    option: str
-    value: Any
-    why: str
-    use: str = ""
-    is_note: bool = False
-    exit_code: ExitCode = ExitCode.REFUSED
-
-    def __str__(self) -> str:
-        return f"{self.option} {self.value}: {self.why}{f'; {self.use}' if self.use else ''}."
-
-
 @dataclass(frozen=True)
 class CheckResult:
     """One row of the list of checks; `name` is the name of the check."""
@@ -42,6 +24,8 @@ class CheckResult:
     detail: str = ""
     nearest: str = ""
     option: str = ""
+    kind: str = ""  # of a refusal: a Kind
+    related: tuple[str, ...] = ()  # other options that the refusal depends on
     exit_code: int = 0
 
     def line(self) -> str:

@@ -1,0 +1,218 @@
+"""Requests of SGLang's native API: their schema, their validation, and their answers. No torch.
+
+Backends other than SGLang parse requests here. A sampling parameter that SGLang has and the embedded engine
+lacks is accepted at its neutral value only; any other key is unknown.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields
+from typing import Any
+
+from hpc_rl.config.options.inference import GenerationHyperparameters
+from hpc_rl.core.errors import RequestRefused
+
+_KEYS = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
+_KEYS |= {"stream", "logprob_start_len", "top_logprobs_num"}
+PAUSE_MODES = ("abort", "retract", "in_place")
+
+
+@dataclass(frozen=True, slots=True)
+class NativeRequest:
+    """One input of a request to /generate; `rid` may be empty."""
+
+    ids: list[int]
+    rid: str
+    sampling: dict[str, Any] | None
+
+
+def split(
+    body: dict[str, Any], server: str, encode: Callable[[str], list[int]]
+) -> tuple[list[NativeRequest], bool]:
+    """Return the inputs of a request to /generate, and whether it had a list. Raises RequestRefused."""
+    unknown = body.keys() - _KEYS
+    if unknown:
+        raise RequestRefused(f"unknown key {min(unknown)!r}; known are {', '.join(sorted(_KEYS))}")
+    whole_prompt = body.get("logprob_start_len") not in (None, -1)
+    if body.get("stream") or body.get("top_logprobs_num") or whole_prompt:
+        unserved = "stream, top_logprobs_num and logprob_start_len"
+        raise RequestRefused(f"{unserved} are not served by {server}")
+    inputs, batched = _parse_inputs(body, encode)
+    rid, count = body.get("rid"), len(inputs)
+    rids = rid if isinstance(rid, list) else [rid or ""] if not batched else [""] * count
+    if len(rids) != count or not all(isinstance(one, str) for one in rids):
+        raise RequestRefused(f"rid must be a string, or a list of {count} strings")
+    given = body.get("sampling_params")
+    sampling = given if isinstance(given, list) else [given] * count
+    if len(sampling) != count:
+        raise RequestRefused(f"{len(sampling)} sampling_params for {count} inputs")
+    for one in sampling:
+        if one is not None and not isinstance(one, dict):
+            raise RequestRefused(f"sampling_params must be an object, got {type(one).__name__}")
+    return [NativeRequest(*each) for each in zip(inputs, rids, sampling, strict=True)], batched
+
+
+def _parse_inputs(body: dict[str, Any], encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:
+    ids, text = body.get("input_ids"), body.get("text")
+    if (ids is None) == (text is None):
+        raise RequestRefused("give either input_ids or text")
+    if text is not None:
+        batched = isinstance(text, list)
+        texts = text if batched else [text]
+        if not texts or not all(isinstance(one, str) for one in texts):
+            raise RequestRefused("text must be a string, or a list of strings, not empty")
+        return [encode(one) for one in texts], batched
+    if not isinstance(ids, list) or not ids:
+        raise RequestRefused("input_ids must be a list of integers, or a list of such lists, not empty")
+    batched = isinstance(ids[0], list)
+    return (ids if batched else [ids]), batched
+
+
+def make_answer(
+    rid: str,
+    made: list[int],
+    logprobs: list[float] | None,
+    finish: dict[str, Any],
+    spans: list[tuple[str, int, int]],
+    **meta: Any,
+) -> dict[str, Any]:
+    """Return the answer for one sample. `spans` are (version, start, end) of its tokens."""
+    meta |= {"id": rid, "finish_reason": finish, "completion_tokens": len(made)}
+    meta["weight_versions"] = [{"version": v, "start": start, "end": end} for v, start, end in spans]
+    if spans:
+        meta["weight_version"] = spans[-1][0]
+    if logprobs is not None:
+        pairs = zip(logprobs, made, strict=True)
+        meta["output_token_logprobs"] = [[value, token, None] for value, token in pairs]
+        meta["output_token_logprobs_length"] = len(made)
+    return {"output_ids": made, "meta_info": meta}
+
+
+def parse_pause_mode(body: dict[str, Any]) -> str:
+    """Return the mode of a pause request. Raises RequestRefused."""
+    mode = body.get("mode", "abort")
+    if mode not in PAUSE_MODES:
+        raise RequestRefused(f"mode must be one of {', '.join(PAUSE_MODES)}, got {mode!r}")
+    return str(mode)
+
+
+def make_unknown_key_error(key: str, known: Iterable[str], also: Iterable[str] = ()) -> RequestRefused:
+    """Return the error for an unknown sampling key. It suggests the nearest of `known` and `also`."""
+    near = difflib.get_close_matches(key, [*known, *also], 1)
+    hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(known)}"
+    return RequestRefused(f"unknown sampling key {key!r}{hint}")
+
+
+def make_refusal(message: str) -> dict[str, Any]:
+    """Return the body of an error answer."""
+    return {"error": {"message": message}}
+
+
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "min_p": (0.0,),
+    "repetition_penalty": (1.0,),
+    "frequency_penalty": (0.0,),
+    "presence_penalty": (0.0,),
+    "stop": ([], ""),
+    "stop_regex": ([], ""),
+    "json_schema": (),
+    "regex": (),
+    "ebnf": (),
+    "structural_tag": (),
+    "logit_bias": ({},),
+    "custom_params": ({},),
+}
+# these change `text`, which the engine does not return
+_TEXT_ONLY = ("skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """The sampling parameters of one request.
+
+    `top_k` -1 means all tokens. If `sampling_seed` is None, the server chooses the seed.
+    """
+
+    max_new_tokens: int = 128
+    min_new_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    sampling_seed: int | None = None
+    n: int = 1
+
+
+def get_sampling_temperature(gconfig: GenerationHyperparameters) -> float:
+    """Return the temperature of requests: 0 if greedy."""
+    return 0.0 if gconfig.greedy else gconfig.temperature
+
+
+def get_logprob_temperature(temperature: float) -> float:
+    """Return the temperature of log-probabilities for tokens sampled at `temperature`.
+
+    It is the same, except 1 for greedy sampling (0), which has no distribution: servers report
+    log-probabilities at 1, and the trainer recomputes them at 1.
+    """
+    return temperature or 1.0
+
+
+MAX_NUMBER = 1e6
+KNOWN = tuple(f.name for f in fields(SamplingParams))
+
+
+def parse_sampling(given: dict[str, Any] | None) -> SamplingParams:
+    """Parse the sampling parameters of a request.
+
+    Raises RequestRefused with the key, its value and the allowed values.
+    """
+    if given is not None and not isinstance(given, dict):
+        raise RequestRefused(f"sampling_params must be an object, got {type(given).__name__}")
+    values: dict[str, Any] = {}
+    for key, value in (given or {}).items():
+        if key in KNOWN:
+            if value is not None:
+                values[key] = value
+        elif key in _NEUTRAL:
+            if value is not None and value not in _NEUTRAL[key]:
+                problem = f"the embedded engine does not serve it, got {value!r}; use sglang"
+                raise RequestRefused(f"sampling key {key!r}: {problem}")
+        elif key not in _TEXT_ONLY:
+            raise make_unknown_key_error(key, KNOWN, _NEUTRAL)
+    return _check_values(values)
+
+
+def _check_values(values: dict[str, Any]) -> SamplingParams:
+    for key in ("max_new_tokens", "min_new_tokens", "top_k", "n", "sampling_seed"):
+        if key in values:
+            values[key] = _check_integer(key, values[key])
+    for key in ("temperature", "top_p"):
+        if key in values:
+            value = values[key]
+            if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < MAX_NUMBER:
+                raise RequestRefused(f"sampling key {key!r} must be a finite number, got {value!r}")
+    stop = values.get("stop_token_ids", ())
+    if not isinstance(stop, list | tuple):
+        raise RequestRefused(f"sampling key 'stop_token_ids' must be a list of integers, got {stop!r}")
+    values["stop_token_ids"] = tuple(sorted({_check_integer("stop_token_ids", token) for token in stop}))
+    params = SamplingParams(**values)
+    rules = (
+        (params.max_new_tokens >= 0, "max_new_tokens", "at least 0"),
+        (0 <= params.min_new_tokens <= params.max_new_tokens, "min_new_tokens", "from 0 to max_new_tokens"),
+        (params.temperature >= 0, "temperature", "at least 0"),
+        (0 < params.top_p <= 1, "top_p", "above 0 and at most 1"),
+        (params.top_k == -1 or params.top_k >= 1, "top_k", "-1 for all, or at least 1"),
+        (params.n >= 1, "n", "at least 1"),
+        (isinstance(params.ignore_eos, bool), "ignore_eos", "true or false"),
+    )
+    for holds, key, allowed in rules:
+        if not holds:
+            raise RequestRefused(f"sampling key {key!r} must be {allowed}, got {getattr(params, key)!r}")
+    return params
+
+
+def _check_integer(key: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not abs(value) < 1 << 63:
+        raise RequestRefused(f"sampling key {key!r} must be an integer of 64 bits, got {value!r:.80}")
+    return value
