@@ -58,7 +58,7 @@ test: check
 	tests/mpi/install.sh
 	$(BIN)/python -m pytest -n $(WAITING_WORKERS) --dist loadscope --no-loadscope-reorder \
 		tests/slurm tests/sglang tests/vllm tests/atropos tests/mpi tests/integration tests/faults tests/rows tests/gpu \
-		-m "not soak" --durations 15
+		-m "not soak" --durations 40
 
 gpu: $(VENV)/dev
 	$(BIN)/python -c "import torch; assert torch.cuda.is_available(), 'there is no GPU that PyTorch can use here'"

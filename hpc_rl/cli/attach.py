@@ -13,9 +13,9 @@ from hpc_rl.trials import trial_index
 from hpc_rl.trials.attachment import choose_process, list_role_processes, make_attach_command
 
 ROLES = ("trainer", "rollout", "server", "environment", "supervisor")
-EPILOG = """The command is printed to standard output, so `$(hpc-rl attach TRIAL)` runs it too. On Slurm it is
-a step with a terminal that overlaps with those of the job; on this machine a shell in the trial's directory.
-What follows `--` is run there instead of a shell:
+EPILOG = """`$(hpc-rl attach TRIAL)` runs the printed command, too. On Slurm it is a step with a terminal that
+overlaps the steps of the job; on this machine it is a shell in the trial's directory. To run another program
+than a shell, append it after `--`:
 
   hpc-rl attach TRIAL --role server --exec -- nvidia-smi"""
 

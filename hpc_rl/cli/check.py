@@ -17,17 +17,17 @@ from hpc_rl.trials.episode import EpisodeProgress, EpisodeStage, play_episode
 from hpc_rl.trials.prepare import judge_config
 from hpc_rl.trials.user_code import own_environment
 
-ABOUT = """Check a configuration as submit does, and tell all that is wrong; write and submit nothing.
-It looks at options, models, the first rows, rewards and workflow, the plan, the Python of trainer and
-servers, memory and disk, the scripts, and what the cluster says to the request. `submit` and `doctor --config
-FILE` check the same, in the same words; `submit --dry_run` also shows the plan with what it needs."""
+ABOUT = """Check a configuration as submit does, and report every problem; write and submit nothing.
+It checks options, models, the first rows, rewards and workflow, the plan, the Python of trainer and servers,
+memory and disk, the scripts, and whether the cluster accepts the request. `submit` and `doctor --config FILE`
+run the same checks; `submit --dry_run` also shows the plan and its needs."""
 EPILOG = """examples:
   hpc-rl check grpo.yaml
   hpc-rl check grpo.yaml --episode
   hpc-rl check grpo.yaml --episode --tiny_model gconfig.max_new_tokens=64
 
-Exit codes are those of submit: 0 if it would submit, 64 if something is refused or the episode fails, 69 for
-what Slurm says, 73 for a directory that can't be written or has no space, 75 for a trial that runs."""
+Exit codes, as of submit: 0 nothing is refused; 64 something is refused, or the episode fails; 69 Slurm
+refuses or does not answer; 73 a directory is not writable or has no space; 75 the trial is running."""
 DEFAULT_TIMEOUT_S = 300.0
 # Checks that an episode does not need: the state of the trial's directory, and Slurm.
 NOT_OF_EPISODES = ("trial", "state", "slurm programs", "sbatch --test-only")

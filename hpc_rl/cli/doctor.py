@@ -24,10 +24,10 @@ FAILED = 1  # exit code where a check failed
 # Checks of limits that are lower on a login node than on the nodes of the trial.
 OF_EACH_MACHINE = ("open files", "processes", "locked memory", "shared memory", "ports")
 WHERE_WIDTH = 24  # of a column, in characters
-EPILOG = """With --config (and options of the configuration) what that trial asks for is checked; without,
-what any trial needs. Within a Slurm job, or with --allocation, one short step visits the nodes: they check
-each other's files, clocks and addresses. Exit code: 0 where nothing failed (warnings do not count), 1
-where something did."""
+EPILOG = """With --config (and options of the configuration) doctor checks the needs of that trial,
+otherwise the needs of any trial. Inside a Slurm job, or with --allocation, one short step runs on the
+nodes: they check each other's files, clocks and addresses. Exit code: 0 if nothing failed (warnings do not
+count), otherwise 1."""
 
 
 def main(args: Namespace) -> int:

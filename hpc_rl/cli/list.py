@@ -22,8 +22,8 @@ from hpc_rl.trials import trial_index
 
 GONE = "gone"
 REWARD_STEPS = 10  # newest steps over which the reward is a mean
-EPILOG = f"""The mean reward is that of the newest {REWARD_STEPS} steps, held-out what the newest evaluation
-measured (a loss where there is no reward)."""
+EPILOG = f"""The mean reward is over the newest {REWARD_STEPS} steps; held-out is the newest evaluation (its
+loss, if the trainer has no reward)."""
 SORTED_BY: dict[str, Any] = {
     "name": lambda row: row["trial"],
     "state": lambda row: row["state"],

@@ -12,8 +12,8 @@ from hpc_rl.status.curve import draw_plot, smooth
 HEIGHT = 16  # lines of a chart
 MAX_WIDTH = 120
 DEFAULTS = ((HELD_OUT, "reward"), ("loss",))  # the first group with a metric that the trials have is drawn
-EPILOG = """Metrics are those of metrics.<incarnation>.jsonl, as reward, loss, entropy, grad_norm, seq_len,
-staleness_mean, step_s; held-out is what evaluations measured. Several are separated by commas."""
+EPILOG = """Metrics are the names in metrics.<incarnation>.jsonl, such as reward, loss, entropy, grad_norm,
+seq_len, staleness_mean, step_s; held-out stands for evaluations. Separate several names by commas."""
 
 
 def make_parser() -> CommandParser:

@@ -17,7 +17,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.trials import prepare, trial_index
 from hpc_rl.trials.first_start import FirstStart, Recovery
 
-EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, where the trial's state allows it:
+EPILOG = """Options may change, as --a.b VALUE or a.b=VALUE, if the trial's state allows it:
   hpc-rl recover first total_train_steps=200 actor.optimizer.lr=1e-6
   hpc-rl recover first --n_nodes 2            on fewer nodes, or more
   hpc-rl recover first --from 400             from an older checkpoint; later ones and batches are set aside

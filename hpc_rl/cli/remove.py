@@ -22,7 +22,7 @@ from hpc_rl.trials.submission import check_idle
 EPILOG = """examples:
   hpc-rl remove first second
   hpc-rl remove --state failed,cancelled --older_than_days 30 --dry_run
-With a filter, or * or ? in a name, it chooses among the trials of this account that are over."""
+A filter, or a name with * or ?, selects among your trials that are over."""
 DAY_S = 86400.0
 
 

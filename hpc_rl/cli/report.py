@@ -20,8 +20,8 @@ from hpc_rl.status.trial_report import (
 )
 from hpc_rl.trials import trial_index
 
-DESCRIPTION = """Show what trials reached: options that differ, rewards, goodput (what each second of each GPU
-was for), attempts and why they ended. With --html as one page, with curves and completions."""
+DESCRIPTION = """Summarize trials: options that differ, rewards, goodput (the use of each second of each
+GPU), attempts and why they ended. --html writes one page with curves and completions."""
 
 
 def make_parser() -> CommandParser:

@@ -14,8 +14,8 @@ from hpc_rl.trials.cancellation import cancel
 from hpc_rl.trials.checklist import Planned
 from hpc_rl.trials.surrounding_job import find_surrounding_job
 
-ABOUT = """Run a trial in the Slurm job that this is typed in (salloc, or an interactive job): by steps on
-all of its nodes, in the foreground. Ends with the trial's exit code; Ctrl-C saves the state and ends it."""
+ABOUT = """Run a trial inside a Slurm allocation (salloc, or an interactive job), in the foreground, on all
+of its nodes. Returns the trial's exit code; Ctrl-C saves the state and ends the trial."""
 EPILOG = """examples:
   salloc -N 2 -c 16 --gpus-per-node=4 hpc-rl run grpo.yaml
   hpc-rl run grpo.yaml actor.optimizer.lr=1e-6"""

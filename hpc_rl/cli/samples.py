@@ -19,12 +19,12 @@ from hpc_rl.status.sample_text import format_column
 DEFAULT_N = 5
 MAX_WIDTH = 120
 INDENT = 16  # of the text, in columns
-DESCRIPTION = """Show what the model of a trial wrote: prompt, completion, reward and its parts, advantage,
-finish reason, versions of the weights. Without --step, --all, --best or --worst: of the newest step."""
-EPILOG = f"""How many are kept: rollout.keep_samples groups of each step, evaluator.keep_samples prompts of
-each evaluation. --jsonl prints one object per completion: step, evaluation, prompt_index, sample, prompt,
-completion, reward, stats, advantage, finish_reason, versions, num_tokens, given (from and to which character
-of the completion the model wrote nothing: what a workflow said between two turns), columns (the other columns
+DESCRIPTION = """Show completions of a trial: prompt, completion, reward and its parts, advantage, finish
+reason, versions of the weights. The default is the newest step; see --step, --all, --best and --worst."""
+EPILOG = f"""A trial keeps rollout.keep_samples groups of each step and evaluator.keep_samples prompts of each
+evaluation. --jsonl prints one object per completion: step, evaluation, prompt_index, sample, prompt,
+completion, reward, stats, advantage, finish_reason, versions, num_tokens, given (ranges of characters of
+the completion that the workflow wrote between two turns), columns (the other columns
 of the row, such as the right answer), shortened (names of columns that are cut: each has at most
 {MAX_COLUMN_CHARS} characters, those of a row together {MAX_ROW_CHARS})."""
 

@@ -17,9 +17,9 @@ from hpc_rl.trials import trial_index
 from hpc_rl.trials.next_steps import describe_next_steps
 
 SHOWN_ATTEMPTS = 5  # without --all
-DESCRIPTION = """Show what a trial does and what happened to it. Reads files, and queries the scheduler
-rarely: all commands of an account share one query for all of its jobs, at most 4 a minute."""
-EPILOG = f"""--json prints one object; null and "" mean that a value is not known, times are Unix seconds:
+DESCRIPTION = """Show the state of a trial and its history. It reads files and rarely queries the scheduler:
+all commands of an account share one query for all of its jobs, at most 4 a minute."""
+EPILOG = f"""--json prints one object; null and "" mean an unknown value; times are Unix seconds:
   state, reason         {", ".join(TrialState)}; and why
   step, total_steps, steps_per_second, eta_s
                         last trained step, length, rate, time left

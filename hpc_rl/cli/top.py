@@ -14,9 +14,9 @@ from hpc_rl.core.log import escape_controls
 from hpc_rl.core.trial import Trial
 from hpc_rl.trials import trial_index
 
-DESCRIPTION = """Show what trials do now, redrawn until all are over or Ctrl-C ends the view: progress, wall
-time left, next save, curves, where the seconds of a step go, staleness, queue, roles with their nodes and
-weights. Without a terminal: a line for each trial, at every change."""
+DESCRIPTION = """Watch trials until all are over, or until Ctrl-C: progress, wall time left, next save,
+curves, parts of a step's time, staleness, queue, roles with their nodes and weights. Without a terminal it
+prints a line for each change of a trial."""
 PLAIN_EVERY_S = 5.0  # between lines if there is no terminal
 
 

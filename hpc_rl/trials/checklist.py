@@ -15,9 +15,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.load.fields import find_names
 from hpc_rl.config.load.stored import Loaded
 from hpc_rl.config.options.experiment import count_steps, has_own_prompts
-from hpc_rl.config.rules.check import RulesRefuse, append_origins, check
+from hpc_rl.config.rules.check import RulesRefuse, append_origins, check, format_origins
 from hpc_rl.core.errors import ConfigError, DoesNotFit, ExitCode, HpcRlError, SchedulerError
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial
@@ -182,12 +183,7 @@ def _check_options(subject: Subject) -> Iterator[Finding]:
     except RulesRefuse as error:
         subject.loaded, subject.unreadable = error.adapted, error.unreadable
         subject.can_plan = error.is_about_files_only
-        for refusal in error.refusals:
-            yield (
-                refusal
-                if isinstance(refusal, Refusal)
-                else CheckResult("configuration", CheckState.REFUSED, refusal, exit_code=error.exit_code)
-            )
+        yield from error.refusals
 
 
 def _check_rows(subject: Subject) -> None:
@@ -456,7 +452,9 @@ _ABOUT_OPTIONS = (ExitCode.REFUSED, ExitCode.CANNOT_WRITE)
 
 def _append_origins(row: CheckResult, origins: Mapping[str, str]) -> CheckResult:
     if row.state is CheckState.REFUSED and row.exit_code in _ABOUT_OPTIONS:
-        return dataclasses.replace(row, detail=append_origins(row.detail, origins))
+        # errors of the plan and of other checks are text so far
+        places = [origins[word] for word in find_names(row.detail) if word in origins]
+        return dataclasses.replace(row, detail=format_origins(row.detail, places))
     return row
 
 

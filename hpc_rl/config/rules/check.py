@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import fields, replace
 from typing import Any
 
-from hpc_rl.config.load.fields import find_names
 from hpc_rl.config.load.stored import Loaded, find_trainer
 from hpc_rl.config.options.experiment import (
     ABSENT,
@@ -43,7 +42,7 @@ from hpc_rl.core.refusal import Refusal
 
 DEFAULT_RECOVER_SECS = 600
 
-Rule = Callable[[Config, Collection[str]], Iterator[Refusal | str]]
+Rule = Callable[[Config, Collection[str]], Iterator[Refusal]]
 RULES: list[Rule] = [
     *consistency.RULES,
     *generation_rules.RULES,
@@ -53,7 +52,7 @@ RULES: list[Rule] = [
     *container_rules.RULES,
     *mpi_rules.RULES,
 ]
-GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[Refusal | str]]] = [
+GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[Refusal]]] = [
     *generation_rules.GRPO_RULES,
     *sglang_rules.GRPO_RULES,
     *vllm_rules.GRPO_RULES,
@@ -79,7 +78,7 @@ class RulesRefuse(ConfigError):
 
     def __init__(
         self,
-        refusals: Sequence[Refusal | str],
+        refusals: Sequence[Refusal],
         adapted: Loaded,
         rules: Set[Callable[..., Any]],
         unreadable: set[str],
@@ -96,29 +95,29 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     `files` false skips the rules about files on disk. Raises RulesRefuse.
     """
     config, notes, adapted = adapt(loaded.config, loaded.explicit)
-    rules: list[Callable[..., Iterator[Refusal | str]]] = [*RULES]
+    rules: list[Callable[..., Iterator[Refusal]]] = [*RULES]
     rules += GRPO_RULES if isinstance(config, GRPOConfig) else []
     rules += FILE_RULES if files else []
     found = {rule: list(rule(config, loaded.explicit)) for rule in rules}
     if refusals := list({str(one): one for one in itertools.chain(*found.values())}.values()):
         so_far = replace(loaded, config=config, adapted=adapted)
         of_data = (one for rule in dataset_rules.RULES for one in found.get(rule, ()))
-        unreadable = {name.partition(".")[0] for one in of_data for name in list_options(one)}
+        unreadable = {name.partition(".")[0] for one in of_data for name in one.options}
         raise RulesRefuse(refusals, so_far, {rule for rule, some in found.items() if some}, unreadable)
     notes += _list_notes(config, loaded.explicit)
     notes += [*file_rules.list_notes(config), *dataset_rules.list_notes(config)] if files else []
     return Loaded(config, loaded.origins, [*loaded.notes, *notes], adapted)
 
 
-def list_options(refusal: Refusal | str) -> Sequence[str]:
-    """Return the options that a refusal is about."""
-    return refusal.options if isinstance(refusal, Refusal) else find_names(refusal)
-
-
-def append_origins(refusal: Refusal | str, origins: Mapping[str, str]) -> str:
+def append_origins(refusal: Refusal, origins: Mapping[str, str]) -> str:
     """Return a refusal as text, with the origins of its options."""
-    places = list(dict.fromkeys(origins[option] for option in list_options(refusal) if option in origins))
-    return f"{refusal} ({', '.join(places[:3])})" if places else str(refusal)
+    return format_origins(str(refusal), [origins[one] for one in refusal.options if one in origins])
+
+
+def format_origins(text: str, places: Sequence[str]) -> str:
+    """Return a text with at most three places in parentheses."""
+    shown = list(dict.fromkeys(places))[:3]
+    return f"{text} ({', '.join(shown)})" if shown else text
 
 
 def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str], dict[str, str]]:

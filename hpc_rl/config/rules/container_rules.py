@@ -115,7 +115,8 @@ def check_mounts(config: Config, explicit: Collection[str]) -> Iterator[Refusal]
         return
     for name, path in list_bound_paths(config):
         if set(path) & set(SEPARATORS):
-            why = f"can't be bound into a container: {' '.join(SEPARATORS)} can't be in the path of a bind"
+            signs = " ".join(SEPARATORS)
+            why = f"can't be bound into a container: the path of a bind can't have {signs} in it"
             yield Refusal(option=name, value=path, kind=Kind.VALUE, why=why)
 
 

@@ -6,6 +6,7 @@ import pytest
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules import consistency, slurm_rules
+from hpc_rl.core.refusal import Kind, Refusal
 
 
 @pytest.fixture
@@ -16,9 +17,9 @@ def refusals(tmp_path):
 
     rules = [*slurm_rules.RULES, *consistency.RULES]
 
-    def ask(*options: str) -> list[str]:
+    def ask(*options: str) -> list[Refusal]:
         loaded = load([tmp_path / "sft.yaml"], options)
-        return [str(refusal) for rule in rules for refusal in rule(loaded.config, loaded.explicit)]
+        return [refusal for rule in rules for refusal in rule(loaded.config, loaded.explicit)]
 
     return ask
 
@@ -44,7 +45,7 @@ def refusals(tmp_path):
 )
 def test_contradictions_are_refused(refusals, options, words):
     [refusal, *_] = refusals(*(f"launcher.slurm.{option}" for option in options))
-    assert words in refusal and "launcher.slurm." in refusal
+    assert words in str(refusal) and refusal.option.startswith("launcher.slurm.")
 
 
 @pytest.mark.parametrize(
@@ -74,13 +75,13 @@ def test_a_role_may_have_srun_options_of_its_own_unless_the_plan_sets_them(refus
     assert refusals(f"{name}={json.dumps(binding)}") == []
     for wrong, words in (("-n4", "derived"), ("cores", "not an option"), ("--x=$HOME", "not expanded")):
         [refusal] = refusals(f"{name}={json.dumps([wrong])}")
-        assert name in refusal and words in refusal
+        assert (refusal.option, refusal.kind) == (name, Kind.VALUE) and words in refusal.why
 
 
 def test_memory_per_gpu_needs_gpus(refusals):
-    assert (
-        "mem_per_gpu needs GPUs" in refusals("launcher.slurm.mem_per_gpu=4G", "cluster.n_gpus_per_node=0")[0]
-    )
+    [refusal, *_] = refusals("launcher.slurm.mem_per_gpu=4G", "cluster.n_gpus_per_node=0")
+    assert (refusal.option, refusal.kind) == ("launcher.slurm.mem_per_gpu", Kind.CONFLICT)
+    assert refusal.related == ("cluster.n_gpus_per_node",)
 
 
 @pytest.mark.parametrize(
@@ -102,5 +103,42 @@ def test_memory_per_gpu_needs_gpus(refusals):
 )
 def test_further_arguments_may_not_contradict_the_plan(refusals, argument, words):
     refused = refusals(f"launcher.slurm.extra_args={json.dumps([argument])}")
-    text = " ".join(refused)
-    assert "launcher.slurm.extra_args" in text and words in text
+    assert {(one.option, one.kind) for one in refused} == {("launcher.slurm.extra_args", Kind.VALUE)}
+    assert words in " ".join(map(str, refused))
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "kind", "related"),
+    [
+        (
+            ["launcher.slurm.mem=10G", "launcher.slurm.mem_per_cpu=1G"],
+            "launcher.slurm.mem and launcher.slurm.mem_per_cpu exclude each other: "
+            "sbatch takes one of --mem, --mem-per-cpu, --mem-per-gpu. Keep one.",
+            Kind.CONFLICT,
+            {"launcher.slurm.mem_per_cpu"},
+        ),
+        (
+            ["launcher.slurm.gpu_type=h100", "launcher.slurm.gpus_by=null"],
+            "launcher.slurm.gpu_type has no effect, because launcher.slurm.gpus_by is null: "
+            "no GPUs are requested.",
+            Kind.NO_EFFECT,
+            {"launcher.slurm.gpus_by"},
+        ),
+        (
+            ["launcher.slurm.extra_args=[--array=1-3]"],
+            "launcher.slurm.extra_args: --array can't be given: it is derived from cluster, allocation_mode "
+            "and the resources in launcher.",
+            Kind.VALUE,
+            {"cluster", "allocation_mode", "launcher"},
+        ),
+        (
+            ["launcher.slurm.layout=jobs"],
+            "launcher.slurm.layout jobs needs servers, but trainer sft has none; use allocation.",
+            Kind.CONFLICT,
+            {"trainer"},
+        ),
+    ],
+)
+def test_a_refusal_names_all_options_that_it_depends_on(refusals, options, text, kind, related):
+    [refusal] = refusals(*options)
+    assert (str(refusal), refusal.kind, {*refusal.related}) == (text, kind, related)

@@ -7,6 +7,7 @@ import pytest
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.vocabulary_rules import check_vocabularies
+from hpc_rl.core.refusal import Kind, Refusal
 
 NUMBERS = {"<unk>": 0, "1": 1, "2": 2}
 
@@ -22,10 +23,10 @@ def write_checkpoint(
     return folder
 
 
-def collect_refusals(actor: Path, *options: str) -> list[str]:
+def collect_refusals(actor: Path, *options: str) -> list[Refusal]:
     given = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", f"actor.path={actor}", *options]
     loaded = load([], [*given, "launcher.type=local"])
-    return [str(one) for one in check_vocabularies(loaded.config, loaded.explicit)]
+    return list(check_vocabularies(loaded.config, loaded.explicit))
 
 
 ADDED = {"added_tokens": [{"id": 3, "content": "<pad>"}]}
@@ -46,12 +47,14 @@ def test_a_reference_model_has_the_tokens_of_the_trained_one(tmp_path, name):
     vocabulary, size, more, words = REFERENCES[name]
     reference = write_checkpoint(tmp_path / "ref", vocabulary, size, **more)
     found = collect_refusals(write_checkpoint(tmp_path / "actor", NUMBERS), f"ref.path={reference}")
-    assert len(found) == bool(words)
-    assert not words or (words in found[0] and str(reference) in found[0])
+    about = [(one.option, one.value, one.kind, one.related) for one in found]
+    assert about == ([("ref.path", reference, Kind.FILE, ("actor.path",))] if words else [])
+    assert not words or words in found[0].why
 
 
 def test_a_tokenizer_of_ids_that_the_model_lacks(tmp_path):
     large = write_checkpoint(tmp_path / "large", NUMBERS | {"3": 3})
     found = collect_refusals(write_checkpoint(tmp_path / "actor", NUMBERS), f"tokenizer_path={large}")
-    assert len(found) == 1 and f"tokenizer of tokenizer_path {large} has ids up to 3" in found[0]
+    assert [(one.option, one.related) for one in found] == [("actor.path", ("tokenizer_path",))]
+    assert f"tokenizer of tokenizer_path {large} has ids up to 3" in found[0].why
     assert collect_refusals(write_checkpoint(tmp_path / "unknown", NUMBERS, size=None)) == []
