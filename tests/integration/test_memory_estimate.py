@@ -19,6 +19,8 @@ pytestmark = [
 ]
 NUM_RANKS = 2
 CLOSE = 0.15
+# of the peak by megatron, whose buffers of these small models vary by some MB between runs
+MEGATRON_CLOSE = 0.2
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -134,8 +136,9 @@ def test_the_peak_of_a_rank_of_a_slow_case_is_near_the_estimate(name, slowly_mea
 def check(one: dict, name: str, measured: list[dict]) -> None:
     memory = estimated(one)
     assert memory.largest == LARGEST.get(name, memory.largest)
+    close = MEGATRON_CLOSE if name.startswith("megatron") else CLOSE
     for rank in measured:
-        assert memory.device_bytes == pytest.approx(rank[name]["train"], rel=CLOSE)
+        assert memory.device_bytes == pytest.approx(rank[name]["train"], rel=close)
 
 
 def test_buffers_of_checkpoints_and_of_published_weights_are_near_the_estimate(measured):
