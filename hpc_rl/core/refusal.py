@@ -1,4 +1,4 @@
-"""Refusal: why the value of an option can't be used, as data; this module alone turns it into text."""
+"""Refusal: why the value of an option can't be used, as data, and its text."""
 
 import enum
 from dataclasses import dataclass, field
@@ -18,7 +18,6 @@ class Kind(enum.StrEnum):
     UNSUPPORTED = "unsupported"  # another system has the option or value; this version does not
     FILE = "file"  # a file or directory is absent, damaged or does not fit
     MACHINE = "machine"  # nodes, devices, memory, software or the scheduler can't do it
-    CODE = "code"  # a function of the user can't be loaded or fails
 
 
 UNSET: Any = object()

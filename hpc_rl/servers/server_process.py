@@ -1,6 +1,6 @@
 """ServerProcess: a generation server of another project (SGLang, vLLM) in a subprocess, used over HTTP.
 
-It does not inherit our PYTHONPATH or packages. Its flags come from the table for its version (config/tables).
+It does not inherit our PYTHONPATH or packages. Its flags come from the table for its version (config).
 """
 
 from __future__ import annotations
