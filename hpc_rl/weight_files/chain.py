@@ -1,18 +1,17 @@
 """Chains of versions: which versions can be rebuilt, from which files, and which versions may be removed.
 
 A published version is a directory: one file for each rank (rank_file.py), and `index.json`, which is written
-last. A version that stores all values starts a chain. Any other version names the version before it, its
-base, and is rebuilt from the chain up to it.
+last. A version that stores all values starts a chain; its folder `model/` has the files of the model that are
+not weights. Any other version names the version before it, its base, and is rebuilt from the chain up to it.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import numpy as np
 
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.core.errors import Damaged
@@ -22,6 +21,7 @@ from hpc_rl.weight_files import rank_file
 from hpc_rl.weight_files.rank_file import StoredRectangle
 
 INDEX_NAME = "index.json"
+MODEL_FOLDER = "model"  # of a version with all values: config.json and the tokenizer's files
 FORMAT = 1
 
 
@@ -148,34 +148,33 @@ def _split_chains(indices: Indices) -> Iterator[list[WeightVersion]]:
     yield from (chains[start] for start in sorted(chains))
 
 
-@dataclass
-class Tensor:
-    """A tensor in memory: its values as a flat unsigned array, and its form."""
+def read_chain(
+    folder: Path, version: WeightVersion, known: WeightVersion | None = None
+) -> list[VersionIndex]:
+    """Read the indices of the versions to apply in order to reach a version.
 
-    dtype: str  # as safetensors names it
-    shape: tuple[int, ...]
-    values: np.ndarray
-
-
-def rebuild(folder: Path, chain: Sequence[VersionIndex]) -> dict[str, Tensor]:
-    """Return all tensors of the last version of a chain, by name. `folder` has a directory for each version.
-
-    Verifies every file and every checksum. Raises Damaged, OSError.
+    The first has all values, or its base is `known`. `folder` has a directory for each version. Raises
+    Damaged if one of them is missing.
     """
-    tensors: dict[str, Tensor] = {}
-    for index in chain:
-        for stored in load_version(folder / str(index.version), index):
-            place = stored.rectangle
-            tensor = tensors.get(place.name)
-            if tensor is None:
-                tensor = Tensor(
-                    place.dtype, place.whole_shape, np.zeros(_count_values(place.whole_shape), place.word)
-                )
-                tensors[place.name] = tensor
-            if (tensor.dtype, tensor.shape) != (place.dtype, place.whole_shape):
-                raise Damaged(f"{place.name} changes its form in version {index.version}")
-            stored.apply(tensor.values)
-    return tensors
+    chain: list[VersionIndex] = []
+    at: WeightVersion | None = version
+    while at is not None and at != known:
+        index = VersionIndex.read(folder / str(at))
+        if index is None or index.version != at or (index.base is not None and index.base >= at):
+            needed = "" if at == version else f", which version {version} needs,"
+            raise Damaged(f"version {at}{needed} is missing, incomplete or damaged in {folder}")
+        chain.append(index)
+        at = index.base
+    return chain[::-1]
+
+
+def read_indices(folder: Path) -> dict[WeightVersion, VersionIndex]:
+    """Read the index of every complete version in a directory."""
+    indices: dict[WeightVersion, VersionIndex] = {}
+    for name in os.listdir(folder) if folder.is_dir() else ():
+        if name[0].isdecimal() and (index := VersionIndex.read(folder / name)) and str(index.version) == name:
+            indices[index.version] = index
+    return indices
 
 
 def load_version(folder: Path, index: VersionIndex) -> Iterator[StoredRectangle]:
@@ -185,7 +184,3 @@ def load_version(folder: Path, index: VersionIndex) -> Iterator[StoredRectangle]
             yield from rank_file.load(folder / record.name, rank, record)
         except FileNotFoundError as error:
             raise Damaged(f"{folder.name}/{record.name} is missing") from error
-
-
-def _count_values(shape: Sequence[int]) -> int:
-    return int(np.prod(shape, dtype=np.int64))

@@ -118,21 +118,38 @@ def load(path: Path, rank: int, expected: FileRecord | None) -> Iterator[StoredR
     Raises Damaged if the file differs from the written one, OSError.
     """
     with CheckedReader(path, expected) as reader:
-        begin, header = _load_header(reader)
-        try:
-            described = json.loads(header.pop("__metadata__")["version"])
-            if (described["format"], described["rank"]) != (FORMAT, rank):
-                came = f"rank {described['rank']} in format {described['format']}"
-                raise Damaged(f"{path.name}: {came}, expected rank {rank} in format {FORMAT}")
-            rectangles = [(_parse_rectangle(one), str(one["xxh3"])) for one in described["rectangles"]]
-        except (ValueError, KeyError, TypeError) as error:
-            raise Damaged(f"{path.name} is not a rank's file of a version: {error!r}") from error
+        begin, header, rectangles = _load_metadata(reader, rank)
         for i, (rectangle, checksum) in enumerate(rectangles):
             values = _load_array(reader, begin, header.get(f"{i}.values"), rectangle.word)
             gaps = _load_array(reader, begin, header.get(f"{i}.gaps"), np.dtype(np.uint16))
             is_whole = f"{i}.gaps" not in header and f"{i}.values" in header
             changes = None if is_whole or not rectangle.num_values else Changes(gaps, values)
             yield StoredRectangle(rectangle, checksum, changes, values)
+
+
+def load_rectangles(path: Path, rank: int, expected: FileRecord | None) -> list[Rectangle]:
+    """Return the rectangles of a rank's file, without their values. Raises Damaged, OSError."""
+    try:
+        with CheckedReader(path, expected) as reader:
+            return [rectangle for rectangle, _ in _load_metadata(reader, rank)[2]]
+    except FileNotFoundError as error:
+        raise Damaged(f"{path.parent.name}/{path.name} is missing") from error
+
+
+def _load_metadata(
+    reader: CheckedReader, rank: int
+) -> tuple[int, dict[str, Any], list[tuple[Rectangle, str]]]:
+    """Return the offset of the arrays, the header's entries, and the rectangles with their checksums."""
+    begin, header = _load_header(reader)
+    name = reader.path.name
+    try:
+        described = json.loads(header.pop("__metadata__")["version"])
+        if (described["format"], described["rank"]) != (FORMAT, rank):
+            came = f"rank {described['rank']} in format {described['format']}"
+            raise Damaged(f"{name}: {came}, expected rank {rank} in format {FORMAT}")
+        return begin, header, [(_parse_rectangle(one), str(one["xxh3"])) for one in described["rectangles"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise Damaged(f"{name} is not a rank's file of a version: {error!r}") from error
 
 
 def _load_header(reader: CheckedReader) -> tuple[int, dict[str, Any]]:

@@ -1,98 +1,40 @@
 """Chains: any version of a random history is rebuilt byte for byte, and pruning never breaks a needed one."""
 
-import itertools
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from version_history import SHAPES, as_bytes, make_history, read_model
 
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.core.errors import Damaged
 from hpc_rl.core.types import WeightVersion
-from hpc_rl.weight_files import rank_file
 from hpc_rl.weight_files.chain import (
     INDEX_NAME,
     VersionIndex,
     choose_removable,
     find_rebuildable,
     load_version,
-    rebuild,
+    read_chain,
+    read_indices,
     trace_chain,
 )
-from hpc_rl.weight_files.difference import Rectangle
-from hpc_rl.weight_files.rank_file import compare
-
-SHAPES = {"embed": (33, 8), "norm": (8,), "experts": (3, 5, 7), "scale": ()}
-
-
-def split(rng, shape, num_ranks):
-    """Rectangles of `num_ranks` ranks that cover a tensor: cut along a random dimension, or on one rank."""
-    if not shape or rng.random() < 0.2:
-        owner = rng.integers(num_ranks)
-        return [((0,) * len(shape), shape if rank == owner else None) for rank in range(num_ranks)]
-    dim = rng.integers(len(shape))
-    cuts = [0, *sorted(rng.integers(0, shape[dim] + 1, num_ranks - 1)), shape[dim]]
-    parts = []
-    for a, b in itertools.pairwise(cuts):
-        offset = tuple(int(a) if i == dim else 0 for i in range(len(shape)))
-        parts.append((offset, tuple(int(b - a) if i == dim else size for i, size in enumerate(shape))))
-    return parts
-
-
-def publish(folder, rng, version, base, before, after, num_ranks, whole):
-    """Write a version as `num_ranks` ranks would."""
-    target = folder / str(version)
-    target.mkdir()
-    ranks = [[] for _ in range(num_ranks)]
-    for name, shape in SHAPES.items():
-        for rank, (offset, size) in enumerate(split(rng, shape, num_ranks)):
-            if size is None:
-                continue
-            rectangle = Rectangle(name, "BF16", offset, size, shape)
-            new = np.ascontiguousarray(rectangle.view(after[name])).reshape(-1)
-            old = np.ascontiguousarray(rectangle.view(before[name])).reshape(-1)
-            ranks[rank].append(compare(rectangle, None if whole else old, new))
-    files = tuple(
-        rank_file.write(target / f"rank-{rank:05d}.safetensors", rank, stored)
-        for rank, stored in enumerate(ranks)
-    )
-    size = sum(values.nbytes for values in after.values())
-    index = VersionIndex(version, None if whole else base, files, size)
-    index.write(target)
-    return index
-
-
-def make_history(folder, seed, num_versions):
-    rng = np.random.default_rng(seed)
-    weights = {
-        name: rng.integers(0, 1 << 16, int(np.prod(shape)), np.uint16) for name, shape in SHAPES.items()
-    }
-    history, indices, base = {}, {}, None
-    for step in range(1, num_versions + 1):
-        version = WeightVersion(0, step)
-        after = {name: values.copy() for name, values in weights.items()}
-        for values in after.values():
-            hits = rng.random(len(values)) < rng.choice([0, 0.02, 0.9])
-            values[hits] ^= rng.integers(1, 1 << 16, hits.sum(), np.uint16)
-        whole = base is None or rng.random() < 0.1
-        ranks = int(rng.integers(1, 5))
-        indices[version] = publish(folder, rng, version, base, weights, after, ranks, whole)
-        history[version] = weights = after
-        base = version
-    return history, indices
+from hpc_rl.weight_files.model_copy import WEIGHTS_NAME, ModelFile, build_model
 
 
 def test_every_version_of_a_random_chain_of_fifty(tmp_path):
     history, indices = make_history(tmp_path, 7, 50)
     assert find_rebuildable(indices) == set(history)
     for version, weights in history.items():
-        tensors = rebuild(tmp_path, trace_chain(version, indices))
-        assert {name: one.values.tobytes() for name, one in tensors.items()} == {
-            name: values.tobytes() for name, values in weights.items()
-        }, version
-        assert {name: one.shape for name, one in tensors.items()} == SHAPES
+        target = tmp_path / f"model-{version}"
+        target.mkdir()
+        build_model(target, tmp_path, trace_chain(version, indices))
+        assert read_model(target) == as_bytes(weights), version
+        places = ModelFile(target / WEIGHTS_NAME).places
+        assert {name: place.shape for name, place in places.items()} == SHAPES
+    assert read_indices(tmp_path) == indices
+    assert all(read_chain(tmp_path, version) == trace_chain(version, indices) for version in indices)
 
 
 def test_a_chain_starts_with_the_newest_whole_version(tmp_path):
@@ -112,7 +54,7 @@ def test_a_damaged_or_missing_file_is_named(tmp_path):
     content = path.read_bytes()
     path.write_bytes(content[:-3] + bytes([content[-3] ^ 64]) + content[-2:])
     with pytest.raises(Damaged, match=record.name):
-        rebuild(tmp_path, trace_chain(version, indices))
+        build_model(tmp_path, tmp_path, trace_chain(version, indices))
     path.unlink()
     with pytest.raises(Damaged, match=f"0.3/{record.name} is missing"):
         list(load_version(tmp_path / "0.3", indices[version]))
