@@ -12,6 +12,7 @@ import hashlib
 import logging
 import os
 import shutil
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from filelock import FileLock
 
 logger = logging.getLogger(__name__)
-KEEP_VERSIONS = 2
 SPARE_BYTES = 256 << 20  # stay free for others
 BLOCK_BYTES = 8 << 20
 NUM_FILES = 4  # copied concurrently
@@ -50,16 +50,12 @@ class NodeCopies:
             return path
 
     @contextmanager
-    def open_copy(self, source: str, is_version: bool = False) -> Iterator[str]:
-        """Yield the path of the copy, or `source`; the copy is not removed meanwhile.
-
-        Of copies with `is_version`, the KEEP_VERSIONS newest stay.
-        """
+    def open_copy(self, source: str) -> Iterator[str]:
+        """Yield the path of the copy, or `source`; the copy is not removed meanwhile."""
         path, held = source, None
         if self.folder is not None:
-            folder = self.folder / ("versions" if is_version else "others")
             try:
-                path, held = _open_copy(Path(source), folder, is_version)
+                path, held = _open_copy(Path(source), self.folder / "others")
             except OSError as error:
                 form = "reading the original of %s: no copy on this node's disk: %s"
                 logger.warning(form, source, error)
@@ -99,20 +95,38 @@ def find_local_dir(local_dir: str, environ: Mapping[str, str]) -> Path:
     return place
 
 
+def choose_place(num_bytes: int) -> Path:
+    """Return a directory of this node with room for a copy of a model: in memory, or for temporary files.
+
+    Raises ConfigError if none has room.
+    """
+    places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
+    found: dict[Path, int] = {}
+    for place in places:
+        if place.is_dir() and os.access(place, os.W_OK) and not is_shared(mount_of(place)[0]):
+            found[place] = shutil.disk_usage(place).free
+            if found[place] >= num_bytes + SPARE_BYTES:
+                return place
+    free = ", ".join(f"{place} has {format_size(size)} free" for place, size in found.items())
+    needed = f"{format_size(num_bytes)} and {format_size(SPARE_BYTES)} to spare"
+    raise ConfigError(
+        f"this node has no room for a copy of the model ({needed}): {free or 'no local directory'}. Set "
+        "cluster.local_dir to a directory on its disk."
+    )
+
+
 def compute_identity(source: Path) -> str:
     """Return a text that changes when a file, or a file of a directory, changes. Raises OSError."""
     return repr((str(source.absolute()), sorted(_list_files(source).items())))
 
 
-def _open_copy(source: Path, folder: Path, is_version: bool) -> tuple[str, int]:
+def _open_copy(source: Path, folder: Path) -> tuple[str, int]:
     """Return the path of the copy, and a descriptor that holds it. Raises OSError."""
     folder.mkdir(parents=True, exist_ok=True)
     files = _list_files(source)
     place = folder / _hash_source(compute_identity(source))
-    with _lock(folder / (".lock" if is_version else f".{place.name}.lock")):
+    with _lock(folder / f".{place.name}.lock"):
         if not place.exists():
-            if is_version:
-                _remove_old(folder)
             _copy(source, files, place)
         held = os.open(place, os.O_RDONLY | os.O_DIRECTORY)
         fcntl.flock(held, fcntl.LOCK_SH)
@@ -191,18 +205,3 @@ def _copy_file(source: Path, target: Path) -> None:
             again = zlib.crc32(block, again)
     if again != checksum or target.stat().st_size != size:
         raise OSError(errno.EIO, "the copy differs from the original", str(target))
-
-
-def _remove_old(folder: Path) -> None:
-    """Make room for one more version: keep the newest, and all that are in use."""
-    there = [Path(entry) for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)]
-    finished = [path for path in there if not path.name.startswith(".")]
-    finished.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    for path in [*finished[KEEP_VERSIONS - 1 :], *(set(there) - set(finished))]:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            with suppress(BlockingIOError):
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(fd)

@@ -1,10 +1,12 @@
 """The Engine protocol: a sharded model with its optimizer. The implementations are in engines.ENGINES."""
 
+from __future__ import annotations
+
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -32,6 +34,20 @@ class Snapshot:
         record = checked_file.write(folder / self.name, self.parts, cancel)
         fsync_dir(folder)
         return [record]
+
+
+class PublishedPiece(NamedTuple):
+    """A piece of a tensor as it is published: by its name in checkpoint files, in its type there."""
+
+    name: str
+    local: torch.Tensor  # live, of the rectangle's shape
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]  # of the whole tensor
+    dtype: torch.dtype
+
+    @classmethod
+    def of_whole(cls, name: str, tensor: torch.Tensor) -> PublishedPiece:
+        return cls(name, tensor, (0,) * tensor.ndim, tuple(tensor.shape), tensor.dtype)
 
 
 @dataclass
@@ -137,6 +153,19 @@ class Engine(Protocol):
 
         Names are as in checkpoints. Buckets have about `bucket_bytes`; ranks above 0 get empty ones.
         Parameters have the configured type; tied parameters appear once. All ranks must take every bucket.
+        """
+
+    def list_published_pieces(self) -> list[PublishedPiece] | None:
+        """Return this rank's part of the tensors that `export` writes. Each value is in one part.
+
+        Returns None on all ranks if parts have no names in checkpoint files; then use `weights`. Not
+        collective.
+        """
+
+    def write_model_files(self, folder: Path, tokenizer: Path | None = None) -> None:
+        """Write the files of a Hugging Face checkpoint that are not weights, into an existing folder.
+
+        Not collective. Raises OSError.
         """
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:

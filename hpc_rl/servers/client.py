@@ -12,11 +12,12 @@ from typing import Any
 import aiohttp
 
 from hpc_rl.core import net
-from hpc_rl.core.errors import InputRefused, RequestRefused, ServerStale, ServerUnavailable
+from hpc_rl.core.errors import Damaged, InputRefused, RequestRefused, ServerStale, ServerUnavailable
 from hpc_rl.core.types import Turn
 
 MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
 CONTROL_TIMEOUT_S = 600.0
+DAMAGED_STATUS = 424  # of a server that can't build weights from the published files
 
 
 @dataclass(slots=True)
@@ -157,6 +158,14 @@ class HttpServerClient:
     async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         await self._call("/continue_generation", {}, self._control, timeout_s)
 
+    async def prepare_weights(self, path: str, label: str) -> None:
+        """Let the server's node read published weights, while the server generates.
+
+        Raises Damaged if they can't be built from the published files.
+        """
+        body = {"model_path": path, "weight_version": label}
+        await self._call("/prepare_weights", body, self._control, CONTROL_TIMEOUT_S)
+
     async def update_weights(self, path: str, label: str) -> None:
         """Load weights from a path. Raises RequestRefused if the server kept its old weights."""
         body = {"model_path": path, "weight_version": label, "flush_cache": True}
@@ -193,6 +202,8 @@ class HttpServerClient:
         if status == 200:
             return answer
         message = f"{self.url}{path} answered {status}: {answer}"
+        if status == DAMAGED_STATUS and isinstance(answer, dict) and answer.get("error") == "damaged":
+            raise Damaged(message)
         if status == 503 and isinstance(answer, dict) and answer.get("error") == "stale":
             raise ServerStale(message)
         if status in (408, 429) or status >= 500:

@@ -2,9 +2,9 @@
 
 Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions, or /classify of
 a reward model; GET /model_info, /health. Control token (bearer only): POST /pause_generation,
-/continue_generation, /abort_request, /update_weights_from_disk, /flush_cache, /shutdown. The proxy adds epoch
-and attempt, checks the order of version labels, and refuses requests while it is stale. replica.py handles
-leases, reloading and the end of the process.
+/continue_generation, /abort_request, /prepare_weights, /update_weights_from_disk, /flush_cache, /shutdown.
+The proxy adds epoch and attempt, checks the order of version labels, and refuses requests while it is stale.
+replica.py handles leases, reloading and the end of the process.
 """
 
 import asyncio
@@ -30,12 +30,14 @@ logger = logging.getLogger(__name__)
 
 DATA_POST = ("/generate", "/v1/chat/completions", "/classify")
 CONTROL_POST = (
+    "/prepare_weights",
     "/pause_generation",
     "/continue_generation",
     "/abort_request",
     "/update_weights_from_disk",
     "/flush_cache",
 )
+FROZEN = "the model of this pool is frozen: it takes no weights"
 MAX_BODY_BYTES = 64 * 2**20
 UP = ("waiting", "serving")  # the backend runs; `waiting`: it has no published weights yet
 
@@ -175,6 +177,8 @@ class Proxy:
         """
         if self.lifecycle not in UP:
             return self._not_up()
+        if path == "/prepare_weights" and self.frozen:
+            return _refuse_update(FROZEN)
         if path == "/update_weights_from_disk":
             async with self._control_lock:
                 answer = await self._update(body)
@@ -188,7 +192,7 @@ class Proxy:
 
     async def _update(self, body: dict[str, Any]) -> Answer:
         if self.frozen:
-            return _refuse_update("the model of this pool is frozen: it takes no weights")
+            return _refuse_update(FROZEN)
         label = body.get("weight_version")
         try:
             if not isinstance(label, str) or is_older(label, self.version or "0.0"):

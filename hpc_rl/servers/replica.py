@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from hpc_rl.core.allocation import DEFAULT_POOL
-from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, RoleFailed, Stale
+from hpc_rl.core.errors import ConfigError, Damaged, ExitCode, HpcRlError, RoleFailed, Stale
 from hpc_rl.core.net import bind_published, make_http_url
 from hpc_rl.core.trial import Trial, load_json, write_atomic
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
 from hpc_rl.servers.base import Backend
+from hpc_rl.servers.client import DAMAGED_STATUS
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.router import is_older
 
@@ -74,6 +75,7 @@ class Replica:
         self._changed = asyncio.Event()
         # label of the weights that are loading; the lease protects their directory from deletion
         self._loading = ""
+        self._lacks_files = False  # the published weights can't be built from their files
         self.proxy = Proxy(
             backend,
             tokens,
@@ -138,6 +140,8 @@ class Replica:
             "incarnation": self._who.incarnation,
             "pid": os.getpid(),
             "host": socket.gethostname(),
+            # the trainer then publishes all values
+            **({"lacks_files": True} if self._lacks_files else {}),
         }
 
     async def _heartbeat(self) -> None:
@@ -198,6 +202,10 @@ class Replica:
             try:
                 await self._backend.start(path, self._loading)
                 break
+            except Damaged as error:
+                logger.error("weights %s can't be loaded, waiting for others: %s", self._loading, error)
+                await self._wait_for_others(current)
+                current = self._current()
             except (ConfigError, OSError, ValueError) as error:
                 newer = self._current()
                 if newer == current:
@@ -209,6 +217,14 @@ class Replica:
         self.proxy.version, self._loading = self._loading, ""
         self.proxy.enter("serving" if self.proxy.version or self._frozen else "waiting")
         logger.info("%s with weights %r from %s", self.proxy.state, self.proxy.version, path)
+
+    async def _wait_for_others(self, current: dict[str, Any] | None) -> None:
+        """Ask for weights with all values, and wait until other files are published."""
+        self._lacks_files = True
+        self._changed.set()
+        while (self._current() or current) == current:
+            await asyncio.sleep(CHECK_S)
+        self._lacks_files = False
 
     def _current(self) -> dict[str, Any] | None:
         return None if self._frozen else load_json(self._trial.current_weights)
@@ -222,7 +238,9 @@ class Replica:
                 self._newer = (current["label"], now)
             if now - self._newer[1] >= SELF_LOAD_AFTER_S:
                 await self._load(current)
-        elif proxy.pause_mode and now - proxy.last_control_at > PAUSE_LIMIT_S:
+            return
+        self._lacks_files = False
+        if proxy.pause_mode and now - proxy.last_control_at > PAUSE_LIMIT_S:
             form = "paused for %.0f s without a control call: resuming with weights %s"
             logger.warning(form, PAUSE_LIMIT_S, proxy.version)
             await proxy.control("/continue_generation", {})
@@ -237,6 +255,7 @@ class Replica:
             status, answer = await self.proxy.control("/update_weights_from_disk", body)
             if status != 200:
                 logger.warning("weights %s can't be loaded: %s", current["label"], answer)
+                self._lacks_files = status == DAMAGED_STATUS
                 self._newer = (current["label"], time.monotonic())
         finally:
             if pause:

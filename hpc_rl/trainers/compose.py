@@ -32,7 +32,9 @@ from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.run import Run, find_tokenizer_folder
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
-from hpc_rl.weights.publish import TRANSPORTS, Publisher
+from hpc_rl.weights import TRANSPORTS
+from hpc_rl.weights.publish import Publisher
+from hpc_rl.weights.transport import Transport, TransportContext
 
 logger = logging.getLogger(__name__)
 Composed = tuple[Run, Recipe]
@@ -54,7 +56,17 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
         wait_s = config.rollout.setup_timeout
         publisher = Publisher(start.trial, start.names, start.tokens, find_trained_pool(config), wait_s)
         stack.callback(publisher.close)
-    transport = TRANSPORTS["disk"](start.trial, publisher)  # not an option: there is only one so far
+    transport: Transport = resolve_name(TRANSPORTS["disk"])(  # not an option: there is only one so far
+        TransportContext(
+            trial=start.trial,
+            engine=run.engine,
+            publisher=publisher,
+            stopping=start.stopping,
+            tokenizer=find_tokenizer_folder(config),
+            on_wait=lambda: run.does("wait for room", run.step),
+        )
+    )
+    stack.callback(transport.close)
     samples = _open_samples(start, config, stack) if start.ranks.rank == 0 else None
     return run, GRPO(run, rollout, transport, num_prompts, reference, samples)
 

@@ -91,6 +91,7 @@ class GRPO:
         self._frontier: dict[str, int] = {}
         self._describe = BatchMetrics(run.config, run.trial)
         self._steps_without_update = 0  # in a row
+        self._has_published = False
 
     def batch(self, step: int) -> Batch | None:
         """Return the batch, or None after a stop. Collective.
@@ -106,6 +107,7 @@ class GRPO:
                 return b""
 
         while True:
+            self._settle(wait=False)
             body = run.ranks.bytes_from_rank0(fetch)
             if body:
                 batch: Batch = decode(body)
@@ -146,14 +148,23 @@ class GRPO:
         self._finish_step(step, num_successful, len(minibatches))
 
     def publish(self, step: int) -> None:
-        version = self.run.version(step)
-        published = self.transport.publish(version, self.run.writer.write, self.run.stopping)
+        """Begin to publish, after the previous publication; after the last step, finish it."""
+        self._settle(wait=True)
+        self.transport.start(self.run.version(step))
+        if step == self.total_steps:
+            self._settle(wait=True)
+
+    def _settle(self, wait: bool) -> None:
+        published = self.transport.settle(wait)
         # None after a stop; the next start publishes first
         if published is not None and self.run.ranks.rank == 0:
-            num_servers = len(published.acknowledged)
-            self.run.stats.value("publish_servers", num_servers)
-            if step == self.run.step:
-                logger.info("start: weights %s are published to %d servers", version, num_servers)
+            for name, value in published.to_metrics().items():
+                self.run.stats.value(name, value)
+            if not self._has_published:
+                self._has_published = True
+                logger.info(
+                    "start: the first weights are published to %d servers", len(published.acknowledged)
+                )
 
     def evaluate(self, step: int) -> dict[str, float | int | str] | None:
         """Let the rollout role evaluate the weights after `step`; log the result as a separate line.
@@ -161,7 +172,10 @@ class GRPO:
         Returns {} without held-out data and on ranks above 0, None after a stop.
         """
         run = self.run
-        if self.config.valid_dataset is None or run.ranks.rank != 0:
+        if self.config.valid_dataset is None:
+            return {}
+        self._settle(wait=True)
+        if run.ranks.rank != 0:
             return {}
         start = time.monotonic()
         result = self.rollout.evaluate(str(run.version(step)), run.stopping)

@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -125,7 +126,8 @@ def _find_tensors(folder: Path, start: VersionIndex) -> dict[str, Rectangle]:
 
 def _create_file(path: Path, tensors: dict[str, Rectangle]) -> None:
     """Create a safetensors file with room for the tensors. Raises OSError if there is no space."""
-    header, at = {"__metadata__": {"format": "pt"}}, 0
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
     for name, one in sorted(tensors.items(), key=lambda item: (-DTYPE_BYTES[item[1].dtype], item[0])):
         size = math.prod(one.whole_shape) * DTYPE_BYTES[one.dtype]
         header[name] = {"dtype": one.dtype, "shape": list(one.whole_shape), "data_offsets": [at, at + size]}

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import shutil
+import time
 import uuid
 from collections.abc import Iterable
 from pathlib import Path
@@ -35,7 +36,9 @@ def finish(trial: Trial, version: WeightVersion) -> Path:
     if final.exists():
         shutil.rmtree(final)
     os.rename(trial.weights / f".{version}.tmp", final)
+    # the time tells a version from the same one with damaged files
     record = {"label": str(version), "lineage": version.lineage, "step": version.step, "path": str(final)}
+    record["written_at"] = time.time()
     temp = trial.weights / f".{trial.current_weights.name}.{uuid.uuid4().hex[:12]}.tmp"
     temp.write_text(json.dumps(record) + "\n")
     os.replace(temp, trial.current_weights)

@@ -1,7 +1,7 @@
-"""Publishes weights to all live servers of a pool at once: pause, update, verify, resume.
+"""Updates the live servers of a pool to published weights: prepare, pause, update, resume, verify.
 
-The training thread waits for an event loop in another thread, which keeps the connections and watches the
-leases between publishes. A failed server is skipped: it loads the current weights by itself, and is used
+An event loop in another thread keeps the connections and watches the leases between publications. Servers
+prepare while they generate. A failed server is skipped: it loads the current weights by itself, and is used
 again when its lease shows them. One acknowledgement is enough to continue.
 """
 
@@ -10,7 +10,6 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -20,7 +19,7 @@ from typing import Any
 import aiohttp
 
 from hpc_rl.core.allocation import DEFAULT_POOL
-from hpc_rl.core.errors import HpcRlError, RoleFailed
+from hpc_rl.core.errors import Damaged, HpcRlError, RoleFailed
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.name_resolve import keys
@@ -28,7 +27,7 @@ from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 from hpc_rl.servers.client import HttpServerClient, open_session
 from hpc_rl.servers.router import is_older
 from hpc_rl.weights import disk
-from hpc_rl.weights.transport import Published, Transport, WriteWeights
+from hpc_rl.weights.transport import Published
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +49,7 @@ class Publisher:
     setup_timeout_s: float = 600.0  # to wait for the first acknowledgement of a publish
     update_timeout_s: float = 60.0  # of one server, in addition to the time for loading the bytes
     watch_s: float = 1.0  # between reads of the leases
+    max_paused: int | None = None  # servers that are paused at once; None for all
 
     def __post_init__(self) -> None:
         self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch and label of the failed update
@@ -62,13 +62,14 @@ class Publisher:
         self._watcher = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
     def publish(
-        self, version: WeightVersion, path: Path, stopping: threading.Event | None = None
+        self, version: WeightVersion, path: Path, num_bytes: int, stopping: threading.Event | None = None
     ) -> Published:
-        """Update the servers to the weights at `path`; return once one server has them or `stopping` is set.
+        """Update the servers to a version of `num_bytes`; return once one has it or `stopping` is set.
 
-        Raises RoleFailed if no server loaded them within setup_timeout_s, or if they were removed.
+        Also returns if no server has it and one needs a version with all values. Raises RoleFailed if no
+        server loaded it within setup_timeout_s, or if it was removed.
         """
-        publishing = self._publish(str(version), path, stopping)
+        publishing = self._publish(str(version), path, num_bytes, stopping)
         work: Future[Published] = asyncio.run_coroutine_threadsafe(publishing, self._loop)
         return work.result()
 
@@ -79,22 +80,25 @@ class Publisher:
         self._thread.join(timeout=30)
         self._loop.close()
 
-    async def _publish(self, label: str, path: Path, stopping: threading.Event | None) -> Published:
-        limit_s = self.update_timeout_s + disk.count_bytes(path) / SLOWEST_LOAD_BYTES_PER_S
+    async def _publish(
+        self, label: str, path: Path, num_bytes: int, stopping: threading.Event | None
+    ) -> Published:
+        limit_s = self.update_timeout_s + num_bytes / SLOWEST_LOAD_BYTES_PER_S
         give_up_at = time.monotonic() + self.setup_timeout_s
         waiting, pause_s = False, RETRY_S
         while True:
             if not path.is_dir():
                 raise RoleFailed(f"weights {label} were removed from {path} before a server had them")
             targets = self._targets()
-            update = partial(self._update, label=label, path=path, limit_s=limit_s)
-            answers = await asyncio.gather(*(update(key, seen) for key, seen in targets.items()))
-            problems = dict(zip(targets, answers, strict=True))
-            failed = {key: problem for key, problem in problems.items() if problem}
-            result = Published([key for key in targets if key not in failed], failed)
+            result = Published(needs_whole=any(_lacks_files(seen) for seen in self._leases.values()))
+            turns = asyncio.Semaphore(self.max_paused or max(1, len(targets)))
+            update = partial(self._update, label=label, path=path, limit_s=limit_s, turns=turns)
+            await asyncio.gather(*(update(result, key, seen) for key, seen in targets.items()))
             self._remember(result, targets, label)
             if result.acknowledged:
                 self._prune()
+                return result
+            if result.needs_whole:
                 return result
             if stopping is not None and stopping.is_set():
                 return result
@@ -132,24 +136,49 @@ class Publisher:
                 logger.warning(form, label, key, problem)
             self._left_out[key] = (targets[key].epoch, label)
 
-    async def _update(self, key: str, seen: LeaseView, label: str, path: Path, limit_s: float) -> str:
-        """Update one server; return the problem, or ''."""
+    async def _update(
+        self,
+        result: Published,
+        key: str,
+        seen: LeaseView,
+        label: str,
+        path: Path,
+        limit_s: float,
+        turns: asyncio.Semaphore,
+    ) -> None:
+        """Update one server, and add the outcome to the result."""
         client = self._client(seen.value["url"])
         try:
             async with asyncio.timeout(limit_s):
-                await client.pause()
-                try:
-                    await client.update_weights(str(path), label)
-                except BaseException:  # also after a timeout: paused requests must not wait forever
-                    await client.resume(timeout_s=RESUME_TIMEOUT_S)
-                    raise
-                info, _ = await asyncio.gather(client.model_info(), client.resume())
+                await client.prepare_weights(str(path), label)
+                async with turns:
+                    version = await self._switch(result, key, client, path, label)
         except TimeoutError:
-            return f"no answer within {limit_s:.0f} s"
+            result.failed[key] = f"no answer within {limit_s:.0f} s"
         except HpcRlError as error:
-            return str(error)
-        version = info.get("weight_version")
-        return "" if version == label else f"reports {version!r} after the update"
+            result.failed[key] = str(error)
+            result.needs_whole |= isinstance(error, Damaged)
+        else:
+            if version == label:
+                result.acknowledged.append(key)
+            else:
+                result.failed[key] = f"reports {version!r} after the update"
+
+    async def _switch(
+        self, result: Published, key: str, client: HttpServerClient, path: Path, label: str
+    ) -> str:
+        """Pause a server, load the weights, resume; return its version."""
+        paused_at = time.monotonic()
+        await client.pause()
+        try:
+            await client.update_weights(str(path), label)
+        except BaseException:  # also after a timeout: paused requests must not wait forever
+            await client.resume(timeout_s=RESUME_TIMEOUT_S)
+            raise
+        await client.resume()
+        result.pauses_s[key] = time.monotonic() - paused_at
+        info = await client.model_info()
+        return str(info.get("weight_version"))
 
     def _client(self, url: str) -> HttpServerClient:
         if self._session is None:
@@ -176,29 +205,10 @@ class Publisher:
             await self._session.close()
 
 
+def _lacks_files(seen: LeaseView) -> bool:
+    """Return whether a server waits for a version with all values."""
+    return seen.alive and bool(seen.value.get("lacks_files"))
+
+
 def _describe_problems(result: Published) -> str:
     return "; ".join(f"{key}: {problem}" for key, problem in result.failed.items()) or "none is ready"
-
-
-@dataclass
-class DiskTransport:
-    """Sends weights through the trial directory: rank 0 writes, servers load. Every rank has one."""
-
-    trial: Trial
-    publisher: Publisher | None  # rank 0 only
-
-    def publish(
-        self, version: WeightVersion, write: WriteWeights, stopping: threading.Event
-    ) -> Published | None:
-        """Publish the current weights; None if a stop came before they were written. Collective.
-
-        Raises RoleFailed if no server loaded them, OSError.
-        """
-        folder = self.trial.published(str(version))
-        if not write(f"weights {version}", folder, partial(disk.finish, self.trial, version), durable=False):
-            return None
-        return Published() if self.publisher is None else self.publisher.publish(version, folder, stopping)
-
-
-# name -> class
-TRANSPORTS: dict[str, Callable[[Trial, Publisher | None], Transport]] = {"disk": DiskTransport}

@@ -1,35 +1,81 @@
 """The Transport protocol: how a trainer brings new weights to the generation servers.
 
-To add one, write a class with this protocol and add it to TRANSPORTS (weights/publish.py).
+To add one, write a class with this protocol and add it to TRANSPORTS (weights/__init__.py).
 """
 
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
+from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import WeightVersion
 
-# Writes the weights of all ranks to a folder: (description, final folder, function that names it, durable=…).
-# Returns whether all ranks have written theirs. See trainers/exports.py.
-WriteWeights = Callable[..., bool]
+if TYPE_CHECKING:
+    from hpc_rl.engines.base import Engine
 
 
 @dataclass
 class Published:
-    """The outcome of a publish: servers that have the weights, and the problems of the others, by key."""
+    """The outcome of a publication. Complete on rank 0 only."""
 
-    acknowledged: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)
+    acknowledged: list[str] = field(default_factory=list)  # keys of the servers that have the weights
+    failed: dict[str, str] = field(default_factory=dict)  # the problems of the others, by key
+    pauses_s: dict[str, float] = field(default_factory=dict)  # of generation, by key
+    needs_whole: bool = False  # a server could not rebuild the weights from the published files
+    num_bytes: int = 0  # written by all ranks
+    density: float = 1.0  # share of the values that were written
+    write_s: float = 0.0  # until the version was complete
+
+    def to_metrics(self) -> dict[str, float]:
+        """Return the numbers for the line of metrics."""
+        pauses_s = list(self.pauses_s.values()) or [0.0]
+        return {
+            "publish_servers": len(self.acknowledged),
+            "publish_bytes": self.num_bytes,
+            "publish_density": self.density,
+            "publish_write_s": self.write_s,
+            "publish_pause_s": sum(pauses_s) / len(pauses_s),
+            "publish_pause_max_s": max(pauses_s),
+        }
+
+
+class Updates(Protocol):
+    """Updates the servers; see Publisher in publish.py."""
+
+    def publish(
+        self, version: WeightVersion, path: Path, num_bytes: int, stopping: threading.Event
+    ) -> Published: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransportContext:
+    """The inputs of a transport on one rank."""
+
+    trial: Trial
+    engine: "Engine"
+    publisher: Updates | None  # rank 0 only
+    stopping: threading.Event  # set when this process must stop
+    tokenizer: Path  # folder of the tokenizer's files, which servers get with the weights
+    on_wait: Callable[[], None] = lambda: None  # called while the trainer waits for disk space
 
 
 class Transport(Protocol):
-    """Every rank of a trainer has one."""
+    """Every rank of a trainer has one. At most one publication is in flight."""
 
-    def publish(
-        self, version: WeightVersion, write: WriteWeights, stopping: threading.Event
-    ) -> Published | None:
-        """Publish the current weights; return None if a stop came before they were written. Collective.
+    def start(self, version: WeightVersion) -> None:
+        """Begin to publish the current weights; training may change them afterwards. Collective.
 
-        Raises RoleFailed if no server loaded them, and OSError.
+        No publication may be in flight.
         """
+
+    def settle(self, wait: bool) -> Published | None:
+        """Finish the publication in flight if the servers have it; with `wait`, wait for that. Collective.
+
+        Returns None while it is in flight, if there is none, and if a stop ended it. Raises RoleFailed if no
+        server took the weights, OSError.
+        """
+
+    def close(self) -> None:
+        """End a publication in flight. Not collective."""

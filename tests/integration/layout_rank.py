@@ -5,6 +5,7 @@ from pathlib import Path
 
 import gloo_ranks
 import plain_training
+import published_weights
 
 from hpc_rl.config.options.training import FSDPEngineConfig, MicroBatchSpec
 from hpc_rl.core.allocation import parse
@@ -40,6 +41,7 @@ def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
         engine.initialize(plain_training.NUM_STEPS)
         try:
             plain_training.train(engine, folder / name)
+            published_weights.check(engine, folder / name)
         except Exception:
             print(name, flush=True)
             traceback.print_exc()

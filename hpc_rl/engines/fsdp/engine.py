@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, sum_over_data_ranks
+from hpc_rl.engines.base import BUCKET_BYTES, LossFn, PublishedPiece, Sequences, sum_over_data_ranks
 from hpc_rl.engines.shared import (
     attention,
     context_parallel,
@@ -40,6 +40,7 @@ from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.engines.shared.micro_batches import Inputs, make_inputs, make_micro_batch, share_rounds
 from hpc_rl.engines.shared.optimizer import LossScale, Optimizer, make_shards
 from hpc_rl.engines.shared.pieces import Piece
+from hpc_rl.engines.shared.published import name_pieces
 from hpc_rl.engines.shared.trained import TrainedEngine
 
 DIMENSIONS = ("replicate", "shard", "tensor")  # of the mesh; `shard` includes the context ranks
@@ -273,6 +274,17 @@ class FSDPEngine(TrainedEngine):
             inputs.rows,
         )
         return inputs, logprobs_N, entropy_N
+
+    def list_published_pieces(self) -> list[PublishedPiece] | None:
+        dtype = model.DTYPES[self.config.dtype]
+        pieces = name_pieces(self.model.hf, self.local.shapes, self.local.list_owned("model"), dtype)
+        if pieces is None or self.mesh.rank:
+            return pieces
+        buffers = dict(self.model.hf.named_buffers())
+        return [*pieces, *(PublishedPiece.of_whole(name, buffers[name]) for name in self.buffer_names)]
+
+    def write_model_files(self, folder: Path, tokenizer: Path | None = None) -> None:
+        model.write_model_files(folder, self.config, self.model.hf, tokenizer)
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
         writes = self.mesh.rank == 0

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, sum_over_ranks
+from hpc_rl.engines.base import BUCKET_BYTES, LossFn, PublishedPiece, Sequences, sum_over_ranks
 from hpc_rl.engines.megatron import shim
 from hpc_rl.engines.shared import (
     attention,
@@ -32,6 +32,7 @@ from hpc_rl.engines.shared.micro_batches import Inputs, make_inputs, make_micro_
 from hpc_rl.engines.shared.optimizer import LossScale
 from hpc_rl.engines.shared.packing import Groups
 from hpc_rl.engines.shared.pieces import Piece
+from hpc_rl.engines.shared.published import name_pieces
 from hpc_rl.engines.shared.trained import TrainedEngine
 
 shim.install()  # before the first import of megatron
@@ -330,6 +331,13 @@ class MegatronEngine(TrainedEngine):
     def load(self, folder: Path, saved_num_ranks: int, files: Mapping[str, FileRecord] | None = None) -> None:
         super().load(folder, saved_num_ranks, files)
         self.optimizer.parameters_from_main()
+
+    def list_published_pieces(self) -> list[PublishedPiece] | None:
+        dtype = model.DTYPES[self.config.dtype]
+        return name_pieces(self.described.hf, self.shapes, self.local.list_owned("model"), dtype)
+
+    def write_model_files(self, folder: Path, tokenizer: Path | None = None) -> None:
+        model.write_model_files(folder, self.config, self.described.hf, tokenizer)
 
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
         writes = self.mesh.rank == 0

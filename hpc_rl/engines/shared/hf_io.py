@@ -6,7 +6,6 @@ This module does not know ranks: the writing rank passes whole tensors.
 import json
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -138,11 +137,8 @@ class CheckpointWriter:
         self._waiting[name] = tensor
         self._size_bytes += tensor.nbytes
 
-    def finish(self, config_json: str, others: Iterable[Path], durable: bool) -> None:
-        """Write the remaining tensors, the index, config.json, and copies of the existing files in `others`.
-
-        All files are fsynced if durable. Raises OSError.
-        """
+    def finish(self) -> None:
+        """Write the remaining tensors and the index. Raises OSError."""
         self._write()
         num_files = len(self._files)
         finals = [f"model-{i + 1:05d}-of-{num_files:05d}.safetensors" for i in range(num_files)]
@@ -155,13 +151,6 @@ class CheckpointWriter:
             index = {"metadata": {"total_size": self._total_bytes}, "weight_map": owners}
             text = json.dumps(index, indent=2, sort_keys=True)
             (self.folder / "model.safetensors.index.json").write_text(text + "\n")
-        (self.folder / "config.json").write_text(config_json)
-        for source in filter(Path.is_file, others):
-            shutil.copyfile(source, self.folder / source.name)
-        if durable:
-            for path in self.folder.iterdir():
-                fsync_file(path)
-            fsync_dir(self.folder)
 
     def _write(self) -> None:
         _save(self._waiting, self.folder / _make_temporary_name(len(self._files)))
@@ -172,6 +161,13 @@ class CheckpointWriter:
 
 def _make_temporary_name(index: int) -> str:
     return f"part-{index:05d}.safetensors"
+
+
+def fsync_folder(folder: Path) -> None:
+    """Fsync a folder and its files."""
+    for path in folder.iterdir():
+        fsync_file(path)
+    fsync_dir(folder)
 
 
 def fsync_file(path: Path) -> None:

@@ -6,6 +6,7 @@ output head only there. Models that transform their logits after the head's prod
 
 import functools
 import json
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -340,11 +341,21 @@ def write_export(
         raise problem
     if writer is None:
         return
+    writer.finish()
+    write_model_files(folder, config, hf, tokenizer)
+    if durable:
+        hf_io.fsync_folder(folder)
+
+
+def write_model_files(folder: Path, config: TrainEngineConfig, hf: Any, tokenizer: Path | None) -> None:
+    """Write config.json, and copy the generation config and the tokenizer's files. Raises OSError."""
     source = Path(config.path)
+    (folder / "config.json").write_text(_make_exported_config(source, hf, config))
     others = [source / "generation_config.json"]
     if tokenizer is not None:
         others += [tokenizer / name for name in hf_io.TOKENIZER_FILES]
-    writer.finish(_make_exported_config(source, hf, config), others, durable)
+    for path in filter(Path.is_file, others):
+        shutil.copyfile(path, folder / path.name)
 
 
 def _make_exported_config(path: Path, hf: Any, config: TrainEngineConfig) -> str:

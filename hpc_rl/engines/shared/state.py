@@ -29,7 +29,7 @@ from hpc_rl.core.checked_file import CheckedReader, FileRecord
 from hpc_rl.core.errors import Damaged
 from hpc_rl.engines.base import Snapshot
 from hpc_rl.engines.shared.mesh import Mesh
-from hpc_rl.engines.shared.pieces import StatePiece, find_overlap, shift_slices
+from hpc_rl.engines.shared.pieces import Kind, Piece, StatePiece, find_overlap, shift_slices
 
 FORMAT = 3
 ALIGN_BYTES = 4096  # alignment of the first tensor in a file
@@ -75,6 +75,10 @@ class RankState:
     shapes: Mapping[str, tuple[int, ...]]  # of all tensors that this rank knows, by name
     is_whole: bool = True  # `shapes` has all tensors of the model
     engine: str = "actor"  # name in file names
+
+    def list_owned(self, kind: Kind) -> list[Piece]:
+        """Return the pieces of a kind that this rank saves."""
+        return [one.piece for one in self.pieces if one.kind == kind and one.is_saved]
 
     def take(self, counters: dict[str, Any], buffer: Buffer | None) -> Snapshot:
         """Return this rank's current state. Without a buffer, live tensors in CPU memory are not copied."""

@@ -9,7 +9,6 @@ from toy_plans import toy_unit
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.proc import count_oom_kills
 from hpc_rl.roles.node_agent import select_cpus, select_gpus, sort_by_core
-from hpc_rl.roles.server import has_neighbours
 
 STEP = [toy_unit("server", index=i, cpus_per_task=2, gpus_per_task=1, gpu_offset=4 + i) for i in range(2)]
 CUDA, ROCR = "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"
@@ -68,10 +67,3 @@ def test_kills_for_memory_are_counted_by_either_version_of_cgroups(tmp_path, cgr
     (tmp_path / file).parent.mkdir(parents=True)
     (tmp_path / file).write_text("oom_kill_disable 0\noom 5\noom_kill 3\n")
     assert count_oom_kills(tmp_path) == 3
-
-
-def test_a_judge_beside_one_replica_is_no_reader_of_its_weights():
-    first, second = (replace(unit, pool="rollout") for unit in STEP)
-    judge, elsewhere = replace(second, pool="judge"), replace(second, nodes=[1])
-    assert has_neighbours([first, second], first)
-    assert not has_neighbours([first, judge, elsewhere], first)

@@ -10,7 +10,6 @@ from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.types import Batch, Trajectory, TrajectoryGroup
 from hpc_rl.trainers.grpo_recipe import GRPO
-from hpc_rl.weights.publish import DiskTransport
 
 WORDS = [
     *("experiment_name=e", "trial_name=t", "actor.path=/m", "train_dataset.path=/d"),
@@ -26,7 +25,7 @@ def trained(tmp_path, overrides: str = "", rewards=REWARDS, finish: str = "stop"
     config = check(load([], [*WORDS, *overrides.split()]), files=False).config
     run = make_run(tmp_path, config)
     reference = config.ref and RecordingEngine(-3.0)
-    recipe = GRPO(run, None, DiskTransport(run.trial, None), 10, reference)  # type: ignore[arg-type]
+    recipe = GRPO(run, None, None, 10, reference)  # type: ignore[arg-type]
     length = PROMPT + COMPLETION
     mask = np.arange(length) >= PROMPT
     rows = [

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import threading
+from types import SimpleNamespace
 from typing import get_args, get_type_hints
 
 import numpy as np
@@ -24,7 +25,6 @@ from hpc_rl.core.trial import write_json
 from hpc_rl.core.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 from hpc_rl.trainers.grpo_recipe import GRPO, count_allowed_idle_steps, count_updates, place_schedule
 from hpc_rl.trainers.minibatches import divide_rows
-from hpc_rl.weights.publish import DiskTransport
 
 
 def trajectory(
@@ -72,7 +72,7 @@ def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, kind=GRPOCon
         actor=PPOActorConfig(path="m", **{"ppo_n_minibatches": 1, "reward_norm": norm, **actor}),
     )
     run = make_run(tmp_path, config)
-    transport = DiskTransport(run.trial, None)
+    transport = SimpleNamespace(settle=lambda wait: None)
     return GRPO(run, FakeRollout(), transport, num_prompts=10, reference=reference)
 
 

@@ -33,10 +33,17 @@ class FakeServer:
         self.ending = asyncio.Event()
         self.refuse = False
         self.lie = False
+        self.damaged = False
+        self.act = None  # answers in place of `control`
 
     async def start(self) -> FakeServer:
         app = web.Application()
-        for path in ("/pause_generation", "/continue_generation", "/update_weights_from_disk"):
+        for path in (
+            "/prepare_weights",
+            "/pause_generation",
+            "/continue_generation",
+            "/update_weights_from_disk",
+        ):
             app.router.add_post(path, self.control)
         app.router.add_get("/model_info", self.model_info)
         self.runner = web.AppRunner(app)
@@ -51,9 +58,13 @@ class FakeServer:
         return self
 
     async def control(self, request: web.Request) -> web.Response:
+        if self.act:
+            return await self.act(self, request)
         assert request.headers["Authorization"] == "Bearer c-token"
         self.calls.append(request.path)
         body = await request.json()
+        if request.path == "/prepare_weights" and self.damaged:
+            return web.json_response({"error": "damaged", "message": "0.1/rank-00000"}, status=424)
         if request.path == "/update_weights_from_disk":
             if self.slow:
                 await self.ending.wait()
@@ -108,7 +119,7 @@ def half_written(trial: Trial, version: WeightVersion) -> None:
 
 async def publish(publisher: Publisher, trial: Trial, step: int, stopping: threading.Event | None = None):
     version, path = write(trial, 0, step)
-    return await asyncio.to_thread(publisher.publish, version, path, stopping)
+    return await asyncio.to_thread(publisher.publish, version, path, 7, stopping)
 
 
 def test_a_trainer_that_was_overtaken_publishes_nothing(trial):
@@ -124,8 +135,12 @@ async def test_every_live_server_gets_the_weights_in_the_right_order(publisher, 
     assert result.acknowledged == ["server/rollout/0", "server/rollout/1", "server/rollout/2"]
     for server in servers:
         assert server.version == "0.1"
-        assert server.calls == ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+        assert server.calls == [
+            "/prepare_weights", "/pause_generation", "/update_weights_from_disk", "/continue_generation"
+        ]  # fmt: skip
+    assert all(0 < pause_s < extend(1) for pause_s in result.pauses_s.values()) and len(result.pauses_s) == 3
     pointer = json.loads(trial.current_weights.read_text())
+    assert pointer.pop("written_at") > 0
     assert pointer == {"label": "0.1", "lineage": 0, "step": 1, "path": str(trial.published("0.1"))}
 
 
@@ -144,7 +159,7 @@ async def test_slow_dead_and_lying_servers_are_left_out_and_none_stays_paused(pu
     start = time.monotonic()
     await publish(publisher, trial, 2)  # neither is asked again: no time is lost on them
     assert time.monotonic() - start < extend(0.4)
-    assert slow.calls[-1] == "/continue_generation" and len(slow.calls) == 3
+    assert slow.calls[-1] == "/continue_generation" and len(slow.calls) == 4
 
 
 async def test_a_server_that_loaded_by_itself_is_asked_again(publisher, trial, servers):
@@ -166,6 +181,45 @@ async def test_a_server_with_a_new_epoch_is_asked_again(publisher, trial, server
         keys.server("rollout", 0), {"url": servers[0].url, "version": ""}, ttl_s=60
     )
     assert "server/rollout/0" in (await publish(publisher, trial, 2)).acknowledged
+
+
+async def test_a_server_with_damaged_files_asks_for_all_values(publisher, trial, servers):
+    servers[1].damaged = True
+    result = await publish(publisher, trial, 1)
+    assert result.needs_whole and result.acknowledged == ["server/rollout/0", "server/rollout/2"]
+    assert "0.1/rank-00000" in result.failed["server/rollout/1"]
+    assert "/pause_generation" not in servers[1].calls  # it generates with the weights that it has
+    servers[1].damaged = False
+    value = {"url": servers[1].url, "version": "", "state": "loading"}
+    servers[1].lease.renew({**value, "lacks_files": True})  # as one that starts
+    assert (await publish(publisher, trial, 2)).needs_whole
+    servers[1].lease.renew(value)
+    assert not (await publish(publisher, trial, 3)).needs_whole
+
+
+async def test_servers_are_paused_in_turns(publisher, trial, servers):
+    publisher.max_paused = 1
+    paused, most = set(), 0
+
+    async def control(self, request):
+        nonlocal most
+        if request.path == "/pause_generation":
+            paused.add(self.index)
+            most = max(most, len(paused))
+            await asyncio.sleep(0.02)
+        elif request.path == "/continue_generation":
+            paused.discard(self.index)
+        elif request.path == "/update_weights_from_disk":
+            self.version = (await request.json())["weight_version"]
+        return web.json_response({})
+
+    for server in servers:
+        server.act = control
+    assert len((await publish(publisher, trial, 1)).acknowledged) == 3
+    assert most == 1 and not paused
+    publisher.max_paused = None
+    await publish(publisher, trial, 2)
+    assert most == 3
 
 
 async def test_no_server_at_all_fails_in_words(publisher, trial, servers):
@@ -207,7 +261,7 @@ async def test_a_publish_is_cheap(publisher, trial, servers):
     for step in range(2, 12):
         version, path = write(trial, 0, step)
         start = time.monotonic()
-        await asyncio.to_thread(publisher.publish, version, path)
+        await asyncio.to_thread(publisher.publish, version, path, 7)
         times.append(time.monotonic() - start)
     assert min(times) < 0.05  # no pause is waited for; a busy machine slows some of them
 

@@ -1,0 +1,74 @@
+"""A backend that loads weights from its node: from the node's copy of the model, which follows the trainer.
+
+`/prepare_weights` brings the copy to a version while the backend generates; `/update_weights_from_disk` then
+loads it from there. All replicas of a node share the copy. Checkpoints that are not published weights are
+copied only with `cluster.local_dir`.
+"""
+
+import asyncio
+import logging
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.core.errors import Damaged
+from hpc_rl.core.node_copies import NodeCopies
+from hpc_rl.core.types import WeightVersion
+from hpc_rl.servers.base import Answer, Backend
+from hpc_rl.servers.client import DAMAGED_STATUS
+from hpc_rl.servers.wire import make_refusal
+from hpc_rl.weight_files.model_copy import ModelCopy
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class NodeBackend:
+    """See Backend. `copy` is None for a frozen model."""
+
+    backend: Backend
+    copy: ModelCopy | None
+    copies: NodeCopies
+
+    async def start(self, path: str, version: str) -> None:
+        """Start the backend on a published version, or on the checkpoint at `path` if there is no version.
+
+        Raises Damaged if the version can't be built from the published files.
+        """
+        with ExitStack() as held:
+            if version and self.copy is not None:
+                await self._prepare(version)
+                hold = self.copy.hold(WeightVersion.parse(version))
+                path = str(await asyncio.to_thread(held.enter_context, hold))
+            else:
+                path = await asyncio.to_thread(held.enter_context, self.copies.open_copy(path))
+            await self.backend.start(path, version)
+
+    async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
+        if self.copy is None or path not in ("/prepare_weights", "/update_weights_from_disk"):
+            return await self.backend.request(path, body)
+        body = body or {}
+        try:
+            version = WeightVersion.parse(str(body.get("weight_version")))
+            num_bytes = await self._prepare(str(version))
+            if path == "/prepare_weights":
+                return 200, {"success": True, "num_bytes": num_bytes}
+            with ExitStack() as held:
+                model = await asyncio.to_thread(held.enter_context, self.copy.hold(version))
+                return await self.backend.request(path, {**body, "model_path": str(model)})
+        except Damaged as error:
+            return DAMAGED_STATUS, {"error": "damaged", "message": str(error)}
+        except ValueError as error:
+            return 400, make_refusal(str(error))
+        except OSError as error:  # for example, no space on the node
+            return 500, make_refusal(f"{type(error).__name__}: {error}")
+
+    async def _prepare(self, label: str) -> int:
+        assert self.copy is not None
+        return await asyncio.to_thread(self.copy.bring_to, WeightVersion.parse(label))
+
+    def alive(self) -> str:
+        return self.backend.alive()
+
+    async def stop(self) -> None:
+        await self.backend.stop()
