@@ -8,9 +8,9 @@ from safetensors import safe_open
 
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.weight_files import rank_file
-from hpc_rl.weight_files.chain import VersionIndex
+from hpc_rl.weight_files.chain import VersionIndex, read_chain
 from hpc_rl.weight_files.difference import Rectangle
-from hpc_rl.weight_files.model_copy import WEIGHTS_NAME
+from hpc_rl.weight_files.model_copy import WEIGHTS_NAME, build_model
 from hpc_rl.weight_files.rank_file import compare
 
 SHAPES = {"embed": (33, 8), "norm": (8,), "experts": (3, 5, 7), "scale": ()}
@@ -74,6 +74,13 @@ def make_history(folder, seed, num_versions):
         history[version] = weights = after
         base = version
     return history, indices
+
+
+def rebuild(trial, label, target):
+    """Write the Hugging Face checkpoint of a published version into a directory; return the directory."""
+    target.mkdir(parents=True, exist_ok=True)
+    build_model(target, trial.weights, read_chain(trial.weights, WeightVersion.parse(label)))
+    return target
 
 
 def as_bytes(weights):

@@ -5,6 +5,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 from recipes import make_run
@@ -21,7 +22,6 @@ from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.batch_log.replay import load_state
 from hpc_rl.stats.sinks import JsonlSink, Sinks
 from hpc_rl.trainers.grpo_recipe import GRPO
-from hpc_rl.weights.publish import DiskTransport
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_what_a_workflow_measures_in_an_evaluation_is_logged_and_decides_what_is
     metrics, client = trial.attempt("1.0").metrics(0), role.client()
     sinks = Sinks([JsonlSink(metrics)])
     trainer = make_run(tmp_path, config, FakeEngine(), trial, sinks)
-    recipe = GRPO(trainer, client, DiskTransport(trial, None), num_prompts=10)
+    recipe = GRPO(trainer, client, SimpleNamespace(settle=lambda wait: None), num_prompts=10)
     for step in (2, 5):
         server.publish(f"0.{step}")
         trainer.evaluate(recipe, step)

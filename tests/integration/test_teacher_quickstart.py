@@ -16,7 +16,9 @@ import torch
 from command_line import PROGRAM, Shell
 from toy_trials import groups_in_ledger, hpc_rl, logs_of
 from transformers import AutoModelForCausalLM
+from version_history import rebuild
 
+from hpc_rl.core.errors import Damaged
 from hpc_rl.core.trial import Trial, load_json
 from hpc_rl.examples import hints, toy
 from hpc_rl.name_resolve.shared_fs import NameResolve
@@ -85,8 +87,8 @@ class Watch:
         if version and not (self.kept / version).exists():
             partial = self.kept / f"{version}.partial"
             try:
-                shutil.copytree(self.trial.published(version), partial)
-            except (OSError, shutil.Error):  # replaced by newer ones meanwhile
+                rebuild(self.trial, version, partial)
+            except (OSError, Damaged):  # replaced by newer ones meanwhile
                 shutil.rmtree(partial, ignore_errors=True)
             else:
                 partial.rename(self.kept / version)

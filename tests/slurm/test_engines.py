@@ -11,7 +11,9 @@ import pytest
 from kill_anything import EXACT, Killed, Trials, make_workplace
 from pytest import approx
 from toy_trials import hpc_rl
+from version_history import read_model, rebuild
 
+from hpc_rl.core.errors import Damaged
 from hpc_rl.core.trial import load_json
 from hpc_rl.stats.read import load_history
 
@@ -69,12 +71,13 @@ def rewards(one: Killed) -> list[float]:
     return [row["reward"] for row in rows]
 
 
-def published(one: Killed, lineage: int) -> dict[str, bytes]:
+def published(one: Killed, lineage: int) -> dict[str, dict[str, bytes]]:
     """Step -> weights of the versions on disk."""
     found = {}
     for folder in one.trial.weights.glob(f"{lineage}.*"):
-        with contextlib.suppress(FileNotFoundError):  # an older one, which goes
-            found[folder.name.partition(".")[2]] = (folder / "model.safetensors").read_bytes()
+        with contextlib.suppress(OSError, Damaged):  # an older one, which goes
+            model = rebuild(one.trial, folder.name, one.folder / "rebuilt" / folder.name)
+            found[folder.name.partition(".")[2]] = read_model(model)
     return found
 
 

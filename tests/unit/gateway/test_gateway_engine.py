@@ -23,7 +23,6 @@ from hpc_rl.engines.fsdp.engine import FSDPEngine  # noqa: E402
 from hpc_rl.name_resolve import open_names  # noqa: E402
 from hpc_rl.servers.embedded.backend import EmbeddedBackend  # noqa: E402
 from hpc_rl.trainers.grpo_recipe import GRPO  # noqa: E402
-from hpc_rl.weights.publish import DiskTransport  # noqa: E402
 
 PROMPT = "1+2="
 CHAT = {"messages": [{"role": "user", "content": "1+2"}]}
@@ -93,7 +92,7 @@ async def test_environments_at_any_temperature_are_on_policy(caller, served, tmp
         actor=PPOActorConfig(path=str(served.model), ppo_n_minibatches=1),
     )
     run = make_run(tmp_path, config, engine)
-    recipe = GRPO(run, None, DiskTransport(run.trial, None), num_prompts=100)
+    recipe = GRPO(run, None, None, num_prompts=100)
     prompt, groups = caller.gateway.tokenizer.encode(PROMPT), []
     for number, temperature in enumerate((0.1, 0.7, 1.0)):
         params = {"temperature": temperature, "max_new_tokens": 20, "n": 8}
