@@ -7,7 +7,7 @@ and handles failed ones.
 
 import asyncio
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import aiohttp
 
@@ -16,6 +16,7 @@ from hpc_rl.core.errors import Damaged, InputRefused, RequestRefused, ServerStal
 from hpc_rl.core.types import Turn
 
 MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
+PauseMode = Literal["retract", "abort", "in_place"]
 CONTROL_TIMEOUT_S = 600.0
 DAMAGED_STATUS = 424  # of a server that can't build weights from the published files
 
@@ -151,9 +152,9 @@ class HttpServerClient:
         answers = await self._call("/classify", body, self._data, self._timeout_s)
         return [float(answer["embedding"][0]) for answer in answers]
 
-    async def pause(self) -> None:
-        """Pause generation. Running requests continue after `resume`, without their cache."""
-        await self._call("/pause_generation", {"mode": "retract"}, self._control, CONTROL_TIMEOUT_S)
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Pause generation; see `weights.pause_mode`."""
+        await self._call("/pause_generation", {"mode": mode}, self._control, CONTROL_TIMEOUT_S)
 
     async def resume(self, timeout_s: float = CONTROL_TIMEOUT_S) -> None:
         await self._call("/continue_generation", {}, self._control, timeout_s)
@@ -166,9 +167,9 @@ class HttpServerClient:
         body = {"model_path": path, "weight_version": label}
         await self._call("/prepare_weights", body, self._control, CONTROL_TIMEOUT_S)
 
-    async def update_weights(self, path: str, label: str) -> None:
+    async def update_weights(self, path: str, label: str, keep_cache: bool = False) -> None:
         """Load weights from a path. Raises RequestRefused if the server kept its old weights."""
-        body = {"model_path": path, "weight_version": label, "flush_cache": True}
+        body = {"model_path": path, "weight_version": label, "flush_cache": not keep_cache}
         await self._call("/update_weights_from_disk", body, self._control, CONTROL_TIMEOUT_S)
 
     async def model_info(self) -> dict[str, Any]:

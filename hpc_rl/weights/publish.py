@@ -24,7 +24,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
-from hpc_rl.servers.client import HttpServerClient, open_session
+from hpc_rl.servers.client import HttpServerClient, PauseMode, open_session
 from hpc_rl.servers.router import is_older
 from hpc_rl.weights import disk
 from hpc_rl.weights.transport import Published
@@ -49,6 +49,7 @@ class Publisher:
     setup_timeout_s: float = 600.0  # to wait for the first acknowledgement of a publish
     update_timeout_s: float = 60.0  # of one server, in addition to the time for loading the bytes
     watch_s: float = 1.0  # between reads of the leases
+    pause_mode: PauseMode = "retract"
     max_paused: int | None = None  # servers that are paused at once; None for all
 
     def __post_init__(self) -> None:
@@ -169,9 +170,9 @@ class Publisher:
     ) -> str:
         """Pause a server, load the weights, resume; return its version."""
         paused_at = time.monotonic()
-        await client.pause()
+        await client.pause(self.pause_mode)
         try:
-            await client.update_weights(str(path), label)
+            await client.update_weights(str(path), label, keep_cache=self.pause_mode == "in_place")
         except BaseException:  # also after a timeout: paused requests must not wait forever
             await client.resume(timeout_s=RESUME_TIMEOUT_S)
             raise
