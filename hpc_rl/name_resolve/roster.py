@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # of the registrar
 READS_PER_POLL = 64  # of new and changed leases
-RECHECKS_PER_POLL = 16  # of leases whose files seem unchanged: inodes are reused
+RECHECKS_PER_POLL = 8  # of leases whose files seem unchanged: inodes are reused
 RECHECK_S = 10.0  # after this time, a lease counts as changed
 HEARTBEAT_S = 2.0
 STUCK_S = 3 * HEARTBEAT_S  # without a new counter; then the registrar is dead or slow

@@ -288,7 +288,7 @@ def _load(path: Path) -> dict[str, Any] | None:
         if attempt:
             time.sleep(READ_PAUSE_S * attempt)
         try:
-            record = json.loads(path.read_bytes())
+            record = json.loads(_load_bytes(path))
         except FileNotFoundError:
             if path.name not in _scan(path.parent):
                 return None
