@@ -21,9 +21,9 @@ from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.5  # of the registrar
-READS_PER_POLL = 64  # of new and changed leases
-RECHECKS_PER_POLL = 8  # of leases whose files seem unchanged: inodes are reused
-RECHECK_S = 10.0  # after this time, a lease counts as changed
+READS_PER_POLL = 128
+RECHECKS_PER_POLL = 8  # of leases whose inode is the same: file systems reuse inodes
+RECHECK_S = 10.0  # since the last reading; then a lease is read as soon as there is room
 HEARTBEAT_S = 2.0
 STUCK_S = 3 * HEARTBEAT_S  # without a new counter; then the registrar is dead or slow
 READS_PER_S = 32.0  # of leases, by a reader without a roster: with many servers each is read less often
@@ -84,21 +84,23 @@ class Registrar:
     def _choose_leases(self) -> list[tuple[_Pool, str]]:
         """Return the leases to read now, the most urgent first."""
         now = self._names.clock()
-        urgent: list[tuple[bool, float, _Pool, str]] = []
-        unchanged: list[tuple[bool, float, _Pool, str]] = []
+        changed: list[tuple[bool, float, _Pool, str]] = []
+        unchanged: list[tuple[float, _Pool, str]] = []
         for pool in self._pools.values():
             for key, mark in pool.marks.items():
                 last = pool.readings.get(key)
                 if last is None or last.mark[0] != mark[0]:
-                    urgent.append((False, -math.inf, pool, key))
-                elif last.mark != mark or now - last.read_at >= RECHECK_S:
-                    urgent.append((True, last.read_at, pool, key))
+                    changed.append((False, -math.inf, pool, key))
+                elif last.mark != mark:
+                    changed.append((True, last.read_at, pool, key))
                 else:
-                    unchanged.append((True, last.read_at, pool, key))
-        for candidates in (urgent, unchanged):
-            candidates.sort(key=lambda one: one[:2])
-        rechecks = min(RECHECKS_PER_POLL, max(0, READS_PER_POLL - len(urgent)))
-        return [(pool, key) for *_, pool, key in urgent[:READS_PER_POLL] + unchanged[:rechecks]]
+                    unchanged.append((last.read_at, pool, key))
+        changed = sorted(changed, key=lambda one: one[:2])[: READS_PER_POLL - RECHECKS_PER_POLL]
+        unchanged.sort(key=lambda one: one[0])
+        num_overdue = sum(now - read_at >= RECHECK_S for read_at, *_ in unchanged)
+        rechecks = min(READS_PER_POLL - len(changed), max(RECHECKS_PER_POLL, num_overdue))
+        chosen = [(pool, key) for *_, pool, key in changed]
+        return chosen + [(pool, key) for _, pool, key in unchanged[:rechecks]]
 
     def _write_if_due(self, prefix: str, pool: _Pool) -> None:
         views, now = pool.collect_views(), self._names.clock()
