@@ -7,7 +7,8 @@ incomplete: readers skip them.
 Durability: records and new epochs are fsynced before they get their names. Heartbeats and directories are
 not: after a crash of the file server, live processes write lost files again.
 
-Load: a lease is written every sixth of its time to live, and when its value changes.
+Load: a lease is written every sixth of its time to live, and when its value changes. Who polls the leases of
+servers reads their roster (`roster.py`).
 
 Caches: NFS caches the absence of a name for up to a minute, but opening the parent directory revalidates it.
 So an absent name is looked up by listing its directory, and content is polled by open and read, never by
@@ -38,12 +39,12 @@ LEASE_TTL_S = 60.0  # file servers may be away, and absent names be cached, for 
 HEARTBEATS_PER_TTL = 6
 TRIES_PER_TTL = 20  # while writing fails
 KEPT_EPOCHS = 2
-READS_PER_S = 32.0  # of leases, at most, by one process: with many servers each is read less often
 
 COMPONENT = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,127}")
 FIRST_POLL_S, LAST_POLL_S = 0.05, 1.0
 READ_TRIES = 4
 READ_PAUSE_S = 0.02
+READ_BYTES = 16 << 20  # more than any record: a short read ends a regular file
 EPOCH = ".epoch-"
 RECORD = ".json"
 
@@ -70,7 +71,7 @@ class NameResolve:
 
     def __init__(self, root: str | Path, clock: Callable[[], float] = time.monotonic) -> None:
         self.root = Path(root)
-        self._clock = clock
+        self.clock = clock
         self._moved: dict[str, tuple[int, int, float]] = {}  # key -> epoch, counter, first seen
 
     def put(self, key: str, value: dict[str, Any]) -> None:
@@ -98,7 +99,7 @@ class NameResolve:
         epoch = max(_list_epochs(path), default=0) + 1
         while True:
             lease = Lease(
-                path, key, epoch, value, ttl_s, clock=self._clock, make_folder=self._make_folder_again
+                path, key, epoch, value, ttl_s, clock=self.clock, make_folder=self._make_folder_again
             )
             won = create_exclusive(lease.path, lease.encode())
             epochs = _list_epochs(path)  # fresh: the attempt to create a name revalidated the directory
@@ -122,29 +123,63 @@ class NameResolve:
 
     def list_leases(self, prefix: str) -> dict[str, LeaseView]:
         """Return the leases on `prefix` and the keys directly below it, judged by earlier observations."""
+        views = {key: self.load_lease(key, epoch) for key, (epoch, _) in self.list_epochs(prefix).items()}
+        return {key: view for key, view in views.items() if view is not None}
+
+    def list_epochs(self, prefix: str) -> dict[str, tuple[int, int]]:
+        """Return the newest epoch of each lease of `list_leases`, and the inode of its file.
+
+        A renewal replaces the file. Two of them may bring its old inode back, and a full disk keeps it.
+        """
         base = self._make_path(prefix)
-        newest: dict[str, int] = {}
+        newest: dict[str, tuple[int, int]] = {}
         for folder, above in ((base.parent, prefix.rpartition("/")[0]), (base, prefix)):
-            for name in _scan(folder):
+            for name, inode in _scan(folder).items():
                 stem, mark, number = name.rpartition(EPOCH)
                 if mark and number.isdecimal() and (folder == base or stem == base.name):
                     key = f"{above}/{stem}" if above else stem
-                    newest[key] = max(newest.get(key, 0), int(number))
-        seen = {}
-        for key, epoch in sorted(newest.items()):
-            record = _load(self._make_path(key, f"{EPOCH}{epoch}"))
-            if record is None or record["released"]:
-                continue
-            now = self._clock()
-            last_epoch, last_counter, since = self._moved.get(key, (0, -1, now))
-            if (last_epoch, last_counter) != (epoch, record["counter"]):
-                since = now
-                self._moved[key] = (epoch, record["counter"], now)
-            counter, ttl_s = record["counter"], record["ttl_s"]
-            seen[key] = LeaseView(
-                key, record["value"], epoch, now - since <= ttl_s, now - since, counter, ttl_s
-            )
-        return seen
+                    newest[key] = max(newest.get(key, (0, 0)), (int(number), inode))
+        return dict(sorted(newest.items()))
+
+    def load_lease(self, key: str, epoch: int) -> LeaseView | None:
+        """Return one epoch of a lease; None if it is released, absent or unreadable."""
+        record = _load(self._make_path(key, f"{EPOCH}{epoch}"))
+        if record is None or record["released"]:
+            return None
+        counter, ttl_s = record["counter"], record["ttl_s"]
+        age_s = self.note_counter(key, epoch, counter)
+        return LeaseView(key, record["value"], epoch, age_s <= ttl_s, age_s, counter, ttl_s)
+
+    def note_counter(self, key: str, epoch: int, counter: int, age_s: float = 0.0) -> float:
+        """Note the counter of a lease, and return how long it has not moved.
+
+        `age_s`: how long another observer has seen this counter.
+        """
+        now = self.clock()
+        last_epoch, last_counter, since = self._moved.get(key, (0, -1, now))
+        if (last_epoch, last_counter) != (epoch, counter):
+            since = now - age_s
+            self._moved[key] = (epoch, counter, since)
+        return now - since
+
+    def write_volatile(self, key: str, value: dict[str, Any]) -> None:
+        """Write a record that is soon written again, without fsync. Raises OSError."""
+        path, text = self._make_path(key, RECORD), json.dumps({"value": value}, separators=(",", ":"))
+        try:
+            _replace(path, text, durable=False)
+        except FileNotFoundError:  # the first record in its folder, or the directory was removed
+            self._make_folder_again(path)
+            _replace(path, text, durable=False)
+
+    def load_record(self, key: str) -> bytes:
+        """Return the content of a record's file by one open and one read. Raises OSError."""
+        path = self._make_path(key, RECORD)
+        try:
+            return _load_bytes(path)
+        except OSError as error:
+            if error.errno != errno.ESTALE:  # replaced between open and read
+                raise
+            return _load_bytes(path)
 
     def _make_folder_again(self, path: Path) -> None:
         """Create the removed folder of a key again, unless the whole trial was removed."""
@@ -253,7 +288,7 @@ def _load(path: Path) -> dict[str, Any] | None:
         if attempt:
             time.sleep(READ_PAUSE_S * attempt)
         try:
-            record = json.loads(path.read_bytes())
+            record = json.loads(_load_bytes(path))
         except FileNotFoundError:
             if path.name not in _scan(path.parent):
                 return None
@@ -268,16 +303,27 @@ def _load(path: Path) -> dict[str, Any] | None:
     return None
 
 
-def _scan(folder: Path) -> list[str]:
-    """Return the complete names in a folder; opening it drops NFS's cache of absent names."""
+def _load_bytes(path: Path) -> bytes:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        parts = [os.read(fd, READ_BYTES)]
+        while len(parts[-1]) == READ_BYTES:
+            parts.append(os.read(fd, READ_BYTES))
+    finally:
+        os.close(fd)
+    return b"".join(parts)
+
+
+def _scan(folder: Path) -> dict[str, int]:
+    """Return the complete names in a folder, with inodes; opening it drops NFS's cache of absent names."""
     for attempt in range(READ_TRIES):
         try:
             with os.scandir(folder) as entries:
-                return sorted(entry.name for entry in entries if not entry.name.startswith("."))
+                return {entry.name: entry.inode() for entry in entries if not entry.name.startswith(".")}
         except (FileNotFoundError, NotADirectoryError):
-            return []
+            return {}
         except OSError as error:
             if error.errno != errno.ESTALE or attempt == READ_TRIES - 1:
                 raise
             time.sleep(READ_PAUSE_S)
-    return []
+    return {}

@@ -20,6 +20,7 @@ from hpc_rl.core.records import LineageRecord, load_lineages
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.name_resolve import keys, open_names
+from hpc_rl.name_resolve.roster import RosterReader
 from hpc_rl.name_resolve.shared_fs import Lease
 from hpc_rl.roles import role
 from hpc_rl.rollout import routes
@@ -85,16 +86,17 @@ async def serve(context: role.Context, config: GRPOConfig) -> int:
     service.evaluations.options = config.evaluator
     await executor.start()
 
+    rosters = {pool.name: RosterReader(names, keys.servers(pool.name)) for pool in context.plan.pools}
+
     def count_live_servers() -> dict[str, int]:
         """Return the number of live servers in each pool."""
-        pools = {pool.name: names.list_leases(keys.servers(pool.name)) for pool in context.plan.pools}
-        return {name: sum(seen.alive for seen in leases.values()) for name, leases in pools.items()}
+        return {name: sum(seen.alive for seen in one.list_leases().values()) for name, one in rosters.items()}
 
-    trained = keys.servers(find_trained_pool(config))
+    trained = RosterReader(names, keys.servers(find_trained_pool(config)))
 
     def count_servers() -> int:
         """Return the number of live servers in the pool that follows the trainer."""
-        return sum(seen.alive for seen in names.list_leases(trained).values())
+        return sum(seen.alive for seen in trained.list_leases().values())
 
     stack = contextlib.AsyncExitStack()
     if config.environments is None:

@@ -1,4 +1,4 @@
-"""The router: reads the live servers of a pool from their leases, and chooses one for each request.
+"""The router: reads the live servers of a pool from its roster, and chooses one for each request.
 
 It picks the server with the fewest of its requests. It skips a server that can't be reached until that server
 has a new epoch or answers /health again. If there is no server, it waits and logs why. It does not interpret
@@ -21,7 +21,8 @@ from hpc_rl.core.allocation import DEFAULT_POOL
 from hpc_rl.core.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
 from hpc_rl.core.types import Turn, WeightVersion
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import READS_PER_S, LeaseView, NameResolve
+from hpc_rl.name_resolve.roster import RosterReader
+from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient, PartialTurn, open_session
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class Router:
     request_timeout_s: float = 3600.0  # of one generation
     request_retries: int = 3  # after failures of servers; a stale server has not failed
     policy: Literal["least_loaded", "round_robin"] = "least_loaded"  # counts the requests of this router
-    poll_s: float = 0.5  # between reads of the leases
+    poll_s: float = 0.5  # between reads of the roster
     _servers: dict[str, Server] = field(default_factory=dict)
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _last_turn: int = 0  # of round_robin
@@ -71,6 +72,7 @@ class Router:
 
     async def __aenter__(self) -> Router:
         self._session = open_session()
+        self._roster = RosterReader(self.names, keys.servers(self.pool))
         self._poller = asyncio.create_task(self._poll(), name="router-poll")
         return self
 
@@ -172,7 +174,7 @@ class Router:
     async def _poll(self) -> None:
         while True:
             try:
-                seen = await asyncio.to_thread(self.names.list_leases, keys.servers(self.pool))
+                seen = await asyncio.to_thread(self._roster.list_leases)
             # a shared file system may fail for a while; keep the known servers
             except (OSError, HpcRlError) as error:
                 logger.warning("can't read the server leases: %s", error)
@@ -180,7 +182,7 @@ class Router:
                 self._merge(seen)
                 await asyncio.gather(*(self._probe(s) for s in self._servers.values() if s.suspect))
             self._changed.set()
-            await asyncio.sleep(max(self.poll_s, len(self._servers) / READS_PER_S))
+            await asyncio.sleep(self.poll_s)
 
     def _merge(self, seen: dict[str, LeaseView]) -> None:
         alive = {key: lease for key, lease in seen.items() if lease.alive and lease.value.get("url")}

@@ -11,6 +11,7 @@ from typing import Any
 from hpc_rl.core.records import ProcessFile, ProcessRecord, TrialState
 from hpc_rl.core.trial import Trial, load_object
 from hpc_rl.name_resolve import keys, load_names_dir
+from hpc_rl.name_resolve.roster import RosterReader
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.stats.read import HELD_OUT, is_number
 from hpc_rl.status.formatting import flatten_line, format_duration, format_number
@@ -46,6 +47,7 @@ class TrialEye:
         self._nodes: dict[Path, str] = {}
         self._config = load_object(trial.config_json)
         self._names = NameResolve(load_names_dir(trial))
+        self._rosters: dict[str, RosterReader] = {}  # by pool
 
     def look(self) -> TrialView:
         """Return the view now; the scheduler is queried as rarely as by `status --follow`."""
@@ -75,7 +77,9 @@ class TrialEye:
     def _servers(self) -> dict[int, tuple[str, str]]:
         units = load_object(self.trial.plan_json).get("units") or []
         pools = {str(unit.get("pool") or "") for unit in units if unit.get("role") == "server"}
-        leases = [one for pool in pools for one in self._names.list_leases(keys.servers(pool)).values()]
+        for pool in pools - self._rosters.keys():
+            self._rosters[pool] = RosterReader(self._names, keys.servers(pool))
+        leases = [one for pool in pools for one in self._rosters[pool].list_leases().values()]
         found = {}
         for one in leases:
             index = one.key.rpartition("/")[2]

@@ -13,7 +13,8 @@ from hpc_rl.core.errors import ExitCode, FailureClass, Stale, StopCause
 from hpc_rl.core.records import DoneRecord, DrainIntent, EventKind, JobRecord, ProcessRecord, load_events
 from hpc_rl.core.trial import Attempt, load_object, write_json
 from hpc_rl.name_resolve import keys
-from hpc_rl.name_resolve.shared_fs import Lease
+from hpc_rl.name_resolve.roster import Registrar
+from hpc_rl.name_resolve.shared_fs import Lease, LeaseView
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.schedulers.slurm import can_reach_scheduler
 from hpc_rl.supervise import failure_policy, ownership
@@ -58,6 +59,7 @@ class TrialRunner(UnitLoop):
         self._hosts: HostWatch | None = None
         self._silent: dict[str, float] = {}  # silent nodes, with the seconds
         self._lease: Lease | None = None
+        self._registrar: Registrar | None = None
         self._generations: set[tuple[str, int]] = set()
         # The job script may be dead already.
         self._parent = int(os.environ.get("HPC_RL_SCRIPT_PID") or os.getppid())
@@ -104,6 +106,8 @@ class TrialRunner(UnitLoop):
         details = {"role": "supervisor", "number": number, "pid": os.getpid()}
         self.write_event(EventKind.SUPERVISOR_STARTED, details)
         self._lease = ownership.take_ownership(self.names, self.attempt)
+        prefixes = [keys.servers(pool.name) for pool in self.plan.pools]
+        self._registrar = Registrar(self.names, prefixes, self._lease.epoch)
         for left in ownership.kill_leftovers(self.trial):
             reason = "a process of an earlier start can't be killed"
             details = {"role": left.role, "pid": left.pid, "reason": reason}
@@ -167,6 +171,14 @@ class TrialRunner(UnitLoop):
         if self._checking.is_due(now):
             self._keep_lease(now)
             self.look_for_hangs(now)
+        self.observe_servers(now)
+
+    def list_leases(self) -> dict[str, dict[str, LeaseView]]:
+        """Return the leases of the servers of each pool, and keep the rosters for all other readers."""
+        if self._registrar is None:
+            return super().list_leases()
+        leases = self._registrar.poll()
+        return {pool.name: leases[keys.servers(pool.name)] for pool in self.plan.pools}
 
     def _watch_hosts(self, hosts: HostWatch) -> None:
         """Report nodes that fall silent or answer again; end if this node is cut off from all others."""

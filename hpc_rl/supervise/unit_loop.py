@@ -21,7 +21,8 @@ from hpc_rl.core.log import redact
 from hpc_rl.core.records import EndedRecord, EventKind
 from hpc_rl.core.trial import Attempt, write_json
 from hpc_rl.name_resolve import keys, open_names
-from hpc_rl.name_resolve.shared_fs import READS_PER_S, LeaseView
+from hpc_rl.name_resolve.roster import POLL_S, RosterReader
+from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.plan.schema import Plan, Unit
 from hpc_rl.supervise import bad_nodes, failure_policy, state_machine
 from hpc_rl.supervise.deadline import MARGIN_S, JobDeadline, StepTimes
@@ -127,8 +128,8 @@ class UnitLoop(ABC):
         self.handles: dict[Key, tuple[Handle, int]] = {}
         self.finish: Finish | None = None
         self.clock = time.monotonic
-        servers = sum(unit.role == "server" for unit in plan.units)
-        self._reading_leases = RateLimit(servers / READS_PER_S)
+        self._rosters = {pool.name: RosterReader(self.names, keys.servers(pool.name)) for pool in plan.pools}
+        self._reading_leases = RateLimit(POLL_S)
         self._leases: dict[str, dict[str, LeaseView]] = {}  # last read, by pool
         self._secret_files = self.trial.load_secret_files()
         self._looking_for_secrets = RateLimit(SECRETS_S)
@@ -206,17 +207,19 @@ class UnitLoop(ABC):
     def observe_servers(self, now: float) -> dict[str, dict[str, LeaseView]]:
         """Note the live and the serving servers of this attempt; return the leases of each pool.
 
-        With many servers, leases are read less often. Raises OSError.
+        They are at most POLL_S old. Raises OSError.
         """
         if not self._reading_leases.is_due(now):
             return self._leases
-        pools = self._leases = {
-            pool.name: self.names.list_leases(keys.servers(pool.name)) for pool in self.plan.pools
-        }
+        pools = self._leases = self.list_leases()
         for leases in pools.values():
             for key, incarnation in self.hangs.observe_leases(leases, self.attempt.id, now):
                 self.machine.note_serving(now, key, incarnation)
         return pools
+
+    def list_leases(self) -> dict[str, dict[str, LeaseView]]:
+        """Return the leases of the servers of each pool. Raises OSError."""
+        return {pool: roster.list_leases() for pool, roster in self._rosters.items()}
 
     def kill_hung(self, now: float) -> None:
         if self.machine.phase is Phase.RUNNING:

@@ -23,6 +23,7 @@ from hpc_rl.core.errors import Damaged, HpcRlError, RoleFailed
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.name_resolve import keys
+from hpc_rl.name_resolve.roster import RosterReader
 from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
 from hpc_rl.servers.client import HttpServerClient, PauseMode, open_session
 from hpc_rl.servers.router import is_older
@@ -48,12 +49,13 @@ class Publisher:
     pool: str = DEFAULT_POOL
     setup_timeout_s: float = 600.0  # to wait for the first acknowledgement of a publish
     update_timeout_s: float = 60.0  # of one server, in addition to the time for loading the bytes
-    watch_s: float = 1.0  # between reads of the leases
+    watch_s: float = 1.0  # between reads of the roster
     pause_mode: PauseMode = "retract"
     max_paused: int | None = None  # servers that are paused at once; None for all
 
     def __post_init__(self) -> None:
         self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch and label of the failed update
+        self._roster = RosterReader(self.names, keys.servers(self.pool))
         self._leases: dict[str, LeaseView] = {}
         self._session: aiohttp.ClientSession | None = None
         self._pruning: asyncio.Future[Any] | None = None
@@ -118,7 +120,7 @@ class Publisher:
 
     def _targets(self) -> dict[str, LeaseView]:
         """Return live servers that accept updates; servers that failed before only if there are no others."""
-        self._leases = self.names.list_leases(keys.servers(self.pool))
+        self._leases = self._roster.list_leases(at_once=True)
         live, usual = {}, {}
         for key, seen in self._leases.items():
             if seen.alive and seen.value.get("state") not in BUSY:
@@ -197,7 +199,7 @@ class Publisher:
         while True:
             await asyncio.sleep(self.watch_s)
             with contextlib.suppress(OSError):  # the next read may succeed
-                self._leases = self.names.list_leases(keys.servers(self.pool))
+                self._leases = self._roster.list_leases()
 
     async def _close(self) -> None:
         if self._pruning is not None:

@@ -15,8 +15,7 @@ from cluster_load import IdleTrial, measure
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_64_nodes_have_one_srun_per_node_and_role_and_quiet_servers(running_cluster, tmp_path):
-    if shutil.which("strace") is None:
-        pytest.skip("strace is not installed")
+    assert shutil.which("strace"), "strace is not on the PATH; install the package strace, which counts calls"
     with Cluster.private(running_cluster.slurm, 64, num_gpus=0) as cluster:
         trial = IdleTrial(tmp_path, cluster, num_nodes=64, replicas=2)
         found = measure(trial, seconds=60)
@@ -26,4 +25,5 @@ def test_64_nodes_have_one_srun_per_node_and_role_and_quiet_servers(running_clus
     assert not any(found["scheduler_calls_per_minute_while_idle"].values())
     server = found["file_calls_per_minute"]["server"]
     assert server["renames"] <= 7 and server["fsyncs"] == 0, server  # a minute may begin within a beat
+    assert found["file_calls_per_minute"]["rollout"]["all"] < 200, "it opens the roster, not 126 leases"
     assert found["file_calls_per_minute"]["serveragent"]["all"] == 0

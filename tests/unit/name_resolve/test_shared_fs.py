@@ -14,7 +14,7 @@ import pytest
 
 from hpc_rl.core.errors import ConfigError, Stale
 from hpc_rl.core.trial import Trial
-from hpc_rl.name_resolve import open_names
+from hpc_rl.name_resolve import open_names, shared_fs
 from hpc_rl.name_resolve.shared_fs import NameResolve
 
 
@@ -163,7 +163,7 @@ def test_one_file_per_key_below_its_prefix(names):
 def test_a_name_that_is_remembered_as_absent_is_found_by_listing(names, monkeypatch):
     NameResolve(names.root).put("a/b", {"x": 1})
     fresh: set[Path] = set()
-    scandir, read_bytes = os.scandir, Path.read_bytes
+    scandir, read_bytes = os.scandir, shared_fs._load_bytes
 
     def listing(path):
         fresh.add(Path(path))
@@ -175,13 +175,13 @@ def test_a_name_that_is_remembered_as_absent_is_found_by_listing(names, monkeypa
         return read_bytes(path)
 
     monkeypatch.setattr(os, "scandir", listing)
-    monkeypatch.setattr(Path, "read_bytes", cached)
+    monkeypatch.setattr(shared_fs, "_load_bytes", cached)
     assert names.wait("a/b", 0) == {"x": 1}
 
 
 @pytest.fixture
 def first_call(monkeypatch):
-    """`first_call(Path, "read_bytes", answer)`: the first call gives this, or raises it where it is an error."""
+    """`first_call(os, "scandir", answer)`: the first call gives this, or raises it where it is an error."""
 
     def make(owner, name: str, answer: bytes | OSError) -> None:
         real, calls = getattr(owner, name), []
@@ -220,16 +220,16 @@ def lose_reply(monkeypatch, name: str, error: OSError) -> None:
 @pytest.mark.parametrize("content", [b"", b'{"value": {"x"', b"[]"])
 def test_partial_content_is_read_again_and_never_given_out(names, monkeypatch, first_call, content):
     names.put("a", {"x": 1})
-    first_call(Path, "read_bytes", content)
+    first_call(shared_fs, "_load_bytes", content)
     assert names.wait("a", 0) == {"x": 1}
-    monkeypatch.setattr(Path, "read_bytes", lambda path: content)
+    monkeypatch.setattr(shared_fs, "_load_bytes", lambda path: content)
     with pytest.raises(TimeoutError):
         names.wait("a", 0)
 
 
 def test_a_stale_handle_is_opened_again(names, first_call):
     names.put("a", {"x": 1})
-    first_call(Path, "read_bytes", OSError(errno.ESTALE, "Stale file handle"))
+    first_call(shared_fs, "_load_bytes", OSError(errno.ESTALE, "Stale file handle"))
     assert names.wait("a", 0) == {"x": 1}
 
 

@@ -10,6 +10,7 @@ from toy_plans import toy_plan, toy_unit
 from hpc_rl.core.errors import ExitCode, FailureClass, StopCause
 from hpc_rl.core.records import DrainIntent, EventKind, load_events
 from hpc_rl.core.trial import write_json
+from hpc_rl.name_resolve.roster import RosterReader
 from hpc_rl.plan.schema import Plan
 from hpc_rl.roles import supervisor as app
 from hpc_rl.supervise import runner as driving
@@ -244,21 +245,18 @@ def test_a_check_of_the_network_that_can_not_run_stops_nothing(make):
     assert "srun" in told.reason
 
 
-def test_leases_of_many_servers_are_read_at_most_32_times_a_second(make, monkeypatch):
-    servers = [toy_unit("server", index=index) for index in range(128)]
-    runner = make(plan=dataclasses.replace(PLAN, units=[*servers, *PLAN.units[1:]]))
-    for server in servers:
-        record = {"attempt": "7.0", "incarnation": 0, "state": "serving"}
-        runner.names.lease(f"server/rollout/{server.index}", record, 1e9)
-    leases, read = runner.names.list_leases, []
-
-    def counted(prefix):
-        found = leases(prefix)
-        read.extend(key for key in found if key.startswith("server/"))
-        return found
-
-    monkeypatch.setattr(runner.names, "list_leases", counted)
-    for now in range(40):
-        runner.look_for_hangs(float(now))
-    assert len(read) == 40 * 32
-    assert all(runner.machine.slots["server", index].served_at is not None for index in range(128))
+def test_the_supervisor_of_a_trial_keeps_the_rosters_of_its_pools(make):
+    runner = make()
+    runner.names.lease("server/rollout/0", {"attempt": "7.0", "incarnation": 0, "state": "serving"}, 1e9)
+    runner._take_over()
+    runner.observe(0.0)
+    reader = RosterReader(runner.names, "server/rollout")
+    reader.list_leases()
+    runner.names.lease("server/rollout/1", {"attempt": "7.0", "incarnation": 0, "state": "loading"}, 1e9)
+    runner.observe(1.0)
+    runner.names.list_leases = None  # not needed by a reader of the roster
+    assert {key: seen.value["state"] for key, seen in reader.list_leases().items()} == {
+        "server/rollout/0": "serving",
+        "server/rollout/1": "loading",
+    }
+    assert runner.machine.slots[SERVER].served_at is not None

@@ -1,0 +1,203 @@
+"""The roster of a pool: its leases in one record, so that a poll costs one open and one read.
+
+The registrar is a part of the trial's supervisor. It reads the leases of all pools. It writes the roster of a
+pool after a change (a key, an epoch, a value, a death), and as a heartbeat. The roster is a cache and decides
+nothing. A reader uses it while its counter moves, by the reader's own clock, and otherwise reads the leases.
+
+Load: a poll of the registrar lists each pool and reads at most READS_PER_POLL leases. It prefers new epochs,
+then files whose inode has changed, then leases that it has not read for the longest time.
+"""
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
+
+logger = logging.getLogger(__name__)
+
+POLL_S = 0.5  # of the registrar
+READS_PER_POLL = 128
+RECHECKS_PER_POLL = 8  # of leases whose inode is the same: file systems reuse inodes
+RECHECK_S = 10.0  # since the last reading; then a lease is read as soon as there is room
+HEARTBEAT_S = 2.0
+STUCK_S = 3 * HEARTBEAT_S  # without a new counter; then the registrar is dead or slow
+READS_PER_S = 32.0  # of leases, by a reader without a roster: with many servers each is read less often
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The last reading of a lease."""
+
+    mark: tuple[int, int]  # epoch and inode
+    read_at: float
+    view: LeaseView | None  # None: released or unreadable
+
+
+@dataclass
+class _Pool:
+    """The leases below one prefix as the registrar knows them, and the roster as it was written."""
+
+    marks: dict[str, tuple[int, int]] = field(default_factory=dict)  # of the newest listing
+    readings: dict[str, _Reading] = field(default_factory=dict)
+    written: dict[str, tuple[int, bool, dict[str, Any]]] | None = None
+    written_at: float = -math.inf
+    counter: int = 0
+
+    def collect_views(self) -> dict[str, LeaseView]:
+        return {key: one.view for key, one in sorted(self.readings.items()) if one.view is not None}
+
+
+class Registrar:
+    """Reads all leases below some prefixes and writes their rosters.
+
+    `term` orders the registrars of a trial: the epoch of the supervisor's own lease.
+    """
+
+    def __init__(self, names: NameResolve, prefixes: Sequence[str], term: int) -> None:
+        self._names, self._term = names, term
+        self._pools = {prefix: _Pool() for prefix in prefixes}
+        self._is_failing = False  # the last write failed
+
+    def poll(self) -> dict[str, dict[str, LeaseView]]:
+        """Read the most urgent leases, write the rosters that are due, and return the known leases.
+
+        Raises OSError if a lease can't be read; a roster that can't be written costs a log line.
+        """
+        for prefix, pool in self._pools.items():
+            pool.marks = self._names.list_epochs(prefix)
+            pool.readings = {key: one for key, one in pool.readings.items() if key in pool.marks}
+        for pool, key in self._choose_leases():
+            mark = pool.marks[key]
+            view = self._names.load_lease(key, mark[0])
+            pool.readings[key] = _Reading(mark, self._names.clock(), view)
+        for prefix, pool in self._pools.items():
+            # readers drop absent servers: the first roster waits until every lease was read once
+            if pool.written is not None or pool.readings.keys() == pool.marks.keys():
+                self._write_if_due(prefix, pool)
+        return {prefix: pool.collect_views() for prefix, pool in self._pools.items()}
+
+    def _choose_leases(self) -> list[tuple[_Pool, str]]:
+        """Return the leases to read now, the most urgent first."""
+        now = self._names.clock()
+        changed: list[tuple[bool, float, _Pool, str]] = []
+        unchanged: list[tuple[float, _Pool, str]] = []
+        for pool in self._pools.values():
+            for key, mark in pool.marks.items():
+                last = pool.readings.get(key)
+                if last is None or last.mark[0] != mark[0]:
+                    changed.append((False, -math.inf, pool, key))
+                elif last.mark != mark:
+                    changed.append((True, last.read_at, pool, key))
+                else:
+                    unchanged.append((last.read_at, pool, key))
+        changed = sorted(changed, key=lambda one: one[:2])[: READS_PER_POLL - RECHECKS_PER_POLL]
+        unchanged.sort(key=lambda one: one[0])
+        num_overdue = sum(now - read_at >= RECHECK_S for read_at, *_ in unchanged)
+        rechecks = min(READS_PER_POLL - len(changed), max(RECHECKS_PER_POLL, num_overdue))
+        chosen = [(pool, key) for *_, pool, key in changed]
+        return chosen + [(pool, key) for _, pool, key in unchanged[:rechecks]]
+
+    def _write_if_due(self, prefix: str, pool: _Pool) -> None:
+        views, now = pool.collect_views(), self._names.clock()
+        content = {key: (view.epoch, view.alive, view.value) for key, view in views.items()}
+        if content == pool.written and now - pool.written_at < HEARTBEAT_S:
+            return
+        pool.counter += 1
+        record = {"term": self._term, "counter": pool.counter, "leases": [*map(_encode, views.values())]}
+        try:
+            self._names.write_volatile(prefix, record)
+        except OSError as error:
+            if not self._is_failing:
+                logger.warning("can't write the roster of %s, so readers read its leases: %s", prefix, error)
+            self._is_failing = True
+            return
+        self._is_failing = False
+        pool.written, pool.written_at = content, now
+
+
+class RosterReader:
+    """Reads the leases below a prefix from their roster. Several threads may use it."""
+
+    def __init__(self, names: NameResolve, prefix: str) -> None:
+        self._names, self._prefix = names, prefix
+        self._lock = threading.Lock()
+        self._content = b""
+        self._mark: tuple[int, int] | None = None  # term and counter of the last roster
+        self._moved_at = -math.inf  # a roster that was seen once proves nothing: its registrar may be dead
+        self._views: dict[str, LeaseView] = {}
+        self._listed: dict[str, LeaseView] = {}  # the leases when they were last read without a roster
+        self._listed_at = self._list_again_at = -math.inf
+        self._missing_since: float | None = None
+        self._is_logged = False
+
+    def list_leases(self, at_once: bool = False) -> dict[str, LeaseView]:
+        """Return the leases, as `NameResolve.list_leases`. Do not change the result. Raises OSError.
+
+        Without a roster that moves it reads the leases, READS_PER_S of them; `at_once`: all of them.
+        """
+        with self._lock:
+            now = self._names.clock()
+            self._load_roster(now)
+            if now - self._moved_at <= STUCK_S:
+                self._missing_since, self._is_logged = None, False
+                return self._views
+            self._log_once(now)
+            if at_once or now >= self._list_again_at:
+                self._listed = self._names.list_leases(self._prefix)
+                self._listed_at = self._names.clock()
+                self._list_again_at = self._listed_at + len(self._listed) / READS_PER_S
+            return self._listed
+
+    def _load_roster(self, now: float) -> None:
+        """Take over the roster if it has moved; an absent or torn one has not."""
+        try:
+            content = self._names.load_record(self._prefix)
+        except OSError:
+            return
+        if content == self._content:
+            return
+        try:
+            value = json.loads(content)["value"]
+            mark = (int(value["term"]), int(value["counter"]))
+            views = {row[0]: _decode(*row) for row in value["leases"]}
+        except (ValueError, TypeError, LookupError):
+            return
+        self._content = content
+        last, is_stuck = self._mark, now - self._moved_at > STUCK_S
+        if last is not None and (mark == last or (mark[0] < last[0] and not is_stuck)):
+            return  # of a supervisor that lost the trial
+        for view in views.values():  # so that a reader without a roster gives dead servers no new time
+            self._names.note_counter(view.key, view.epoch, view.counter, view.age_s)
+        self._mark = mark
+        if last is None:
+            return
+        self._moved_at = now
+        if now - self._listed_at <= STUCK_S:  # this listing may be newer
+            views = {key: _choose_newer(view, self._listed.get(key)) for key, view in views.items()}
+        self._views = views
+
+    def _log_once(self, now: float) -> None:
+        if self._missing_since is None:
+            self._missing_since = now
+        if not self._is_logged and (self._moved_at > -math.inf or now - self._missing_since > STUCK_S):
+            logger.info("no supervisor keeps the roster of %s now: reading each lease", self._prefix)
+            self._is_logged = True
+
+
+def _encode(view: LeaseView) -> list[Any]:
+    return [view.key, view.epoch, view.alive, round(view.age_s, 1), view.counter, view.ttl_s, view.value]
+
+
+def _decode(
+    key: str, epoch: int, alive: bool, age_s: float, counter: int, ttl_s: float, value: dict[str, Any]
+) -> LeaseView:
+    return LeaseView(key, value, epoch, alive, age_s, counter, ttl_s)
+
+
+def _choose_newer(view: LeaseView, other: LeaseView | None) -> LeaseView:
+    return other if other is not None and other.epoch > view.epoch else view
