@@ -5,6 +5,10 @@ a reward model; GET /model_info, /health. Control token (bearer only): POST /pau
 /continue_generation, /abort_request, /update_weights_from_disk, /flush_cache, /shutdown. The proxy adds epoch
 and attempt, checks the order of version labels, and refuses requests while it is stale. replica.py handles
 leases, reloading and the end of the process.
+
+A client that accepts PARTS gets the tokens of a longer request while it runs, so that they survive this
+server. Each line of such an answer is a JSON object: {"parts": [...]}, new tokens of some samples; the last
+one is {"status": ..., "answer": ...} with the rest. A request that ends within PART_S has a plain answer.
 """
 
 import asyncio
@@ -25,6 +29,7 @@ from hpc_rl.core.http_service import HttpService, find_access, make_application,
 from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.client import MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older
+from hpc_rl.servers.wire import PARTS
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +139,7 @@ class Proxy:
         known |= {"attempt": self._attempt, "incarnation": self._incarnation}
         return _make_response(200 if state in ("serving", "paused", "waiting") else 503, known)
 
-    async def _generate(self, path: str, request: web.Request) -> web.Response:
+    async def _generate(self, path: str, request: web.Request) -> web.StreamResponse:
         if self.lifecycle != "serving":
             return _make_response(*self._not_up())
         least = request.headers.get(MIN_VERSION_HEADER, "")
@@ -145,7 +150,24 @@ class Proxy:
         except ValueError as error:
             return _make_response(400, {"error": {"message": f"{error}"}})
         with self._busy():
+            if path == "/generate" and PARTS in request.headers.get("Accept", ""):
+                return await self._answer_in_parts(request, body)
             return _make_response(*await self.backend.request(path, body))
+
+    async def _answer_in_parts(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": PARTS})
+
+        async def write_line(line: dict[str, Any]) -> None:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(json.dumps(line).encode() + b"\n")
+
+        status, answer = await self.backend.generate(body, lambda parts: write_line({"parts": parts}))
+        if not response.prepared:
+            return _make_response(status, answer)
+        await write_line({"status": status, "answer": answer})
+        await response.write_eof()
+        return response
 
     async def _model_info(self, _request: web.Request) -> web.Response:
         if self.lifecycle not in UP:
