@@ -14,6 +14,7 @@ DROPPED: dict[str, dict[str, str]] = {
 NO_FLAGS = {"version", "extra_args", "dp_size", "enable_dp_attention"}
 _SET_BY_THE_ROLE = (
     "tokenizer_path", "host", "port", "weight_version", "device", "sampling_defaults", "is_embedding",
+    "incremental_streaming_output",
 )  # fmt: skip
 _RENAMED_0_5_23: Flags = {
     "tensor_parallel_size": "--tp-size",

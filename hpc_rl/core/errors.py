@@ -162,6 +162,10 @@ class ServerUnavailable(RoleFailed):
     """A generation server can't be reached or can't serve now; another one may."""
 
 
+class ServerLost(ServerUnavailable):
+    """A generation server was lost in the middle of a request, with the tokens that it had not sent."""
+
+
 class EndpointUnavailable(ServerUnavailable):
     """An external endpoint has not answered within the time limit; no prompt is to blame."""
 

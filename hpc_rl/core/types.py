@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+REGENERATED = "tokens_regenerated"  # among the stats of trajectories, and in the metrics of a step
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class WeightVersion:
@@ -38,13 +40,15 @@ class Turn:
     """One generation of a server for one input.
 
     `output_ids`, `output_logprobs` have the same length. `versions` are half-open spans over the output
-    tokens: `(label, start, end)`. `finish_reason` is stop | length | abort.
+    tokens: `(label, start, end)`. `finish_reason` is stop | length | abort. `num_regenerated` estimates the
+    tokens that lost servers had made for it, and another one made again.
     """
 
     output_ids: list[int]
     output_logprobs: list[float]
     versions: list[tuple[str, int, int]]
     finish_reason: str
+    num_regenerated: int = 0
 
 
 @dataclass(slots=True)

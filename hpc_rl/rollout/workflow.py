@@ -14,7 +14,16 @@ from typing import Any, TypeVar
 import numpy as np
 
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.types import Reply, Trajectory, TrajectoryGroup, Turn, WeightVersion, decode, encode
+from hpc_rl.core.types import (
+    REGENERATED,
+    Reply,
+    Trajectory,
+    TrajectoryGroup,
+    Turn,
+    WeightVersion,
+    decode,
+    encode,
+)
 from hpc_rl.datasets.order import make_sample_seed
 from hpc_rl.rollout.batch_log.ledger import RejectReason, check_note
 from hpc_rl.rollout.pipes import RunPrompt
@@ -258,8 +267,8 @@ def _make_bad_group(message: str) -> Rejection:
 def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Trajectory:
     """Return one token-level record from pairs of (added context, the model's turn), in order.
 
-    Its stats are the parts of the reward, if any. For a single turn pass `[(input_ids, turn)]`. Versions come
-    from the turns' spans, not from a clock.
+    Its stats are the parts of the reward, if any, and `tokens_regenerated`, if a server was lost. For a
+    single turn pass `[(input_ids, turn)]`. Versions come from the turns' spans, not from a clock.
     """
     num_tokens = sum(len(context) + len(turn.output_ids) for context, turn in turns)
     result = Trajectory(
@@ -272,6 +281,8 @@ def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Tr
         finish_reason=turns[-1][1].finish_reason,
         stats={f"reward/{name}": value for name, value in get_parts(reward).items()},
     )
+    if regenerated := sum(turn.num_regenerated for _, turn in turns):
+        result.stats[REGENERATED] = regenerated
     at = 0
     for context, turn in turns:
         start, end = at + len(context), at + len(context) + len(turn.output_ids)

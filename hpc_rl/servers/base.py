@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.servers.wire import SendParts
 
 Answer = tuple[int, Any]  # HTTP status and JSON body
 
@@ -42,6 +43,13 @@ class Backend(Protocol):
         """POST `body` to `path`, or GET `path` if `body` is None.
 
         Client errors are returned as a status, never raised.
+        """
+
+    async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
+        """POST `body` to /generate; every PART_S, call `send` with the new tokens of its samples.
+
+        A part is an answer for one sample with its `index` in the request. The answer at the end has only
+        the tokens that were not sent.
         """
 
     def alive(self) -> str:

@@ -1,22 +1,36 @@
 """The client of one generation server: SGLang's native schema over HTTP, which every proxy serves.
 
 `generate_many` hides interruptions: it sends an aborted request again with the tokens so far. The caller gets
-one Turn; its version spans tell which weights generated which tokens. The router (router.py) chooses servers
-and handles failed ones.
+one Turn; its version spans tell which weights generated which tokens. A server sends the tokens of a longer
+request in parts (proxy.py), so that another server continues from them if this one is lost. The router
+(router.py) chooses servers and handles failed ones.
 """
 
 import asyncio
+import functools
+import json
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
 
 from hpc_rl.core import net
-from hpc_rl.core.errors import Damaged, InputRefused, RequestRefused, ServerStale, ServerUnavailable
+from hpc_rl.core.errors import (
+    Damaged,
+    InputRefused,
+    RequestRefused,
+    ServerLost,
+    ServerStale,
+    ServerUnavailable,
+)
 from hpc_rl.core.types import Turn
+from hpc_rl.servers.wire import PART_S, PARTS, split_lines
 
 MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
 PauseMode = Literal["retract", "abort", "in_place"]
+TakeParts = Callable[[list[dict[str, Any]]], None]
 CONTROL_TIMEOUT_S = 600.0
 DAMAGED_STATUS = 424  # of a server that can't build weights from the published files
 
@@ -61,9 +75,18 @@ class PartialTurn:
         self.request = request
         self.turn = Turn([], [], [], "abort")
         self._budget: int | None = request.sampling.get("max_new_tokens")
+        self._begun = self._heard = time.monotonic()  # the current request, and its newest part
+        self._num_before = 0  # tokens before the current request
+        self._num_held = 0  # tokens of the current request that the server has made, but not sent
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.turn.finish_reason == "abort"
 
     def body(self) -> dict[str, Any]:
-        """Return the next request: the input plus the tokens so far, with a smaller token budget."""
+        """Begin the next request: the input plus the tokens so far, with a smaller token budget."""
+        self._begun = self._heard = time.monotonic()
+        self._num_before, self._num_held = len(self.turn.output_ids), 0
         request, made = self.request, len(self.turn.output_ids)
         sampling = dict(request.sampling)
         if made and self._budget is not None:
@@ -74,9 +97,9 @@ class PartialTurn:
         return {"input_ids": ids, "sampling_params": sampling, "rid": request.rid}
 
     def absorb(self, answer: dict[str, Any]) -> int:
-        """Append an answer; return the number of its tokens. Raises InputRefused."""
+        """Append an answer, or a part of it; return the number of its tokens. Raises InputRefused."""
         turn, meta, ids = self.turn, answer["meta_info"], answer["output_ids"]
-        reason = meta["finish_reason"]
+        reason = meta["finish_reason"] or {"type": "abort"}
         if reason["type"] == "abort" and reason.get("status_code") == 400:
             raise InputRefused(f"aborted: {reason.get('message')}")
         only_span = {"version": meta.get("weight_version", ""), "start": 0, "end": len(ids)}
@@ -88,7 +111,32 @@ class PartialTurn:
         used_up = self._budget is not None and len(turn.output_ids) >= self._budget
         if turn.finish_reason == "abort" and used_up:
             turn.finish_reason = "length"
+        self._heard = time.monotonic()
+        self._num_held = max(0, meta.get("completion_tokens", 0) - self.num_received)
         return len(ids)
+
+    @property
+    def num_received(self) -> int:
+        """The tokens of the current request."""
+        return len(self.turn.output_ids) - self._num_before
+
+    @property
+    def tokens_per_s(self) -> float:
+        """The speed of the current request; 0 before its first part."""
+        elapsed_s = self._heard - self._begun
+        return (self.num_received + self._num_held) / elapsed_s if elapsed_s > 0 else 0.0
+
+    def count_lost(self, tokens_per_s: float) -> None:
+        """Estimate the tokens that the lost server of the current request has made, but not sent.
+
+        A running sample has a part every PART_S: so these are at most the tokens of that time, and the tokens
+        that the server has announced only. `tokens_per_s` counts before the first part.
+        """
+        silent_s = time.monotonic() - self._heard
+        if not self.num_received and silent_s > 2 * PART_S:
+            return  # it was waiting: a running sample would have had a part
+        unsent = (self.tokens_per_s or tokens_per_s) * min(PART_S, silent_s)
+        self.turn.num_regenerated += self._num_held + int(unsent)
 
 
 class HttpServerClient:
@@ -111,6 +159,7 @@ class HttpServerClient:
         self._data = {"Authorization": f"Bearer {data_token}"}
         self._control = {"Authorization": f"Bearer {control_token}"} if control_token else self._data
         self._timeout_s = timeout_s
+        self._tokens_per_s = 0.0  # of one sample, lately
 
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Generate the samples of one prompt in one call; return their turns when all are done.
@@ -124,14 +173,23 @@ class HttpServerClient:
         """Finish turns, as generate_many. After a failure they keep their tokens, for another server."""
         least = partials[0].request.min_version
         headers = {**self._data, MIN_VERSION_HEADER: least} if least else self._data
-        left = [partial for partial in partials if partial.turn.finish_reason == "abort"]
+        left = [partial for partial in partials if partial.is_unfinished]
         try:
             async with asyncio.timeout(self._timeout_s):
-                await self._finish(left, headers)
+                await self._finish(left, {**headers, "Accept": f"{PARTS}, application/json"})
         except TimeoutError as error:
             problem = f"{self.url}: no generation within {self._timeout_s:.0f} s"
-            raise ServerUnavailable(problem) from error
+            self._count_lost(left)
+            raise ServerLost(problem) from error
+        except ServerLost:
+            self._count_lost(left)
+            raise
         return [partial.turn for partial in partials]
+
+    def _count_lost(self, partials: list[PartialTurn]) -> None:
+        for partial in partials:
+            if partial.is_unfinished:
+                partial.count_lost(self._tokens_per_s)
 
     async def _finish(self, left: list[PartialTurn], headers: dict[str, str]) -> None:
         pause_s = 0.0
@@ -139,12 +197,22 @@ class HttpServerClient:
             await asyncio.sleep(pause_s)
             parts = [partial.body() for partial in left]
             body = {key: [part[key] for part in parts] for key in parts[0]} if len(parts) > 1 else parts[0]
-            answer = await self._call("/generate", {**body, "return_logprob": True}, headers)
+            body |= {"return_logprob": True}
+            take = functools.partial(self._take_parts, left)
+            answer = await self._call("/generate", body, headers, take_parts=take)
             answers = answer if len(parts) > 1 else [answer]
-            made = sum([partial.absorb(one) for partial, one in zip(left, answers, strict=True)])
-            left = [partial for partial in left if partial.turn.finish_reason == "abort"]
+            for partial, one in zip(left, answers, strict=True):
+                partial.absorb(one)
+            made = sum(partial.num_received for partial in left)
+            left = [partial for partial in left if partial.is_unfinished]
             # aborted before the first token: the server is paused or updating
             pause_s = 0.0 if made else min(1.0, 2 * pause_s + 0.05)
+
+    def _take_parts(self, partials: list[PartialTurn], parts: list[dict[str, Any]]) -> None:
+        for part in parts:
+            partial = partials[part["index"]]
+            partial.absorb(part)
+            self._tokens_per_s = partial.tokens_per_s or self._tokens_per_s
 
     async def score_many(self, requests: list[GenerateRequest]) -> list[float]:
         """Return the reward model's score of each input. Raises as generate_many."""
@@ -180,24 +248,45 @@ class HttpServerClient:
         return await self._call("/health", None, self._data, timeout_s)
 
     async def _call(
-        self, path: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float | None = None
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        headers: dict[str, str],
+        timeout_s: float | None = None,
+        take_parts: TakeParts = lambda _parts: None,
     ) -> Any:
-        """POST `body`, or GET if it is None."""
+        """POST `body`, or GET if it is None. Calls `take_parts` with the parts of an answer as they come."""
         method = "GET" if body is None else "POST"
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=net.SILENCE_S)
         try:
             async with self._session.request(
                 method, self.url + path, json=body, headers=headers, timeout=timeout
             ) as response:
+                if response.content_type == PARTS:
+                    return await self._receive_parts(path, response, take_parts)
                 answer = await response.json(content_type=None)
                 status = response.status
         except aiohttp.ConnectionTimeoutError as error:
             raise ServerUnavailable(f"{self.url}{path}: no connection within {net.SILENCE_S} s") from error
+        except aiohttp.ClientConnectorError as error:
+            raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         except TimeoutError as error:
             raise ServerUnavailable(f"{self.url}{path}: no answer within {timeout_s} s") from error
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise ServerUnavailable(f"{self.url}{path}: {type(error).__name__}: {error}") from error
+            raise ServerLost(f"{self.url}{path}: {type(error).__name__}: {error}") from error
         return self._check_answer(path, status, answer)
+
+    async def _receive_parts(self, path: str, response: aiohttp.ClientResponse, take: TakeParts) -> Any:
+        """Return the answer after its parts. Raises ServerLost if the stream ends before it."""
+        async for text in split_lines(response.content.iter_any()):
+            line = json.loads(text)
+            if "parts" not in line:
+                try:
+                    return self._check_answer(path, line["status"], line["answer"])
+                except ServerUnavailable as error:
+                    raise ServerLost(str(error)) from error
+            take(line["parts"])
+        raise ServerLost(f"{self.url}{path}: the answer has no end")
 
     def _check_answer(self, path: str, status: int, answer: Any) -> Any:
         if status == 200:

@@ -16,7 +16,7 @@ from hpc_rl.core.node_copies import NodeCopies
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.client import DAMAGED_STATUS
-from hpc_rl.servers.wire import make_refusal
+from hpc_rl.servers.wire import SendParts, make_refusal
 from hpc_rl.weight_files.model_copy import ModelCopy
 
 logger = logging.getLogger(__name__)
@@ -62,6 +62,9 @@ class NodeBackend:
             return 400, make_refusal(str(error))
         except OSError as error:  # for example, no space on the node
             return 500, make_refusal(f"{type(error).__name__}: {error}")
+
+    async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
+        return await self.backend.generate(body, send)
 
     async def _prepare(self, label: str) -> int:
         assert self.copy is not None

@@ -5,15 +5,19 @@ a reward model; GET /model_info, /health. Control token (bearer only): POST /pau
 /continue_generation, /abort_request, /prepare_weights, /update_weights_from_disk, /flush_cache, /shutdown.
 The proxy adds epoch and attempt, checks the order of version labels, and refuses requests while it is stale.
 replica.py handles leases, reloading and the end of the process.
+
+A client that accepts PARTS gets the tokens of a longer request while it runs, so that they survive this
+server. Each line of such an answer is a JSON object: {"parts": [...]}, new tokens of some samples; the last
+one is {"status": ..., "answer": ...} with the rest. A request that ends within PART_S has a plain answer.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -25,6 +29,7 @@ from hpc_rl.core.http_service import HttpService, find_access, make_application,
 from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.client import MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older
+from hpc_rl.servers.wire import PARTS
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +44,7 @@ CONTROL_POST = (
 )
 FROZEN = "the model of this pool is frozen: it takes no weights"
 MAX_BODY_BYTES = 64 * 2**20
+STALE_WAIT_S = 1.0  # a request that needs newer weights waits for their publication
 UP = ("waiting", "serving")  # the backend runs; `waiting`: it has no published weights yet
 
 
@@ -66,6 +72,7 @@ class Proxy:
         self._tokens = Tokens(tokens)
         self._on_change, self._on_shutdown = on_change, on_shutdown
         self._control_lock = asyncio.Lock()
+        self._has_updated = asyncio.Event()  # set at the next update, then replaced
         self._num_running, self._busy_since, self._busy_s = 0, 0.0, 0.0
         self._service: HttpService | None = None
 
@@ -78,7 +85,7 @@ class Proxy:
         """The total time with at least one request, in seconds."""
         return self._busy_s + (time.monotonic() - self._busy_since if self._num_running else 0.0)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
         if not self._num_running:
             self._busy_since = time.monotonic()
@@ -136,18 +143,46 @@ class Proxy:
         known |= {"attempt": self._attempt, "incarnation": self._incarnation}
         return _make_response(200 if state in ("serving", "paused", "waiting") else 503, known)
 
-    async def _generate(self, path: str, request: web.Request) -> web.Response:
+    async def _generate(self, path: str, request: web.Request) -> web.StreamResponse:
         if self.lifecycle != "serving":
             return _make_response(*self._not_up())
         least = request.headers.get(MIN_VERSION_HEADER, "")
         try:
-            if least and is_older(self.version, least):
+            if not await self._wait_for_version(least):
                 return _make_response(503, {"error": "stale", "weight_version": self.version})
             body = parse_json_object(await receive_body(request, MAX_BODY_BYTES))
         except ValueError as error:
             return _make_response(400, {"error": {"message": f"{error}"}})
         with self._busy():
+            if path == "/generate" and PARTS in request.headers.get("Accept", ""):
+                return await self._answer_in_parts(request, body)
             return _make_response(*await self.backend.request(path, body))
+
+    async def _wait_for_version(self, least: str) -> bool:
+        """Return whether the weights are new enough, or are so within STALE_WAIT_S. Raises ValueError."""
+        give_up_at = time.monotonic() + STALE_WAIT_S
+        while is_older(self.version, least):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(give_up_at - time.monotonic()):
+                    await self._has_updated.wait()
+            if time.monotonic() >= give_up_at:
+                return not is_older(self.version, least)
+        return True
+
+    async def _answer_in_parts(self, request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": PARTS})
+
+        async def write_line(line: dict[str, Any]) -> None:
+            if not response.prepared:
+                await response.prepare(request)
+            await response.write(json.dumps(line).encode() + b"\n")
+
+        status, answer = await self.backend.generate(body, lambda parts: write_line({"parts": parts}))
+        if not response.prepared:
+            return _make_response(status, answer)
+        await write_line({"status": status, "answer": answer})
+        await response.write_eof()
+        return response
 
     async def _model_info(self, _request: web.Request) -> web.Response:
         if self.lifecycle not in UP:
@@ -211,6 +246,8 @@ class Proxy:
         status, answer = await self.backend.request("/update_weights_from_disk", body)
         if status == 200:
             self.version = label
+            self._has_updated.set()
+            self._has_updated = asyncio.Event()
             self.enter("serving")
             logger.info("serving weights %s", label)
         else:

@@ -62,7 +62,7 @@ class Router:
     pool: str = DEFAULT_POOL
     setup_timeout_s: float = 600.0  # wait for a server if none is live
     request_timeout_s: float = 3600.0  # of one generation
-    request_retries: int = 3  # after failures of servers; a stale server has not failed
+    request_retries: int = 3  # after failures of servers without a new token; a stale server has not failed
     policy: Literal["least_loaded", "round_robin"] = "least_loaded"  # counts the requests of this router
     poll_s: float = 0.5  # between reads of the roster
     _servers: dict[str, Server] = field(default_factory=dict)
@@ -85,8 +85,8 @@ class Router:
     async def generate_many(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Generate several requests with the same `min_version` on one server, in one call.
 
-        If the server fails, another one continues with the tokens so far. Raises RequestRefused (a bug in a
-        request), ServerUnavailable (every try failed), RoleFailed (no server came up).
+        If the server fails or stops, another one continues with the tokens so far. Raises RequestRefused (a
+        bug in a request), ServerUnavailable (every try failed), RoleFailed (no server came up).
         """
         partials = [PartialTurn(request) for request in requests]
 
@@ -96,17 +96,22 @@ class Router:
             self.observe(server, requests, turns, time.monotonic() - begun)
             return turns
 
-        return await self._try_servers(requests, ask)
+        return await self._try_servers(
+            requests, ask, lambda: sum(len(partial.turn.output_ids) for partial in partials)
+        )
 
     async def score_many(self, requests: list[GenerateRequest]) -> list[float]:
         """Return the scores of inputs, all from one reward-model server. Raises as generate_many."""
         return await self._try_servers(requests, lambda server: server.client.score_many(requests))
 
     async def _try_servers(
-        self, requests: Sequence[GenerateRequest], ask: Callable[[Server], Awaitable[T]]
+        self,
+        requests: Sequence[GenerateRequest],
+        ask: Callable[[Server], Awaitable[T]],
+        count_tokens: Callable[[], int] = lambda: 0,
     ) -> T:
         deadline = time.monotonic() + self.request_timeout_s
-        failures, stale_s = 0, 0.05
+        failures, stale_s, num_tokens = 0, 0.05, 0
         while True:
             server = await self._pick(requests)
             server.running += len(requests)
@@ -119,6 +124,9 @@ class Router:
                 stale_s = min(1.0, 2 * stale_s)
             except ServerUnavailable as error:
                 self._suspect(server, error)
+                # servers that are preempted one after the other must not use up the retries
+                if (now := count_tokens()) > num_tokens:
+                    failures, num_tokens = 0, now
                 failures += 1
                 if failures > self.request_retries:
                     raise

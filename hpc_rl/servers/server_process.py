@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from hpc_rl.core.errors import ConfigError, RoleFailed
 from hpc_rl.core.files import load_last_lines
 from hpc_rl.core.proc import TiedProcess
 from hpc_rl.servers.base import Answer, ReplicaPlace
+from hpc_rl.servers.wire import split_lines
 
 logger = logging.getLogger(__name__)
 
@@ -169,6 +170,30 @@ class ServerProcess:
         except aiohttp.ClientError as error:
             return 503, {"error": {"message": f"{self.name} does not answer: {type(error).__name__}"}}
 
+    async def stream(self, path: str, body: dict[str, Any], take: Callable[[dict[str, Any]], None]) -> Answer:
+        """POST `body` to `path`, and call `take` with each event of the answer.
+
+        Returns 200 after the last event, or an error's status and body.
+        """
+        assert self._session is not None
+        try:
+            async with self._session.post(
+                self._url + path, json=body, headers=self._headers, timeout=NO_LIMIT
+            ) as response:
+                if response.content_type != "text/event-stream":
+                    return response.status, _parse_json_or_text(await response.read())
+                async for line in split_lines(response.content.iter_any()):
+                    if line.startswith(b"data: [DONE]"):
+                        return 200, None
+                    if line.startswith(b"data: "):
+                        event = json.loads(line.removeprefix(b"data: "))
+                        if "error" in event:
+                            return _find_code(event["error"]), event
+                        take(event)
+        except aiohttp.ClientError as error:
+            return 503, {"error": {"message": f"{self.name} does not answer: {type(error).__name__}"}}
+        return 503, {"error": {"message": f"{self.name}'s answer has no end"}}
+
     async def _ask(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: aiohttp.ClientTimeout
     ) -> Answer:
@@ -177,6 +202,11 @@ class ServerProcess:
             method, self._url + path, json=body, headers=self._headers, timeout=timeout
         ) as response:
             return response.status, _parse_json_or_text(await response.read())
+
+
+def _find_code(error: Any) -> int:
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, int) and 400 <= code < 600 else 500
 
 
 def _parse_json_or_text(raw: bytes) -> Any:

@@ -1,19 +1,24 @@
 """The SGLang backend: one SGLang server in a subprocess on loopback; requests are forwarded unchanged.
 
+If the client accepts parts, a request is streamed (streams.py). A pause with mode `retract` interrupts these.
 The server gets a new API key in a config file with mode 0600. Reward models are served by /classify. Replicas
 that span several nodes are not supported.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import secrets
 import shutil
 import struct
 import tempfile
+import time
+import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,7 +38,8 @@ from hpc_rl.servers.server_process import (
     make_arguments,
     select_settings,
 )
-from hpc_rl.servers.wire import make_refusal
+from hpc_rl.servers.streams import END_S, StreamedSample, Streams, is_continuable, wait_for_ends
+from hpc_rl.servers.wire import SendParts, make_refusal
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +66,8 @@ def make_settings(
         "tensor_parallel_size": tensor_parallel_size,
         # defaults of requests must not come from the model's generation config
         "sampling_defaults": "openai",
+        # an event of a stream has the new tokens only, not all
+        "incremental_streaming_output": True,
     }
     if device == "cpu":
         backend = config.sampling_backend or "pytorch"
@@ -79,6 +87,7 @@ class SGLangBackend:
     extra_args: Sequence[str] = ()
 
     makes_initial_weights: ClassVar[bool] = False
+    _streams: Streams = field(default_factory=Streams)
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> SGLangBackend:
@@ -105,6 +114,7 @@ class SGLangBackend:
         settings = {**files, **self.settings, "port": port, "weight_version": version or "none"}
         argv = ["-m", "sglang.launch_server", *make_arguments(settings, self.extra_args, flags)]
         await self.process.start(argv, f"http://127.0.0.1:{port}", open_session(), key)
+        self._streams.start(version or "none")
         if self.settings.get("is_embedding"):
             await self._zero_bias(Path(path))
 
@@ -134,6 +144,83 @@ class SGLangBackend:
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         if path in (GENERATES if self.settings.get("is_embedding") else SCORES):  # SGLang would crash
             return 404, make_refusal(f"no such path of this model: {path}")
+        if path == "/pause_generation":
+            return await self._pause(body or {})
+        if path == "/continue_generation":
+            self._streams.resume()
         if path == "/update_weights_from_disk" and body is not None:
-            body = {key: body[key] for key in _UPDATE_KEYS if key in body}
+            return await self._update(path, {key: body[key] for key in _UPDATE_KEYS if key in body})
         return await self.process.request(path, body)
+
+    async def _pause(self, body: dict[str, Any]) -> Answer:
+        with self._streams.pausing():
+            if body.get("mode") == "retract":
+                await self._interrupt()
+            answer = await self.process.request("/pause_generation", body)
+            if answer[0] == 200:
+                self._streams.pause()
+        return answer
+
+    async def _interrupt(self) -> None:
+        """End running streams with their tokens so far: retracted, they would be met by an update."""
+        deadline = time.monotonic() + END_S
+        while (streams := self._streams.list_continuable()) and time.monotonic() < deadline:
+            rids = [rid for stream in streams for rid in stream.list_running()]
+            # SGLang ignores the id of a request that has not arrived yet
+            await asyncio.gather(*(self.process.request("/abort_request", {"rid": rid}) for rid in rids))
+            await wait_for_ends(streams, 0.5)
+
+    async def _update(self, path: str, body: dict[str, Any]) -> Answer:
+        label = body.get("weight_version")
+        self._streams.begin_update()
+        status, answer = 503, None
+        try:
+            status, answer = await self.process.request(path, body)
+        finally:
+            # after some failures, the weights have changed
+            self._streams.end_update(label if status == 200 else None)
+        return status, answer
+
+    async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
+        plan = _plan_stream(body)
+        if plan is None or self.settings.get("is_embedding"):
+            return await self.request("/generate", body)
+        rids, sampling = plan
+        continuable = all(map(is_continuable, sampling))
+        async with self._streams.open(rids, continuable) as stream:
+            intervals = [{**(one or {}), "stream_interval": self._streams.interval} for one in sampling]
+            batched = isinstance(body["input_ids"][0], list)
+            asked = {**body, "stream": True}
+            asked |= {"rid": rids if batched else rids[0]}
+            asked |= {"sampling_params": intervals if batched else intervals[0]}
+            request = self.process.stream("/generate", asked, partial(_take_event, stream.samples))
+            status, answers = await self._streams.relay(stream, request, send)
+        return status, answers if batched or status != 200 else answers[0]
+
+
+def _plan_stream(body: dict[str, Any]) -> tuple[list[str], list[dict[str, Any] | None]] | None:
+    """Return id and sampling parameters of each sample; None for a request that can't be streamed."""
+    ids = body.get("input_ids")
+    if not isinstance(ids, list) or not ids or body.get("text") is not None:
+        return None
+    count = len(ids) if isinstance(ids[0], list) else 1
+    sampling, rid = body.get("sampling_params"), body.get("rid")
+    several = sampling if isinstance(sampling, list) else [sampling] * count
+    rids = rid if isinstance(rid, list) else [rid] if count == 1 and rid else None
+    rids = rids or [uuid.uuid4().hex for _ in range(count)]
+    plain = all(one is None or (isinstance(one, dict) and one.get("n") in (None, 1)) for one in several)
+    extra = body.get("top_logprobs_num") or body.get("logprob_start_len") not in (None, -1)
+    if not plain or extra or len(several) != count or len(rids) != count:
+        return None
+    return [str(one) for one in rids], several
+
+
+def _take_event(samples: list[StreamedSample], event: dict[str, Any]) -> None:
+    """Add the new tokens of an event."""
+    sample, meta = samples[event.get("index", 0)], event["meta_info"]
+    # events that SGLang has joined may repeat the last token
+    num_new = meta["completion_tokens"] - sample.num_made
+    sample.ids += event["output_ids"][:num_new]
+    sample.logprobs += meta.get("output_token_logprobs", ())[:num_new]
+    if meta["finish_reason"]:
+        sample.end = meta

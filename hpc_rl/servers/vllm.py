@@ -12,9 +12,11 @@ import logging
 import os
 import shutil
 import tempfile
+import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,8 +35,17 @@ from hpc_rl.servers.server_process import (
     make_arguments,
     select_settings,
 )
+from hpc_rl.servers.streams import (
+    END_S,
+    Stream,
+    StreamedSample,
+    Streams,
+    is_continuable,
+    wait_for_ends,
+)
 from hpc_rl.servers.wire import (
     NativeRequest,
+    SendParts,
     make_answer,
     make_refusal,
     make_unknown_key_error,
@@ -135,7 +146,7 @@ def convert_to_native(rid: str, answer: dict[str, Any], label: str) -> list[dict
             rid,
             choice["token_ids"],
             [one["logprob"] for one in choice["logprobs"]["content"] or ()] if choice["logprobs"] else None,
-            _make_finish(choice),
+            _make_finish(choice["finish_reason"], choice["stop_reason"], choice["token_ids"]),
             [(one["version"], one["start"], one["end"]) for one in choice["weight_versions"] or ()],
             prompt_tokens=answer["usage"]["prompt_tokens"],
             weight_version=label,  # for samples without tokens
@@ -144,11 +155,32 @@ def convert_to_native(rid: str, answer: dict[str, Any], label: str) -> list[dict
     ]
 
 
-def _make_finish(choice: dict[str, Any]) -> dict[str, Any]:
-    made, kind, matched = choice["token_ids"], choice["finish_reason"], choice["stop_reason"]
+def _make_finish(kind: str, matched: int | str | None, made: list[int]) -> dict[str, Any]:
     if kind == "stop":
         return {"type": kind, "matched": made[-1] if matched is None and made else matched}
     return {"type": kind, "length": len(made)} if kind == "length" else {"type": kind}
+
+
+def _take_event(sample: StreamedSample, num_prompt: int, label: str, event: dict[str, Any]) -> None:
+    """Add the new tokens of an event."""
+    (choice,) = event["choices"]
+    ids, entries = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or ()
+    sample.ids += ids
+    sample.logprobs += [[one["logprob"], token, None] for one, token in zip(entries, ids, strict=False)]
+    if choice["finish_reason"] is not None:
+        sample.end = {
+            "id": sample.rid,
+            "finish_reason": _make_finish(choice["finish_reason"], choice["stop_reason"], sample.ids),
+            "weight_versions": choice["weight_versions"],
+            "weight_version": label,
+            "prompt_tokens": num_prompt,
+        }
+        if sample.end["finish_reason"]["type"] == "length":
+            sample.end["finish_reason"]["length"] = sample.num_made
+
+
+def make_internal_id(rid: str) -> str:
+    return f"generate-tokens-{rid}"  # vLLM's prefix of that API
 
 
 def refuse_text(_text: str) -> list[int]:
@@ -170,6 +202,7 @@ class VLLMBackend:
     _label: str = ""
     _is_paused: bool = False
     _control: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _streams: Streams = field(default_factory=Streams)
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> VLLMBackend:
@@ -202,6 +235,7 @@ class VLLMBackend:
         if self.settings.get("runner") == "pooling":
             return
         await self._change_label(version or "none")
+        self._streams.start(self._label)
         first = NativeRequest([0], "", {"max_new_tokens": 1, "ignore_eos": True})
         status, answer = await self._sample(first, with_logprobs=True)
         if status != 200:
@@ -246,6 +280,48 @@ class VLLMBackend:
         status, answer = await self.process.request("/inference/v1/generate", body)
         return status, convert_to_native(rid, answer, self._label) if status == 200 else answer
 
+    async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
+        try:
+            requests, batched = split(body, "vLLM servers", refuse_text)
+            with_logprobs = bool(body.get("return_logprob"))
+            sampling = [make_sampling(one, with_logprobs) for one in requests]
+        except RequestRefused as error:
+            return 400, make_refusal(str(error))
+        if any(one.get("n", 1) != 1 for one in sampling):
+            return await self.request("/generate", body)
+        continuable = all(is_continuable(one.sampling) for one in requests)
+        async with self._streams.open(
+            [one.rid or uuid.uuid4().hex for one in requests], continuable
+        ) as stream:
+            request = self._stream_all(stream, requests, sampling)
+            status, answers = await self._streams.relay(stream, request, send)
+        return status, answers if batched or status != 200 else answers[0]
+
+    async def _stream_all(
+        self, stream: Stream, requests: list[NativeRequest], sampling: list[dict[str, Any]]
+    ) -> Answer:
+        """Stream one request for each sample; return the first error."""
+        interval, salt = self._streams.interval, self._label
+        async with asyncio.TaskGroup() as group:
+            tasks = [
+                group.create_task(
+                    self.process.stream(
+                        "/inference/v1/generate",
+                        {
+                            "request_id": sample.rid,
+                            "token_ids": request.ids,
+                            "sampling_params": {**parameters, "stream_interval": interval},
+                            "cache_salt": salt,
+                            "stream": True,
+                        },
+                        partial(_take_event, sample, len(request.ids), salt),
+                    )
+                )
+                for sample, request, parameters in zip(stream.samples, requests, sampling, strict=True)
+            ]
+        answers = [task.result() for task in tasks]
+        return next((answer for answer in answers if answer[0] != 200), (200, None))
+
     async def _chat(self, body: dict[str, Any]) -> Answer:
         if body.get("stream"):
             raise RequestRefused("chat key 'stream' is not served by vLLM servers")
@@ -268,18 +344,31 @@ class VLLMBackend:
     async def _pause(self, body: dict[str, Any]) -> Answer:
         mode = parse_pause_mode(body)
         async with self._control:
-            answer = await self._hold(mode)
-            self._is_paused = self._is_paused or answer[0] == 200
+            with self._streams.pausing():
+                answer = await self._hold(mode)
+                if answer[0] == 200:
+                    self._is_paused = True
+                    self._streams.pause()
         return answer
 
     async def _hold(self, mode: str) -> Answer:
-        """Pause generation. `retract` also drops the cache of running requests."""
+        """Pause generation. `retract` also interrupts streams, and drops the cache of running requests."""
         if mode == "abort":
             return await self.process.request("/pause?mode=abort", {})
         answer = await self.process.request("/pause?mode=keep&clear_cache=false", {})
         if mode == "retract" and answer[0] == 200:
+            await self._interrupt()
             answer = await self._drop_cache("?reset_running_requests=true")
         return answer
+
+    async def _interrupt(self) -> None:
+        """End running streams with their tokens so far: an update must not meet them."""
+        deadline = time.monotonic() + END_S
+        while (streams := self._streams.list_continuable()) and time.monotonic() < deadline:
+            ids = [make_internal_id(rid) for stream in streams for rid in stream.list_running()]
+            # vLLM ignores the id of a request that has not arrived yet
+            await self.process.request("/abort_requests", {"request_ids": ids})
+            await wait_for_ends(streams, 0.5)
 
     async def _drop_cache(self, options: str = "") -> Answer:
         status, answer = await self.process.request(f"/reset_prefix_cache{options}", {})
@@ -289,6 +378,7 @@ class VLLMBackend:
 
     async def _continue(self, _body: dict[str, Any]) -> Answer:
         async with self._control:
+            self._streams.resume()
             answer = await self.process.request("/resume", {})
             self._is_paused = self._is_paused and answer[0] != 200
         return answer
@@ -297,7 +387,7 @@ class VLLMBackend:
         rid, everything = body.get("rid") or "", bool(body.get("abort_all"))
         if not rid and not everything:
             return 200, {"status": "ok"}
-        ids = [] if everything else [f"generate-tokens-{rid}"]  # vLLM's prefix of that API
+        ids = [] if everything else [make_internal_id(rid)]
         return await self.process.request("/abort_requests", {"request_ids": ids})
 
     async def _update(self, body: dict[str, Any]) -> Answer:
@@ -308,15 +398,19 @@ class VLLMBackend:
         async with self._control:
             if not self._is_paused:
                 await self._hold("retract")
+            loaded = False
+            self._streams.begin_update()
             try:
                 status, answer = await self._reload(path)
                 if status != 200:
                     return 400, {"success": False, "message": f"vLLM did not load {path}", **answer}
                 self._model = path
                 await self._change_label(self._label if label is None else str(label))
+                loaded = True
                 if body.get("flush_cache", True):
                     await self._drop_cache()
             finally:
+                self._streams.end_update(self._label if loaded else None)
                 if not self._is_paused:
                     await self.process.request("/resume", {})
         return 200, {"success": True, "message": "updated", "num_paused_requests": 0}

@@ -1,11 +1,13 @@
 """Requests of SGLang's native API: their schema, their validation, and their answers. No torch.
 
+An answer may come in parts (`PARTS`), so that its tokens survive the server: see proxy.py.
+
 Backends other than SGLang parse requests here. A sampling parameter that SGLang has and the embedded engine
 lacks is accepted at its neutral value only; any other key is unknown.
 """
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -15,6 +17,10 @@ from hpc_rl.core.errors import RequestRefused
 _KEYS = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
 _KEYS |= {"stream", "logprob_start_len", "top_logprobs_num"}
 PAUSE_MODES = ("abort", "retract", "in_place")
+PARTS = "application/x-ndjson"  # in `Accept`: the answer may come in parts; as its type: it does
+PART_S = 0.5  # between two parts of an answer
+Span = tuple[str, int, int]  # version, first token, end
+SendParts = Callable[[list[dict[str, Any]]], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,15 +74,31 @@ def _parse_inputs(body: dict[str, Any], encode: Callable[[str], list[int]]) -> t
     return (ids if batched else [ids]), batched
 
 
+def cut_spans(spans: Iterable[Span], start: int) -> list[Span]:
+    """Return the spans of the tokens from `start` on, counted from there."""
+    return [(label, max(0, first - start), end - start) for label, first, end in spans if end > start]
+
+
+async def split_lines(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the lines of a stream, of any length; a last line without its end is left out."""
+    pieces: list[bytes] = []
+    async for chunk in chunks:
+        *ended, rest = chunk.split(b"\n")
+        for line in ended:
+            yield b"".join((*pieces, line))
+            pieces.clear()
+        pieces.append(rest)
+
+
 def make_answer(
     rid: str,
     made: list[int],
-    logprobs: list[float] | None,
-    finish: dict[str, Any],
-    spans: list[tuple[str, int, int]],
+    logprobs: Sequence[float] | None,
+    finish: dict[str, Any] | None,
+    spans: list[Span],
     **meta: Any,
 ) -> dict[str, Any]:
-    """Return the answer for one sample. `spans` are (version, start, end) of its tokens."""
+    """Return the answer for one sample, or a part of it. `finish` is None while the sample is running."""
     meta |= {"id": rid, "finish_reason": finish, "completion_tokens": len(made)}
     meta["weight_versions"] = [{"version": v, "start": start, "end": end} for v, start, end in spans]
     if spans:

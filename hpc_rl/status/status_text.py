@@ -225,7 +225,9 @@ OF_BATCH = {  # of the batch of a step
     "staleness_max": "largest staleness",
     "behave_approx_kl": "KL to the policy that generated",
     "given_up": "trajectories of weights that were given up",
+    "tokens_regenerated": "tokens generated again after servers were lost",
 }
+ONLY_IF_ANY = ("given_up", "tokens_regenerated")
 FAR_KL = 1.0  # a batch with more teaches little
 
 
@@ -243,7 +245,7 @@ def describe_metrics(status: TrialStatus) -> list[str]:
             {"reward": "reward", "reward_std": METRICS["reward_std"], **parts, **METRICS}, last
         )
         lines.append(format_row("metrics", flatten_line(f"step {last['step']}: {known}")))
-        of_batch = {key: text for key, text in OF_BATCH.items() if key != "given_up" or last.get(key)}
+        of_batch = {key: text for key, text in OF_BATCH.items() if key not in ONLY_IF_ANY or last.get(key)}
         if text := format_metrics(of_batch, last):
             lines.append(format_row("batch", text))
         if is_number(kl := last.get("behave_approx_kl")) and abs(kl) > FAR_KL:

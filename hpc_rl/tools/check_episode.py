@@ -42,7 +42,7 @@ from hpc_rl.rollout.executor import make_run_frame
 from hpc_rl.rollout.pipes import NoteKept
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.servers.base import Backend, ReplicaPlace
-from hpc_rl.servers.client import HttpServerClient
+from hpc_rl.servers.client import HttpServerClient, TakeParts
 from hpc_rl.servers.embedded.backend import EmbeddedBackend
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.router import Router
@@ -68,9 +68,15 @@ class EngineClient(HttpServerClient):
     def __init__(self, backend: Backend, timeout_s: float) -> None:
         self.url, self._backend, self._timeout_s = "the embedded engine", backend, timeout_s
         self._data = self._control = {}
+        self._tokens_per_s = 0.0
 
     async def _call(
-        self, path: str, body: dict[str, Any] | None, headers: dict[str, str], timeout_s: float | None = None
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        headers: dict[str, str],
+        timeout_s: float | None = None,
+        take_parts: TakeParts = lambda _parts: None,
     ) -> Any:
         return self._check_answer(path, *await self._backend.request(path, body))
 

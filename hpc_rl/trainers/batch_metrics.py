@@ -10,7 +10,7 @@ from hpc_rl.checkpoint.lineage import find_ancestors
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.core.records import load_lineages
 from hpc_rl.core.trial import Trial
-from hpc_rl.core.types import Trajectory, TrajectoryGroup
+from hpc_rl.core.types import REGENERATED, Trajectory, TrajectoryGroup
 from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.minibatches import is_useful
 
@@ -49,6 +49,7 @@ class BatchMetrics:
         # their age still counts by their step
         stats.value("given_up", sum(self._is_given_up(row, lineage) for row in rows))
         stats.value("num_tokens", sum(len(row.ids) for row in rows))
+        stats.value(REGENERATED, sum(row.stats.get(REGENERATED, 0.0) for row in rows))
 
     def report_shaping(
         self,
@@ -90,7 +91,7 @@ class BatchMetrics:
             if name in self.agent_stats:
                 stats.mean(f"agent/{name}", value, 1)
             # rows without a known answer have no accuracies
-            if self._all_stats or name.startswith(OF_REWARD):
+            if (self._all_stats and name != REGENERATED) or name.startswith(OF_REWARD):
                 stats.mean(name, value, 1)
 
     def _warn_of_missing(self, rows: list[Trajectory]) -> None:

@@ -27,7 +27,14 @@ from transformers import (
 
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.pools import PoolConfig
-from hpc_rl.core.errors import ConfigError, InputRefused, RequestRefused, RoleFailed, ServerStale
+from hpc_rl.core.errors import (
+    ConfigError,
+    InputRefused,
+    RequestRefused,
+    RoleFailed,
+    ServerStale,
+    ServerUnavailable,
+)
 from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.core.types import Turn, WeightVersion
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -36,7 +43,7 @@ from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.servers.base import Backend
-from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
+from hpc_rl.servers.client import GenerateRequest, HttpServerClient, PartialTurn, open_session
 from hpc_rl.servers.external import Endpoint
 from hpc_rl.servers.replica import Identity, Replica
 from hpc_rl.servers.router import Router
@@ -386,6 +393,43 @@ class Conformance:
         assert [span[0] for span in turn.versions] == [old[0], api.served.label]
         check_logprobs(turn, {old[0]: old[1], api.served.label: api.served.model}, 1.0)
 
+    async def test_tokens_of_a_running_request_come_in_parts(self, api):
+        partials = self.begin_long(3)
+        finishing = asyncio.create_task(api.client.finish(partials))
+        await self.until(lambda: all(partial.turn.output_ids for partial in partials), finishing)
+        assert not finishing.done() and all(partial.is_unfinished for partial in partials)
+        self.check_partials(api, partials, [api.served.label])
+        await finishing
+        assert [len(partial.turn.output_ids) for partial in partials] == [self.long["max_new_tokens"]] * 3
+        self.check_partials(api, partials, [api.served.label])
+
+    async def test_parts_have_the_versions_that_sampled_them(self, api):
+        """Before and after an update, for a client that never receives the end."""
+        old = api.served.label
+        partials = self.begin_long(2)
+        finishing = asyncio.create_task(api.client.finish(partials))
+        await self.until(lambda: all(partial.turn.output_ids for partial in partials), finishing)
+        await api.update()
+        new = api.served.label
+        await self.until(lambda: all(partial.turn.versions[-1][0] == new for partial in partials), finishing)
+        finishing.cancel()
+        self.check_partials(api, partials, [old, new])
+
+    def begin_long(self, count):
+        return [PartialTurn(GenerateRequest(PROMPT, self.long, uuid.uuid4().hex)) for _ in range(count)]
+
+    async def until(self, holds, finishing):
+        async with asyncio.timeout(extend(60)):
+            while not holds() and not finishing.done():
+                await asyncio.sleep(0.01)
+
+    def check_partials(self, api, partials, labels):
+        served = api.served
+        paths = {label: served.models[WeightVersion.parse(label).step % 2] for label in labels}
+        for partial in partials:
+            assert [span[0] for span in partial.turn.versions] == labels
+            check_logprobs(partial.turn, paths, 1.0)
+
     async def test_update_changes_label_and_weights(self, api):
         before = await api.turn(max_new_tokens=20, temperature=0.0, ignore_eos=True)
         await api.update(pause=False)
@@ -501,3 +545,22 @@ class Conformance:
         with pytest.raises(ConfigError, match=r"pool student: .*/v1/models answered 401"):
             async with Endpoint("student", elsewhere, "wrong"):
                 pass
+
+
+async def check_drain(served: ServedReplica, sampling: dict[str, Any]) -> None:
+    """A server that is asked to stop returns the tokens of its running requests."""
+    requests = [GenerateRequest(PROMPT, sampling, uuid.uuid4().hex) for _ in range(3)]
+    partials = [PartialTurn(request) for request in requests]
+    async with open_session() as session:
+        finishing = asyncio.create_task(Api(served, session).client.finish(partials))
+        async with asyncio.timeout(extend(60)):
+            while not all(partial.turn.output_ids for partial in partials):
+                await asyncio.sleep(0.01)
+        before = [len(partial.turn.output_ids) for partial in partials]
+        await asyncio.to_thread(served.stop)
+        with pytest.raises(ServerUnavailable):  # the rest is for another server
+            await finishing
+    for partial, num_before in zip(partials, before, strict=True):
+        assert num_before < len(partial.turn.output_ids) < sampling["max_new_tokens"]
+        assert partial.is_unfinished and partial.turn.num_regenerated == 0
+        check_logprobs(partial.turn, {served.label: served.model}, 1.0)

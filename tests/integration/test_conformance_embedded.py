@@ -8,10 +8,12 @@ import pytest
 pytest.register_assert_rewrite("conformance")
 
 from conformance import (  # noqa: E402
+    LONG,
     PROMPT,
     Conformance,
     ServedReplica,
     api,  # noqa: F401
+    check_drain,
     make_model,
     make_reward_model,
     plain_scores,
@@ -57,6 +59,10 @@ class TestEmbedded(Conformance):
     async def test_samples_of_one_prompt_differ_and_share_its_prefill(self, api):  # noqa: F811
         turns = await asyncio.gather(*(api.turn(max_new_tokens=20, ignore_eos=True) for _ in range(8)))
         assert len({tuple(turn.output_ids) for turn in turns}) == 8
+
+
+async def test_a_server_that_stops_returns_its_tokens(served):
+    await check_drain(served, LONG)  # the last test of this server
 
 
 class TestBatchInvariant:

@@ -11,7 +11,14 @@ import pytest
 
 pytest.register_assert_rewrite("conformance")
 
-from conformance import Conformance, api, check_failed_start, make_model  # noqa: E402, F401
+from conformance import (  # noqa: E402
+    LONG,
+    Conformance,
+    api,  # noqa: F401
+    check_drain,
+    check_failed_start,
+    make_model,
+)
 from sglang_servers import backend_of, served_sglang  # noqa: E402
 
 pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
@@ -33,6 +40,10 @@ class TestSGLang(Conformance):
         shown = subprocess.run(["ps", "-eo", "args"], capture_output=True, text=True, check=True).stdout
         assert "sglang.launch_server" in shown and key not in shown
         assert key not in (secret.parent / "sglang.log").read_text()
+
+
+async def test_a_server_that_stops_returns_its_tokens(served):
+    await check_drain(served, LONG)  # the last test of this server
 
 
 async def test_failed_start_shows_sglangs_own_words(tmp_path, sglang_python):

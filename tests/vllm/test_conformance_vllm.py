@@ -19,6 +19,7 @@ from conformance import (  # noqa: E402
     TRUNCATED,
     Conformance,
     api,  # noqa: F401
+    check_drain,
     check_failed_start,
     check_logprobs,
     make_model,
@@ -98,6 +99,10 @@ class TestVLLM(Conformance):
 
 def _listening(process: psutil.Process) -> list:
     return [one.laddr for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN]
+
+
+async def test_a_server_that_stops_returns_its_tokens(served):
+    await check_drain(served, TestVLLM.long)  # the last test of this server
 
 
 async def test_failed_start_shows_vllms_own_words(tmp_path, vllm_python):

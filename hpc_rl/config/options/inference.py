@@ -144,8 +144,8 @@ class InferenceEngineConfig:
     request_timeout: PositiveFloat = 3600.0
     """Time limit of one generation request in seconds, weight updates included."""
     request_retries: NonNegativeInt = 3
-    """Number of times that a failed request is sent again, if possible to another server; then its prompt is
-    rejected."""
+    """Number of times in a row that a failed request is sent again without a new token, if possible to
+    another server; then its prompt is rejected."""
     keep_samples: NonNegativeInt = 1
     """Number of groups per step whose completions are kept for `hpc-rl samples`. hpc-rl extension."""
     prompt_retries: NonNegativeInt = 2

@@ -7,12 +7,14 @@ sequences that finish in one step return in one call.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,10 @@ from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.scorer import EmbeddedScorer
 from hpc_rl.servers.wire import (
+    PART_S,
     SamplingParams,
+    SendParts,
+    cut_spans,
     make_answer,
     make_refusal,
     parse_pause_mode,
@@ -40,6 +45,36 @@ logger = logging.getLogger(__name__)
 _SWITCH_INTERVAL_S = 0.001  # the engine releases the GIL in every tensor operation and needs it back soon
 _MASK_63 = (1 << 63) - 1
 MAX_SEQUENCES = 4096  # per request
+
+
+class _Sample:
+    """A sequence, and how many of its tokens are sent."""
+
+    def __init__(self, sequence: Sequence, return_logprob: bool) -> None:
+        self.sequence, self._return_logprob = sequence, return_logprob
+        self._num_sent, self._end_is_sent = 0, False
+
+    def has_news(self) -> bool:
+        ended = self.sequence.finish is not None and not self._end_is_sent
+        return ended or len(self.sequence.tokens) > self._num_sent
+
+    def take(self, version: str) -> dict[str, Any]:
+        """Return what is not sent yet, as an answer. `version` counts for an answer without tokens."""
+        sequence, start = self.sequence, self._num_sent
+        self._num_sent, self._end_is_sent = len(sequence.tokens), sequence.finish is not None
+        answer = make_answer(
+            sequence.rid,
+            sequence.tokens[start:],
+            sequence.logprobs[start:] if self._return_logprob else None,
+            sequence.finish,
+            cut_spans(sequence.spans, start),
+            prompt_tokens=len(sequence.ids),
+            cached_tokens=0,
+            weight_version=version,
+            num_retractions=sequence.num_retractions,
+        )
+        answer["meta_info"]["completion_tokens"] = len(sequence.tokens)
+        return answer
 
 
 class EmbeddedBackend:
@@ -105,15 +140,21 @@ class EmbeddedBackend:
         handler = self._HANDLERS.get(path)
         if handler is None:
             return 404, make_refusal(f"no such path: {path}")
+        return await self._answer_or_refuse(handler(self, body or {}))
+
+    async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
+        return await self._answer_or_refuse(self._generate(body, send))
+
+    async def _answer_or_refuse(self, answer: Awaitable[Any]) -> Answer:
         try:
-            return 200, await handler(self, body or {})
+            return 200, await answer
         except RequestRefused as error:
             return 400, make_refusal(str(error))
         except RuntimeError as error:  # the engine has failed or stops
             return 503, make_refusal(str(error))
 
     # generation
-    async def _generate(self, body: dict[str, Any]) -> Any:
+    async def _generate(self, body: dict[str, Any], send: SendParts | None = None) -> Any:
         requests, batched = split(
             body,
             "the embedded engine",
@@ -128,8 +169,9 @@ class EmbeddedBackend:
         sequences: list[Sequence] = []
         for request, one in zip(requests, params, strict=True):
             sequences += self._sequences(request.ids, request.rid, one)
-        finished = await self._run(sequences, rids)
-        answers = [self._answer(sequence, bool(body.get("return_logprob"))) for sequence in finished]
+        samples = [_Sample(sequence, bool(body.get("return_logprob"))) for sequence in sequences]
+        await self._run(samples, rids, send)
+        answers = [sample.take(self.engine.version) for sample in samples]
         return answers if batched or len(answers) > 1 or params[0].n > 1 else answers[0]
 
     def _sequences(self, ids: list[int], rid: str, params: SamplingParams) -> list[Sequence]:
@@ -153,22 +195,35 @@ class EmbeddedBackend:
         rids = [rid] if params.n == 1 else [f"{rid}_{index}" for index in range(params.n)]
         return [Sequence(ids, params, seed, own) for seed, own in zip(seeds, rids, strict=True)]
 
-    async def _run(self, sequences: list[Sequence], rids: set[str]) -> list[Sequence]:
+    async def _run(self, samples: list[_Sample], rids: set[str], send: SendParts | None) -> None:
         if self.engine.failure:
             raise RuntimeError(self.engine.failure)
         self._live |= rids
+        sequences = [sample.sequence for sample in samples]
         self.engine.submit(sequences)
         try:
-            for sequence in sequences:
-                await sequence.done.wait()
-        except asyncio.CancelledError:  # the client has disconnected
-            for sequence in sequences:
-                sequence.cancelled = True
-            self.engine.command(lambda: self.engine.abort(lambda one: one.cancelled, "the client has gone"))
-            raise
+            while not await _wait_for_all(sequences, PART_S if send else None):
+                parts = await self._in_engine(partial(self._take_parts, samples))
+                if parts and send:
+                    await send(parts)
         finally:
             self._live -= rids
-        return sequences
+            if not all(sequence.finish for sequence in sequences):  # the client has disconnected
+                for sequence in sequences:
+                    sequence.cancelled = True
+                self.engine.command(
+                    lambda: self.engine.abort(lambda one: one.cancelled, "the client has gone")
+                )
+
+    def _take_parts(self, samples: list[_Sample]) -> list[dict[str, Any]]:
+        """Return the new tokens of running samples. Runs in the engine's thread."""
+        self.engine.collect({sample.sequence for sample in samples})
+        version = self.engine.version
+        return [
+            {"index": index, **sample.take(version)}
+            for index, sample in enumerate(samples)
+            if sample.has_news()
+        ]
 
     def _deliver(self, finished: list[Sequence]) -> None:
         """Pass finished sequences from the engine's thread to this event loop."""
@@ -180,20 +235,6 @@ class EmbeddedBackend:
         assert self._loop is not None
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(settle)
-
-    def _answer(self, sequence: Sequence, return_logprob: bool) -> dict[str, Any]:
-        assert sequence.finish is not None
-        return make_answer(
-            sequence.rid,
-            sequence.tokens,
-            sequence.logprobs if return_logprob else None,
-            sequence.finish,
-            sequence.spans,
-            prompt_tokens=len(sequence.ids),
-            cached_tokens=0,
-            weight_version=self.engine.version,  # for samples without tokens
-            num_retractions=sequence.num_retractions,
-        )
 
     async def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
         tokenizer = self._require_tokenizer()
@@ -259,6 +300,16 @@ class EmbeddedBackend:
         "/flush_cache": _flush,
         "/model_info": _info,
     }
+
+
+async def _wait_for_all(sequences: list[Sequence], timeout_s: float | None) -> bool:
+    """Return whether all sequences ended within the time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            for sequence in sequences:
+                await sequence.done.wait()
+            return True
+    return False
 
 
 def _load_tokenizer(path: str) -> Tokenizer | None:

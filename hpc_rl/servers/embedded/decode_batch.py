@@ -22,7 +22,7 @@ class Sequence:
     params: SamplingParams
     seed: int
     rid: str
-    tokens: list[int] = field(default_factory=list)  # so far; updated when it leaves the rows
+    tokens: list[int] = field(default_factory=list)  # so far; updated by DecodeBatch.collect
     logprobs: list[float] = field(default_factory=list)
     spans: list[tuple[str, int, int]] = field(default_factory=list)
     finish: dict[str, Any] | None = None
@@ -124,12 +124,14 @@ class DecodeBatch:
         del self.sequences[keep:]
 
     def collect(self, row: int, version: str) -> Sequence:
-        """Move the tokens of a row into its sequence."""
-        sequence = self.sequences[row]
+        """Move the tokens of a row into its sequence. The row may continue."""
+        sequence, state = self.sequences[row], self.state[row]
         self.close_span(row, version)
-        made = self.state["made"][row]
+        made = int(state["made"])
         sequence.tokens += self.tokens[row, :made].tolist()
         sequence.logprobs += self.logprobs[row, :made].tolist()
+        for name in ("limit", "least", "made"):
+            state[name] -= made
         return sequence
 
     def close_span(self, row: int, version: str) -> None:
@@ -137,5 +139,8 @@ class DecodeBatch:
         sequence = self.sequences[row]
         start = sequence.spans[-1][2] if sequence.spans else 0
         end = len(sequence.tokens) + int(self.state["made"][row])
-        if end > start:
-            sequence.spans.append((version, start, end))
+        if end <= start:
+            return
+        if sequence.spans and sequence.spans[-1][0] == version:
+            start = sequence.spans.pop()[1]
+        sequence.spans.append((version, start, end))

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from typing import Any
 
@@ -135,6 +135,13 @@ class EmbeddedEngine:
         if version is not None:
             self.version = version
         logger.info("weights %s loaded from %s in %.2f s", self.version, path, time.monotonic() - start)
+
+    def collect(self, sequences: Collection[Sequence]) -> None:
+        """Move the tokens so far of these running sequences from their rows into them."""
+        for batch in self._batches:
+            for row, sequence in enumerate(batch.sequences):
+                if sequence in sequences:
+                    batch.collect(row, self.version)
 
     def abort(self, match: Callable[[Sequence], bool], message: str) -> int:
         """End the matching sequences; return their number."""

@@ -15,7 +15,7 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.servers.base import Answer, ReplicaPlace
-from hpc_rl.servers.wire import make_refusal
+from hpc_rl.servers.wire import SendParts, make_refusal
 
 MAX_TOKENS = 8192  # padded, per forward pass
 
@@ -63,6 +63,9 @@ class EmbeddedScorer:
         loop = asyncio.get_running_loop()
         scores = await loop.run_in_executor(self._thread, score, self._model, inputs)
         return 200, [{"embedding": [one]} for one in scores]
+
+    async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
+        return await self.request("/generate", body)
 
 
 def _is_input(ids: Any, size: int) -> bool:

@@ -10,7 +10,7 @@ class Scripted(HttpServerClient):
         super().__init__(None, "http://x", "data")
         self.answers, self.bodies, self.headers = list(answers), [], []
 
-    async def _call(self, path, body, headers, timeout_s=None):
+    async def _call(self, path, body, headers, timeout_s=None, take_parts=None):
         self.bodies.append(body)
         self.headers.append(headers)
         return self.answers.pop(0)

@@ -22,7 +22,7 @@ from hpc_rl.config.options.training import NormConfig, PPOActorConfig
 from hpc_rl.core.errors import DataUnusable
 from hpc_rl.core.records import LineageRecord
 from hpc_rl.core.trial import write_json
-from hpc_rl.core.types import Batch, EvalResult, Trajectory, TrajectoryGroup, encode
+from hpc_rl.core.types import REGENERATED, Batch, EvalResult, Trajectory, TrajectoryGroup, encode
 from hpc_rl.trainers.grpo_recipe import GRPO, count_allowed_idle_steps, count_updates, place_schedule
 from hpc_rl.trainers.minibatches import divide_rows
 
@@ -134,6 +134,17 @@ def test_trajectories_of_weights_that_were_given_up_are_counted(tmp_path, from_s
     recipe.update(6, batch_of([1.0, 0.0], [0.0, 1.0]))
     numbers = recipe.run.stats.take()
     assert (numbers["given_up"], numbers["staleness_max"]) == (num_given_up, 1)
+
+
+def test_tokens_that_were_generated_again_are_counted(tmp_path):
+    recipe = grpo_recipe(tmp_path)
+    recipe.update(6, batch_of([1.0, 0.0], [1.0, 1.0]))
+    assert recipe.run.stats.take()["tokens_regenerated"] == 0
+    batch = batch_of([1.0, 0.0], [1.0, 0.0])
+    batch.groups[0].trajectories[1].stats[REGENERATED] = 12
+    batch.groups[1].trajectories[0].stats[REGENERATED] = 5
+    recipe.update(7, batch)
+    assert recipe.run.stats.take()["tokens_regenerated"] == 17
 
 
 def test_the_kl_reward_is_of_the_behaviour_policy_and_every_row_counts(tmp_path):
