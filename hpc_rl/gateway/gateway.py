@@ -50,6 +50,7 @@ class GatewayCounters:
     requests: int = 0
     completions: int = 0
     tokens: int = 0
+    tokens_regenerated: int = 0
     refused: int = 0
     unanswered: int = 0
     abandoned: int = 0
@@ -141,6 +142,7 @@ class Gateway:
             turns = await self._wait_for_answer([completion.request(size) for completion in left])
             for completion, turn in zip(left, turns, strict=True):
                 completion.absorb(turn)
+                self.counters.tokens_regenerated += turn.num_regenerated
             done = [completion for completion in left if completion.done]
             if done:
                 turns = [completion.turn for completion in done]

@@ -118,7 +118,7 @@ class TeacherWorkflow:
         )
         values = compute_values(self._parts, lesson)
         result = trajectory([completion], sum(values.values()))
-        result.stats = make_stats(lesson) | {f"reward_{name}": value for name, value in values.items()}
+        result.stats |= make_stats(lesson) | {f"reward_{name}": value for name, value in values.items()}
         self._show(generate, f"teaching {number}, reward {result.reward:g}", text)
         return result
 
