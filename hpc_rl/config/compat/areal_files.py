@@ -10,6 +10,7 @@ from typing import Any
 from hpc_rl.config.compat.areal_names import (
     ANY,
     AS_UNWRITTEN,
+    MODELS,
     MOUNT,
     NAMES,
     OF_MULTI_TURN,
@@ -18,6 +19,7 @@ from hpc_rl.config.compat.areal_names import (
     WORKFLOW,
     WORKFLOW_ARGS,
 )
+from hpc_rl.config.compat.areal_options import ONE_VALUE
 from hpc_rl.config.load.fields import list_defaults, list_options
 from hpc_rl.config.load.parser import convert_value
 from hpc_rl.config.load.source import Settings, SourceValue
@@ -26,6 +28,7 @@ from hpc_rl.core.refusal import UNSET, Kind, Refusal
 
 _NOT_TRAINED = "the reference model is not trained"
 _SHOWN = 3  # names in a note
+_SECTIONS = ("checkpointer", "scheduler", *(f"{model}.ds_auto_tp" for model in MODELS))
 
 
 @dataclasses.dataclass
@@ -42,7 +45,8 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
     """Translate the AReaL names that `cls`, the configuration of a trainer, does not have."""
     done = RenamedSettings({})
     idle: dict[str, list[str]] = defaultdict(list)  # reason -> names
-    for name, item in _convert_norms(_flatten_sections(given)).items():
+    given = _drop_one_value_options(cls, _flatten_sections(given), done)
+    for name, item in _convert_norms(given).items():
         row = NAMES.get(_find_known_part(name))
         if name in list_options(cls) or (row is None and not _is_of_ref(name, cls)):
             done.settings[name] = item
@@ -77,13 +81,37 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
 
 
 def _flatten_sections(given: Settings) -> Settings:
-    """Flatten AReaL's section `checkpointer`, which hpc-rl does not have, to dotted names."""
+    """Flatten AReaL's sections that hpc-rl does not have to dotted names."""
     found: Settings = {}
     for name, item in given.items():
-        if name == "checkpointer" and isinstance(item.value, dict):
+        if name in _SECTIONS and isinstance(item.value, dict):
             found |= {f"{name}.{key}": part for key, part in item.value.items()}
-        else:
+        elif item.value is not None or name not in _SECTIONS:
             found[name] = item
+    return found
+
+
+def _drop_one_value_options(cls: type, given: Settings, done: RenamedSettings) -> Settings:
+    """Return the settings without AReaL's options that can have only one value; other values are refused."""
+    sections = {name.partition(".")[0] for name in list_options(cls)} | {"scheduler"}
+    found: Settings = {}
+    for name, item in given.items():
+        row = ONE_VALUE.get(name)
+        if row is None or name.partition(".")[0] not in sections:
+            found[name] = item
+            continue
+        done.replaced[name] = item
+        if not row.is_allowed(item.to_plain()):
+            done.refusals.append(
+                Refusal(
+                    option=name,
+                    origin=item.origin,
+                    value=item.shown,
+                    kind=Kind.UNSUPPORTED,
+                    why=f"can't be used: {row.why}",
+                    related=row.related_options,
+                )
+            )
     return found
 
 
@@ -261,8 +289,4 @@ def _explain_idle(name: str, value: Any, settings: Settings) -> str:
     if name == "launcher.slurm.mount" and value == MOUNT:
         given = (settings[image].value for image in images if image in settings)
         return "" if any(one not in (None, "none") for one in given) else "no container image is set"
-    daemons = {"cluster.name_resolve.etcd3_addr": "etcd3", "cluster.name_resolve.ray_actor_name": "ray"}
-    used = settings.get("cluster.name_resolve.type")
-    if name in daemons and isinstance(value, str) and (used is None or used.value == "nfs"):
-        return "cluster.name_resolve.type is nfs"
     return ""

@@ -181,24 +181,3 @@ class StatsLoggerConfig(IdentityConfig):
     every_steps: PositiveInt = 1
     """Send the metrics of every N-th step, and of all evaluations, to TensorBoard and the services;
     metrics.jsonl has every step. hpc-rl extension."""
-
-
-@dataclass(kw_only=True)
-class SchedulerConfig:
-    """AReaL's scheduler service, which hpc-rl does not have.
-
-    Slurm places the roles, and rewards run in the rollout role.
-    """
-
-    endpoint: str = "http://localhost:8081"
-    """Address of the service; only the default is accepted."""
-    deploy_mode: str = "separation"
-    """Deployment of AReaL; only `separation` is accepted."""
-    functioncall_service_domain: str = "http://localhost:8080"
-    """Address of a reward service; only the default is accepted. Use `rollout.reward_fn`."""
-    reward_functioncall_config: dict[str, str] = field(default_factory=dict)
-    """Options of a reward service; only an empty mapping is accepted."""
-    reward_model_path: str = ""
-    """Reward model of a service; only the empty default is accepted. Use `pools.reward_model.path`."""
-    reward_model_service_url: str = "http://localhost:30000/classify"
-    """Address of a reward model; only the default is accepted."""

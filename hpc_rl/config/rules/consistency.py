@@ -2,9 +2,8 @@
 
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.compat.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.config.load.fields import find_members, is_mapping, list_defaults, list_options
-from hpc_rl.config.load.stored import REDACTED, VARIABLES, find_trainer, is_secret, is_secret_variable
+from hpc_rl.config.load.stored import REDACTED, VARIABLES, find_trainer, is_secret_variable
 from hpc_rl.config.options.cluster import parse_environment
 from hpc_rl.config.options.experiment import (
     ABSENT,
@@ -37,6 +36,10 @@ FOLLOWS = {  # option -> the option that it must equal and follows by default
     "actor.temperature": "gconfig.temperature",
     "rollout.consumer_batch_size": "train_dataset.batch_size",
     **{f"{backend.section}.model_path": "actor.path" for backend in SERVER_BACKENDS.values()},
+}
+_KEYS_OF_SERVICES = {  # option -> what to do instead
+    "stats_logger.wandb.wandb_api_key": "run `wandb login` once, or export WANDB_API_KEY before submitting",
+    "stats_logger.swanlab.api_key": "run `swanlab login` once, or export SWANLAB_API_KEY before submitting",
 }
 _NORMS = ("actor.reward_norm", "actor.adv_norm")
 _MODELS = ("actor", "ref", "model")
@@ -193,16 +196,11 @@ def check_environments(config: Config, explicit: Collection[str]) -> Iterator[Re
                 yield Refusal(option=option, kind=Kind.VALUE, why=why, use="set the value itself")
 
 
-def check_unavailable(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
-    of_models = {f"{model}.{name}": row for model in _MODELS for name, row in MODEL_UNAVAILABLE.items()}
-    for name, row in (UNAVAILABLE | of_models).items():
-        value = get_value(config, name)
-        if value is not ABSENT and value not in row.allowed:
-            shown = REDACTED if is_secret(name) else value
-            why = f"can't be used: {row.why}"
-            yield Refusal(
-                option=name, value=shown, kind=Kind.UNSUPPORTED, why=why, related=row.related_options
-            )
+def check_keys_absent(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    for name, use in _KEYS_OF_SERVICES.items():
+        if get_value(config, name):
+            why = f"can't be used: a key does not belong in a file that others may read; {use}"
+            yield Refusal(option=name, value=REDACTED, kind=Kind.UNSUPPORTED, why=why)
 
 
 RULES = [
@@ -213,7 +211,7 @@ RULES = [
     check_datasets,
     check_evaluation,
     check_environments,
-    check_unavailable,
+    check_keys_absent,
 ]
 
 
