@@ -80,6 +80,12 @@ class Sample(JsonRecord):
         if at < len(self.completion) or not at:
             yield True, self.completion[at:]
 
+    def format_column(self, name: str) -> str:
+        """Return `NAME: VALUE` of a column of the row, with a mark if it was shortened."""
+        value = self.columns[name]
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return f"{name}: {text}{' … (shortened)' if name in self.shortened else ''}"
+
 
 class SampleWriter:
     """Writes samples of a trainer incarnation to a sink. `decode` converts token ids to text."""

@@ -111,7 +111,9 @@ def _describe_items(items: Items) -> Iterator[str]:
 
 
 def _describe_work(work: Work, config: Config, plan: Plan) -> Iterator[str]:
-    steps = "a number of steps that depends on the rows" if work.steps is None else _format_steps(work.steps)
+    steps = f"{work.steps} step{'' if work.steps == 1 else 's'}"
+    if work.steps is None:
+        steps = "a number of steps that depends on the rows"
     each = f"{work.trajectories} sequences of at most {work.longest} tokens"
     yield _format_row("work", f"{steps}, each of {each}, {_format_count(work.tokens)} tokens")
     if work.per_pass:
@@ -189,10 +191,6 @@ def _describe_disk(disk: DiskUse, num_servers: int) -> Iterator[str]:
     }
     kept = {name: size for name, size in kept.items() if size != 0}
     yield _format_row("", f"kept at most: {format_items(kept)}")
-
-
-def _format_steps(number: int) -> str:
-    return f"{number} step{'' if number == 1 else 's'}"
 
 
 def _format_count(number: int) -> str:
