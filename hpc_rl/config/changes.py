@@ -68,7 +68,7 @@ NEW_BATCHES = (
     "teacher",
 )
 REPLAYS = (
-    "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl",
+    "actor.pad_to_maximum", "actor.attn_impl",
     "actor.grad_reduce_dtype", "actor.backend", "actor.fsdp", "actor.megatron",
     "actor.gradient_checkpointing",
     "actor.mb_spec", "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",

@@ -161,8 +161,11 @@ def _make_name_tables() -> Iterator[str]:
         if not name.startswith(("{model}.", "ref.", "model."))
     ]
     heads = ["option", "accepted", "why, and what to use"]
-    alike = "They are no options here. The rows about `actor` apply to `ref` and `model`, too."
-    yield from _make_table("AReaL's options with one possible value", [alike], heads, one_value)
+    texts = [
+        "They are no options here. The rows about `actor` apply to `ref` and `model`, too.",
+        "`experiment_name`, `trial_name` and `fileroot` of a section must equal the trial's own.",
+    ]
+    yield from _make_table("AReaL's options with one possible value", texts, heads, one_value)
 
 
 def _make_areal_names() -> Iterator[str]:

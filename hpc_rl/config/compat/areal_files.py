@@ -4,7 +4,10 @@
 """
 
 import dataclasses
+import os
+import re
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from hpc_rl.config.compat.areal_names import (
@@ -19,7 +22,7 @@ from hpc_rl.config.compat.areal_names import (
     WORKFLOW,
     WORKFLOW_ARGS,
 )
-from hpc_rl.config.compat.areal_options import ONE_VALUE
+from hpc_rl.config.compat.areal_options import IDENTITY, ONE_VALUE
 from hpc_rl.config.load.fields import list_defaults, list_options
 from hpc_rl.config.load.parser import convert_value
 from hpc_rl.config.load.source import Settings, SourceValue
@@ -28,6 +31,7 @@ from hpc_rl.core.refusal import UNSET, Kind, Refusal
 
 _NOT_TRAINED = "the reference model is not trained"
 _SHOWN = 3  # names in a note
+_REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
 _SECTIONS = ("checkpointer", "scheduler", *(f"{model}.ds_auto_tp" for model in MODELS))
 
 
@@ -93,26 +97,35 @@ def _flatten_sections(given: Settings) -> Settings:
 
 def _drop_one_value_options(cls: type, given: Settings, done: RenamedSettings) -> Settings:
     """Return the settings without AReaL's options that can have only one value; other values are refused."""
-    sections = {name.partition(".")[0] for name in list_options(cls)} | {"scheduler"}
+    sections = {name.partition(".")[0] for name in list_options(cls)} | {"scheduler", "checkpointer"}
     found: Settings = {}
     for name, item in given.items():
-        row = ONE_VALUE.get(name)
-        if row is None or name.partition(".")[0] not in sections:
+        row, root = ONE_VALUE.get(name), IDENTITY.get(name)
+        if (row is None and root is None) or name.partition(".")[0] not in sections:
             found[name] = item
             continue
         done.replaced[name] = item
-        if not row.is_allowed(item.to_plain()):
-            done.refusals.append(
-                Refusal(
-                    option=name,
-                    origin=item.origin,
-                    value=item.shown,
-                    kind=Kind.UNSUPPORTED,
-                    why=f"can't be used: {row.why}",
-                    related=row.related_options,
-                )
-            )
+        refuse = partial(Refusal, option=name, origin=item.origin, value=item.shown)
+        if row is not None and not row.is_allowed(item.to_plain()):
+            why = f"can't be used: {row.why}"
+            done.refusals.append(refuse(kind=Kind.UNSUPPORTED, why=why, related=row.related_options))
+        elif root is not None and item.value is not None:
+            wanted = given.get(root, SourceValue(list_defaults(cls).get(root), ""))
+            is_known = wanted.value is not None  # else another refusal asks for it
+            if is_known and _follow_references(item, given) != _follow_references(wanted, given):
+                why, use = f"must equal {root} {wanted.shown}", "remove it: it defaults to that"
+                done.refusals.append(refuse(kind=Kind.CONFLICT, why=why, use=use, related=(root,)))
     return found
+
+
+def _follow_references(item: SourceValue, given: Settings) -> str:
+    """Return a name or a path as text; `${a.b}` stands for the value of that option."""
+    seen: set[str] = set()
+    while (match := _REFERENCE.fullmatch(str(item.value))) and match[1] in given and match[1] not in seen:
+        seen.add(match[1])
+        item = given[match[1]]
+    text = str(item.value if item.text is None else item.text)
+    return os.path.abspath(os.path.expanduser(text)) if "/" in text and "${" not in text else text
 
 
 def _convert_norms(given: Settings) -> Settings:

@@ -47,9 +47,6 @@ NAMES: dict[str, OtherName] = {
     # v0.3.0 to v0.3.2
     "{model}.mb_spec.max_tokens_per_gpu": OtherName("{model}.mb_spec.max_tokens_per_mb"),
     "{model}.fsdp.ulysses_sp_size": OtherName(idle=(1,), why="allocation_mode has it: c, as in fsdp:d2c4"),
-    "checkpointer.experiment_name": OtherName("recover.experiment_name"),
-    "checkpointer.trial_name": OtherName("recover.trial_name"),
-    "checkpointer.fileroot": OtherName("recover.fileroot"),
     "checkpointer.freq_epochs": OtherName("recover.freq_epochs"),
     "checkpointer.freq_steps": OtherName("recover.freq_steps"),
     "checkpointer.freq_secs": OtherName("recover.freq_secs"),

@@ -5,7 +5,6 @@ from typing import Any
 
 from hpc_rl.config.compat.areal_names import MODELS
 
-_IDENTITY = "follows the root: a trial has one identity"
 _GCONFIG = "null follows gconfig, so the two can't disagree"
 _ATTENTION = "the same, but sdpa without GPUs, for dtype float32, and if flash-attn is not installed"
 _REQUIRED = "required: without it there is nothing to train"
@@ -125,12 +124,6 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
         for section in ("actor", "model")
     },
     "actor.kl_ctl": ("0.1", "the same, but 0 without a section ref, or with beta"),
-    **{
-        f"{section}.{name}": ("???", _IDENTITY)
-        for section in ("actor", "model", "saver", "evaluator", "recover", "stats_logger")
-        for name in ("experiment_name", "trial_name", "fileroot")
-        if name != "fileroot" or section not in ("actor", "model")
-    },
 }
 
 _FILES = "processes find each other by files on the shared file system; use nfs, or remove it"
@@ -226,4 +219,16 @@ ONE_VALUE |= {
     for name, row in ONE_VALUE.items()
     if "{model}" in name
     for model in MODELS
+}
+
+# AReaL repeats the identity of a trial in most sections; here it has one, and these options must equal it.
+IDENTITY = {
+    f"{section}.{name}": root
+    for section in ("saver", "evaluator", "recover", "checkpointer", "stats_logger", "rollout", *MODELS)
+    for name, root in (
+        ("experiment_name", "experiment_name"),
+        ("trial_name", "trial_name"),
+        ("fileroot", "cluster.fileroot"),
+    )
+    if name != "fileroot" or section not in ("rollout", *MODELS)
 }

@@ -86,10 +86,6 @@ class JudgeConfig:
 class InferenceEngineConfig:
     """The rollout role."""
 
-    experiment_name: str | None = None
-    """The root's `experiment_name`; null follows it."""
-    trial_name: str | None = None
-    """The root's `trial_name`; null follows it."""
     queue_size: PositiveInt | None = None
     """Largest number of prompts in flight plus finished groups not yet in a batch, at least a batch. null
     means that only the staleness bound limits it."""

@@ -109,10 +109,6 @@ class FSDPEngineConfig:
 class TrainEngineConfig:
     """A model in the trainer."""
 
-    experiment_name: str | None = None
-    """Must equal the trial's `experiment_name`; null follows it."""
-    trial_name: str | None = None
-    """Must equal the trial's `trial_name`; null follows it."""
     path: PathText
     """Directory of a Hugging Face checkpoint."""
     init_from_scratch: bool = False

@@ -26,8 +26,6 @@ METRICS = {  # trainer -> the metrics of its evaluations; the first is the defau
     "sft": ("eval_loss", "eval_token_accuracy"),
     "rw": ("eval_loss", "eval_accuracy"),
 }
-_SECTIONS = ("saver", "evaluator", "recover", "stats_logger", "rollout", "actor", "ref", "model")
-_ROOTS = {"experiment_name": "experiment_name", "trial_name": "trial_name", "fileroot": "cluster.fileroot"}
 FOLLOWS = {  # option -> the option that it must equal and follows by default
     "actor.group_size": "gconfig.n_samples",
     "actor.reward_norm.group_size": "gconfig.n_samples",
@@ -64,8 +62,6 @@ NEEDS = {  # option -> the option that it needs for an effect
     "launcher.slurm.mail_user": "launcher.slurm.mail_type",
     "environments.n_nodes": "environments.commands",
 }
-# AReaL repeats experiment, trial and fileroot in most sections.
-_IDENTITY = {f"{section}.{name}": root for section in _SECTIONS for name, root in _ROOTS.items()}
 
 
 def list_server_pools(config: Config) -> tuple[Servers, ...]:
@@ -127,7 +123,7 @@ def check_names(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
 
 
 def check_equal(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
-    for name, other in (_IDENTITY | FOLLOWS).items():
+    for name, other in FOLLOWS.items():
         value, expected = get_value(config, name), get_value(config, other)
         if value not in (ABSENT, None, "", expected):
             why, use = f"must equal {other} {expected}", "remove it: it defaults to that"

@@ -67,7 +67,6 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
 }
 # pattern -> why no role reads it: a rule holds it to the one value that is possible, or loading acts on it
 ONLY_RULES = {
-    r"(.+\.)?(experiment_name|trial_name|fileroot)": "must equal the trial's own, which is read",
     r"cluster\.cluster_name": "names a profile, which load reads",
     r"cluster\.node_dirs": "where files may be that this machine lacks (container_rules)",
     r"launcher\.snapshot": "files that a submission copies (config/snapshot.py)",
