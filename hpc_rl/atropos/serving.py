@@ -39,7 +39,6 @@ class Serving:
         self._registration: Registration | None = None
         self._evaluation: asyncio.Task[dict[str, float]] | None = None
         self._step = 0
-        self._logged_step = 0
         self._sent_when_logged = 0
         self._wandb: Any = None
         self._rollouts: deque[tuple[str, float]] = deque(maxlen=self._count_rows_to_keep())
@@ -52,7 +51,7 @@ class Serving:
         if self.config.use_wandb:
             self._wandb = start_wandb(*await self._api.fetch_wandb_info(), self.environment.name)
         self._registration = await self._api.register(self.config, self.environment.name)
-        self._step = self._logged_step = self._registration.starting_step
+        self._step = self._registration.starting_step
         if self.config.group_size > self._registration.batch_size:
             raise ConfigError(
                 f"env.group_size is {self.config.group_size}, but a batch of this trainer has "

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from hpc_rl.config.load.load import Loaded, load
 from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.config.reference import make_pages, make_reference
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.show import DEFAULT, ResolvedValue, diff, format_yaml
+from hpc_rl.config.show import DEFAULT, ResolvedValue, derive_values, diff, format_yaml, show
 from hpc_rl.core.trial import load_object
+from hpc_rl.plan.plan import make_plan
 from hpc_rl.trials import trial_index
-from hpc_rl.trials.resolve import resolve_values
 from hpc_rl.trials.user_code import code_differences
 
 
@@ -42,6 +43,15 @@ def _show(args: Namespace) -> int:
     else:
         print_resolved(loaded, found.notes)
     return 0
+
+
+def resolve_values(loaded: Loaded) -> dict[str, ResolvedValue]:
+    """Return every option with its value and origin, derived values included.
+
+    Raises ConfigError if no plan can be made.
+    """
+    plan = make_plan(loaded.config, loaded.explicit, interpreter=sys.executable, scheduler="slurm")
+    return show(loaded, derive_values(loaded.config, plan.allocation))
 
 
 def print_resolved(loaded: Loaded, notes: Sequence[str]) -> None:

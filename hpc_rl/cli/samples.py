@@ -14,7 +14,6 @@ from hpc_rl.core.log import escape_controls
 from hpc_rl.core.trial import Trial
 from hpc_rl.stats.kept_samples import MAX_COLUMN_CHARS, MAX_ROW_CHARS, Sample, load_samples
 from hpc_rl.status.formatting import format_number
-from hpc_rl.status.sample_text import format_column
 
 DEFAULT_N = 5
 MAX_WIDTH = 120
@@ -106,7 +105,7 @@ def _format_text(one: Sample, width: int) -> list[str]:
     facts += [f"{one.num_tokens} tokens", one.finish_reason, f"weights {', '.join(one.versions)}"]
     head = f"{what} {one.prompt_index}, sample {one.sample}: {'; '.join(facts)}"
     blocks = [("completion" if made else "given", text) for made, text in one.texts()]
-    columns = [("row", format_column(one, name)) for name in one.columns]
+    columns = [("row", one.format_column(name)) for name in one.columns]
     return [
         head,
         *(

@@ -1,7 +1,6 @@
 """`hpc-rl top [trial]…`: the current state of trials, redrawn until they are over."""
 
 import contextlib
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -10,7 +9,6 @@ from pathlib import Path
 from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import CommandParser, Namespace
 from hpc_rl.core.errors import ConfigError, ExitCode
-from hpc_rl.core.log import escape_controls
 from hpc_rl.core.trial import Trial
 from hpc_rl.trials import trial_index
 
@@ -47,7 +45,7 @@ def draw(trials: Sequence[Trial], every_s: float, once: bool) -> None:
     from rich.text import Text
 
     from hpc_rl.status.follow import describe_progress, describe_trial_state
-    from hpc_rl.status.top_view import TrialEye, describe_trials
+    from hpc_rl.status.top_view import TrialEye, describe_frame
 
     console = Console(file=getattr(sys.stdout, "stream", None), highlight=False, soft_wrap=True)
     eyes = [TrialEye(trial) for trial in trials]
@@ -57,14 +55,10 @@ def draw(trials: Sequence[Trial], every_s: float, once: bool) -> None:
     with live or contextlib.nullcontext():
         while True:
             views = [eye.look() for eye in eyes]
-            width = min(shutil.get_terminal_size().columns, 160)
-            text = "\n\n".join(
-                "\n".join(describe_trials(view, width, details=len(views) == 1)) for view in views
-            )
             if live is not None:
-                live.update(Text(escape_controls(text)), refresh=True)
+                live.update(Text(describe_frame(views)), refresh=True)
             elif once:
-                print(text)
+                print(describe_frame(views))
             else:
                 for view in views:
                     line = f"{describe_trial_state(view.status)}  {describe_progress(view.status)}"

@@ -49,7 +49,7 @@ UNSAFE: dict[str, str] = {  # option -> why the files on disk forbid a change; `
 }
 SAFE = (  # options and whole sections, except the options in UNSAFE
     "allocation_mode", "total_train_epochs", "total_train_steps", "total_train_n_seqs", "async_training",
-    "cluster", "launcher", "scheduler", "sglang", "vllm", "embedded", "saver", "evaluator", "recover",
+    "cluster", "launcher", "sglang", "vllm", "embedded", "saver", "evaluator", "recover",
     "stats_logger", "train_dataset.sequences_per_rank", "train_dataset.pin_memory",
     "train_dataset.num_workers", "valid_dataset", "gconfig", "eval_gconfig", "rollout", "model", "ref",
     "environments", "pools", "teacher",
@@ -68,8 +68,8 @@ NEW_BATCHES = (
     "teacher",
 )
 REPLAYS = (
-    "actor.experiment_name", "actor.trial_name", "actor.pad_to_maximum", "actor.attn_impl",
-    "actor.grad_reduce_dtype", "actor.backend", "actor.fsdp", "actor.megatron", "actor.ds_auto_tp",
+    "actor.pad_to_maximum", "actor.attn_impl",
+    "actor.grad_reduce_dtype", "actor.backend", "actor.fsdp", "actor.megatron",
     "actor.gradient_checkpointing",
     "actor.mb_spec", "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
     "pools.NAME.max_requests", "pools.NAME.api_key_env", "pools.NAME.python",

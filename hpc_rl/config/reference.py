@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator
 
 from hpc_rl.config.compat.areal_names import AS_UNWRITTEN, NAMES, OF_WORKFLOWS, WORKFLOW, WORKFLOW_ARGS
-from hpc_rl.config.compat.areal_options import DEPARTURES, MODEL_UNAVAILABLE, UNAVAILABLE
+from hpc_rl.config.compat.areal_options import DEPARTURES, ONE_VALUE
 from hpc_rl.config.compat.atlas import ALIASES as ATLAS
 from hpc_rl.config.compat.atlas import PRESET_DEPARTURES
 from hpc_rl.config.compat.other_names import ROWS
@@ -155,13 +155,17 @@ def _make_name_tables() -> Iterator[str]:
     yield from _make_table(
         "Where --preset atlas departs from ATLAS", texts, ["ATLAS", "documented", "here"], rows
     )
-    of_models = {f"actor.{name}": item for name, item in MODEL_UNAVAILABLE.items()}
-    refused = [
-        [f"`{name}`", item.describe_allowed(), item.why] for name, item in (UNAVAILABLE | of_models).items()
+    one_value = [
+        [f"`{name}`", row.describe_allowed(), row.why]
+        for name, row in ONE_VALUE.items()
+        if not name.startswith(("{model}.", "ref.", "model."))
     ]
     heads = ["option", "accepted", "why, and what to use"]
-    alike = "The rows about `actor` apply to `ref` and `model`, too."
-    yield from _make_table("Refused options", [alike], heads, refused)
+    texts = [
+        "They are no options here. The rows about `actor` apply to `ref` and `model`, too.",
+        "`experiment_name`, `trial_name` and `fileroot` of a section must equal the trial's own.",
+    ]
+    yield from _make_table("AReaL's options with one possible value", texts, heads, one_value)
 
 
 def _make_areal_names() -> Iterator[str]:

@@ -1,17 +1,9 @@
-"""The command-line flags of each supported SGLang version, and the options that it dropped."""
+"""The command-line flags of each supported SGLang version."""
 
 from hpc_rl.config.flags import Flags, Reserved, list_flags
 from hpc_rl.config.options.inference import SGLangConfig
 
-# version -> option of the section `sglang` that it lacks -> what to use
-DROPPED: dict[str, dict[str, str]] = {
-    "0.5.23": {
-        "enable_ep_moe": "use sglang.ep_size, and --moe-a2a-backend in sglang.extra_args",
-        "torchao_config": "use --quantization in sglang.extra_args",
-        "enable_nan_detection": "remove it",
-    }
-}
-NO_FLAGS = {"version", "extra_args", "dp_size", "enable_dp_attention"}
+NO_FLAGS = {"version", "extra_args"}
 _SET_BY_THE_ROLE = (
     "tokenizer_path", "host", "port", "weight_version", "device", "sampling_defaults", "is_embedding",
     "incremental_streaming_output",
@@ -30,9 +22,7 @@ _RENAMED_0_5_23: Flags = {
 }
 
 
-FLAGS: dict[str, Flags] = {
-    "0.5.23": list_flags(SGLangConfig, NO_FLAGS | DROPPED["0.5.23"].keys(), _SET_BY_THE_ROLE, _RENAMED_0_5_23)
-}
+FLAGS: dict[str, Flags] = {"0.5.23": list_flags(SGLangConfig, NO_FLAGS, _SET_BY_THE_ROLE, _RENAMED_0_5_23)}
 RESERVED = Reserved(
     also={
         "--model": "--model-path",

@@ -8,14 +8,15 @@ clients without headers.
 import enum
 import hmac
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 # the parser recurses: an exception from deep inside leaves CPython 3.11 with a wrong stack count
 MAX_DEPTH = 200
-NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_OPEN, _OPEN_OR_CLOSED = ord("["), bytes.maketrans(b"{}", b"[]")
+_STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)  # without the last quote, up to the end
 
 
 class Access(enum.IntEnum):
@@ -65,10 +66,10 @@ def parse_json_value(body: bytes) -> Any:
 
     Raises ValueError for invalid JSON, deep nesting, and half a surrogate pair.
     """
-    if _measure_depth(body) > MAX_DEPTH:
+    if _is_too_deep(body):
         raise ValueError(f"the body is nested deeper than {MAX_DEPTH} levels")
     try:
-        found = json.loads(body)
+        found = json.loads(body.decode("utf-8-sig"))  # of bytes it would read UTF-16, too
         if b"\\u" in body:
             json.dumps(found, ensure_ascii=False).encode()
     except ValueError as error:
@@ -76,8 +77,14 @@ def parse_json_value(body: bytes) -> Any:
     return found
 
 
-def _measure_depth(body: bytes) -> int:
-    """Return the nesting depth of brackets, including brackets in strings."""
-    brackets = np.frombuffer(body.translate(None, NO_BRACKETS), np.uint8)
-    opens = (brackets == ord("[")) | (brackets == ord("{"))
-    return int(np.where(opens, 1, -1).cumsum().max(initial=0))
+def _is_too_deep(body: bytes) -> bool:
+    """Return whether brackets outside of strings are nested deeper than MAX_DEPTH."""
+    brackets = _STRING.sub(b"", body).translate(_OPEN_OR_CLOSED, _NO_BRACKETS)
+    if brackets.count(b"[") <= MAX_DEPTH:
+        return False
+    depth = 0
+    for byte in brackets:
+        depth += 1 if byte == _OPEN else -1
+        if depth > MAX_DEPTH:
+            return True
+    return False

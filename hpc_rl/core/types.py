@@ -7,9 +7,10 @@ code. Shapes: L = tokens of one trajectory (prompt and completion).
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
+if TYPE_CHECKING:  # `submit` reads none of these arrays, and imports this module
+    import numpy as np
 
 REGENERATED = "tokens_regenerated"  # among the stats of trajectories, and in the metrics of a step
 
@@ -106,6 +107,8 @@ class TrajectoryGroup:
 
     def lineages(self) -> set[int]:
         """Return the lineages of the weights that sampled its tokens."""
+        import numpy as np
+
         return {int(number) for t in self.trajectories for number in np.unique(t.lineages[t.loss_mask])}
 
 
@@ -136,6 +139,8 @@ _WIRE = {cls.__name__: cls for cls in (Turn, Reply, Trajectory, TrajectoryGroup,
 
 
 def _encode_value(value: Any) -> Any:
+    import numpy as np
+
     if isinstance(value, np.ndarray):
         return {"__nd__": value.dtype.str, "s": list(value.shape), "d": np.ascontiguousarray(value).tobytes()}
     if isinstance(value, np.generic):
@@ -150,6 +155,8 @@ def _encode_value(value: Any) -> Any:
 
 def _decode_value(value: dict[str, Any]) -> Any:
     if "__nd__" in value:
+        import numpy as np
+
         dtype = np.dtype(value["__nd__"])
         if dtype.hasobject:
             raise ValueError("object arrays are not accepted")

@@ -14,17 +14,34 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_rl.config.options.experiment import Config, GRPOConfig, RWConfig, find_last_step
+from hpc_rl.config.options.operations import FrequencyConfig
+from hpc_rl.config.pool_view import view_pool
 from hpc_rl.config.rules.training_rules import find_trained_model
-from hpc_rl.core.allocation import Train, parse
-from hpc_rl.core.backends import TRAIN_BACKENDS
-from hpc_rl.plan.disk_use import DiskUse, estimate_disk_use
-from hpc_rl.plan.memory import GB, MB, Items, RankLoad, RankMemory, estimate_rank_memory, limit_tokens
-from hpc_rl.plan.model_shape import Models, ModelShape
+from hpc_rl.core.allocation import Servers, Train, parse
+from hpc_rl.core.backends import SERVER_BACKENDS, TRAIN_BACKENDS
+from hpc_rl.plan.memory import (
+    DTYPE_BYTES,
+    GB,
+    MB,
+    PROCESS_BYTES,
+    Items,
+    Models,
+    ModelShape,
+    RankLoad,
+    RankMemory,
+    estimate_rank_memory,
+    limit_tokens,
+)
 from hpc_rl.plan.schema import Plan, Unit
-from hpc_rl.plan.server_memory import ServerMemory, estimate_server_memories
 from hpc_rl.plan.train_mesh import find_remainders
 
 MAX_RANKS = 4096  # upper limit of the search for more ranks
+# Share of a GPU for weights and cache if the server decides it; the servers' defaults are close to it.
+USUAL_SHARE = 0.9
+_SHARES = {"sglang": "mem_fraction_static", "vllm": "gpu_memory_utilization"}
+TOKEN_BYTES = 17.5  # per token in the batch log: id, log-probability, mask, version
+# The newest versions that weights/disk.py keeps, plus one during its write; a test compares them.
+KEPT_VERSIONS = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +60,44 @@ class Work:
     def tokens(self) -> int:
         """Return the most tokens of a step."""
         return self.trajectories * self.longest
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerMemory:
+    """Memory of a server of a pool, on each of its GPUs or in its process."""
+
+    pool: str
+    backend: str
+    units: int  # GPUs or processes of a server
+    weight_bytes: float  # on each of them
+    token_bytes: float  # of keys and values of one token, on each of them
+    cache_bytes: float | None = None  # left for keys and values; None if unknown
+    problem: str = ""  # why it can't fit
+
+    @property
+    def cached_tokens(self) -> int | None:
+        return None if self.cache_bytes is None else max(0, int(self.cache_bytes / self.token_bytes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiskUse:
+    """Bytes per event, and the bytes that stay; 0 if the event never happens."""
+
+    weights: float  # published after each step
+    batch: float  # logged in each step, at most
+    checkpoint: float  # each
+    export: float  # each
+    kept_weights: float
+    kept_checkpoints: float
+    kept_batches: float | None  # None if checkpoints are not counted in steps
+    kept_exports: float | None  # None if their number is unknown
+    checkpoint_period: str
+    export_period: str
+
+    @property
+    def per_step(self) -> float:
+        """Bytes of each step, without checkpoints and exports."""
+        return self.weights + self.batch
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,11 +137,9 @@ def estimate(
     """
     section, engine = find_trained_model(config)
     content = models.get(engine.path, {})
-    shape = ModelShape.of(content)
+    shape = ModelShape.of(content, engine.is_critic)
     if shape is None:
         return None
-    if engine.is_critic:  # a vector replaces the head
-        shape = replace(shape, is_tied=True)
     unit = next(unit for unit in plan.units if unit.role == "trainer")
     work = _estimate_work(config, content, num_rows)
     load = _estimate_load(config, plan, shape, models, work)
@@ -98,8 +151,8 @@ def estimate(
         ranks_per_node=unit.tasks_per_node,
         gpu_bytes=gpu_gb * GB if gpu_gb else None,
         work=work,
-        servers=estimate_server_memories(config, plan, models, gpu_gb),
-        disk=estimate_disk_use(config, shape, work.steps, work.tokens),
+        servers=_estimate_servers(config, plan, models, gpu_gb),
+        disk=_estimate_disk(config, shape, work.steps, work.tokens),
     )
     notes = list(_list_notes(section, found, config))
     problems = [*_find_gpu_problems(section, found), *(server.problem for server in found.servers)]
@@ -169,6 +222,134 @@ def _apply_mesh(load: RankLoad, work: Work, mesh: Train) -> RankLoad:
     return replace(load, mesh=mesh, tokens=tokens, micro_batches=number)
 
 
+# -- servers
+
+
+def _estimate_servers(config: Config, plan: Plan, models: Models, gpu_gb: int | None) -> list[ServerMemory]:
+    """Return one entry for each pool whose model is known."""
+    if not isinstance(config, GRPOConfig):
+        return []
+    views = [(view_pool(config, servers.pool), servers) for servers in parse(plan.allocation).pools]
+    return [
+        _estimate_server(view, servers, shape, plan.device == "cuda", gpu_gb)
+        for view, servers in views
+        if (shape := ModelShape.of(models.get(view.actor.path, {}), view.actor.is_critic))
+    ]
+
+
+def _estimate_server(
+    view: GRPOConfig, servers: Servers, shape: ModelShape, has_gpus: bool, gpu_gb: int | None
+) -> ServerMemory:
+    """Return the memory of a server on each of its GPUs; on CPUs, of its process."""
+    section, backend = getattr(view, servers.backend), SERVER_BACKENDS[servers.backend]
+    on_gpus, cache_bytes, problem = has_gpus and backend.on_gpus, None, ""
+    weight_bytes, token_bytes = _count_weights(section, servers, shape, servers.t if on_gpus else 1)
+    if not on_gpus:
+        given = view.launcher.inference_server_mem_per_gpu * servers.units_per_replica * MB
+        if backend.is_process or not view.actor.is_critic:
+            cache_bytes = max(0.0, given - PROCESS_BYTES[False] - weight_bytes)
+        else:
+            token_bytes = 0.0  # it keeps nothing
+    elif gpu_gb is not None:
+        share = getattr(section, _SHARES[servers.backend]) or USUAL_SHARE
+        cache_bytes = gpu_gb * GB * share - weight_bytes
+        if cache_bytes < token_bytes:
+            problem = _describe_too_large(view, servers, shape, gpu_gb, share)
+    return ServerMemory(
+        pool=servers.pool,
+        backend=servers.backend,
+        units=servers.units_per_replica,
+        weight_bytes=weight_bytes,
+        token_bytes=token_bytes,
+        cache_bytes=cache_bytes,
+        problem=problem,
+    )
+
+
+def _count_weights(section: Any, servers: Servers, shape: ModelShape, num_parts: int) -> tuple[float, float]:
+    """Return the bytes of the weights, and of a token's keys and values, on one of `num_parts` GPUs."""
+    value_bytes = DTYPE_BYTES[shape.dtype if section.dtype == "auto" else section.dtype]
+    if section.dtype == "auto" and shape.dtype == "float32":
+        value_bytes = 2  # both servers convert to bfloat16
+    if getattr(section, "quantization", None):
+        value_bytes = 1
+    moved = (getattr(section, "cpu_offload_gb", 0) or 0) * GB
+    cache_value_bytes = 1 if "fp8" in str(getattr(section, "kv_cache_dtype", "")) else value_bytes
+    weight_bytes = max(0.0, value_bytes * shape.num_params / num_parts / servers.p - moved)
+    return weight_bytes, shape.count_cache_bytes(cache_value_bytes) / num_parts / servers.p
+
+
+def _describe_too_large(
+    view: GRPOConfig, servers: Servers, shape: ModelShape, gpu_gb: int, share: float
+) -> str:
+    section, usable = getattr(view, servers.backend), gpu_gb * GB * share
+    weight_bytes, _ = _count_weights(section, servers, shape, servers.t)
+    sizes = (t for t in (2, 4, 8, 16) if servers.t < t <= max(view.cluster.n_gpus_per_node, 1))
+    enough = next((t for t in sizes if sum(_count_weights(section, servers, shape, t)) < usable), None)
+    fits = f"{servers.backend} with t{enough}" if enough else "larger GPUs"
+    limit = f"{servers.backend}.{_SHARES[servers.backend]} {share:g} of cluster.gpu_mem_gb {gpu_gb}"
+    return (
+        f"a server of pool {servers.pool} needs {weight_bytes / GB:.1f} GB of weights on each GPU, but "
+        f"{limit} leaves {usable / GB:.1f} GB. What fits: {fits}."
+    )
+
+
+# -- disk
+
+
+def _estimate_disk(config: Config, shape: ModelShape, steps: int | None, tokens_per_step: int) -> DiskUse:
+    """Return the disk use of a trial; `tokens_per_step` is an upper bound."""
+    weights = float(DTYPE_BYTES[find_trained_model(config)[1].dtype] * shape.num_params)
+    generates, saves = isinstance(config, GRPOConfig), config.recover.mode != "disabled"
+    checkpoint = 12.0 * shape.num_params if saves else 0.0
+    batch = TOKEN_BYTES * tokens_per_step if generates else 0.0
+    recover, saver = config.recover, config.saver
+    num_kept = recover.keep + recover.keep_best + 1  # one more during its write
+    if recover.keep_every_steps and steps:
+        num_kept += steps // recover.keep_every_steps
+    kept_batches = None
+    if recover.freq_steps and saves:
+        kept_batches = batch * recover.freq_steps * (recover.keep + 1)
+    return DiskUse(
+        weights=weights if generates else 0.0,
+        batch=batch,
+        checkpoint=checkpoint,
+        export=weights,
+        kept_weights=KEPT_VERSIONS * weights if generates else 0.0,
+        kept_checkpoints=num_kept * checkpoint,
+        kept_batches=kept_batches if generates else 0.0,
+        kept_exports=_estimate_kept_exports(config, weights, steps),
+        checkpoint_period=_describe_period(recover) if saves else "never",
+        export_period=", ".join(filter(None, [_describe_period(saver), "at the end"])),
+    )
+
+
+def _estimate_kept_exports(config: Config, export: float, steps: int | None) -> float | None:
+    saver = config.saver
+    always = 1 + (saver.keep_best is not None)  # final, best
+    if not (saver.freq_steps or saver.freq_epochs or saver.freq_secs):
+        return export * always
+    if saver.keep_last:
+        return export * (always + saver.keep_last)
+    if saver.freq_secs:
+        return None
+    number = 0
+    if saver.freq_steps:
+        if steps is None:
+            return None
+        number += steps // saver.freq_steps
+    if saver.freq_epochs:
+        if config.total_train_epochs is None:
+            return None
+        number += config.total_train_epochs // saver.freq_epochs
+    return export * (always + number)
+
+
+def _describe_period(options: FrequencyConfig) -> str:
+    periods = (("epochs", options.freq_epochs), ("steps", options.freq_steps), ("s", options.freq_secs))
+    return ", ".join(f"every {number} {unit}" for unit, number in periods if number)
+
+
 # -- problems, and changes that fit
 
 
@@ -179,11 +360,11 @@ def _find_gpu_problems(section: str, found: Estimate) -> Iterator[str]:
     memory = estimate_rank_memory(load)
     if memory.device_bytes <= size:
         return
-    parts = ", ".join(f"{name} {format_gb(part)}" for name, part in _sort_by_size(memory.device_items)[:4])
     fits = "; or ".join(_find_remedies(section, found, size)) or "no change that hpc-rl knows"
     yield (
         f"a trainer rank needs {format_gb(memory.device_bytes)} on its GPU, but cluster.gpu_mem_gb is "
-        f"{size // GB}: {parts}. What fits: {fits}. cluster.gpu_mem_gb null disables this check."
+        f"{size // GB}: {_format_largest(memory.device_items, 4)}. What fits: {fits}. "
+        "cluster.gpu_mem_gb null disables this check."
     )
 
 
@@ -236,18 +417,23 @@ def _find_larger(section: str, found: Estimate, shortest: int, size: int) -> Ite
     for mesh, one in {one.mesh: one for one in (fewest, enough) if one}.items():
         yield f"{mesh} or more ranks", one
     engine = load.engine
-    if load.is_megatron or engine.fsdp.offload_params or engine.optimizer is None:
+    if load.is_megatron or engine.fsdp.offload_params or (optimizer := engine.optimizer) is None:
         return
-    if engine.gradient_checkpointing and not engine.fsdp.offload_activations:
-        fsdp = replace(engine.fsdp, offload_activations=True)
-        moved = replace(load, engine=replace(engine, fsdp=fsdp))
-        yield f"{section}.fsdp.offload_activations true ({_describe_host(found, moved)})", moved
-    moved = replace(load, engine=replace(engine, optimizer=replace(engine.optimizer, offload=True)))
-    yield f"{section}.optimizer.offload true ({_describe_host(found, moved)})", moved
-    optimizer = replace(engine.optimizer, offload=False)
-    fsdp = replace(engine.fsdp, offload_params=True)
-    moved = replace(load, engine=replace(engine, optimizer=optimizer, fsdp=fsdp))
-    yield f"{section}.fsdp.offload_params true ({_describe_host(found, moved)})", moved
+    moves = {
+        "fsdp.offload_activations": replace(engine, fsdp=replace(engine.fsdp, offload_activations=True)),
+        "optimizer.offload": replace(engine, optimizer=replace(optimizer, offload=True)),
+        "fsdp.offload_params": replace(
+            engine,
+            optimizer=replace(optimizer, offload=False),
+            fsdp=replace(engine.fsdp, offload_params=True),
+        ),
+    }
+    if not engine.gradient_checkpointing or engine.fsdp.offload_activations:
+        del moves["fsdp.offload_activations"]
+    for option, changed in moves.items():
+        moved = replace(load, engine=changed)
+        needed = _count_needed_mb(replace(found, load=moved, trainer=estimate_rank_memory(moved)))
+        yield f"{section}.{option} true (launcher.trainer_mem_per_gpu {needed})", moved
 
 
 def _list_meshes(found: Estimate, ranks: int) -> Iterator[Train]:
@@ -265,11 +451,6 @@ def _list_meshes(found: Estimate, ranks: int) -> Iterator[Train]:
             continue
         if other.d and other.d <= work.rows_per_update and not any(find_remainders(other, shape, stages)):
             yield other
-
-
-def _describe_host(found: Estimate, load: RankLoad) -> str:
-    other = replace(found, load=load, trainer=estimate_rank_memory(load))
-    return f"launcher.trainer_mem_per_gpu {_count_needed_mb(other)}"
 
 
 def _can_fit(load: RankLoad, size: int) -> bool:
@@ -292,13 +473,11 @@ def _find_host_problem(found: Estimate, unit: Unit) -> str:
     if found.node_host_bytes <= given:
         return ""
     items = {**found.trainer.host, **({} if found.load.on_gpu else found.trainer.device_items)}
-    largest = ", ".join(f"{name} {format_gb(size)}" for name, size in _sort_by_size(items)[:3])
-    first = ", ".join(f"{name} {format_gb(size)}" for name, size in found.trainer.first.items())
     ranks = f"{found.ranks_per_node} trainer rank{'s' if found.ranks_per_node > 1 else ''}"
     return (
         f"launcher.trainer_mem_per_gpu {unit.mem_mb_per_task}: {ranks} of the first node need up to "
         f"{format_gb(found.node_host_bytes)} of CPU memory, but have {format_gb(given)} "
-        f"(each rank: {largest}; the first also: {first}). "
+        f"(each rank: {_format_largest(items, 3)}; the first also: {format_items(found.trainer.first)}). "
         f"What fits: launcher.trainer_mem_per_gpu {_count_needed_mb(found)}."
     )
 
@@ -318,8 +497,14 @@ def _list_notes(section: str, found: Estimate, config: Config) -> Iterator[str]:
             yield f"a trainer rank fills {used:.0%} of its GPU: fragmentation may take the rest."
 
 
-def _sort_by_size(items: Items) -> list[tuple[str, float]]:
-    return sorted(items.items(), key=lambda item: -item[1])
+def _format_largest(items: Items, number: int) -> str:
+    return format_items(dict(sorted(items.items(), key=lambda item: -item[1])[:number]))
+
+
+def format_items(items: Mapping[str, float | None]) -> str:
+    """Return sizes as text on one line."""
+    texts = [f"{name} {'unknown' if size is None else format_gb(size)}" for name, size in items.items()]
+    return ", ".join(texts)
 
 
 def format_gb(size: float) -> str:

@@ -16,9 +16,8 @@ from hpc_rl.core.allocation import Allocation, Train
 from hpc_rl.core.backends import SERVER_BACKENDS, choose_server_backend
 from hpc_rl.core.errors import ConfigError, DoesNotFit, NotBuilt
 from hpc_rl.plan import containers, train_mesh
-from hpc_rl.plan.mpi_start import choose_mpi_start, refuse_shared_gpus
 from hpc_rl.plan.placement import Demand, Placement, PoolDemand, find_nearest, place
-from hpc_rl.plan.schema import GPU_VARIABLES, Group, Plan, Pool, Unit
+from hpc_rl.plan.schema import GPU_VARIABLES, Group, MpiStart, Plan, Pool, Unit
 
 MAX_UNITS = 100_000  # more than any cluster has, and still quick to count
 SUPERVISOR_CPUS = 1
@@ -64,11 +63,11 @@ def make_plan(
         )
         for unit in (*_make_units(config, allocation, placement), *_make_environment_units(config))
     ]
-    mpi = choose_mpi_start(config, scheduler)
+    mpi = _choose_mpi_start(config, scheduler)
     units = [replace(unit, mpi=mpi) if unit.role == "trainer" else unit for unit in units]
     knows_gpus = scheduler != "slurm" or has_gpu_request(config)
     if scheduler == "slurm" and knows_gpus:
-        refuse_shared_gpus(units)
+        _refuse_shared_gpus(units)
     if not knows_gpus:
         units = [_assign_visible_gpus(unit, GPU_VARIABLES[config.cluster.gpu_kind]) for unit in units]
     if n_gpus and "cluster.n_gpus_per_node" not in explicit:
@@ -359,3 +358,30 @@ def _make_groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
         Group(name="trial", nodes=sorted(of_trial)),
         Group(name="servers", nodes=of_servers),
     ]
+
+
+def _choose_mpi_start(config: Config, scheduler: str) -> MpiStart | None:
+    """Return how MPI starts the trainer; None if the trainer uses no MPI."""
+    launcher = config.launcher
+    if launcher.trainer_start == "mpiexec":
+        return MpiStart(mpiexec=launcher.mpi.mpiexec, args=list(launcher.mpi.args))
+    if scheduler == "slurm" and launcher.slurm.srun_mpi != "none":
+        return MpiStart(srun_mpi=launcher.slurm.srun_mpi)
+    return None
+
+
+def _refuse_shared_gpus(units: Sequence[Unit]) -> None:
+    """Raise DoesNotFit if mpiexec's ranks would see GPUs that Slurm gives to other steps on their nodes.
+
+    On its own node mpiexec starts the ranks without srun, so they see all GPUs of the job there.
+    """
+    for unit in units:
+        others = [other for other in units if other is not unit and other.gpus_per_task]
+        shared = set(unit.nodes) & {node for other in others for node in other.nodes}
+        if unit.by_mpiexec and unit.gpus_per_task and shared:
+            raise DoesNotFit(
+                f"launcher.trainer_start mpiexec: node {min(shared)} has GPUs of the trainer and of servers, "
+                "and only srun divides them. Give the trainer its own nodes (more cluster.n_nodes, or "
+                "another allocation_mode), set launcher.slurm.gpus_by null on whole nodes, or use "
+                "trainer_start srun with launcher.slurm.srun_mpi."
+            )

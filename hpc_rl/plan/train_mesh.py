@@ -19,7 +19,7 @@ from hpc_rl.config.rules.training_rules import find_trained_model, list_models
 from hpc_rl.core.allocation import Allocation, Train, parse
 from hpc_rl.core.backends import TRAIN_BACKENDS
 from hpc_rl.core.errors import ConfigError, DoesNotFit
-from hpc_rl.plan.model_shape import Models, ModelShape
+from hpc_rl.plan.memory import Models, ModelShape
 from hpc_rl.plan.schema import Plan
 
 # rotary embeddings that depend on the longest row of a batch

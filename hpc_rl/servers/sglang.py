@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import SGLangConfig
-from hpc_rl.config.sglang_versions import DROPPED, FLAGS
+from hpc_rl.config.sglang_versions import FLAGS
 from hpc_rl.core.errors import RoleFailed
 from hpc_rl.core.net import bind
 from hpc_rl.core.trial import load_json, write_atomic
@@ -48,10 +48,8 @@ RANDOM_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification
 GENERATES, SCORES = ("/generate", "/v1/chat/completions"), ("/classify",)
 _UPDATE_KEYS = ("model_path", "weight_version", "flush_cache")
 CPU_MAX_TOTAL_TOKENS = 65536  # without a limit, SGLang takes a share of the host's memory
-# options of the section that are not flags: our own, set elsewhere, fixed to one value, or dropped by all
-# supported versions
-NOT_FLAGS = {"version", "extra_args", "model_path", "dp_size", "enable_dp_attention"}
-NOT_FLAGS |= {name for gone in DROPPED.values() for name in gone}
+# options of the section that are not flags: our own, or set elsewhere
+NOT_FLAGS = {"version", "extra_args", "model_path"}
 
 
 def make_settings(

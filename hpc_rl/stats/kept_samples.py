@@ -5,19 +5,22 @@ evaluation, with `samples`, a list of objects with the fields of Sample. They ar
 torch here.
 """
 
+from __future__ import annotations
+
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from hpc_rl.core.records import JsonRecord
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, WeightVersion
 from hpc_rl.stats.read import MetricsReader
 from hpc_rl.stats.sinks import JsonlSink
+
+if TYPE_CHECKING:  # commands read samples as text
+    import numpy as np
 
 MAX_COLUMN_CHARS = 1000  # of one column of a row; the rest is dropped
 MAX_ROW_CHARS = 4000  # of all columns of a row
@@ -76,6 +79,12 @@ class Sample(JsonRecord):
             at = end
         if at < len(self.completion) or not at:
             yield True, self.completion[at:]
+
+    def format_column(self, name: str) -> str:
+        """Return `NAME: VALUE` of a column of the row, with a mark if it was shortened."""
+        value = self.columns[name]
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        return f"{name}: {text}{' … (shortened)' if name in self.shortened else ''}"
 
 
 class SampleWriter:
@@ -149,6 +158,8 @@ class SampleWriter:
 
     def _find_given(self, ids: np.ndarray, made: np.ndarray) -> tuple[tuple[int, int], ...]:
         """Return the (start, end) characters of the text that the model did not generate."""
+        import numpy as np
+
         changes = (np.flatnonzero(np.diff(made)) + 1).tolist()  # the first token is the model's
         chars = [len(self._decode(ids[:at].tolist())) for at in [*changes, len(ids)]]
         return tuple(zip(chars[::2], chars[1::2], strict=False))

@@ -1,4 +1,4 @@
-"""A live view of a trial until it is over: events as lines, progress as a bar (on a terminal) or as lines.
+"""A live view of a trial until it is over: events as lines, and below them the view of `top`, on a terminal.
 
 Reads files, and queries the scheduler rarely. Interrupting the view leaves the trial alone.
 """
@@ -9,10 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 
-from rich.console import Console, Group
+from rich.console import Console
 from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from hpc_rl.core.errors import ExitCode
@@ -23,7 +21,7 @@ from hpc_rl.core.trial import Trial
 from hpc_rl.status.attempts import AttemptStatus, RoleStatus
 from hpc_rl.status.formatting import format_exit, format_number
 from hpc_rl.status.rollout_report import list_problems
-from hpc_rl.status.scheduler_view import TrialWatch
+from hpc_rl.status.top_view import TrialEye, describe_frame
 from hpc_rl.status.trial_state import describe_state
 from hpc_rl.status.trial_status import TrialStatus
 
@@ -38,16 +36,17 @@ def follow(trial: Trial, tick_s: float = TICK_S) -> int:
     # its input is printable; it moves the cursor by control characters
     console = Console(file=getattr(sys.stdout, "stream", None), highlight=False, soft_wrap=True)
     live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-    watch, reporter = TrialWatch(trial), ChangeReporter()
+    eye, reporter = TrialEye(trial), ChangeReporter()
     shown_step, shown_at = -1, float("-inf")  # the last progress line
     with live or contextlib.nullcontext():
         while True:
-            status = watch.poll()
+            view = eye.look()
+            status = view.status
             for line in reporter.news(status):
                 console.print(Text(escape_controls(line)))
             due = status.over or time.monotonic() - shown_at >= PLAIN_EVERY_S
             if live is not None:
-                live.update(make_panel(status), refresh=True)
+                live.update(Text(describe_frame([view])), refresh=True)
             elif status.history.steps and status.step != shown_step and due:
                 shown_step, shown_at = status.step, time.monotonic()
                 console.print(Text(describe_progress(status)))
@@ -131,31 +130,6 @@ def describe_progress(status: TrialStatus) -> str:
     if status.pace and not status.over:
         parts.append(status.pace)
     return "  ".join(parts)
-
-
-def make_panel(status: TrialStatus) -> Group:
-    """Return the foot of a terminal view."""
-    grid = Table.grid(padding=(0, 2))
-    total = status.total_steps
-    busy = (total is None or status.step == 0) and not status.over
-    bar = ProgressBar(total=total or 1, completed=status.step, width=30, pulse=busy)
-    progress = Text(describe_progress(status), no_wrap=True, overflow="ellipsis")
-    grid.add_row(Text(status.state, style=STYLES.get(status.state, "")), bar, progress)
-    roles = []
-    for role in status.attempts[-1].roles if status.attempts else []:
-        restarts = f" (started again {role.incarnation}x)" if role.incarnation else ""
-        roles.append(f"{role.name} {'running' if role.running else 'exited'}{restarts}")
-    return Group(grid, Text("  ".join(roles), style="dim", no_wrap=True, overflow="ellipsis"))
-
-
-STYLES = {
-    TrialState.RUNNING: "green",
-    TrialState.DONE: "bold green",
-    TrialState.FAILED: "bold red",
-    TrialState.KILLED: "bold red",
-    TrialState.PENDING: "yellow",
-    TrialState.STOPPING: "yellow",
-}
 
 
 def describe_final_state(status: TrialStatus) -> list[str]:

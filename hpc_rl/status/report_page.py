@@ -18,7 +18,6 @@ from hpc_rl.stats.read import HELD_OUT, is_held_out
 from hpc_rl.status.curve import smooth
 from hpc_rl.status.formatting import format_number
 from hpc_rl.status.goodput import MEANINGS, PARTS, Bucket, Span
-from hpc_rl.status.sample_text import format_column
 from hpc_rl.status.trial_report import (
     TrialReport,
     find_differences,
@@ -323,7 +322,7 @@ def _format_cell(one: Sample, with_prompt: bool = False) -> dict[str, Any]:
         "facts": facts,
         "parts": parts,
         "prompt": prompt,
-        "columns": [format_column(one, name) for name in one.columns],
+        "columns": [one.format_column(name) for name in one.columns],
         "texts": clip_texts(one),
     }
 

@@ -1,5 +1,6 @@
-"""What `hpc-rl top` shows of a trial, as lines of a given width: from files and the scheduler's answer."""
+"""The live view of trials, for `hpc-rl top` and `--follow`: from files and the scheduler's answer."""
 
+import shutil
 import textwrap
 import time
 from collections import Counter
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.core.log import escape_controls
 from hpc_rl.core.records import ProcessFile, ProcessRecord, TrialState
 from hpc_rl.core.trial import Trial, load_object
 from hpc_rl.name_resolve import keys, load_names_dir
@@ -24,6 +26,7 @@ BLOCKS = "▁▂▃▄▅▆▇█"
 LABEL = 10  # columns of the first word of a line
 MAX_UNITS = 12  # replicas with a line each; more are counted
 MAX_CURVE = 120  # columns
+MAX_WIDTH = 160  # columns
 CURVES = ("reward", HELD_OUT, "loss")
 
 
@@ -88,7 +91,14 @@ class TrialEye:
         return found
 
 
-def describe_trials(view: TrialView, width: int, details: bool = True) -> list[str]:
+def describe_frame(views: Sequence[TrialView]) -> str:
+    """Return trials as text for a terminal; of a single trial also its roles."""
+    width = min(shutil.get_terminal_size().columns, MAX_WIDTH)
+    blocks = ["\n".join(describe_trial(view, width, details=len(views) == 1)) for view in views]
+    return escape_controls("\n\n".join(blocks))
+
+
+def describe_trial(view: TrialView, width: int, details: bool = True) -> list[str]:
     """Return a trial as lines of at most `width` columns; with `details` also its roles."""
     status = view.status
     found = [format_headline(status), *describe_times(view)]

@@ -15,7 +15,7 @@ from typing import Any
 
 from hpc_rl.core.errors import ExitCode, JobEvent, StopCause
 from hpc_rl.core.resource_limits import raise_limits
-from hpc_rl.supervise.job_hooks import HookRun, HookStep, describe_failures
+from hpc_rl.supervise.job_hooks import EventHooks, HookRun, HookStep, describe_failures
 from hpc_rl.supervise.job_loop import Child, JobLoop
 from hpc_rl.supervise.job_policy import (
     AFTER_STOP,
@@ -56,8 +56,8 @@ class JobRunner:
         self._teardown = os.environ.pop(TEARDOWN, "")
         self._hang_s = float(os.environ.get("HPC_RL_SUPERVISOR_HANG_S") or HANG_S)
         self._supervisor: Child | None = None
-        self._hooks: HookRun | HookStep | None = None
-        self._on_preempt: HookRun | None = None
+        self._hooks: EventHooks | None = None
+        self._on_preempt: EventHooks | None = None
         self._hook_failure = ""
         self._generations: set[str] = set()
         self._is_attempting = False
@@ -374,17 +374,15 @@ class JobRunner:
             return False
         finally:
             self._hooks = None
-        problems = [describe_failures(hooks.answers, hooks.limit_s)]
-        if isinstance(hooks, HookStep):
-            problems.append(hooks.explain_missing())
+        problems = [describe_failures(hooks.answers, hooks.limit_s), hooks.explain_missing()]
         self._hook_failure = "; ".join(filter(None, problems))
         if self._hook_failure:
             self._print(f"hook: {self._hook_failure}; see {self.names.attempt_dir}/hooks")
         return not self._hook_failure and not (self._has_term and event.startswith("pre_"))
 
     def _make_hooks(
-        self, kind: type[HookRun] | type[HookStep], event: str, names: Sequence[str], env: dict[str, str]
-    ) -> HookRun | HookStep:
+        self, kind: type[EventHooks], event: str, names: Sequence[str], env: dict[str, str]
+    ) -> EventHooks:
         logs = f"{self.names.attempt_dir}/hooks"
         os.makedirs(logs, exist_ok=True)
         paths = [f"{self.settings.trial_dir}/scripts/{name}" for name in names]
@@ -401,7 +399,6 @@ class JobRunner:
             return
         with contextlib.suppress(OSError):
             hooks = self._make_hooks(HookRun, "on_preempt", names, {})
-            assert isinstance(hooks, HookRun)
             self._on_preempt = hooks
             hooks.start()
 

@@ -15,11 +15,10 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.records import JsonRecord
 from hpc_rl.core.trial import load_json
 from hpc_rl.doctor.machine import measure_cgroup_memory
-from hpc_rl.plan.model_shape import DTYPE_BYTES, ModelShape
+from hpc_rl.plan.memory import DTYPE_BYTES, GB, ModelShape
 from hpc_rl.trials.needs import find_known_models
 from hpc_rl.trials.user_code import execute_apart
 
-GB = 1 << 30
 MOST_BYTES = 8 * GB  # of weights: more takes a CPU minutes for a completion
 MEMORY_SHARE = 0.5  # share of the free memory that they may take
 GRACE_S = 20.0  # beyond the time limit, for the process to say where it hangs

@@ -1,7 +1,10 @@
 """The first rows of a trial as tokens, by the code of the job: rows that can't be encoded or are too long."""
 
-from collections.abc import Callable, Collection, Iterator
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hpc_rl.config.load.stored import find_trainer
 from hpc_rl.config.options.dataset import DatasetConfig
@@ -10,15 +13,12 @@ from hpc_rl.config.row_shapes import Row, get_messages, load_named_rows
 from hpc_rl.config.rules.file_rules import find_context
 from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.datasets.encode import encode_pair, encode_prompt, encode_sequence
-from hpc_rl.datasets.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from hpc_rl.datasets.tokenizer import Tokenizer
 
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "answer")
 MAX_EXAMPLES = 5
-LENGTHS: dict[str, Callable[[Tokenizer, Row], int]] = {  # by trainer, in tokens
-    "sft": lambda tokenizer, row: len(encode_sequence(tokenizer, row)[0]),
-    "rw": lambda tokenizer, row: max(map(len, encode_pair(tokenizer, row))),
-}
 
 
 def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[str]:
@@ -37,6 +37,8 @@ def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[s
     ]
     if not (folder / "tokenizer.json").is_file() or not found:
         return []
+    from hpc_rl.datasets.tokenizer import Tokenizer  # imports take time, and only rows need it
+
     try:
         tokenizer = Tokenizer(folder)
     except ConfigError as error:
@@ -55,11 +57,10 @@ def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[s
 def _list_notes(
     config: Config, name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer
 ) -> Iterator[str]:
-    lengths = []
-    length_of = LENGTHS.get(find_trainer(config), lambda tokenizer, row: len(encode_prompt(tokenizer, row)))
+    lengths, trainer = list[int](), find_trainer(config)
     for number, row in enumerate(rows, 1):
         try:
-            lengths.append(length_of(tokenizer, row))
+            lengths.append(_count_tokens(trainer, tokenizer, row))
         except (ConfigError, UnicodeError, TypeError, ValueError) as error:
             raise ConfigError(f"{name}.path {dataset.path} row {number} can't be encoded: {error}") from error
     sets = config.evaluator.sets_column
@@ -79,6 +80,17 @@ def _list_notes(
         long = sum(length > most for length in lengths)
         remedy = f" Raise {name}.max_length." if most == dataset.max_length else ""
         yield from _format_note(name, dataset, f"have more than {most} tokens", long, len(lengths), remedy)
+
+
+def _count_tokens(trainer: str, tokenizer: Tokenizer, row: Row) -> int:
+    """Return the length of a row, of a pair of answers the longer one's."""
+    from hpc_rl.datasets.encode import encode_pair, encode_prompt, encode_sequence
+
+    if trainer == "sft":
+        return len(encode_sequence(tokenizer, row)[0])
+    if trainer == "rw":
+        return max(map(len, encode_pair(tokenizer, row)))
+    return len(encode_prompt(tokenizer, row))
 
 
 def _find_unknown(name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer) -> Iterator[str]:

@@ -18,15 +18,11 @@ from hpc_rl.core.allocation import DEFAULT_POOL
 from hpc_rl.core.trial import load_json
 from hpc_rl.datasets.rows import compute_fingerprint
 from hpc_rl.doctor.machine import measure_usable_memory
-from hpc_rl.plan.disk_use import DiskUse
-from hpc_rl.plan.estimate import Estimate, Work, estimate, format_gb
-from hpc_rl.plan.memory import Items
-from hpc_rl.plan.model_shape import Models
+from hpc_rl.plan.estimate import DiskUse, Estimate, ServerMemory, Work, estimate, format_gb, format_items
+from hpc_rl.plan.memory import MB, Items, Models
 from hpc_rl.plan.schema import Plan
-from hpc_rl.plan.server_memory import ServerMemory
 
 LABEL = 11  # width of the first column
-KB, MB = 1 << 10, 1 << 20
 
 
 def find_known_models(config: Config) -> Models:
@@ -115,7 +111,9 @@ def _describe_items(items: Items) -> Iterator[str]:
 
 
 def _describe_work(work: Work, config: Config, plan: Plan) -> Iterator[str]:
-    steps = "a number of steps that depends on the rows" if work.steps is None else _format_steps(work.steps)
+    steps = f"{work.steps} step{'' if work.steps == 1 else 's'}"
+    if work.steps is None:
+        steps = "a number of steps that depends on the rows"
     each = f"{work.trajectories} sequences of at most {work.longest} tokens"
     yield _format_row("work", f"{steps}, each of {each}, {_format_count(work.tokens)} tokens")
     if work.per_pass:
@@ -148,7 +146,7 @@ def _describe_host(found: Estimate, plan: Plan) -> Iterator[str]:
     trainer = next(unit for unit in plan.units if unit.role == "trainer")
     given = format_gb(trainer.tasks_per_node * trainer.mem_mb_per_task * MB)
     ranks = f"the {found.ranks_per_node} trainer rank(s) of the first node"
-    first = ", ".join(f"{name} {format_gb(size)}" for name, size in found.trainer.first.items())
+    first = format_items(found.trainer.first)
     total = f"{format_gb(found.node_host_bytes)} of {given} for {ranks}"
     also = "" if found.load.on_gpu else ", in addition"
     yield _format_row("", f"CPU memory: at most {total}; {first} on one of them; on each{also}:")
@@ -156,10 +154,9 @@ def _describe_host(found: Estimate, plan: Plan) -> Iterator[str]:
     others: dict[str, float] = {}
     for unit in plan.units:
         if unit.role != "trainer" and 0 in unit.nodes:
-            others[unit.role] = others.get(unit.role, 0) + unit.tasks_per_node * unit.mem_mb_per_task
-    text = ", ".join(f"{role} {format_gb(size * MB)}" for role, size in others.items())
-    if text:
-        yield _format_row("", f"other roles of the first node, as requested: {text}")
+            others[unit.role] = others.get(unit.role, 0) + unit.tasks_per_node * unit.mem_mb_per_task * MB
+    if others:
+        yield _format_row("", f"other roles of the first node, as requested: {format_items(others)}")
 
 
 def _describe_servers(server: ServerMemory, plan: Plan) -> Iterator[str]:
@@ -172,7 +169,7 @@ def _describe_servers(server: ServerMemory, plan: Plan) -> Iterator[str]:
         left = f"{format_gb(max(0.0, server.cache_bytes))} left for {num_tokens} tokens"
         text += f", {left}"
     if server.token_bytes:
-        text += f", {server.token_bytes / KB:.0f} KB of keys and values each"
+        text += f", {server.token_bytes / 1024:.0f} KB of keys and values each"
     yield _format_row("servers", text)
 
 
@@ -192,14 +189,8 @@ def _describe_disk(disk: DiskUse, num_servers: int) -> Iterator[str]:
         "batch log": disk.kept_batches,
         "exports": disk.kept_exports,
     }
-    texts = [
-        f"{name} {'unknown' if size is None else format_gb(size)}" for name, size in kept.items() if size != 0
-    ]
-    yield _format_row("", f"kept at most: {', '.join(texts)}")
-
-
-def _format_steps(number: int) -> str:
-    return f"{number} step{'' if number == 1 else 's'}"
+    kept = {name: size for name, size in kept.items() if size != 0}
+    yield _format_row("", f"kept at most: {format_items(kept)}")
 
 
 def _format_count(number: int) -> str:

@@ -22,8 +22,7 @@ from hpc_rl.engines.base import Sequences
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.engines.shared import attention
 from hpc_rl.engines.shared.logprobs import token_logprobs
-from hpc_rl.plan.memory import CUDA_BYTES, RankLoad, estimate_rank_memory
-from hpc_rl.plan.model_shape import ModelShape
+from hpc_rl.plan.memory import CUDA_BYTES, ModelShape, RankLoad, estimate_rank_memory
 from hpc_rl.trainers.supervised import compute_sequence_loss
 
 pytestmark = pytest.mark.timeout(300)

@@ -10,8 +10,7 @@ import pytest
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.core.allocation import parse
 from hpc_rl.core.trial import load_json
-from hpc_rl.plan.memory import RankLoad, RankMemory, estimate_rank_memory
-from hpc_rl.plan.model_shape import ModelShape
+from hpc_rl.plan.memory import ModelShape, RankLoad, RankMemory, estimate_rank_memory
 
 pytestmark = [
     pytest.mark.timeout(240),

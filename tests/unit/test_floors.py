@@ -3,6 +3,7 @@ packages.
 """
 
 import ast
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -121,3 +122,36 @@ def test_the_server_role_needs_only_packages_of_a_sglang_image():
         "typing_extensions",
         "xxhash",
     }
+
+
+DRY_RUN = [
+    *(
+        "submit",
+        "--dry_run",
+        "experiment_name=e",
+        "trial_name=t",
+        "trainer=sft",
+        "train_dataset.batch_size=8",
+    ),
+    *("model.path=/nodes/m", "train_dataset.path=/nodes/d.jsonl", "cluster.node_dirs=[/nodes]"),
+    "launcher.type=slurm",
+]
+
+
+def test_numpy_and_tokenizers_are_imported_only_to_read_rows(tmp_path):
+    """Here only the nodes have rows and model, so the submission reads none."""
+    for program in ("sbatch", "squeue", "sinfo", "scontrol", "sacct", "srun", "scancel"):
+        (tmp_path / program).write_text("#!/bin/sh\n")
+        (tmp_path / program).chmod(0o755)
+    code = (
+        "import sys\n"
+        "from hpc_rl.cli.__main__ import main\n"
+        f"assert main({[*DRY_RUN, f'cluster.fileroot={tmp_path}']}) == 0\n"
+        "heavy = {'numpy', 'tokenizers', 'torch', 'aiohttp', 'sympy', 'omegaconf', 'rich'}\n"
+        "assert not heavy & sys.modules.keys(), heavy & sys.modules.keys()\n"
+    )
+    env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT.parent, env=env
+    )
+    assert done.returncode == 0, done.stderr

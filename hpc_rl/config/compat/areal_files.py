@@ -4,12 +4,16 @@
 """
 
 import dataclasses
+import os
+import re
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 from hpc_rl.config.compat.areal_names import (
     ANY,
     AS_UNWRITTEN,
+    MODELS,
     MOUNT,
     NAMES,
     OF_MULTI_TURN,
@@ -18,6 +22,7 @@ from hpc_rl.config.compat.areal_names import (
     WORKFLOW,
     WORKFLOW_ARGS,
 )
+from hpc_rl.config.compat.areal_options import IDENTITY, ONE_VALUE
 from hpc_rl.config.load.fields import list_defaults, list_options
 from hpc_rl.config.load.parser import convert_value
 from hpc_rl.config.load.source import Settings, SourceValue
@@ -26,6 +31,8 @@ from hpc_rl.core.refusal import UNSET, Kind, Refusal
 
 _NOT_TRAINED = "the reference model is not trained"
 _SHOWN = 3  # names in a note
+_REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
+_SECTIONS = ("checkpointer", "scheduler", *(f"{model}.ds_auto_tp" for model in MODELS))
 
 
 @dataclasses.dataclass
@@ -42,7 +49,8 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
     """Translate the AReaL names that `cls`, the configuration of a trainer, does not have."""
     done = RenamedSettings({})
     idle: dict[str, list[str]] = defaultdict(list)  # reason -> names
-    for name, item in _convert_norms(_flatten_sections(given)).items():
+    given = _drop_one_value_options(cls, _flatten_sections(given), done)
+    for name, item in _convert_norms(given).items():
         row = NAMES.get(_find_known_part(name))
         if name in list_options(cls) or (row is None and not _is_of_ref(name, cls)):
             done.settings[name] = item
@@ -77,14 +85,47 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
 
 
 def _flatten_sections(given: Settings) -> Settings:
-    """Flatten AReaL's section `checkpointer`, which hpc-rl does not have, to dotted names."""
+    """Flatten AReaL's sections that hpc-rl does not have to dotted names."""
     found: Settings = {}
     for name, item in given.items():
-        if name == "checkpointer" and isinstance(item.value, dict):
+        if name in _SECTIONS and isinstance(item.value, dict):
             found |= {f"{name}.{key}": part for key, part in item.value.items()}
-        else:
+        elif item.value is not None or name not in _SECTIONS:
             found[name] = item
     return found
+
+
+def _drop_one_value_options(cls: type, given: Settings, done: RenamedSettings) -> Settings:
+    """Return the settings without AReaL's options that can have only one value; other values are refused."""
+    sections = {name.partition(".")[0] for name in list_options(cls)} | {"scheduler", "checkpointer"}
+    found: Settings = {}
+    for name, item in given.items():
+        row, root = ONE_VALUE.get(name), IDENTITY.get(name)
+        if (row is None and root is None) or name.partition(".")[0] not in sections:
+            found[name] = item
+            continue
+        done.replaced[name] = item
+        refuse = partial(Refusal, option=name, origin=item.origin, value=item.shown)
+        if row is not None and not row.is_allowed(item.to_plain()):
+            why = f"can't be used: {row.why}"
+            done.refusals.append(refuse(kind=Kind.UNSUPPORTED, why=why, related=row.related_options))
+        elif root is not None and item.value is not None:
+            wanted = given.get(root, SourceValue(list_defaults(cls).get(root), ""))
+            is_known = wanted.value is not None  # else another refusal asks for it
+            if is_known and _follow_references(item, given) != _follow_references(wanted, given):
+                why, use = f"must equal {root} {wanted.shown}", "remove it: it defaults to that"
+                done.refusals.append(refuse(kind=Kind.CONFLICT, why=why, use=use, related=(root,)))
+    return found
+
+
+def _follow_references(item: SourceValue, given: Settings) -> str:
+    """Return a name or a path as text; `${a.b}` stands for the value of that option."""
+    seen: set[str] = set()
+    while (match := _REFERENCE.fullmatch(str(item.value))) and match[1] in given and match[1] not in seen:
+        seen.add(match[1])
+        item = given[match[1]]
+    text = str(item.value if item.text is None else item.text)
+    return os.path.abspath(os.path.expanduser(text)) if "/" in text and "${" not in text else text
 
 
 def _convert_norms(given: Settings) -> Settings:
@@ -261,8 +302,4 @@ def _explain_idle(name: str, value: Any, settings: Settings) -> str:
     if name == "launcher.slurm.mount" and value == MOUNT:
         given = (settings[image].value for image in images if image in settings)
         return "" if any(one not in (None, "none") for one in given) else "no container image is set"
-    daemons = {"cluster.name_resolve.etcd3_addr": "etcd3", "cluster.name_resolve.ray_actor_name": "ray"}
-    used = settings.get("cluster.name_resolve.type")
-    if name in daemons and isinstance(value, str) and (used is None or used.value == "nfs"):
-        return "cluster.name_resolve.type is nfs"
     return ""

@@ -47,13 +47,14 @@ NAMES: dict[str, OtherName] = {
     # v0.3.0 to v0.3.2
     "{model}.mb_spec.max_tokens_per_gpu": OtherName("{model}.mb_spec.max_tokens_per_mb"),
     "{model}.fsdp.ulysses_sp_size": OtherName(idle=(1,), why="allocation_mode has it: c, as in fsdp:d2c4"),
-    "checkpointer.experiment_name": OtherName("recover.experiment_name"),
-    "checkpointer.trial_name": OtherName("recover.trial_name"),
-    "checkpointer.fileroot": OtherName("recover.fileroot"),
     "checkpointer.freq_epochs": OtherName("recover.freq_epochs"),
     "checkpointer.freq_steps": OtherName("recover.freq_steps"),
     "checkpointer.freq_secs": OtherName("recover.freq_secs"),
     "server_only": OtherName(idle=(False,), why="a trial of servers alone is not built"),
+    **dict.fromkeys(
+        ("cluster.name_resolve.etcd3_addr", "cluster.name_resolve.ray_actor_name"),
+        OtherName(idle=(ANY,), why="cluster.name_resolve.type is nfs"),
+    ),
     # v0.3.3 to v0.4.1
     "rollout.backend": OtherName(
         why="allocation_mode names servers and trainer together, as sglang:d4+fsdp:d4"
@@ -165,7 +166,6 @@ AS_UNWRITTEN: dict[str, tuple[Any, str]] = {
     "stats_logger.wandb.id_suffix": (None, ""),
     "stats_logger.swanlab.mode": (None, ""),
     "stats_logger.swanlab.api_key": (None, ""),
-    **{f"{model}.ds_auto_tp.autotp_size": (None, "") for model in MODELS},
 }
 SRUN_ARGS = {"--unbuffered", "--mpi=pmi2", "-K", "--chdir", "$PWD"}  # all of AReaL's own
 MOUNT = "/storage:/storage"

@@ -1,9 +1,10 @@
-"""AReaL's options in hpc-rl: defaults that differ, and options that accept only some values."""
+"""AReaL's options in hpc-rl: defaults that differ, and options with one possible value, which we lack."""
 
 from dataclasses import dataclass
 from typing import Any
 
-_IDENTITY = "follows the root: a trial has one identity"
+from hpc_rl.config.compat.areal_names import MODELS
+
 _GCONFIG = "null follows gconfig, so the two can't disagree"
 _ATTENTION = "the same, but sdpa without GPUs, for dtype float32, and if flash-attn is not installed"
 _REQUIRED = "required: without it there is nothing to train"
@@ -123,12 +124,6 @@ DEPARTURES: dict[str, tuple[str, str]] = {  # option -> AReaL's default, and how
         for section in ("actor", "model")
     },
     "actor.kl_ctl": ("0.1", "the same, but 0 without a section ref, or with beta"),
-    **{
-        f"{section}.{name}": ("???", _IDENTITY)
-        for section in ("actor", "model", "saver", "evaluator", "recover", "stats_logger")
-        for name in ("experiment_name", "trial_name", "fileroot")
-        if name != "fileroot" or section not in ("actor", "model")
-    },
 }
 
 _FILES = "processes find each other by files on the shared file system; use nfs, or remove it"
@@ -140,16 +135,20 @@ _OF_REWARD_MODEL = ("pools.reward_model.path", "rollout.reward_fn")
 _FSDP2 = "use the fsdp backend, which is FSDP2"
 _FLOAT32 = "parameters, gradients and moments of the optimizer are float32; more data ranks take less memory"
 _NO_FP8 = "FP8 is not used for training; use actor.dtype bfloat16"
-_KEY = "a key does not belong in a file that others may read"
+_DROPPED = "SGLang 0.5.23 has no such option"
+_OF_EXPERTS = ("sglang.ep_size", "sglang.extra_args")
 
 
 @dataclass(frozen=True)
-class Unavailable:
-    """The values that an option accepts, and why it accepts no others."""
+class OneValue:
+    """The only value that an option of AReaL can have here (or several that mean the same), and why."""
 
     allowed: tuple[Any, ...]
     why: str
     related_options: tuple[str, ...] = ()  # that `why` names
+
+    def is_allowed(self, value: Any) -> bool:
+        return any(type(value) is type(one) and value == one for one in self.allowed)
 
     def describe_allowed(self) -> str:
         words = {"": "empty", "{}": "empty", "none": "null"}
@@ -157,58 +156,79 @@ class Unavailable:
         return ", ".join(words.get(text, text) for text in texts)
 
 
-UNAVAILABLE: dict[str, Unavailable] = {
-    "cluster.name_resolve.type": Unavailable(("nfs",), _FILES),
-    "cluster.name_resolve.etcd3_addr": Unavailable(("localhost:2379",), _FILES),
-    "cluster.name_resolve.ray_actor_name": Unavailable(("ray_kv_store",), _FILES),
-    "scheduler.endpoint": Unavailable(("http://localhost:8081",), _SERVICE),
-    "scheduler.deploy_mode": Unavailable(
+ONE_VALUE: dict[str, OneValue] = {
+    "cluster.name_resolve.type": OneValue(("nfs",), _FILES),
+    "scheduler.endpoint": OneValue(("http://localhost:8081",), _SERVICE),
+    "scheduler.deploy_mode": OneValue(
         ("separation",), "allocation_mode decides it; remove it", ("allocation_mode",)
     ),
-    "scheduler.functioncall_service_domain": Unavailable(("http://localhost:8080",), _REWARDS, _OF_REWARDS),
-    "scheduler.reward_functioncall_config": Unavailable(({},), _REWARDS, _OF_REWARDS),
-    "scheduler.reward_model_path": Unavailable(("",), _REWARD_MODEL, _OF_REWARD_MODEL),
-    "scheduler.reward_model_service_url": Unavailable(
+    "scheduler.functioncall_service_domain": OneValue(("http://localhost:8080",), _REWARDS, _OF_REWARDS),
+    "scheduler.reward_functioncall_config": OneValue(({},), _REWARDS, _OF_REWARDS),
+    "scheduler.reward_model_path": OneValue(("",), _REWARD_MODEL, _OF_REWARD_MODEL),
+    "scheduler.reward_model_service_url": OneValue(
         ("http://localhost:30000/classify",), _REWARD_MODEL, _OF_REWARD_MODEL
     ),
-    "stats_logger.wandb.wandb_api_key": Unavailable(
-        ("",), f"{_KEY}; run `wandb login` once, or export WANDB_API_KEY before submitting"
-    ),
-    "stats_logger.swanlab.api_key": Unavailable(
-        ("",), f"{_KEY}; run `swanlab login` once, or export SWANLAB_API_KEY before submitting"
-    ),
-    "sglang.dp_size": Unavailable(
+    "sglang.dp_size": OneValue(
         (1,), "allocation_mode sets the number of servers, such as sglang:d4", ("allocation_mode",)
     ),
-    "sglang.enable_dp_attention": Unavailable(
-        (False,),
-        "it divides a server by sglang.dp_size, which is 1 here; use more servers: sglang:dN",
-        ("sglang.dp_size",),
+    "sglang.enable_dp_attention": OneValue(
+        (False,), "it divides a server by sglang.dp_size, which is 1 here; use more servers: sglang:dN"
     ),
-}
-MODEL_UNAVAILABLE: dict[str, Unavailable] = {  # options of each model in the trainer: actor, ref, model
-    "megatron.wrap_with_ddp": Unavailable((True,), "gradients must be summed over data ranks; remove it"),
-    "megatron.use_torch_fsdp2": Unavailable((False,), _FSDP2),
-    "megatron.use_custom_fsdp": Unavailable((False,), _FSDP2),
-    "megatron.ddp.average_in_collective": Unavailable(
+    "sglang.enable_ep_moe": OneValue(
+        (False,), f"{_DROPPED}; use sglang.ep_size, and --moe-a2a-backend in sglang.extra_args", _OF_EXPERTS
+    ),
+    "sglang.torchao_config": OneValue(
+        ("",), f"{_DROPPED}; use --quantization in sglang.extra_args", ("sglang.extra_args",)
+    ),
+    "sglang.enable_nan_detection": OneValue((False,), f"{_DROPPED}; remove it"),
+    "{model}.ds_auto_tp.autotp_size": OneValue(
+        (1, None),
+        "allocation_mode has the tensor-parallel size: t2, as fsdp:d2t2; remove it",
+        ("allocation_mode",),
+    ),
+    "{model}.megatron.wrap_with_ddp": OneValue(
+        (True,), "gradients must be summed over data ranks; remove it"
+    ),
+    "{model}.megatron.use_torch_fsdp2": OneValue((False,), _FSDP2),
+    "{model}.megatron.use_custom_fsdp": OneValue((False,), _FSDP2),
+    "{model}.megatron.ddp.average_in_collective": OneValue(
         (False,), "losses are divided by the tokens of the whole batch, once; remove it"
     ),
-    "megatron.ddp.fp8_param_gather": Unavailable((False,), _NO_FP8, ("actor.dtype",)),
-    "megatron.overlap_param_gather_with_optimizer_step": Unavailable(
+    "{model}.megatron.ddp.fp8_param_gather": OneValue((False,), _NO_FP8, ("actor.dtype",)),
+    "{model}.megatron.overlap_param_gather_with_optimizer_step": OneValue(
         (False,), "use megatron.ddp.overlap_param_gather, which overlaps with the forward pass"
     ),
-    "megatron.use_precision_aware_optimizer": Unavailable((False,), _FLOAT32),
-    "megatron.main_grads_dtype": Unavailable(("float32",), _FLOAT32),
-    "megatron.main_params_dtype": Unavailable(("float32",), _FLOAT32),
-    "megatron.exp_avg_dtype": Unavailable(("float32",), _FLOAT32),
-    "megatron.exp_avg_sq_dtype": Unavailable(("float32",), _FLOAT32),
-    "megatron.async_save": Unavailable(
+    "{model}.megatron.use_precision_aware_optimizer": OneValue((False,), _FLOAT32),
+    "{model}.megatron.main_grads_dtype": OneValue(("float32",), _FLOAT32),
+    "{model}.megatron.main_params_dtype": OneValue(("float32",), _FLOAT32),
+    "{model}.megatron.exp_avg_dtype": OneValue(("float32",), _FLOAT32),
+    "{model}.megatron.exp_avg_sq_dtype": OneValue(("float32",), _FLOAT32),
+    "{model}.megatron.async_save": OneValue(
         (False,), "use recover.async_save, which every backend has", ("recover.async_save",)
     ),
-    "megatron.use_checkpoint_opt_param_scheduler": Unavailable(
+    "{model}.megatron.use_checkpoint_opt_param_scheduler": OneValue(
         (True,), "the schedule continues at the step of the checkpoint, with the rates of this configuration"
     ),
-    "megatron.distribute_saved_activations": Unavailable(
+    "{model}.megatron.distribute_saved_activations": OneValue(
         (False, None), "with t above 1 sequence parallelism divides them already; remove it"
     ),
+}
+# Each model in the trainer has its own row.
+ONE_VALUE |= {
+    name.replace("{model}", model): row
+    for name, row in ONE_VALUE.items()
+    if "{model}" in name
+    for model in MODELS
+}
+
+# AReaL repeats the identity of a trial in most sections; here it has one, and these options must equal it.
+IDENTITY = {
+    f"{section}.{name}": root
+    for section in ("saver", "evaluator", "recover", "checkpointer", "stats_logger", "rollout", *MODELS)
+    for name, root in (
+        ("experiment_name", "experiment_name"),
+        ("trial_name", "trial_name"),
+        ("fileroot", "cluster.fileroot"),
+    )
+    if name != "fileroot" or section not in ("rollout", *MODELS)
 }

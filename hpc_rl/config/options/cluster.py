@@ -28,16 +28,10 @@ from hpc_rl.core.errors import ConfigError
 
 @dataclass(kw_only=True)
 class NameResolveConfig:
-    """How the processes of a trial find each other."""
+    """How the processes of a trial find each other: by files on the shared file system."""
 
-    type: Literal["nfs", "etcd3", "ray"] = "nfs"
-    """`nfs` is a directory on the shared file system; the only type that is supported."""
     nfs_record_root: PathText = ""
     """Directory of the records; empty means `names/` in the trial directory."""
-    etcd3_addr: str = "localhost:2379"
-    """Address of etcd; only the default is accepted, because hpc-rl uses no etcd."""
-    ray_actor_name: str = "ray_kv_store"
-    """Name of a Ray actor; only the default is accepted, because hpc-rl uses no Ray."""
 
 
 @dataclass(kw_only=True)

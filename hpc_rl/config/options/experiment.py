@@ -21,7 +21,6 @@ from hpc_rl.config.options.operations import (
     EvaluatorConfig,
     RecoverConfig,
     SaverConfig,
-    SchedulerConfig,
     StatsLoggerConfig,
 )
 from hpc_rl.config.options.pools import PoolConfig, PoolName
@@ -73,8 +72,6 @@ class BaseExperimentConfig:
     """SGLang servers, if the allocation has them."""
     launcher: LauncherConfig = field(default_factory=LauncherConfig)
     """How processes are started."""
-    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
-    """AReaL's scheduler service, which hpc-rl does not have."""
 
 
 @dataclass(kw_only=True)

@@ -86,10 +86,6 @@ class JudgeConfig:
 class InferenceEngineConfig:
     """The rollout role."""
 
-    experiment_name: str | None = None
-    """The root's `experiment_name`; null follows it."""
-    trial_name: str | None = None
-    """The root's `trial_name`; null follows it."""
     queue_size: PositiveInt | None = None
     """Largest number of prompts in flight plus finished groups not yet in a batch, at least a batch. null
     means that only the staleness bound limits it."""
@@ -201,10 +197,6 @@ class SGLangConfig:
     """Do not overlap the scheduler with the model. Defaults to true without GPUs."""
     enable_mixed_chunk: bool = False
     """Mix prefill and decode in one batch."""
-    enable_dp_attention: bool = False
-    """Data-parallel attention; needs dp_size above 1. Use more servers instead."""
-    enable_ep_moe: bool = False
-    """Expert-parallel MoE layers, in older versions."""
     enable_torch_compile: bool = False
     """Compile the model."""
     torch_compile_max_bs: PositiveInt = 32
@@ -213,10 +205,6 @@ class SGLangConfig:
     """Largest batch size with a CUDA graph (decode); null leaves it to SGLang."""
     cuda_graph_bs: list[PositiveInt] | None = None
     """Batch sizes with a CUDA graph (decode); null leaves it to SGLang."""
-    torchao_config: str = ""
-    """Quantization by torchao, in older versions."""
-    enable_nan_detection: bool = False
-    """Detect NaN, in older versions."""
     enable_p2p_check: bool = False
     """Check peer access between GPUs first."""
     triton_attention_reduce_in_fp32: bool = False
@@ -259,9 +247,6 @@ class SGLangConfig:
     """Data type of weights and compute. Defaults to float32 without GPUs."""
     kv_cache_dtype: KVCacheDtype = "auto"
     """Data type of the KV cache; `auto` means the model's."""
-    dp_size: PositiveInt = 1
-    """Replicas within one server; only 1 is accepted, because `allocation_mode` sets the number of servers.
-    """
     ep_size: PositiveInt = 1
     """Expert-parallel size within a server."""
     log_level: LogLevel = "warning"

@@ -27,44 +27,17 @@ class MegatronDDPConfig:
     """End the trial at a gradient that is not a number, before it is summed."""
     bucket_size: PositiveInt | None = None
     """Parameters in a bucket; null derives the number from the data ranks; needs `overlap_grad_reduce`."""
-    average_in_collective: bool = False
-    """Average gradients over ranks while summing them; only false, because losses are divided by the number
-    of tokens."""
-    fp8_param_gather: bool = False
-    """Gather parameters in FP8; only false."""
 
 
 @dataclass(kw_only=True)
 class MegatronConfig:
     """Options of the megatron backend; `allocation_mode` sets its parallel sizes."""
 
-    wrap_with_ddp: bool = True
-    """Sum gradients over data ranks; only true."""
-    use_torch_fsdp2: bool = False
-    """Only false: the fsdp backend is FSDP2."""
-    use_custom_fsdp: bool = False
-    """Only false: the fsdp backend shards parameters."""
     ddp: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
     """How gradients are summed over data ranks."""
     virtual_pipeline_size: PositiveInt = 1
     """Parts of the layers on each pipeline stage, interleaved: shorter idle times, more messages. hpc-rl
     extension."""
-    overlap_param_gather_with_optimizer_step: bool = False
-    """Gather parameters while the optimizer updates others; only false."""
-    use_precision_aware_optimizer: bool = False
-    """Keep gradients, parameters and moments in the types below; only false: all are float32."""
-    main_grads_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Data type of gradients in the optimizer; only float32."""
-    main_params_dtype: Literal["float32", "float16"] = "float32"
-    """Data type of parameters in the optimizer; only float32."""
-    exp_avg_dtype: Literal["float32", "float16", "bfloat16", "fp8"] = "float32"
-    """Data type of first moments; only float32."""
-    exp_avg_sq_dtype: Literal["float32", "float16", "bfloat16", "fp8"] = "float32"
-    """Data type of second moments; only float32."""
-    async_save: bool = False
-    """Only false: `recover.async_save` writes checkpoints while training continues."""
-    use_checkpoint_opt_param_scheduler: bool = True
-    """Continue the learning-rate schedule at the step of the checkpoint; only true."""
     use_deterministic_algorithms: bool = False
     """Have PyTorch use deterministic algorithms only; slower."""
     recompute_granularity: Literal["full", "selective"] | None = "full"
@@ -76,8 +49,6 @@ class MegatronConfig:
     `selective`."""
     recompute_num_layers: PositiveInt | None = 1
     """Number of layers for `recompute_method`. Null with `selective`."""
-    distribute_saved_activations: bool | None = None
-    """Divide saved activations among tensor ranks; not true, because sequence parallelism does it already."""
     recompute_modules: list[str] | None = None
     """With `selective`: the recomputed parts of a layer, from core_attn, layernorm, mlp and moe; null means
     core_attn."""

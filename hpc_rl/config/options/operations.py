@@ -21,18 +21,6 @@ class FrequencyConfig:
 
 
 @dataclass(kw_only=True)
-class IdentityConfig:
-    """The trial's identity, which AReaL files repeat in many sections; other values are refused."""
-
-    experiment_name: str | None = None
-    """Must equal the trial's `experiment_name`; null follows it."""
-    trial_name: str | None = None
-    """Must equal the trial's `trial_name`; null follows it."""
-    fileroot: PathText | None = None
-    """Must equal `cluster.fileroot`; null follows it."""
-
-
-@dataclass(kw_only=True)
 class KeepBestConfig:
     """Keep the best model by evaluation, as `exports/best`."""
 
@@ -48,7 +36,7 @@ class KeepBestConfig:
 
 
 @dataclass(kw_only=True)
-class SaverConfig(FrequencyConfig, IdentityConfig):
+class SaverConfig(FrequencyConfig):
     """Exports in Hugging Face format, in `exports/`; one is always written at the end."""
 
     keep_last: PositiveInt | None = None
@@ -60,7 +48,7 @@ class SaverConfig(FrequencyConfig, IdentityConfig):
 
 
 @dataclass(kw_only=True)
-class EvaluatorConfig(FrequencyConfig, IdentityConfig):
+class EvaluatorConfig(FrequencyConfig):
     """Evaluation on `valid_dataset`.
 
     With this dataset one always runs after the last step, and in a GRPO trial also before the first.
@@ -78,7 +66,7 @@ class EvaluatorConfig(FrequencyConfig, IdentityConfig):
 
 
 @dataclass(kw_only=True)
-class RecoverConfig(FrequencyConfig, IdentityConfig):
+class RecoverConfig(FrequencyConfig):
     """Checkpoints, and how a start uses them."""
 
     mode: Literal["disabled", "auto", "fault", "resume"] = "disabled"
@@ -169,7 +157,7 @@ class SwanlabConfig:
 
 
 @dataclass(kw_only=True)
-class StatsLoggerConfig(IdentityConfig):
+class StatsLoggerConfig:
     """Where metrics go. JSON lines and TensorBoard files are always written."""
 
     wandb: WandBConfig = field(default_factory=WandBConfig)
@@ -181,24 +169,3 @@ class StatsLoggerConfig(IdentityConfig):
     every_steps: PositiveInt = 1
     """Send the metrics of every N-th step, and of all evaluations, to TensorBoard and the services;
     metrics.jsonl has every step. hpc-rl extension."""
-
-
-@dataclass(kw_only=True)
-class SchedulerConfig:
-    """AReaL's scheduler service, which hpc-rl does not have.
-
-    Slurm places the roles, and rewards run in the rollout role.
-    """
-
-    endpoint: str = "http://localhost:8081"
-    """Address of the service; only the default is accepted."""
-    deploy_mode: str = "separation"
-    """Deployment of AReaL; only `separation` is accepted."""
-    functioncall_service_domain: str = "http://localhost:8080"
-    """Address of a reward service; only the default is accepted. Use `rollout.reward_fn`."""
-    reward_functioncall_config: dict[str, str] = field(default_factory=dict)
-    """Options of a reward service; only an empty mapping is accepted."""
-    reward_model_path: str = ""
-    """Reward model of a service; only the empty default is accepted. Use `pools.reward_model.path`."""
-    reward_model_service_url: str = "http://localhost:30000/classify"
-    """Address of a reward model; only the default is accepted."""

@@ -106,21 +106,9 @@ class FSDPEngineConfig:
 
 
 @dataclass(kw_only=True)
-class DeepSpeedAutoTPEngineConfig:
-    """Options of AReaL's DeepSpeed backend; hpc-rl has the fsdp backend instead."""
-
-    autotp_size: PositiveInt = 1
-    """Tensor-parallel size; only 1, because `t` of `allocation_mode` sets it."""
-
-
-@dataclass(kw_only=True)
 class TrainEngineConfig:
     """A model in the trainer."""
 
-    experiment_name: str | None = None
-    """Must equal the trial's `experiment_name`; null follows it."""
-    trial_name: str | None = None
-    """Must equal the trial's `trial_name`; null follows it."""
     path: PathText
     """Directory of a Hugging Face checkpoint."""
     init_from_scratch: bool = False
@@ -145,8 +133,6 @@ class TrainEngineConfig:
     """Options of the fsdp backend."""
     megatron: MegatronConfig = field(default_factory=MegatronConfig)
     """Options of the megatron backend."""
-    ds_auto_tp: DeepSpeedAutoTPEngineConfig = field(default_factory=DeepSpeedAutoTPEngineConfig)
-    """Tensor parallelism of AReaL's DeepSpeed backend; use `allocation_mode` instead."""
     gradient_checkpointing: bool = True
     """Recompute activations in the backward pass."""
     disable_dropout: bool = False

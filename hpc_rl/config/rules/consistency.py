@@ -2,9 +2,8 @@
 
 from collections.abc import Collection, Iterator
 
-from hpc_rl.config.compat.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.config.load.fields import find_members, is_mapping, list_defaults, list_options
-from hpc_rl.config.load.stored import REDACTED, VARIABLES, find_trainer, is_secret, is_secret_variable
+from hpc_rl.config.load.stored import REDACTED, VARIABLES, find_trainer, is_secret_variable
 from hpc_rl.config.options.cluster import parse_environment
 from hpc_rl.config.options.experiment import (
     ABSENT,
@@ -27,8 +26,6 @@ METRICS = {  # trainer -> the metrics of its evaluations; the first is the defau
     "sft": ("eval_loss", "eval_token_accuracy"),
     "rw": ("eval_loss", "eval_accuracy"),
 }
-_SECTIONS = ("saver", "evaluator", "recover", "stats_logger", "rollout", "actor", "ref", "model")
-_ROOTS = {"experiment_name": "experiment_name", "trial_name": "trial_name", "fileroot": "cluster.fileroot"}
 FOLLOWS = {  # option -> the option that it must equal and follows by default
     "actor.group_size": "gconfig.n_samples",
     "actor.reward_norm.group_size": "gconfig.n_samples",
@@ -37,6 +34,10 @@ FOLLOWS = {  # option -> the option that it must equal and follows by default
     "actor.temperature": "gconfig.temperature",
     "rollout.consumer_batch_size": "train_dataset.batch_size",
     **{f"{backend.section}.model_path": "actor.path" for backend in SERVER_BACKENDS.values()},
+}
+_KEYS_OF_SERVICES = {  # option -> what to do instead
+    "stats_logger.wandb.wandb_api_key": "run `wandb login` once, or export WANDB_API_KEY before submitting",
+    "stats_logger.swanlab.api_key": "run `swanlab login` once, or export SWANLAB_API_KEY before submitting",
 }
 _NORMS = ("actor.reward_norm", "actor.adv_norm")
 _MODELS = ("actor", "ref", "model")
@@ -61,8 +62,6 @@ NEEDS = {  # option -> the option that it needs for an effect
     "launcher.slurm.mail_user": "launcher.slurm.mail_type",
     "environments.n_nodes": "environments.commands",
 }
-# AReaL repeats experiment, trial and fileroot in most sections.
-_IDENTITY = {f"{section}.{name}": root for section in _SECTIONS for name, root in _ROOTS.items()}
 
 
 def list_server_pools(config: Config) -> tuple[Servers, ...]:
@@ -124,7 +123,7 @@ def check_names(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
 
 
 def check_equal(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
-    for name, other in (_IDENTITY | FOLLOWS).items():
+    for name, other in FOLLOWS.items():
         value, expected = get_value(config, name), get_value(config, other)
         if value not in (ABSENT, None, "", expected):
             why, use = f"must equal {other} {expected}", "remove it: it defaults to that"
@@ -193,16 +192,11 @@ def check_environments(config: Config, explicit: Collection[str]) -> Iterator[Re
                 yield Refusal(option=option, kind=Kind.VALUE, why=why, use="set the value itself")
 
 
-def check_unavailable(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
-    of_models = {f"{model}.{name}": row for model in _MODELS for name, row in MODEL_UNAVAILABLE.items()}
-    for name, row in (UNAVAILABLE | of_models).items():
-        value = get_value(config, name)
-        if value is not ABSENT and value not in row.allowed:
-            shown = REDACTED if is_secret(name) else value
-            why = f"can't be used: {row.why}"
-            yield Refusal(
-                option=name, value=shown, kind=Kind.UNSUPPORTED, why=why, related=row.related_options
-            )
+def check_keys_absent(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    for name, use in _KEYS_OF_SERVICES.items():
+        if get_value(config, name):
+            why = f"can't be used: a key does not belong in a file that others may read; {use}"
+            yield Refusal(option=name, value=REDACTED, kind=Kind.UNSUPPORTED, why=why)
 
 
 RULES = [
@@ -213,7 +207,7 @@ RULES = [
     check_datasets,
     check_evaluation,
     check_environments,
-    check_unavailable,
+    check_keys_absent,
 ]
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from hpc_rl.config.compat.areal_options import ONE_VALUE
 from hpc_rl.config.load.fields import list_hints, suggest_name
 from hpc_rl.config.load.parser import convert_value, describe_allowed
 from hpc_rl.config.load.source import add_origin
@@ -13,7 +14,7 @@ from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig
 from hpc_rl.config.options.pools import PoolConfig
 from hpc_rl.config.pool_view import find_trained_pool_in, list_reward_models, parse_value, view_pool
 from hpc_rl.config.row_shapes import get_messages, load_named_rows
-from hpc_rl.config.rules import consistency, sglang_rules, vllm_rules
+from hpc_rl.config.rules import sglang_rules, vllm_rules
 from hpc_rl.config.rules.consistency import find_server_backend, is_default, list_given, list_server_pools
 from hpc_rl.config.rules.dataset_rules import has_chat_template
 from hpc_rl.core.allocation import Allocation, Servers, Train, parse
@@ -24,7 +25,7 @@ from hpc_rl.core.refusal import UNSET, Kind, Refusal
 _OF_ENDPOINTS = ("model", "api_key_env")
 _OF_SERVERS = ("tokenizer_path", "stop_token_ids", "python", "options")
 _OF_ANSWERS = ("max_new_tokens", "temperature", "top_p", "stop_token_ids")
-_OF_BACKENDS = [consistency.check_unavailable, *sglang_rules.GRPO_RULES, *vllm_rules.GRPO_RULES]
+_OF_BACKENDS = [*sglang_rules.GRPO_RULES, *vllm_rules.GRPO_RULES]
 _URL = r"https?://[^/\s@?#]+(/[^\s?#]*)?"  # clients append paths
 
 
@@ -182,6 +183,10 @@ def _check_server_options(pool: str, section: str, cls: type, given: dict[str, s
         if key == "model_path":
             why = f": model_path is derived from {pool}.path and can't be given"
             yield Refusal(option=option, kind=Kind.CONFLICT, why=why, related=(f"{pool}.path",))
+        elif row := ONE_VALUE.get(f"{section}.{key}"):
+            name = f"{section}.{key}"
+            why, related = f": {name} {text} can't be used: {row.why}", (name, *row.related_options)
+            yield Refusal(option=option, kind=Kind.UNSUPPORTED, why=why, related=related)
         elif key not in kinds:
             hint = suggest_name(key, kinds) or f"`hpc-rl submit --help {section}` lists them."
             why = f": {section} has no option {key}. {hint}"

@@ -6,7 +6,7 @@ from hpc_rl.config.flags import check_flags
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.rules.consistency import list_server_pools
 from hpc_rl.config.rules.training_rules import list_samplings, refuse_without_gpus
-from hpc_rl.config.sglang_versions import DROPPED, FLAGS, RESERVED
+from hpc_rl.config.sglang_versions import FLAGS, RESERVED
 from hpc_rl.core.refusal import Kind, Refusal
 
 
@@ -26,16 +26,6 @@ def check_devices(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
 
 def check_options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     sglang = config.sglang
-    for name, instead in DROPPED.get(sglang.version, {}).items():
-        if value := getattr(sglang, name):
-            yield Refusal(
-                option=f"sglang.{name}",
-                value=str(value).lower(),
-                kind=Kind.UNSUPPORTED,
-                why=f"can't be used: SGLang {sglang.version} has no such option",
-                use=instead,
-                related=tuple(one for one in ("sglang.ep_size", "sglang.extra_args") if one in instead),
-            )
     for section, g in list_samplings(config).items():
         if g.stop and sglang.skip_tokenizer_init:
             skip, ids = "sglang.skip_tokenizer_init", f"{section}.stop_token_ids"

@@ -332,16 +332,6 @@ def check_attention(config: Config, explicit: Collection[str]) -> Iterator[Refus
 
 def check_engines(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for section, engine in list_models(config):
-        size = engine.ds_auto_tp.autotp_size
-        if size != 1:
-            yield Refusal(
-                option=f"{section}.ds_auto_tp.autotp_size",
-                value=size,
-                kind=Kind.UNSUPPORTED,
-                why=f": allocation_mode has the tensor-parallel size: t{size}, as fsdp:d2t{size}",
-                use="remove it",
-                related=("allocation_mode",),
-            )
         if engine.fsdp.offload_activations and not engine.gradient_checkpointing:
             needed = f"{section}.gradient_checkpointing"
             yield Refusal(

@@ -91,8 +91,12 @@ def load_checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -
         (["sglang.attention_backend=fa5"], "Did you mean fa4?"),
         (["sglang.kv_cache_dtype=int3"], "allowed: auto, bf16"),
         (["sglang.chunked_prefill_size=-77"], "allowed: an integer, at least -1"),
-        (["actor.experiment_name=other"], "actor.experiment_name other must equal experiment_name toy"),
-        (["ref.path=/m", "ref.trial_name=other"], "ref.trial_name other must equal trial_name t1"),
+        (
+            ["actor.experiment_name=other"],
+            "actor.experiment_name): other must equal experiment_name toy; remove it: it defaults to that.",
+        ),
+        (["ref.path=/m", "ref.trial_name=other"], "ref.trial_name): other must equal trial_name t1"),
+        (["saver.fileroot=/other"], "saver.fileroot): /other must equal cluster.fileroot"),
         (
             ["actor.ds_auto_tp.autotp_size=2"],
             "allocation_mode has the tensor-parallel size: t2, as fsdp:d2t2; remove it",
@@ -477,10 +481,11 @@ def test_what_a_section_does_not_name_keeps_defaults_that_adapt(tmp_path):
 
 
 def test_names_that_areal_files_repeat_pass():
-    config = load_checked(
-        "actor.experiment_name=toy", "actor.trial_name=${trial_name}", "actor.backend=fsdp"
-    ).config
-    assert (config.actor.experiment_name, config.actor.trial_name) == ("toy", "t1")
+    plain = load_checked("cluster.fileroot=/r")
+    names = ["actor.experiment_name=toy", "actor.trial_name=${trial_name}", "rollout.trial_name=null"]
+    places = ["saver.fileroot=/r/", "recover.fileroot=${saver.fileroot}", "checkpointer.fileroot=/r"]
+    repeated = load_checked("cluster.fileroot=/r", *names, *places)
+    assert (repeated.config, repeated.notes) == (plain.config, plain.notes)
 
 
 def test_recover_saves_every_ten_minutes_by_default():

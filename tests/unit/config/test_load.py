@@ -154,12 +154,12 @@ def test_a_reference_takes_the_type_and_the_text_of_what_it_names(files, monkeyp
         seed: "${oc.env:HPC_RL_TEST_SEED}"
         sglang: {random_seed: "${seed}"}
         trial_name: 1.10
-        saver: {trial_name: "${trial_name}"}
+        stats_logger: {wandb: {name: "${trial_name}"}}
         tokenizer_path: "/x/${trial_name}"
         """
     config = files.load(more=more).config
     assert config.sglang.random_seed == 7
-    assert (config.saver.trial_name, config.tokenizer_path) == ("1.10", "/x/1.10")
+    assert (config.stats_logger.wandb.name, config.tokenizer_path) == ("1.10", "/x/1.10")
 
 
 def test_a_reference_to_a_default_says_nothing_of_its_own(files):

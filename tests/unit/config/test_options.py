@@ -1,12 +1,16 @@
 """Options whose effect no other test shows, and the rules of consistency.py."""
 
+import json
+from pathlib import Path
+
 import pytest
 
-from hpc_rl.config.compat.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
-from hpc_rl.config.load.load import SBATCH_DEFAULTS, load
+from hpc_rl.config.compat.areal_options import ONE_VALUE
+from hpc_rl.config.load.load import SBATCH_DEFAULTS, UnusableOptions, load
 from hpc_rl.config.load.profiles import list_site_dirs
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.schedulers.slurm import OF_CONFIGURATION
 
@@ -127,20 +131,36 @@ def test_refusals(overrides, words):
     assert words in collect_refusal(*overrides)
 
 
-EVERY = UNAVAILABLE | {f"actor.{name}": row for name, row in MODEL_UNAVAILABLE.items()}
+@pytest.mark.parametrize(
+    "name", [name for name in ONE_VALUE if not name.startswith(("{model}.", "model.", "ref."))]
+)
+def test_an_option_with_one_value_is_accepted_at_this_value_only(name):
+    """It is no option: the configuration is the same without it, whether its name is dotted or nested."""
+    row = ONE_VALUE[name]
+    plain = load([], BASE, profiles=[])
+    for value in row.allowed:
+        found = load([], [*BASE, f"{name}={json.dumps(value)}"], profiles=[])
+        assert (found.config, found.notes) == (plain.config, plain.notes)
+    (refusal,) = collect_refusals_of_names([f"{name}=other"])
+    assert (refusal.option, refusal.kind, refusal.value) == (name, Kind.UNSUPPORTED, "other")
+    assert row.why in refusal.why and refusal.origin
 
 
-@pytest.mark.parametrize("name", EVERY)
-def test_what_is_unavailable_is_accepted_at_its_own_value_only(name):
-    value = EVERY[name].allowed[0]
-    check(load([], BASE), files=False)
-    other = {bool: not value, int: 2, dict: "{a: b}"}.get(
-        type(value), "/other" if value is None else f"{value}x"
+def test_sections_of_areal_with_one_value_may_be_nested_empty_or_null(tmp_path):
+    file = tmp_path / "areal.yaml"
+    file.write_text(
+        "scheduler: {endpoint: http://localhost:8081, type: local}\n"
+        "actor: {ds_auto_tp: null, megatron: {wrap_with_ddp: true}}\n"
+        "ref: {path: /m, ds_auto_tp: {autotp_size: 1}}\n"
     )
-    if name == "cluster.name_resolve.type":
-        other = "ray"
-    if value == "float32":
-        other = "float16" if "params" in name else "bfloat16"
-    assert EVERY[name].why in collect_refusal(
-        f"{name}={str(other).lower() if isinstance(other, bool) else other}"
-    )
+    found = load([file], BASE, profiles=[])
+    assert not any("ds_auto_tp" in name or name.startswith("scheduler") for name in found.explicit)
+    file.write_text("scheduler: {endpoint: http://other:1}\n")
+    (refusal,) = collect_refusals_of_names([], file)
+    assert refusal.option == "scheduler.endpoint" and "areal.yaml:1" in refusal.origin
+
+
+def collect_refusals_of_names(overrides: list[str], *files: Path) -> tuple[Refusal, ...]:
+    with pytest.raises(UnusableOptions) as caught:
+        load(files, [*BASE, *overrides], profiles=[])
+    return caught.value.refusals

@@ -189,10 +189,12 @@ def test_options_that_only_the_trial_sets_are_refused_for_a_pool_too():
 
 def test_a_refused_option_of_a_pool_keeps_its_kind_and_remedy():
     sglang = TWO.replace("embedded", "sglang")
-    given = [*GRPO, ASKS, STUDENT, sglang, "pools.student.options={dtype: float16, dp_size: 2}"]
-    loaded = load([], given, profiles=[])
     option = "pools.student.options"
-    unsupported, without_gpus = check_options(loaded.config, loaded.explicit)
+    found = []
+    for given in ("{dp_size: 2}", "{dtype: float16}"):
+        loaded = load([], [*GRPO, ASKS, STUDENT, sglang, f"{option}={given}"], profiles=[])
+        found += check_options(loaded.config, loaded.explicit)
+    unsupported, without_gpus = found
     assert (unsupported.option, unsupported.kind) == (option, Kind.UNSUPPORTED)
     assert unsupported.related == ("sglang.dp_size", "allocation_mode")
     assert (without_gpus.option, without_gpus.kind) == (option, Kind.MACHINE)

@@ -17,7 +17,6 @@ from hpc_rl.config import (
     sglang_versions,
     vllm_versions,
 )
-from hpc_rl.config.compat.areal_options import MODEL_UNAVAILABLE, UNAVAILABLE
 from hpc_rl.config.devices import choose_allocation
 from hpc_rl.config.load import stored
 from hpc_rl.config.load.fields import find_section, list_hints, list_options
@@ -39,9 +38,8 @@ OPTIONS = {
     for name, hint in list_options(cls).items()
     if not find_section(hint)
 }
-FLAGGED = {  # section -> options that become flags of a server, or that no version of it has any more
-    "sglang": {one for table in sglang_versions.FLAGS.values() for one in table}
-    | {one for table in sglang_versions.DROPPED.values() for one in table},
+FLAGGED = {  # section -> options that become flags of a server
+    "sglang": {one for table in sglang_versions.FLAGS.values() for one in table},
     "vllm": {one for table in vllm_versions.FLAGS.values() for one in table},
 }
 LOCAL_NAMES = {  # what code calls a section where not by its own name
@@ -69,7 +67,6 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
 }
 # pattern -> why no role reads it: a rule holds it to the one value that is possible, or loading acts on it
 ONLY_RULES = {
-    r"(.+\.)?(experiment_name|trial_name|fileroot)": "must equal the trial's own, which is read",
     r"cluster\.cluster_name": "names a profile, which load reads",
     r"cluster\.node_dirs": "where files may be that this machine lacks (container_rules)",
     r"launcher\.snapshot": "files that a submission copies (config/snapshot.py)",
@@ -79,7 +76,7 @@ ONLY_RULES = {
     r"rollout\.consumer_batch_size": "must equal train_dataset.batch_size (generation_rules.rollout)",
     r"actor\.(group_size|temperature|max_new_tokens)": "must equal gconfig's",
     r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (training_rules)",
-    r"(actor|model|ref)\.ds_auto_tp\.autotp_size": "refused when set",
+    r"stats_logger\.(wandb\.wandb_api_key|swanlab\.api_key)": "refused when set (consistency)",
     r"(actor|model|ref)\.backend": "names the engine, as allocation_mode does (engine_rules, train_mesh)",
     r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }
@@ -187,11 +184,7 @@ def is_read(name: str) -> bool:
 
 
 def is_explained(name: str) -> bool:
-    return (
-        name in UNAVAILABLE
-        or name.partition(".")[2] in MODEL_UNAVAILABLE
-        or any(re.fullmatch(pattern, name) for pattern in ONLY_RULES)
-    )
+    return any(re.fullmatch(pattern, name) for pattern in ONLY_RULES)
 
 
 def test_every_option_is_read_or_explained():

@@ -14,9 +14,9 @@ from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.allocation import parse
 from hpc_rl.engines.shared import hf_io, logprobs
-from hpc_rl.plan import disk_use, memory
-from hpc_rl.plan.estimate import Estimate, estimate
-from hpc_rl.plan.model_shape import ModelShape
+from hpc_rl.plan import memory
+from hpc_rl.plan.estimate import KEPT_VERSIONS, Estimate, estimate
+from hpc_rl.plan.memory import ModelShape
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.trials import needs
 from hpc_rl.weights import disk
@@ -293,7 +293,7 @@ def test_constants_are_those_of_the_trainer():
     for name in ("CHUNK_ROWS", "CHUNK_LOGITS", "CHUNK_LOGITS_ON_GPU"):
         assert getattr(memory, name) == getattr(logprobs, name)
     assert memory.FILE_BYTES == hf_io.MAX_FILE_BYTES
-    assert disk_use.KEPT_VERSIONS == disk.KEEP + 1
+    assert KEPT_VERSIONS == disk.KEEP + 1
 
 
 # By hand, in billions of bytes of one rank, from the numbers above.

@@ -9,7 +9,7 @@ from hpc_rl.core.allocation import Train, parse
 from hpc_rl.core.backends import TRAIN_BACKENDS
 from hpc_rl.core.errors import ConfigError, DoesNotFit
 from hpc_rl.plan import train_mesh
-from hpc_rl.plan.model_shape import ModelShape
+from hpc_rl.plan.memory import ModelShape
 from hpc_rl.plan.plan import make_plan
 
 GRPO = [

@@ -7,7 +7,7 @@ import pytest
 from hpc_rl.config.load.load import load
 from hpc_rl.config.options.inference import SGLangConfig
 from hpc_rl.config.rules.check import check
-from hpc_rl.config.sglang_versions import DROPPED, FLAGS
+from hpc_rl.config.sglang_versions import FLAGS
 from hpc_rl.servers.server_process import choose_table, make_arguments
 from hpc_rl.servers.sglang import NOT_FLAGS, make_settings
 
@@ -132,6 +132,6 @@ def test_null_leaves_it_to_sglang():
 def test_every_option_is_a_flag_or_says_why_not():
     own = {field.name for field in dataclasses.fields(SGLangConfig)}
     tested = {*SWITCHES, *VALUES, "cuda_graph_bs", "enable_metrics", "random_seed"}
-    assert own == tested | NOT_FLAGS | {"torchao_config"}
-    for version, flags in FLAGS.items():
-        assert own - NOT_FLAGS <= set(flags) and version in DROPPED
+    assert own == tested | NOT_FLAGS
+    for flags in FLAGS.values():
+        assert own - NOT_FLAGS <= set(flags)

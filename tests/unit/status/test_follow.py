@@ -4,11 +4,13 @@ exit code.
 
 import threading
 import time
+from functools import partial
 
 import pytest
 
 from hpc_rl.core.files import Tail, load_last_lines
 from hpc_rl.schedulers.base import SchedulerAnswer
+from hpc_rl.status import follow as following
 from hpc_rl.status import scheduler_view as asking
 from hpc_rl.status.follow import ChangeReporter, describe_progress, find_exit_code, find_failing_role, follow
 from hpc_rl.status.scheduler_view import TrialWatch
@@ -124,3 +126,13 @@ def test_tail_gives_the_last_lines_then_what_is_new(tmp_path):
     assert tail.poll() == ["half line", "\\xff\\xfe"]
     path.write_text("new\n")
     assert tail.poll() == ["new"]
+
+
+def test_on_a_terminal_it_shows_the_view_of_top_below_the_events(fake_trial, monkeypatch, capsys):
+    monkeypatch.setattr(following, "Console", partial(following.Console, force_terminal=True))
+    fake_trial.run_to(100)
+    fake_trial.ended("7.0", 0)
+    fake_trial.trial.done.write_text("{}")
+    assert follow(fake_trial.trial, tick_s=0.02) == 0
+    out = capsys.readouterr().out
+    assert "attempt 7.0 started" in out and "exp/t1  done  step 100/100" in out and "▁" in out

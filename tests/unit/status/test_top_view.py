@@ -8,7 +8,7 @@ from hpc_rl.cli.__main__ import main
 from hpc_rl.core.trial import load_object, write_json
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import NameResolve
-from hpc_rl.status.top_view import TrialEye, describe_trials, draw_sparkline
+from hpc_rl.status.top_view import TrialEye, describe_trial, draw_sparkline
 from hpc_rl.trials import trial_index
 
 
@@ -35,7 +35,7 @@ def running(fake_trial):
 
 
 def test_it_tells_everything_in_80_columns(running, fake_trial, scheduler_of_files):
-    found = describe_trials(TrialEye(running).look(), 80)
+    found = describe_trial(TrialEye(running).look(), 80)
     assert all(len(line) <= 80 for line in found)
     by_name = {line.split()[0]: line for line in found}
     assert "running  step 12/100" in found[0]
@@ -55,14 +55,14 @@ def test_it_tells_everything_in_80_columns(running, fake_trial, scheduler_of_fil
     write_json(running.plan_json, {"units": units, "n_nodes": 1})
     fake_trial.started("7.0", "server", index=1)
     NameResolve(running.names).lease(keys.server("judge", 1), {"version": "", "state": "serving"})
-    found = [line.split() for line in describe_trials(TrialEye(running).look(), 80)]
+    found = [line.split() for line in describe_trial(TrialEye(running).look(), 80)]
     assert ["server-1", "(judge)", "serving"] in found  # its weights never change
 
 
 def test_many_replicas_are_counted(running, fake_trial, scheduler_of_files):
     for index in range(1, 40):
         fake_trial.started("7.0", "server", index=index)
-    found = describe_trials(TrialEye(running).look(), 80)
+    found = describe_trial(TrialEye(running).look(), 80)
     assert any(line.startswith("39 server") and line.endswith("running") for line in found)
     assert len(found) < 20
 
