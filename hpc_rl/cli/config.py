@@ -44,14 +44,14 @@ def _show(args: Namespace) -> int:
     return 0
 
 
-def print_resolved(loaded: Loaded, notes: Sequence[str]) -> None:
+def print_resolved(loaded: Loaded, notes: Sequence[object]) -> None:
     """Print a checked configuration as YAML with origins, after these notes.
 
     A default that was replaced has the reason at its value; `check` and `submit` have all notes.
     """
     shown = resolve_values(loaded)
     for note in notes:
-        print(f"# note: {' '.join(note.split())}")
+        print(f"# note: {' '.join(str(note).split())}")
     print(format_yaml(shown), end="")
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.core.errors import DoesNotFit
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.plan.schema import MpiStart, Unit
 
 
@@ -26,9 +27,15 @@ def refuse_shared_gpus(units: Sequence[Unit]) -> None:
         others = [other for other in units if other is not unit and other.gpus_per_task]
         shared = set(unit.nodes) & {node for other in others for node in other.nodes}
         if unit.by_mpiexec and unit.gpus_per_task and shared:
+            node = f"node {min(shared)} has GPUs of the trainer and of servers"
             raise DoesNotFit(
-                f"launcher.trainer_start mpiexec: node {min(shared)} has GPUs of the trainer and of servers, "
-                "and only srun divides them. Give the trainer its own nodes (more cluster.n_nodes, or "
-                "another allocation_mode), set launcher.slurm.gpus_by null on whole nodes, or use "
-                "trainer_start srun with launcher.slurm.srun_mpi."
+                Refusal(
+                    option="launcher.trainer_start",
+                    value="mpiexec",
+                    kind=Kind.CONFLICT,
+                    why=f": {node}, and only srun divides them",
+                    use="give the trainer its own nodes, set launcher.slurm.gpus_by null on whole nodes, or "
+                    "use trainer_start srun with launcher.slurm.srun_mpi",
+                    related=("allocation_mode", "cluster.n_nodes", "launcher.slurm.gpus_by"),
+                )
             )

@@ -18,7 +18,7 @@ from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.core.allocation import Servers, parse
 from hpc_rl.core.backends import SERVER_BACKENDS, choose_server_backend
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_idle_note, make_note
 from hpc_rl.core.trial import check_name
 
 METRICS = {  # trainer -> the metrics of its evaluations; the first is the default of saver.keep_best.metric
@@ -115,12 +115,10 @@ def list_given(config: Config, explicit: Collection[str], prefixes: str | tuple[
 
 def check_names(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for option in ("experiment_name", "trial_name"):
-        name = getattr(config, option)
         try:
-            check_name(option, name)
+            check_name(option, getattr(config, option))
         except ConfigError as error:
-            why = str(error).removeprefix(f"{option} {name!r} ")
-            yield Refusal(option=option, value=repr(name), kind=Kind.VALUE, why=why)
+            yield from error.refusals
 
 
 def check_equal(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -185,7 +183,7 @@ def check_environments(config: Config, explicit: Collection[str]) -> Iterator[Re
         try:
             found = parse_environment(option, getattr(config.launcher, name))
         except ConfigError as error:
-            yield Refusal(option=option, kind=Kind.VALUE, why=str(error).removeprefix(option))
+            yield from error.refusals
             continue
         for variable, value in found.items():
             if value == REDACTED and is_secret_variable(variable):
@@ -217,20 +215,21 @@ RULES = [
 ]
 
 
-def list_idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def list_idle_notes(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     """Yield notes about options without effect; AReaL's files often contain them."""
     names = ("batch_size", "sequences_per_rank", "shuffle", "drop_last", "pin_memory")
     idle = [f"valid_dataset.{name}" for name in names if f"valid_dataset.{name}" in explicit]
     if idle and config.valid_dataset is not None:
-        yield f"{', '.join(idle)}: no effect: an evaluation uses every held-out row once, in order."
+        yield make_idle_note(idle, "an evaluation uses every held-out row once, in order")
     if isinstance(config, GRPOConfig):
         used = list(dict.fromkeys(pool.backend for pool in list_server_pools(config)))
         for name, backend in SERVER_BACKENDS.items():
             is_set = any(option.startswith(f"{backend.section}.") for option in explicit)
             if used and name not in used and is_set:
-                yield f"{backend.section} has no effect: the trial has {' and '.join(used)} servers."
+                why = f"has no effect: the trial has {' and '.join(used)} servers"
+                yield make_note(backend.section, why, Kind.NO_EFFECT)
         return
     unused = ("launcher.rollout_", "launcher.inference_server_")
     roles = [name for name in sorted(explicit) if name.startswith(unused)]
     if roles:
-        yield f"{', '.join(roles)}: no effect: trainer {config.trainer} has no servers and no rollout role."
+        yield make_idle_note(roles, f"trainer {config.trainer} has no servers and no rollout role")

@@ -14,7 +14,7 @@ from hpc_rl.config.options.experiment import (
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.consistency import is_default
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_idle_note, make_note
 
 _ONLY_FOR_TRAINING = (
     *("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype"),
@@ -136,40 +136,44 @@ def find_too_long(config: Config) -> Iterator[tuple[str, int, str]]:
                 yield f"{dataset}.max_length", bound, name
 
 
-def list_notes(config: GRPOConfig) -> Iterator[str]:
+def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
     """Yield notes about options that are harmless but have no effect."""
     actor = config.actor
     for name in ("reward_norm", "adv_norm"):
         norm = getattr(actor, name)
         idle = [one for one in ("std_unbiased", "eps") if not is_default(config, f"actor.{name}.{one}")]
         if norm is not None and norm.std_level is None and idle:
-            yield f"actor.{name}.{', '.join(idle)}: no effect, because std_level is null."
+            names = [f"actor.{name}.{one}" for one in idle]
+            yield make_idle_note(names, f"actor.{name}.std_level is null")
     if not actor.overlong_reward_penalty:
         for name in ("overlong_tokens", "overlong_penalty_factor"):
             if getattr(actor, name) is not None:
-                yield f"actor.{name} has no effect: actor.overlong_reward_penalty is false."
+                yield make_idle_note([f"actor.{name}"], "actor.overlong_reward_penalty is false")
     if actor.log_agent_stats_keys and not actor.log_agent_stats:
-        yield "actor.log_agent_stats_keys has no effect: actor.log_agent_stats is false."
+        yield make_idle_note(["actor.log_agent_stats_keys"], "actor.log_agent_stats is false")
     if actor.algorithm == "areal" and actor.kl_ctl and config.ref is None:
-        rewards = "rewards improbable tokens, as AReaL did (actor.algorithm areal)"
-        yield f"actor.kl_ctl {actor.kl_ctl:g} without a reference model {rewards}."
+        why = "without a reference model rewards improbable tokens, as AReaL did (actor.algorithm areal)"
+        yield make_note("actor.kl_ctl", why, value=f"{actor.kl_ctl:g}", related=("actor.algorithm", "ref"))
     if config.ref is None:
         return
     if actor.kl_ctl and actor.beta:
-        yield "actor.kl_ctl and actor.beta are both set: the KL term counts in the reward and in the loss."
+        why = ": actor.beta is set as well, so the KL term counts in the reward and in the loss"
+        yield make_note("actor.kl_ctl", why, related=("actor.beta",))
     if not (actor.kl_ctl or actor.beta):
-        yield "ref has no effect, and the reference model is not loaded: actor.kl_ctl and actor.beta are 0."
+        why = "has no effect, and the reference model is not loaded: actor.kl_ctl and actor.beta are 0"
+        yield make_note("ref", why, Kind.NO_EFFECT, related=("actor.kl_ctl", "actor.beta"))
     idle = [f"ref.{name}" for name in _ONLY_FOR_TRAINING if not is_default(config, f"ref.{name}")]
     if idle:
-        yield f"{', '.join(idle)}: no effect, because the reference model is not trained."
+        yield make_idle_note(idle, "the reference model is not trained")
 
 
-def list_learning_rate_notes(config: Config) -> Iterator[str]:
+def list_learning_rate_notes(config: Config) -> Iterator[Refusal]:
     section, engine = find_trained_model(config)
     optimizer = engine.optimizer
     if optimizer is not None and optimizer.type != "empty" and HIGH_LR < optimizer.lr < MAX_LR:
         usual = "usual are 1e-7 to 1e-5 for reinforcement learning, up to 1e-3 for small models"
-        yield f"WARNING: {section}.optimizer.lr {optimizer.lr:g} is very high: {usual}."
+        why, value = f"is very high: {usual}", f"{optimizer.lr:g}"
+        yield make_note(f"{section}.optimizer.lr", why, value=value, is_warning=True)
 
 
 def check_policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:

@@ -392,7 +392,10 @@ def test_text_on_the_command_line_is_text(files, text, value):
 
 def test_a_misspelt_section_of_the_model_is_named(files):
     message = files.refusal(base=BASE.replace("actor:", "acotr:"))
-    assert "neither actor nor model is given" in message and "trainer: grpo, teacher, sft or rw" in message
+    assert (
+        "neither actor nor model is given" in message
+        and "trainer to one of grpo, teacher, sft, rw" in message
+    )
     assert "unknown key acotr (base.yaml:6): did you mean actor?" in message
 
 
