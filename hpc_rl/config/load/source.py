@@ -162,7 +162,7 @@ def flatten_settings(tree: SourceValue, prefix: str = "") -> Settings:
         is_section = isinstance(item.value, dict) and item.value and _is_section(name)
         for inner, setting in (flatten_settings(item, f"{name}.") if is_section else {name: item}).items():
             if inner in found:
-                why, origin = f"stands twice in one file: also {found[inner].origin}", setting.origin
+                why, origin = f"set twice in one file, also at {found[inner].origin}", setting.origin
                 raise ConfigError(Refusal(option=inner, origin=origin, kind=Kind.CONFLICT, why=why))
             found[inner] = setting
     return found

@@ -216,7 +216,7 @@ def check_context(
             option=f"{dataset}.max_length",
             value=prompt,
             kind=Kind.CONFLICT,
-            why=f"and {option} {new} make {prompt + new} tokens, but {of_model}",
+            why=f"makes {prompt + new} tokens with {option} {new}, but {of_model}",
             related=(option,),
         )
 

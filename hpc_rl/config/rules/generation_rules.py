@@ -159,14 +159,6 @@ def check_sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Re
                 use=f"use {instead}",
                 related=tuple(related),
             )
-        if g.min_new_tokens > g.max_new_tokens:
-            yield Refusal(
-                option=f"{section}.min_new_tokens",
-                value=g.min_new_tokens,
-                kind=Kind.CONFLICT,
-                why=f"must not exceed {section}.max_new_tokens {g.max_new_tokens}",
-                related=(f"{section}.max_new_tokens",),
-            )
 
 
 def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -197,15 +189,7 @@ def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
 
 
 def check_rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
-    options, batch_size = config.rollout, config.train_dataset.batch_size
-    if options.queue_size is not None and options.queue_size < batch_size:
-        yield Refusal(
-            option="rollout.queue_size",
-            value=options.queue_size,
-            kind=Kind.CONFLICT,
-            why=f"can't hold a batch: train_dataset.batch_size is {batch_size}",
-            related=("train_dataset.batch_size",),
-        )
+    options = config.rollout
     weights, functions = options.reward_weights, options.reward_functions
     if weights is not None and (len(weights) != len(functions) or not any(weights)):
         yield Refusal(

@@ -32,8 +32,10 @@ def check_sources(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     for key, pool in config.pools.items():
         name = f"pools.{key}"
         if pool.path and pool.url:
-            why = f"and {name}.url can't both be set: its servers are here, or elsewhere"
-            yield Refusal(option=f"{name}.path", kind=Kind.CONFLICT, why=why, related=(f"{name}.url",))
+            why = f"can't be used with {name}.url: its servers are here, or elsewhere"
+            yield Refusal(
+                option=f"{name}.path", kind=Kind.CONFLICT, why=why, use="keep one", related=(f"{name}.url",)
+            )
         elif pool.url:
             yield from _check_endpoint(name, pool)
         elif pool.path:

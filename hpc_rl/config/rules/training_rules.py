@@ -187,38 +187,18 @@ def check_policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator
             use="remove it",
             related=("actor.use_decoupled_loss",),
         )
-    if actor.algorithm == "areal" and actor.loss_aggregation != "token_mean":
-        yield Refusal(
-            option="actor.loss_aggregation",
-            value=actor.loss_aggregation,
-            kind=Kind.CONFLICT,
-            why="is not AReaL's",
-            use="use token_mean with actor.algorithm areal",
-            related=("actor.algorithm",),
-        )
 
 
 def check_rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     actor, budget, n_samples = config.actor, config.gconfig.max_new_tokens, config.gconfig.n_samples
-    if actor.overlong_reward_penalty:
-        needed = ("overlong_tokens", "overlong_penalty_factor")
-        missing = [f"actor.{name}" for name in needed if getattr(actor, name) is None]
-        if missing:
-            yield Refusal(
-                option="actor.overlong_reward_penalty",
-                kind=Kind.CONFLICT,
-                why=f"needs {' and '.join(missing)}",
-                use="set them, or remove it",
-                related=tuple(missing),
-            )
-        elif (actor.overlong_tokens or 0) > budget:
-            yield Refusal(
-                option="actor.overlong_tokens",
-                value=actor.overlong_tokens,
-                kind=Kind.CONFLICT,
-                why=f"must not exceed gconfig.max_new_tokens {budget}",
-                related=("gconfig.max_new_tokens",),
-            )
+    if actor.overlong_reward_penalty and (actor.overlong_tokens or 0) > budget:
+        yield Refusal(
+            option="actor.overlong_tokens",
+            value=actor.overlong_tokens,
+            kind=Kind.CONFLICT,
+            why=f"must not exceed gconfig.max_new_tokens {budget}",
+            related=("gconfig.max_new_tokens",),
+        )
     if actor.dynamic_sampling and n_samples < 2:
         yield Refusal(
             option="gconfig.n_samples",
@@ -292,25 +272,6 @@ def check_optimizers(config: Config, explicit: Collection[str]) -> Iterator[Refu
         if engine.dtype != "float16" and not is_default(config, f"{name}.{option}"):
             why = f"has no effect with dtype {engine.dtype}: only float16 needs loss scaling"
             yield Refusal(option=f"{name}.{option}", kind=Kind.NO_EFFECT, why=why)
-    if engine.dtype == "float16" and optimizer.min_loss_scale > optimizer.initial_loss_scale:
-        yield Refusal(
-            option=f"{name}.min_loss_scale",
-            value=f"{optimizer.min_loss_scale:g}",
-            kind=Kind.CONFLICT,
-            why=f"must not exceed initial_loss_scale {optimizer.initial_loss_scale:g}",
-        )
-    if optimizer.offload and engine.fsdp.offload_params:
-        other = f"{section}.fsdp.offload_params"
-        yield Refusal(
-            option=f"{name}.offload",
-            kind=Kind.NO_EFFECT,
-            why=f"has no effect with {other}, which has the moments and updates in CPU memory as well",
-            use="remove it",
-            related=(other,),
-        )
-    if optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
-        why, use = "has no effect with lr_scheduler_type constant", "use linear or cosine"
-        yield Refusal(option=f"{name}.min_lr_ratio", kind=Kind.NO_EFFECT, why=why, use=use)
 
 
 def check_attention(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -346,26 +307,7 @@ def check_engines(config: Config, explicit: Collection[str]) -> Iterator[Refusal
                 use="remove it",
                 related=("allocation_mode",),
             )
-        if engine.fsdp.offload_activations and not engine.gradient_checkpointing:
-            needed = f"{section}.gradient_checkpointing"
-            yield Refusal(
-                option=f"{section}.fsdp.offload_activations",
-                kind=Kind.NO_EFFECT,
-                why=f"has no effect without {needed}, whose inputs of layers it moves",
-                use="set that, or remove it",
-                related=(needed,),
-            )
         yield from _check_critic(config, section, engine)
-        most, together = engine.mb_spec.max_seqs_per_mb, engine.mb_spec.granularity
-        if most is not None and most < together:
-            yield Refusal(
-                option=f"{section}.mb_spec.max_seqs_per_mb",
-                value=most,
-                kind=Kind.CONFLICT,
-                why=f": {section}.mb_spec.granularity {together} sequences stay in one micro-batch",
-                use=f"use at least {together}",
-                related=(f"{section}.mb_spec.granularity",),
-            )
 
 
 def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[Refusal]:

@@ -106,7 +106,7 @@ def load_checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -
                 "actor.fsdp.offload_activations=true",
                 "actor.gradient_checkpointing=false",
             ],
-            "actor.fsdp.offload_activations has no effect without actor.gradient_checkpointing",
+            "offload_activations true has no effect with actor.gradient_checkpointing false",
         ),
         (
             ["ref.path=/m", "ref.fsdp.offload_params=true"],
@@ -114,7 +114,7 @@ def load_checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -
         ),
         (
             ["cluster.n_gpus_per_node=8", "actor.optimizer.offload=true", "actor.fsdp.offload_params=true"],
-            "actor.optimizer.offload has no effect with actor.fsdp.offload_params",
+            "actor.optimizer.offload true has no effect with actor.fsdp.offload_params",
         ),
         (["actor.pad_to_maximum=true"], "has no effect without actor.mb_spec.max_tokens_per_mb"),
         (["actor.is_critic=true"], "only a reward model a scalar one; remove it"),
@@ -143,15 +143,18 @@ def load_checked(*overrides: str, base: list[str] = GRPO, files: bool = False) -
         (["allocation_mode=sglang:d1+d1", "sglang.context_length=16"], "sglang.context_length 16 can't hold"),
         (["rollout.reward_fn=exact_mach"], "Did you mean exact_match?"),
         (["rollout.workflow=my.module"], "package.module:name"),
-        (["actor.optimizer.min_lr_ratio=0.1"], "has no effect with lr_scheduler_type constant"),
+        (
+            ["actor.optimizer.min_lr_ratio=0.1"],
+            "has no effect with actor.optimizer.lr_scheduler_type constant",
+        ),
         (["actor.optimizer=null"], "actor.optimizer null: nothing would be trained"),
         (
             ["actor.max_new_tokens=32"],
             "actor.max_new_tokens 32 must equal gconfig.max_new_tokens 16; remove it",
         ),
         (
-            ["actor.overlong_reward_penalty=true"],
-            "needs actor.overlong_tokens and actor.overlong_penalty_factor",
+            ["actor.overlong_reward_penalty=true", "actor.overlong_penalty_factor=1"],
+            "can't be used with actor.overlong_tokens null",
         ),
         (
             [
@@ -367,11 +370,11 @@ SUBMITIT, JOBS, HETJOB = (
     [
         (
             [SUBMITIT, HETJOB],
-            "backend submitit can't be used with layout hetjob: submitit submits single jobs",
+            "backend submitit can't be used with launcher.slurm.layout hetjob: submitit submits",
         ),
-        ([SUBMITIT, JOBS], "backend submitit can't be used with layout jobs"),
+        ([SUBMITIT, JOBS], "backend submitit can't be used with launcher.slurm.layout jobs"),
         ([SUBMITIT, "launcher.slurm.continue_by=successor"], "use backend sbatch, or continue_by requeue"),
-        ([JOBS, "launcher.type=local"], "layout jobs needs Slurm, but launcher.type is local"),
+        ([JOBS, "launcher.type=local"], "layout jobs can't be used with launcher.type local"),
         (["launcher.slurm.servers.partition=spare"], "servers.partition has no effect in layout allocation"),
         ([HETJOB, "launcher.slurm.servers.idle_s=60"], "servers.idle_s has no effect in layout hetjob"),
         (
@@ -460,7 +463,7 @@ def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
         ("model.mb_spec.granularity=3", "would separate chosen from rejected"),
         (
             "model.mb_spec.max_seqs_per_mb=1",
-            "granularity 2 sequences stay in one micro-batch; use at least 2",
+            "must be at least model.mb_spec.granularity 2",
         ),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -554,7 +557,11 @@ def test_a_model_and_dataset_that_are_there(model):
             ["eval_gconfig.max_new_tokens=32", "valid_dataset.path=t.jsonl"],
             "eval_gconfig.max_new_tokens 32 leaves no room for a prompt",
         ),
-        (lambda m: None, ["train_dataset.max_length=20"], "make 36 tokens, but the model's context"),
+        (
+            lambda m: None,
+            ["train_dataset.max_length=20"],
+            "makes 36 tokens with gconfig.max_new_tokens 16, but the model's context",
+        ),
         (
             lambda m: None,
             ["train_dataset.path=/nowhere.jsonl"],
@@ -624,7 +631,7 @@ def test_what_only_compute_nodes_see_is_trusted_and_noted(model, tmp_path):
 
 def test_a_node_that_lacks_a_model_ends_the_job_by_its_name(model):
     config = load_from_disk(model, "actor.path=/nvme-of-nodes/model", "launcher.type=slurm").config
-    with pytest.raises(ConfigError, match=r"^actor\.path /nvme-of-nodes/model: not on node n7"):
+    with pytest.raises(ConfigError, match=r"^actor\.path /nvme-of-nodes/model is not on node n7"):
         check_on_node(config, "n7")
 
 
@@ -642,7 +649,7 @@ def test_a_server_of_layout_jobs_needs_no_dataset(model):
     trial = Trial(model.parent / "trial")
     config = load_from_disk(model, "train_dataset.path=/nvme-of-nodes/t.jsonl", "launcher.type=slurm").config
     check_inputs(trial.attempt("7_0.0"), config)
-    with pytest.raises(ConfigError, match=r"^train_dataset\.path /nvme-of-nodes/t\.jsonl: not on node"):
+    with pytest.raises(ConfigError, match=r"^train_dataset\.path /nvme-of-nodes/t\.jsonl is not on node"):
         check_inputs(trial.attempt("7.0"), config)
 
 

@@ -318,7 +318,7 @@ def test_a_deletion_of_another_value_is_refused(files):
         ("seed: 1\nseed: 2\n", ["more.yml:2: key seed stands twice", "more.yml:1"]),
         (
             "cluster: {n_nodes: 1}\ncluster.n_nodes: 2\n",
-            ["cluster.n_nodes (more.yml:2) stands twice in one file"],
+            ["cluster.n_nodes (more.yml:2): set twice in one file"],
         ),
         ("n_nodes: 4\n", ["n_nodes (more.yml:1)", "cluster.n_nodes"]),
         (

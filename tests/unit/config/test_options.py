@@ -94,7 +94,7 @@ def test_srun_options_reach_the_units():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout.queue_size=4"], "rollout.queue_size 4 can't hold a batch: train_dataset.batch_size is 8"),
+        (["rollout.queue_size=4"], "rollout.queue_size 4 must be at least train_dataset.batch_size 8"),
         (
             ["gconfig.stop=[x]", "sglang.skip_tokenizer_init=true"],
             "gconfig.stop needs the server's tokenizer",

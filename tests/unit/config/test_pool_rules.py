@@ -45,7 +45,7 @@ def load_checked(*words: str, base: list[str] = GRPO):
     [
         (
             [STUDENT, "pools.student.url=http://h/v1", TWO],
-            "pools.student.path and pools.student.url can't both be set",
+            "pools.student.path can't be used with pools.student.url",
         ),
         (["pools.judge={}"], "pools.judge needs pools.judge.path, the model of its servers, or pools.judge.url"),
         ([STUDENT, TWO, "pools.student.model=m"], "pools.student.model has no effect without pools.student.url"),
