@@ -22,7 +22,13 @@ class Kind(enum.StrEnum):
     MACHINE = "machine"  # nodes, devices, memory, software or the scheduler can't do it
 
 
-UNSET: Any = object()
+class _Unset(enum.Enum):
+    """The absence of a value: null is a value."""
+
+    UNSET = enum.auto()
+
+
+UNSET: Any = _Unset.UNSET
 MAX_PLACES = 3  # in a text
 
 
