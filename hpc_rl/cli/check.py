@@ -52,10 +52,10 @@ reward; show what came of it, and what would be trained on"""
 
 def main(args: Namespace) -> int:
     verdict = judge_config(collect_sources(args))
-    notes, errors = [*verdict.notes], [*verdict.lines]
+    notes, errors = [str(note) for note in verdict.notes], [*verdict.lines]
     exit_code = verdict.exit_code
     played: dict[str, Any] | None = None
-    in_the_way = [row.text for row in verdict.refusals if row.name in NOT_OF_EPISODES]
+    in_the_way = [row.detail for row in verdict.refusals if row.name in NOT_OF_EPISODES]
     if args.episode and verdict.planned and len(in_the_way) == len(verdict.refusals):
         try:
             played = _play_episode(verdict.planned, args, notes)

@@ -54,14 +54,14 @@ def resolve_values(loaded: Loaded) -> dict[str, ResolvedValue]:
     return show(loaded, derive_values(loaded.config, plan.allocation))
 
 
-def print_resolved(loaded: Loaded, notes: Sequence[str]) -> None:
+def print_resolved(loaded: Loaded, notes: Sequence[object]) -> None:
     """Print a checked configuration as YAML with origins, after these notes.
 
     A default that was replaced has the reason at its value; `check` and `submit` have all notes.
     """
     shown = resolve_values(loaded)
     for note in notes:
-        print(f"# note: {' '.join(note.split())}")
+        print(f"# note: {' '.join(str(note).split())}")
     print(format_yaml(shown), end="")
 
 

@@ -121,7 +121,7 @@ def format_submission_json(done: Submission, planned: Planned) -> dict[str, Any]
         "script": str(done.script),
         "output": str(done.trial.job_output(done.job_id)) if done.job_id else None,
         "allocation": planned.plan.allocation,
-        "notes": planned.notes,
+        "notes": [str(note) for note in planned.notes],
         "changes": [format_change_json(change) for change in done.start.changes],
         **format_continuation_json(done.continuation),
     }

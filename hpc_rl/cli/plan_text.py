@@ -17,7 +17,7 @@ def format_plan_json(planned: Planned) -> dict[str, Any]:
         "trial": str(trial),
         "dir": str(trial.dir),
         "plan": planned.plan.to_json(),
-        "notes": planned.notes,
+        "notes": [str(note) for note in planned.notes],
         "estimate": needs.make_json(planned.needs) if planned.needs else None,
     }
 

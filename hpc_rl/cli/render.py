@@ -42,11 +42,11 @@ def main(args: Namespace) -> int:
         except HpcRlError as error:
             if not args.json:
                 raise
-            print_json({"checks": list(map(vars, checks))})
+            print_json({"checks": [check.to_json() for check in checks]})
             return error.exit_code
     done = submission.render_to(planned.loaded, planned.plan, args.output, command=["hpc-rl", *args.argv])
     value = format_submission_json(done, planned)
-    value |= {"checks": list(map(vars, checks))} if args.check else {}
+    value |= {"checks": [check.to_json() for check in checks]} if args.check else {}
     lines = describe_submission(done, planned)
     if args.output:
         lines.insert(0, f"note: in a directory of its own the trial has that one's name: {done.trial}")

@@ -18,6 +18,7 @@ from hpc_rl.config.load.stored import REDACTED, is_secret
 from hpc_rl.config.options.experiment import ABSENT, CONFIGS, Config, get_value
 from hpc_rl.config.show import format_scalar
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 _MODEL = "the checkpoints hold this model"
 _DATA = "the position in the data and the sealed batches depend on it"
@@ -175,28 +176,28 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
         wrong += [replace(change, reason=f"{_GROUPS}, and --replay keeps them") for change in mixed]
     if not wrong:
         return
-    lines, keep = [], ""
-    for change in wrong:
-        old, new = _format_value(change.name, change.old), _format_value(change.name, change.new)
-        lines.append(f"{change.name} can't change from {old} to {new} in trial {trial}: {change.reason}.")
-        keep += f" {change.name}={old}" if change.old is not ABSENT else ""
+    kept = [change for change in wrong if change.old is not ABSENT]
+    keep = "".join(f" {change.name}={_format_value(change.name, change.old)}" for change in kept)
     back = f"To resume {trial}, use{keep}" if keep else f"To resume {trial}, remove it"
     new = next((str(change.new) for change in wrong if change.name == "trial_name"), "NEW")
     fork = (
         f"`hpc-rl fork {trial} {new}` begins a new trial with its checkpoint, `hpc-rl submit` one without it."
     )
-    raise ConfigError("\n".join([*lines, f"{back}. For other values, {fork}"]))
+    refusals = (_refuse_change(change, f"trial {trial}", change.reason) for change in wrong)
+    raise ConfigError(*refusals, f"{back}. For other values, {fork}")
+
+
+def _refuse_change(change: Change, place: str, reason: str) -> Refusal:
+    old, new = _format_value(change.name, change.old), _format_value(change.name, change.new)
+    why = f"can't change from {old} to {new} in {place}: {reason}"
+    return Refusal(option=change.name, kind=Kind.CONFLICT, why=why)
 
 
 def refuse_other_model(found: Sequence[Change], trial: str) -> None:
     """Raise ConfigError with a line for each change that prevents a fork from loading the trial's state."""
     wrong = [one for one in found if _replace_actor(one.name) in ("trainer", *OF_THE_STATE)]
-    lines = []
-    for change in wrong:
-        old, new = _format_value(change.name, change.old), _format_value(change.name, change.new)
-        lines.append(f"{change.name} can't change from {old} to {new} in a fork of {trial}: {_MODEL}.")
-    if lines:
-        raise ConfigError("\n".join(lines))
+    if wrong:
+        raise ConfigError(*(_refuse_change(change, f"a fork of {trial}", _MODEL) for change in wrong))
 
 
 def classify(name: str) -> tuple[bool, str]:

@@ -1,12 +1,14 @@
 """Divide the devices between servers and trainer: by `allocation_mode`, or by a derived allocation. Pure."""
 
 from dataclasses import replace
+from functools import partial
 
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.core.allocation import Allocation, Servers, Train, parse
 from hpc_rl.core.backends import choose_server_backend
 from hpc_rl.core.errors import ConfigError, DoesNotFit
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 
 def count_data_ranks(config: Config) -> int | None:
@@ -26,20 +28,27 @@ def exclude_environment_nodes(config: Config) -> Config:
     own, n_nodes = config.environments.n_nodes, config.cluster.n_nodes
     if own >= n_nodes:
         raise DoesNotFit(
-            f"environments.n_nodes {own} leaves none of {n_nodes} node(s) to servers and trainer; "
-            f"use cluster.n_nodes {own + 1} or more, or fewer nodes for environments."
+            Refusal(
+                option="environments.n_nodes",
+                value=own,
+                kind=Kind.CONFLICT,
+                why=f"leaves none of {n_nodes} node(s) to servers and trainer",
+                use=f"use cluster.n_nodes {own + 1} or more, or fewer nodes for environments",
+                related=("cluster.n_nodes",),
+            )
         )
     return replace(config, cluster=replace(config.cluster, n_nodes=n_nodes - own))
 
 
-def choose_allocation(config: Config) -> tuple[Allocation, list[str]]:
+def choose_allocation(config: Config) -> tuple[Allocation, list[Refusal]]:
     """Return the allocation, with a note if it is derived."""
     if config.allocation_mode.strip():
         return parse(config.allocation_mode, find_trained_model(config)[1].backend), []
     allocation = _derive_allocation(config)
     cluster = config.cluster
     kind = f"{cluster.n_gpus_per_node} GPUs each" if cluster.n_gpus_per_node else "without GPUs"
-    return allocation, [f"allocation_mode is derived: {allocation}, from {cluster.n_nodes} node(s) {kind}."]
+    why = f"is derived: {allocation}, from {cluster.n_nodes} node(s) {kind}"
+    return allocation, [make_note("allocation_mode", why)]
 
 
 def _derive_allocation(config: Config) -> Allocation:
@@ -49,8 +58,10 @@ def _derive_allocation(config: Config) -> Allocation:
     if not isinstance(config, GRPOConfig):
         return Allocation(train=Train(engine, d=n_nodes * max(n_gpus, 1)))
     if n_nodes * n_gpus == 1:
+        why = ": one GPU can't hold both server and trainer"
         use = "use 2 or more, or 0 for processes without a GPU"
-        raise DoesNotFit(f"cluster.n_gpus_per_node 1: one GPU can't hold both server and trainer; {use}.")
+        name = "cluster.n_gpus_per_node"
+        raise DoesNotFit(Refusal(option=name, value=1, kind=Kind.CONFLICT, why=why, use=use))
     per_node = max(n_gpus, 1)
     trainers = max(n_gpus // 2, 1) if n_nodes == 1 else (n_nodes // 2) * per_node
     num_servers = max(n_nodes * per_node - trainers, 1)
@@ -61,18 +72,21 @@ def fill_stars(config: Config, allocation: Allocation) -> Allocation:
     """Replace `d*` by the replicas that the remaining units hold; a node without GPUs is one unit."""
     parts: list[Servers | Train] = [*allocation.pools, *filter(None, [allocation.train])]
     starred = [part for part in parts if part.d is None]
+    refuse = partial(Refusal, option="allocation_mode", value=allocation)
     if not starred:
         return allocation
     if len(starred) > 1:
-        raise ConfigError(f"allocation_mode {allocation}: only one part can be d*; give the others a number.")
+        why, use = ": only one part can be d*", "give the others a number"
+        raise ConfigError(refuse(kind=Kind.VALUE, why=why, use=use))
     cluster = config.cluster
     taken = sum(part.num_units or 0 for part in parts)
     left = cluster.n_nodes * max(cluster.n_gpus_per_node, 1) - taken
     left = left if cluster.n_gpus_per_node else max(left, 1)
     count = left // starred[0].units_per_replica
     if count < 1:
-        used = f"{taken} of {taken + left} units are used; use fewer, or more nodes"
-        raise DoesNotFit(f"allocation_mode {allocation}: nothing is left for d*: {used}.")
+        why = f": nothing is left for d*: {taken} of {taken + left} units are used"
+        sizes = ("cluster.n_nodes", "cluster.n_gpus_per_node")
+        raise DoesNotFit(refuse(kind=Kind.CONFLICT, why=why, use="use fewer, or more nodes", related=sizes))
     train = allocation.train
     return replace(
         allocation,

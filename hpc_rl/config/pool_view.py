@@ -10,6 +10,7 @@ from hpc_rl.config.options.inference import REWARDS, GenerationHyperparameters
 from hpc_rl.core.allocation import DEFAULT_POOL, Allocation, parse
 from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 
 def find_trained_pool(config: Config) -> str:
@@ -30,14 +31,20 @@ def find_trained_pool_in(config: Config, allocation: Allocation) -> str:
     names = [servers.pool for servers in allocation.pools if servers.pool not in others]
     if len(names) == 1:
         return names[0]
-    problem = (
-        f"allocation_mode {allocation} must have one pool without an entry in pools: its servers get the "
+    has = f"It has {len(names)}" + (f" ({', '.join(names)})" if names else "")
+    paths = tuple(f"pools.{name}.path" for name in names)
+    raise ConfigError(
+        Refusal(
+            option="allocation_mode",
+            value=allocation,
+            kind=Kind.CONFLICT,
+            why=f"must have one pool without an entry in pools, for the weights of the trainer. {has}",
+            use=f"set {' or '.join(paths)}"
+            if names
+            else f"add {allocation.pools[0].backend}:d1+{allocation}",
+            related=("pools", *paths),
+        )
     )
-    problem += f"weights of the trainer. It has {len(names)}"
-    if names:
-        extra = " or ".join(f"pools.{name}.path" for name in names)
-        raise ConfigError(f"{problem} ({', '.join(names)}); set {extra}.")
-    raise ConfigError(f"{problem}; add one, as {allocation.pools[0].backend}:d1+{allocation}.")
 
 
 def list_reward_models(config: GRPOConfig) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 import hpc_rl
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 MAX_BYTES = 64 << 20
 MAX_FILES = 1000
@@ -32,15 +33,18 @@ def list_snapshot_files(config: Config, workdir: Path) -> dict[str, Path]:
             base = workdir if path.is_relative_to(workdir) else given.parent
             name = str(path.relative_to(base))
             if found.get(name, path) != path:
-                raise ConfigError(f"{NAME}: {found[name]} and {path} would both be {name} in the copy.")
+                raise _refuse(f": {found[name]} and {path} would both be {name} in the copy", Kind.CONFLICT)
             num_bytes += 0 if name in found else path.stat().st_size
             found[name] = path
             if num_bytes > MAX_BYTES or len(found) > MAX_FILES:
-                raise ConfigError(
-                    f"{NAME}: {given} makes it more than {MAX_FILES} files or {MAX_BYTES >> 20} MB; name the "
-                    "modules and packages that the trial imports, one by one."
-                )
+                why = f": {given} makes it more than {MAX_FILES} files or {MAX_BYTES >> 20} MB"
+                use = "name the modules and packages that the trial imports, one by one"
+                raise _refuse(why, use=use)
     return found
+
+
+def _refuse(why: str, kind: Kind = Kind.FILE, use: str = "") -> ConfigError:
+    return ConfigError(Refusal(option=NAME, kind=kind, why=why, use=use))
 
 
 def _find_outermost_package(path: Path) -> Path:
@@ -56,7 +60,7 @@ def _list_files(given: Path, left_out: Path) -> Iterator[Path]:
         yield given
         return
     if not given.is_dir():
-        raise ConfigError(f"{NAME}: {given} does not exist; relative paths start at the working directory.")
+        raise _refuse(f": {given} does not exist", use="relative paths start at the working directory")
     for folder, folders, names in os.walk(given):
         here = Path(folder)
         folders[:] = sorted(

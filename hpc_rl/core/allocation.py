@@ -20,7 +20,9 @@ from typing import Any, NoReturn
 
 from hpc_rl.core.backends import SERVER_BACKENDS, TRAIN_BACKENDS
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
+OPTION = "allocation_mode"
 DEFAULT_POOL = "rollout"
 POOL_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_-]{0,62}")
 POOL_NAME_WORDS = "a letter, then up to 62 letters, digits, _ or -"
@@ -116,9 +118,8 @@ def parse(text: str, engine: str = "") -> Allocation:
     Raises ConfigError with the position and the reason.
     """
     if text.strip() in ("manual", "heuristic"):
-        raise ConfigError(
-            f"allocation_mode {text.strip()} is not supported; leave it empty to have one derived."
-        )
+        why, use = "is not supported", "leave it empty to have one derived"
+        raise ConfigError(Refusal(option=OPTION, value=text.strip(), kind=Kind.UNSUPPORTED, why=why, use=use))
     return _Parser(text, engine).parse_expression()
 
 
@@ -148,8 +149,8 @@ class _Parser:
     def fail(self, reason: str, position: int | None = None) -> NoReturn:
         where = self.position if position is None else position
         shown = self.text if len(self.text) <= 200 else f"{self.text[:100]}…"
-        end = "" if reason.endswith("?") else "."
-        raise ConfigError(f"allocation_mode {shown!r}, character {where + 1}: {reason}{end}")
+        why = f", character {where + 1}: {reason}"
+        raise ConfigError(Refusal(option=OPTION, value=repr(shown), kind=Kind.VALUE, why=why))
 
     def skip(self, token: str) -> bool:
         """Take the next token if it is this one; return whether it was."""

@@ -2,6 +2,8 @@
 
 import enum
 
+from hpc_rl.core.refusal import Refusal, order_refusals
+
 # A job script requests SIGUSR1 at most this many seconds before the end of its job.
 WARNING_S = 450.0
 
@@ -57,13 +59,23 @@ class HpcRlError(Exception):
 
 
 class ConfigError(HpcRlError, ValueError):
-    """An invalid configuration; the message names the key, its value, the allowed values and the remedy.
+    """An invalid configuration: refusals, and texts about no option; causes before consequences.
 
     Never retried; a role exits with BAD_CONFIG.
     """
 
     exit_code = ExitCode.REFUSED
     failure = FailureClass.USER
+
+    def __init__(self, *problems: Refusal | str) -> None:
+        super().__init__(*order_refusals(problems, lambda one: one if isinstance(one, Refusal) else None))
+
+    @property
+    def refusals(self) -> tuple[Refusal, ...]:
+        return tuple(one for one in self.args if isinstance(one, Refusal))
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.args))
 
 
 class DoesNotFit(ConfigError):

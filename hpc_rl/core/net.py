@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 SIOCGIFADDR = 0x8915  # ioctl of Linux: the IPv4 address of an interface
@@ -57,11 +58,9 @@ def choose_address(num_hosts: int, interface: str = "", peers: Iterable[str] = (
     usable = [address for address in candidates if address is not None]
     if len(usable) == 1:
         return str(usable[0])
-    raise ConfigError(
-        f"no address that the other {num_hosts - 1} hosts of the trial can reach: no route leads to them; "
-        f"this host has {_describe_interfaces()}. Set cluster.interface to a name or network "
-        "(10.1.0.0/16) of these."
-    )
+    why = f"no route leads from here to the other {num_hosts - 1} hosts of the trial"
+    use = f"set cluster.interface to a name or network (10.1.0.0/16) of these: {_describe_interfaces()}"
+    raise ConfigError(Refusal(option="", kind=Kind.MACHINE, why=why, use=use, related=("cluster.interface",)))
 
 
 def find_interface(address: str) -> str | None:
@@ -173,9 +172,8 @@ def _find_interface_address(wanted: str) -> str:
             matches = known.name == wanted if network is None else address in network
             if matches and not address.is_link_local:
                 return str(address)
-    raise ConfigError(
-        f"cluster.interface {wanted}: this host has no address there; it has {_describe_interfaces()}."
-    )
+    why = f": this host has no address there; it has {_describe_interfaces()}"
+    raise ConfigError(Refusal(option="cluster.interface", value=wanted, kind=Kind.MACHINE, why=why))
 
 
 def _find_address_toward(hosts: Iterable[str]) -> str | None:

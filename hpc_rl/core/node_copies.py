@@ -19,11 +19,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import format_size, is_shared, mount_of
+from hpc_rl.core.refusal import Kind, Refusal
 
 if TYPE_CHECKING:
     from filelock import FileLock
@@ -81,17 +83,17 @@ class NodeCopies:
 
 def find_local_dir(local_dir: str, environ: Mapping[str, str]) -> Path:
     """Return the directory of `cluster.local_dir` on this node. Raises ConfigError."""
+    refuse = partial(Refusal, option="cluster.local_dir", kind=Kind.MACHINE)
     first, _, rest = local_dir.partition("/")
     if first.startswith("$"):
         first = environ.get(first.strip("${}"), "")
         if not first:
-            raise ConfigError(f"cluster.local_dir {local_dir}: that variable is not set on this node.")
+            raise ConfigError(refuse(value=local_dir, why=": that variable is not set on this node"))
     place = Path(first, rest) if first else Path(local_dir)
     kind, _ = mount_of(place)
     if is_shared(kind):
-        raise ConfigError(
-            f"cluster.local_dir {place} is on {kind}, which nodes share; choose a local disk of the node."
-        )
+        why, use = f"is on {kind}, which nodes share", "choose a local disk of the node"
+        raise ConfigError(refuse(value=place, why=why, use=use))
     return place
 
 

@@ -3,6 +3,7 @@
 import re
 
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 UNLIMITED = ("UNLIMITED", "INFINITE")
 # M, M:S, H:M:S, D-H, D-H:M, D-H:M:S
@@ -14,9 +15,10 @@ def parse_time_limit(text: str) -> int | None:
     if text.upper() in UNLIMITED:
         return None
     if not re.fullmatch(PATTERN, text):
+        use = "use minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED, and quotes around digits and colons"
+        why = "is not a time limit of Slurm"
         raise ConfigError(
-            f"{text!r} is not a time limit of Slurm: minutes, M:S, H:M:S, D-H, D-H:M, D-H:M:S or UNLIMITED, "
-            "in quotes if it is all digits or has colons."
+            Refusal(option="launcher.slurm.time", value=repr(text), kind=Kind.VALUE, why=why, use=use)
         )
     days, has_days, clock = text.rpartition("-")
     parts = [int(part) for part in clock.split(":")]

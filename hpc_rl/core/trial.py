@@ -22,6 +22,7 @@ from typing import Any
 
 from hpc_rl.core.errors import ConfigError, NotPrivate, TrialStateError
 from hpc_rl.core.private_files import find_exposure, load_secret
+from hpc_rl.core.refusal import Kind, Refusal
 
 ORPHAN_NAME = re.compile(r"\..+\.[0-9a-f]{12}\.tmp")  # of _write_beside
 ORPHAN_S = 24 * 3600
@@ -31,9 +32,14 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+=@-]{0,63}")
 def check_name(what: str, name: str) -> str:
     """Return `name` if it is safe as a path component and as part of a job name. Raises ConfigError."""
     if not NAME.fullmatch(name) or ".." in name:
+        allowed = "1 to 64 letters, digits and . _ + = @ -, starting with a letter or digit, without '..'"
         raise ConfigError(
-            f"{what} {name!r} can't be used: it becomes a directory and a job name. "
-            "Allowed: 1 to 64 letters, digits and . _ + = @ -, starting with a letter or digit, without '..'."
+            Refusal(
+                option=what,
+                value=repr(name),
+                kind=Kind.VALUE,
+                why=f"can't be used: it becomes a directory and a job name. Allowed: {allowed}",
+            )
         )
     return name
 

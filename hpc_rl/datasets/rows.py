@@ -16,6 +16,7 @@ import xxhash
 
 from hpc_rl.config.row_shapes import JSONL, load_jsonl_rows, rename_columns
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 T = TypeVar("T")
 # largest dataset that a command reads before it submits a trial that continues with it
@@ -35,11 +36,17 @@ def check_same_rows(path: str | Path, before: Mapping[str, Any], now: Mapping[st
     if not {"rows", "xxh3"} <= before.keys() or not now or before == now:
         return
     there = f"{now['rows']} rows" if before["rows"] != now["rows"] else "as many with other content"
+    why = f"had {before['rows']} rows when {when}, and has {there} now. Resuming would repeat some rows"
     raise ConfigError(
-        f"train_dataset.path {path} had {before['rows']} rows when {when}, and has {there} now. "
-        "Resuming would repeat some rows and skip others. Restore the original file; to train on these rows, "
-        "give another trial_name (`hpc-rl checkpoint export` makes a "
-        "model of this trial's state, for actor.path or model.path)."
+        Refusal(
+            option="train_dataset.path",
+            value=path,
+            kind=Kind.FILE,
+            why=f"{why} and skip others",
+            use="restore the original file, or give another trial_name (`hpc-rl checkpoint export` makes a "
+            "model of this trial's state)",
+            related=("trial_name",),
+        )
     )
 
 

@@ -12,10 +12,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Collection
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
-from typing import NamedTuple
 
 from hpc_rl.config import (
     sglang_versions,
@@ -24,6 +23,7 @@ from hpc_rl.config import (
 from hpc_rl.core import net
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.node_copies import find_local_dir
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.doctor import mpi_check
 from hpc_rl.doctor.finding import Requirements, Verdict, fail, judge, ok, warn
 from hpc_rl.plan.schema import GPU_VARIABLES
@@ -66,45 +66,44 @@ for one; do module load "$one" >/dev/null 2>&1 || printf '%s\\n' "$one"; done
 """
 
 
-class Problem(NamedTuple):
-    """What is wrong with a setting here, empty for nothing, and whether it is wrong on the nodes as well."""
-
-    text: str = ""
-    is_certain: bool = True
+NODES_MUST = "the nodes must have it"
 
 
-def find_program_problem(option: str, program: str) -> Problem:
-    """Return why a program can't be run here; nodes may have another disk, or get it by a module."""
+def find_program_problem(option: str, program: str) -> Refusal | None:
+    """Return why a program can't be run here; a note if nodes may have another disk, or a module with it."""
     if shutil.which(program):
-        return Problem()
-    found_nowhere = os.path.isabs(program) and os.path.isdir(os.path.dirname(program))
-    return Problem(f"{option} {program} is not a program that can be run here", found_nowhere)
+        return None
+    why = "is not a program that can be run here"
+    problem = Refusal(option=option, value=program, kind=Kind.MACHINE, why=why)
+    is_certain = os.path.isabs(program) and os.path.isdir(os.path.dirname(program))
+    return problem if is_certain else replace(problem, use=NODES_MUST, is_note=True)
 
 
 @cache
-def find_modules_problem(modules: tuple[str, ...]) -> Problem:
-    """Return which modules can't be loaded here."""
+def find_modules_problem(modules: tuple[str, ...]) -> Refusal | None:
+    """Return which modules can't be loaded here; a note if that can't be tried."""
     if not modules:
-        return Problem()
+        return None
+    refuse = partial(Refusal, option="launcher.modules", kind=Kind.MACHINE)
     argv = ["bash", "-c", MODULES_PROGRAM, "modules", *modules]
     try:
         done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.TimeoutExpired) as error:
-        return Problem(f"launcher.modules can't be tried: {error}", False)
+        return refuse(why=f"can't be tried: {error}", use=NODES_MUST, is_note=True)
     if done.returncode == 3:
-        return Problem("launcher.modules: there is no command `module` here", False)
+        return refuse(why=": there is no command `module` here", use=NODES_MUST, is_note=True)
     missing = done.stdout.split()
-    return Problem(f"launcher.modules: `module load {missing[0]}` fails here" if missing else "")
+    return refuse(why=f": `module load {missing[0]}` fails here") if missing else None
 
 
-def find_interface_problem(interface: str, is_login: bool) -> Problem:
-    """Return why a configured interface can't be used here."""
+def find_interface_problem(interface: str, is_login: bool) -> Refusal | None:
+    """Return why a configured interface can't be used here; a note on a login node."""
     try:
         if interface:
             net.choose_address(1, interface)
     except ConfigError as error:
-        return Problem(str(error), not is_login)
-    return Problem()
+        return replace(error.refusals[0], is_note=is_login, use=NODES_MUST if is_login else "")
+    return None
 
 
 def check_python(needs: Requirements) -> Verdict:
@@ -115,8 +114,8 @@ def check_python(needs: Requirements) -> Verdict:
 def check_torch(needs: Requirements) -> Verdict:
     fix = "set launcher.python to the interpreter that has torch."
     problem = find_program_problem("launcher.python", needs.python or sys.executable)
-    if problem.text:
-        return _judge_text(problem, fix)
+    if problem:
+        return _judge_problem(problem, fix)
     found = find_versions(needs.python or sys.executable)
     if isinstance(found, str):
         return fail(found, fix)
@@ -154,8 +153,8 @@ def _check_servers(library: str, known: Collection[str], needs: Requirements) ->
     python = needs.server_python or needs.python
     if python and library in needs.servers:
         problem = find_program_problem("launcher.inference_server_python", python)
-        if problem.text:
-            return _judge_text(problem, "install it there, or correct the path.")
+        if problem:
+            return _judge_problem(problem, "install it there, or correct the path.")
     version = find_version(library, python)
     if not version and library in needs.servers:
         found = find_versions(python or sys.executable)
@@ -357,25 +356,23 @@ def check_ports(needs: Requirements) -> Verdict:
 
 def check_modules(needs: Requirements) -> Verdict:
     problem = find_modules_problem(tuple(needs.modules))
-    if problem.text:
-        return _judge_text(
+    if problem:
+        return _judge_problem(
             problem, "correct launcher.modules; what only the nodes have goes into launcher.setup."
         )
     return ok(", ".join(needs.modules) or "none asked for")
 
 
-def _judge_text(problem: Problem, fix: str) -> Verdict:
-    """Return the verdict on a problem; a part that only this machine may lack is a warning."""
-    if problem.is_certain:
-        return fail(problem.text, fix)
-    return warn(problem.text, f"the nodes must have it; else {fix}")
+def _judge_problem(problem: Refusal, fix: str) -> Verdict:
+    """Return the verdict on a problem; a note about a part that only this machine may lack is a warning."""
+    return warn(str(problem), f"else {fix}") if problem.is_note else fail(str(problem), fix)
 
 
 def check_address(needs: Requirements) -> Verdict:
     fix = "set cluster.interface (or HPC_RL_INTERFACE in the job) to the one that leads to the other nodes."
     if needs.is_login:  # which need not have an address that nodes reach
         problem = find_interface_problem(needs.interface, needs.is_login)
-        return _judge_text(problem, fix) if problem.text else ok("the nodes choose their own")
+        return _judge_problem(problem, fix) if problem else ok("the nodes choose their own")
     try:
         return ok(f"peers reach {find_address(needs)}")
     except ConfigError as error:

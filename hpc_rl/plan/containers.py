@@ -25,6 +25,7 @@ from hpc_rl.config.rules.container_rules import (
     split_binds,
 )
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.plan.schema import Container, Plan, Unit
 
 LOCAL_IMAGE = "hpc_rl.roles.local_image"  # copies an image to the node, then executes apptainer
@@ -103,11 +104,13 @@ def make_common_env(unit: Unit, kind: str) -> dict[str, str]:
 
 def check_places(plan: Plan, trial_dir: Path, workdir: Path) -> None:
     """Raise ConfigError if a unit has a container and a directory of the trial can't be bound."""
-    for what, path in (("the directory of the trial", trial_dir), ("the working directory", workdir)):
+    for option, what, path in (
+        ("cluster.fileroot", ": the directory of the trial", trial_dir),
+        ("", "the working directory", workdir),
+    ):
         if set(str(path)) & set(SEPARATORS) and any(unit.container for unit in plan.units):
-            raise ConfigError(
-                f"{what}, {path}, can't be bound into a container: it holds one of {' '.join(SEPARATORS)}"
-            )
+            why = f"{what}, {path}, can't be bound into a container: it holds one of {' '.join(SEPARATORS)}"
+            raise ConfigError(Refusal(option=option, kind=Kind.VALUE, why=why))
 
 
 def make_command(unit: Unit, python: str, trial_dir: Path, workdir: Path) -> Command:

@@ -19,6 +19,7 @@ from hpc_rl.config.pool_view import view_pool
 from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.core.allocation import Servers, Train, parse
 from hpc_rl.core.backends import SERVER_BACKENDS, TRAIN_BACKENDS
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.plan.memory import (
     DTYPE_BYTES,
     GB,
@@ -42,6 +43,7 @@ _SHARES = {"sglang": "mem_fraction_static", "vllm": "gpu_memory_utilization"}
 TOKEN_BYTES = 17.5  # per token in the batch log: id, log-probability, mask, version
 # The newest versions that weights/disk.py keeps, plus one during its write; a test compares them.
 KEPT_VERSIONS = 3
+_GPU_MEMORY = "cluster.gpu_mem_gb"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,8 +114,8 @@ class Estimate:
     work: Work
     servers: list[ServerMemory]
     disk: DiskUse
-    problems: list[str] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    problems: list[Refusal] = field(default_factory=list)
+    notes: list[Refusal] = field(default_factory=list)
 
     @property
     def rank_host_bytes(self) -> float:
@@ -155,13 +157,14 @@ def estimate(
         disk=_estimate_disk(config, shape, work.steps, work.tokens),
     )
     notes = list(_list_notes(section, found, config))
-    problems = [*_find_gpu_problems(section, found), *(server.problem for server in found.servers)]
+    problems = [*_find_gpu_problems(section, found), *(_refuse_server(server) for server in found.servers)]
     # Without a limit of micro-batches the memory of a CPU rank depends on the rows; one row is certain.
     certain = replace(found, trainer=estimate_rank_memory(_limit_to_certain(found)))
     if host := _find_host_problem(certain, unit):
-        (problems if requests_memory else notes).append(host)
+        (problems if requests_memory else notes).append(replace(host, is_note=not requests_memory))
     elif (host := _find_host_problem(found, unit)) and (load.on_gpu or engine.mb_spec.max_tokens_per_mb):
-        (problems if requests_memory and load.on_gpu else notes).append(host)
+        is_note = not (requests_memory and load.on_gpu)
+        (notes if is_note else problems).append(replace(host, is_note=is_note))
     return replace(found, problems=list(filter(None, problems)), notes=notes)
 
 
@@ -353,7 +356,14 @@ def _describe_period(options: FrequencyConfig) -> str:
 # -- problems, and changes that fit
 
 
-def _find_gpu_problems(section: str, found: Estimate) -> Iterator[str]:
+def _refuse_server(server: ServerMemory) -> Refusal | None:
+    if not server.problem:
+        return None
+    related = (_GPU_MEMORY, "allocation_mode")
+    return Refusal(option="", kind=Kind.MACHINE, why=server.problem, related=related)
+
+
+def _find_gpu_problems(section: str, found: Estimate) -> Iterator[Refusal]:
     size, load = found.gpu_bytes, _limit_to_certain(found)
     if size is None:
         return
@@ -361,11 +371,12 @@ def _find_gpu_problems(section: str, found: Estimate) -> Iterator[str]:
     if memory.device_bytes <= size:
         return
     fits = "; or ".join(_find_remedies(section, found, size)) or "no change that hpc-rl knows"
-    yield (
-        f"a trainer rank needs {format_gb(memory.device_bytes)} on its GPU, but cluster.gpu_mem_gb is "
+    why = (
+        f"a trainer rank needs {format_gb(memory.device_bytes)} on its GPU, but {_GPU_MEMORY} is "
         f"{size // GB}: {_format_largest(memory.device_items, 4)}. What fits: {fits}. "
-        "cluster.gpu_mem_gb null disables this check."
+        f"{_GPU_MEMORY} null disables this check"
     )
+    yield Refusal(option="", kind=Kind.MACHINE, why=why, related=(_GPU_MEMORY, "allocation_mode"))
 
 
 def _limit_to_certain(found: Estimate) -> RankLoad:
@@ -468,33 +479,39 @@ def _count_needed_mb(found: Estimate) -> int:
     return math.ceil(found.node_host_bytes / found.ranks_per_node / MB / 1000) * 1000
 
 
-def _find_host_problem(found: Estimate, unit: Unit) -> str:
+def _find_host_problem(found: Estimate, unit: Unit) -> Refusal | None:
     given = unit.tasks_per_node * unit.mem_mb_per_task * MB
     if found.node_host_bytes <= given:
-        return ""
+        return None
     items = {**found.trainer.host, **({} if found.load.on_gpu else found.trainer.device_items)}
     ranks = f"{found.ranks_per_node} trainer rank{'s' if found.ranks_per_node > 1 else ''}"
-    return (
-        f"launcher.trainer_mem_per_gpu {unit.mem_mb_per_task}: {ranks} of the first node need up to "
-        f"{format_gb(found.node_host_bytes)} of CPU memory, but have {format_gb(given)} "
-        f"(each rank: {_format_largest(items, 3)}; the first also: {format_items(found.trainer.first)}). "
-        f"What fits: launcher.trainer_mem_per_gpu {_count_needed_mb(found)}."
+    return Refusal(
+        option="launcher.trainer_mem_per_gpu",
+        value=unit.mem_mb_per_task,
+        kind=Kind.MACHINE,
+        why=f": {ranks} of the first node need up to {format_gb(found.node_host_bytes)} of CPU memory, but "
+        f"have {format_gb(given)} (each rank: {_format_largest(items, 3)}; "
+        f"the first also: {format_items(found.trainer.first)})",
+        use=f"what fits: {_count_needed_mb(found)}",
     )
 
 
-def _list_notes(section: str, found: Estimate, config: Config) -> Iterator[str]:
+def _list_notes(section: str, found: Estimate, config: Config) -> Iterator[Refusal]:
     load = found.load
     if load.on_gpu and found.gpu_bytes is None:
-        yield "the size of the GPUs is unknown, so GPU memory was not checked: set cluster.gpu_mem_gb."
+        why = "the size of the GPUs is unknown, so GPU memory was not checked: set cluster.gpu_mem_gb"
+        yield make_note("", why, Kind.MACHINE, related=(_GPU_MEMORY,))
     unlimited = load.on_gpu and load.engine.mb_spec.max_tokens_per_mb is None
     if unlimited and load.tokens > found.work.longest * found.work.together:
         option = f"{section}.mb_spec.max_tokens_per_mb"
         whole = f"one micro-batch may have all rows of a rank, up to {load.tokens} tokens"
-        yield f"WARNING: {option} is null: {whole}, and the GPU may run out of memory; set a limit."
+        why = f"is null: {whole}, and the GPU may run out of memory; set a limit"
+        yield make_note(option, why, Kind.MACHINE, is_warning=True)
     if found.gpu_bytes and not found.problems:
         used = found.trainer.device_bytes / found.gpu_bytes
         if 0.9 < used <= 1:
-            yield f"a trainer rank fills {used:.0%} of its GPU: fragmentation may take the rest."
+            why = f"a trainer rank fills {used:.0%} of its GPU: fragmentation may take the rest"
+            yield make_note("", why, Kind.MACHINE, related=(_GPU_MEMORY,))
 
 
 def _format_largest(items: Items, number: int) -> str:

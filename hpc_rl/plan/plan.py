@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_rl.config import pool_view
 from hpc_rl.config.devices import choose_allocation, exclude_environment_nodes, fill_stars
@@ -15,6 +15,7 @@ from hpc_rl.config.rules.slurm_rules import find_job_threads_limit, find_threads
 from hpc_rl.core.allocation import Allocation, Train
 from hpc_rl.core.backends import SERVER_BACKENDS, choose_server_backend
 from hpc_rl.core.errors import ConfigError, DoesNotFit, NotBuilt
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.plan import containers, train_mesh
 from hpc_rl.plan.placement import Demand, Placement, PoolDemand, find_nearest, place
 from hpc_rl.plan.schema import GPU_VARIABLES, Group, MpiStart, Plan, Pool, Unit
@@ -44,13 +45,14 @@ def make_plan(
     allocation, notes = choose_allocation(shared)
     _refuse_unbuilt(shared, allocation)
     allocation = fill_stars(shared, allocation)
-    train_mesh.check(config, allocation)
+    if contradictions := list(train_mesh.check(config, allocation)):
+        raise ConfigError(*contradictions)
     train = allocation.train or Train("fsdp")
     pools = tuple(PoolDemand(one.d or 0, one.units_per_replica) for one in allocation.pools)
     demand = Demand(train.num_units or 1, pools, together=train.multiple)
     if demand.units > MAX_UNITS:
-        most = f"at most {MAX_UNITS} are allowed"
-        raise DoesNotFit(f"allocation_mode {allocation} needs {demand.units} units; {most}.")
+        why, use = f"needs {demand.units} units", f"at most {MAX_UNITS} are allowed"
+        raise DoesNotFit(_refuse_allocation(allocation, Kind.VALUE, why, use))
     placement = _find_placement(shared, allocation, demand)
     _refuse_idle_ranks(config, train)
     extra = shlex.split(config.launcher.slurm.srun_additional_args)
@@ -71,7 +73,7 @@ def make_plan(
     if not knows_gpus:
         units = [_assign_visible_gpus(unit, GPU_VARIABLES[config.cluster.gpu_kind]) for unit in units]
     if n_gpus and "cluster.n_gpus_per_node" not in explicit:
-        notes.append(f"cluster.n_gpus_per_node is {n_gpus} by default; 0 means no GPUs.")
+        notes.append(make_note("cluster.n_gpus_per_node", f"is {n_gpus} by default; 0 means no GPUs"))
     notes += _note_slow_groups(allocation, train, placement) if n_gpus else []
     layout = config.launcher.slurm.layout if scheduler == "slurm" else "allocation"
     plan = Plan(
@@ -117,23 +119,27 @@ def refuse_scheduler(config: Config, scheduler: str) -> None:
     """Raise ConfigError for options that need Slurm if the scheduler is this machine."""
     if scheduler != "local":
         return
-    layout, n_nodes = config.launcher.slurm.layout, config.cluster.n_nodes
-    if layout != "allocation":
-        here = "the trial would run on this machine; use layout allocation"
-        raise ConfigError(f"launcher.slurm.layout {layout} needs Slurm, but {here}.")
-    if n_nodes > 1 and config.launcher.type == "auto":
-        here = (
-            "sbatch is not on the PATH; submit from a machine that has it, use --n_nodes 1, or plan only, "
-            "with --dry_run --launcher.type slurm"
-        )
-        raise ConfigError(f"cluster.n_nodes {n_nodes} needs Slurm, but {here}.")
+    slurm, n_nodes, refusals = config.launcher.slurm, config.cluster.n_nodes, list[Refusal]()
+    is_chosen = config.launcher.type == "local"
+    here = "launcher.type is local" if is_chosen else "sbatch is not on the PATH"
+    if slurm.layout != "allocation":
+        why, use = f"needs Slurm, but {here}", "use layout allocation"
+        refusals.append(_refuse_local("launcher.slurm.layout", slurm.layout, why, use))
     if n_nodes > 1:
-        here = "launcher.type local, which is this machine; use --n_nodes 1, or launcher.type slurm"
-        raise ConfigError(f"cluster.n_nodes {n_nodes} can't be used with {here}.")
-    pyxis = config.launcher.slurm.container_type == "pyxis"
-    if pyxis and any(containers.make_container(config, role) for role in containers.PYTHONS):
-        instead = "launcher.type local does not use; use container_type apptainer, or omit the images"
-        raise ConfigError(f"launcher.slurm.container_type pyxis needs srun, which {instead}.")
+        elsewhere = "submit from a machine that has it, or plan only, with --dry_run --launcher.type slurm"
+        use = f"use --n_nodes 1, or {'launcher.type slurm' if is_chosen else elsewhere}"
+        refusals.append(_refuse_local("cluster.n_nodes", n_nodes, f"needs Slurm, but {here}", use))
+    images = any(containers.make_container(config, role) for role in containers.PYTHONS)
+    if images and slurm.container_type == "pyxis":
+        why, use = f"needs srun, but {here}", "use container_type apptainer, or omit the images"
+        refusals.append(_refuse_local("launcher.slurm.container_type", "pyxis", why, use))
+    if refusals:
+        raise ConfigError(*refusals)
+
+
+def _refuse_local(option: str, value: Any, why: str, use: str) -> Refusal:
+    related = ("launcher.type",)
+    return Refusal(option=option, value=value, kind=Kind.CONFLICT, why=why, use=use, related=related)
 
 
 def has_gpu_request(config: Config) -> bool:
@@ -151,13 +157,25 @@ def _assign_visible_gpus(unit: Unit, variable: str) -> Unit:
 # -- the allocation
 
 
+_SIZES = ("cluster.n_nodes", "cluster.n_gpus_per_node")
+
+
+def _refuse_allocation(
+    allocation: Allocation, kind: Kind, why: str, use: str = "", related: tuple[str, ...] = _SIZES
+) -> Refusal:
+    option = "allocation_mode"
+    return Refusal(option=option, value=allocation, kind=kind, why=why, use=use, related=related)
+
+
 def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
     """Raise NotBuilt for allocations that this version lacks, ConfigError if one contradicts the trainer."""
-    train, name = allocation.train, f"allocation_mode {allocation}"
+    train = allocation.train
     if allocation.pools and train and not isinstance(config, GRPOConfig):
-        raise ConfigError(f"{name}: trainer {config.trainer} has no generation servers; use {train}.")
-    if reason := next(_find_unbuilt(config, allocation), ""):
-        raise NotBuilt(f"{name}: {reason}.")
+        why, use = f": trainer {config.trainer} has no generation servers", f"use {train}"
+        raise ConfigError(_refuse_allocation(allocation, Kind.CONFLICT, why, use, ("trainer",)))
+    if unbuilt := next(_find_unbuilt(config, allocation), None):
+        why, use = unbuilt
+        raise NotBuilt(_refuse_allocation(allocation, Kind.UNSUPPORTED, f": {why}", use))
     if allocation.pools:
         pool_view.find_trained_pool_in(config, allocation)
     for servers in allocation.pools:
@@ -166,34 +184,38 @@ def _refuse_unbuilt(config: Config, allocation: Allocation) -> None:
             option = f"{SERVER_BACKENDS[servers.backend].section}.{option}"
             size = get_value(pool_view.view_pool(config, servers.pool), option)
             if servers.t % size:
-                needed = f"{option} {size} must divide the GPUs of a server"
-                raise ConfigError(f"{needed}: {name} has t {servers.t}.")
+                why = f"must divide the GPUs of a server: allocation_mode {allocation} has t {servers.t}"
+                related = ("allocation_mode",)
+                raise ConfigError(
+                    Refusal(option=option, value=size, kind=Kind.CONFLICT, why=why, related=related)
+                )
 
 
-def _find_unbuilt(config: Config, allocation: Allocation) -> Iterator[str]:
+def _find_unbuilt(config: Config, allocation: Allocation) -> Iterator[tuple[str, str]]:
+    """Yield the reason, and what to use instead."""
     train, n_gpus = allocation.train, config.cluster.n_gpus_per_node
     pools, usual = "+".join(map(str, allocation.pools)), choose_server_backend(n_gpus)
     if allocation.evaluate:
-        yield "a trial that only evaluates is not implemented; every trial evaluates at its end"
+        yield "a trial that only evaluates is not implemented", "every trial evaluates at its end"
     if allocation.colocate:
-        yield f"sharing units ('|') is not implemented; use '+': {pools}+{train}"
+        yield "sharing units ('|') is not implemented", f"use '+': {pools}+{train}"
     if pools and not train:
-        yield f"a trial of servers alone is not implemented; add a trainer: {pools}+fsdp:d1"
+        yield "a trial of servers alone is not implemented", f"add a trainer: {pools}+fsdp:d1"
     if not pools and isinstance(config, GRPOConfig):
-        yield f"generation by the trainer is not implemented; add servers, as {usual}:d1+{train}"
+        yield "generation by the trainer is not implemented", f"add servers, as {usual}:d1+{train}"
     for servers in allocation.pools:
         backend = SERVER_BACKENDS[servers.backend]
         if n_gpus and not backend.on_gpus:
-            use = f"use {usual}, or cluster.n_gpus_per_node 0"
-            yield f"{servers.backend} servers can't use GPUs, but cluster.n_gpus_per_node is {n_gpus}; {use}"
+            why = f"{servers.backend} servers can't use GPUs, but cluster.n_gpus_per_node is {n_gpus}"
+            yield why, f"use {usual}, or cluster.n_gpus_per_node 0"
         if servers.p > 1 and "p" not in backend.supported:
             use = f"use t: {servers.backend}:t{servers.units_per_replica}"
-            yield f"{servers.backend} servers with p are not implemented; {use}"
+            yield f"{servers.backend} servers with p are not implemented", use
         if servers.t > 1 and not n_gpus:
-            yield f"t needs GPUs, but cluster.n_gpus_per_node is 0; use d, as {usual}:d{servers.t}"
+            yield "t needs GPUs, but cluster.n_gpus_per_node is 0", f"use d, as {usual}:d{servers.t}"
         if servers.t > max(n_gpus, 1):
             most = f"t can be at most cluster.n_gpus_per_node, {n_gpus}"
-            yield f"a server that spans nodes is not implemented; {most}"
+            yield "a server that spans nodes is not implemented", most
 
 
 # -- placement
@@ -224,25 +246,29 @@ def _find_placement(config: Config, allocation: Allocation, demand: Demand) -> P
         why = f"it has {demand.units} units, so some of {n_nodes} nodes would stay idle"
     else:
         why = f"each of {n_nodes} nodes must have only servers, or the same number of ranks as the others"
-    raise DoesNotFit(f"allocation_mode {allocation} does not fit: {why}; {fits}.")
+    raise DoesNotFit(_refuse_allocation(allocation, Kind.CONFLICT, f"does not fit: {why}", fits))
 
 
-def _note_slow_groups(allocation: Allocation, train: Train, placement: Placement) -> Iterator[str]:
+def _note_slow_groups(allocation: Allocation, train: Train, placement: Placement) -> Iterator[Refusal]:
     """Yield a note if the tensor ranks of a group are on several nodes."""
     if placement.ranks_per_node % train.t:
         apart = f"t {train.t} does not divide the {placement.ranks_per_node} ranks of a node"
-        yield f"allocation_mode {allocation}: {apart}, so tensor ranks of one group wait for the network."
+        why = f": {apart}, so tensor ranks of one group wait for the network"
+        yield make_note("allocation_mode", why, Kind.MACHINE, value=allocation, related=_SIZES)
 
 
 def _refuse_idle_ranks(config: Config, train: Train) -> None:
     """Raise DoesNotFit if a data rank would have no row in an update."""
-    rows, product = config.train_dataset.batch_size, "train_dataset.batch_size"
+    rows, factors = config.train_dataset.batch_size, ["train_dataset.batch_size"]
     if isinstance(config, GRPOConfig):
         rows = rows * config.gconfig.n_samples // config.actor.ppo_n_minibatches
-        product += " * gconfig.n_samples / actor.ppo_n_minibatches"
+        factors += ["gconfig.n_samples", "actor.ppo_n_minibatches"]
     if rows < (train.d or 1):
-        enough = f"use {replace(train, d=max(rows, 1))} or less, or more rows"
-        raise DoesNotFit(f"{train.d} data ranks share {rows} row(s) per update ({product}): {enough}.")
+        product = " * ".join(factors[:2]) + "".join(f" / {name}" for name in factors[2:])
+        why = f": {train.d} data ranks share {rows} row(s) per update ({product})"
+        use = f"use {replace(train, d=max(rows, 1))} or less, or more rows"
+        name = "allocation_mode"
+        raise DoesNotFit(Refusal(option=name, kind=Kind.CONFLICT, why=why, use=use, related=tuple(factors)))
 
 
 # -- units
@@ -352,8 +378,16 @@ def _make_groups(config: Config, layout: str, units: list[Unit]) -> list[Group]:
     of_trial = {node for unit in units if unit.role != "server" for node in unit.nodes}
     of_servers = [node for node in range(config.cluster.n_nodes) if node not in of_trial]
     if not of_servers:
-        why = f"but the trainer is on all {config.cluster.n_nodes}; use more nodes, or layout allocation"
-        raise DoesNotFit(f"launcher.slurm.layout {layout} needs nodes with servers only, {why}.")
+        raise DoesNotFit(
+            Refusal(
+                option="launcher.slurm.layout",
+                value=layout,
+                kind=Kind.CONFLICT,
+                why=f"needs nodes with servers only, but the trainer is on all {config.cluster.n_nodes}",
+                use="use more nodes, or layout allocation",
+                related=("allocation_mode", "cluster.n_nodes"),
+            )
+        )
     return [
         Group(name="trial", nodes=sorted(of_trial)),
         Group(name="servers", nodes=of_servers),
@@ -379,9 +413,15 @@ def _refuse_shared_gpus(units: Sequence[Unit]) -> None:
         others = [other for other in units if other is not unit and other.gpus_per_task]
         shared = set(unit.nodes) & {node for other in others for node in other.nodes}
         if unit.by_mpiexec and unit.gpus_per_task and shared:
+            node = f"node {min(shared)} has GPUs of the trainer and of servers"
             raise DoesNotFit(
-                f"launcher.trainer_start mpiexec: node {min(shared)} has GPUs of the trainer and of servers, "
-                "and only srun divides them. Give the trainer its own nodes (more cluster.n_nodes, or "
-                "another allocation_mode), set launcher.slurm.gpus_by null on whole nodes, or use "
-                "trainer_start srun with launcher.slurm.srun_mpi."
+                Refusal(
+                    option="launcher.trainer_start",
+                    value="mpiexec",
+                    kind=Kind.CONFLICT,
+                    why=f": {node}, and only srun divides them",
+                    use="give the trainer its own nodes, set launcher.slurm.gpus_by null on whole nodes, or "
+                    "use trainer_start srun with launcher.slurm.srun_mpi",
+                    related=("allocation_mode", "cluster.n_nodes", "launcher.slurm.gpus_by"),
+                )
             )

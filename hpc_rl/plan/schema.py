@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpc_rl.core.allocation import DEFAULT_POOL
+from hpc_rl.core.refusal import Refusal, make_note
 
 GPU_VARIABLES = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "ROCR_VISIBLE_DEVICES"}
 
@@ -119,7 +120,8 @@ class Plan:
     threads_per_core: int = 1  # each step gets whole cores, and its CPUs are counted that way
     gpu_kind: Literal["nvidia", "amd"] = "nvidia"
     slurm_knows_gpus: bool = True  # false: the units' environment assigns the GPUs
-    notes: list[str] = field(default_factory=list)  # derived and adapted values, printed by submit
+    # derived and adapted values, printed by submit
+    notes: list[Refusal] = field(default_factory=list, compare=False)
 
     @property
     def gpu_variable(self) -> str:
@@ -127,7 +129,7 @@ class Plan:
         return GPU_VARIABLES[self.gpu_kind]
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return dataclasses.asdict(self) | {"notes": [str(note) for note in self.notes]}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
@@ -140,6 +142,7 @@ class Plan:
                 "units": [_parse_unit(unit) for unit in data["units"]],
                 "groups": groups,
                 "pools": pools,
+                "notes": [make_note("", text) for text in data["notes"]],
             }
         )
 

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from hpc_rl.config.megatron_models import find_odd_layers, find_rotary_type
@@ -18,7 +19,7 @@ from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.training_rules import find_trained_model, list_models
 from hpc_rl.core.allocation import Allocation, Train, parse
 from hpc_rl.core.backends import TRAIN_BACKENDS
-from hpc_rl.core.errors import ConfigError, DoesNotFit
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.plan.memory import Models, ModelShape
 from hpc_rl.plan.schema import Plan
 
@@ -26,52 +27,51 @@ from hpc_rl.plan.schema import Plan
 BY_LENGTH = ("dynamic", "longrope")
 
 
-def check(config: Config, allocation: Allocation) -> None:
-    """Raise ConfigError for options that contradict the mesh, DoesNotFit for sizes that do not divide it."""
+_refuse = partial(Refusal, kind=Kind.CONFLICT, related=("allocation_mode",))
+
+
+def check(config: Config, allocation: Allocation) -> Iterator[Refusal]:
+    """Yield options that contradict the mesh, and sizes that do not divide it."""
     if train := allocation.train:
         for section, engine in list_models(config):
-            _check_engine(section, engine, allocation, train)
-            _check_sizes(section, engine, train)
-            _check_context(section, engine, train, config.cluster.n_gpus_per_node > 0)
+            if engine.backend not in ("", train.backend):
+                why, use = f"is not the engine of allocation_mode {allocation}", "make them agree"
+                yield _refuse(option=f"{section}.backend", value=engine.backend, why=why, use=use)
+            yield from _check_sizes(section, engine, train)
+            yield from _check_context(section, engine, train, config.cluster.n_gpus_per_node > 0)
 
 
-def _check_engine(section: str, engine: TrainEngineConfig, allocation: Allocation, train: Train) -> None:
-    if engine.backend not in ("", train.backend):
-        name = f"{section}.backend {engine.backend}"
-        raise ConfigError(f"{name}, but allocation_mode {allocation} trains with another; make them agree.")
-
-
-def _check_sizes(section: str, engine: TrainEngineConfig, train: Train) -> None:
-    """Raise DoesNotFit or ConfigError for replica groups and virtual stages that do not suit the mesh."""
+def _check_sizes(section: str, engine: TrainEngineConfig, train: Train) -> Iterator[Refusal]:
+    """Yield replica groups and virtual stages that do not suit the mesh."""
     groups, parts = engine.fsdp.replicate_size, engine.megatron.virtual_pipeline_size
     if train.backend == "fsdp" and train.d and train.d % groups:
         fits = max(size for size in range(1, groups) if train.d % size == 0)
-        name = f"{section}.fsdp.replicate_size {groups}"
-        raise DoesNotFit(f"{name} must divide the data ranks, d {train.d} of {train}; use {fits}.")
+        why = f"must divide the data ranks, d {train.d} of {train}"
+        yield _refuse(option=f"{section}.fsdp.replicate_size", value=groups, why=why, use=f"use {fits}")
     if train.backend == "megatron" and parts > 1 and train.p == 1:
-        name = f"{section}.megatron.virtual_pipeline_size {parts}"
-        raise ConfigError(f"{name} has no effect with {train}, which has one stage; use p, or remove it.")
+        name, why = f"{section}.megatron.virtual_pipeline_size", f"has no effect with {train}"
+        why += ", which has one stage"
+        yield _refuse(option=name, value=parts, kind=Kind.NO_EFFECT, why=why, use="use p, or remove it")
 
 
-def _check_context(section: str, engine: TrainEngineConfig, train: Train, on_gpus: bool) -> None:
-    """Raise ConfigError for an attention without packed rows, which context parallelism in fsdp needs."""
+def _check_context(section: str, engine: TrainEngineConfig, train: Train, on_gpus: bool) -> Iterator[Refusal]:
+    """Yield an attention without packed rows, which context parallelism in fsdp needs."""
     if train.backend != "fsdp" or train.c == 1:
         return
     fits = f"or d in place of c: {replace(train, d=train.d and train.d * train.c, c=1)}"
+    why = f"can't be used with {train}"
     if engine.attn_impl in ("eager", "flex_attention"):
-        raise ConfigError(
-            f"{section}.attn_impl {engine.attn_impl} can't be used with {train}; use sdpa, {fits}."
-        )
+        use = f"use sdpa, {fits}"
+        yield _refuse(option=f"{section}.attn_impl", value=engine.attn_impl, why=why, use=use)
     if on_gpus and engine.dtype == "float32":
-        raise ConfigError(
-            f"{section}.dtype float32 can't be used with {train} on GPUs; use bfloat16, {fits}."
-        )
+        use = f"use bfloat16, {fits}"
+        yield _refuse(option=f"{section}.dtype", value="float32", why=f"{why} on GPUs", use=use)
 
 
 # -- the models
 
 
-def find_problems(config: Config, plan: Plan, contents: Models) -> Iterator[str]:
+def find_problems(config: Config, plan: Plan, contents: Models) -> Iterator[Refusal]:
     """Yield why a mesh can't hold the models of a trial; models without a known config.json are skipped."""
     train = parse(plan.allocation).train or Train("fsdp")
     stages = find_trained_model(config)[1].megatron.virtual_pipeline_size
@@ -79,35 +79,38 @@ def find_problems(config: Config, plan: Plan, contents: Models) -> Iterator[str]
         content = contents.get(engine.path)
         if content is None:
             continue
-        yield from _check_model(f"{section}.path {engine.path}", engine, train, content, stages)
+        yield from _check_model(section, engine, train, content, stages)
 
 
 def _check_model(
-    name: str, engine: TrainEngineConfig, train: Train, content: Mapping[str, Any], stages: int
-) -> Iterator[str]:
+    section: str, engine: TrainEngineConfig, train: Train, content: Mapping[str, Any], stages: int
+) -> Iterator[Refusal]:
+    refuse = partial(_refuse, option=f"{section}.path", value=engine.path)
+    by_fsdp = f"what fits: {Train('fsdp', d=train.num_units)}"
     backend, kind = TRAIN_BACKENDS[train.backend], str(content.get("model_type", ""))
     if backend.model_types and kind not in backend.model_types:
         known = f"{train.backend} has no mapping for {kind} models, only for {', '.join(backend.model_types)}"
-        yield f"{name}: {known}. What fits: {Train('fsdp', d=train.num_units)}."
+        yield refuse(why=f": {known}", use=by_fsdp)
         return
     if train.backend == "megatron" and (odd := find_odd_layers(content)):
         named = ", ".join(f"{key}: {value}" for key, value in odd.items())
-        fits = f"What fits: {Train('fsdp', d=train.num_units)}."
-        yield f"{name}: the megatron backend can't have a model with {named} (config.json). {fits}"
+        why = f": the megatron backend can't have a model with {named} (config.json)"
+        yield refuse(why=why, use=by_fsdp)
         return
     for letter, kinds in backend.divided_types.items():
         if getattr(train, letter) > 1 and kind not in kinds:
             known = f"{train.backend} has no {letter} for {kind} models, only for {', '.join(kinds)}"
-            yield f"{name}: {known}. What fits: {Train(train.backend, d=train.num_units)}."
+            yield refuse(why=f": {known}", use=f"what fits: {Train(train.backend, d=train.num_units)}")
             return
-    section = name.partition(".")[0]
     is_packed = section != "ref" if train.backend == "megatron" else train.c > 1
     if is_packed and content.get("attention_dropout") and not engine.disable_dropout:
         use = f"set {section}.disable_dropout true, or use fsdp:d{train.num_units}"
-        yield f"{name} has attention_dropout {content['attention_dropout']}, which {train} can't have; {use}."
+        why = f"has attention_dropout {content['attention_dropout']}, which {train} can't have"
+        related = (f"{section}.disable_dropout", "allocation_mode")
+        yield refuse(why=why, use=use, related=related)
     if train.backend == "fsdp" and train.c > 1 and (kind := find_rotary_type(content)) in BY_LENGTH:
         # each rank would rotate its tokens by the longest row of its part
-        yield f"{name} has rope_type {kind}, which c can't divide. What fits: fsdp:d{train.num_units}."
+        yield refuse(why=f"has rope_type {kind}, which c can't divide", use=by_fsdp)
     shape = ModelShape.of(content)
     if shape is None:
         return
@@ -119,16 +122,16 @@ def _check_model(
         if other is None and stages > 1:
             other, parts = find_nearest(train, shape), " with megatron.virtual_pipeline_size 1"
         fits = (
-            f"What fits: {other}{parts}"
+            f"what fits: {other}{parts}"
             if other
-            else "No mesh with this number of ranks fits; use another number"
+            else "no mesh with this number of ranks fits; use another number"
         )
-        yield f"{name} has {'; '.join(found)}: {train} can't divide it. {fits}."
+        yield refuse(why=f"has {'; '.join(found)}: {train} can't divide it", use=fits)
 
 
 def _check_recomputation(
     section: str, engine: TrainEngineConfig, train: Train, shape: ModelShape
-) -> Iterator[str]:
+) -> Iterator[Refusal]:
     options = engine.megatron
     layers, several = (
         shape.num_layers // (train.p * options.virtual_pipeline_size),
@@ -139,7 +142,8 @@ def _check_recomputation(
     if is_uniform and several and layers % several:
         of = f"the {layers} layers of each part of a stage of {train}"
         use = max(size for size in _list_divisors(layers, several))
-        yield f"{section}.megatron.recompute_num_layers {several} must divide {of}; use {use}."
+        name = f"{section}.megatron.recompute_num_layers"
+        yield _refuse(option=name, value=several, why=f"must divide {of}", use=f"use {use}")
 
 
 def find_remainders(train: Train, shape: ModelShape, stages: int = 1) -> Iterator[str]:

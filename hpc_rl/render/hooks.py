@@ -7,6 +7,7 @@ from pathlib import Path
 from hpc_rl.config.options.cluster import HooksConfig
 from hpc_rl.config.options.limits import Place
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 EVENTS = ("pre_job", "pre_node", "post_node", "post_job", "on_preempt")
 FOLDER = "hooks.d"
@@ -61,7 +62,7 @@ def make_container_removal(names: Collection[str]) -> dict[str, str]:
 
 def load_environment_files(hooks: HooksConfig, site: Sequence[Path]) -> list[tuple[str, str]]:
     """Return path and text of the files that every script sources, the trial's last. Raises ConfigError."""
-    return [(str(path), _load_text(path, str(path))) for path in _load_files(ENVIRONMENT, hooks, site)]
+    return [(str(path), _load_text(path)) for path in _load_files(ENVIRONMENT, hooks, site)]
 
 
 def _load_files(name: str, hooks: HooksConfig, site: Sequence[Path]) -> list[Path]:
@@ -69,26 +70,30 @@ def _load_files(name: str, hooks: HooksConfig, site: Sequence[Path]) -> list[Pat
     folders = [folder / FOLDER for folder in reversed(site)]
     if hooks.dir:
         if not Path(hooks.dir).is_dir():
-            raise ConfigError(f"launcher.hooks.dir: {hooks.dir!r} is not a directory.")
+            option, value = "launcher.hooks.dir", repr(hooks.dir)
+            raise ConfigError(Refusal(option=option, value=value, kind=Kind.FILE, why="is not a directory"))
         folders.append(Path(hooks.dir))
     return [path for path in (folder / name for folder in folders) if path.exists()]
 
 
 def _load_scripts(event: str, hooks: HooksConfig, site: Sequence[Path]) -> Iterator[str]:
     for path in _load_files(event, hooks, site):
-        yield _load_text(path, str(path))
+        yield _load_text(path)
     option, value = f"launcher.hooks.{event}", getattr(hooks, event)
     if value is not None:
         yield _load_text(Path(value), option) if Place(or_script=True).is_path(value) else value
 
 
-def _load_text(path: Path, what: str) -> str:
+def _load_text(path: Path, option: str = "") -> str:
+    what = f": {str(path)!r}" if option else str(path)
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not a script in UTF-8"
-        hint = "; a script given as text has several lines, or begins with #!" if what != str(path) else ""
-        raise ConfigError(f"{what}: {str(path)!r} can't be read: {reason}{hint}.") from error
+        use = "a script given as text has several lines, or begins with #!" if option else ""
+        why = f"{what} can't be read: {reason}"
+        raise ConfigError(Refusal(option=option, kind=Kind.FILE, why=why, use=use)) from error
     if "\0" in text:
-        raise ConfigError(f"{what}: {str(path)!r} is not a script: it holds NUL bytes.")
+        why = f"{what} is not a script: it holds NUL bytes"
+        raise ConfigError(Refusal(option=option, kind=Kind.FILE, why=why))
     return text

@@ -8,6 +8,7 @@ from typing import Any
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
 from hpc_rl.core import slurm_time
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.schema import Group, Plan
 from hpc_rl.render.slurm_options import (
@@ -76,8 +77,10 @@ class SbatchRequests:
         """Return the keyword arguments of `SlurmExecutor.update_parameters`, as JSON. Raises ConfigError."""
         slurm, asked = self.slurm, self.describe_trial()["directives"]
         if slurm.time is None:
+            why = "needs launcher.slurm.time: submitit's default is 5 minutes"
+            option, related = "launcher.slurm.backend", ("launcher.slurm.time",)
             raise ConfigError(
-                "launcher.slurm.backend submitit needs launcher.slurm.time: submitit's default is 5 minutes."
+                Refusal(option=option, value="submitit", kind=Kind.MISSING, why=why, related=related)
             )
         every = (option for options in asked.values() for option in options)
         options: dict[str, Any] = {name: value or True for name, value in every if value is not None}
@@ -166,10 +169,15 @@ def exclude_nodes(slurm: SlurmLauncherConfig, nodes: Sequence[str]) -> SlurmLaun
 def refuse_hooks(plan: Plan, events: Collection[str]) -> None:
     """Raise ConfigError for hooks that the layout can't run on their nodes."""
     if hooks := find_unplaced_hooks(plan.layout, events):
+        why = "(or hooks.d of the site) does not work with launcher.slurm.layout hetjob: one srun spans no "
         raise ConfigError(
-            f"the hook {hooks[0]} (launcher.hooks.{hooks[0]}, or hooks.d/{hooks[0]} of the site) does not "
-            "work with launcher.slurm.layout hetjob: one srun with a script on every node spans no "
-            "components here. Use layout allocation or jobs, or remove the hook."
+            Refusal(
+                option=f"launcher.hooks.{hooks[0]}",
+                kind=Kind.CONFLICT,
+                why=f"{why}components here",
+                use="use layout allocation or jobs, or remove the hook",
+                related=("launcher.slurm.layout",),
+            )
         )
 
 
@@ -184,9 +192,8 @@ def _format_option(argument: list[str]) -> dict[str, Any]:
     for word in argument:
         name, equals, value = word.partition("=")
         if not name.startswith("--"):
-            raise ConfigError(
-                f"launcher.slurm.extra_args: {word!r} can't be passed to submitit; "
-                "write --name=value, or use backend sbatch."
-            )
+            why, use = f": {word!r} can't be passed to submitit", "write --name=value, or use backend sbatch"
+            option, related = "launcher.slurm.extra_args", ("launcher.slurm.backend",)
+            raise ConfigError(Refusal(option=option, kind=Kind.CONFLICT, why=why, use=use, related=related))
         found[name.removeprefix("--")] = value if equals else True
     return found

@@ -11,6 +11,7 @@ import jinja2
 from hpc_rl.config.load.stored import list_open_variables, list_secret_variables
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan import containers
 from hpc_rl.plan.schema import Plan
@@ -127,30 +128,32 @@ def _render(jinja: LayeredEnvironment, name: str, trial: Trial, values: dict[str
         return jinja.get_template(template).render(values | own)
     except jinja2.TemplateError as error:
         changed = f" (changed by {', '.join(map(str, overrides))})" if overrides else ""
-        raise ConfigError(
-            f"the template {template}{changed} does not render ({type(error).__name__}): {error}"
-        ) from error
+        why = f"the template {template}{changed} does not render ({type(error).__name__}): {error}"
+        raise ConfigError(Refusal(option="", kind=Kind.FILE, why=why, related=(_OWN,))) from error
     except RecursionError as error:
-        raise ConfigError(
-            f"the template {template} extends itself: write `below/{template}` in {overrides[0]}."
-        ) from error
+        why, use = f"the template {template} extends itself", f"write `below/{template}` in {overrides[0]}"
+        raise ConfigError(Refusal(option="", kind=Kind.FILE, why=why, use=use, related=(_OWN,))) from error
+
+
+_OWN = "launcher.templates_dir"
 
 
 def find_template_layers(config: Config, site: Sequence[Path]) -> list[Path]:
     """Return the directories that may override templates, highest precedence first. Raises ConfigError."""
     own = config.launcher.templates_dir
     if own and not Path(own).is_dir():
-        raise ConfigError(f"launcher.templates_dir: {own!r} is not a directory.")
+        raise ConfigError(Refusal(option=_OWN, value=repr(own), kind=Kind.FILE, why="is not a directory"))
     return [*([Path(own)] if own else []), *(folder for folder in site if folder.is_dir())]
 
 
 def _make_common_values(plan: Plan, trial: Trial, stamp: Stamp, scheduler: str) -> dict[str, Any]:
-    for what, path in (("cluster.fileroot", trial.dir), ("the working directory", stamp.workdir)):
+    for option, what, path in (
+        ("cluster.fileroot", ":", trial.dir),
+        ("", "the working directory", stamp.workdir),
+    ):
         if ":" in str(path) or LINE_BREAK.search(str(path)):
-            raise ConfigError(
-                f"{what}: {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no "
-                "line breaks."
-            )
+            why = f"{what} {str(path)!r} can't be used: PYTHONPATH and #SBATCH lines hold no colons and no "
+            raise ConfigError(Refusal(option=option, kind=Kind.VALUE, why=f"{why}line breaks"))
     containers.check_places(plan, trial.dir, stamp.workdir)
     return vars(stamp) | {
         "scheduler": scheduler,

@@ -2,11 +2,13 @@
 
 import shlex
 from collections.abc import Mapping
+from functools import partial
 
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
 from hpc_rl.config.rules.slurm_rules import DERIVED, has_gpus
 from hpc_rl.core import slurm_time
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.plan.schema import Group
 from hpc_rl.render.jinja_environment import LINE_BREAK
 
@@ -100,15 +102,14 @@ def _make_gpu_options(slurm: SlurmLauncherConfig, count: int) -> dict[str, str |
 
 def split_words(argument: str) -> list[str]:
     """Split an item of `launcher.slurm.extra_args` by sbatch's quoting. Raises ConfigError."""
+    refuse = partial(Refusal, option="launcher.slurm.extra_args", kind=Kind.VALUE)
     try:
         found = shlex.split(argument, posix=True)
     except ValueError as error:
-        raise ConfigError(f"launcher.slurm.extra_args: {argument!r} can't be read: {error}.") from error
+        raise ConfigError(refuse(why=f": {argument!r} can't be read: {error}")) from error
     if not found or LINE_BREAK.search(argument):
-        raise ConfigError(
-            f"launcher.slurm.extra_args: {argument!r} is not a valid sbatch option; "
-            "write one per item, as --licenses=a:1."
-        )
+        why, use = f": {argument!r} is not a valid sbatch option", "write one per item, as --licenses=a:1"
+        raise ConfigError(refuse(why=why, use=use))
     return found
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.node_copies import find_local_dir
+from hpc_rl.core.refusal import Kind, Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,10 @@ class NodeDirectory:
             self._fd = _make_own(self.path)
         except OSError as error:
             if local_dir:
-                raise ConfigError(f"cluster.local_dir {place} can't be used on this node: {error}") from error
+                why = f"can't be used on this node: {error}"
+                raise ConfigError(
+                    Refusal(option="cluster.local_dir", value=place, kind=Kind.MACHINE, why=why)
+                ) from error
             logger.warning("no directory for caches on this node: %s", error)
             return
         for name, folder in CACHES.items():

@@ -16,6 +16,7 @@ from hpc_rl.config.pool_view import find_trained_pool, list_reward_models, view_
 from hpc_rl.config.rules.file_rules import find_context, find_vocab_size
 from hpc_rl.core import log
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.name_resolve import open_names
@@ -124,8 +125,11 @@ def make_endpoint(
 ) -> Endpoint:
     """Return the pool of an external endpoint. Raises ConfigError if its key is missing."""
     if pool.api_key_env and not key:
-        option = f"pools.{name}.api_key_env {pool.api_key_env}"
-        raise ConfigError(f"{option}: the job's environment has no such variable, or it is empty.")
+        option, why = (
+            f"pools.{name}.api_key_env",
+            ": the job's environment has no such variable, or it is empty",
+        )
+        raise ConfigError(Refusal(option=option, value=pool.api_key_env, kind=Kind.MACHINE, why=why))
     rollout = config.rollout
     waits = (rollout.request_timeout, rollout.setup_timeout)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.types import TrajectoryGroup
 from hpc_rl.rollout.multi_turn import MultiTurn
 from hpc_rl.rollout.rewards import import_object
@@ -38,8 +39,8 @@ def load_workflow(config: GRPOConfig) -> Workflow:
     A class is instantiated by its `create(config)`, or else by itself, in both cases with
     `rollout.workflow_args`.
     """
-    path, args = config.rollout.workflow, config.rollout.workflow_args
-    workflow = WORKFLOWS[path] if path in WORKFLOWS else import_object("rollout.workflow", path)
+    option, path, args = "rollout.workflow", config.rollout.workflow, config.rollout.workflow_args
+    workflow = WORKFLOWS[path] if path in WORKFLOWS else import_object(option, path)
     if isinstance(workflow, type):
         create = getattr(workflow, "create", None)
         make = functools.partial(create, config) if create else workflow
@@ -50,17 +51,22 @@ def load_workflow(config: GRPOConfig) -> Workflow:
             signature.bind(**args)
         except TypeError as error:
             made_by = f"{path}.create" if create else path
-            raise ConfigError(f"rollout.workflow_args: {made_by} does not take them: {error}.") from error
+            why = f": {made_by} does not take them: {error}"
+            raise ConfigError(
+                Refusal(option="rollout.workflow_args", kind=Kind.CONFLICT, why=why, related=(option,))
+            ) from error
         try:
             workflow = make(**args)
         except MISTAKES as error:
-            raise ConfigError(
-                f"rollout.workflow {path} can't be made: {Raised.from_error(error).text}"
-            ) from error
+            why = f"can't be made: {Raised.from_error(error).text}"
+            raise ConfigError(Refusal(option=option, value=path, kind=Kind.FILE, why=why)) from error
     elif args and path not in WORKFLOWS:
-        raise ConfigError(f"rollout.workflow_args: only a class takes arguments; make {path} a class.")
+        why, use = ": only a class takes arguments", f"make {path} a class"
+        raise ConfigError(
+            Refusal(option="rollout.workflow_args", kind=Kind.CONFLICT, why=why, use=use, related=(option,))
+        )
     run = getattr(workflow, "run", workflow)
     if not callable(run):
         allowed = "a function, or an object with a method `async run(prompt, generate)`"
-        raise ConfigError(f"rollout.workflow: {path!r} must be {allowed}.")
+        raise ConfigError(Refusal(option=option, value=repr(path), kind=Kind.FILE, why=f"must be {allowed}"))
     return run

@@ -121,15 +121,14 @@ class Sandbox:
 
 
 def find_problem(wanted: str, sandbox: Sandbox) -> str:
-    """Return why this sandbox does not satisfy `rollout.sandbox`, or ""."""
+    """Return why this sandbox does not satisfy `rollout.sandbox`, or ""; USE is the remedy."""
     if wanted != REQUIRED or sandbox.is_complete:
         return ""
     why = "".join(f" ({problem})" for problem in sandbox.problems[:1])
-    return (
-        f"rollout.sandbox is required, and this machine has no complete sandbox for code_tests. "
-        f"It has {sandbox.describe()}{why}. Run the rollout role on a machine that allows user namespaces, "
-        "or whose kernel has Landlock (5.13 or newer); or set rollout.sandbox to available."
-    )
+    return f"this machine has no complete sandbox for code_tests. It has {sandbox.describe()}{why}"
+
+
+USE = "use a machine with user namespaces or Landlock (Linux 5.13), or set it to available"
 
 
 class Ended(enum.StrEnum):

@@ -51,8 +51,8 @@ class JobRequest:
     nodelist: str | None = None
     exclude: str | None = None
     qos: str | None = None
-    cpus_from: str = ""  # options that the number comes from
-    mem_from: str = ""
+    cpus_from: tuple[str, ...] = ()  # options that the number comes from
+    mem_from: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -228,13 +228,19 @@ def _make_dimensions(request: JobRequest) -> list[_Dimension]:
         return node.gpus.get(request.gpu_type, 0) if request.gpu_type else sum(node.gpus.values())
 
     kind = f"{request.gpu_type} GPUs" if request.gpu_type else "GPUs"
-    cpus_unit = "CPUs per node" + (f" (from {request.cpus_from})" if request.cpus_from else "")
-    mem_unit = "MB of memory per node" + (f" (from {request.mem_from})" if request.mem_from else "")
+    cpus_unit = f"CPUs per node{_describe_origin(request.cpus_from)}"
+    mem_unit = f"MB of memory per node{_describe_origin(request.mem_from)}"
     return [
         _Dimension("gpus", request.gpus, count_gpus, f"{kind} per node", "cluster.n_gpus_per_node={}"),
         _Dimension("cpus", request.cpus, attrgetter("cpus"), cpus_unit, "at most {} CPUs per node"),
         _Dimension("memory", request.mem_mb, attrgetter("mem_mb"), mem_unit, "at most {} MB per node"),
     ]
+
+
+def _describe_origin(options: Sequence[str]) -> str:
+    """Return the options of a number in parentheses, the section only once."""
+    names = [*options[:1], *(name.rpartition(".")[2] for name in options[1:])]
+    return f" (from {', '.join(names)})" if names else ""
 
 
 def _check_sizes(request: JobRequest, name: str, nodes: list[Node]) -> list[CapacityLimit]:

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 
 from hpc_rl.core.errors import ConfigError, SchedulerError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.schedulers.base import JobSpec
 from hpc_rl.schedulers.slurm import SlurmScheduler, clean_environment
 from hpc_rl.schedulers.submitit_task import TrialTask
@@ -26,8 +27,10 @@ class SubmititScheduler(SlurmScheduler):
         try:
             from submitit import SlurmExecutor
         except ImportError as error:
+            why, use = ": the package is missing", "`pip install 'hpc-rl[submitit]'`"
+            option, value = "launcher.slurm.backend", "submitit"
             raise ConfigError(
-                "launcher.slurm.backend submitit: the package is missing; pip install 'hpc-rl[submitit]'."
+                Refusal(option=option, value=value, kind=Kind.MACHINE, why=why, use=use)
             ) from error
         try:
             parameters = json.loads((spec.script.parent / PARAMETERS).read_text())

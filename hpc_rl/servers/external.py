@@ -28,6 +28,7 @@ from hpc_rl.core.errors import (
     RequestRefused,
     ServerUnavailable,
 )
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.types import Reply
 
 logger = logging.getLogger(__name__)
@@ -127,20 +128,24 @@ class Endpoint:
 
     async def _find_model(self) -> str:
         """Return the configured model, or the only model that the endpoint lists."""
-        option = f"pools.{self.name}.model"
+        option, url = f"pools.{self.name}.model", f"pools.{self.name}.url"
         try:
             listed = await self._call("/models")
             names = [str(one["id"]) for one in listed["data"]]
         except _WithoutModels as error:
             if self.pool.model:
                 return self.pool.model
-            raise ConfigError(f"{error}. Set {option}.") from error
+            why = f": {error}"
+            raise ConfigError(
+                Refusal(option=option, kind=Kind.MISSING, why=why, use="set this option")
+            ) from error
         except RequestRefused as error:
             key = self.pool.api_key_env
             hint = f"Is the key in {key} right?" if key else f"Does it need pools.{self.name}.api_key_env?"
-            raise ConfigError(f"{error}. {hint}") from error
+            raise ConfigError(Refusal(option=url, kind=Kind.MACHINE, why=f": {error}. {hint}")) from error
         except (KeyError, TypeError) as error:
-            raise ConfigError(f"{self._describe_path('/models')} is not a list of OpenAI's API.") from error
+            why = f": {self._describe_path('/models')} is not a list of OpenAI's API"
+            raise ConfigError(Refusal(option=url, kind=Kind.MACHINE, why=why)) from error
         if self.pool.model:
             if self.pool.model not in names:
                 logger.warning(
@@ -148,9 +153,8 @@ class Endpoint:
                 )
             return self.pool.model
         if len(names) != 1:
-            raise ConfigError(
-                f"{self._describe_path('/models')} lists {', '.join(names[:20]) or 'no model'}: set {option}."
-            )
+            why = f": {self._describe_path('/models')} lists {', '.join(names[:20]) or 'no model'}"
+            raise ConfigError(Refusal(option=option, kind=Kind.MISSING, why=why, use="set this option"))
         return names[0]
 
     async def _call(self, path: str, body: dict[str, Any] | None = None) -> Any:

@@ -26,6 +26,7 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.core.errors import ConfigError, RoleFailed
 from hpc_rl.core.files import load_last_lines
 from hpc_rl.core.proc import TiedProcess
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.servers.base import Answer, ReplicaPlace
 from hpc_rl.servers.wire import split_lines
 
@@ -37,6 +38,7 @@ _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 NO_LIMIT = aiohttp.ClientTimeout(total=None)
 HEALTH_TIMEOUT = aiohttp.ClientTimeout(total=30)
 LAST_LINES = 20  # of its log, in error messages
+_PYTHON = "launcher.inference_server_python"
 END_GRACE_S = 15.0
 
 
@@ -117,14 +119,15 @@ class ServerProcess:
                 *(self.python, "-c", code), env=self.env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
             )
         except OSError as error:
-            problem = f"launcher.inference_server_python {self.python!r} can't be started: {error}"
-            raise ConfigError(problem) from error
+            why = f"can't be started: {error}"
+            raise ConfigError(
+                Refusal(option=_PYTHON, value=repr(self.python), kind=Kind.MACHINE, why=why)
+            ) from error
         output, errors = await process.communicate()
         if process.returncode != 0:
-            raise ConfigError(
-                f"{self.name} is not installed for {self.python!r} (launcher.inference_server_python): "
-                f"{errors.decode(errors='replace').strip().splitlines()[-1:]}"
-            )
+            last = errors.decode(errors="replace").strip().splitlines()[-1:]
+            why = f": {self.name} is not installed there: {last}"
+            raise ConfigError(Refusal(option=_PYTHON, value=repr(self.python), kind=Kind.MACHINE, why=why))
         return output.decode().strip()
 
     async def start(self, argv: list[str], url: str, session: aiohttp.ClientSession, key: str = "") -> None:

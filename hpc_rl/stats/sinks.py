@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import is_full
+from hpc_rl.core.refusal import Kind, Refusal
 
 logger = logging.getLogger(__name__)
 
@@ -259,10 +260,9 @@ def _import_package(package: str, option: str, value: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise ConfigError(
-            f"{option} {value} needs {package}, which is not installed ({error}): "
-            f"pip install 'hpc-rl[{package}]', or set it to disabled."
-        ) from error
+        why = f"needs {package}, which is not installed ({error})"
+        use = f"`pip install 'hpc-rl[{package}]'`, or set it to disabled"
+        raise ConfigError(Refusal(option=option, value=value, kind=Kind.MACHINE, why=why, use=use)) from error
 
 
 def _select_numbers(scalars: Scalars) -> dict[str, float | int]:

@@ -23,6 +23,7 @@ from hpc_rl.core.errors import ConfigError, ExitCode
 from hpc_rl.core.files import load_last_lines
 from hpc_rl.core.proc import TiedProcess
 from hpc_rl.core.records import ProcessRecord
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Attempt
 from hpc_rl.plan.containers import make_command, make_common_env, make_container_env
 from hpc_rl.plan.schema import GPU_VARIABLES, Plan, Unit
@@ -176,10 +177,11 @@ class ProcessSteps:
         visible = [gpu for gpu in self.environ.get(self.gpu_variable, "").split(",") if gpu]
         if visible and unit.gpu_offset + count > len(visible):
             wanted = f"GPUs {unit.gpu_offset} to {unit.gpu_offset + count - 1} of this machine"
-            raise ConfigError(
-                f"the plan gives {unit.role} {unit.index} the {wanted}, but {self.gpu_variable} has "
-                f"{len(visible)}: lower cluster.n_gpus_per_node, or make more GPUs visible."
-            )
+            why = f": the plan gives {unit.role} {unit.index} the {wanted}, but {self.gpu_variable} has "
+            why += str(len(visible))
+            use = "lower it, or make more GPUs visible"
+            option = "cluster.n_gpus_per_node"
+            raise ConfigError(Refusal(option=option, kind=Kind.MACHINE, why=why, use=use))
         ids = visible or [str(number) for number in range(unit.gpu_offset + count)]
         return ",".join(ids[unit.gpu_offset : unit.gpu_offset + count])
 

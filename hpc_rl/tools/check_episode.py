@@ -32,6 +32,7 @@ from hpc_rl.config.rules.file_rules import find_context
 from hpc_rl.config.snapshot import is_user_file
 from hpc_rl.core import log
 from hpc_rl.core.errors import ConfigError, HpcRlError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.core.types import Trajectory, TrajectoryGroup, WeightVersion, decode
 from hpc_rl.datasets.encode import Prompt, encode_prompt
@@ -91,7 +92,8 @@ def find_first_prompt(config: GRPOConfig, tokenizer: Tokenizer) -> Prompt:
             ids = ids[-most:]
         if ids and (most is None or len(ids) <= most):
             return Prompt(0, number, row, ids)
-    raise ConfigError(f"train_dataset.path {dataset.path}: none of the first rows can be a prompt.")
+    why = ": none of the first rows can be a prompt"
+    raise ConfigError(Refusal(option="train_dataset.path", value=dataset.path, kind=Kind.FILE, why=why))
 
 
 class ProgressWriter:

@@ -13,6 +13,8 @@ import json
 import os
 import sys
 from collections.abc import Awaitable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,36 +22,45 @@ from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.row_shapes import load_named_rows
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.rewards import Rejection, import_object
 from hpc_rl.rollout.rewards.reward_process import call_function, is_batched, parse_scores
 from hpc_rl.rollout.user_errors import MISTAKES, Raised
 from hpc_rl.rollout.workflow import make_reward_arguments
 from hpc_rl.rollout.workflows import load_workflow
-from hpc_rl.trials.user_code import CALLS, DONE, IMPORTS, START_S
+from hpc_rl.trials.user_code import CALLS, DONE, FOUND, IMPORTS, START_S
 
 COMPLETION = "The answer is 1."
 
 
-def check_user_code(config: GRPOConfig) -> Iterator[tuple[str, str]]:
-    """Yield each attempt, and (`refusals` or `notes`, text) for each problem in the user's code."""
+@dataclass(frozen=True)
+class Attempt:
+    """The import or the call of an object that an option names."""
+
+    kind: str
+    option: str
+    value: str
+
+
+def check_user_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
+    """Yield each attempt, and the problems in the user's code."""
     rollout = config.rollout
     if ":" in rollout.workflow:
-        yield IMPORTS, f"rollout.workflow {rollout.workflow}"
+        option, value = "rollout.workflow", rollout.workflow
+        refuse = partial(Refusal, option=option, value=value, kind=Kind.FILE)
+        yield Attempt(IMPORTS, option, value)
         try:
             run = load_workflow(config)
             inspect.signature(run).bind({}, object())
             if inspect.isfunction(run) and not inspect.iscoroutinefunction(run):
-                yield (
-                    "notes",
-                    f"rollout.workflow {rollout.workflow} is not `async def`: the job awaits its result",
-                )
+                yield refuse(why="is not `async def`: the job awaits its result", is_note=True)
         except ConfigError as error:
-            yield "refusals", str(error)
+            yield from error.refusals or [refuse(why=f": {error}")]
         except TypeError as error:
-            yield "refusals", f"rollout.workflow {rollout.workflow} must be run(prompt, generate): {error}."
+            yield refuse(why=f"must be run(prompt, generate): {error}")
         except Exception as error:  # raised by the user's class
-            yield "refusals", f"rollout.workflow {rollout.workflow} can't be made: {_describe_error(error)}"
+            yield refuse(why=f"can't be made: {_describe_error(error)}")
     datasets = {"train_dataset": config.train_dataset, "valid_dataset": config.valid_dataset}
     read = {
         name: load_named_rows(dataset.path, dataset.columns)
@@ -62,16 +73,21 @@ def check_user_code(config: GRPOConfig) -> Iterator[tuple[str, str]]:
             yield from _check_reward(path, first)
 
 
-def _check_reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[tuple[str, str]]:
+def _check_reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[Attempt | Refusal]:
     """Yield the problems of a reward with the first row of each dataset."""
-    yield IMPORTS, f"rollout.reward_fn {path}"
+    option = "rollout.reward_fn"
+    refuse = partial(Refusal, option=option, value=path, kind=Kind.FILE)
+    yield Attempt(IMPORTS, option, path)
     try:
-        function = import_object("rollout.reward_fn", path)
-    except (ConfigError, OSError) as error:
-        yield "refusals", str(error)
+        function = import_object(option, path)
+    except ConfigError as error:
+        yield from error.refusals
+        return
+    except OSError as error:
+        yield refuse(why=f": {error}")
         return
     if not callable(function):
-        yield "refusals", f"rollout.reward_fn {path} is {_describe_kind(function)}, not a function."
+        yield refuse(why=f"is {_describe_kind(function)}, not a function")
         return
     for name, row in first.items():
         prompt, columns = make_reward_arguments(row)
@@ -81,16 +97,16 @@ def _check_reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[tuple
         except TypeError as error:
             takes = "completions" if is_batched(function) else "completion"
             given = ", ".join(["prompt", takes, *columns])
-            problem = f"{path} can't take the arguments ({given}) of rows of {name}: {error}."
-            form = f"A reward is reward(prompt, {takes}, **columns); this is {_describe_function(function)}."
+            why = f"can't take the arguments ({given}) of rows of {name}: {error}"
+            form = f"a reward is reward(prompt, {takes}, **columns); this is {_describe_function(function)}"
             hint = ""
             if not is_batched(function) and "completions" in signature.parameters:
                 name = path.partition(":")[2]
                 hint = (
-                    " To score all completions of a prompt at once, take (prompt, completions, **columns), "
-                    f"return a list, and write `{name}.batched = True` below the function."
+                    ". To score all completions of a prompt at once, return a list, and write "
+                    f"`{name}.batched = True` below the function"
                 )
-            yield "refusals", f"rollout.reward_fn {problem} {form}{hint}"
+            yield refuse(why=why, use=form + hint)
             return
         except ValueError:  # a function without a signature
             pass
@@ -98,18 +114,19 @@ def _check_reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[tuple
         return
     prompt, columns = make_reward_arguments(next(iter(first.values())))
     completions = [COMPLETION] * (2 if is_batched(function) else 1)
-    what = f"rollout.reward_fn {path}, for the first row and the completion {COMPLETION!r},"
-    yield CALLS, what
+    call = f", for the first row and the completion {COMPLETION!r},"
+    yield Attempt(CALLS, option, path + call)
     try:
         value = call_function(function, prompt, completions, columns)
         value = asyncio.run(_await_result(value)) if inspect.isawaitable(value) else value
         parse_scores(value, is_batched(function), len(completions))
     except Rejection as rejection:
-        yield "refusals", f"{what} does not return a reward: {rejection.message}."
+        yield refuse(why=f"{call} does not return a reward: {rejection.message}")
     except (*MISTAKES, SystemExit, KeyboardInterrupt) as error:
-        yield "refusals", f"{what} raises {_describe_error(error)}"
+        yield refuse(why=f"{call} raises {_describe_error(error)}")
     except Exception as error:
-        yield "notes", f"{what} raises {_describe_error(error)}: the job rejects a prompt where that happens"
+        why = f"{call} raises {_describe_error(error)}: the job rejects a prompt where that happens"
+        yield refuse(why=why, is_note=True)
 
 
 async def _await_result(value: Awaitable[Any]) -> Any:
@@ -139,10 +156,12 @@ def main() -> int:
     config = from_dict(json.load(sys.stdin))
     assert isinstance(config, GRPOConfig)
     limits_s = {IMPORTS: START_S, CALLS: config.rollout.reward_timeout_s}
-    for kind, text in check_user_code(config):
-        print(json.dumps([kind, text]), file=out)
-        if kind in limits_s:
-            faulthandler.dump_traceback_later(limits_s[kind], exit=True, file=out)
+    for found in check_user_code(config):
+        if isinstance(found, Attempt):
+            print(json.dumps([found.kind, [found.option, found.value]]), file=out)
+            faulthandler.dump_traceback_later(limits_s[found.kind], exit=True, file=out)
+        else:
+            print(json.dumps([FOUND, found.to_json()]), file=out)
     print(json.dumps([DONE, ""]), file=out)
     return 0
 

@@ -6,7 +6,9 @@ line is therefore the time spent on saving since the previous line.
 
 from typing import Any, Protocol
 
+from hpc_rl.config.options.experiment import LENGTH_OPTIONS
 from hpc_rl.core.errors import ConfigError, ExitCode
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.trainers.run import Run
 
 
@@ -47,11 +49,9 @@ def train(run: Run, recipe: Recipe) -> ExitCode:
     """
     total = run.total_steps = recipe.total_steps
     if run.step > total:
-        raise ConfigError(
-            f"the training ends after step {total}, but the loaded state is of step {run.step}: raise "
-            "total_train_steps (or total_train_epochs, total_train_n_seqs), or continue from an earlier "
-            "checkpoint with `hpc-rl recover --from`."
-        )
+        why = f"the training ends after step {total}, but the loaded state is of step {run.step}"
+        use = f"raise {' or '.join(LENGTH_OPTIONS)}, or use an earlier checkpoint: `hpc-rl recover --from`"
+        raise ConfigError(Refusal(option="", kind=Kind.CONFLICT, why=why, use=use, related=LENGTH_OPTIONS))
     if run.is_done(total):
         return ExitCode.DONE
     if run.step < total or run.owes_evaluation:

@@ -1,7 +1,12 @@
 """Results of the checks of a set-up: one form, which all commands show."""
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from hpc_rl.core.errors import ExitCode
+from hpc_rl.core.refusal import Kind, Refusal
 
 
 class CheckState(enum.StrEnum):
@@ -22,16 +27,33 @@ class CheckResult:
     name: str
     state: CheckState
     detail: str = ""
-    nearest: str = ""
-    option: str = ""
-    kind: str = ""  # of a refusal: a Kind
-    related: tuple[str, ...] = ()  # other options that the refusal depends on
+    refusal: Refusal | None = None  # or note; `detail` is its text
     exit_code: int = 0
+
+    @classmethod
+    def make(cls, name: str, refusal: Refusal, origins: Mapping[str, str] | None = None) -> "CheckResult":
+        """Return the row of a refusal or note, with the places of its options."""
+        refusal = refusal.locate(origins or {})
+        if refusal.is_note:
+            return cls(name, CheckState.NOTE, str(refusal), refusal)
+        code = ExitCode.CANNOT_WRITE if refusal.kind is Kind.STORAGE else ExitCode.REFUSED
+        return cls(name, CheckState.REFUSED, str(refusal), refusal, code)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        return self.refusal.options if self.refusal else ()
 
     def line(self) -> str:
         return f"{self.name:<20} {self.state}" + (f": {self.detail}" if self.detail else "")
 
-    @property
-    def text(self) -> str:
-        """Return the problem and the values that would fit."""
-        return self.detail + (f" Nearest that fits: {self.nearest}." if self.nearest else "")
+    def to_json(self) -> dict[str, Any]:
+        about = self.refusal
+        return {
+            "name": self.name,
+            "state": self.state,
+            "detail": self.detail,
+            "option": about.option if about else "",
+            "kind": about.kind if about else "",
+            "related": about.related if about else (),
+            "exit_code": self.exit_code,
+        }

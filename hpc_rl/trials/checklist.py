@@ -1,29 +1,28 @@
 """The one list of checks of a set-up. `check`, `submit`, `submit --dry_run` and `doctor` run it.
 
 CHECKS has the order of a submission. Each check reads and extends the subject: the adapted configuration, the
-plan, its needs, the scripts. It yields refusals and notes, or raises an error of this package; each line of
-the error counts as a refusal. All refusals are reported at once.
+plan, its needs, the scripts. It yields refusals and notes, or raises an error of this package, which may hold
+several refusals. All refusals are reported at once, causes before consequences.
 """
 
 import dataclasses
 import enum
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.load.fields import find_names
 from hpc_rl.config.load.stored import Loaded
 from hpc_rl.config.options.experiment import count_steps, has_own_prompts
-from hpc_rl.config.rules.check import RulesRefuse, append_origins, check, format_origins
-from hpc_rl.core.errors import ConfigError, DoesNotFit, ExitCode, HpcRlError, SchedulerError
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.config.rules.check import RulesRefuse, check
+from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, SchedulerError
+from hpc_rl.core.refusal import Kind, Refusal, order_refusals
 from hpc_rl.core.trial import Trial
 from hpc_rl.datasets.rows import count_rows
-from hpc_rl.doctor.machine import Problem
+from hpc_rl.doctor.machine import find_interface_problem, find_modules_problem
 from hpc_rl.plan import train_mesh
 from hpc_rl.plan.estimate import Estimate
 from hpc_rl.plan.plan import make_plan
@@ -55,16 +54,16 @@ class Planned:
     # Nodes that failed the trial lately; None if the cluster was not asked.
     avoid: tuple[str, ...] | None = None
     needs: Estimate | None = None  # None if the model's config.json says nothing
-    problems: tuple[str, ...] = ()  # why the models can't be trained so
+    problems: tuple[Refusal, ...] = ()  # why the models can't be trained so
 
     @property
-    def notes(self) -> list[str]:
+    def notes(self) -> list[Refusal]:
         estimated = self.needs.notes if self.needs else []
         return [*self.loaded.notes, *self.plan.notes, *estimated]
 
     def note_lines(self, known: Collection[str] = ()) -> list[str]:
         """Return a line for each note but the known ones."""
-        return [f"note: {note}" for note in self.notes if note not in known]
+        return [f"note: {note}" for note in map(str, self.notes) if note not in known]
 
 
 class Stage(enum.Enum):
@@ -98,7 +97,7 @@ class Subject:
     can_plan: bool = True
     plan: Plan | None = None
     needs: Estimate | None = None
-    problems: list[str] = field(default_factory=list)
+    problems: list[Refusal] = field(default_factory=list)
     start: FirstStart | None = None
     avoid: tuple[str, ...] | None = None
     scripts: dict[str, str] = field(default_factory=dict)
@@ -141,24 +140,26 @@ class Verdict:
 
     @property
     def refusals(self) -> list[CheckResult]:
-        return [result for result in self.results if result.state in WRONG]
+        """Return the refusals, each one once, causes before consequences."""
+        wrong = {result.detail: result for result in self.results if result.state in WRONG}
+        return order_refusals(wrong.values(), lambda result: result.refusal)
 
     @property
     def lines(self) -> list[str]:
-        """Return the refusals as text, each one once."""
-        return list(dict.fromkeys(result.text for result in self.refusals))
+        return [result.detail for result in self.refusals]
 
     @property
-    def notes(self) -> list[str]:
+    def notes(self) -> list[Refusal]:
         return self.planned.notes if self.planned else []
 
     @property
     def exit_code(self) -> int:
-        return self.refusals[0].exit_code if self.refusals else ExitCode.DONE
+        """Return the exit code of the first check that refuses."""
+        return next((result.exit_code for result in self.results if result.state in WRONG), ExitCode.DONE)
 
     def error(self) -> HpcRlError:
         """Return the refusals as one error."""
-        error = ConfigError("\n".join(self.lines))
+        error = ConfigError(*(result.refusal or result.detail for result in self.refusals))
         error.exit_code = ExitCode(self.exit_code)
         return error
 
@@ -169,8 +170,10 @@ class Verdict:
         return self.planned
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return all results for --json."""
-        return list(map(vars, self.results))
+        """Return all results and notes for --json."""
+        shown = {result.detail for result in self.results}
+        others = [CheckResult.make("configuration", note) for note in self.notes if str(note) not in shown]
+        return [result.to_json() for result in (*self.results, *others)]
 
 
 # -- the checks
@@ -186,16 +189,16 @@ def _check_options(subject: Subject) -> Iterator[Finding]:
         yield from error.refusals
 
 
-def _check_rows(subject: Subject) -> None:
-    _note(subject, check_first_rows(subject.loaded.config, subject.unreadable))
+def _check_rows(subject: Subject) -> Iterator[Refusal]:
+    return check_first_rows(subject.loaded.config, subject.unreadable)
 
 
-def _check_user_code(subject: Subject) -> None:
+def _check_user_code(subject: Subject) -> Iterator[Refusal]:
     config = subject.loaded.config
-    _note(subject, check_user_code(config, config.launcher.python or sys.executable, Path.cwd()))
+    return check_user_code(config, config.launcher.python or sys.executable, Path.cwd())
 
 
-def _note(subject: Subject, notes: Sequence[str]) -> None:
+def _note(subject: Subject, notes: Sequence[Refusal]) -> None:
     subject.loaded = dataclasses.replace(subject.loaded, notes=[*subject.loaded.notes, *notes])
 
 
@@ -230,19 +233,19 @@ def _check_batch(subject: Subject) -> Iterator[Refusal]:
 
 def _check_trainer(subject: Subject) -> Iterator[Finding]:
     config, plan = subject.loaded.config, _require_plan(subject)
-    yield from _report_problems("torch", preflight.check_interpreter(config, plan, "trainer"))
+    yield from filter(None, [preflight.check_interpreter(config, plan, "trainer")])
     yield from interpreters.check_trainer(config, plan)
 
 
 def _check_servers(subject: Subject, library: str) -> Iterator[Finding]:
     config, plan = subject.loaded.config, _require_plan(subject)
     if any(pool.backend == library for pool in plan.pools):
-        yield from _report_problems(library, preflight.check_interpreter(config, plan, "server"))
+        yield from filter(None, [preflight.check_interpreter(config, plan, "server")])
         yield from interpreters.check_servers(config, plan, library)
 
 
-def _check_megatron(subject: Subject) -> None:
-    preflight.refuse_missing_engine(_require_plan(subject))
+def _check_megatron(subject: Subject) -> Iterator[Refusal]:
+    return preflight.check_engine(_require_plan(subject))
 
 
 def _check_libraries(subject: Subject) -> Iterator[Refusal]:
@@ -257,36 +260,37 @@ def _check_mpi(subject: Subject) -> None:
     subject.loaded = preflight.adapt_mpi(subject.loaded, _require_plan(subject), subject.scheduler)
 
 
-def _check_modules(subject: Subject) -> Iterator[CheckResult]:
-    return _report_problems("modules", preflight.check_modules(subject.loaded.config))
+def _check_modules(subject: Subject) -> Iterator[Refusal]:
+    return filter(None, [find_modules_problem(tuple(subject.loaded.config.launcher.modules))])
 
 
-def _check_address(subject: Subject) -> Iterator[CheckResult]:
-    return _report_problems("address", preflight.check_address(subject.loaded.config, subject.scheduler))
+def _check_address(subject: Subject) -> Iterator[Refusal]:
+    interface = subject.loaded.config.cluster.interface
+    return filter(None, [find_interface_problem(interface, subject.scheduler == "slurm")])
 
 
-def _check_gpus(subject: Subject) -> Iterator[CheckResult]:
-    return _report_problems("gpus", preflight.check_gpus(subject.loaded.config, subject.scheduler))
+def _check_gpus(subject: Subject) -> Iterator[Refusal]:
+    return preflight.check_gpus(subject.loaded.config, subject.scheduler)
 
 
-def _check_local_dir(subject: Subject) -> Iterator[CheckResult]:
-    return _report_problems("local dir", preflight.check_local_dir(subject.loaded.config, subject.scheduler))
+def _check_local_dir(subject: Subject) -> None:
+    preflight.check_local_dir(subject.loaded.config, subject.scheduler)
 
 
-def _check_sandbox(subject: Subject) -> Iterator[CheckResult]:
+def _check_sandbox(subject: Subject) -> Iterator[Refusal]:
     return preflight.check_sandbox(subject.loaded.config, subject.scheduler)
 
 
-def _check_memory(subject: Subject) -> Iterator[CheckResult]:
+def _check_memory(subject: Subject) -> Iterator[Refusal]:
     """Estimate the memory of the trial; refuse machines that are too small."""
     config, plan = subject.loaded.config, _require_plan(subject)
     known = needs.find_known_models(config)
     subject.needs = needs.estimate_needs(config, plan, known, subject.scheduler, subject.counts_rows)
     estimated = subject.needs.problems if subject.needs else []
     subject.problems = [*train_mesh.find_problems(config, plan, known), *estimated]
-    if subject.problems and Stage.HERE in subject.stages:
-        raise DoesNotFit("\n".join(subject.problems))
     if Stage.HERE in subject.stages:
+        yield from subject.problems
+    if Stage.HERE in subject.stages and not subject.problems:
         yield from preflight.check_memory(_require_plan(subject), subject.scheduler)
 
 
@@ -317,7 +321,7 @@ def _check_programs(subject: Subject) -> None:
     require("sbatch")
 
 
-def _check_capacity(subject: Subject) -> Iterator[CheckResult]:
+def _check_capacity(subject: Subject) -> Iterator[Finding]:
     """Compare the request with the cluster, and fit the plan to it."""
     if subject.scheduler != "slurm":
         yield CheckResult("capacity", CheckState.SKIPPED, preflight.HERE)
@@ -326,7 +330,7 @@ def _check_capacity(subject: Subject) -> Iterator[CheckResult]:
     said = preflight.compare_capacity(subject.loaded.config, _require_plan(subject), SlurmScheduler(), bad)
     subject.plan, subject.avoid, subject.has_no_answer = said.plan, said.avoid, said.has_no_answer
     yield from said.refusals
-    yield from (CheckResult("capacity", CheckState.NOTE, note) for note in said.notes)
+    yield from said.notes
     if not said.refusals and not said.notes:
         fits = f"{said.plan.cpus_per_node} CPUs per node; the request fits"
         yield CheckResult("capacity", CheckState.OK, fits)
@@ -341,15 +345,6 @@ def _check_scripts(subject: Subject) -> Iterator[CheckResult]:
 
 def _check_acceptance(subject: Subject) -> list[CheckResult]:
     return preflight.check_acceptance(subject.scripts, SlurmScheduler())
-
-
-def _report_problems(name: str, problems: Iterable[Problem]) -> Iterator[CheckResult]:
-    """Yield certain problems as refusals, and notes for parts that the nodes may have."""
-    for one in problems:
-        if one.text and one.is_certain:
-            yield CheckResult(name, CheckState.REFUSED, one.text, exit_code=ExitCode.REFUSED)
-        elif one.text:
-            yield CheckResult(name, CheckState.NOTE, f"{one.text}; the nodes must have it.")
 
 
 def _require_plan(subject: Subject) -> Plan:
@@ -420,13 +415,16 @@ def judge(
             found = _apply_check(one, subject)
             results += found
             of_scripts += found if one.stage in _OF_SCRIPTS else []
-    _note(subject, [row.text for row in results if row.state is CheckState.NOTE])
+    _note(subject, [row.refusal for row in results if row.refusal and row.refusal.is_note])
     return Verdict(results, subject.planned, subject.start, of_scripts)
 
 
 def refuse_unreadable(error: ConfigError) -> Verdict:
     """Return the verdict on a configuration that can't be read."""
-    return Verdict(_convert_error("configuration", error), None, None, [])
+    name = "configuration"
+    found = _convert_error(name, error)
+    rows = [CheckResult.make(name, one) if isinstance(one, Refusal) else one for one in found]
+    return Verdict(rows, None, None, [])
 
 
 def _apply_check(one: Check, subject: Subject) -> list[CheckResult]:
@@ -439,45 +437,22 @@ def _apply_check(one: Check, subject: Subject) -> list[CheckResult]:
         found += _convert_error(one.name, error)
     origins = subject.loaded.origins
     results = [
-        _convert_refusal(one.name, finding, origins)
-        if isinstance(finding, Refusal)
-        else _append_origins(finding, origins)
+        CheckResult.make(one.name, finding, origins) if isinstance(finding, Refusal) else finding
         for finding in found
     ]
     return results or [CheckResult(one.name, CheckState.OK)]
 
 
-_ABOUT_OPTIONS = (ExitCode.REFUSED, ExitCode.CANNOT_WRITE)
-
-
-def _append_origins(row: CheckResult, origins: Mapping[str, str]) -> CheckResult:
-    if row.state is CheckState.REFUSED and row.exit_code in _ABOUT_OPTIONS:
-        # errors of the plan and of other checks are text so far
-        places = [origins[word] for word in find_names(row.detail) if word in origins]
-        return dataclasses.replace(row, detail=format_origins(row.detail, places))
-    return row
-
-
-def _convert_refusal(name: str, found: Refusal, origins: Mapping[str, str]) -> CheckResult:
-    if found.is_note:
-        return CheckResult(name, CheckState.NOTE, str(found), option=found.option, kind=found.kind)
-    text = append_origins(found, origins) if found.exit_code in _ABOUT_OPTIONS else str(found)
-    return CheckResult(
-        name,
-        CheckState.REFUSED,
-        text,
-        option=found.option,
-        kind=found.kind,
-        related=found.related,
-        exit_code=found.exit_code,
-    )
-
-
-def _convert_error(name: str, error: HpcRlError) -> list[CheckResult]:
-    """Return the lines of an error; each line of a ConfigError is one refusal."""
-    lines = str(error).splitlines() if isinstance(error, ConfigError) else [str(error)]
+def _convert_error(name: str, error: HpcRlError) -> Iterator[Finding]:
+    """Yield the refusals of an error, or its text."""
     state = CheckState.UNREACHABLE if isinstance(error, SchedulerError) else CheckState.REFUSED
-    return [CheckResult(name, state, line, exit_code=error.exit_code) for line in lines]
+    for part in error.args if isinstance(error, ConfigError) else [str(error)]:
+        if isinstance(part, Refusal):
+            yield part
+        else:
+            yield from (
+                CheckResult(name, state, line, exit_code=error.exit_code) for line in part.splitlines()
+            )
 
 
 def make_planned(loaded: Loaded, pythons: bool = True, count_rows: bool = False) -> Planned:

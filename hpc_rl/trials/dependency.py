@@ -2,10 +2,13 @@
 
 from hpc_rl.config.options.experiment import Config
 from hpc_rl.core.errors import ConfigError, ExitCode, TrialStateError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.schedulers.base import State
 from hpc_rl.schedulers.slurm import SlurmScheduler
 from hpc_rl.status.submitted_jobs import load_jobs
 from hpc_rl.trials import trial_index
+
+_SLURM = "launcher.slurm"
 
 
 def make_sbatch_options(after: str, only_if_done: bool, config: Config, scheduler: str) -> tuple[str, ...]:
@@ -22,11 +25,15 @@ def make_sbatch_options(after: str, only_if_done: bool, config: Config, schedule
     flag = "--after_ok" if only_if_done else "--after"
     slurm = config.launcher.slurm
     if scheduler != "slurm" or slurm.backend != "sbatch":
-        raise ConfigError(f"{flag} {after} needs Slurm, and launcher.slurm.backend sbatch.")
-    if "?" in (slurm.dependency or ""):
-        raise ConfigError(
-            f"{flag} can't be combined with `?` in launcher.slurm.dependency {slurm.dependency}."
+        why, related = (
+            f"{flag} {after} needs Slurm, and launcher.slurm.backend sbatch",
+            (f"{_SLURM}.backend",),
         )
+        raise ConfigError(Refusal(option="", kind=Kind.CONFLICT, why=why, related=related))
+    if "?" in (slurm.dependency or ""):
+        why = f": `?` in it can't be combined with {flag}"
+        option, value = f"{_SLURM}.dependency", slurm.dependency
+        raise ConfigError(Refusal(option=option, value=value, kind=Kind.CONFLICT, why=why))
     job_id, code, is_over = after, None, False
     if not after.isdigit():
         job_id, code, is_over = _find_newest_job(after)

@@ -13,6 +13,7 @@ from hpc_rl.config.load.stored import redact_secrets, to_dict
 from hpc_rl.config.options.experiment import Config, GRPOConfig, has_own_prompts
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.records import JsonRecord
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import load_json
 from hpc_rl.doctor.machine import measure_cgroup_memory
 from hpc_rl.plan.memory import DTYPE_BYTES, GB, ModelShape
@@ -22,7 +23,7 @@ from hpc_rl.trials.user_code import execute_apart
 MOST_BYTES = 8 * GB  # of weights: more takes a CPU minutes for a completion
 MEMORY_SHARE = 0.5  # share of the free memory that they may take
 GRACE_S = 20.0  # beyond the time limit, for the process to say where it hangs
-SMALLER = "Give a smaller one by --model DIR, or add --tiny_model."
+SMALLER = "give a smaller one by --model DIR, or add --tiny_model"
 
 
 class EpisodeStage(enum.StrEnum):
@@ -56,7 +57,7 @@ def play_episode(
     if not isinstance(config, GRPOConfig) or not has_own_prompts(config):
         raise ConfigError("--episode needs prompts of the trial's own: sft, rw and environments have none.")
     if not tiny and (refusals := list(_describe_size(config))):
-        raise ConfigError("\n".join(refusals))
+        raise ConfigError(*refusals)
     with tempfile.TemporaryDirectory(prefix="hpc-rl-episode-") as folder:
         progress = Path(folder) / "progress.json"
         given = {
@@ -81,7 +82,7 @@ def play_episode(
         return {"error": error, "trace": "", "log": printed}
 
 
-def _describe_size(config: GRPOConfig) -> Iterator[str]:
+def _describe_size(config: GRPOConfig) -> Iterator[Refusal]:
     """Yield a refusal for each model that this machine should not load."""
     room = min(MOST_BYTES, MEMORY_SHARE * _measure_free_bytes())
     paths = {"actor.path": config.actor.path}
@@ -93,7 +94,8 @@ def _describe_size(config: GRPOConfig) -> Iterator[str]:
         size = DTYPE_BYTES[config.embedded.dtype] * shape.num_params if shape else files
         if size > room:
             has = f"--episode loads it on this machine's CPU and takes at most {room / GB:.1f} GB"
-            yield f"{option} {path} has {size / GB:.1f} GB of weights, and {has}. {SMALLER}"
+            why = f"has {size / GB:.1f} GB of weights, and {has}"
+            yield Refusal(option=option, value=path, kind=Kind.MACHINE, why=why, use=SMALLER)
 
 
 def _measure_free_bytes() -> float:

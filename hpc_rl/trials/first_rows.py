@@ -13,6 +13,7 @@ from hpc_rl.config.row_shapes import Row, get_messages, load_named_rows
 from hpc_rl.config.rules.file_rules import find_context
 from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 if TYPE_CHECKING:
     from hpc_rl.datasets.tokenizer import Tokenizer
@@ -21,8 +22,8 @@ TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected", "answer")
 MAX_EXAMPLES = 5
 
 
-def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[str]:
-    """Return notes on rows that the job rejects or leaves out. Raises ConfigError if that is all of them.
+def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> Iterator[Refusal]:
+    """Yield notes on rows that the job rejects or leaves out; refusals if that is all of them.
 
     Datasets and tokenizers that only the nodes see are left out, and the `unreadable` sections.
     """
@@ -36,38 +37,32 @@ def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> list[s
         if one and one.path and name not in unreadable and (rows := load_named_rows(one.path, one.columns))
     ]
     if not (folder / "tokenizer.json").is_file() or not found:
-        return []
+        return
     from hpc_rl.datasets.tokenizer import Tokenizer  # imports take time, and only rows need it
 
     try:
         tokenizer = Tokenizer(folder)
     except ConfigError as error:
-        raise ConfigError(f"{option}: {error}") from error
-    notes, refusals = list[str](), list[str]()
+        yield Refusal(option=option, kind=Kind.FILE, why=f": {error}")
+        return
     for name, one, rows in found:
-        try:
-            notes += _list_notes(config, name, one, rows, tokenizer)
-        except ConfigError as error:
-            refusals.append(str(error))
-    if refusals:
-        raise ConfigError("\n".join(refusals))
-    return notes
+        yield from _check_dataset(config, name, one, rows, tokenizer)
 
 
-def _list_notes(
+def _check_dataset(
     config: Config, name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer
-) -> Iterator[str]:
+) -> Iterator[Refusal]:
     lengths, trainer = list[int](), find_trainer(config)
     for number, row in enumerate(rows, 1):
         try:
             lengths.append(_count_tokens(trainer, tokenizer, row))
         except (ConfigError, UnicodeError, TypeError, ValueError) as error:
-            raise ConfigError(f"{name}.path {dataset.path} row {number} can't be encoded: {error}") from error
+            yield _refuse(name, dataset, f"row {number} can't be encoded: {error}")
+            return
     sets = config.evaluator.sets_column
     if name == "valid_dataset" and sets and not any(sets in row for row in rows):
-        raise ConfigError(
-            f"evaluator.sets_column {sets}: none of the first {len(rows)} rows of {name} has it."
-        )
+        why, related = f": none of the first {len(rows)} rows of {name} has it", (f"{name}.path",)
+        yield Refusal(option="evaluator.sets_column", value=sets, kind=Kind.FILE, why=why, related=related)
     context = find_context(config) if isinstance(config, GRPOConfig) else None
     is_cut = dataset.too_long == "truncate_left"
     most = min(
@@ -75,11 +70,11 @@ def _list_notes(
     )
     yield from _find_unknown(name, dataset, rows, tokenizer)
     odd = sum(not length for length in lengths)
-    yield from _format_note(name, dataset, "have no token", odd, len(lengths))
+    yield from _report_unusable(name, dataset, "have no token", odd, len(lengths))
     if most is not None and not (is_cut and dataset.max_length):
         long = sum(length > most for length in lengths)
-        remedy = f" Raise {name}.max_length." if most == dataset.max_length else ""
-        yield from _format_note(name, dataset, f"have more than {most} tokens", long, len(lengths), remedy)
+        use = f"raise {name}.max_length" if most == dataset.max_length else ""
+        yield from _report_unusable(name, dataset, f"have more than {most} tokens", long, len(lengths), use)
 
 
 def _count_tokens(trainer: str, tokenizer: Tokenizer, row: Row) -> int:
@@ -93,8 +88,14 @@ def _count_tokens(trainer: str, tokenizer: Tokenizer, row: Row) -> int:
     return len(encode_prompt(tokenizer, row))
 
 
-def _find_unknown(name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer) -> Iterator[str]:
-    """Yield a note if rows have characters without a token. Raises ConfigError if nothing has a token.
+def _refuse(name: str, dataset: DatasetConfig, why: str, use: str = "") -> Refusal:
+    return Refusal(option=f"{name}.path", value=dataset.path, kind=Kind.FILE, why=why, use=use)
+
+
+def _find_unknown(
+    name: str, dataset: DatasetConfig, rows: list[Row], tokenizer: Tokenizer
+) -> Iterator[Refusal]:
+    """Yield a note if rows have characters without a token; a refusal if nothing has a token.
 
     A model reads and writes only tokens.
     """
@@ -113,21 +114,22 @@ def _find_unknown(name: str, dataset: DatasetConfig, rows: list[Row], tokenizer:
     what = f"{num_rows} of the first {len(rows)} rows have text without a token: {shown}"
     if num_unknown == num_chars:
         use = "use the tokenizer that the model was trained with, or one that has these characters"
-        raise ConfigError(f"{name}.path {dataset.path}: tokenizer {tokenizer.folder}: {what}; {use}.")
-    yield f"WARNING: {name}: {what} in tokenizer {tokenizer.folder}; the model neither reads nor writes it."
+        yield _refuse(name, dataset, f": tokenizer {tokenizer.folder}: {what}", use)
+        return
+    why = f": {what} in tokenizer {tokenizer.folder}; the model neither reads nor writes it"
+    yield make_note(name, why, Kind.FILE, is_warning=True)
 
 
 def _count_visible(text: str) -> int:
     return len("".join(text.split()))
 
 
-def _format_note(
-    name: str, dataset: DatasetConfig, what: str, num_bad: int, num: int, remedy: str = ""
-) -> Iterator[str]:
-    """Yield a note where some prompts are unusable. Raises ConfigError if all are."""
+def _report_unusable(
+    name: str, dataset: DatasetConfig, what: str, num_bad: int, num: int, use: str = ""
+) -> Iterator[Refusal]:
+    """Yield a note if some rows are unusable; a refusal if all are."""
     if num_bad and num_bad == num:
-        raise ConfigError(
-            f"{name}.path {dataset.path}: the first {num} rows {what}, and can't be trained on.{remedy}"
-        )
-    if num_bad:
-        yield f"{num_bad} of the first {num} rows of {name} {what}: they are left out, or rejected"
+        yield _refuse(name, dataset, f": the first {num} rows {what}, and can't be trained on", use)
+    elif num_bad:
+        why = f"{num_bad} of the first {num} rows of {name} {what}: they are left out, or rejected"
+        yield make_note("", why, Kind.FILE, related=(f"{name}.path",))

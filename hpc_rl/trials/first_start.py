@@ -20,6 +20,7 @@ from hpc_rl.config.load.stored import from_dict, redact_secrets
 from hpc_rl.config.options.experiment import LENGTH_OPTIONS, Config, GRPOConfig, find_last_step
 from hpc_rl.config.schedule import compute_step_rate, find_highest_rate, is_length_exact
 from hpc_rl.core.errors import ConfigError, NothingToResume, TrialBusy
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial, find_account_name, list_entries, load_object
 from hpc_rl.datasets.rows import check_same_rows, compute_fingerprint
 from hpc_rl.rollout.batch_log.judged import Judged, count_rejected_by_user_code
@@ -294,10 +295,9 @@ def check_end(step: int, trial: Trial, config: Config, num_rows: int | None = No
     if end is not None and end < step:
         values = {name: getattr(config, name) for name in LENGTH_OPTIONS}
         given = ", ".join(f"{name} {value}" for name, value in values.items() if value is not None)
-        raise ConfigError(
-            f"{given}: trial {trial} ends at step {end}, before checkpoint {step}. "
-            f"Allowed: an end at step {step} or later; for a shorter trial give another trial_name."
-        )
+        why = f"{given}: trial {trial} ends at step {end}, before checkpoint {step}"
+        use = f"allowed: an end at step {step} or later; for a shorter trial give another trial_name"
+        raise ConfigError(Refusal(option="", kind=Kind.CONFLICT, why=why, use=use, related=LENGTH_OPTIONS))
 
 
 def has_progress(trial: Trial) -> bool:

@@ -11,9 +11,10 @@ from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Commit, Fou
 from hpc_rl.checkpoint.retention import hold
 from hpc_rl.config.changes import Change, list_changes, refuse_other_model
 from hpc_rl.config.load.stored import from_dict, redact_secrets
-from hpc_rl.config.options.experiment import Config, find_last_step
+from hpc_rl.config.options.experiment import LENGTH_OPTIONS, Config, find_last_step
 from hpc_rl.core.errors import CannotWrite, ConfigError, NothingToResume, TrialBusy, TrialStateError
 from hpc_rl.core.records import ForkRecord
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial, load_object, write_json
 from hpc_rl.datasets.rows import compute_fingerprint
 from hpc_rl.trials.first_start import list_sound_steps
@@ -36,10 +37,9 @@ def check_end(step: int, config: Config) -> None:
     """Raise ConfigError if the fork has no step to train."""
     end = find_last_step(config, compute_fingerprint(config.train_dataset.path).get("rows"))
     if end is not None and end <= step:
-        raise ConfigError(
-            f"the fork would end at step {end}, and checkpoint {step} is there already: "
-            f"add total_train_steps=N above {step}, or --from an earlier checkpoint."
-        )
+        why = f"the fork would end at step {end}, and checkpoint {step} is there already"
+        use = f"add total_train_steps=N above {step}, or --from an earlier checkpoint"
+        raise ConfigError(Refusal(option="", kind=Kind.CONFLICT, why=why, use=use, related=LENGTH_OPTIONS))
 
 
 def choose_checkpoint(parent: Trial, step: int | None) -> Found:

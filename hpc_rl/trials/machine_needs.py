@@ -35,7 +35,7 @@ def find_requirements(
             "need the configuration as well: hpc-rl doctor --config FILE …"
         )
     overrides = list(sources.overrides if sources.files else ANY_TRIAL)
-    overrides += [f"launcher.slurm.partition={partition}"] if partition else []
+    overrides += [f"--partition={partition}"] if partition else []
     loaded = load(
         sources.files, overrides, presets=sources.presets, cluster=sources.cluster, environ=os.environ
     )
@@ -90,15 +90,15 @@ def list_findings(verdict: Verdict) -> list[Finding]:
     """Return the refusals, notes and warnings of a verdict, and the capacity."""
     fixes = {check.name: check.fix for check in CHECKS}
     findings = []
-    for result in verdict.results:
+    for result in (*verdict.refusals, *verdict.results):  # causes before consequences
         if result.state in WRONG or result.state is CheckState.NOTE:
             status = Status.FAIL if result.state in WRONG else Status.WARN
-            findings.append(Finding(result.name, status, result.text, fixes.get(result.name, FIX)))
+            findings.append(Finding(result.name, status, result.detail, fixes.get(result.name, FIX)))
         elif result.name == "capacity" and result.state is CheckState.OK:
             findings.append(Finding(result.name, Status.OK, result.detail))
     known = {finding.found for finding in findings}
-    warnings = [note for note in verdict.notes if note.startswith("WARNING") and note not in known]
-    findings += [Finding("configuration", Status.WARN, note, FIX) for note in warnings]
+    warnings = [str(note) for note in verdict.notes if note.is_warning]
+    findings += [Finding("configuration", Status.WARN, text, FIX) for text in warnings if text not in known]
     return list(dict.fromkeys(findings))
 
 

@@ -15,6 +15,7 @@ from hpc_rl.config.rules.slurm_rules import DERIVED
 from hpc_rl.config.rules.training_rules import list_models
 from hpc_rl.core import slurm_time
 from hpc_rl.core.allocation import DEFAULT_POOL
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import load_json
 from hpc_rl.datasets.rows import compute_fingerprint
 from hpc_rl.doctor.machine import measure_usable_memory
@@ -51,16 +52,17 @@ def estimate_needs(
     return found
 
 
-def _check_this_machine(found: Estimate) -> str:
-    """Return that the ranks hold more than the memory of this machine all the time, else ""."""
+def _check_this_machine(found: Estimate) -> Refusal | None:
+    """Return that the ranks hold more than the memory of this machine all the time."""
     if found.load.on_gpu:
-        return ""
+        return None
     held, size = found.ranks * sum(found.trainer.standing.values()), measure_usable_memory()
     if held <= size:
-        return ""
+        return None
     parts = ", ".join(found.trainer.standing)
     holds = f"the trainer holds {format_gb(held)} of {parts}"
-    return f"{holds}, and this machine has {format_gb(size)} of memory: use a smaller model, or a cluster."
+    why = f"{holds}, and this machine has {format_gb(size)} of memory"
+    return Refusal(option="", kind=Kind.MACHINE, why=why, use="use a smaller model, or a cluster")
 
 
 def make_json(found: Estimate) -> dict[str, Any]:
@@ -84,7 +86,7 @@ def make_json(found: Estimate) -> dict[str, Any]:
         "steps_per_pass": found.work.per_pass,
         "trajectories_per_step": found.work.trajectories,
         "tokens_per_step": found.work.tokens,
-        "problems": found.problems,
+        "problems": list(map(str, found.problems)),
     }
 
 

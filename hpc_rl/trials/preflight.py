@@ -18,11 +18,13 @@ from hpc_rl.core.allocation import parse
 from hpc_rl.core.errors import ConfigError, ExitCode, NoScheduler, SchedulerError
 from hpc_rl.core.files import format_size
 from hpc_rl.core.node_copies import find_local_dir
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.doctor import machine, mpi_check
 from hpc_rl.plan.plan import apply_threads_per_core
-from hpc_rl.plan.schema import Plan, Unit
+from hpc_rl.plan.schema import Plan
 from hpc_rl.render import lint
 from hpc_rl.render.layouts import exclude_nodes, select_servers
+from hpc_rl.sandbox import USE as SANDBOX_USE
 from hpc_rl.sandbox import find_problem, find_sandbox
 from hpc_rl.schedulers.sinfo import JobRequest, Node, find_threads_per_core, judge, limit_threads
 from hpc_rl.schedulers.slurm import SlurmScheduler
@@ -38,25 +40,27 @@ def adapt_attention(loaded: Loaded, plan: Plan) -> Loaded:
     if not config.cluster.n_gpus_per_node:
         return loaded
     has, why = _find_flash_attentions(plan)
-    refusals, notes = [], []
+    refusals: list[Refusal] = []
+    notes = []
     for section, engine in list_models(config):
         name, old = f"{section}.attn_impl", engine.attn_impl
         if name in loaded.explicit:
             if old in FLASH_PACKAGES and has is not None and old not in has:
+                needed = f"needs the package {FLASH_PACKAGES[old]}, and {why}"
                 use = f"install it there, or use {next(iter(has), 'sdpa')}"
-                refusals.append(f"{name} {old} needs the package {FLASH_PACKAGES[old]}, and {why}; {use}.")
+                refusals.append(Refusal(option=name, value=old, kind=Kind.MACHINE, why=needed, use=use))
             continue
         new = next(iter(has or ()), "sdpa")
         if old in FLASH_PACKAGES and new != old:
             config = replace_value(config, name.split("."), new)
-            notes.append(f"{name} is {new} instead of the default {old}: {why}.")
+            notes.append(make_note(name, f"is {new} instead of the default {old}: {why}", Kind.MACHINE))
     if refusals:
-        raise ConfigError("\n".join(refusals))
+        raise ConfigError(*refusals)
     return replace(loaded, config=config, notes=[*loaded.notes, *notes])
 
 
-def refuse_missing_engine(plan: Plan) -> None:
-    """Raise ConfigError if the trainer's Python lacks megatron-core and the plan trains with it."""
+def check_engine(plan: Plan) -> Iterator[Refusal]:
+    """Yield that the trainer's Python lacks megatron-core and the plan trains with it."""
     train = parse(plan.allocation).train
     if train is None or train.backend != "megatron":
         return
@@ -65,7 +69,9 @@ def refuse_missing_engine(plan: Plan) -> None:
         use = f"`pip install 'hpc-rl[megatron]'` there, or use {replace(train, backend='fsdp')}"
         if train.p * train.e > 1:
             use = "`pip install 'hpc-rl[megatron]'` there"
-        raise ConfigError(f"{train} needs the package megatron-core, and {plan.python} lacks it: {use}.")
+        why = f": {train} needs the package megatron-core, and {plan.python} lacks it"
+        related = ("launcher.python",)
+        yield Refusal(option="allocation_mode", kind=Kind.MACHINE, why=why, use=use, related=related)
 
 
 def _find_flash_attentions(plan: Plan) -> tuple[list[str] | None, str]:
@@ -104,90 +110,84 @@ def adapt_mpi(loaded: Loaded, plan: Plan, scheduler: str) -> Loaded:
     if not seen.problem:
         return loaded
     if seen.is_certain or scheduler == "local":
-        use = "or use launcher.trainer_start srun with launcher.slurm.srun_mpi none"
         raise ConfigError(
-            f"launcher.trainer_start {_describe_start(trainer)}: {seen.problem}. {mpi_check.FIX[:-1]}, {use}."
+            Refusal(
+                option="launcher.trainer_start",
+                value="mpiexec" if trainer.by_mpiexec else "srun",
+                kind=Kind.MACHINE,
+                why=f": {seen.problem}",
+                use=f"{mpi_check.FIX[:-1]}, or use trainer_start srun with launcher.slurm.srun_mpi none",
+                related=("launcher.slurm.srun_mpi",),
+            )
         )
-    return replace(loaded, notes=[*loaded.notes, f"{seen.problem}; the nodes must have it (site.sh)."])
+    why = f"{seen.problem}; the nodes must have it (site.sh)"
+    related = ("launcher.trainer_start", "launcher.slurm.srun_mpi")
+    note = make_note("", why, Kind.MACHINE, related=related)
+    return replace(loaded, notes=[*loaded.notes, note])
 
 
-def check_modules(config: Config) -> Iterator[machine.Problem]:
-    yield machine.find_modules_problem(tuple(config.launcher.modules))
-
-
-def check_address(config: Config, scheduler: str) -> Iterator[machine.Problem]:
-    yield machine.find_interface_problem(config.cluster.interface, scheduler == "slurm")
-
-
-def check_interpreter(config: Config, plan: Plan, role: str) -> Iterator[machine.Problem]:
-    """Yield that an interpreter can't be run here: of the servers, or of all other roles."""
+def check_interpreter(config: Config, plan: Plan, role: str) -> Refusal | None:
+    """Return that an interpreter can't be run here: of the servers, or of all other roles."""
     launcher, units = config.launcher, [unit for unit in plan.units if not unit.container]
     name, python = "launcher.python", launcher.python
     if role == "server":
         name, python = "launcher.inference_server_python", launcher.inference_server_python
         units = [unit for unit in units if unit.role == "server"]
-    if python and units:
-        yield machine.find_program_problem(name, python)
+    return machine.find_program_problem(name, python) if python and units else None
 
 
-def check_gpus(config: Config, scheduler: str) -> Iterator[machine.Problem]:
+def check_gpus(config: Config, scheduler: str) -> Iterator[Refusal]:
     wanted = config.cluster.n_gpus_per_node
     if scheduler == "local" and wanted:
         count, source = machine.count_visible_gpus()
         if count < wanted:
-            found = f"cluster.n_gpus_per_node is {wanted}; this machine has {count} GPUs ({source})."
-            here = "" if config.launcher.type == "local" else " The trial runs here: there is no sbatch."
-            yield machine.Problem(found + here)
+            why = f": this machine has {count} GPUs ({source})"
+            why += "" if config.launcher.type == "local" else ", and the trial runs here: there is no sbatch"
+            yield Refusal(option="cluster.n_gpus_per_node", value=wanted, kind=Kind.MACHINE, why=why)
 
 
-def check_local_dir(config: Config, scheduler: str) -> Iterator[machine.Problem]:
-    """Yield that cluster.local_dir is no disk of this machine, if the roles run here."""
+def check_local_dir(config: Config, scheduler: str) -> None:
+    """Raise ConfigError if cluster.local_dir is no disk of this machine, and the roles run here."""
     if scheduler == "local" and config.cluster.local_dir:
-        try:
-            find_local_dir(config.cluster.local_dir, os.environ)
-        except ConfigError as error:
-            yield machine.Problem(str(error))
+        find_local_dir(config.cluster.local_dir, os.environ)
 
 
-def check_memory(plan: Plan, scheduler: str) -> Iterator[CheckResult]:
+def check_memory(plan: Plan, scheduler: str) -> Iterator[Refusal]:
     """Yield that the roles may use more memory than this machine has. Here nothing limits them."""
     usable, wanted = machine.measure_usable_memory(), plan.mem_mb_per_node << 20
     if scheduler == "local" and wanted > usable:
-        text = (
-            f"the roles may use {format_size(wanted)} of memory ({_MEM}), and this machine has "
-            f"{format_size(usable)}: the kernel kills them if they do."
+        why = (
+            f"the roles may use {format_size(wanted)} of memory ({', '.join(_MEM)}), and this machine has "
+            f"{format_size(usable)}: the kernel kills them if they do"
         )
-        yield CheckResult("memory", CheckState.NOTE, text)
+        yield make_note("", why, Kind.MACHINE, related=_MEM)
 
 
-def check_sandbox(config: Config, scheduler: str) -> Iterator[CheckResult]:
+def check_sandbox(config: Config, scheduler: str) -> Iterator[Refusal]:
     """Yield the sandbox of the code that the reward code_tests runs."""
     if not isinstance(config, GRPOConfig) or "code_tests" not in config.rollout.reward_functions:
         return
     sandbox, is_local = find_sandbox(), scheduler == "local"
-    if is_local and (refused := find_problem(config.rollout.sandbox, sandbox)):
-        yield CheckResult("sandbox", CheckState.REFUSED, refused, exit_code=ExitCode.REFUSED)
-    of_node = "" if is_local else " The log of the rollout role has that of its node."
-    text = f"code_tests runs code in this sandbox here: {sandbox.describe()}.{of_node}"
-    yield CheckResult("sandbox", CheckState.NOTE, text)
-
-
-def _describe_start(trainer: Unit) -> str:
-    return "mpiexec" if trainer.by_mpiexec else "srun with launcher.slurm.srun_mpi"
+    if is_local and (problem := find_problem(config.rollout.sandbox, sandbox)):
+        value, why = config.rollout.sandbox, f": {problem}"
+        yield Refusal(option="rollout.sandbox", value=value, kind=Kind.MACHINE, why=why, use=SANDBOX_USE)
+    of_node = "" if is_local else ". The log of the rollout role has that of its node"
+    why = f": code_tests runs code in this sandbox here: {sandbox.describe()}{of_node}"
+    yield make_note("rollout.sandbox", why, Kind.MACHINE)
 
 
 def raise_failures(checks: Sequence[CheckResult]) -> None:
     """Raise ConfigError if something was refused, SchedulerError where Slurm could not be queried."""
     refused = [check for check in checks if check.state is CheckState.REFUSED]
     if refused:
-        raise ConfigError("\n".join(check.text for check in refused))
+        raise ConfigError(*(check.refusal or check.detail for check in refused))
     for check in checks:
         if check.state is CheckState.UNREACHABLE:
             raise SchedulerError(check.detail)
 
 
-_CPUS = "launcher.trainer_cpus_per_gpu, inference_server_cpus_per_gpu, rollout_cpus"
-_MEM = "launcher.trainer_mem_per_gpu, inference_server_mem_per_gpu, rollout_mem_mb"
+_CPUS = ("launcher.trainer_cpus_per_gpu", "launcher.inference_server_cpus_per_gpu", "launcher.rollout_cpus")
+_MEM = ("launcher.trainer_mem_per_gpu", "launcher.inference_server_mem_per_gpu", "launcher.rollout_mem_mb")
 
 
 def make_request(config: Config, plan: Plan) -> JobRequest:
@@ -209,8 +209,8 @@ def make_request(config: Config, plan: Plan) -> JobRequest:
         nodelist=slurm.nodelist,
         exclude=slurm.exclude,
         qos=slurm.qos,
-        cpus_from=_CPUS if slurm.cpus_per_task == DERIVED else "launcher.slurm.cpus_per_task",
-        mem_from=f"launcher.slurm.{given[0]}" if given else _MEM,
+        cpus_from=_CPUS if slurm.cpus_per_task == DERIVED else ("launcher.slurm.cpus_per_task",),
+        mem_from=(f"launcher.slurm.{given[0]}",) if given else _MEM,
     )
 
 
@@ -236,18 +236,22 @@ def _find_gpu_type(gres: str | None) -> str | None:
     return parts[1] if len(parts) > 1 and not parts[1].isdigit() else None
 
 
-def check_capacity(config: Config, plan: Plan, nodes: list[Node]) -> list[CheckResult]:
-    """Compare the request with the nodes of one sinfo."""
-    if not nodes:
-        return [CheckResult("capacity", CheckState.SKIPPED, "sinfo showed no nodes")]
-    limits = [
-        limit for request in list_job_requests(config, plan) for limit in judge(make_request(*request), nodes)
-    ]
-    checks = []
-    for one in limits:
-        state, code = (CheckState.REFUSED, ExitCode.REFUSED) if one.certain else (CheckState.NOTE, 0)
-        checks.append(CheckResult("capacity", state, one.message, one.nearest, exit_code=code))
-    return checks or [CheckResult("capacity", CheckState.OK)]
+def check_capacity(config: Config, plan: Plan, nodes: list[Node]) -> list[Refusal]:
+    """Compare the request with the nodes of one sinfo; notes are about limits that a QoS may lift."""
+    found = []
+    for part in list_job_requests(config, plan) if nodes else ():
+        request = make_request(*part)
+        options = _OF_LIMITS | {"cpus": request.cpus_from, "memory": request.mem_from}
+        for limit in judge(request, nodes):
+            why = f"{limit.message} Nearest that fits: {limit.nearest}" if limit.nearest else limit.message
+            related = options.get(limit.limit, (f"launcher.slurm.{limit.limit}",))
+            is_note = not limit.certain
+            found.append(Refusal(option="", kind=Kind.MACHINE, why=why, related=related, is_note=is_note))
+    return found
+
+
+# limit -> its options; any other limit has the name of its option in launcher.slurm
+_OF_LIMITS = {"nodes": ("cluster.n_nodes",), "gpus": ("cluster.n_gpus_per_node",)}
 
 
 def list_job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
@@ -275,10 +279,10 @@ def list_job_requests(config: Config, plan: Plan) -> list[tuple[Config, Plan]]:
 class CapacityCheck:
     """The notes for a submission, its plan for this cluster, the failed nodes to avoid, and refusals."""
 
-    notes: list[str]
+    notes: list[Refusal]
     plan: Plan
     avoid: tuple[str, ...] = ()
-    refusals: tuple[CheckResult, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
     has_no_answer: bool = False  # of Slurm
 
 
@@ -287,7 +291,8 @@ def quick_check(
 ) -> CapacityCheck:
     """Return the result of `compare_capacity`. Raises ConfigError for its refusals."""
     compared = compare_capacity(config, plan, cluster, bad)
-    raise_failures(compared.refusals)
+    if compared.refusals:
+        raise ConfigError(*compared.refusals)
     return compared
 
 
@@ -301,7 +306,7 @@ def compare_capacity(
     try:
         nodes = cluster.query_nodes()
     except SchedulerError as error:
-        notes = [f"{NOT_COMPARED}: {error}", *_list_avoidance_notes(bad, bad)]
+        notes = [_note_not_compared(error), *_list_avoidance_notes(bad, bad)]
         return CapacityCheck(notes, plan, tuple(bad), has_no_answer=True)
     if nodes:
         nodes = limit_threads(nodes, find_job_threads_limit(config.launcher.slurm))
@@ -309,27 +314,31 @@ def compare_capacity(
             find_threads_per_core(make_request(*part), nodes) for part in list_job_requests(config, plan)
         ]
         plan = apply_threads_per_core(plan, max(found))
-    checks = check_capacity(config, plan, nodes)
-    if refused := tuple(check for check in checks if check.state is CheckState.REFUSED):
+    notes = check_capacity(config, plan, nodes)
+    if refused := tuple(limit for limit in notes if not limit.is_note):
         return CapacityCheck([], plan, (), refused)
-    notes = [check.text for check in checks if check.state is CheckState.NOTE]
     avoided: list[str] = []
     for node in bad:
         launcher = replace(config.launcher, slurm=exclude_nodes(config.launcher.slurm, [*avoided, node]))
         others = check_capacity(replace(config, launcher=launcher), plan, nodes)
-        if all(check.state is not CheckState.REFUSED for check in others):
+        if all(limit.is_note for limit in others):
             avoided.append(node)
     return CapacityCheck([*notes, *_list_avoidance_notes(bad, avoided)], plan, tuple(avoided))
 
 
-def _list_avoidance_notes(bad: Sequence[str], avoided: Sequence[str]) -> list[str]:
+def _note_not_compared(error: SchedulerError) -> Refusal:
+    return make_note("", f"not compared with the cluster: {error}", Kind.MACHINE)
+
+
+def _list_avoidance_notes(bad: Sequence[str], avoided: Sequence[str]) -> list[Refusal]:
     """Return notes on nodes that failed the trial."""
     left = [node for node in bad if node not in avoided]
-    notes = [f"{', '.join(avoided)} failed this trial recently: avoided"] if avoided else []
-    if left:
-        why = "not avoided, because too few other nodes are left"
-        notes.append(f"{', '.join(left)} failed this trial recently: {why}")
-    return notes
+    why = {"avoided": avoided, "not avoided, because too few other nodes are left": left}
+    return [
+        make_note("", f"{', '.join(nodes)} failed this trial recently: {outcome}", Kind.MACHINE)
+        for outcome, nodes in why.items()
+        if nodes
+    ]
 
 
 def full_check(
@@ -340,16 +349,17 @@ def full_check(
     if cluster is None:
         return [*checks, CheckResult("capacity", CheckState.SKIPPED, HERE)]
     try:
-        checks += check_capacity(config, plan, cluster.query_nodes())
+        limits = check_capacity(config, plan, cluster.query_nodes())
+        checks += [CheckResult.make("capacity", limit) for limit in limits]
+        checks += [] if limits else [CheckResult("capacity", CheckState.OK)]
     except NoScheduler as error:  # a plan may be made if there is no Slurm
-        return [*checks, CheckResult("capacity", CheckState.NOTE, f"{NOT_COMPARED}: {error}")]
+        return [*checks, CheckResult.make("capacity", _note_not_compared(error))]
     except SchedulerError as error:
         return [*checks, _report_unreachable("capacity", error)]
     return [*checks, *check_acceptance(scripts, cluster)]
 
 
 HERE = "the trial is for this machine"
-NOT_COMPARED = "not compared with the cluster"
 
 
 def check_lint(scripts: Mapping[str, str]) -> list[CheckResult]:
@@ -389,7 +399,9 @@ def _test_only(name: str, text: str, cluster: SlurmScheduler) -> CheckResult:
     if answer.is_accepted:
         return CheckResult(check, CheckState.OK, answer.text)
     if answer.may_wait:  # sbatch takes such a job, which then waits
-        return CheckResult(check, CheckState.NOTE, f"Slurm can't start {name} now: {answer.text}")
+        return CheckResult.make(
+            check, make_note("", f"Slurm can't start {name} now: {answer.text}", Kind.MACHINE)
+        )
     return CheckResult(
         check, CheckState.REFUSED, f"sbatch refused the job: {answer.text}", exit_code=ExitCode.SCHEDULER
     )

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hpc_rl.checkpoint.decide import Decision
-from hpc_rl.config.load.fields import find_names
 from hpc_rl.config.load.load import Loaded, UnusableOptions, load
 from hpc_rl.config.load.stored import VARIABLES, restore_secrets
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.slurm_rules import find_job_threads_limit
 from hpc_rl.core.errors import ConfigError, HpcRlError, SchedulerError, TrialStateError
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.core.trial import Trial
 from hpc_rl.plan.plan import apply_threads_per_core
 from hpc_rl.schedulers import pick, slurm
@@ -65,7 +65,8 @@ def load_config(sources: ConfigSources) -> Loaded:
     depend on them.
     """
     if not sources.files and not sources.overrides:
-        raise ConfigError(f"give a configuration: hpc-rl {sources.command} FILE")
+        why = f"give a configuration: hpc-rl {sources.command} FILE"
+        raise ConfigError(Refusal(option="", kind=Kind.MISSING, why=why))
     try:
         return load(
             sources.files,
@@ -76,14 +77,10 @@ def load_config(sources: ConfigSources) -> Loaded:
         )
     except UnusableOptions as error:
         rows = judge(error.rest, WITHOUT_A_PLAN).refusals
-        independent = dict.fromkeys(
-            row.text
-            for row in rows
-            if not any(
-                map(error.is_unknown, (row.option, *row.related) if row.kind else find_names(row.text))
-            )
-        )
-        raise ConfigError("\n".join([str(error), *independent])) from None
+        independent = [
+            row.refusal or row.detail for row in rows if not any(map(error.is_unknown, row.options))
+        ]
+        raise ConfigError(*{str(one): one for one in (*error.refusals, *independent)}.values()) from None
 
 
 def load_stored(trial: Trial, overrides: Sequence[str]) -> Loaded:
@@ -167,8 +164,9 @@ def plan_for_job(sources: ConfigSources, job: SurroundingJob) -> Planned:
     """Plan a trial for the nodes of the Slurm job around this process. Raises ConfigError, DoesNotFit."""
     given = load_config(sources)
     if given.config.launcher.type == "local" and "cpu" not in sources.presets:
+        why, use = "starts no steps in a Slurm job", "omit it, or use `hpc-rl submit`"
         raise ConfigError(
-            "launcher.type local starts no steps in a Slurm job: omit it, or use `hpc-rl submit`."
+            Refusal(option="launcher.type", value="local", kind=Kind.CONFLICT, why=why, use=use)
         )
     if "cluster.n_nodes" in given.explicit:  # the plan uses the first ones
         job = replace(job, nodes=job.nodes[: given.config.cluster.n_nodes])
@@ -176,9 +174,10 @@ def plan_for_job(sources: ConfigSources, job: SurroundingJob) -> Planned:
     defaults = {name: value for name, value in of_job.items() if value and name not in given.explicit}
     settings = [*(f"{name}={value}" for name, value in defaults.items()), "launcher.type=slurm"]
     loaded = load_config(replace(sources, overrides=[*settings, *sources.overrides]))
-    notes = [f"{name} is {value}, as job {job.job_id} has it." for name, value in defaults.items()]
+    notes = [make_note(name, f"is {value}, as job {job.job_id} has it") for name, value in defaults.items()]
     if unused := sorted({f"launcher.slurm.{name}" for name in SBATCH_ONLY} & given.explicit):
-        notes.append(f"no effect in a job that is there already: {', '.join(unused)}.")
+        why = f"no effect in a job that is there already: {', '.join(unused)}"
+        notes.append(make_note("", why, Kind.NO_EFFECT, related=tuple(unused)))
     planned = make_planned(replace(loaded, notes=[*loaded.notes, *notes]))
     plan = apply_threads_per_core(planned.plan, _find_threads_per_core(planned, job))
     refuse_misfit(job, plan)

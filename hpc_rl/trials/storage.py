@@ -9,7 +9,6 @@ from pathlib import Path
 
 from hpc_rl.checkpoint.generation import explain_lack_of_space
 from hpc_rl.config.options.experiment import Config, get_value
-from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.files import format_size
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial
@@ -53,10 +52,9 @@ def check_places(config: Config) -> Iterator[Refusal]:
             yield Refusal(
                 option=option,
                 value=path,
-                kind=Kind.FILE,
+                kind=Kind.STORAGE,
                 why=f": it can't be written: {problem}",
                 use="name another directory",
-                exit_code=ExitCode.CANNOT_WRITE,
             )
 
 
@@ -75,12 +73,11 @@ def check_space(config: Config, trial: Trial, needs: Estimate | None) -> Iterato
     saves = config.recover.mode != "disabled"
     if free is None:
         return
-    about = partial(Refusal, option="cluster.fileroot", value=config.cluster.fileroot, kind=Kind.FILE)
+    about = partial(Refusal, option="cluster.fileroot", value=config.cluster.fileroot, kind=Kind.STORAGE)
     if saves and (problem := explain_lack_of_space(free, int(needs.disk.checkpoint) if needs else 0)):
         yield about(
             why=f": no checkpoint could be saved: {problem}",
             use="free some space, or name another directory",
-            exit_code=ExitCode.CANNOT_WRITE,
         )
     elif needs is not None:
         disk = needs.disk

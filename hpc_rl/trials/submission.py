@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from hpc_rl.config.snapshot import list_snapshot_files
 from hpc_rl.core.errors import CannotWrite, ConfigError, SchedulerError, TrialBusy
 from hpc_rl.core.log import MIN_SECRET_CHARS
 from hpc_rl.core.records import JobRecord
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial, find_account_name, load_object, write_json
 from hpc_rl.plan.schema import Plan
 from hpc_rl.render import code_zip
@@ -183,17 +185,15 @@ def check_submittable(
 
 def check_programs(plan: Plan, loaded: Loaded) -> None:
     """Raise ConfigError if this machine, which is to run the trial, lacks a program that starts it."""
+    refuse = partial(Refusal, kind=Kind.MACHINE, why="is not an executable program here")
     python = plan.python
     if "launcher.python" in loaded.explicit and shutil.which(python) is None:
-        raise ConfigError(
-            f"launcher.python {python} is not an executable program here; omit it to use {sys.executable}."
-        )
+        use = f"omit it to use {sys.executable}"
+        raise ConfigError(refuse(option="launcher.python", value=python, use=use))
     for program in {unit.container.program for unit in plan.units if unit.container}:
         if shutil.which(program) is None:
-            raise ConfigError(
-                f"launcher.slurm.container_program {program} is not an executable program here; "
-                "install it, or omit the images to run without containers."
-            )
+            use = "install it, or omit the images to run without containers"
+            raise ConfigError(refuse(option="launcher.slurm.container_program", value=program, use=use))
 
 
 def check_idle(trial: Trial) -> None:
@@ -260,7 +260,7 @@ def _prepare(
     lock.write(trial.config_yaml, config_yaml, mode=0o600)
     about = make_provenance(_hide_secrets(command, loaded.config), stamp.workdir, hashes)
     notes_before = tuple(load_object(trial.provenance_json).get("notes") or ())
-    about["notes"] = [*loaded.notes, *plan.notes]
+    about["notes"] = [str(note) for note in (*loaded.notes, *plan.notes)]
     about["code"] = user_code(config, stamp.workdir, find_git_state)
     lock.write(trial.provenance_json, _format_json(about), mode=0o600)
     for path, data in files.items():
@@ -305,7 +305,8 @@ def _take_snapshot(config: Config) -> dict[str, bytes]:
     try:
         return {name: path.read_bytes() for name, path in found.items()}
     except OSError as error:
-        raise ConfigError(f"launcher.snapshot: {error.filename} can't be read: {error.strerror}.") from error
+        why = f": {error.filename} can't be read: {error.strerror}"
+        raise ConfigError(Refusal(option="launcher.snapshot", kind=Kind.FILE, why=why)) from error
 
 
 def _make_stamp(trial: Trial, config: Config, zip_name: str, code: Mapping[str, bytes]) -> Stamp:

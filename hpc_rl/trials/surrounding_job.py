@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from hpc_rl.core.errors import ConfigError, DoesNotFit, SchedulerError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.plan.schema import Plan
 from hpc_rl.schedulers import slurm
 from hpc_rl.schedulers.hostlist import expand
@@ -77,8 +78,10 @@ def refuse_misfit(job: SurroundingJob, plan: Plan) -> None:
     The plan uses the first nodes.
     """
     if plan.layout != "allocation":
-        use = "use launcher.slurm.layout allocation, or `hpc-rl submit`"
-        raise ConfigError(f"launcher.slurm.layout {plan.layout} asks for jobs of its own: {use}.")
+        why, use = "asks for jobs of its own", "use layout allocation, or `hpc-rl submit`"
+        raise ConfigError(
+            Refusal(option="launcher.slurm.layout", value=plan.layout, kind=Kind.CONFLICT, why=why, use=use)
+        )
     lacking = []
     if plan.n_nodes > len(job.nodes):
         lacking.append(f"{plan.n_nodes} nodes, and has {len(job.nodes)}")
@@ -95,7 +98,8 @@ def refuse_misfit(job: SurroundingJob, plan: Plan) -> None:
     if lacking:
         gpus = f" --gpus-per-node={plan.n_gpus_per_node}" if wants_gpus else ""
         fits = f"salloc --nodes={plan.n_nodes} --ntasks-per-node=1 --cpus-per-task={plan.cpus_per_node}{gpus}"
-        raise DoesNotFit(
-            f"job {job.job_id} is too small, it needs {'; '.join(lacking)}. What fits: {fits} "
-            f"--mem={plan.mem_mb_per_node}; or plan less (--n_nodes, launcher.*_cpus_per_gpu, *_mem_per_gpu)."
-        )
+        why = f"job {job.job_id} is too small, it needs {'; '.join(lacking)}. What fits: {fits} "
+        use = "or plan less (--n_nodes, launcher.*_cpus_per_gpu, *_mem_per_gpu)"
+        related = ("cluster.n_nodes", "cluster.n_gpus_per_node")
+        why += f"--mem={plan.mem_mb_per_node}"
+        raise DoesNotFit(Refusal(option="", kind=Kind.MACHINE, why=why, use=use, related=related))

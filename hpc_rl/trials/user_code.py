@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,13 @@ from hpc_rl.config.changes import JUDGES, digest_options
 from hpc_rl.config.load.stored import list_open_variables, list_secret_variables, redact_secrets, to_dict
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.snapshot import is_user_file, list_snapshot_files
-from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 CODE_OF = "code of "
+_CODE = ("rollout.workflow", "rollout.reward_fn")
 START_S = 60.0  # for the import of a user's module
-# Kinds of lines of tools/check_user_code.py besides refusals and notes.
-IMPORTS, CALLS, DONE = "imports", "calls", "done"
+# Kinds of lines of tools/check_user_code.py: attempts, the fields of a refusal or note, the end.
+IMPORTS, CALLS, FOUND, DONE = "imports", "calls", "found", "done"
 _FRAME = re.compile(r'File "(.+)", line (\d+) in (.+)')
 
 
@@ -191,43 +193,38 @@ def _has_ended(process: subprocess.Popen[bytes], data: bytes | None) -> bool:
     return True
 
 
-def check_user_code(config: Config, python: str, workdir: Path) -> list[str]:
-    """Import the rewards and the workflow of the user and call each reward once; return notes.
+def check_user_code(config: Config, python: str, workdir: Path) -> Iterator[Refusal]:
+    """Import the rewards and the workflow of the user and call each reward once.
 
     Nothing is done where the job has another environment than this one: a container, modules, a setup or
-    another interpreter. Raises ConfigError for what the job would refuse, with the place in the user's code.
+    another interpreter. Yields notes, and what the job would refuse, with the place in the user's code.
     """
     if not isinstance(config, GRPOConfig) or not _is_own_code(config):
-        return []
+        return
     if own_environment(config, python):
-        return ["rewards and workflow are not tried here: the job has an environment of its own"]
+        why = "rewards and workflow are not tried here: the job has an environment of its own"
+        yield make_note("", why, Kind.MACHINE, related=_CODE)
+        return
     num_tries = 1 + len(config.rollout.reward_functions)
     limit_s = (START_S + config.rollout.reward_timeout_s) * num_tries
     given = to_dict(redact_secrets(config))
     said, printed, code = execute_apart("hpc_rl.tools.check_user_code", config, given, limit_s, workdir)
-    found: dict[str, list[str]] = {"refusals": [], "notes": []}
-    tried = kind = ""
+    kind, tried = "", ["", "rewards and workflow"]  # option and value
     for line in said.splitlines():
         if line.startswith("["):
-            kind, text = json.loads(line)
-            if kind in found:
-                found[kind].append(text)
-            else:
-                tried = text
+            kind, content = json.loads(line)
+            if kind == FOUND:
+                yield Refusal.from_json(content)
+            elif kind != DONE:
+                tried = content
     if kind != DONE:
-        is_refused, text = _explain_unfinished(
-            config, kind, tried or "rewards and workflow", said, printed, code
-        )
-        found["refusals" if is_refused else "notes"].append(text)
-    if found["refusals"]:
-        raise ConfigError("\n".join(found["refusals"]))
-    return found["notes"]
+        yield _explain_unfinished(config, kind, tried, said, printed, code)
 
 
 def _explain_unfinished(
-    config: GRPOConfig, kind: str, tried: str, said: str, printed: str, code: int | None
-) -> tuple[bool, str]:
-    """Return whether an unfinished try is refused, with its end and its place.
+    config: GRPOConfig, kind: str, tried: Sequence[str], said: str, printed: str, code: int | None
+) -> Refusal:
+    """Return the refusal of an unfinished try, or a note, with its end and its place.
 
     One over its time limit has left its stack, and exit code 1.
     """
@@ -235,15 +232,18 @@ def _explain_unfinished(
     place = next(
         (f" ({file.name}:{line}, in {name})" for file, line, name in frames if is_user_file(file)), ""
     )
+    option, value = tried
+    refuse = partial(Refusal, option=option, value=value, kind=Kind.FILE)
     if code is not None and not (code == 1 and frames):
         how = f"by {signal.Signals(-code).name}" if code < 0 else f"with code {code}"
         last = (printed.strip().splitlines() or ["it printed nothing"])[-1]
-        return True, f"{tried} ends the process{place}, {how}: {last}"
+        return refuse(why=f"ends the process{place}, {how}: {last}")
     if kind == CALLS:
         limit = f"{config.rollout.reward_timeout_s:g} s (rollout.reward_timeout_s)"
-        return True, f"{tried} takes more than {limit}{place}: the job would reject each such prompt"
-    what = f"the import of {tried} took more than {START_S:g} s here{place}"
-    return False, f"rewards and workflow were not tried to their end: {what}"
+        why = f"takes more than {limit}{place}: the job would reject each such prompt"
+        return refuse(why=why, related=("rollout.reward_timeout_s",))
+    why = f": its import took more than {START_S:g} s here{place}, so the user code was not tried to its end"
+    return refuse(why=why, is_note=True)
 
 
 def _environ(config: Config, workdir: Path) -> dict[str, str]:

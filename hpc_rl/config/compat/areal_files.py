@@ -27,7 +27,7 @@ from hpc_rl.config.load.fields import list_defaults, list_options
 from hpc_rl.config.load.parser import convert_value
 from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
-from hpc_rl.core.refusal import UNSET, Kind, Refusal
+from hpc_rl.core.refusal import UNSET, Kind, Refusal, make_note
 
 _NOT_TRAINED = "the reference model is not trained"
 _SHOWN = 3  # names in a note
@@ -41,7 +41,7 @@ class RenamedSettings:
 
     settings: Settings
     replaced: Settings = dataclasses.field(default_factory=dict)
-    notes: list[str] = dataclasses.field(default_factory=list)
+    notes: list[Refusal] = dataclasses.field(default_factory=list)
     refusals: list[Refusal] = dataclasses.field(default_factory=list)
 
 
@@ -62,7 +62,7 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
         elif row.to:
             if row.to not in given:
                 done.settings[row.to] = item
-            done.notes.append(f"{name} ({item.origin}) is {row.to}.")
+            done.notes.append(make_note(name, f"is {row.to}", origin=item.origin))
         elif ANY in row.idle or item.to_plain() in row.idle or _is_idle(name, item, given):
             idle[row.why].append(name)
         else:
@@ -76,7 +76,10 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
                     why=why if is_section else f"can't be used: {why}",
                 )
             )
-    done.notes += [f"{_shorten_list(names)}: no effect: {why}." for why, names in idle.items()]
+    done.notes += [
+        make_note("", f"{_shorten_list(names)}: no effect: {why}", Kind.NO_EFFECT, related=tuple(names))
+        for why, names in idle.items()
+    ]
     if WORKFLOW_ARGS in list_options(cls):
         if "teacher" not in list_options(cls):
             _choose_workflow(done)
@@ -208,7 +211,8 @@ def _choose_workflow(done: RenamedSettings) -> None:
     if keys <= OF_MULTI_TURN and ("turn_discount" in keys or {"max_turns"} < keys):
         item = next(iter(found.values()))
         done.settings[WORKFLOW] = dataclasses.replace(item, value="multi_turn", text="multi_turn")
-        done.notes.append(f"{WORKFLOW} is multi_turn, for {_shorten_list(list(found))} ({item.origin}).")
+        why = f"is multi_turn, for {_shorten_list(list(found))} ({item.origin})"
+        done.notes.append(make_note(WORKFLOW, why, related=tuple(found)))
         return
     telling = [name for name in found if name.partition(".")[0] not in OF_MULTI_TURN] or list(found)
     why = (
@@ -246,7 +250,7 @@ def _collect_workflow_args(done: RenamedSettings) -> None:
         _insert(typed_in if item.is_argument else args, inside.split("."), item)
         if name == inside:
             done.replaced[name] = item
-            done.notes.append(f"{name} ({item.origin}) is {WORKFLOW_ARGS}.{name}.")
+            done.notes.append(make_note(name, f"is {WORKFLOW_ARGS}.{name}", origin=item.origin))
         if name == "n_trajs":
             _apply_n_trajs(item, done)
     args |= whole.value | typed_in
@@ -269,10 +273,11 @@ def _apply_n_trajs(item: SourceValue, done: RenamedSettings) -> None:
     is_free = own is None or (own.value == 1 and not own.is_argument)
     if isinstance(count, int) and count > 1 and is_free:
         done.settings["gconfig.n_samples"] = item
-        done.notes.append(f"gconfig.n_samples is {count}: n_trajs is the number of trajectories in a group.")
+        why = f"is {count}: n_trajs is the number of trajectories in a group"
+        done.notes.append(make_note("gconfig.n_samples", why, related=("n_trajs",)))
 
 
-def drop_idle_values(cls: type, settings: Settings) -> list[str]:
+def drop_idle_values(cls: type, settings: Settings) -> list[Refusal]:
     """Remove values of AReaL's files that mean nothing here; return notes. References must be resolved."""
     notes, of = [], list_defaults(cls)
     for name, item in list(settings.items()):
@@ -287,10 +292,11 @@ def drop_idle_values(cls: type, settings: Settings) -> list[str]:
             if other != value:
                 del settings[name]
             if other not in (value, ...):
-                notes.append(f"{name} ({item.origin}): {value} is AReaL's default; it is {followed} here.")
+                why = f": {value} is AReaL's default; it is {followed} here"
+                notes.append(make_note(name, why, origin=item.origin))
         elif reason := _explain_idle(name, value, settings):
             del settings[name]
-            notes.append(f"{name} ({item.origin}): no effect: {reason}.")
+            notes.append(make_note(name, f": no effect: {reason}", Kind.NO_EFFECT, origin=item.origin))
     return notes
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.core.allocation import parse
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 _VLLM = "use vllm:dN+fsdp:dM in allocation_mode for N servers of vLLM"
 _OWN_SERVERS = "the trial starts its own servers, which announce their addresses"
@@ -274,7 +274,7 @@ class Translated:
     """Sources with our names instead of ATLAS's, with notes and refusals."""
 
     sources: list[Settings]
-    notes: list[str]
+    notes: list[Refusal]
     refusals: list[Refusal]
 
 
@@ -366,6 +366,9 @@ class _Translator:
             Refusal(option=name, origin=item.origin, kind=kind, why=why, related=related)
         )
 
+    def note(self, name: str, item: SourceValue, why: str, kind: Kind = Kind.VALUE, *related: str) -> None:
+        self.done.notes.append(make_note(name, why, kind, origin=item.origin, related=related))
+
     def wants_vllm(self) -> bool:
         """Return whether the user asks for vLLM servers."""
         return any(self.get_value(name) is True for name in ("use_vllm", "use_vllm_server"))
@@ -376,7 +379,7 @@ class _Translator:
 
     def choose_allocation(self, name: str, item: SourceValue) -> tuple[str, SourceValue] | None:
         """Return `allocation_mode` with vLLM servers; None if it is given, or nothing is to change."""
-        place, count = f"{name} ({item.origin})", 1
+        count = 1
         try:
             if name != "num_vllm_clients" and not isinstance(item.to_plain(), bool):
                 raise ValueError("it must be true or false")
@@ -387,7 +390,7 @@ class _Translator:
             return None
         if not self.wants_vllm() or self.model != "actor":
             why = "this trainer generates nothing" if self.model != "actor" else "vLLM is not asked for"
-            self.done.notes.append(f"{place} has no effect here: {why}.")
+            self.note(name, item, f"has no effect here: {why}", Kind.NO_EFFECT)
             return None
         mode = self.given.get("allocation_mode")
         if mode is not None and mode.to_plain():
@@ -399,14 +402,14 @@ class _Translator:
             return None
         engine = self.get_value("actor.backend") or "fsdp"
         text = f"vllm:d{count}+{engine}:d*"
-        self.done.notes.append(f"{place}: allocation_mode is {text}.")
+        self.note(name, item, f": allocation_mode is {text}")
         return "allocation_mode", dataclasses.replace(
             item, value=text, text=text, origin=_describe_origin(item, name)
         )
 
     def check_allocation(self, name: str, item: SourceValue, mode: SourceValue) -> None:
         """Note or refuse a name that comes together with an `allocation_mode`."""
-        value, place = item.to_plain(), f"{name} ({item.origin})"
+        value = item.to_plain()
         try:
             pools = parse(str(mode.to_plain()), "").pools
         except ConfigError:
@@ -423,11 +426,11 @@ class _Translator:
             why = f"{value}, but {where} has {servers.d} servers; {agree}"
             self.refuse(name, item, Kind.CONFLICT, why, "allocation_mode")
         else:
-            self.done.notes.append(f"{place} has no effect here: {where} says it.")
+            self.note(name, item, f"has no effect here: {where} says it", Kind.NO_EFFECT, "allocation_mode")
 
     def translate_name(self, name: str, item: SourceValue) -> tuple[str, SourceValue] | None:
         """Return the option that a name means, with its value; None if it is idle or refused."""
-        alias, value, place = ALIASES[name], item.to_plain(), f"{name} ({item.origin})"
+        alias, value = ALIASES[name], item.to_plain()
         option, why = (text.replace("{model}", self.model) for text in (alias.to, alias.why))
         if alias.allocates:
             return self.choose_allocation(name, item)
@@ -435,7 +438,7 @@ class _Translator:
         there = self.present if alias.needs in _OPTIONAL else self.known
         is_default = value == alias.default or alias.default is ANY
         if is_idle or (alias.needs and alias.needs not in there and is_default):
-            self.done.notes.append(f"{place} has no effect here: {why}.")
+            self.note(name, item, f"has no effect here: {why}", Kind.NO_EFFECT)
             return None
         if not alias.to:
             self.refuse(name, item, Kind.UNSUPPORTED, f"{_format_value(value)} can't be used: {why}")
@@ -448,7 +451,7 @@ class _Translator:
             f"{other} is {_format_value(set_to.value)}"
             for other, set_to in self.find_extra_settings(name, item).items()
         )
-        self.done.notes.append("; ".join(filter(None, (f"{place} is {option}", alias.note, *also))) + ".")
+        self.note(name, item, "; ".join(filter(None, (f"is {option}", alias.note, *also))))
         try:
             made = value if "${" in str(value) else alias.translate(value)
             for other in (other for other in alias.times if other in self.given):

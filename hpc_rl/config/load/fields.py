@@ -7,7 +7,6 @@ mapping are its members. Without a configuration, one member with the key NAME s
 import dataclasses
 import difflib
 import itertools
-import re
 import types
 import typing
 from collections.abc import Collection, Iterable
@@ -113,11 +112,6 @@ def _count_common(a: str, b: str) -> int:
 def _is_same_word(given: str, word: str) -> bool:
     alike = difflib.SequenceMatcher(None, given, word).ratio()
     return given == word or (given[:1] == word[:1] and min(len(given), len(word)) > 2 and alike >= 0.75)
-
-
-def find_names(text: str) -> list[str]:
-    """Return the words of a message that may be names of options, with or without dots."""
-    return re.findall(r"[a-z_0-9]+(?:\.[A-Za-z_0-9-]+)*", text)
 
 
 def suggest_name(name: str, names: Collection[str]) -> str:

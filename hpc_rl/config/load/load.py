@@ -29,7 +29,7 @@ from hpc_rl.config.load.fields import (
     list_limits,
     list_options,
 )
-from hpc_rl.config.load.names import ALIASES, find_refused_names
+from hpc_rl.config.load.names import ALIASES, Hint, find_refused_names, refuse_unknown
 from hpc_rl.config.load.profiles import SHIPPED_PROFILES, find_profiles, list_profile_dirs
 from hpc_rl.config.load.source import (
     Settings,
@@ -47,7 +47,7 @@ from hpc_rl.config.load.stored import Loaded, find_trainer
 from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.config.options.limits import Place
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 
 def load(
@@ -110,12 +110,12 @@ def load(
         _resolve(cls, settings, "${", of_areal.replaced)
     except ConfigError as error:
         if not refusals:  # else it may refer to a refused option
-            refusals.append(Refusal(option="", kind=Kind.VALUE, why=str(error)))
+            refusals += error.refusals
     of_areal.notes += areal_files.drop_idle_values(cls, settings)
     config, refusals = parser.parse(cls, settings, refusals)
     config = dataclasses.replace(config, trainer=find_trainer(config))
     notes += [
-        f"{name} is {item.value}, by {item.origin}."
+        make_note(name, f"is {item.value}, by {item.origin}")
         for name, item in settings.items()
         if item is defaults_of_site.get(name)
     ]
@@ -131,8 +131,8 @@ class UnusableOptions(ConfigError):
     """Refused options; `rest` is the configuration without them."""
 
     def __init__(self, refusals: Sequence[Refusal], rest: Loaded, unresolved: Set[str]) -> None:
-        super().__init__("\n".join(map(str, refusals)))
-        self.refusals, self.rest = tuple(refusals), rest
+        super().__init__(*refusals)
+        self.rest = rest
         self._unknown = unresolved | {name for refusal in refusals for name in refusal.options}
 
     def is_unknown(self, name: str) -> bool:
@@ -211,27 +211,31 @@ def _find_model_section(files: Sequence[Settings], typed: Sequence[tuple[str, So
 
 def _load_profile(
     settings: Settings, folders: Sequence[Path], required: bool
-) -> tuple[list[Settings], list[str]]:
+) -> tuple[list[Settings], list[Refusal]]:
     """Return the profile that `cluster.cluster_name` names, with a note. Raises ConfigError."""
-    item = settings.get("cluster.cluster_name")
+    option = "cluster.cluster_name"
+    item = settings.get(option)
     name = item.value if item else None
     if item and isinstance(name, str) and is_reference(name):
+        why = "can't be used: its profile is read before references are resolved"
+        use = "write the name, or give --cluster NAME"
         raise ConfigError(
-            f"cluster.cluster_name ({item.origin}): {name} can't be used: its profile is read "
-            "before references are resolved; write the name, or give --cluster NAME."
+            Refusal(option=option, origin=item.origin, value=name, kind=Kind.VALUE, why=why, use=use)
         )
     known = find_profiles([folder.expanduser() for folder in folders])
     if isinstance(name, str) and name in known and name != "local":
-        note = f"cluster.cluster_name {name}: {known[name]} is loaded before every other file."
-        return [load_yaml(known[name])], [note]
+        why = f": {known[name]} is loaded before every other file"
+        return [load_yaml(known[name])], [make_note(option, why, Kind.FILE, value=name)]
     if required:
         places = ", ".join(str(folder) for folder in folders if folder.is_dir()) or "no directory that exists"
         names = ", ".join(sorted(known)) or "none"
-        raise ConfigError(f"--cluster {name}: there is no such profile; known: {names} (in {places}).")
+        why = f"--cluster {name}: there is no such profile; known: {names} (in {places})"
+        raise ConfigError(Refusal(option="", kind=Kind.FILE, why=why, related=(option,)))
     if not isinstance(name, str) or name == "local":
         return [], []
     places = " nor ".join(str(folder) for folder in folders if folder not in SHIPPED_PROFILES)
-    return [], [f"cluster.cluster_name {name} is only a label: {places} has no profile {name}.yaml."]
+    why = f"is only a label: {places} has no profile {name}.yaml"
+    return [], [make_note(option, why, Kind.FILE, value=name)]
 
 
 def _list_origins(cls: type, settings: Settings) -> dict[str, str]:
@@ -263,9 +267,15 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
     named = settings.get("trainer")
     if named is not None and named.value is not None:
         if not isinstance(named.value, str) or named.value not in CONFIGS:
-            value = repr(named.to_plain())
             raise ConfigError(
-                f"trainer ({named.origin}): {value} can't be used; allowed: {', '.join(CONFIGS)}."
+                Refusal(
+                    option="trainer",
+                    origin=named.origin,
+                    value=repr(named.to_plain()),
+                    kind=Kind.VALUE,
+                    why="can't be used",
+                    use=f"allowed: {', '.join(CONFIGS)}",
+                )
             )
         return named.value
     origins: dict[str, str] = {}
@@ -273,9 +283,10 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
         if item.value is not None:
             origins.setdefault(name.partition(".")[0], item.origin)
     if {"actor", "model"} <= origins.keys():
+        why = f"both actor and model are given ({origins['actor']} and {origins['model']})"
+        use = "a grpo trial has a section actor, an sft trial a section model"
         raise ConfigError(
-            f"both actor and model are given ({origins['actor']} and {origins['model']}): "
-            "a grpo trial has a section actor, an sft trial a section model."
+            Refusal(option="", kind=Kind.CONFLICT, why=why, use=use, related=("actor", "model"))
         )
     if "model" in origins:
         kinds = (settings.get(f"{section}.type") for section in ("train_dataset", "valid_dataset"))
@@ -295,28 +306,28 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
         return "grpo"
     where = ", ".join(dict.fromkeys(str(file) for file in files))
     nulls = (name for name in ("actor", "model") if name in settings)
-    raise ConfigError(
-        f"neither actor nor model is given{f' in {where}' if where else ''}: "
-        "a grpo trial has a section actor, an sft trial a section model; "
-        "or say it: trainer: grpo, teacher, sft or rw."
-        + ("" if where else " Give a configuration with --config FILE.")
-        + "".join(f" {name} ({settings[name].origin}) is null." for name in nulls)
-        + "".join(f"\n{line}" for line in _list_unknown_names(settings))
-    )
+    given = "".join(f"; {name} ({settings[name].origin}) is null" for name in nulls)
+    why = f"neither actor nor model is given{f' in {where}' if where else ''}{given}"
+    use = "a grpo trial has a section actor, an sft trial a section model; or set trainer to one of "
+    use += ", ".join(CONFIGS)
+    use += "" if where else ". Give a configuration with --config FILE"
+    related = ("trainer", "actor", "model")
+    no_trainer = Refusal(option="", kind=Kind.MISSING, why=why, use=use, related=related)
+    raise ConfigError(*_list_unknown_names(settings), no_trainer)
 
 
-def _list_unknown_names(settings: Settings) -> list[str]:
-    """Return a refusal for each name that no trainer knows."""
+def _list_unknown_names(settings: Settings) -> Iterator[Refusal]:
+    """Yield a refusal for each name that no trainer knows."""
     known = {name for cls in CONFIGS.values() for name in list_hints(cls)} | {*atlas.ALIASES, *OF_WORKFLOWS}
-    lines = []
     for name, item in settings.items():
         if name.partition(".")[0] not in known:
             near = find_nearest(name, known)
-            lines.append(f"unknown key {name} ({item.origin}){f': did you mean {near}?' if near else '.'}")
-    return lines
+            yield refuse_unknown(
+                name, item.origin, Hint(f"did you mean {near}?" if near else "no trainer has it")
+            )
 
 
-_LITERAL = "; where no reference is meant, write \\${ for ${"
+_LITERAL = "where no reference is meant, write \\${ for ${"
 
 
 def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> None:
@@ -343,18 +354,31 @@ def _resolve(cls: type, settings: Settings, mark: str, replaced: Settings) -> No
         whole = omegaconf.OmegaConf.create(tree)
     except omegaconf.errors.GrammarParseError as error:
         broken = settings.get(str(error.full_key).partition("[")[0])
-        where = f"{error.full_key} ({broken.origin})" if broken else error.full_key
-        use = f"a reference is ${{section.option}}{_LITERAL}"
-        raise ConfigError(f"{where}: the ${{…}} in it can't be read; {use}.") from error
+        raise ConfigError(
+            Refusal(
+                option=str(error.full_key),
+                origin=broken.origin if broken else "",
+                kind=Kind.VALUE,
+                why="the ${…} in it can't be read" if broken else ": the ${…} in it can't be read",
+                use=f"a reference is ${{section.option}}; {_LITERAL}",
+            )
+        ) from error
     for name, item in wanted.items():
         try:
             value = omegaconf.OmegaConf.select(whole, name)
             if omegaconf.OmegaConf.is_config(value):
                 value = omegaconf.OmegaConf.to_container(value, resolve=True)
         except (omegaconf.errors.OmegaConfBaseException, ValueError) as error:
-            reason = f"{str(error).splitlines()[0]}{_LITERAL}{_suggest_environment(item)}"
-            line = f"{name} ({item.origin}): {item.to_plain()!r} can't be resolved: {reason}."
-            raise ConfigError(line) from error
+            raise ConfigError(
+                Refusal(
+                    option=name,
+                    origin=item.origin,
+                    value=repr(item.to_plain()),
+                    kind=Kind.VALUE,
+                    why=f"can't be resolved: {str(error).splitlines()[0]}",
+                    use=f"{_LITERAL}{_suggest_environment(item)}",
+                )
+            ) from error
         reference = re.fullmatch(r"\$\{([\w.-]+)\}", item.value) if isinstance(item.value, str) else None
         follows_a_default = reference and reference[1] not in settings and reference[1] in of
         if follows_a_default and value == of.get(name, ...):

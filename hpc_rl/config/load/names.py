@@ -78,10 +78,7 @@ def find_refused_names(cls: type, settings: Settings, aliases: Mapping[str, str]
             hint = _suggest_option(cls, known, unknown, aliases)
             suggested.add(hint.meant)
             shown = unknown if unknown.isprintable() else repr(unknown)
-            why = f"unknown key {shown} ({item.origin}): {hint.text}"
-            refusals.setdefault(
-                unknown, Refusal(option="", kind=Kind.UNKNOWN, why=why, related=(unknown, *hint.options))
-            )
+            refusals.setdefault(unknown, refuse_unknown(shown, item.origin, hint))
         elif find_section(known[name]):
             is_left_out = item.value is None and (is_optional(known[name]) or is_mapping(known[name]))
             if item.value != {} and not is_left_out:
@@ -120,6 +117,13 @@ def _refuse_section(name: str, item: SourceValue) -> Refusal:
         hint = "a reference stands for one option: give each key of the section its own"
     return Refusal(
         option=name, origin=item.origin, value=came, kind=Kind.VALUE, why="can't stand here", use=hint
+    )
+
+
+def refuse_unknown(option: str, origin: str, hint: Hint) -> Refusal:
+    """Return the refusal of a name that is no option."""
+    return Refusal(
+        option=option, origin=origin, kind=Kind.UNKNOWN, why=hint.text.rstrip("."), related=hint.options
     )
 
 

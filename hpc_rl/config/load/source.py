@@ -16,6 +16,7 @@ from hpc_rl.config.load.fields import find_members, find_section, list_options, 
 from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import find_similar_file
+from hpc_rl.core.refusal import Kind, Refusal
 
 
 @dataclass(frozen=True)
@@ -119,6 +120,10 @@ for _tag, _regex, _first in (
 MAX_FILE_BYTES = 1 << 19
 
 
+def _refuse(why: str, kind: Kind = Kind.FILE) -> ConfigError:
+    return ConfigError(Refusal(option="", kind=kind, why=why))
+
+
 def load_yaml(path: Path) -> Settings:
     """Return the settings of a file. Raises ConfigError if it is missing, invalid YAML or no mapping.
 
@@ -128,7 +133,7 @@ def load_yaml(path: Path) -> Settings:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)  # a device may never end
         if len(data) > MAX_FILE_BYTES:
-            raise ConfigError(
+            raise _refuse(
                 f"config file {path} has more than {MAX_FILE_BYTES >> 10} KiB, which no configuration needs: "
                 "is it another file?"
             )
@@ -136,13 +141,13 @@ def load_yaml(path: Path) -> Settings:
     except OSError as error:
         near = find_similar_file(path) if isinstance(error, FileNotFoundError) else ""
         hint = f" Did you mean {path.with_name(near)}?" if near else ""
-        raise ConfigError(f"config file {path} can't be read: {error.strerror}.{hint}") from error
+        raise _refuse(f"config file {path} can't be read: {error.strerror}.{hint}") from error
     except UnicodeDecodeError as error:
         line = error.object[: error.start].count(b"\n") + 1
-        raise ConfigError(f"config file {path} can't be read: line {line} is not UTF-8 text.") from error
+        raise _refuse(f"config file {path} can't be read: line {line} is not UTF-8 text.") from error
     tree = _parse(text, str(path), has_references=path.suffix != ".json")
     if not isinstance(tree.value, dict | None):
-        raise ConfigError(
+        raise _refuse(
             f"config file {path} must hold a mapping of options (key: value), "
             f"not {type(tree.value).__name__}."
         )
@@ -157,9 +162,8 @@ def flatten_settings(tree: SourceValue, prefix: str = "") -> Settings:
         is_section = isinstance(item.value, dict) and item.value and _is_section(name)
         for inner, setting in (flatten_settings(item, f"{name}.") if is_section else {name: item}).items():
             if inner in found:
-                raise ConfigError(
-                    f"{inner} ({setting.origin}) stands twice in one file: also {found[inner].origin}."
-                )
+                why, origin = f"set twice in one file, also at {found[inner].origin}", setting.origin
+                raise ConfigError(Refusal(option=inner, origin=origin, kind=Kind.CONFLICT, why=why))
             found[inner] = setting
     return found
 
@@ -243,16 +247,14 @@ def parse_overrides(tokens: list[str]) -> list[tuple[str, SourceValue]]:
             if not equals:
                 value = next(rest, "--")
                 if value.startswith("--"):
-                    raise ConfigError(f"{token} needs a value: {token} VALUE, or {token}=VALUE.")
+                    raise _refuse(f"{token} needs a value: {token} VALUE, or {token}=VALUE", Kind.MISSING)
         elif token.startswith("~") and len(name) > 1:
             item = parse_argument(value, f"command line: {token}")
             found.append((name[1:], replace(item, text=value if equals else None, is_deletion=True)))
             continue
         elif token.startswith(("-", "~")) or not equals or not name:
-            raise ConfigError(
-                f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE, "
-                "and ~a.b deletes it."
-            )
+            why = f"argument {token!r} is not understood: an option is set with --a.b VALUE or a.b=VALUE, "
+            raise _refuse(f"{why}and ~a.b deletes it", Kind.VALUE)
         found.append((name.lstrip("+"), parse_argument(value, f"command line: {token.partition('=')[0]}")))
     return found
 
@@ -270,25 +272,25 @@ def _parse(text: str, name: str, has_references: bool = True) -> SourceValue:
         node = loader.get_single_node()
         return SourceValue(None, name) if node is None else _convert(loader, node, name)
     except RecursionError:
-        raise ConfigError(f"{name}: not usable YAML: it is nested too deeply, or holds itself.") from None
+        raise _refuse(f"{name}: not usable YAML: it is nested too deeply, or holds itself.") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         where = f"{name}:{mark.line + 1}" if mark else name
-        raise ConfigError(f"{where}: not valid YAML: {error.problem or error.context}.") from error
+        raise _refuse(f"{where}: not valid YAML: {error.problem or error.context}.") from error
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
-        raise ConfigError(f"{name}:{line}: not valid YAML: {error.reason}.") from error
+        raise _refuse(f"{name}:{line}: not valid YAML: {error.reason}.") from error
 
 
 def _convert(loader: Yaml12, node: yaml.Node, name: str) -> SourceValue:
     origin = f"{name}:{node.start_mark.line + 1}"
     loader.num_values += 1
     if loader.num_values > MOST_VALUES:
-        raise ConfigError(
+        raise _refuse(
             f"{origin}: more than {MOST_VALUES} values; aliases (*name) that hold aliases multiply."
         )
     if node.tag not in _TAGS:
-        raise ConfigError(
+        raise _refuse(
             f"{origin}: the YAML tag {node.tag.replace('tag:yaml.org,2002:', '!!')} can't be used here."
         )
     if isinstance(node, yaml.MappingNode):
@@ -300,7 +302,7 @@ def _convert(loader: Yaml12, node: yaml.Node, name: str) -> SourceValue:
         return SourceValue(value if loader.has_references else escape_references(value), origin, node.value)
     except ValueError as error:  # thousands of digits, or `!!int ten`
         shown = node.value if len(node.value) < 40 else f"{node.value[:20]}… ({len(node.value)} characters)"
-        raise ConfigError(f"{origin}: {shown} can't be read as a number.") from error
+        raise _refuse(f"{origin}: {shown} can't be read as a number.") from error
 
 
 def _convert_mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[str, SourceValue]:
@@ -309,16 +311,16 @@ def _convert_mapping(loader: Yaml12, node: yaml.MappingNode, name: str) -> dict[
     for key_node, value_node in node.value:
         line = key_node.start_mark.line + 1
         if not isinstance(key_node, yaml.ScalarNode):
-            raise ConfigError(f"{name}:{line}: a key must be a plain scalar.")
+            raise _refuse(f"{name}:{line}: a key must be a plain scalar.")
         item = _convert(loader, value_node, name)
         if key_node.tag == "tag:yaml.org,2002:merge":
             for part in item.value if isinstance(item.value, list) else [item]:
                 if not isinstance(part.value, dict):
-                    raise ConfigError(f"{name}:{line}: << needs a mapping, or a list of mappings.")
+                    raise _refuse(f"{name}:{line}: << needs a mapping, or a list of mappings.")
                 merged = {**part.value, **merged}
         elif key_node.value in own:
             first = own[key_node.value].origin
-            raise ConfigError(
+            raise _refuse(
                 f"{name}:{line}: key {key_node.value} stands twice in one mapping; first at {first}."
             )
         else:

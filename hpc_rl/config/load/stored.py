@@ -16,6 +16,7 @@ from hpc_rl.config.options.experiment import (
     TeacherConfig,
 )
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 REDACTED = "***"
 _SECRET = re.compile(r"(^|_)(api_?key|token|secret|password)($|_)(?!env$)", re.IGNORECASE)
@@ -33,7 +34,7 @@ class Loaded:
 
     config: Config
     origins: dict[str, str]
-    notes: list[str] = field(default_factory=list)
+    notes: list[Refusal] = field(default_factory=list)
     adapted: dict[str, str] = field(default_factory=dict)  # option -> why its default changed
 
     @property
@@ -57,7 +58,8 @@ def from_dict(data: Mapping[str, Any]) -> Config:
     """Return the configuration that `to_dict` stored. Raises ConfigError for unknown and missing names."""
     named = data.get("trainer") or ("grpo" if data.get("actor") else "sft")
     if named not in CONFIGS:
-        raise ConfigError(f"config.json: trainer {named!r} can't be used; allowed: {', '.join(CONFIGS)}.")
+        use = f"allowed: {', '.join(CONFIGS)}"
+        raise _refuse_stored("trainer", Kind.VALUE, f"{named!r} can't be used", use)
     config = construct(CONFIGS[named], data)
     return dataclasses.replace(config, trainer=find_trainer(config))
 
@@ -68,11 +70,9 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
     for name, value in data.items():
         if name not in list_hints(cls):
             near = find_nearest(name, list_hints(cls))
-            hint = f": did you mean {prefix}{near}?" if near else "."
-            raise ConfigError(
-                f"config.json: unknown key {prefix}{name}{hint} If another version of hpc-rl wrote it, use "
-                "that version, or submit a new trial."
-            )
+            hint = f"did you mean {prefix}{near}? " if near else ""
+            why = f"{hint}If another version of hpc-rl wrote it, use that version, or submit a new trial"
+            raise _refuse_stored(f"{prefix}{name}", Kind.UNKNOWN, why)
         section = find_section(list_hints(cls)[name])
         if section is not None and is_mapping(list_hints(cls)[name]):
             members = {key: part for key, part in (value or {}).items() if part is not None}
@@ -83,7 +83,11 @@ def construct(cls: type, data: Mapping[str, Any], prefix: str = "") -> Any:
     try:
         return cls(**values)
     except TypeError as error:
-        raise ConfigError(f"config.json: {prefix or 'the top level'}: {error}.") from error
+        raise _refuse_stored(prefix.rstrip("."), Kind.MISSING, str(error)) from error
+
+
+def _refuse_stored(option: str, kind: Kind, why: str, use: str = "") -> ConfigError:
+    return ConfigError(Refusal(option=option, origin="config.json", kind=kind, why=why, use=use))
 
 
 def redact(value: Any, name: str = "") -> Any:

@@ -24,6 +24,7 @@ from hpc_rl.config.options.limits import (
     UnitCount,
 )
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 
 @dataclass(kw_only=True)
@@ -320,13 +321,14 @@ def parse_environment(option: str, value: dict[str, str] | str) -> dict[str, str
     for part in value.split(",") if isinstance(value, str) else ():
         name, equals, text = part.partition("=")
         if part.strip() and not equals:
-            use = "use a mapping if a value contains a comma"
-            raise ConfigError(f"{option}: {part!r} is not NAME=value; {use}.")
+            why, use = f": {part!r} is not NAME=value", "use a mapping if a value contains a comma"
+            raise ConfigError(Refusal(option=option, kind=Kind.VALUE, why=why, use=use))
         if equals:
             found[name.strip()] = text
     for name in found:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            why = f": {name!r} is not a valid name of an environment variable"
             raise ConfigError(
-                f"{option}: {name!r} is not a valid name of an environment variable; use letters, digits, _."
+                Refusal(option=option, kind=Kind.VALUE, why=why, use="use letters, digits and _")
             )
     return found

@@ -27,6 +27,7 @@ from hpc_rl.config.options.pools import PoolConfig, PoolName
 from hpc_rl.config.options.teacher import TeachingConfig
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 
 @dataclass(kw_only=True)
@@ -152,8 +153,14 @@ def count_steps(config: Config, num_rows: int) -> int:
     if steps < 1:
         size = config.train_dataset.batch_size
         raise ConfigError(
-            f"train_dataset.batch_size {size}: {config.total_train_epochs} epoch(s) of {num_rows} rows make "
-            "no whole batch. Lower it, raise total_train_epochs, or set total_train_steps."
+            Refusal(
+                option="train_dataset.batch_size",
+                value=size,
+                kind=Kind.FILE,
+                why=f": {config.total_train_epochs} epoch(s) of {num_rows} rows make no whole batch",
+                use="lower it, raise total_train_epochs, or set total_train_steps",
+                related=("total_train_epochs", "train_dataset.path"),
+            )
         )
     return steps
 

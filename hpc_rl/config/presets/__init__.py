@@ -9,6 +9,7 @@ from hpc_rl.config.load.fields import suggest_name
 from hpc_rl.config.load.source import Settings, load_yaml
 from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 
 BELOW = ("atlas", "atlas-teacher")
 OVER = ("cpu",)
@@ -32,7 +33,9 @@ def _load_preset(name: str) -> Settings:
     if name not in (*BELOW, *OVER):
         known = [*BELOW, *OVER]
         hint = suggest_name(name, known)
-        raise ConfigError(f"preset {name!r} is not known; allowed: {', '.join(known)}. {hint}".strip())
+        use = f"allowed: {', '.join(known)}. {hint}".strip()
+        why = f"--preset {name!r} is not known"
+        raise ConfigError(Refusal(option="", kind=Kind.VALUE, why=why, use=use))
     found = load_yaml(Path(__file__).with_name(f"{name}.yaml"))
     return {option: dataclasses.replace(item, origin=f"preset {name}") for option, item in found.items()}
 

@@ -4,7 +4,7 @@ A rule yields refusals. The options that the user set are never changed, only re
 """
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import fields, replace
 from typing import Any
 
@@ -38,7 +38,7 @@ from hpc_rl.config.rules import (
 )
 from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.refusal import Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 DEFAULT_RECOVER_SECS = 600
 
@@ -83,8 +83,8 @@ class RulesRefuse(ConfigError):
         rules: Set[Callable[..., Any]],
         unreadable: set[str],
     ) -> None:
-        super().__init__("\n".join(append_origins(refusal, adapted.origins) for refusal in refusals))
-        self.refusals, self.adapted = tuple(refusals), adapted
+        super().__init__(*(refusal.locate(adapted.origins) for refusal in refusals))
+        self.adapted = adapted
         self.unreadable = unreadable  # sections of datasets
         self.is_about_files_only = rules <= {*FILE_RULES}
 
@@ -109,18 +109,7 @@ def check(loaded: Loaded, *, files: bool = True) -> Loaded:
     return Loaded(config, loaded.origins, [*loaded.notes, *notes], adapted)
 
 
-def append_origins(refusal: Refusal, origins: Mapping[str, str]) -> str:
-    """Return a refusal as text, with the origins of its options."""
-    return format_origins(str(refusal), [origins[one] for one in refusal.options if one in origins])
-
-
-def format_origins(text: str, places: Sequence[str]) -> str:
-    """Return a text with at most three places in parentheses."""
-    shown = list(dict.fromkeys(places))[:3]
-    return f"{text} ({', '.join(shown)})" if shown else text
-
-
-def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str], dict[str, str]]:
+def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refusal], dict[str, str]]:
     """Replace defaults that the planned devices or the trainer don't support; `explicit` options stay.
 
     Returns the configuration, notes, and option -> reason of each replacement.
@@ -149,7 +138,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str],
         adapted[name] = reason or quiet.get(name.partition(".")[0], f"trainer is {find_trainer(config)}")
         if reason:
             old, new = ("null" if one is None else one for one in (old, value))
-            notes.append(f"{name} is {new} instead of the default {old}: {reason}.")
+            notes.append(make_note(name, f"is {new} instead of the default {old}: {reason}"))
     if isinstance(config, GRPOConfig) and (held_out := config.eval_gconfig) is not None:
         of_eval = (field.name for field in fields(held_out) if f"eval_gconfig.{field.name}" in explicit)
         own = {"n_samples": 1} | {name: getattr(held_out, name) for name in of_eval}
@@ -159,11 +148,11 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[str],
         config = replace_value(config, ["recover", "freq_secs"], DEFAULT_RECOVER_SECS)
         unset = "none of recover.freq_epochs, freq_steps, freq_secs is set"
         adapted["recover.freq_secs"] = unset
-        notes.append(f"recover: saves every {DEFAULT_RECOVER_SECS} s, because {unset}.")
+        notes.append(make_note("recover", f": saves every {DEFAULT_RECOVER_SECS} s, because {unset}"))
     return config, notes, adapted
 
 
-def _list_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def _list_notes(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     if isinstance(config, GRPOConfig):
         yield from training_rules.list_notes(config)
         yield from generation_rules.list_notes(config)
@@ -171,13 +160,16 @@ def _list_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
     yield from training_rules.list_learning_rate_notes(config)
     yield from consistency.list_idle_notes(config, explicit)
     if config.recover.mode == "disabled" and consistency.has_period(config.recover):
-        yield "recover.freq_* has no effect: recover.mode disabled neither saves nor loads checkpoints."
+        why = "has no effect: recover.mode disabled neither saves nor loads checkpoints"
+        yield make_note("recover.freq_*", why, Kind.NO_EFFECT, related=("recover.mode",))
     limits = {name: getattr(config, name) for name in LENGTH_OPTIONS}
     texts = [f"{name} {limit}" for name, limit in limits.items() if limit is not None]
     if len(texts) > 1:
-        yield f"the trial stops at the earliest of {', '.join(texts)}."
+        yield make_note("", f"the trial stops at the earliest of {', '.join(texts)}", related=LENGTH_OPTIONS)
     if config.saver.keep_best is not None and not consistency.has_period(config.evaluator):
-        yield "saver.keep_best has only the first and last weights to compare: set evaluator.freq_*."
+        yield make_note(
+            "saver.keep_best", "has only the first and last weights to compare: set evaluator.freq_*"
+        )
     if isinstance(config, GRPOConfig) and config.async_training and not config.rollout.max_head_offpolicyness:
-        waits = "generation waits for every update, because rollout.max_head_offpolicyness is 0"
-        yield f"{waits}; with 1 or more it runs ahead of training."
+        why = ": generation waits for every update; with 1 or more it runs ahead of training"
+        yield make_note("rollout.max_head_offpolicyness", why, value=0)

@@ -1,6 +1,7 @@
 """Rules about options that must agree with each other, or have an effect only together."""
 
 from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 from hpc_rl.config.load.fields import find_members, is_mapping, list_defaults, list_options
 from hpc_rl.config.load.stored import REDACTED, VARIABLES, find_trainer, is_secret_variable
@@ -17,7 +18,7 @@ from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.core.allocation import Servers, parse
 from hpc_rl.core.backends import SERVER_BACKENDS, choose_server_backend
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_idle_note, make_note
 from hpc_rl.core.trial import check_name
 
 METRICS = {  # trainer -> the metrics of its evaluations; the first is the default of saver.keep_best.metric
@@ -41,6 +42,7 @@ _KEYS_OF_SERVICES = {  # option -> what to do instead
 }
 _NORMS = ("actor.reward_norm", "actor.adv_norm")
 _MODELS = ("actor", "ref", "model")
+_TRAINED = ("actor", "model")
 NEEDS = {  # option -> the option that it needs for an effect
     "evaluator.freq_epochs": "valid_dataset",
     "evaluator.freq_steps": "valid_dataset",
@@ -62,6 +64,133 @@ NEEDS = {  # option -> the option that it needs for an effect
     "launcher.slurm.mail_user": "launcher.slurm.mail_type",
     "environments.n_nodes": "environments.commands",
 }
+AT_MOST = {  # option -> the option that it must not exceed
+    **{f"{section}.min_new_tokens": f"{section}.max_new_tokens" for section in ("gconfig", "eval_gconfig")},
+    **{f"{model}.optimizer.min_loss_scale": f"{model}.optimizer.initial_loss_scale" for model in _TRAINED},
+}
+AT_LEAST = {  # option -> the option that is its least value
+    "rollout.queue_size": "train_dataset.batch_size",
+    **{f"{model}.mb_spec.max_seqs_per_mb": f"{model}.mb_spec.granularity" for model in _MODELS},
+}
+
+
+class Relation(NamedTuple):
+    """The values that an option may have while another option has certain values."""
+
+    option: str
+    allowed: tuple[Any, ...]
+    other: str
+    when: tuple[Any, ...]
+    why: str
+    use: str
+    kind: Kind = Kind.CONFLICT
+
+
+_SLURM, _TYPE, _START = "launcher.slurm", "launcher.type", "launcher.trainer_start"
+_LAYOUT, _SRUN_MPI = f"{_SLURM}.layout", f"{_SLURM}.srun_mpi"
+_OF_SERVERS = ("jobs", "hetjob")
+RELATIONS: tuple[Relation, ...] = (
+    Relation(
+        f"{_SLURM}.backend", ("sbatch",), _LAYOUT, _OF_SERVERS, "submitit submits single jobs only",
+        "use backend sbatch, or layout allocation",
+    ),
+    Relation(
+        f"{_SLURM}.backend", ("sbatch",), f"{_SLURM}.continue_by", ("successor",),
+        "submitit requeues its job", "use backend sbatch, or continue_by requeue",
+    ),
+    Relation(_LAYOUT, ("allocation",), _TYPE, ("local",), "it needs Slurm", "use slurm, or allocation"),
+    Relation(
+        f"{_SLURM}.switches", (None,), _LAYOUT, ("hetjob",), "Slurm counts switches per component",
+        "remove it, or use another layout",
+    ),
+    Relation(
+        f"{_SLURM}.servers.time", (None,), _LAYOUT, ("hetjob",), "its components stop together",
+        f"use {_SLURM}.time",
+    ),
+    Relation(
+        _START, ("srun",), _LAYOUT, ("hetjob",), "its steps name a component",
+        "use layout allocation or jobs, or trainer_start srun",
+    ),
+    Relation(_SRUN_MPI, ("none",), _TYPE, ("local",), "it needs srun", "use slurm"),
+    Relation(
+        _SRUN_MPI, ("none",), _START, ("mpiexec",), "mpiexec starts the ranks", "use srun, or remove it",
+        Kind.NO_EFFECT,
+    ),
+    Relation(
+        f"{_SLURM}.srun_args.trainer", ([],), _START, ("mpiexec",), "mpiexec starts the ranks",
+        "use launcher.mpi.args", Kind.NO_EFFECT,
+    ),
+    *(
+        Relation(
+            f"{_SLURM}.{image}", (None, "", "none"), f"{_SLURM}.container_type", ("none",),
+            "no role has a container", "use apptainer, or omit the image",
+        )
+        for image in ("trainer_image", "rollout_image", "inference_server_image")
+    ),
+    Relation(
+        f"{_SLURM}.mem_per_gpu", (None,), "cluster.n_gpus_per_node", (0,), "it needs GPUs",
+        "use mem or mem_per_cpu",
+    ),
+    Relation(
+        f"{_SLURM}.mem_per_cpu", (None,), f"{_SLURM}.cpus_per_task", (None,), "Slurm multiplies the two",
+        "set both, or use mem",
+    ),
+    Relation(
+        "actor.loss_aggregation", ("token_mean",), "actor.algorithm", ("areal",), "it is not AReaL's",
+        "use token_mean",
+    ),
+    *(
+        Relation(
+            "actor.overlong_reward_penalty", (False,), f"actor.{needed}", (None,), "",
+            f"set actor.{needed}, or remove the penalty",
+        )
+        for needed in ("overlong_tokens", "overlong_penalty_factor")
+    ),
+    *(
+        Relation(
+            f"{model}.fsdp.offload_activations", (False,), f"{model}.gradient_checkpointing", (False,),
+            "it moves the inputs of layers, which are not kept", "set that, or remove it", Kind.NO_EFFECT,
+        )
+        for model in _MODELS
+    ),
+)  # fmt: skip
+
+
+def _list_relations(model: str) -> Iterator[Relation]:
+    """Yield the relations of the options of a trained model."""
+    optimizer, ddp = f"{model}.optimizer", f"{model}.megatron.ddp"
+    granularity = f"{model}.megatron.recompute_granularity"
+    yield Relation(
+        f"{optimizer}.offload", (False,), f"{model}.fsdp.offload_params", (True,),
+        "that has the moments and updates in CPU memory as well", "remove it", Kind.NO_EFFECT,
+    )  # fmt: skip
+    yield Relation(
+        f"{optimizer}.min_lr_ratio", (0,), f"{optimizer}.lr_scheduler_type", ("constant",),
+        "the learning rate stays the same", "use linear or cosine", Kind.NO_EFFECT,
+    )  # fmt: skip
+    yield Relation(
+        f"{ddp}.check_for_nan_in_grad", (False,), f"{model}.dtype", ("float16",),
+        "float16 gradients overflow until the loss scale is small, and it ends the trial then",
+        "remove it, or use dtype bfloat16",
+    )  # fmt: skip
+    needed = {
+        "overlap_param_gather": ("overlap_grad_reduce", "use_distributed_optimizer"),
+        "align_param_gather": ("overlap_param_gather",),
+    }
+    for option, other in ((option, other) for option, others in needed.items() for other in others):
+        use = f"set it, or remove {option}"
+        yield Relation(f"{ddp}.{option}", (False,), f"{ddp}.{other}", (False,), "", use)
+    use = "set it, or remove bucket_size"
+    yield Relation(f"{ddp}.bucket_size", (None,), f"{ddp}.overlap_grad_reduce", (False,), "", use)
+    yield Relation(
+        granularity, ("full", "selective"), f"{model}.gradient_checkpointing", (True,),
+        "it recomputes nothing", f"use {model}.gradient_checkpointing false",
+    )  # fmt: skip
+    for option in ("recompute_method", "recompute_num_layers"):
+        why, use = "it is about whole layers", "remove it"
+        yield Relation(f"{model}.megatron.{option}", (None,), granularity, ("selective",), why, use)
+    option, why = f"{model}.megatron.recompute_modules", "it is about parts of layers"
+    yield Relation(option, (None,), granularity, (None, "full"), why, "use selective, or remove it")
 
 
 def list_server_pools(config: Config) -> tuple[Servers, ...]:
@@ -114,12 +243,10 @@ def list_given(config: Config, explicit: Collection[str], prefixes: str | tuple[
 
 def check_names(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for option in ("experiment_name", "trial_name"):
-        name = getattr(config, option)
         try:
-            check_name(option, name)
+            check_name(option, getattr(config, option))
         except ConfigError as error:
-            why = str(error).removeprefix(f"{option} {name!r} ")
-            yield Refusal(option=option, value=repr(name), kind=Kind.VALUE, why=why)
+            yield from error.refusals
 
 
 def check_equal(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -138,6 +265,38 @@ def check_needs(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
             what = "GPUs (cluster.n_gpus_per_node 0)" if needed == "cluster.n_gpus_per_node" else needed
             why = f"has no effect without {what}: set both, or remove it"
             yield Refusal(option=name, kind=Kind.NO_EFFECT, why=why, related=(needed,))
+
+
+def check_relations(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    """Refuse values that the value of another option excludes."""
+    for row in (*RELATIONS, *(row for model in _TRAINED for row in _list_relations(model))):
+        value, other = get_value(config, row.option), get_value(config, row.other)
+        if value is ABSENT or value in row.allowed or other not in row.when:
+            continue
+        what = "has no effect" if row.kind is Kind.NO_EFFECT else "can't be used"
+        yield Refusal(
+            option=row.option,
+            value=_format_value(value),
+            kind=row.kind,
+            why=f"{what} with {row.other} {_format_value(other)}" + (f": {row.why}" if row.why else ""),
+            use=row.use,
+            related=(row.other,),
+        )
+
+
+def _format_value(value: Any) -> str:
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def check_limits(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    """Refuse numbers that are too large or too small beside another option."""
+    for words, sign, table in (("must not exceed", 1, AT_MOST), ("must be at least", -1, AT_LEAST)):
+        for name, other in table.items():
+            value, limit = get_value(config, name), get_value(config, other)
+            if value in (ABSENT, None) or limit in (ABSENT, None) or sign * (value - limit) <= 0:
+                continue
+            why = f"{words} {other} {limit:g}"
+            yield Refusal(option=name, value=f"{value:g}", kind=Kind.CONFLICT, why=why, related=(other,))
 
 
 def check_length(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -184,7 +343,7 @@ def check_environments(config: Config, explicit: Collection[str]) -> Iterator[Re
         try:
             found = parse_environment(option, getattr(config.launcher, name))
         except ConfigError as error:
-            yield Refusal(option=option, kind=Kind.VALUE, why=str(error).removeprefix(option))
+            yield from error.refusals
             continue
         for variable, value in found.items():
             if value == REDACTED and is_secret_variable(variable):
@@ -203,6 +362,8 @@ RULES = [
     check_names,
     check_equal,
     check_needs,
+    check_relations,
+    check_limits,
     check_length,
     check_datasets,
     check_evaluation,
@@ -211,20 +372,21 @@ RULES = [
 ]
 
 
-def list_idle_notes(config: Config, explicit: Collection[str]) -> Iterator[str]:
+def list_idle_notes(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     """Yield notes about options without effect; AReaL's files often contain them."""
     names = ("batch_size", "sequences_per_rank", "shuffle", "drop_last", "pin_memory")
     idle = [f"valid_dataset.{name}" for name in names if f"valid_dataset.{name}" in explicit]
     if idle and config.valid_dataset is not None:
-        yield f"{', '.join(idle)}: no effect: an evaluation uses every held-out row once, in order."
+        yield make_idle_note(idle, "an evaluation uses every held-out row once, in order")
     if isinstance(config, GRPOConfig):
         used = list(dict.fromkeys(pool.backend for pool in list_server_pools(config)))
         for name, backend in SERVER_BACKENDS.items():
             is_set = any(option.startswith(f"{backend.section}.") for option in explicit)
             if used and name not in used and is_set:
-                yield f"{backend.section} has no effect: the trial has {' and '.join(used)} servers."
+                why = f"has no effect: the trial has {' and '.join(used)} servers"
+                yield make_note(backend.section, why, Kind.NO_EFFECT)
         return
     unused = ("launcher.rollout_", "launcher.inference_server_")
     roles = [name for name in sorted(explicit) if name.startswith(unused)]
     if roles:
-        yield f"{', '.join(roles)}: no effect: trainer {config.trainer} has no servers and no rollout role."
+        yield make_idle_note(roles, f"trainer {config.trainer} has no servers and no rollout role")

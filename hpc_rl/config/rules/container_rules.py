@@ -68,10 +68,6 @@ def split_binds(mount: str) -> list[str]:
 def check_images(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     slurm = config.launcher.slurm
     given = [name for name in OPTION.values() if getattr(slurm, name) not in (None, "", "none")]
-    if given and slurm.container_type == "none":
-        kind = "launcher.slurm.container_type"
-        why = f"contradicts {kind} none: use apptainer, or omit the image"
-        yield Refusal(option=f"launcher.slurm.{given[0]}", kind=Kind.CONFLICT, why=why, related=(kind,))
     for name in given:
         yield from _check_image(f"launcher.slurm.{name}", getattr(slurm, name), slurm.container_type)
     for role, name in PYTHONS.items():

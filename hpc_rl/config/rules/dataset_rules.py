@@ -27,7 +27,7 @@ from hpc_rl.config.rules.generation_rules import BUILT_IN
 from hpc_rl.config.rules.training_rules import find_trained_model
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import find_similar_file
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.core.trial import load_json
 
 _NEEDED = {"rl": ("prompt",), "sft": ("prompt", "completion"), "rw": ("chosen", "rejected")}
@@ -264,16 +264,16 @@ def _count_equal_pairs(config: Config) -> Iterator[tuple[str, DatasetConfig, int
 RULES = [check_files, check_rows, check_rewards, check_pairs]
 
 
-def list_notes(config: Config) -> Iterator[str]:
+def list_notes(config: Config) -> Iterator[Refusal]:
     for section, _, num_equal, num in _count_equal_pairs(config):
-        what = "the model learns nothing from them"
-        yield f"{section}: `chosen` and `rejected` are equal in {num_equal} of the first {num} rows; {what}."
+        which = f"{num_equal} of the first {num} rows; the model learns nothing from them"
+        yield make_note(section, f": `chosen` and `rejected` are equal in {which}", Kind.FILE)
     for section, dataset in list_datasets(config):
         found = load_named_rows(dataset.path, dataset.columns)
         media = [name for name in _MEDIA if any(row.get(name) for row in found)]
         if media:
             no_use = "is not used: neither servers nor trainers get images or sound"
-            yield f"{section}: the column {media[0]} {no_use}."
+            yield make_note(section, f": the column {media[0]} {no_use}", Kind.FILE)
         reward = config.rollout.reward_fn if isinstance(config, GRPOConfig) else ""
         if (
             found
@@ -281,4 +281,5 @@ def list_notes(config: Config) -> Iterator[str]:
             and all(_is_worked(row.get("answer")) for row in found)
         ):
             whole = "is above 0 only for a completion with the whole column answer, working included"
-            yield f"rollout.reward_fn {reward} {whole} ({section}); math_verify compares the results."
+            why = f"{whole} ({section}); math_verify compares the results"
+            yield make_note("rollout.reward_fn", why, value=reward)

@@ -84,55 +84,13 @@ def check_megatron(config: Config, explicit: Collection[str]) -> Iterator[Refusa
                     why="can't be used with the megatron backend",
                     use="use sdpa",
                 )
-    yield from _check_overlap(f"{section}.megatron.ddp", engine)
     yield from _check_recomputation(f"{section}.megatron", engine)
-
-
-def _check_overlap(name: str, engine: TrainEngineConfig) -> Iterator[Refusal]:
-    if engine.megatron.ddp.check_for_nan_in_grad and engine.dtype == "float16":
-        ends = "ends the trial where a float16 gradient overflows, as is usual until the loss scale is small"
-        yield Refusal(
-            option=f"{name}.check_for_nan_in_grad",
-            kind=Kind.CONFLICT,
-            why=ends,
-            use="remove it, or use dtype bfloat16",
-        )
-    needed = {
-        "overlap_param_gather": ("overlap_grad_reduce", "use_distributed_optimizer"),
-        "align_param_gather": ("overlap_param_gather",),
-        "bucket_size": ("overlap_grad_reduce",),
-    }
-    ddp = engine.megatron.ddp
-    for option, others in needed.items():
-        for other in others:
-            if getattr(ddp, option) and not getattr(ddp, other):
-                yield Refusal(
-                    option=f"{name}.{option}",
-                    kind=Kind.CONFLICT,
-                    why=f"needs {name}.{other} true",
-                    use=f"set it, or remove {option}",
-                    related=(f"{name}.{other}",),
-                )
 
 
 def _check_recomputation(name: str, engine: TrainEngineConfig) -> Iterator[Refusal]:
     options = engine.megatron
     granularity, parts = options.recompute_granularity, options.recompute_modules
-    checkpoints = f"{name.partition('.')[0]}.gradient_checkpointing"
-    if granularity is None and engine.gradient_checkpointing:
-        yield Refusal(
-            option=f"{name}.recompute_granularity",
-            value="null",
-            kind=Kind.CONFLICT,
-            why=f"recomputes nothing: use {checkpoints} false instead",
-            related=(checkpoints,),
-        )
-    whole = (options.recompute_method, options.recompute_num_layers)
-    if granularity == "selective" and whole != (None, None):
-        why = "and recompute_num_layers are of whole layers, but recompute_granularity is selective"
-        method = f"{name}.recompute_method"
-        yield Refusal(option=method, kind=Kind.CONFLICT, why=why, use="remove them")
-    if granularity == "full" and None in whole:
+    if granularity == "full" and None in (options.recompute_method, options.recompute_num_layers):
         yield Refusal(
             option=f"{name}.recompute_granularity",
             value="full",
@@ -140,9 +98,6 @@ def _check_recomputation(name: str, engine: TrainEngineConfig) -> Iterator[Refus
             why="needs recompute_method and recompute_num_layers",
             use="set both",
         )
-    if parts is not None and granularity != "selective":
-        why, use = "needs recompute_granularity selective", "set it, or remove them"
-        yield Refusal(option=f"{name}.recompute_modules", kind=Kind.CONFLICT, why=why, use=use)
     for part in parts or ():
         if part not in PARTS:
             why, use = f": {part} can't be used", f"allowed: {', '.join(PARTS)}"

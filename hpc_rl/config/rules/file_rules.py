@@ -18,11 +18,10 @@ from hpc_rl.config.rules.consistency import find_context_option
 from hpc_rl.config.rules.container_rules import is_trusted
 from hpc_rl.config.rules.training_rules import list_models, list_samplings
 from hpc_rl.config.rules.weight_rules import find_weights_problem
-from hpc_rl.config.snapshot import NAME as SNAPSHOT
 from hpc_rl.config.snapshot import list_snapshot_files
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.files import find_similar_file, mount_of, wait_for_path
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.core.trial import load_json
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -217,7 +216,7 @@ def check_context(
             option=f"{dataset}.max_length",
             value=prompt,
             kind=Kind.CONFLICT,
-            why=f"and {option} {new} make {prompt + new} tokens, but {of_model}",
+            why=f"makes {prompt + new} tokens with {option} {new}, but {of_model}",
             related=(option,),
         )
 
@@ -305,7 +304,7 @@ def check_snapshot(config: Config, explicit: Collection[str]) -> Iterator[Refusa
     try:
         list_snapshot_files(config, Path.cwd())
     except ConfigError as error:
-        yield Refusal(option=SNAPSHOT, kind=Kind.FILE, why=str(error).removeprefix(SNAPSHOT))
+        yield from error.refusals
 
 
 def check_shared_places(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -337,28 +336,29 @@ def list_inputs(config: Config) -> Iterator[tuple[str, str]]:
 def check_on_node(config: Config, node: str, wait_s: float = 0.0) -> None:
     """Raise ConfigError for models and datasets that do not appear on this node within `wait_s` seconds."""
     until = time.monotonic() + wait_s
+    why, use = f"is not on node {node}, where the job runs", "correct the path, or put it there"
     gone = [
-        f"{name} {path}"
+        Refusal(option=name, value=path, kind=Kind.FILE, why=why, use=use)
         for name, path in list_inputs(config)
         if path and not wait_for_path(Path(path), until)
     ]
     if gone:
-        raise ConfigError(
-            f"{'; '.join(gone)}: not on node {node}, where the job runs. Correct the path, or put it there."
-        )
+        raise ConfigError(*gone)
 
 
-def list_notes(config: Config) -> Iterator[str]:
+def list_notes(config: Config) -> Iterator[Refusal]:
     if copied := list_snapshot_files(config, Path.cwd()):
-        yield f"launcher.snapshot: {len(copied)} files are copied as they are now, and imported from there."
+        why = f": {len(copied)} files are copied as they are now, and imported from there"
+        yield make_note("launcher.snapshot", why, Kind.FILE)
     for name, path in list_inputs(config):
         if path and is_trusted(config, path):
-            yield f"{name} {path}: nothing of it is on this machine; only the job checks it, on its nodes."
+            why = ": nothing of it is on this machine; only the job checks it, on its nodes"
+            yield make_note(name, why, Kind.FILE, value=path)
     # A local disk may be exported to all nodes; only they can tell.
     for name, place, kind in _list_places(config):
         if kind in _DISK_FILE_SYSTEMS:
             ask = "make sure that all nodes see it (`hpc-rl doctor --allocation` checks this)"
-            yield f"{name} {place} is on {kind}, a disk of this machine: {ask}."
+            yield make_note(name, f"is on {kind}, a disk of this machine: {ask}", Kind.FILE, value=place)
 
 
 def _list_places(config: Config) -> Iterator[tuple[str, str, str]]:

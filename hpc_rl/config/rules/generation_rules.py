@@ -16,7 +16,7 @@ from hpc_rl.config.options.limits import NonNegativeFloat, PositiveFloat, Positi
 from hpc_rl.config.rules.consistency import find_context_option, find_server_backend, list_given
 from hpc_rl.config.rules.training_rules import list_models, list_samplings
 from hpc_rl.core.backends import SERVER_BACKENDS
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 BUILT_IN = {
     "workflow": ["single_turn", "multi_turn", "teacher"],
@@ -159,14 +159,6 @@ def check_sampling(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Re
                 use=f"use {instead}",
                 related=tuple(related),
             )
-        if g.min_new_tokens > g.max_new_tokens:
-            yield Refusal(
-                option=f"{section}.min_new_tokens",
-                value=g.min_new_tokens,
-                kind=Kind.CONFLICT,
-                why=f"must not exceed {section}.max_new_tokens {g.max_new_tokens}",
-                related=(f"{section}.max_new_tokens",),
-            )
 
 
 def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -197,15 +189,7 @@ def check_lengths(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
 
 
 def check_rollout(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
-    options, batch_size = config.rollout, config.train_dataset.batch_size
-    if options.queue_size is not None and options.queue_size < batch_size:
-        yield Refusal(
-            option="rollout.queue_size",
-            value=options.queue_size,
-            kind=Kind.CONFLICT,
-            why=f"can't hold a batch: train_dataset.batch_size is {batch_size}",
-            related=("train_dataset.batch_size",),
-        )
+    options = config.rollout
     weights, functions = options.reward_weights, options.reward_functions
     if weights is not None and (len(weights) != len(functions) or not any(weights)):
         yield Refusal(
@@ -269,15 +253,18 @@ def check_workflow_args(config: GRPOConfig, explicit: Collection[str]) -> Iterat
             )
 
 
-def list_notes(config: GRPOConfig) -> Iterator[str]:
+def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
     """Yield notes about options without effect; AReaL's files often contain them."""
     if not config.async_training and (ahead := config.rollout.max_head_offpolicyness):
         why = "async_training false has each batch made by the newest weights"
-        yield f"rollout.max_head_offpolicyness {ahead}: no effect: {why}."
+        name = "rollout.max_head_offpolicyness"
+        yield make_note(name, f": no effect: {why}", Kind.NO_EFFECT, value=ahead, related=("async_training",))
     for section in ("train_dataset", "valid_dataset"):
         dataset = getattr(config, section)
         if dataset is not None and dataset.too_long != "drop" and dataset.max_length is None:
-            yield f"{section}.too_long {dataset.too_long}: no effect without {section}.max_length."
+            name, limit = f"{section}.too_long", f"{section}.max_length"
+            why = f": no effect without {limit}"
+            yield make_note(name, why, Kind.NO_EFFECT, value=dataset.too_long, related=(limit,))
     workflow, args = config.rollout.workflow, config.rollout.workflow_args
     idle = [name for name in args if name not in WORKFLOW_ARGS.get(workflow, [name])]
     if args.get("n_trajs") == config.gconfig.n_samples and "n_trajs" in idle:
@@ -285,8 +272,8 @@ def list_notes(config: GRPOConfig) -> Iterator[str]:
     if idle:
         known = "" if workflow == "multi_turn" else "multi_turn, or "
         use = f"name the one that does: {known}your own package.module:name"
-        names = f"rollout.workflow_args: {', '.join(idle)}"
-        yield f"{names}: no effect: rollout.workflow {workflow} does not take it; {use}."
+        why = f": {', '.join(idle)}: no effect: rollout.workflow {workflow} does not take it; {use}"
+        yield make_note("rollout.workflow_args", why, Kind.NO_EFFECT, related=("rollout.workflow",))
 
 
 def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:

@@ -19,47 +19,18 @@ _DERIVED = {  # options of any mpiexec that the plan sets
 def check_start(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     launcher, slurm = config.launcher, config.launcher.slurm
     start, mpi = "launcher.trainer_start", "launcher.slurm.srun_mpi"
-    refuse = partial(Refusal, option=start, value="mpiexec", kind=Kind.CONFLICT)
     if launcher.trainer_start != "mpiexec":
         for option in list_given(config, explicit, "launcher.mpi."):
             why = f"has no effect with {start} srun"
             yield Refusal(option=option, kind=Kind.NO_EFFECT, why=why, use="use mpiexec", related=(start,))
-    else:
-        if find_image(slurm, "trainer"):
-            image = "launcher.slurm.trainer_image"
-            use = f"use trainer_start srun (with {mpi}, if it needs MPI), or omit the image"
-            why = f"can't start a container, but {image} is set: {use}"
-            yield refuse(why=why, related=(image, mpi))
-        if slurm.layout == "hetjob":
-            layout = "launcher.slurm.layout"
-            why = f"can't be used with {layout} hetjob: its steps name a component"
-            use = "use layout allocation or jobs, or trainer_start srun"
-            yield refuse(why=why, use=use, related=(layout,))
-        if slurm.srun_mpi != "none":
-            yield Refusal(
-                option=mpi,
-                value=slurm.srun_mpi,
-                kind=Kind.NO_EFFECT,
-                why=f"has no effect with {start} mpiexec",
-                use="use srun, or remove it",
-                related=(start,),
-            )
-        if slurm.srun_args.trainer:
-            yield Refusal(
-                option="launcher.slurm.srun_args.trainer",
-                kind=Kind.NO_EFFECT,
-                why=f"has no effect with {start} mpiexec",
-                use="use launcher.mpi.args",
-                related=(start, "launcher.mpi.args"),
-            )
-    if slurm.srun_mpi != "none" and launcher.type == "local":
+    elif find_image(slurm, "trainer"):
         yield Refusal(
-            option=mpi,
-            value=slurm.srun_mpi,
+            option=start,
+            value="mpiexec",
             kind=Kind.CONFLICT,
-            why="needs srun, but launcher.type is local",
-            use="use slurm",
-            related=("launcher.type",),
+            why="can't start a container, but launcher.slurm.trainer_image is set",
+            use=f"use trainer_start srun (with {mpi}, if it needs MPI), or omit the image",
+            related=("launcher.slurm.trainer_image", mpi),
         )
     of_all = slurm.srun_additional_args.split()
     for option, args in (("srun_additional_args", of_all), ("srun_args.trainer", slurm.srun_args.trainer)):

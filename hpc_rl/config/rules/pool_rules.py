@@ -33,8 +33,10 @@ def check_sources(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
     for key, pool in config.pools.items():
         name = f"pools.{key}"
         if pool.path and pool.url:
-            why = f"and {name}.url can't both be set: its servers are here, or elsewhere"
-            yield Refusal(option=f"{name}.path", kind=Kind.CONFLICT, why=why, related=(f"{name}.url",))
+            why = f"can't be used with {name}.url: its servers are here, or elsewhere"
+            yield Refusal(
+                option=f"{name}.path", kind=Kind.CONFLICT, why=why, use="keep one", related=(f"{name}.url",)
+            )
         elif pool.url:
             yield from _check_endpoint(name, pool)
         elif pool.path:
@@ -100,13 +102,7 @@ def check_servers(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
         try:
             find_trained_pool_in(config, found)
         except ConfigError as error:
-            yield Refusal(
-                option="allocation_mode",
-                value=found,
-                kind=Kind.CONFLICT,
-                why=str(error).removeprefix(f"allocation_mode {found} "),
-                related=("pools", *(f"pools.{name}.path" for name in placed if name not in config.pools)),
-            )
+            yield from error.refusals
 
 
 def check_options(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -189,8 +185,8 @@ def _check_server_options(pool: str, section: str, cls: type, given: dict[str, s
             yield Refusal(option=option, kind=Kind.UNSUPPORTED, why=why, related=related)
         elif key not in kinds:
             hint = suggest_name(key, kinds) or f"`hpc-rl submit --help {section}` lists them."
-            why = f": {section} has no option {key}. {hint}"
-            yield Refusal(option=option, kind=Kind.UNKNOWN, why=why, related=(section,))
+            why = f": {section} has no such option. {hint}"
+            yield Refusal(option=f"{option}.{key}", kind=Kind.UNKNOWN, why=why, related=(option, section))
         elif reason := _explain_wrong_value(kinds[key], text):
             why, use = f": {key} {text!r} can't be used", f"allowed: {describe_allowed(kinds[key])}. {reason}"
             yield Refusal(option=option, kind=Kind.VALUE, why=why, use=use.strip())

@@ -10,13 +10,14 @@ from collections.abc import Iterator
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.rules.consistency import find_server_backend
+from hpc_rl.core.refusal import Refusal, make_note
 
 _CUT_OFF = ("top_p", "top_k", "min_p")
 _PENALTIES = ("repetition_penalty", "frequency_penalty")
 _USE = "eval_gconfig may have it, so that only evaluations sample so"
 
 
-def list_notes(config: GRPOConfig) -> Iterator[str]:
+def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
     neutral, sampling = GenerationHyperparameters(), config.gconfig
     backend = find_server_backend(config) or "generation"
     for name in (*_CUT_OFF, *_PENALTIES):
@@ -30,4 +31,5 @@ def list_notes(config: GRPOConfig) -> Iterator[str]:
             )
         else:
             why = "tokens are sampled from a part of the distribution, and the loss takes them for all of it"
-        yield f"WARNING: gconfig.{name} {value:g}: {why}; use {unused:g} to train, {_USE}."
+        why = f": {why}; use {unused:g} to train, {_USE}"
+        yield make_note(f"gconfig.{name}", why, value=f"{value:g}", is_warning=True)

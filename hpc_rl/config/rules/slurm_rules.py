@@ -115,18 +115,9 @@ def check_conflicts(config: Config, explicit: Collection[str]) -> Iterator[Refus
     memory = ("mem", "mem_per_cpu", "mem_per_gpu")
     memory_set = [f"{name}.{option}" for option in memory if getattr(slurm, option) not in (None, DERIVED)]
     if len(memory_set) > 1:
-        keep = "sbatch takes one of --mem, --mem-per-cpu, --mem-per-gpu. Keep one"
         first, *others = memory_set
-        why = f"and {' and '.join(others)} exclude each other: {keep}"
-        yield refuse(option=first, why=why, related=tuple(others))
-    if slurm.mem_per_gpu and not config.cluster.n_gpus_per_node:
-        number = "cluster.n_gpus_per_node"
-        why, use = f"needs GPUs, but {number} is 0", "use mem or mem_per_cpu"
-        yield refuse(option=f"{name}.mem_per_gpu", why=why, use=use, related=(number,))
-    if slurm.mem_per_cpu and slurm.cpus_per_task is None:
-        needed = f"{name}.cpus_per_task"
-        why = f"needs {needed}, which is null: Slurm multiplies the two"
-        yield refuse(option=f"{name}.mem_per_cpu", why=why, related=(needed,))
+        why = f"can't be used together with {' and '.join(others)}: sbatch takes one of them"
+        yield refuse(option=first, why=why, use="keep one", related=tuple(others))
     if has_gpus(slurm.gres):
         yield from _check_gres(config)
     elif slurm.gpu_type is not None and slurm.gpus_by is None:
@@ -181,36 +172,21 @@ def check_extra_args(config: Config, explicit: Collection[str]) -> Iterator[Refu
 
 def check_layouts(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     slurm = config.launcher.slurm
-    refuse = partial(Refusal, kind=Kind.CONFLICT)
-    no_submitit = partial(refuse, option="launcher.slurm.backend", value="submitit")
-    no_layout = partial(refuse, option="launcher.slurm.layout", value=slurm.layout)
-    if slurm.backend == "submitit" and slurm.layout != "allocation":
-        why = f"can't be used with layout {slurm.layout}: submitit submits single jobs only"
-        yield no_submitit(why=why, use="use backend sbatch, or layout allocation")
-    if slurm.backend == "submitit" and slurm.continue_by == "successor":
-        why = "can't be used with continue_by successor: submitit requeues its job"
-        yield no_submitit(why=why, use="use backend sbatch, or continue_by requeue")
+    layout = "launcher.slurm.layout"
     if slurm.layout != "allocation" and not isinstance(config, GRPOConfig):
-        why = f"needs servers, but trainer {config.trainer} has none"
-        yield no_layout(why=why, use="use allocation", related=("trainer",))
-    if slurm.layout != "allocation" and config.launcher.type == "local":
-        why = "needs Slurm, but launcher.type is local"
-        yield no_layout(why=why, use="use slurm, or allocation", related=("launcher.type",))
-    if slurm.layout == "hetjob" and slurm.switches is not None:
-        why = "can't be used with layout hetjob: Slurm counts switches per component"
-        yield refuse(option="launcher.slurm.switches", why=why)
-    if slurm.layout == "hetjob" and slurm.servers.time is not None:
-        why, other = "can't be used with layout hetjob: its components stop together", "launcher.slurm.time"
-        yield refuse(option="launcher.slurm.servers.time", why=why, use=f"use {other}", related=(other,))
+        why, use = f"needs servers, but trainer {config.trainer} has none", "use allocation"
+        kind, related = Kind.CONFLICT, ("trainer",)
+        yield Refusal(option=layout, value=slurm.layout, kind=kind, why=why, use=use, related=related)
     options = list_given(config, explicit, "launcher.slurm.servers.")
     elastic = [name for name in options if name.endswith((".max_running", ".idle_s"))]
     if slurm.layout == "allocation" and options:
         why = "has no effect in layout allocation: servers share the trainer's job"
         use = "use layout jobs or hetjob"
-        yield Refusal(option=options[0], kind=Kind.NO_EFFECT, why=why, use=use)
+        yield Refusal(option=options[0], kind=Kind.NO_EFFECT, why=why, use=use, related=(layout,))
     elif slurm.layout == "hetjob" and elastic:
         why = "has no effect in layout hetjob: servers start and stop with the job"
-        yield Refusal(option=elastic[0], kind=Kind.NO_EFFECT, why=why, use="use layout jobs")
+        use = "use layout jobs"
+        yield Refusal(option=elastic[0], kind=Kind.NO_EFFECT, why=why, use=use, related=(layout,))
 
 
 def check_srun_options(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:

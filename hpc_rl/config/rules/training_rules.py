@@ -14,7 +14,7 @@ from hpc_rl.config.options.experiment import (
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.consistency import is_default
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_idle_note, make_note
 
 _ONLY_FOR_TRAINING = (
     *("gradient_checkpointing", "disable_dropout", "grad_reduce_dtype"),
@@ -136,40 +136,44 @@ def find_too_long(config: Config) -> Iterator[tuple[str, int, str]]:
                 yield f"{dataset}.max_length", bound, name
 
 
-def list_notes(config: GRPOConfig) -> Iterator[str]:
+def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
     """Yield notes about options that are harmless but have no effect."""
     actor = config.actor
     for name in ("reward_norm", "adv_norm"):
         norm = getattr(actor, name)
         idle = [one for one in ("std_unbiased", "eps") if not is_default(config, f"actor.{name}.{one}")]
         if norm is not None and norm.std_level is None and idle:
-            yield f"actor.{name}.{', '.join(idle)}: no effect, because std_level is null."
+            names = [f"actor.{name}.{one}" for one in idle]
+            yield make_idle_note(names, f"actor.{name}.std_level is null")
     if not actor.overlong_reward_penalty:
         for name in ("overlong_tokens", "overlong_penalty_factor"):
             if getattr(actor, name) is not None:
-                yield f"actor.{name} has no effect: actor.overlong_reward_penalty is false."
+                yield make_idle_note([f"actor.{name}"], "actor.overlong_reward_penalty is false")
     if actor.log_agent_stats_keys and not actor.log_agent_stats:
-        yield "actor.log_agent_stats_keys has no effect: actor.log_agent_stats is false."
+        yield make_idle_note(["actor.log_agent_stats_keys"], "actor.log_agent_stats is false")
     if actor.algorithm == "areal" and actor.kl_ctl and config.ref is None:
-        rewards = "rewards improbable tokens, as AReaL did (actor.algorithm areal)"
-        yield f"actor.kl_ctl {actor.kl_ctl:g} without a reference model {rewards}."
+        why = "without a reference model rewards improbable tokens, as AReaL did (actor.algorithm areal)"
+        yield make_note("actor.kl_ctl", why, value=f"{actor.kl_ctl:g}", related=("actor.algorithm", "ref"))
     if config.ref is None:
         return
     if actor.kl_ctl and actor.beta:
-        yield "actor.kl_ctl and actor.beta are both set: the KL term counts in the reward and in the loss."
+        why = ": actor.beta is set as well, so the KL term counts in the reward and in the loss"
+        yield make_note("actor.kl_ctl", why, related=("actor.beta",))
     if not (actor.kl_ctl or actor.beta):
-        yield "ref has no effect, and the reference model is not loaded: actor.kl_ctl and actor.beta are 0."
+        why = "has no effect, and the reference model is not loaded: actor.kl_ctl and actor.beta are 0"
+        yield make_note("ref", why, Kind.NO_EFFECT, related=("actor.kl_ctl", "actor.beta"))
     idle = [f"ref.{name}" for name in _ONLY_FOR_TRAINING if not is_default(config, f"ref.{name}")]
     if idle:
-        yield f"{', '.join(idle)}: no effect, because the reference model is not trained."
+        yield make_idle_note(idle, "the reference model is not trained")
 
 
-def list_learning_rate_notes(config: Config) -> Iterator[str]:
+def list_learning_rate_notes(config: Config) -> Iterator[Refusal]:
     section, engine = find_trained_model(config)
     optimizer = engine.optimizer
     if optimizer is not None and optimizer.type != "empty" and HIGH_LR < optimizer.lr < MAX_LR:
         usual = "usual are 1e-7 to 1e-5 for reinforcement learning, up to 1e-3 for small models"
-        yield f"WARNING: {section}.optimizer.lr {optimizer.lr:g} is very high: {usual}."
+        why, value = f"is very high: {usual}", f"{optimizer.lr:g}"
+        yield make_note(f"{section}.optimizer.lr", why, value=value, is_warning=True)
 
 
 def check_policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -183,38 +187,18 @@ def check_policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator
             use="remove it",
             related=("actor.use_decoupled_loss",),
         )
-    if actor.algorithm == "areal" and actor.loss_aggregation != "token_mean":
-        yield Refusal(
-            option="actor.loss_aggregation",
-            value=actor.loss_aggregation,
-            kind=Kind.CONFLICT,
-            why="is not AReaL's",
-            use="use token_mean with actor.algorithm areal",
-            related=("actor.algorithm",),
-        )
 
 
 def check_rewards(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     actor, budget, n_samples = config.actor, config.gconfig.max_new_tokens, config.gconfig.n_samples
-    if actor.overlong_reward_penalty:
-        needed = ("overlong_tokens", "overlong_penalty_factor")
-        missing = [f"actor.{name}" for name in needed if getattr(actor, name) is None]
-        if missing:
-            yield Refusal(
-                option="actor.overlong_reward_penalty",
-                kind=Kind.CONFLICT,
-                why=f"needs {' and '.join(missing)}",
-                use="set them, or remove it",
-                related=tuple(missing),
-            )
-        elif (actor.overlong_tokens or 0) > budget:
-            yield Refusal(
-                option="actor.overlong_tokens",
-                value=actor.overlong_tokens,
-                kind=Kind.CONFLICT,
-                why=f"must not exceed gconfig.max_new_tokens {budget}",
-                related=("gconfig.max_new_tokens",),
-            )
+    if actor.overlong_reward_penalty and (actor.overlong_tokens or 0) > budget:
+        yield Refusal(
+            option="actor.overlong_tokens",
+            value=actor.overlong_tokens,
+            kind=Kind.CONFLICT,
+            why=f"must not exceed gconfig.max_new_tokens {budget}",
+            related=("gconfig.max_new_tokens",),
+        )
     if actor.dynamic_sampling and n_samples < 2:
         yield Refusal(
             option="gconfig.n_samples",
@@ -288,25 +272,6 @@ def check_optimizers(config: Config, explicit: Collection[str]) -> Iterator[Refu
         if engine.dtype != "float16" and not is_default(config, f"{name}.{option}"):
             why = f"has no effect with dtype {engine.dtype}: only float16 needs loss scaling"
             yield Refusal(option=f"{name}.{option}", kind=Kind.NO_EFFECT, why=why)
-    if engine.dtype == "float16" and optimizer.min_loss_scale > optimizer.initial_loss_scale:
-        yield Refusal(
-            option=f"{name}.min_loss_scale",
-            value=f"{optimizer.min_loss_scale:g}",
-            kind=Kind.CONFLICT,
-            why=f"must not exceed initial_loss_scale {optimizer.initial_loss_scale:g}",
-        )
-    if optimizer.offload and engine.fsdp.offload_params:
-        other = f"{section}.fsdp.offload_params"
-        yield Refusal(
-            option=f"{name}.offload",
-            kind=Kind.NO_EFFECT,
-            why=f"has no effect with {other}, which has the moments and updates in CPU memory as well",
-            use="remove it",
-            related=(other,),
-        )
-    if optimizer.lr_scheduler_type == "constant" and optimizer.min_lr_ratio:
-        why, use = "has no effect with lr_scheduler_type constant", "use linear or cosine"
-        yield Refusal(option=f"{name}.min_lr_ratio", kind=Kind.NO_EFFECT, why=why, use=use)
 
 
 def check_attention(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -332,26 +297,7 @@ def check_attention(config: Config, explicit: Collection[str]) -> Iterator[Refus
 
 def check_engines(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for section, engine in list_models(config):
-        if engine.fsdp.offload_activations and not engine.gradient_checkpointing:
-            needed = f"{section}.gradient_checkpointing"
-            yield Refusal(
-                option=f"{section}.fsdp.offload_activations",
-                kind=Kind.NO_EFFECT,
-                why=f"has no effect without {needed}, whose inputs of layers it moves",
-                use="set that, or remove it",
-                related=(needed,),
-            )
         yield from _check_critic(config, section, engine)
-        most, together = engine.mb_spec.max_seqs_per_mb, engine.mb_spec.granularity
-        if most is not None and most < together:
-            yield Refusal(
-                option=f"{section}.mb_spec.max_seqs_per_mb",
-                value=most,
-                kind=Kind.CONFLICT,
-                why=f": {section}.mb_spec.granularity {together} sequences stay in one micro-batch",
-                use=f"use at least {together}",
-                related=(f"{section}.mb_spec.granularity",),
-            )
 
 
 def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[Refusal]:

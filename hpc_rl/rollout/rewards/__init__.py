@@ -20,6 +20,7 @@ from typing import Any
 from hpc_rl.config.load.fields import suggest_name
 from hpc_rl.config.text_templates import fill_template
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards.answers import final_answer
 from hpc_rl.rollout.rewards.tasks import countdown, thinks_then_answers
@@ -198,7 +199,8 @@ def import_object(key: str, path: str) -> Any:
     """
     module, _, name = path.partition(":")
     if not name:
-        raise ConfigError(f"{key}: {path!r} is neither built in nor of the form package.module:name.")
+        why = "is neither built in nor of the form package.module:name"
+        raise ConfigError(Refusal(option=key, value=repr(path), kind=Kind.VALUE, why=why))
     try:
         return getattr(importlib.import_module(module), name)
     except OSError:
@@ -209,9 +211,8 @@ def import_object(key: str, path: str) -> Any:
         remedy = _describe_search(module) if isinstance(error, ImportError) else ""
         if module in sys.modules:  # the module was imported, and lacks the name
             remedy = suggest_name(name, vars(sys.modules[module]))
-        raise ConfigError(
-            f"{key}: {path!r} can't be imported: {kind}{error}{where}. {remedy}".rstrip()
-        ) from error
+        why = f"can't be imported: {kind}{error}{where}. {remedy}".rstrip(". ")
+        raise ConfigError(Refusal(option=key, value=repr(path), kind=Kind.FILE, why=why)) from error
 
 
 def _describe_search(module: str) -> str:

@@ -17,7 +17,8 @@ from fractions import Fraction
 from typing import Any
 
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.sandbox import Limits, find_problem, find_sandbox, run_python
+from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.sandbox import USE, Limits, find_problem, find_sandbox, run_python
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +96,10 @@ def make_code_tests(timeout_s: float, sandbox: str) -> Callable[..., float]:
     """
     used = find_sandbox()
     if problem := find_problem(sandbox, used):
-        raise ConfigError(problem)
+        why = f": {problem}"
+        raise ConfigError(
+            Refusal(option="rollout.sandbox", value=sandbox, kind=Kind.MACHINE, why=why, use=USE)
+        )
     logger.info("code_tests runs code in this sandbox: %s", used.describe())
 
     def code_tests(prompt: Any, completion: str, tests: str | Sequence[str], **_columns: Any) -> float:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.rollout.rewards import check_number, import_object
 
 HALF_LENGTH = 100  # tokens of a teaching that has half of `efficiency`
@@ -54,14 +55,16 @@ PARTS: dict[str, RewardPart] = {"gain": gain, "solved": solved, "efficiency": ef
 
 def load_parts(paths: Sequence[str]) -> dict[str, RewardPart]:
     """Return the parts by their names in metrics, in order. Raises ConfigError."""
-    parts: dict[str, RewardPart] = {}
+    option, parts = "teacher.reward_parts", dict[str, RewardPart]()
     for path in paths:
-        part = PARTS.get(path) or import_object("teacher.reward_parts", path)
+        part = PARTS.get(path) or import_object(option, path)
         name = path.rpartition(":")[2]
         if not callable(part):
-            raise ConfigError(f"teacher.reward_parts: {path!r} must be a function (lesson, so_far) -> float.")
+            why = f": {path!r} must be a function (lesson, so_far) -> float"
+            raise ConfigError(Refusal(option=option, kind=Kind.FILE, why=why))
         if name in parts:
-            raise ConfigError(f"teacher.reward_parts: {name!r} is there twice; each is reported by its name.")
+            why = f": {name!r} is there twice; each is reported by its name"
+            raise ConfigError(Refusal(option=option, kind=Kind.VALUE, why=why))
         parts[name] = part
     return parts
 

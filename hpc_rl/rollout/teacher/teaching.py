@@ -20,6 +20,7 @@ from typing import Any
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.options.teacher import STUDENT, TemplatesConfig
 from hpc_rl.core.errors import ConfigError, InputRefused
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.types import Reply, Trajectory, TrajectoryGroup, Turn
 from hpc_rl.datasets.encode import find_question
 from hpc_rl.rollout.batch_log.ledger import RejectReason
@@ -47,7 +48,10 @@ class TeacherWorkflow:
     @classmethod
     def create(cls, config: GRPOConfig) -> "TeacherWorkflow":
         if not isinstance(config, TeacherConfig):
-            raise ConfigError("rollout.workflow teacher needs trainer: teacher, whose section it follows.")
+            why = "needs trainer: teacher, whose section it follows"
+            raise ConfigError(
+                Refusal(option="rollout.workflow", value="teacher", kind=Kind.CONFLICT, why=why)
+            )
         return cls(config)
 
     async def run(self, prompt: dict[str, Any], generate: Sampler) -> TrajectoryGroup:

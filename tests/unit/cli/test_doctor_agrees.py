@@ -324,9 +324,9 @@ MUCH = ["launcher.trainer_mem_per_gpu=100000000"]
 # Type of the launcher, options, the check that says so, its status in `doctor`, words, exit code of check.
 LOCAL_SETUPS = {
     "few CPUs": ("local", ["launcher.rollout_cpus=999"], "cpus", "warn", "the roles share the CPUs", 0),
-    "little memory": ("local", MUCH, "memory", "warn", "launcher.trainer_mem_per_gpu, inference", 0),
-    "no GPU": ("local", GPUS, "gpus", "fail", "n_gpus_per_node is 2; this machine has 0 GPUs", 64),
-    "no GPU, and no Slurm": ("auto", GPUS, "gpus", "fail", "The trial runs here: there is no sbatch.", 64),
+    "little memory": ("local", MUCH, "memory", "warn", "launcher.trainer_mem_per_gpu, launcher.inference", 0),
+    "no GPU": ("local", GPUS, "gpus", "fail", "n_gpus_per_node 2: this machine has 0 GPUs", 64),
+    "no GPU, and no Slurm": ("auto", GPUS, "gpus", "fail", "the trial runs here: there is no sbatch.", 64),
     "a local directory that is shared": (
         "local",
         ["cluster.local_dir=/tmp"],

@@ -30,5 +30,5 @@ def test_options_that_only_sbatch_would_use_are_named(config):
         "launcher.slurm.container_type=none",
     )
     notes = planned(config, "cluster.n_nodes=1", *given).loaded.notes
-    assert any(note.endswith(": launcher.slurm.partition, launcher.slurm.time.") for note in notes)
-    assert "launcher.slurm." not in "".join(planned(config, "cluster.n_nodes=1").loaded.notes)
+    assert any(note.endswith(": launcher.slurm.partition, launcher.slurm.time.") for note in map(str, notes))
+    assert "launcher.slurm." not in "".join(map(str, planned(config, "cluster.n_nodes=1").loaded.notes))

@@ -518,7 +518,7 @@ def test_a_dry_run_of_config_json_alone_is_refused_before_it_shows_a_plan(
     monkeypatch.setattr(needs, "measure_usable_memory", lambda: 64 << 30)
     assert submitted(large, "--dry_run", *LARGE, *here) == 64
     assert (
-        "Adam moments, and this machine has 64.0 GB of memory: use a smaller model" in capsys.readouterr().err
+        "Adam moments, and this machine has 64.0 GB of memory; use a smaller model" in capsys.readouterr().err
     )
 
 

@@ -160,7 +160,7 @@ def test_what_is_tried_is_refused_with_option_and_place(config, monkeypatch, cap
     said = capsys.readouterr().err
     assert f"tokenizer_path: {bad}/tokenizer.json can't be read: EOF" in said
     assert "(command line: tokenizer_path)" in said and "(command line: rollout.reward_fn)" in said
-    assert "cluster.n_gpus_per_node is 2; this machine has 0 GPUs" in said
+    assert "cluster.n_gpus_per_node 2: this machine has 0 GPUs" in said
 
 
 def test_code_that_ends_its_process_is_refused(config, capsys):

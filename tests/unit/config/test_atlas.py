@@ -38,7 +38,7 @@ def test_names_mean_what_they_say(given, option, value, tmp_path):
     assert get_value(loaded.config, option) == value
     if option in loaded.origins:
         assert loaded.origins[option] == f"{tmp_path}/a.yaml:1 ({given.partition('=')[0]})"
-    assert any(note.startswith(given.partition("=")[0]) for note in loaded.notes)
+    assert given.partition("=")[0] in {note.option for note in loaded.notes}
 
 
 def test_the_model_of_each_trainer():
@@ -99,7 +99,7 @@ def test_what_has_no_effect_says_so(given):
     assert loaded.config == load([], BASE).config
     assert [
         note
-        for note in loaded.notes
+        for note in map(str, loaded.notes)
         if note.startswith(given.partition("=")[0]) and "has no effect here" in note
     ]
 
@@ -134,7 +134,7 @@ def test_vllm_servers_are_what_allocation_mode_has(given, allocation, tmp_path):
     for loaded in (load([], [*BASE, *given]), load([tmp_path / "a.yaml"], [*BASE, *sections])):
         assert loaded.config.allocation_mode == allocation
         names = [word.partition("=")[0] for word in given if "vllm_" in word or "use_" in word]
-        assert all(any(note.startswith(name) for note in loaded.notes) for name in names)
+        assert {*names} <= {note.option for note in loaded.notes}
 
 
 @pytest.mark.parametrize(
@@ -244,7 +244,7 @@ def test_a_file_in_these_names_alone_is_a_grpo_trial(tmp_path):
     assert load([tmp_path / "a.yaml"]).config.gconfig.n_samples == 4
     (tmp_path / "b.yaml").write_text("\n".join([*lines, "learning_rate: 1e-6"]) + "\n")
     assert load([tmp_path / "b.yaml"], presets=["atlas"]).config.actor.optimizer.lr == 1e-6
-    with pytest.raises(ConfigError, match="or say it: trainer: grpo, teacher, sft or rw"):
+    with pytest.raises(ConfigError, match="trainer to one of grpo, teacher, sft, rw"):
         load([tmp_path / "b.yaml"])
 
 
@@ -255,7 +255,7 @@ def test_the_reference_model_is_what_is_offloaded():
     assert from_preset.ref is not None and from_preset.ref.fsdp.offload_params
     loaded = load([], [*BASE, "offload_untrained_models=true", "ref=null"])
     assert loaded.config.ref is None
-    assert any("have servers of their own" in note for note in loaded.notes)
+    assert any("have servers of their own" in note for note in map(str, loaded.notes))
 
 
 def test_names_of_the_teacher_make_a_teacher_trial():
@@ -282,11 +282,11 @@ def test_beta_is_the_only_kl_term_unless_both_are_said(tmp_path):
     words += ["actor.ppo_n_minibatches=1"]
     loaded = check(load([], words), files=False)
     assert loaded.config.actor.kl_ctl == 0 and any(
-        "actor.beta is the KL term" in note for note in loaded.notes
+        "actor.beta is the KL term" in note for note in map(str, loaded.notes)
     )
     loaded = check(load([], [*words, "actor.kl_ctl=0.1"]), files=False)
     assert loaded.config.actor.kl_ctl == 0.1 and any(
-        "the KL term counts in the reward and in the loss" in note for note in loaded.notes
+        "the KL term counts in the reward and in the loss" in note for note in map(str, loaded.notes)
     )
 
 
@@ -383,7 +383,7 @@ def test_no_limit_of_prompts_leaves_none_truncated():
     ]
     found = check(load([], [*given, "max_prompt_length=null"], presets=["atlas"]), files=False)
     assert found.config.train_dataset.max_length is None
-    assert any("too_long truncate_left: no effect" in note for note in found.notes)
+    assert any("too_long truncate_left: no effect" in note for note in map(str, found.notes))
 
 
 @pytest.mark.parametrize(

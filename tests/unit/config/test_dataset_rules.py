@@ -12,6 +12,7 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.config.rules.file_rules import make_hub_hint
 from hpc_rl.config.show import format_yaml, show
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind
 from hpc_rl.datasets.encode import Prompts, encode_prompt, load_pairs, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.examples.toy import make_tokenizer
@@ -81,7 +82,9 @@ def test_known_data_sets_are_read_as_they_are(place, row, columns, reward):
     found = load_checked(place, [row])
     assert (found.config.train_dataset.columns, found.config.rollout.reward_fn) == (columns, reward)
     names = [
-        note.split()[0] for note in found.notes if note.startswith(("train_dataset.columns", "rollout.rew"))
+        note.split()[0]
+        for note in map(str, found.notes)
+        if note.startswith(("train_dataset.columns", "rollout.rew"))
     ]
     assert names == ["train_dataset.columns"] * bool(columns) + ["rollout.reward_fn"] * (
         reward == "math_verify"
@@ -103,9 +106,9 @@ def test_what_is_given_is_left_as_it_is(place):
     )
     assert found.config.train_dataset.columns == {"prompt": "question"}
     assert found.config.rollout.reward_fn == "contains"
-    told = [note for note in found.notes if "working included" in note]
+    told = [note for note in map(str, found.notes) if "working included" in note]
     assert len(told) == 1 and "math_verify" in told[0]
-    assert not [note for note in load_checked(place, [GSM8K]).notes if "working included" in note]
+    assert not [note for note in map(str, load_checked(place, [GSM8K]).notes) if "working included" in note]
     held_out = load_checked(
         place, [GSM8K], f"valid_dataset.path={place / 'd.jsonl'}", "train_dataset.columns={prompt: question}"
     )
@@ -232,7 +235,7 @@ def test_chats_with_their_answers_are_read_as_trl_has_them(place):
         {"prompt": [user], "chosen": "3", "rejected": "3"},
     ):
         found = load_checked(place, [row, PAIR], "train_dataset.type=rw", section="model")
-        assert any("are equal in 1 of the first 2 rows" in note for note in found.notes)
+        assert any("are equal in 1 of the first 2 rows" in note for note in map(str, found.notes))
         (chosen, rejected), _ = load_pairs(found.config.train_dataset, tokenizer)
         assert chosen.tolist() == rejected.tolist() == [*prompt, *made]
 
@@ -246,17 +249,16 @@ def test_chats_with_their_answers_are_read_as_trl_has_them(place):
     ],
 )
 def test_prompts_that_the_job_can_not_use_are_refused_before_it(place, rows, words):
-    with pytest.raises(ConfigError) as caught:
-        check_first_rows(load_checked(place, rows).config)
-    assert words in str(caught.value)
+    [refusal] = check_first_rows(load_checked(place, rows).config)
+    assert (refusal.option, refusal.kind, refusal.is_note) == ("train_dataset.path", Kind.FILE, False)
+    assert words in str(refusal)
 
 
 def test_some_prompts_that_the_job_can_not_use_are_a_note(place):
     rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 80, 0)]
-    assert check_first_rows(load_checked(place, rows).config) == [
-        "1 of the first 3 rows of train_dataset have no token: they are left out, or rejected",
-        "1 of the first 3 rows of train_dataset have more than 63 tokens: they are left out, or rejected",
-    ]
+    empty, long = check_first_rows(load_checked(place, rows).config)
+    assert empty.is_note and "1 of the first 3 rows of train_dataset have no token" in str(empty)
+    assert long.is_note and "1 of the first 3 rows of train_dataset have more than 63 tokens" in str(long)
 
 
 @pytest.mark.parametrize(
@@ -267,22 +269,21 @@ def test_rows_of_sft_and_rw_that_are_all_too_long_are_refused_for_each_dataset(p
     (place / "h.jsonl").write_text(json.dumps(row) + "\n")
     options = [f"trainer={kind}", "train_dataset.max_length=5", f"valid_dataset.path={place / 'h.jsonl'}"]
     config = load_checked(place, [row] * 2, *options, "valid_dataset.max_length=5", section="model").config
-    with pytest.raises(ConfigError) as caught:
-        check_first_rows(config)
-    first, second = str(caught.value).splitlines()
-    assert "d.jsonl: the first 2 rows have more than 5 tokens" in first
-    assert "h.jsonl: the first 1 rows have more than 5 tokens" in second
+    first, second = check_first_rows(config)
+    assert (first.option, second.option) == ("train_dataset.path", "valid_dataset.path")
+    assert "the first 2 rows have more than 5 tokens" in str(first) and not first.is_note
+    assert "the first 1 rows have more than 5 tokens" in str(second) and not second.is_note
     short = dict(zip(row, "12", strict=True))
     (note,) = check_first_rows(load_checked(place, [row, short], *options, section="model").config)
-    assert note.startswith("1 of the first 2 rows of train_dataset have more than 5 tokens")
+    assert note.is_note and "1 of the first 2 rows of train_dataset have more than 5 tokens" in str(note)
 
 
 def test_held_out_rows_are_looked_at_too(place):
     (place / "h.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     options = [f"valid_dataset.path={place / 'h.jsonl'}", "evaluator.sets_column=topic"]
     config = load_checked(place, [{"prompt": "1", "answer": "1"}], *options).config
-    with pytest.raises(ConfigError, match="topic: none of the first 1 rows"):
-        check_first_rows(config)
+    [refusal] = check_first_rows(config)
+    assert refusal.option == "evaluator.sets_column" and "none of the first 1 rows" in str(refusal)
     (place / "h.jsonl").write_text('{"text": "1"}\n')
     said = collect_refusal(place, [CHAT], f"valid_dataset.path={place / 'h.jsonl'}")
     assert said.startswith("valid_dataset.path") and "valid_dataset.columns {prompt: text}" in said

@@ -32,22 +32,22 @@ def load_checked(*overrides: str):
         ([MEGATRON, "actor.fsdp.offload_params=true"], "actor.fsdp.offload_params has no effect with the megatron"),
         (["actor.backend=megatron", "actor.grad_reduce_dtype=bfloat16"], "use megatron.ddp.grad_reduce_in_fp32"),
         ([MEGATRON, "actor.optimizer.offload=true"], "use more data ranks"),
-        ([MEGATRON, f"{M}.ddp.bucket_size=100"], f"{M}.ddp.bucket_size needs {M}.ddp.overlap_grad_reduce true"),
+        ([MEGATRON, f"{M}.ddp.bucket_size=100"], f"can't be used with {M}.ddp.overlap_grad_reduce false"),
         (
             [MEGATRON, f"{M}.ddp.overlap_param_gather=true", f"{M}.ddp.overlap_grad_reduce=true",
              f"{M}.ddp.use_distributed_optimizer=false"],
-            "overlap_param_gather needs actor.megatron.ddp.use_distributed_optimizer true",
+            "can't be used with actor.megatron.ddp.use_distributed_optimizer false",
         ),
-        ([MEGATRON, f"{M}.recompute_granularity=null"], "use actor.gradient_checkpointing false instead"),
+        ([MEGATRON, f"{M}.recompute_granularity=null"], "use actor.gradient_checkpointing false"),
         ([MEGATRON, f"{M}.recompute_num_layers=null"], "full needs recompute_method and recompute_num_layers"),
-        ([MEGATRON, f"{M}.recompute_modules=[mlp]"], "recompute_modules needs recompute_granularity selective"),
+        ([MEGATRON, f"{M}.recompute_modules=[mlp]"], "with actor.megatron.recompute_granularity full"),
         (
             [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mla]"],
             "mla can't be used; allowed: core_attn",
         ),
         (
             [MEGATRON, f"{M}.ddp.check_for_nan_in_grad=true", "actor.dtype=float16"],
-            "check_for_nan_in_grad ends the trial where a float16 gradient overflows",
+            "check_for_nan_in_grad true can't be used with actor.dtype float16",
         ),
         (  # Megatron-core has it with grouped products only
             [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[moe_act]"],
@@ -55,7 +55,7 @@ def load_checked(*overrides: str):
         ),
         (
             [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_method=block"],
-            "are of whole layers",
+            "is about whole layers",
         ),
         ([MEGATRON, f"{M}.use_torch_fsdp2=true"], "use the fsdp backend, which is FSDP2"),
         ([MEGATRON, "ref.path=/r", "ref.megatron.virtual_pipeline_size=2"], "set actor.megatron.virtual_pipe"),

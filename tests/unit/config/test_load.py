@@ -318,7 +318,7 @@ def test_a_deletion_of_another_value_is_refused(files):
         ("seed: 1\nseed: 2\n", ["more.yml:2: key seed stands twice", "more.yml:1"]),
         (
             "cluster: {n_nodes: 1}\ncluster.n_nodes: 2\n",
-            ["cluster.n_nodes (more.yml:2) stands twice in one file"],
+            ["cluster.n_nodes (more.yml:2): set twice in one file"],
         ),
         ("n_nodes: 4\n", ["n_nodes (more.yml:1)", "cluster.n_nodes"]),
         (
@@ -392,7 +392,10 @@ def test_text_on_the_command_line_is_text(files, text, value):
 
 def test_a_misspelt_section_of_the_model_is_named(files):
     message = files.refusal(base=BASE.replace("actor:", "acotr:"))
-    assert "neither actor nor model is given" in message and "trainer: grpo, teacher, sft or rw" in message
+    assert (
+        "neither actor nor model is given" in message
+        and "trainer to one of grpo, teacher, sft, rw" in message
+    )
     assert "unknown key acotr (base.yaml:6): did you mean actor?" in message
 
 

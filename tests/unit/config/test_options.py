@@ -33,11 +33,11 @@ def test_a_cluster_profile_is_loaded_before_every_file(tmp_path):
     assert (loaded.config.cluster.n_nodes, loaded.config.cluster.n_gpus_per_node) == (2, 4)
     assert loaded.config.launcher.slurm.partition == "gpu"
     assert loaded.origins["launcher.slurm.partition"] == f"{tmp_path}/big.yaml:2"
-    assert "big.yaml is loaded before every other file" in loaded.notes[0]
+    assert "big.yaml is loaded before every other file" in str(loaded.notes[0])
     odd = load([], [*BASE, r"cluster.cluster_name=\${a.b}"], profiles=[tmp_path])
     assert odd.config.cluster.cluster_name == "${a.b}"
     lone = load([], [*BASE, "cluster.cluster_name=other"], profiles=[tmp_path])
-    assert "other is only a label" in lone.notes[0]
+    assert lone.notes[0].option == "cluster.cluster_name" and "is only a label" in str(lone.notes[0])
 
 
 def test_what_sbatch_takes_from_the_environment_is_a_default_that_is_named(tmp_path):
@@ -55,7 +55,7 @@ def test_what_sbatch_takes_from_the_environment_is_a_default_that_is_named(tmp_p
     assert (slurm.account, slurm.time) == ("0123", "90")
     assert (slurm.qos, slurm.partition, slurm.reservation, slurm.gres) == ("high", None, None, None)
     assert loaded.origins["launcher.slurm.account"] == "environment SBATCH_ACCOUNT"
-    noted = [note for note in loaded.notes if "SBATCH_" in note]
+    noted = [note for note in map(str, loaded.notes) if "SBATCH_" in note]
     assert noted == [
         "launcher.slurm.account is 0123, by environment SBATCH_ACCOUNT.",
         "launcher.slurm.time is 90, by environment SBATCH_TIMELIMIT.",
@@ -98,7 +98,7 @@ def test_srun_options_reach_the_units():
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
-        (["rollout.queue_size=4"], "rollout.queue_size 4 can't hold a batch: train_dataset.batch_size is 8"),
+        (["rollout.queue_size=4"], "rollout.queue_size 4 must be at least train_dataset.batch_size 8"),
         (
             ["gconfig.stop=[x]", "sglang.skip_tokenizer_init=true"],
             "gconfig.stop needs the server's tokenizer",

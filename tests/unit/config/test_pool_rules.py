@@ -45,7 +45,7 @@ def load_checked(*words: str, base: list[str] = GRPO):
     [
         (
             [STUDENT, "pools.student.url=http://h/v1", TWO],
-            "pools.student.path and pools.student.url can't both be set",
+            "pools.student.path can't be used with pools.student.url",
         ),
         (["pools.judge={}"], "pools.judge needs pools.judge.path, the model of its servers, or pools.judge.url"),
         ([STUDENT, TWO, "pools.student.model=m"], "pools.student.model has no effect without pools.student.url"),
@@ -96,7 +96,7 @@ def test_what_a_pool_is_made_of(words, line):
     [
         (
             "{max_runing_requests: 2}",
-            "embedded has no option max_runing_requests. Did you mean max_running_req",
+            ".max_runing_requests: embedded has no such option. Did you mean max_running_req",
         ),
         (
             "{max_running_requests: 0}",
@@ -112,7 +112,7 @@ def test_what_a_pool_is_made_of(words, line):
 )
 def test_options_of_one_pool_have_the_types_of_the_section(options, line):
     (found,) = collect_refusals(ASKS, STUDENT, TWO, f"pools.student.options={options}")
-    assert found.startswith("pools.student.options: ") and line in found
+    assert "pools.student.options" in found and line in found
 
 
 def test_options_of_one_pool_are_given_together():
@@ -216,9 +216,9 @@ def test_sections_of_all_pools_have_an_effect_and_the_trained_one_decides():
     loaded = load_checked(
         STUDENT, mixed, ASKS, "embedded.max_running_requests=4", "vllm.seed=2", "sglang.random_seed=3"
     )
-    notes = [note for note in loaded.notes if "has no effect" in note]
+    notes = [note for note in map(str, loaded.notes) if "has no effect" in note]
     assert notes == ["vllm has no effect: the trial has sglang and embedded servers."]
-    assert any(note.startswith("sglang.dtype is float32") for note in loaded.notes)
+    assert any(note.startswith("sglang.dtype is float32") for note in map(str, loaded.notes))
     (found,) = collect_refusals(STUDENT, mixed, ASKS, "gconfig.min_p=0.5")
     assert "gconfig.min_p 0.5 can't be used with embedded servers" in found
 
@@ -289,7 +289,9 @@ def test_a_teacher_without_a_student_is_refused_with_what_it_needs():
 def test_a_teacher_has_a_workflow_and_a_reward_of_its_own():
     loaded = load_checked(base=TEACHER)
     assert (loaded.config.rollout.workflow, loaded.config.rollout.reward_fn) == ("teacher", "final_answer")
-    assert not any("rollout.workflow" in note or "rollout.reward_fn" in note for note in loaded.notes)
+    assert not any(
+        "rollout.workflow" in note or "rollout.reward_fn" in note for note in map(str, loaded.notes)
+    )
     own = load_checked(
         "rollout.workflow=my.own:Teacher", "rollout.reward_fn=exact_match", base=TEACHER
     ).config.rollout

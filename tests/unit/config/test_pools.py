@@ -152,7 +152,9 @@ def test_a_config_json_without_pools_still_loads():
 def test_unknown_keys_of_a_stored_pool_are_refused():
     stored = to_dict(load([], [*GIVEN, "pools.a.path=/p"], profiles=[]).config)
     stored["pools"]["a"]["pth"] = "/p"
-    with pytest.raises(ConfigError, match=r"unknown key pools\.a\.pth: did you mean pools\.a\.path\?"):
+    with pytest.raises(
+        ConfigError, match=r"unknown key pools.a.pth .config.json.: did you mean pools\.a\.path\?"
+    ):
         from_dict(stored)
 
 

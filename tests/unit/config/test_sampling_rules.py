@@ -11,7 +11,7 @@ SGLANG = [*BASE, "allocation_mode=sglang:d4+fsdp:d4", "train_dataset.batch_size=
 
 def collect_warnings(*options: str, base=SGLANG) -> list[str]:
     notes = check(load([], [*base, *options]), files=False).notes
-    return [note for note in notes if note.startswith("WARNING")]
+    return [note for note in map(str, notes) if note.startswith("WARNING")]
 
 
 @pytest.mark.parametrize(

@@ -48,5 +48,7 @@ def test_every_cluster_profile_carries_a_trial(name):
         load([CONFIGS / trial], ["--n_nodes", "2", "allocation_mode=''"], cluster=name), files=False
     )
     plan = make_plan(loaded.config, loaded.explicit, interpreter="python", scheduler="slurm")
-    assert loaded.config.launcher.slurm.partition and f"configs/cluster/{name}.yaml" in " ".join(loaded.notes)
+    assert loaded.config.launcher.slurm.partition and f"configs/cluster/{name}.yaml" in " ".join(
+        map(str, loaded.notes)
+    )
     assert bool(plan.n_gpus_per_node) == gpus

@@ -29,10 +29,10 @@ def refusals(tmp_path):
     [
         (
             ["mem=10G", "mem_per_cpu=1G"],
-            "launcher.slurm.mem and launcher.slurm.mem_per_cpu exclude each other",
+            "launcher.slurm.mem can't be used together with launcher.slurm.mem_per_cpu",
         ),
-        (["mem_per_gpu=10G", "mem_per_cpu=1G"], "exclude each other"),
-        (["mem_per_cpu=1G", "cpus_per_task=null"], "needs launcher.slurm.cpus_per_task"),
+        (["mem_per_gpu=10G", "mem_per_cpu=1G"], "can't be used together with"),
+        (["mem_per_cpu=1G", "cpus_per_task=null"], "can't be used with launcher.slurm.cpus_per_task null"),
         (["gres=gpu:8", "gpus_by=gres"], "Omit one"),
         (["gres=gpu:8", "gpu_type=h100"], "Omit one"),
         (["gres=gpu:a100:4"], "requests 4 GPUs per node, but cluster.n_gpus_per_node is 8"),
@@ -112,8 +112,8 @@ def test_further_arguments_may_not_contradict_the_plan(refusals, argument, words
     [
         (
             ["launcher.slurm.mem=10G", "launcher.slurm.mem_per_cpu=1G"],
-            "launcher.slurm.mem and launcher.slurm.mem_per_cpu exclude each other: "
-            "sbatch takes one of --mem, --mem-per-cpu, --mem-per-gpu. Keep one.",
+            "launcher.slurm.mem can't be used together with launcher.slurm.mem_per_cpu: "
+            "sbatch takes one of them; keep one.",
             Kind.CONFLICT,
             {"launcher.slurm.mem_per_cpu"},
         ),

@@ -17,12 +17,12 @@ from hpc_rl.core import (
     node_copies,
 )
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.doctor import machine
 from hpc_rl.doctor.finding import Requirements, Status, apply_checks
 from hpc_rl.doctor.machine import (
     MACHINE_CHECKS,
     LeftoverProcess,
-    Problem,
     find_versions,
     list_leftovers,
     measure_cgroup_memory,
@@ -50,7 +50,7 @@ def good(monkeypatch):
             "python": (3, 12, 1), "libraries": LIBRARIES, "cpus": 64, "gpus": 8, "cgroup": None, "shm": 64 * GB,
             "tmp": 100 * GB, "nofile": (1024, 65536), "nproc": (FREE, FREE), "memlock": (65536, FREE), "bind_error": None,
             "mpi": MpiLook(found="mpiexec of MPICH"), "ports": "32768 60999", "address": "10.0.0.1", "resolves": True, "proxy": "", "leftovers": [],
-            "modules": Problem(), "disk": "xfs", "sandbox": Sandbox(Mechanism.NAMESPACES, frozenset(Protection)),
+            "modules": None, "disk": "xfs", "sandbox": Sandbox(Mechanism.NAMESPACES, frozenset(Protection)),
         } | wrong  # fmt: skip
         limits = {
             resource.RLIMIT_NOFILE: facts["nofile"],
@@ -99,6 +99,7 @@ def good(monkeypatch):
     return make
 
 
+MODULES = {"option": "launcher.modules", "kind": Kind.MACHINE}
 WRONG = [  # check, what is wrong, how severe, tokens of the finding and of the fix
     ("python", {"python": (3, 9, 2)}, "fail", "3.9.2", "3.11 or newer"),
     ("torch", {"libraries": {**LIBRARIES, "torch": "2.1.0"}}, "fail", "2.1.0", "torch>=2.9"),
@@ -121,8 +122,8 @@ WRONG = [  # check, what is wrong, how severe, tokens of the finding and of the 
     ("ports", {"bind_error": PermissionError(1, "Operation not permitted")}, "fail", "not permitted", "sockets"),
     ("ports", {"ports": "60000 60999"}, "warn", "60000", "ip_local_port_range"),
     ("address", {"address": ConfigError("no route; this host has lo (127.0.0.1)")}, "fail", "127.0.0.1", "interface"),
-    ("modules", {"modules": Problem("`module load nope` fails here")}, "fail", "nope", "launcher.modules"),
-    ("modules", {"modules": Problem("there is no command `module` here", False)}, "warn", "module", "the nodes must have it"),
+    ("modules", {"modules": Refusal(**MODULES, why="`module load nope` fails here")}, "fail", "nope", "launcher.modules"),
+    ("modules", {"modules": Refusal(**MODULES, why="there is no command", is_note=True)}, "warn", "command", "else correct"),
     ("host name", {"resolves": False}, "warn", socket.gethostname(), "DNS"),
     ("proxy", {"proxy": "http://proxy:3128"}, "warn", "http_proxy", "no_proxy"),
     ("sandbox", {"sandbox": Sandbox(Mechanism.LIMITS, frozenset())}, "fail", "nothing is protected", "Landlock"),

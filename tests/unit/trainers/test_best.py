@@ -156,7 +156,7 @@ def test_it_needs_held_out_data_and_a_number_that_is_measured():
         check(load([], [*BASE, "saver.keep_best.metric=eval_reward"]), files=False)
     alone = check(load([], [*BASE, "load_best_model_at_end=true"]), files=False)  # ATLAS's default
     assert alone.config.saver.keep_best is None
-    assert any("load_best_model_at_end" in note for note in alone.notes)
+    assert any("load_best_model_at_end" in note for note in map(str, alone.notes))
     with pytest.raises(ConfigError, match=r"saver\.keep_best\.metric eval_loss .*eval_reward"):
         check(load([], [*BASE, "valid_dataset.path=/v", "metric_for_best_model=loss"]), files=False)
     own = [*BASE, "valid_dataset.path=/v", "saver.keep_best.metric=eval_hints"]
@@ -164,4 +164,4 @@ def test_it_needs_held_out_data_and_a_number_that_is_measured():
     with pytest.raises(ConfigError, match=r"metric eval_hints .*measures eval_reward"):
         check(load([], own), files=False)
     done = check(load([], [*BASE, "valid_dataset.path=/v", "load_best_model_at_end=true"]), files=False)
-    assert any("first and last" in note and "saver.keep_best" in note for note in done.notes)
+    assert any("first and last" in note and "saver.keep_best" in note for note in map(str, done.notes))

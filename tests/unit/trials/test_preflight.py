@@ -5,6 +5,7 @@ import pytest
 from hpc_rl.config.load.load import load
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.errors import ConfigError, SchedulerError
+from hpc_rl.core.refusal import Kind
 from hpc_rl.doctor.mpi_check import MpiLook
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.render import lint
@@ -12,7 +13,6 @@ from hpc_rl.sandbox import Mechanism, Protection, Sandbox
 from hpc_rl.schedulers.sinfo import Node
 from hpc_rl.schedulers.slurm import SlurmScheduler, TestAnswer
 from hpc_rl.trials import preflight
-from hpc_rl.trials.check_result import CheckState
 
 BASE = [
     "experiment_name=e",
@@ -65,12 +65,12 @@ def test_what_confines_code_is_told_and_where_it_is_required_also_refused(monkey
     base = [*GRPO, "actor.path=/m", "gconfig.n_samples=4"]
     loaded, _ = whole("rollout.reward_fn=format,code_tests", "rollout.sandbox=required", base=base)
     [note] = preflight.check_sandbox(loaded.config, "slurm")
-    assert note.state is CheckState.NOTE
-    assert note.detail.startswith("code_tests runs code in this sandbox here: Landlock: no other file can be")
-    assert "not protected: the network can be used" in note.detail and "that of its node" in note.detail
+    assert note.is_note and (note.option, note.kind) == ("rollout.sandbox", Kind.MACHINE)
+    assert "code_tests runs code in this sandbox here: Landlock: no other file can be" in str(note)
+    assert "not protected: the network can be used" in str(note) and "that of its node" in str(note)
     refused, _ = preflight.check_sandbox(loaded.config, "local")
-    assert refused.state is CheckState.REFUSED
-    assert refused.detail.startswith("rollout.sandbox is required, ") and "It has Landlock" in refused.detail
+    assert (refused.option, refused.kind, refused.is_note) == ("rollout.sandbox", Kind.MACHINE, False)
+    assert "It has Landlock" in str(refused)
     loaded, _ = whole(base=base)
     assert list(preflight.check_sandbox(loaded.config, "local")) == []  # runs no code
 
@@ -108,7 +108,7 @@ def test_a_submission_asks_once_and_refuses_what_can_never_run():
 
 def test_a_submission_goes_on_where_sinfo_does_not_answer():
     said = preflight.quick_check(*planned(), FakeCluster(broken="sinfo: no"), ["n1"])
-    assert said.notes[0] == "not compared with the cluster: sinfo: no" and said.avoid == ("n1",)
+    assert str(said.notes[0]) == "not compared with the cluster: sinfo: no." and said.avoid == ("n1",)
 
 
 @pytest.mark.parametrize(("threads", "cpus"), [(1, 3 * 8 + 1), (2, 3 * 8 + 1), (16, 32 + 1)])
@@ -130,17 +130,15 @@ def test_where_a_job_uses_one_thread_per_core_a_cpu_is_a_core():
 def test_as_many_bad_nodes_are_avoided_as_leave_enough_others():
     small = "launcher.trainer_mem_per_gpu=1000"
     said = preflight.quick_check(*planned(small), FakeCluster(), ["n1"])
-    assert (said.avoid, said.notes) == (("n1",), ["n1 failed this trial recently: avoided"])
+    assert (said.avoid, [*map(str, said.notes)]) == (("n1",), ["n1 failed this trial recently: avoided."])
     said = preflight.quick_check(*planned(small, "--n_nodes=2"), FakeCluster(), ["n1"])
-    assert (said.avoid, said.notes) == (
-        (),
-        ["n1 failed this trial recently: not avoided, because too few other nodes are left"],
-    )
+    not_avoided = "n1 failed this trial recently: not avoided, because too few other nodes are left."
+    assert (said.avoid, [*map(str, said.notes)]) == ((), [not_avoided])
     said = preflight.quick_check(*planned(small, "launcher.slurm.exclude=n2"), FakeCluster(), ["n1"])
     assert said.avoid == (), "what the configuration excludes stays excluded"
     said = preflight.quick_check(*planned(small), FakeCluster(), ["n2", "n1"])
     assert said.avoid == ("n2",), "the worst comes first"
-    assert said.notes[1] == "n1 failed this trial recently: not avoided, because too few other nodes are left"
+    assert str(said.notes[1]) == not_avoided
     assert preflight.quick_check(*planned(small), FakeCluster()).notes == []
 
 
@@ -216,7 +214,7 @@ def test_attention_defaults_to_what_the_trainers_python_has(monkeypatch, package
     found = preflight.adapt_attention(*whole("actor.path=/m", base=GRPO))
     assert asked == ["python"]
     assert found.config.actor.attn_impl == attn_impl
-    notes = [note for note in found.notes if note.startswith("actor.attn_impl is")]
+    notes = [note for note in map(str, found.notes) if note.startswith("actor.attn_impl is")]
     assert bool(notes) == bool(words)
     assert not words or words in notes[0]
     preflight.adapt_attention(*whole("cluster.n_gpus_per_node=0"))
@@ -233,18 +231,19 @@ def test_an_attention_that_is_not_installed_is_refused_unless_an_image_may_have_
     assert preflight.adapt_attention(*whole(flash, *image)).config.model.attn_impl == "flash_attention_2"
     loaded = preflight.adapt_attention(*whole(*image))
     assert loaded.config.model.attn_impl == "sdpa"
-    assert "image" in loaded.notes[-1]
+    assert "image" in str(loaded.notes[-1])
 
 
 def test_megatron_core_that_is_not_installed_is_refused_unless_an_image_may_have_it(monkeypatch):
     monkeypatch.setattr(preflight.machine, "find_versions", lambda python: {"torch": "2.13"})
     _, plan = whole("allocation_mode=megatron:d4t2")
-    with pytest.raises(ConfigError, match=r"megatron-core, and python lacks it: .*, or use fsdp:d4t2"):
-        preflight.refuse_missing_engine(plan)
+    [refusal] = preflight.check_engine(plan)
+    assert (refusal.option, refusal.kind) == ("allocation_mode", Kind.MACHINE)
+    assert "megatron-core, and python lacks it" in refusal.why and "or use fsdp:d4t2" in refusal.use
     image = ["launcher.slurm.container_type=apptainer", "launcher.slurm.trainer_image=/images/a.sif"]
-    preflight.refuse_missing_engine(whole("allocation_mode=megatron:d4t2", *image)[1])
+    assert not list(preflight.check_engine(whole("allocation_mode=megatron:d4t2", *image)[1]))
     monkeypatch.setattr(preflight.machine, "find_versions", lambda python: {"megatron_core": "0.16.1"})
-    preflight.refuse_missing_engine(plan)
+    assert not list(preflight.check_engine(plan))
 
 
 BY_MPIEXEC = ["launcher.trainer_start=mpiexec", "cluster.n_gpus_per_node=0"]
@@ -260,10 +259,11 @@ def test_a_missing_mpi_is_refused_where_the_nodes_lack_it_too(monkeypatch, is_ce
     monkeypatch.setattr(preflight.mpi_check, "inspect_mpi", lambda *what: asked.append(what) or seen)
     loaded, plan = whole(*BY_MPIEXEC, "launcher.python=/p", "launcher.mpi.mpiexec=/m")
     if is_refused:
-        with pytest.raises(ConfigError, match=r"launcher.trainer_start mpiexec: no mpi4py\..*pip install"):
+        with pytest.raises(ConfigError, match=r"launcher.trainer_start mpiexec: no mpi4py;.*pip install"):
             preflight.adapt_mpi(loaded, plan, scheduler)
     else:
-        assert preflight.adapt_mpi(loaded, plan, scheduler).notes[-1].startswith("no mpi4py; the nodes must")
+        note = preflight.adapt_mpi(loaded, plan, scheduler).notes[-1]
+        assert str(note).startswith("no mpi4py; the nodes must")
     assert asked == [("/p", "/m")]
 
 
