@@ -20,14 +20,14 @@ from hpc_rl.config.show import format_scalar
 from hpc_rl.core.errors import ConfigError
 
 _MODEL = "the checkpoints hold this model"
+_WEIGHTS = "the fork begins with its weights"
 _DATA = "the position in the data and the sealed batches depend on it"
 _GROUPS = "finished groups that are not in a batch yet were made with it"
 _NAME = "it identifies the trial"
 
 # A checkpoint loads only with the same values, also in a fork.
-OF_THE_STATE = (
-    "model.path", "model.init_from_scratch", "model.is_critic", "model.dtype", "model.optimizer.type",
-)  # fmt: skip
+OF_THE_WEIGHTS = ("model.path", "model.init_from_scratch", "model.is_critic")
+OF_THE_STATE = (*OF_THE_WEIGHTS, "model.dtype", "model.optimizer.type")
 UNSAFE: dict[str, str] = {  # option -> why the files on disk forbid a change; `model` includes actor
     "experiment_name": _NAME,
     "trial_name": _NAME,
@@ -52,7 +52,7 @@ SAFE = (  # options and whole sections, except the options in UNSAFE
     "cluster", "launcher", "scheduler", "sglang", "vllm", "embedded", "saver", "evaluator", "recover",
     "stats_logger", "train_dataset.sequences_per_rank", "train_dataset.pin_memory",
     "train_dataset.num_workers", "valid_dataset", "gconfig", "eval_gconfig", "rollout", "model", "ref",
-    "environments", "pools", "teacher",
+    "environments", "pools", "teacher", "weights",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except the options in REPLAYS. After such a
 # change earlier batches and groups are set aside. --replay refuses the changes in NOT_WITH_REPLAY.
@@ -188,13 +188,17 @@ def refuse_unsafe(found: Sequence[Change], trial: str, replay: bool = False) -> 
     raise ConfigError("\n".join([*lines, f"{back}. For other values, {fork}"]))
 
 
-def refuse_other_model(found: Sequence[Change], trial: str) -> None:
-    """Raise ConfigError with a line for each change that prevents a fork from loading the trial's state."""
-    wrong = [one for one in found if _replace_actor(one.name) in ("trainer", *OF_THE_STATE)]
+def refuse_other_model(found: Sequence[Change], trial: str, only_weights: bool = False) -> None:
+    """Raise ConfigError with a line for each change that prevents a fork from loading the trial's state.
+
+    `only_weights`: the fork loads published weights.
+    """
+    fixed, why = (OF_THE_WEIGHTS, _WEIGHTS) if only_weights else (OF_THE_STATE, _MODEL)
+    wrong = [one for one in found if _replace_actor(one.name) in ("trainer", *fixed)]
     lines = []
     for change in wrong:
         old, new = _format_value(change.name, change.old), _format_value(change.name, change.new)
-        lines.append(f"{change.name} can't change from {old} to {new} in a fork of {trial}: {_MODEL}.")
+        lines.append(f"{change.name} can't change from {old} to {new} in a fork of {trial}: {why}.")
     if lines:
         raise ConfigError("\n".join(lines))
 

@@ -32,6 +32,7 @@ from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.run import Run, find_tokenizer_folder
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
+from hpc_rl.weights import disk
 from hpc_rl.weights.publish import TRANSPORTS, Publisher
 
 logger = logging.getLogger(__name__)
@@ -52,7 +53,14 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     publisher = None
     if start.ranks.rank == 0:
         wait_s = config.rollout.setup_timeout
-        publisher = Publisher(start.trial, start.names, start.tokens, find_trained_pool(config), wait_s)
+        publisher = Publisher(
+            start.trial,
+            start.names,
+            start.tokens,
+            find_trained_pool(config),
+            wait_s,
+            history_bytes=disk.find_history_bytes(config),
+        )
         stack.callback(publisher.close)
     transport = TRANSPORTS["disk"](start.trial, publisher)  # not an option: there is only one so far
     samples = _open_samples(start, config, stack) if start.ranks.rank == 0 else None

@@ -50,12 +50,14 @@ class Publisher:
     setup_timeout_s: float = 600.0  # to wait for the first acknowledgement of a publish
     update_timeout_s: float = 60.0  # of one server, in addition to the time for loading the bytes
     watch_s: float = 1.0  # between reads of the leases
+    history_bytes: float = 0.0  # weights.history_gb
 
     def __post_init__(self) -> None:
         self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch and label of the failed update
         self._leases: dict[str, LeaseView] = {}
         self._session: aiohttp.ClientSession | None = None
         self._pruning: asyncio.Future[Any] | None = None
+        self._history = disk.History(self.trial, self.history_bytes)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="publisher")
         self._thread.start()
@@ -160,7 +162,7 @@ class Publisher:
         # in the background: training does not wait for a slow file system
         if self._pruning is None or self._pruning.done():
             held = {str(seen.value.get("version")) for seen in self._leases.values() if seen.alive}
-            self._pruning = self._loop.run_in_executor(None, disk.prune, self.trial, held)
+            self._pruning = self._loop.run_in_executor(None, self._history.prune, held)
 
     async def _watch(self) -> None:
         # regular reads, so that the next publish knows which servers have died
