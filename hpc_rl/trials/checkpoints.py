@@ -20,6 +20,7 @@ from hpc_rl.trials.first_start import check_end, list_sound_steps
 from hpc_rl.trials.published_weights import (
     choose_version,
     describe_versions,
+    find_version,
     hold_chain,
     list_versions,
 )
@@ -140,10 +141,10 @@ def choose_export(
     except NothingToResume as error:
         refusal = error
     versions = list_versions(trial)
-    of_step = [index.version for index in versions if index.version.step == step]
-    if not of_step:
+    version = find_version(versions, step)
+    if version is None:
         raise type(refusal)(f"{refusal} {describe_versions(versions)}")
-    return max(of_step)
+    return version
 
 
 @contextmanager

@@ -33,7 +33,13 @@ from hpc_rl.core.types import WeightVersion
 from hpc_rl.datasets.rows import compute_fingerprint
 from hpc_rl.trials import trial_index
 from hpc_rl.trials.first_start import list_sound_steps
-from hpc_rl.trials.published_weights import format_steps, hold_chain, list_versions, write_export
+from hpc_rl.trials.published_weights import (
+    find_version,
+    format_steps,
+    hold_chain,
+    list_versions,
+    write_export,
+)
 
 FORKED = "fork"
 INITIAL = "initial"  # export of the weights that a fork without a checkpoint begins with
@@ -92,8 +98,8 @@ def choose_origin(parent: Trial, step: int | None) -> Origin:
     if steps and step in (None, *steps):
         return generation.check(parent.generation(steps[0] if step is None else step))
     versions = list_versions(parent)
-    if of_step := [index.version for index in versions if index.version.step == step]:
-        return max(of_step)
+    if version := find_version(versions, step):
+        return version
     wanted = "sound checkpoint" if step is None else f"sound checkpoint {step}"
     known = f"Allowed: {', '.join(map(str, steps))}." if steps else "It has none."
     weights = f" Published weights can be forked by @STEP: {format_steps(versions)}." if versions else ""

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hpc_rl.core.errors import Damaged, TrialStateError
+from hpc_rl.core.errors import Damaged, NothingToResume
 from hpc_rl.core.holds import APPEAR_S, hold_entry
 from hpc_rl.core.steps import format_ranges, join_steps
 from hpc_rl.core.trial import EXPORT_RECORD_NAME, Trial, fsync_dir, write_json
@@ -27,18 +27,18 @@ def format_steps(versions: Collection[VersionIndex]) -> str:
     return format_ranges(join_steps(index.version.step for index in versions))
 
 
-def find_version(trial: Trial, step: int) -> WeightVersion | None:
-    """Return the version of a step that can be rebuilt, of the newest lineage; None if there is none."""
-    return max((one.version for one in list_versions(trial) if one.version.step == step), default=None)
+def find_version(versions: Collection[VersionIndex], step: int | None) -> WeightVersion | None:
+    """Return the version of a step in the newest lineage; None if there is none."""
+    return max((index.version for index in versions if index.version.step == step), default=None)
 
 
 def choose_version(trial: Trial, label: str) -> WeightVersion:
-    """Return a version that can be rebuilt. Raises TrialStateError."""
+    """Return a version that can be rebuilt. Raises NothingToResume."""
     versions = list_versions(trial)
     for index in versions:
         if str(index.version) == label:
             return index.version
-    raise TrialStateError(f"weights {label} of {trial} can't be rebuilt. {describe_versions(versions)}")
+    raise NothingToResume(f"weights {label} of {trial} can't be rebuilt. {describe_versions(versions)}")
 
 
 def describe_versions(versions: Collection[VersionIndex]) -> str:

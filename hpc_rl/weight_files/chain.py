@@ -89,7 +89,7 @@ def trace_chain(version: WeightVersion, indices: Indices) -> list[VersionIndex]:
 def find_rebuildable(indices: Indices) -> set[WeightVersion]:
     """Return the versions whose whole chain exists."""
     known: dict[WeightVersion, bool] = {}
-    for version in sorted(indices):
+    for version in indices:
         path: dict[WeightVersion, bool] = {}
         at: WeightVersion | None = version
         while at is not None and at in indices and at not in known and at not in path:
@@ -113,13 +113,15 @@ def choose_removable(
         needed: Versions that servers, checkpoints or a running publication need.
         budget_bytes: For all versions that stay.
     """
+    total_bytes = sum(index.stored_bytes for index in indices.values())
+    if total_bytes <= budget_bytes:
+        return []
     kept = {
         index.version
         for version in needed
         if version in indices
         for index in _trace_existing(version, indices)
     }
-    total_bytes = sum(index.stored_bytes for index in indices.values())
     removable: list[WeightVersion] = []
     for chain in _split_chains(indices):
         for version in reversed(chain):

@@ -5,6 +5,7 @@ starts. Closing the files makes them visible to other nodes.
 """
 
 import contextlib
+import heapq
 import json
 import logging
 import os
@@ -92,7 +93,7 @@ class History:
         labels = {*held}
 
         def list_needed(found: Collection[WeightVersion], indices: Indices) -> set[WeightVersion]:
-            newest = sorted(indices or found, reverse=True)[:KEEP]
+            newest = heapq.nlargest(KEEP, indices or found)
             used = filter(None, map(_parse_version, labels | self._holds.list_names()))
             return {*newest, *used, *filter(None, [current])}
 
@@ -120,17 +121,17 @@ class History:
         older_than: WeightVersion | None,
     ) -> tuple[list[str], int]:
         """Remove what neither `list_needed` names nor the budget keeps; return it, and the freed bytes."""
-        self._clear_hidden()
         found, indices = self._read()
+        rebuildable = find_rebuildable(indices)
+        broken = {version: index for version, index in indices.items() if version not in rebuildable}
 
         def choose() -> list[WeightVersion]:
             needed = list_needed(found, indices)
             lost = [version for version in found if version not in indices and version not in needed]
             going = [version for version in sorted(lost, reverse=True) if older_than and version < older_than]
-            rebuildable = find_rebuildable(indices)
-            broken = {version: index for version, index in indices.items() if version not in rebuildable}
             going += choose_removable(broken, needed, 0)
-            rest = {version: indices[version] for version in indices.keys() - {*going}}
+            gone = {*going}
+            rest = {version: index for version, index in indices.items() if version not in gone}
             return going + choose_removable(rest, needed, self.budget_bytes)
 
         going = choose()
@@ -147,13 +148,15 @@ class History:
             self._known.pop(version, None)
         left = {version: index for version, index in indices.items() if version not in hidden}
         if self.budget_bytes:
-            self._write_summary(left)
+            self._write_summary(left, rebuildable)
         return [str(version) for version in hidden], freed
 
     def _read(self) -> tuple[list[WeightVersion], dict[WeightVersion, VersionIndex]]:
         """Return the versions on disk and the indices of complete ones. Raises OSError."""
         found, known = [], {}
         for entry in list_entries(self.trial.weights):
+            if entry.name.endswith(GONE):  # of an earlier removal: a server on another node had files open
+                shutil.rmtree(entry.path, ignore_errors=True)
             version = _parse_version(entry.name)
             if version is None or not entry.is_dir():
                 continue
@@ -171,18 +174,12 @@ class History:
         os.rename(self.trial.published(str(version)), hidden)
         return hidden
 
-    def _clear_hidden(self) -> None:
-        """Remove folders of an earlier removal, in which a server on another node had files open."""
-        for entry in list_entries(self.trial.weights):
-            if entry.name.startswith(".") and entry.name.endswith(GONE):
-                shutil.rmtree(entry.path, ignore_errors=True)
-
-    def _write_summary(self, indices: Indices) -> None:
+    def _write_summary(self, indices: Indices, rebuildable: Collection[WeightVersion]) -> None:
         """Write the size and the steps of the history for `hpc-rl status`, which reads no index."""
         summary = {
             "num_versions": len(indices),
             "bytes": sum(index.stored_bytes for index in indices.values()),
-            "steps": join_steps(version.step for version in find_rebuildable(indices)),
+            "steps": join_steps(version.step for version in indices if version in rebuildable),
         }
         write_atomic(self.trial.weights_history, json.dumps(summary) + "\n", durable=False)
 
