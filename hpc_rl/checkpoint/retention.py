@@ -1,8 +1,7 @@
 """Retention: removes old generations after each commit. For the owner of the trial only.
 
 A pure rule selects the generations to keep. `retain` applies it to the disk, but never removes a generation
-that a process holds. A hold is a file in `recover/` with a count that its process raises every few seconds.
-If the count does not change for a minute by the trainer's clock, the process is dead and the hold is removed.
+that a process holds (core/holds.py).
 
 Before retention removes a generation, it reads the kept ones once per process (files up to LIGHT_BYTES). A
 damaged generation does not count, so an intact one is kept instead. Larger files are checked by size here,
@@ -13,11 +12,8 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import shutil
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,13 +21,10 @@ from pathlib import Path
 
 from hpc_rl.checkpoint.generation import LIGHT_BYTES, Found, scan, verify
 from hpc_rl.core.errors import NothingToResume
-from hpc_rl.core.trial import Trial, fsync_dir, load_json, write_json
+from hpc_rl.core.holds import APPEAR_S, FolderHolds, hold_entry
+from hpc_rl.core.trial import Trial, fsync_dir
 
 logger = logging.getLogger(__name__)
-BEAT_S = 5.0  # between counts of a hold
-STALE_S = 60.0  # without a new count; then the process is dead
-APPEAR_S = 5.0  # retention may rename a generation and put it back; it is absent for a moment
-_NAME = re.compile(r"\.hold-(\d{8,})\.[0-9a-f]+\.json")
 
 
 @dataclass(frozen=True)
@@ -119,61 +112,21 @@ def retain(
 @contextmanager
 def hold(trial: Trial, step: int, why: str) -> Iterator[Path]:
     """Keep retention from removing a generation; yield its folder. Raises NothingToResume if it is gone."""
-    path = trial.recover / f".hold-{step:08d}.{uuid.uuid4().hex[:12]}.json"
-    ended = threading.Event()
-    beat = threading.Thread(target=_beat, args=(path, why, ended), daemon=True, name="hold")
-    try:
-        write_json(path, {"count": 0, "why": why, "pid": os.getpid()})
-        beat.start()
-    except OSError as error:  # a read-only place
-        logger.warning(
-            "checkpoint %d can't be marked as in use (%s): retention may remove it meanwhile", step, error
-        )
-    try:
+    with hold_entry(trial.recover, f"{step:08d}", why):
         deadline = time.monotonic() + APPEAR_S
         while not trial.generation(step).is_dir():
             if time.monotonic() > deadline:
                 raise NothingToResume(f"checkpoint {step} of {trial} is gone")
             time.sleep(0.1)
         yield trial.generation(step)
-    finally:
-        ended.set()
-        if beat.ident is not None:
-            beat.join()
-        path.unlink(missing_ok=True)
-
-
-def _beat(path: Path, why: str, ended: threading.Event) -> None:
-    count = 0
-    while not ended.wait(BEAT_S):
-        count += 1
-        try:
-            write_json(path, {"count": count, "why": why, "pid": os.getpid()})
-        except OSError as error:
-            logger.warning("the hold %s could not be renewed: %s", path.name, error)
 
 
 class Holds:
-    """The holds on a trial, as its owner observes them over time."""
+    """The holds on the generations of a trial, as its owner observes them over time."""
 
     def __init__(self, trial: Trial, clock: Callable[[], float] = time.monotonic) -> None:
-        self.trial, self._clock = trial, clock
-        self._seen: dict[str, tuple[object, float]] = {}  # name -> (count, time of its last change)
+        self._holds = FolderHolds(trial.recover, clock)
 
     def steps(self) -> set[int]:
         """Return the steps that live processes hold; remove the holds of dead processes. Raises OSError."""
-        now, held = self._clock(), set()
-        names = [entry.name for entry in os.scandir(self.trial.recover) if _NAME.fullmatch(entry.name)]
-        self._seen = {name: self._seen[name] for name in names if name in self._seen}
-        for name in names:
-            count = (load_json(self.trial.recover / name) or {}).get("count")
-            if name not in self._seen or self._seen[name][0] != count:
-                self._seen[name] = (count, now)
-            if now - self._seen[name][1] > STALE_S:
-                logger.warning(
-                    "the hold %s was not renewed for %.0f s and is removed", name, now - self._seen[name][1]
-                )
-                (self.trial.recover / name).unlink(missing_ok=True)
-            elif match := _NAME.fullmatch(name):
-                held.add(int(match[1]))
-        return held
+        return {int(name) for name in self._holds.list_names() if name.isdecimal()}

@@ -11,13 +11,12 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
-from hpc_rl.checkpoint.retention import hold
 from hpc_rl.cli import list as listing
 from hpc_rl.cli.options import (
     Action,
@@ -30,10 +29,11 @@ from hpc_rl.cli.options import (
     require_torch,
 )
 from hpc_rl.config.rules.consistency import METRICS
-from hpc_rl.core.errors import CannotWrite, ConfigError, ExitCode, TrialStateError
+from hpc_rl.core.errors import CannotWrite, ConfigError, ExitCode
 from hpc_rl.core.trial import Trial, fsync_dir
-from hpc_rl.status.formatting import flatten_line
+from hpc_rl.status.formatting import flatten_line, format_size
 from hpc_rl.trials import (
+    published_weights,
     submission,
     trial_index,
 )
@@ -41,20 +41,23 @@ from hpc_rl.trials.checkpoints import (
     check_import_end,
     check_import_step,
     choose_checkpoint,
+    choose_export,
     find_damages,
-    list_sound,
+    hold_export,
     request_checkpoint,
 )
 from hpc_rl.trials.lock import TrialLock
 
 RENEW_EVERY_S = 60.0  # of the lock, while the process with torch works
 EPILOG = """A checkpoint is the state after one step, in <trial>/recover; `hpc-rl recover` resumes it.
-To get weights for other uses, use `export`; the trial's own exports are in <trial>/exports.
+To get weights for other uses, use `export`; the trial's own exports are in <trial>/exports. With
+`weights.history_gb` a trial also keeps the published weights of steps without a checkpoint.
 
   hpc-rl checkpoint list my-trial
   hpc-rl checkpoint verify my-trial --step 120
   hpc-rl checkpoint now my-trial
   hpc-rl checkpoint export my-trial --to model-120 --step 120
+  hpc-rl checkpoint export my-trial --version 0.137
   hpc-rl checkpoint import my-trial path/to/model --step 0"""
 
 
@@ -82,7 +85,8 @@ def _make_parser(about: str, epilog: str, default: str = "") -> CommandParser:
 def _make_list_parser() -> CommandParser:
     made = _make_parser(
         "the checkpoints of a trial, newest first: step, lineage, size, metric, whether it looks sound",
-        "Sizes and the manifest are checked; `verify` reads the content as well.",
+        """Sizes and the manifest are checked; `verify` reads the content as well.
+The last line shows the steps whose weights `export` can rebuild from published weights.""",
     )
     made.add_argument("--metric", help="metric to show (default: what the trainer evaluates, as eval_reward)")
     made.add_json("the list")
@@ -97,9 +101,24 @@ def _list_checkpoints(args: Namespace) -> int:
     metric = args.metric or next((name for row in rows for name in usual if name in row["metrics"]), "")
     lines = _format_table(rows, metric) if rows else [_describe_none(trial)]
     lines += [f"set aside: {trial.recover / 'set-aside' / name}" for name in set_aside]
-    value = {"trial": str(trial), "checkpoints": rows, "set_aside": set_aside}
+    versions = published_weights.list_versions(trial)
+    lines += [_describe_weights(versions)] if versions else []
+    weights = [_make_weights_row(index) for index in versions]
+    value = {"trial": str(trial), "checkpoints": rows, "set_aside": set_aside, "weights": weights}
     print_result(args.json, value, map(flatten_line, lines))
     return 0
+
+
+def _describe_weights(versions: Sequence[published_weights.VersionIndex]) -> str:
+    steps = published_weights.format_steps(versions)
+    noun = "steps" if len({index.version.step for index in versions}) > 1 else "step"
+    size = format_size(sum(index.stored_bytes for index in versions))
+    return f"weights of {noun} {steps} can be exported; {size}"
+
+
+def _make_weights_row(index: published_weights.VersionIndex) -> dict[str, Any]:
+    at = index.version
+    return {"step": at.step, "lineage": at.lineage, "label": str(at), "bytes": index.stored_bytes}
 
 
 def _describe_none(trial: Trial) -> str:
@@ -187,14 +206,19 @@ def _save_now(args: Namespace) -> int:
 
 def _make_export_parser() -> CommandParser:
     made = _make_parser(
-        "write the weights of a checkpoint in Hugging Face format; needs torch, no GPU",
-        "The folder can be given to servers, to transformers and as `actor.path`.",
+        "write the weights of a checkpoint or of any published version in Hugging Face format; needs no GPU",
+        """The folder can be given to servers, to transformers and as `actor.path`.
+A checkpoint needs torch. A step without one is rebuilt from the published weights, if they are still there:
+`list` shows these steps, and `weights.history_gb` keeps them.""",
     )
     which = made.add_mutually_exclusive_group()
-    which.add_argument("--step", type=Count, help="step of the checkpoint (default: the newest)")
+    step_help = "step of the checkpoint (default: the newest) or of published weights of the newest lineage"
+    which.add_argument("--step", type=Count, help=step_help)
     best_help = "the checkpoint with the largest METRIC, as eval_reward"
     which.add_argument("--best", metavar="METRIC", help=best_help)
-    to_help = "folder to write (default: <trial>/exports/checkpoint-<step>)"
+    version_help = "published weights by lineage and step, as 0.120"
+    which.add_argument("--version", metavar="LABEL", help=version_help)
+    to_help = "folder to write (default: <trial>/exports/checkpoint-<step> or weights-<version>)"
     made.add_argument("--to", type=Path, metavar="FOLDER", help=to_help)
     made.add_json("its path")
     return made
@@ -203,29 +227,37 @@ def _make_export_parser() -> CommandParser:
 @_clean_up_at_sigterm()
 def _export(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
-    one = choose_checkpoint(trial, args.step, args.best)
-    if one.problem:
-        raise TrialStateError(
-            f"checkpoint {one.step} of {trial} is damaged: {one.problem}. {list_sound(trial)}"
-        )
-    there = (args.to or trial.exports / f"checkpoint-{one.step:08d}").expanduser().absolute()
+    chosen = choose_export(trial, args.step, args.best, args.version)
+    if isinstance(chosen, Found):
+        name, what = f"checkpoint-{chosen.step:08d}", f"checkpoint {chosen.step} of {trial}: weights"
+    else:
+        name, what = f"weights-{chosen}", f"weights {chosen} of {trial}:"
+    there = (args.to or trial.exports / name).expanduser().absolute()
+
+    def write(folder: Path) -> int:
+        if isinstance(chosen, Found):
+            return convert("export", trial, chosen.step, "--to", str(folder))
+        published_weights.write_export(trial, chosen, folder)
+        return ExitCode.DONE
+
     # Held from now on: while torch is imported, a fast trial makes and removes many checkpoints.
-    with hold(trial, one.step, f"export to {there}"):
-        code = _export_to(there, trial, one.step)
+    with hold_export(trial, chosen, f"export to {there}"):
+        code = _export_to(there, write)
     if code == 0:
-        value = {"trial": str(trial), "step": one.step, "path": str(there)}
-        print_result(args.json, value, [f"checkpoint {one.step} of {trial}: weights written to {there}"])
+        version = chosen.version if isinstance(chosen, Found) else str(chosen)
+        value = {"trial": str(trial), "step": chosen.step, "version": version, "path": str(there)}
+        print_result(args.json, value, [f"{what} written to {there}"])
     return code
 
 
-def _export_to(there: Path, trial: Trial, step: int) -> int:
+def _export_to(there: Path, write: Callable[[Path], int]) -> int:
     """Write an export under a temporary name, then rename it to a new one. Raises CannotWrite."""
     temporary = there.parent / f".{there.name}.{uuid.uuid4().hex[:12]}.tmp"  # `/` has no name
     try:
         if os.path.lexists(there):
             raise FileExistsError
         temporary.mkdir(parents=True)
-        code = convert("export", trial, step, "--to", str(temporary))
+        code = write(temporary)
         if code == 0:
             os.rename(temporary, there)
             fsync_dir(there.parent)

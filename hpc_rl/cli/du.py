@@ -1,6 +1,7 @@
 """`hpc-rl du [trial]…`: disk use of trials, by kind."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from hpc_rl.cli.list import NO_TRIALS
@@ -8,6 +9,7 @@ from hpc_rl.cli.options import CommandParser, Namespace, align_columns, print_re
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.trial import Trial
 from hpc_rl.status.formatting import flatten_line, format_size
+from hpc_rl.status.weight_history import WeightHistory, load_weight_history
 from hpc_rl.trials import trial_index
 from hpc_rl.trials.removal import HOLDS, REST, measure_contents
 
@@ -18,7 +20,7 @@ def make_parser() -> CommandParser:
     made = CommandParser(
         "Show what trials hold on disk, the largest first: checkpoints, weights, logs, exports.",
         "`hpc-rl remove` removes trials; `recover.keep` limits their checkpoints. A trial that is done has\n"
-        "removed the weights that it published.",
+        "removed the weights that it published, except a history up to `weights.history_gb`.",
     )
     made.add_trials("every trial that this account submitted")
     made.add_json("the sizes, in bytes,")
@@ -40,7 +42,8 @@ def measure_sizes(trials: Iterable[Trial], without: Sequence[str] = ()) -> list[
     for trial in trials:
         kinds = {one.name: 0 if one.name in without else one.size_bytes for one in measure_contents(trial)}
         row: dict[str, Any] = {"trial": str(trial), "dir": str(trial.dir), "bytes": sum(kinds.values())}
-        rows.append(row | {"by_kind": kinds})
+        history = load_weight_history(trial)
+        rows.append(row | {"by_kind": kinds, "weight_history": asdict(history) if history else None})
     return sorted(rows, key=lambda row: -row["bytes"])
 
 
@@ -52,4 +55,8 @@ def format_table(rows: Sequence[dict[str, Any]]) -> list[str]:
     for one in [*rows, sums] if len(rows) > 1 else rows:
         kinds = [format_size(one["by_kind"][kind]) if one["by_kind"][kind] else "" for kind in KINDS]
         cells.append([format_size(one["bytes"]), *kinds, one["trial"]])
-    return list(map(flatten_line, align_columns(cells)))
+    lines = align_columns(cells)
+    for one in rows:
+        if history := one["weight_history"]:
+            lines.append(f"published weights of {one['trial']}: {WeightHistory(**history)}")
+    return list(map(flatten_line, lines))

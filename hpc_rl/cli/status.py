@@ -26,6 +26,7 @@ EPILOG = f"""--json prints one object; null and "" mean an unknown value; times 
   since, ends_at, last_sign
                         start of this state, time limit of the job, newest change of a file
   checkpoint, exports   step of the newest checkpoint, names of the exports
+  weight_history        published weights that weights.history_gb keeps: bytes, steps as ranges
   metrics, evaluations, rollout
                         metrics of the newest step, all evaluations, counters of the rollout role
   rejected_prompts, held_out_rows

@@ -21,14 +21,14 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 
 _MODEL = "the checkpoints hold this model"
+_WEIGHTS = "the fork begins with its weights"
 _DATA = "the position in the data and the sealed batches depend on it"
 _GROUPS = "finished groups that are not in a batch yet were made with it"
 _NAME = "it identifies the trial"
 
 # A checkpoint loads only with the same values, also in a fork.
-OF_THE_STATE = (
-    "model.path", "model.init_from_scratch", "model.is_critic", "model.dtype", "model.optimizer.type",
-)  # fmt: skip
+OF_THE_WEIGHTS = ("model.path", "model.init_from_scratch", "model.is_critic")
+OF_THE_STATE = (*OF_THE_WEIGHTS, "model.dtype", "model.optimizer.type")
 UNSAFE: dict[str, str] = {  # option -> why the files on disk forbid a change; `model` includes actor
     "experiment_name": _NAME,
     "trial_name": _NAME,
@@ -53,7 +53,7 @@ SAFE = (  # options and whole sections, except the options in UNSAFE
     "cluster", "launcher", "sglang", "vllm", "embedded", "saver", "evaluator", "recover",
     "stats_logger", "train_dataset.sequences_per_rank", "train_dataset.pin_memory",
     "train_dataset.num_workers", "valid_dataset", "gconfig", "eval_gconfig", "rollout", "model", "ref",
-    "environments", "pools", "teacher",
+    "environments", "pools", "teacher", "weights",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except the options in REPLAYS. After such a
 # change earlier batches and groups are set aside. --replay refuses the changes in NOT_WITH_REPLAY.
@@ -193,11 +193,15 @@ def _refuse_change(change: Change, place: str, reason: str) -> Refusal:
     return Refusal(option=change.name, kind=Kind.CONFLICT, why=why)
 
 
-def refuse_other_model(found: Sequence[Change], trial: str) -> None:
-    """Raise ConfigError with a line for each change that prevents a fork from loading the trial's state."""
-    wrong = [one for one in found if _replace_actor(one.name) in ("trainer", *OF_THE_STATE)]
+def refuse_other_model(found: Sequence[Change], trial: str, only_weights: bool = False) -> None:
+    """Raise ConfigError with a line for each change that prevents a fork from loading the trial's state.
+
+    `only_weights`: the fork loads published weights.
+    """
+    fixed, why = (OF_THE_WEIGHTS, _WEIGHTS) if only_weights else (OF_THE_STATE, _MODEL)
+    wrong = [one for one in found if _replace_actor(one.name) in ("trainer", *fixed)]
     if wrong:
-        raise ConfigError(*(_refuse_change(change, f"a fork of {trial}", _MODEL) for change in wrong))
+        raise ConfigError(*(_refuse_change(change, f"a fork of {trial}", why) for change in wrong))
 
 
 def classify(name: str) -> tuple[bool, str]:

@@ -271,13 +271,14 @@ class DrainIntent(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class ForkRecord(JsonRecord):
-    """The checkpoint from which a forked trial began."""
+    """The checkpoint or the published weights from which a forked trial began."""
 
     trial: str
     dir: str
     step: int
     version: str = ""
     command: tuple[str, ...] = ()
+    only_weights: bool = False  # published weights, without the state of training
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,7 +46,8 @@ def describe_trial(
     """Return everything but the next steps; `past` are the starts that the loop guard counts."""
     lines = [format_headline(status), *describe_times(status), format_row("directory", str(status.trial.dir))]
     if fork := ForkRecord.read(status.trial.forked_from):
-        lines.append(format_row("forked from", flatten_line(f"{fork.trial}, checkpoint {fork.step}")))
+        origin = f"weights {fork.version}" if fork.only_weights else f"checkpoint {fork.step}"
+        lines.append(format_row("forked from", flatten_line(f"{fork.trial}, {origin}")))
     if status.plan:
         lines.append(format_row("plan", describe_plan(status.plan)))
     if status.jobs:

@@ -25,6 +25,7 @@ from hpc_rl.status.heartbeat import Heartbeat, SupervisorSilence
 from hpc_rl.status.rollout_report import RolloutReport, load_rollout
 from hpc_rl.status.submitted_jobs import TrialJob, load_jobs
 from hpc_rl.status.trial_state import describe_exit, describe_job_exit, describe_state, determine_state
+from hpc_rl.status.weight_history import WeightHistory, load_weight_history
 from hpc_rl.supervise.server_array import ServerArray, load_arrays
 
 SUSPENDED = "SUSPENDED"  # Slurm's name of the state of a job whose processes are stopped
@@ -69,6 +70,7 @@ class TrialStatus:
     doing: str = ""  # activity of the trainer, such as `train` or `evaluate`
     doing_step: int = 0
     supervisor_silence: SupervisorSilence | None = None  # of a live attempt
+    weight_history: WeightHistory | None = None  # if weights.history_gb is set
 
     @property
     def silent_hosts(self) -> list[str]:
@@ -167,6 +169,7 @@ class TrialStatus:
             "trial": str(self.trial),
             "dir": str(self.trial.dir),
             "checkpoint": self.generation,
+            "weight_history": asdict(self.weight_history) if self.weight_history else None,
             "steps_per_second": self.rate,
             "rollout": asdict(self.rollout) if self.rollout else None,
             "jobs": [asdict(job) | {"event": job.event or ""} for job in self.jobs],
@@ -243,6 +246,7 @@ class StatusReader:
             doing=str(doing.get("doing", "")),
             doing_step=at if isinstance(at := doing.get("step"), int) else 0,
             supervisor_silence=self._silence(attempts, job_state, patience_s) if alive else None,
+            weight_history=load_weight_history(self.trial),
         )
         return replace(status, rate=None) if status.silent_hosts else status
 

@@ -56,6 +56,7 @@ class TrialRunner(UnitLoop):
         machine = AttemptMachine(plan.units, plan.recover_mode, plan.recover_retries)
         super().__init__(attempt, plan, config, steps, machine, end_time)
         self._preflight = preflight
+        self._history_bytes = disk.find_history_bytes(config)
         self._hosts: HostWatch | None = None
         self._silent: dict[str, float] = {}  # silent nodes, with the seconds
         self._lease: Lease | None = None
@@ -318,7 +319,7 @@ class TrialRunner(UnitLoop):
         return finish.code
 
     def _remove_published(self, done: DoneRecord) -> None:
-        """Remove the published weights of a finished trial, and record the freed space."""
+        """Remove the published weights of a finished trial beyond its history; record the freed space."""
         with tolerate_errors("removing published weights"):
-            if freed := disk.drop(self.trial):
+            if freed := disk.drop(self.trial, self._history_bytes):
                 write_json(self.trial.done, replace(done, freed_bytes=freed).to_json())

@@ -19,8 +19,7 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.schedule import count_updates_per_step
 from hpc_rl.core.errors import Damaged, ExitCode, HpcRlError
 from hpc_rl.core.files import is_full
-from hpc_rl.core.trial import Trial, fsync_dir, load_json, write_json
-from hpc_rl.trainers.exports import RECORD_NAME
+from hpc_rl.core.trial import EXPORT_RECORD_NAME, Trial, fsync_dir, load_json, write_json
 from hpc_rl.trainers.run import find_tokenizer_folder, list_versions
 
 
@@ -41,7 +40,9 @@ def export(trial: Trial, step: int, out: Path) -> None:
     export_state(
         model, config.seed, folder, checked.manifest.num_ranks, files, out, find_tokenizer_folder(config)
     )
-    write_json(out / RECORD_NAME, {"step": step, "version": checked.manifest.version, "trial": str(trial)})
+    write_json(
+        out / EXPORT_RECORD_NAME, {"step": step, "version": checked.manifest.version, "trial": str(trial)}
+    )
     fsync_dir(out)
 
 

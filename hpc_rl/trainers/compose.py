@@ -32,7 +32,7 @@ from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.run import Run, find_tokenizer_folder
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
-from hpc_rl.weights import TRANSPORTS
+from hpc_rl.weights import TRANSPORTS, disk
 from hpc_rl.weights.publish import Publisher
 from hpc_rl.weights.transport import Transport, TransportContext
 
@@ -54,7 +54,14 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     publisher = None
     if start.ranks.rank == 0:
         wait_s = config.rollout.setup_timeout
-        publisher = Publisher(start.trial, start.names, start.tokens, find_trained_pool(config), wait_s)
+        publisher = Publisher(
+            start.trial,
+            start.names,
+            start.tokens,
+            find_trained_pool(config),
+            wait_s,
+            history_bytes=disk.find_history_bytes(config),
+        )
         stack.callback(publisher.close)
     transport: Transport = resolve_name(TRANSPORTS["disk"])(  # not an option: there is only one so far
         TransportContext(

@@ -24,13 +24,12 @@ from hpc_rl.config.options.experiment import Config
 from hpc_rl.config.rules.consistency import METRICS
 from hpc_rl.core import files
 from hpc_rl.core.errors import RoleFailed
-from hpc_rl.core.trial import Trial, fsync_dir, load_json, write_json
+from hpc_rl.core.trial import EXPORT_RECORD_NAME, Trial, fsync_dir, load_json, write_json
 from hpc_rl.engines.base import Engine
 from hpc_rl.engines.shared.hf_io import fsync_file
 from hpc_rl.trainers.ranks import Ranks
 
 logger = logging.getLogger(__name__)
-RECORD_NAME = "hpc_rl.json"  # in every export: step, version, trial
 _LEFTOVER = re.compile(r"\.(best|final|step-\d{8,})\.(tmp|old|gone)")
 
 
@@ -255,11 +254,11 @@ class Exports:
 
     def record(self, name: str) -> dict[str, Any] | None:
         """Return the record of an export, None if there is no such export."""
-        return load_json(self.folder / name / RECORD_NAME)
+        return load_json(self.folder / name / EXPORT_RECORD_NAME)
 
     def note_not_saved(self, problem: str) -> None:
         """Record in `exports/final` that the last state could not be saved."""
-        path = self.folder / "final" / RECORD_NAME
+        path = self.folder / "final" / EXPORT_RECORD_NAME
         try:
             write_json(path, (self.record("final") or {}) | {"not_saved": problem})
         except OSError as error:  # for example, the disk is still full
@@ -285,7 +284,7 @@ class Exports:
 
     def _finish(self, folder: Path, step: int, extra: Mapping[str, Any]) -> None:
         record = {"step": step, "version": self.version_of(step), "trial": str(self.trial), **extra}
-        write_json(make_hidden_path(folder) / RECORD_NAME, record)
+        write_json(make_hidden_path(folder) / EXPORT_RECORD_NAME, record)
         install(folder)
         drop_old_exports(self.folder, self.saver.keep_last)
 

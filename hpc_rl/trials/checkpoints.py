@@ -2,6 +2,8 @@
 
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
@@ -11,9 +13,17 @@ from hpc_rl.config.load.stored import from_dict
 from hpc_rl.core.errors import CannotWrite, ConfigError, NothingToResume, TrialStateError
 from hpc_rl.core.records import TrialState
 from hpc_rl.core.trial import Trial, load_json, write_json
+from hpc_rl.core.types import WeightVersion
 from hpc_rl.datasets.rows import compute_fingerprint
 from hpc_rl.status.scheduler_view import TrialWatch
 from hpc_rl.trials.first_start import check_end, list_sound_steps
+from hpc_rl.trials.published_weights import (
+    choose_version,
+    describe_versions,
+    find_version,
+    hold_chain,
+    list_versions,
+)
 
 POLL_S = 0.5  # interval between scans of the checkpoints
 
@@ -109,6 +119,40 @@ def choose_checkpoint(trial: Trial, step: int | None = None, metric: str | None 
             return one
     wanted = "sound checkpoint" if step is None else f"checkpoint {step}"
     raise NothingToResume(f"{trial} has no {wanted}. {list_sound(trial)}")
+
+
+def choose_export(
+    trial: Trial, step: int | None = None, metric: str | None = None, label: str | None = None
+) -> Found | WeightVersion:
+    """Return the published version with this label, else a checkpoint as `choose_checkpoint` does.
+
+    A step without a sound checkpoint is a published version if it can be rebuilt, of the newest lineage.
+    Raises NothingToResume or, for a damaged checkpoint, TrialStateError, with the steps that can be exported.
+    """
+    if label is not None:
+        return choose_version(trial, label)
+    refusal: TrialStateError
+    try:
+        found = choose_checkpoint(trial, step, metric)
+        if not found.problem:
+            return found
+        problem = f"checkpoint {found.step} of {trial} is damaged: {found.problem}"
+        refusal = TrialStateError(f"{problem}. {list_sound(trial)}")
+    except NothingToResume as error:
+        refusal = error
+    versions = list_versions(trial)
+    version = find_version(versions, step)
+    if version is None:
+        raise type(refusal)(f"{refusal} {describe_versions(versions)}")
+    return version
+
+
+@contextmanager
+def hold_export(trial: Trial, chosen: Found | WeightVersion, why: str) -> Iterator[None]:
+    """Keep a checkpoint or a published version from removal. Raises NothingToResume, Damaged if gone."""
+    holding = hold(trial, chosen.step, why) if isinstance(chosen, Found) else hold_chain(trial, chosen, why)
+    with holding:
+        yield
 
 
 def list_sound(trial: Trial) -> str:

@@ -16,8 +16,10 @@ def describe_next_steps(status: TrialStatus) -> list[str]:
         lines.append(format_row("checkpoint", newest))
     if status.exports:
         lines.append(format_row("exports", f"{', '.join(status.exports[-3:])}  in {status.trial.exports}"))
+    if status.weight_history is not None:
+        lines.append(format_row("weights", str(status.weight_history)))
     done = DoneRecord.read(status.trial.done)
-    if done is not None and done.freed_bytes:
+    if done is not None and done.freed_bytes and status.weight_history is None:
         stay = "what was published for servers is removed; exports and checkpoints stay"
         lines.append(format_row("weights", f"{format_size(done.freed_bytes)} freed: {stay}"))
     for number, command in enumerate(suggest_commands(status)):

@@ -88,13 +88,15 @@ def trace_chain(version: WeightVersion, indices: Indices) -> list[VersionIndex]:
 
 def find_rebuildable(indices: Indices) -> set[WeightVersion]:
     """Return the versions whose whole chain exists."""
-    rebuildable: set[WeightVersion] = set()
-    for version in sorted(indices):
-        try:
-            rebuildable |= {index.version for index in trace_chain(version, indices)}
-        except (KeyError, ValueError):
-            continue
-    return rebuildable
+    known: dict[WeightVersion, bool] = {}
+    for version in indices:
+        path: dict[WeightVersion, bool] = {}
+        at: WeightVersion | None = version
+        while at is not None and at in indices and at not in known and at not in path:
+            path[at] = True
+            at = indices[at].base
+        known |= dict.fromkeys(path, at is None or known.get(at, False))
+    return {version for version, is_rebuildable in known.items() if is_rebuildable}
 
 
 def choose_removable(
@@ -103,20 +105,23 @@ def choose_removable(
     """Return the versions to remove so that the others fit the budget. Needed versions stay rebuildable.
 
     The oldest chains go first. The base of another version is removed only with or after that version, so a
-    chain loses its newest versions first. If the needed versions exceed the budget, they stay.
+    chain loses its newest versions first. If the needed versions exceed the budget, they stay. Of a needed
+    version that can't be rebuilt, the versions that lead to it stay too: a copy of one of them can follow.
 
     Args:
         indices: All complete versions.
         needed: Versions that servers, checkpoints or a running publication need.
         budget_bytes: For all versions that stay.
     """
+    total_bytes = sum(index.stored_bytes for index in indices.values())
+    if total_bytes <= budget_bytes:
+        return []
     kept = {
         index.version
         for version in needed
         if version in indices
         for index in _trace_existing(version, indices)
     }
-    total_bytes = sum(index.stored_bytes for index in indices.values())
     removable: list[WeightVersion] = []
     for chain in _split_chains(indices):
         for version in reversed(chain):
@@ -130,10 +135,13 @@ def choose_removable(
 
 
 def _trace_existing(version: WeightVersion, indices: Indices) -> list[VersionIndex]:
-    try:
-        return trace_chain(version, indices)
-    except (KeyError, ValueError):
-        return [indices[version]]
+    """Return a version and the versions that lead to it, as far as they exist."""
+    chain: dict[WeightVersion, VersionIndex] = {}
+    at: WeightVersion | None = version
+    while at is not None and at in indices and at not in chain:
+        chain[at] = indices[at]
+        at = indices[at].base
+    return list(chain.values())
 
 
 def _split_chains(indices: Indices) -> Iterator[list[WeightVersion]]:

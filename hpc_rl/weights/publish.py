@@ -52,6 +52,7 @@ class Publisher:
     watch_s: float = 1.0  # between reads of the roster
     pause_mode: PauseMode = "retract"
     max_paused: int | None = None  # servers that are paused at once; None for all
+    history_bytes: float = 0.0  # weights.history_gb
 
     def __post_init__(self) -> None:
         self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch and label of the failed update
@@ -59,6 +60,7 @@ class Publisher:
         self._leases: dict[str, LeaseView] = {}
         self._session: aiohttp.ClientSession | None = None
         self._pruning: asyncio.Future[Any] | None = None
+        self._history = disk.History(self.trial, self.history_bytes)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="publisher")
         self._thread.start()
@@ -192,7 +194,7 @@ class Publisher:
         # in the background: training does not wait for a slow file system
         if self._pruning is None or self._pruning.done():
             held = {str(seen.value.get("version")) for seen in self._leases.values() if seen.alive}
-            self._pruning = self._loop.run_in_executor(None, disk.prune, self.trial, held)
+            self._pruning = self._loop.run_in_executor(None, self._history.prune, held)
 
     async def _watch(self) -> None:
         # regular reads, so that the next publish knows which servers have died

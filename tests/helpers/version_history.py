@@ -1,6 +1,7 @@
 """Histories of published versions with random changes, written as several ranks would write them."""
 
 import itertools
+import shutil
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from hpc_rl.core.types import WeightVersion
 from hpc_rl.weight_files import rank_file
 from hpc_rl.weight_files.chain import VersionIndex, read_chain
 from hpc_rl.weight_files.difference import Rectangle
-from hpc_rl.weight_files.model_copy import WEIGHTS_NAME, build_model
+from hpc_rl.weight_files.model_copy import WEIGHTS_NAME, ModelFile, build_model
 from hpc_rl.weight_files.rank_file import compare
 
 SHAPES = {"embed": (33, 8), "norm": (8,), "experts": (3, 5, 7), "scale": ()}
@@ -56,14 +57,45 @@ def publish_version(folder, rng, version, base, before, after, num_ranks, whole)
     return index
 
 
-def make_history(folder, seed, num_versions):
+def publish_model(folder, version, base, before, after, num_ranks=2):
+    """Write a version of a Hugging Face checkpoint in the folder `after`, with all values if `before` is None.
+
+    Ranks have equal shares of each tensor's first dimension.
+    """
+    target = folder / str(version)
+    (target / "model").mkdir(parents=True)
+    new = ModelFile(after / WEIGHTS_NAME)
+    old = ModelFile(before / WEIGHTS_NAME) if before else None
+    files = []
+    for rank in range(num_ranks):
+        stored = []
+        for name, place in new.places.items():
+            length, *rest = place.shape
+            start, end = length * rank // num_ranks, length * (rank + 1) // num_ranks
+            offset = (start, *[0] * len(rest))
+            rectangle = Rectangle(name, place.dtype, offset, (end - start, *rest), place.shape)
+            views = [rectangle.view(file.get_values(rectangle)).reshape(-1) for file in (old, new) if file]
+            stored.append(compare(rectangle, views[0] if old else None, views[-1]))
+        files.append(rank_file.write(target / f"rank-{rank:05d}.safetensors", rank, stored))
+    if before is None:
+        for path in after.iterdir():
+            if path.name != WEIGHTS_NAME:
+                shutil.copyfile(path, target / "model" / path.name)
+    index = VersionIndex(
+        version, base if before else None, tuple(files), (after / WEIGHTS_NAME).stat().st_size
+    )
+    index.write(target)
+    return index
+
+
+def make_history(folder, seed, num_versions, lineage=0, first=1):
     rng = np.random.default_rng(seed)
     weights = {
         name: rng.integers(0, 1 << 16, int(np.prod(shape)), np.uint16) for name, shape in SHAPES.items()
     }
     history, indices, base = {}, {}, None
-    for step in range(1, num_versions + 1):
-        version = WeightVersion(0, step)
+    for step in range(first, first + num_versions):
+        version = WeightVersion(lineage, step)
         after = {name: values.copy() for name, values in weights.items()}
         for values in after.values():
             hits = rng.random(len(values)) < rng.choice([0, 0.02, 0.9])

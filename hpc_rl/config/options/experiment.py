@@ -26,6 +26,7 @@ from hpc_rl.config.options.operations import (
 from hpc_rl.config.options.pools import PoolConfig, PoolName
 from hpc_rl.config.options.teacher import TeachingConfig
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
+from hpc_rl.config.options.weights import WeightsConfig
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 
@@ -92,6 +93,8 @@ class GRPOConfig(BaseExperimentConfig):
     """The policy."""
     ref: TrainEngineConfig | None = None
     """The frozen reference model for actor.kl_ctl and actor.beta, in the trainer's ranks; null means none."""
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    """Published weights. hpc-rl extension."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
     """vLLM servers, if the allocation has them. hpc-rl extension."""
     embedded: EmbeddedConfig = field(default_factory=EmbeddedConfig)
