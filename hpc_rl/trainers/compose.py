@@ -60,6 +60,8 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
             start.tokens,
             find_trained_pool(config),
             wait_s,
+            pause_mode=config.weights.pause_mode,
+            max_paused=config.weights.max_paused,
             history_bytes=disk.find_history_bytes(config),
         )
         stack.callback(publisher.close)

@@ -1,7 +1,7 @@
 """Published weights on disk: one folder per version, a pointer to the newest, removal of old versions.
 
-Nothing is fsynced: weights can be published again from a checkpoint, and a trainer publishes first when it
-starts. Closing the files makes them visible to other nodes.
+The files of a version are durable. Its name and the pointer may be lost in a crash of the file server: a
+trainer publishes first when it starts.
 """
 
 import contextlib
