@@ -158,6 +158,8 @@ def estimate(
     )
     notes = list(_list_notes(section, found, config))
     problems = [*_find_gpu_problems(section, found), *(_refuse_server(server) for server in found.servers)]
+    for one in _check_copies(config, plan, shape):
+        (problems if requests_memory else notes).append(replace(one, is_note=not requests_memory))
     # Without a limit of micro-batches the memory of a CPU rank depends on the rows; one row is certain.
     certain = replace(found, trainer=estimate_rank_memory(_limit_to_certain(found)))
     if host := _find_host_problem(certain, unit):
@@ -207,7 +209,7 @@ def _estimate_load(config: Config, plan: Plan, shape: ModelShape, models: Models
     load = _apply_mesh(load, work, parse(plan.allocation).train or load.mesh)
     if not isinstance(config, GRPOConfig):
         return load
-    load = replace(load, batch_tokens=work.tokens)
+    load = replace(load, batch_tokens=work.tokens, publishes=True)
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
         return load
     reference_shape = ModelShape.of(models.get(config.ref.path, {}))
@@ -307,6 +309,7 @@ def _estimate_disk(config: Config, shape: ModelShape, steps: int | None, tokens_
     checkpoint = 12.0 * shape.num_params if saves else 0.0
     batch = TOKEN_BYTES * tokens_per_step if generates else 0.0
     recover, saver = config.recover, config.saver
+    history = (config.weights.history_gb or 0.0) * GB if isinstance(config, GRPOConfig) else 0.0
     num_kept = recover.keep + recover.keep_best + 1  # one more during its write
     if recover.keep_every_steps and steps:
         num_kept += steps // recover.keep_every_steps
@@ -318,7 +321,7 @@ def _estimate_disk(config: Config, shape: ModelShape, steps: int | None, tokens_
         batch=batch,
         checkpoint=checkpoint,
         export=weights,
-        kept_weights=KEPT_VERSIONS * weights if generates else 0.0,
+        kept_weights=max(KEPT_VERSIONS * weights, history) if generates else 0.0,
         kept_checkpoints=num_kept * checkpoint,
         kept_batches=kept_batches if generates else 0.0,
         kept_exports=_estimate_kept_exports(config, weights, steps),
@@ -494,6 +497,32 @@ def _find_host_problem(found: Estimate, unit: Unit) -> Refusal | None:
         f"the first also: {format_items(found.trainer.first)})",
         use=f"what fits: {_count_needed_mb(found)}",
     )
+
+
+def _check_copies(config: Config, plan: Plan, shape: ModelShape) -> Iterator[Refusal]:
+    """Yield that a node's servers have no memory for their copy of the model, which follows the trainer."""
+    if not isinstance(config, GRPOConfig) or config.cluster.local_dir:
+        return
+    copy = DTYPE_BYTES[config.actor.dtype] * shape.num_params
+    servers = [unit for unit in plan.units if unit.role == "server" and unit.pool not in config.pools]
+    for node in sorted({node for unit in servers for node in unit.nodes}):
+        here = [unit for unit in servers if node in unit.nodes]
+        num_tasks = sum(unit.tasks_per_node for unit in here)
+        given = MB * sum(unit.tasks_per_node * unit.mem_mb_per_task for unit in here)
+        needed = copy + num_tasks * PROCESS_BYTES[plan.device == "cuda"]
+        if needed <= given:
+            continue
+        least = math.ceil(needed / num_tasks / MB / 1000) * 1000
+        yield Refusal(
+            option="launcher.inference_server_mem_per_gpu",
+            value=config.launcher.inference_server_mem_per_gpu,
+            kind=Kind.MACHINE,
+            why=f": the servers of a node have {format_gb(given)} of CPU memory, but with the node's copy of "
+            f"the model they need {format_gb(needed)}",
+            use=f"use {math.ceil(least / max(1, here[0].gpus_per_task))} or more, or set cluster.local_dir",
+            related=("cluster.local_dir",),
+        )
+        return
 
 
 def _list_notes(section: str, found: Estimate, config: Config) -> Iterator[Refusal]:

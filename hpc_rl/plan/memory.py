@@ -161,6 +161,7 @@ class RankLoad:
     batch_tokens: int = 0  # of a train batch; every rank gets the whole batch
     saves: bool = False  # writes checkpoints
     saves_copies: bool = False  # writes checkpoints while training continues
+    publishes: bool = False  # its weights go to servers
     reference: TrainEngineConfig | None = None
     reference_shape: ModelShape | None = None
 
@@ -473,6 +474,9 @@ def _count_host(load: RankLoad) -> Items:
         items["reference model"] = _count_reference_bytes(load)
     if load.saves and (copied := _count_snapshot_bytes(load)):
         items["copy of the state to be saved"] = copied
+    if load.publishes:  # the newest version and the one before
+        size = 2 * load.compute_bytes * shard
+        items["copies of the published weights"] = _round_page_locked(size) if load.on_gpu and size else size
     return {name: size for name, size in items.items() if size}
 
 
