@@ -10,7 +10,7 @@ ROUTABLE = ("serving", "paused")
 
 
 def servers(pool: str) -> str:
-    """Prefix of the leases of a pool's replicas."""
+    """Prefix of the leases of a pool's replicas; the record on it is their roster."""
     return f"server/{pool}"
 
 
