@@ -169,15 +169,15 @@ class SGLangBackend:
             await wait_for_ends(streams, 0.5)
 
     async def _update(self, path: str, body: dict[str, Any]) -> Answer:
-        label = body.get("weight_version")
+        loaded = False
         self._streams.begin_update()
-        status, answer = 503, None
         try:
-            status, answer = await self.process.request(path, body)
+            answer = await self.process.request(path, body)
+            loaded = answer[0] == 200
         finally:
             # after some failures, the weights have changed
-            self._streams.end_update(label if status == 200 else None)
-        return status, answer
+            self._streams.end_update(body.get("weight_version") if loaded else None)
+        return answer
 
     async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
         plan = _plan_stream(body)

@@ -218,3 +218,87 @@ async def test_vllms_events_are_added(registry):
     (partial,) = absorb(parts)
     assert (partial.turn.output_ids, partial.turn.versions) == ([5, 6, 7], [("0.1", 0, 3)])
     assert sample.end["finish_reason"] == {"type": "length", "length": 3}
+
+
+class FakeProcess:
+    """Streams one token for each request, and ends a stream when it is aborted."""
+
+    def __init__(self):
+        self.calls, self.aborted, self.begun = [], asyncio.Event(), asyncio.Event()
+
+    async def request(self, path, body):
+        self.calls.append((path, body.get("rid") or body.get("request_ids")))
+        if path.startswith("/abort_request"):
+            self.aborted.set()
+        return 200, {"success": True}
+
+    async def stream(self, path, body, take):
+        self.calls.append((path, body.get("rid") or body.get("request_id")))
+        self.aborted.clear()
+        self.take(take, 1, None)
+        self.begun.set()
+        await self.aborted.wait()
+        self.take(take, 2, "abort")
+        return 200, None
+
+
+class FakeSGLang(FakeProcess):
+    def take(self, take, made, finish):
+        event = sglang_event([made], made, finish and {"type": finish})
+        event["meta_info"]["weight_versions"] = finish and [{"version": "0.1", "start": 0, "end": made}]
+        take(event)
+
+
+class FakeVLLM(FakeProcess):
+    def take(self, take, made, finish):
+        spans = finish and [{"version": "0.1", "start": 0, "end": made}]
+        choice = {"token_ids": [made], "logprobs": {"content": [{"logprob": -0.5}]}, "weight_versions": spans}
+        take({"choices": [{**choice, "finish_reason": finish, "stop_reason": None}]})
+
+
+def make_sglang():
+    backend = sglang.SGLangBackend(process=FakeSGLang(), settings={}, secret=None)
+    backend._streams.start("0.1")
+    return backend
+
+
+def make_vllm():
+    backend = vllm.VLLMBackend(process=FakeVLLM(), settings={})
+    backend._label = "0.1"
+    backend._streams.start("0.1")
+    return backend
+
+
+@pytest.mark.parametrize("make", [make_sglang, make_vllm])
+@pytest.mark.parametrize(("sampling", "interrupts"), [({}, True), ({"repetition_penalty": 1.5}, False)])
+async def test_a_pause_before_an_update_interrupts_what_can_be_continued(make, sampling, interrupts):
+    backend, sent = make(), []
+
+    async def send(parts):
+        sent.extend(parts)
+
+    def ask(rid):
+        body = {"input_ids": [5, 6], "rid": rid, "return_logprob": True, "sampling_params": sampling}
+        return asyncio.create_task(backend.generate(body, send))
+
+    running = ask("a")
+    await backend.process.begun.wait()
+    assert (await backend.request("/pause_generation", {"mode": "retract"}))[0] == 200
+    assert running.done() is interrupts
+    aborts = [rid for path, rid in backend.process.calls if path.startswith("/abort_request")]
+    assert aborts == ([] if not interrupts else ["a"] if make is make_sglang else [["generate-tokens-a"]])
+    waiting = ask("b")
+    while "b" not in [rid for _, rid in backend.process.calls]:
+        await asyncio.sleep(0)
+    backend._streams.begin_update()
+    backend._streams.end_update("0.2")
+    (late,) = (stream for stream in backend._streams._running if stream.is_waiting)
+    assert late.label == "0.2"
+    await backend.request("/continue_generation", {})
+    assert not late.is_waiting
+    backend.process.aborted.set()
+    for task in (running, waiting):
+        status, answer = await task
+        assert status == 200 and answer["meta_info"]["finish_reason"]["type"] == "abort"
+        (partial,) = absorb([answer])
+        assert partial.turn.output_ids == [1, 2] and partial.turn.versions == [("0.1", 0, 2)]
