@@ -271,7 +271,7 @@ class DrainIntent(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class ForkRecord(JsonRecord):
-    """The checkpoint or the published weights from which a forked trial began."""
+    """The origin of a forked trial: a checkpoint, or published weights."""
 
     trial: str
     dir: str

@@ -78,8 +78,8 @@ def check_start(origin: Origin, config: Config) -> None:
     if not isinstance(origin, Found):
         if config.recover.mode == "resume":
             raise ConfigError(
-                f"recover.mode resume needs a checkpoint, and there is none of step {origin.step}, only "
-                "published weights: add recover.mode=auto."
+                f"recover.mode resume needs a checkpoint, and step {origin.step} has published weights only: "
+                "add recover.mode=auto."
             )
         return
     end = find_last_step(config, compute_fingerprint(config.train_dataset.path).get("rows"))

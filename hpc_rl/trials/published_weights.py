@@ -28,7 +28,7 @@ def format_steps(versions: Collection[VersionIndex]) -> str:
 
 
 def find_version(versions: Collection[VersionIndex], step: int | None) -> WeightVersion | None:
-    """Return the version of a step in the newest lineage; None if there is none."""
+    """Return the version of a step in the newest lineage; None without one."""
     return max((index.version for index in versions if index.version.step == step), default=None)
 
 
@@ -44,7 +44,7 @@ def choose_version(trial: Trial, label: str) -> WeightVersion:
 def describe_versions(versions: Collection[VersionIndex]) -> str:
     """Return which steps can be exported from published weights, as a sentence."""
     if not versions:
-        return "There are no published weights to rebuild a step from."
+        return "No published weights are left to rebuild a step from."
     lineages = sorted({index.version.lineage for index in versions})
     parts = [format_steps([one for one in versions if one.version.lineage == lineage])
              + (f" of lineage {lineage}" if len(lineages) > 1 else "") for lineage in lineages]  # fmt: skip

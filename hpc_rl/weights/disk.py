@@ -187,7 +187,7 @@ class History:
 
 
 def _load_index(folder: Path) -> VersionIndex | None:
-    """Return the index of a version; None if it has none. Raises OSError if it can't be read."""
+    """Return the index of a version; None if it is missing or damaged. Raises OSError."""
     index = VersionIndex.read(folder)
     if index is None:  # a failed read must not look like a missing index
         with contextlib.suppress(FileNotFoundError):

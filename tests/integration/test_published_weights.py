@@ -73,6 +73,18 @@ def test_transformers_loads_the_export_of_any_step(here):
     assert not list(trial.weights.glob(".*"))
 
 
+def test_the_function_of_the_page_reads_every_step(here):
+    """docs/weights.md, with the safetensors library alone."""
+    page = (Path(__file__).parents[2] / "docs" / "weights.md").read_text()
+    namespace: dict = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], namespace)
+    for step in range(1, NUM_STEPS + 1):
+        found = namespace["rebuild"](trial_of(here, "first", "quickstart").weights, f"0.{step}")
+        wanted = load_file(here / f"step-{step}" / "model.safetensors")
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_a_fork_of_published_weights_trains_from_them(here):
     options = ["total_train_steps=2", "actor.optimizer.lr=1e-6", "evaluator.freq_steps=1"]
     done = hpc_rl(

@@ -13,9 +13,9 @@ class WeightsConfig:
     """Weights that the trainer publishes for the servers after each step. hpc-rl extension."""
 
     history_gb: NonNegativeFloat | None = None
-    """Keep published versions up to this size in total, in GB, so that `hpc-rl checkpoint export --step` and
-    `hpc-rl fork TRIAL@STEP` can rebuild the weights of past steps; the oldest are removed first. null or 0
-    keeps only the versions that servers need, which stay in any case."""
+    """Keep published versions up to this size in total, in GB, so that `hpc-rl checkpoint export` and
+    `hpc-rl fork` can rebuild the weights of past steps; the oldest are removed first. null or 0 keeps only
+    the versions that servers need, which stay in any case."""
     pause_mode: Literal["retract", "abort", "in_place"] = "retract"
     """How a server holds its running requests while it loads new weights. retract: it computes their tokens
     so far again with the new weights, then continues. abort: it returns the tokens so far, and the rollout

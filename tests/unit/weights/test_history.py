@@ -10,7 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from version_history import make_history, read_model
 
+from hpc_rl.config.load.load import load
 from hpc_rl.core.checked_file import FileRecord
+from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.holds import hold_entry
 from hpc_rl.core.trial import Trial, write_json
 from hpc_rl.core.types import WeightVersion
@@ -59,6 +61,18 @@ def publish_chains(trial: Trial, *lengths: int) -> None:
 
 def labels(trial: Trial) -> list[str]:
     return sorted((path.name for path in trial.weights.iterdir() if path.is_dir()), key=lambda name: name[2:])
+
+
+def test_the_budget_is_an_option_of_trials_that_publish():
+    common = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl", "cluster.n_gpus_per_node=0"]
+    grpo = [*common, "actor.path=/m", "gconfig.n_samples=4"]
+    for more, expected in (([], 0), (["weights.history_gb=0"], 0), (["weights.history_gb=2.5"], 2.5e9)):
+        assert disk.find_history_bytes(load([], [*grpo, *more]).config) == expected
+    with pytest.raises(ConfigError, match=r"weights.history_gb .* at least 0"):
+        load([], [*grpo, "weights.history_gb=-1"])
+    with pytest.raises(ConfigError, match="weights"):
+        load([], [*common, "model.path=/m", "weights.history_gb=1"])
+    assert disk.find_history_bytes(load([], [*common, "model.path=/m"]).config) == 0
 
 
 def test_without_a_budget_the_chain_that_servers_need_stays(trial):
