@@ -18,7 +18,7 @@ from hpc_rl.doctor.node import NodeReport
 from hpc_rl.doctor.slurm_checks import check_capacity, check_slurm
 from hpc_rl.schedulers import pick
 from hpc_rl.trials.checklist import Verdict
-from hpc_rl.trials.machine_needs import find_requirements, list_findings, make_srun_options
+from hpc_rl.trials.requirements import find_requirements, list_findings, make_srun_options
 
 FAILED = 1  # exit code where a check failed
 # Checks of limits that are lower on a login node than on the nodes of the trial.

@@ -76,7 +76,7 @@ class EventHooks(ABC):
             self._child.kill(signal.SIGTERM)
 
     def explain_missing(self) -> str:
-        """Describe missing answers; "" if there are none."""
+        """Describe missing answers; "" if all nodes answered."""
         return ""
 
     def _kill(self) -> None:
@@ -178,7 +178,7 @@ class HookStep(EventHooks):
         self._child, self.is_over = None, True
 
     def explain_missing(self) -> str:
-        """Describe the nodes without an answer; "" if all nodes answered."""
+        """Describe missing answers; "" if all nodes answered."""
         seen = sorted({one.node for one in self.answers})
         if len(seen) >= self.num_nodes:
             return ""

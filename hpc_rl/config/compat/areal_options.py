@@ -135,7 +135,7 @@ _OF_REWARD_MODEL = ("pools.reward_model.path", "rollout.reward_fn")
 _FSDP2 = "use the fsdp backend, which is FSDP2"
 _FLOAT32 = "parameters, gradients and moments of the optimizer are float32; more data ranks take less memory"
 _NO_FP8 = "FP8 is not used for training; use actor.dtype bfloat16"
-_DROPPED = "SGLang 0.5.23 has no such option"
+_DROPPED = "SGLang 0.5.23 lacks this option"
 _OF_EXPERTS = ("sglang.ep_size", "sglang.extra_args")
 
 

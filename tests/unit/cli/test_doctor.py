@@ -11,7 +11,7 @@ from hpc_rl.cli.outcome import collect_sources
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
 from hpc_rl.doctor.finding import Requirements
 from hpc_rl.doctor.slurm_checks import PROGRAMS
-from hpc_rl.trials.machine_needs import find_requirements, make_srun_options
+from hpc_rl.trials.requirements import find_requirements, make_srun_options
 
 pytestmark = pytest.mark.usefixtures("state_home")
 

@@ -1,4 +1,4 @@
-"""The needs of a trial on a machine, and the verdict of `submit` as findings: for `hpc-rl doctor`."""
+"""The requirements of a trial on a machine, and the verdict of `submit` as findings: for `hpc-rl doctor`."""
 
 import os
 import sys
