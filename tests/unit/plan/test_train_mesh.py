@@ -58,7 +58,7 @@ def test_the_engine_is_that_of_the_expression_or_of_the_model_section(overrides,
 def test_two_engines_in_one_trial_must_agree():
     with pytest.raises(ConfigError, match=r"actor.backend fsdp is not the engine of .* make them agree"):
         plan_trial("actor.backend=fsdp", "allocation_mode=sglang:d4+megatron:d4")
-    with pytest.raises(ConfigError, match=r"ref\.backend megatron, is not the engine of .*fsdp:d4; .*agree"):
+    with pytest.raises(ConfigError, match=r"ref\.backend megatron is not the engine of .*fsdp:d4; .*agree"):
         plan_trial("ref.path=/r", "ref.backend=megatron")
 
 
