@@ -27,10 +27,10 @@ def load_checked(*overrides: str):
 @pytest.mark.parametrize(
     ("overrides", "option", "kind"),
     [
-        ([f"{M}.ddp.overlap_grad_reduce=true"], "actor.megatron.ddp.overlap_grad_reduce", Kind.NO_EFFECT),
+        ([f"{M}.ddp.overlap_grad_reduce=true"], f"{M}.ddp.overlap_grad_reduce", Kind.NO_EFFECT),
         (
             [f"{M}.recompute_method=block", "allocation_mode=sglang:d4+fsdp:d4"],
-            "actor.megatron.recompute_method",
+            f"{M}.recompute_method",
             Kind.NO_EFFECT,
         ),
         (
@@ -45,7 +45,7 @@ def load_checked(*overrides: str):
             Kind.NO_EFFECT,
         ),
         ([MEGATRON, "actor.optimizer.offload=true"], "actor.optimizer.offload", Kind.NO_EFFECT),
-        ([MEGATRON, f"{M}.ddp.bucket_size=100"], "actor.megatron.ddp.bucket_size", Kind.CONFLICT),
+        ([MEGATRON, f"{M}.ddp.bucket_size=100"], f"{M}.ddp.bucket_size", Kind.CONFLICT),
         (
             [
                 MEGATRON,
@@ -53,37 +53,33 @@ def load_checked(*overrides: str):
                 f"{M}.ddp.overlap_grad_reduce=true",
                 f"{M}.ddp.use_distributed_optimizer=false",
             ],
-            "actor.megatron.ddp.overlap_param_gather",
+            f"{M}.ddp.overlap_param_gather",
             Kind.CONFLICT,
         ),
-        (
-            [MEGATRON, f"{M}.recompute_granularity=null"],
-            "actor.megatron.recompute_granularity",
-            Kind.CONFLICT,
-        ),
-        ([MEGATRON, f"{M}.recompute_num_layers=null"], "actor.megatron.recompute_granularity", Kind.CONFLICT),
-        ([MEGATRON, f"{M}.recompute_modules=[mlp]"], "actor.megatron.recompute_modules", Kind.CONFLICT),
+        ([MEGATRON, f"{M}.recompute_granularity=null"], f"{M}.recompute_granularity", Kind.CONFLICT),
+        ([MEGATRON, f"{M}.recompute_num_layers=null"], f"{M}.recompute_granularity", Kind.CONFLICT),
+        ([MEGATRON, f"{M}.recompute_modules=[mlp]"], f"{M}.recompute_modules", Kind.CONFLICT),
         (
             [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[mla]"],
-            "actor.megatron.recompute_modules",
+            f"{M}.recompute_modules",
             Kind.VALUE,
         ),
         (
             [MEGATRON, f"{M}.ddp.check_for_nan_in_grad=true", "actor.dtype=float16"],
-            "actor.megatron.ddp.check_for_nan_in_grad",
+            f"{M}.ddp.check_for_nan_in_grad",
             Kind.CONFLICT,
         ),
         (
             [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_modules=[moe_act]"],
-            "actor.megatron.recompute_modules",
+            f"{M}.recompute_modules",
             Kind.VALUE,
         ),
         (
             [MEGATRON, f"{M}.recompute_granularity=selective", f"{M}.recompute_method=block"],
-            "actor.megatron.recompute_method",
+            f"{M}.recompute_method",
             Kind.CONFLICT,
         ),
-        ([MEGATRON, f"{M}.use_torch_fsdp2=true"], "actor.megatron.use_torch_fsdp2", Kind.UNSUPPORTED),
+        ([MEGATRON, f"{M}.use_torch_fsdp2=true"], f"{M}.use_torch_fsdp2", Kind.UNSUPPORTED),
         (
             [MEGATRON, "ref.path=/r", "ref.megatron.virtual_pipeline_size=2"],
             "ref.megatron.virtual_pipeline_size",
