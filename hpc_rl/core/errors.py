@@ -1,8 +1,12 @@
 """The exception tree, the exit codes, and the classes of failures and stops."""
 
-import enum
+from __future__ import annotations
 
-from hpc_rl.core.refusal import Refusal, order_refusals
+import enum
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hpc_rl.core.refusal import Refusal
 
 # A job script requests SIGUSR1 at most this many seconds before the end of its job.
 WARNING_S = 450.0
@@ -68,11 +72,13 @@ class ConfigError(HpcRlError, ValueError):
     failure = FailureClass.USER
 
     def __init__(self, *problems: Refusal | str) -> None:
-        super().__init__(*order_refusals(problems, lambda one: one if isinstance(one, Refusal) else None))
+        from hpc_rl.core.refusal import order_refusals  # a job script has no time to import dataclasses
+
+        super().__init__(*order_refusals(problems, lambda one: None if isinstance(one, str) else one))
 
     @property
     def refusals(self) -> tuple[Refusal, ...]:
-        return tuple(one for one in self.args if isinstance(one, Refusal))
+        return tuple(one for one in self.args if not isinstance(one, str))
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))

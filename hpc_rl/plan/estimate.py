@@ -495,7 +495,7 @@ def _find_host_problem(found: Estimate, unit: Unit) -> Refusal | None:
         why=f": {ranks} of the first node need up to {format_gb(found.node_host_bytes)} of CPU memory, but "
         f"have {format_gb(given)} (each rank: {_format_largest(items, 3)}; "
         f"the first also: {format_items(found.trainer.first)})",
-        use=f"what fits: {_count_needed_mb(found)}",
+        use=f"use {_count_needed_mb(found)}",
     )
 
 

@@ -86,7 +86,7 @@ def _check_model(
     section: str, engine: TrainEngineConfig, train: Train, content: Mapping[str, Any], stages: int
 ) -> Iterator[Refusal]:
     refuse = partial(_refuse, option=f"{section}.path", value=engine.path)
-    by_fsdp = f"what fits: {Train('fsdp', d=train.num_units)}"
+    by_fsdp = f"use {Train('fsdp', d=train.num_units)}"
     backend, kind = TRAIN_BACKENDS[train.backend], str(content.get("model_type", ""))
     if backend.model_types and kind not in backend.model_types:
         known = f"{train.backend} has no mapping for {kind} models, only for {', '.join(backend.model_types)}"
@@ -100,7 +100,7 @@ def _check_model(
     for letter, kinds in backend.divided_types.items():
         if getattr(train, letter) > 1 and kind not in kinds:
             known = f"{train.backend} has no {letter} for {kind} models, only for {', '.join(kinds)}"
-            yield refuse(why=f": {known}", use=f"what fits: {Train(train.backend, d=train.num_units)}")
+            yield refuse(why=f": {known}", use=f"use {Train(train.backend, d=train.num_units)}")
             return
     is_packed = section != "ref" if train.backend == "megatron" else train.c > 1
     if is_packed and content.get("attention_dropout") and not engine.disable_dropout:
@@ -122,9 +122,7 @@ def _check_model(
         if other is None and stages > 1:
             other, parts = find_nearest(train, shape), " with megatron.virtual_pipeline_size 1"
         fits = (
-            f"what fits: {other}{parts}"
-            if other
-            else "no mesh with this number of ranks fits; use another number"
+            f"use {other}{parts}" if other else "no mesh with this number of ranks fits; use another number"
         )
         yield refuse(why=f"has {'; '.join(found)}: {train} can't divide it", use=fits)
 

@@ -289,7 +289,7 @@ def _format_value(value: Any) -> str:
 
 
 def check_limits(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
-    """Refuse numbers that are too large or too small beside another option."""
+    """Refuse numbers beyond the limit that another option sets."""
     for words, sign, table in (("must not exceed", 1, AT_MOST), ("must be at least", -1, AT_LEAST)):
         for name, other in table.items():
             value, limit = get_value(config, name), get_value(config, other)

@@ -186,7 +186,7 @@ def test_a_step_past_the_end_of_the_trial_is_not_imported(rendered, config, torc
     importing = ["checkpoint", "import", str(rendered.dir), str(config.parent / "model"), "--step", "11"]
     assert main(importing) == ExitCode.REFUSED
     said = capsys.readouterr().err
-    assert "ends at step 10, before checkpoint 11. Allowed: an end at" in said
+    assert "ends at step 10, before checkpoint 11; allowed: an end at" in said
     assert main(["render", "--config", str(config), "total_train_steps=null", "total_train_epochs=4"]) == 0
     assert main(importing) == ExitCode.REFUSED
     assert "trial sums/small ends at step 4, before checkpoint 11" in capsys.readouterr().err

@@ -222,7 +222,7 @@ def test_cpu_memory_that_the_plan_requests_must_hold_the_ranks():
     saves = ["recover.mode=auto", "recover.freq_steps=10"]
     [problem] = map(str, estimate_needs(QWEN3_32B, *saves).problems)
     # 8 x (49.1 of state + 3.5) + 5 in billions of bytes, divided by 8
-    fits = int(problem.partition("what fits: ")[2].rstrip("."))
+    fits = int(problem.rpartition("; use ")[2].rstrip("."))
     assert fits == approx((8 * (49.1 + 3.5) + 5) / 8 * 1e9 / 2**20, rel=CLOSE)
     assert not estimate_needs(QWEN3_32B, *saves, f"launcher.trainer_mem_per_gpu={fits}").problems
 

@@ -58,7 +58,7 @@ def test_the_engine_is_that_of_the_expression_or_of_the_model_section(overrides,
 def test_two_engines_in_one_trial_must_agree():
     with pytest.raises(ConfigError, match=r"actor.backend fsdp is not the engine of .* make them agree"):
         plan_trial("actor.backend=fsdp", "allocation_mode=sglang:d4+megatron:d4")
-    with pytest.raises(ConfigError, match=r"ref\.backend megatron, is not the engine of .*fsdp:d4; .*agree"):
+    with pytest.raises(ConfigError, match=r"ref\.backend megatron is not the engine of .*fsdp:d4; .*agree"):
         plan_trial("ref.path=/r", "ref.backend=megatron")
 
 
@@ -124,28 +124,28 @@ def find_problem(content: dict, allocation: str, *overrides: str) -> str:
         (QWEN3_30B_A3B, "megatron:d8e8", ""),
         (QWEN3_30B_A3B, "megatron:(attn:d4t2|ffn:d1t1e8)", ""),
         (QWEN3_8B | {"num_attention_heads": 28}, "megatron:t8", "28 attention heads, not a multiple of t 8"),
-        (QWEN3_8B | {"num_attention_heads": 28}, "megatron:t8", "what fits: megatron:d2t4"),
+        (QWEN3_8B | {"num_attention_heads": 28}, "megatron:t8", "use megatron:d2t4"),
         (QWEN3_8B | {"num_attention_heads": 12}, "fsdp:t2c4", "not a multiple of t 2 * c 4"),
         (QWEN3_8B, "fsdp:d1t16", "8 key-value heads, which t 16 does not divide"),
         (QWEN3_8B, "megatron:p8", "36 layers, not a multiple of p 8"),
-        (QWEN3_8B, "megatron:p8", "what fits: megatron:d2p4"),
+        (QWEN3_8B, "megatron:p8", "use megatron:d2p4"),
         (QWEN3_8B, "megatron:d4e2", "no experts, but e is 2"),
-        (QWEN3_8B, "megatron:d8e2", "what fits: megatron:d8."),
+        (QWEN3_8B, "megatron:d8e2", "use megatron:d8."),
         (QWEN3_30B_A3B | {"num_experts": 60}, "megatron:d8e8", "60 experts, not a multiple of e 8"),
-        (QWEN3_30B_A3B | {"num_experts": 60}, "megatron:d8e8", "what fits: megatron:d8e4"),
+        (QWEN3_30B_A3B | {"num_experts": 60}, "megatron:d8e8", "use megatron:d8e4"),
         (QWEN3_8B | {"model_type": "gemma2"}, "megatron:d8", "has no mapping for gemma2 models, only for llama"),
-        (QWEN3_8B | {"model_type": "gemma2"}, "megatron:d4t2", "what fits: fsdp:d8"),
+        (QWEN3_8B | {"model_type": "gemma2"}, "megatron:d4t2", "use fsdp:d8"),
         (QWEN3_8B | {"vocab_size": 151935}, "megatron:d4t2", ""),
         (QWEN3_8B | {"vocab_size": 151935}, "fsdp:d4t2", "a vocabulary of 151935, not a multiple of t 2"),
         (QWEN3_30B_A3B, "fsdp:d4c2", ""),
         (QWEN3_30B_A3B, "fsdp:d4t2", "fsdp has no t for qwen3_moe models, only for gemma,"),
-        (QWEN3_30B_A3B, "fsdp:d4t2", "what fits: fsdp:d8."),
-        (QWEN3_8B | {"rope_scaling": {"rope_type": "yarn"}}, "megatron:d8", "rope_type: yarn (config.json); what fits"),
+        (QWEN3_30B_A3B, "fsdp:d4t2", "use fsdp:d8."),
+        (QWEN3_8B | {"rope_scaling": {"rope_type": "yarn"}}, "megatron:d8", "rope_type: yarn (config.json); use "),
         (QWEN3_8B | {"sliding_window": 4096, "use_sliding_window": False}, "megatron:d8", ""),
         (QWEN3_8B | {"hidden_act": "gelu"}, "megatron:d8", "hidden_act: gelu"),
         (QWEN3_8B | {"hidden_act": "gelu"}, "fsdp:d8", ""),
         (QWEN3_8B | {"rope_scaling": {"rope_type": "longrope"}}, "fsdp:d8", ""),
-        (QWEN3_8B | {"rope_scaling": {"type": "longrope"}}, "fsdp:d4c2", "longrope, which c can't divide; what fits: fsdp:d8"),
+        (QWEN3_8B | {"rope_scaling": {"type": "longrope"}}, "fsdp:d4c2", "longrope, which c can't divide; use fsdp:d8"),
         (QWEN3_8B | {"attention_dropout": 0.1}, "fsdp:d4t2", ""),
         (QWEN3_8B | {"attention_dropout": 0.1}, "fsdp:d4c2", "set actor.disable_dropout true"),
         (QWEN3_8B | {"attention_dropout": 0.1}, "megatron:d8", "set actor.disable_dropout true"),
@@ -166,7 +166,7 @@ def test_parts_of_stages_divide_the_layers_too():
     # a mesh of one stage is refused with parts
     layers = QWEN3_8B | {"num_hidden_layers": 94}
     found = find_problem(layers, "sglang:d16+megatron:d4p2", f"{parts}=2")
-    assert "what fits: megatron:d4p2 with megatron.virtual_pipeline_size 1." in found
+    assert "use megatron:d4p2 with megatron.virtual_pipeline_size 1." in found
     assert not find_problem(layers, "sglang:d16+megatron:d4p2", f"{parts}=1")
 
 
@@ -208,7 +208,7 @@ def test_the_reference_model_is_divided_too():
     config, made = plan_trial("allocation_mode=sglang:d4+megatron:t4", "ref.path=/r")
     small = QWEN3_8B | {"num_attention_heads": 14, "num_key_value_heads": 2}
     [found] = train_mesh.find_problems(config, made, {"/m": QWEN3_8B, "/r": small})
-    assert (found.option, found.use) == ("ref.path", "what fits: megatron:d2t2")
+    assert (found.option, found.use) == ("ref.path", "use megatron:d2t2")
     assert "has 14 attention heads" in found.why
 
 

@@ -194,7 +194,7 @@ def test_a_block_of_another_template_is_refused_with_the_name_of_that_template(s
             EXTENDS + "{% block sight %}x{% endblock %}",
             r"no block 'sight'\. Its blocks: resources, accounting",
         ),
-        (EXTENDS.replace("below/", ""), "extends itself: write `below/sbatch"),
+        (EXTENDS.replace("below/", ""), "extends itself; write `below/sbatch"),
         ("{{ partiton }}", "changed by .*partiton"),
     ],
     ids=["a block that does not exist", "itself", "broken"],

@@ -33,7 +33,7 @@ async def test_a_reward_that_fails_to_import_is_told_in_its_own_words(tmp_path):
     sections = {"tokenizer_path": str(tmp_path), "rollout": {"reward_fn": "nosuch:score"}}
     write_json(trial.config_json, STORED | sections)
     argv = [sys.executable, "-m", "hpc_rl.roles.rollout_worker", "--trial_dir", str(trial.dir)]
-    told = r"rollout\.reward_fn: 'nosuch:score' can't be imported: No module named 'nosuch'"
+    told = r"rollout\.reward_fn 'nosuch:score' can't be imported: No module named 'nosuch'"
     with pytest.raises(ConfigError, match=told):
         await end_of([*argv, "--attempt", "1.0"])
 

@@ -173,7 +173,7 @@ def test_a_sandbox_that_is_required_and_not_complete_is_a_bad_configuration(monk
     weak = Sandbox(Mechanism.LIMITS, frozenset({Protection.MEMORY}))
     monkeypatch.setattr(tasks, "find_sandbox", lambda: weak)
     make_code_tests(15.0, "available")
-    with pytest.raises(ConfigError, match=r"rollout\.sandbox is required, .*other processes of this account"):
+    with pytest.raises(ConfigError, match=r"rollout\.sandbox required: .*other processes of this account"):
         make_code_tests(15.0, "required")
 
 

@@ -199,7 +199,7 @@ def test_a_service_that_is_not_installed_says_how_to_install_it(tmp_path, monkey
     monkeypatch.setitem(sys.modules, package, None)
     section = WandBConfig(mode="online") if package == "wandb" else SwanlabConfig(mode="cloud")
     who = RunIdentity("sums", "grpo", tmp_path, {})
-    with pytest.raises(ConfigError, match=rf"pip install 'hpc-rl\[{package}\]', or set it to disabled"):
+    with pytest.raises(ConfigError, match=rf"pip install 'hpc-rl\[{package}\]'`, or set it to disabled"):
         open_sinks(tmp_path / "m.jsonl", tmp_path / "tb", 0, who, StatsLoggerConfig(**{package: section}))
 
 

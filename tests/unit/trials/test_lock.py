@@ -116,7 +116,7 @@ def test_a_trial_does_not_end_before_the_generation_that_it_goes_on_from(world, 
         (trial.generation(85) / "manifest.json").read_bytes()
     )
     loaded, plan = given(tmp_path / "root", total_train_steps=84)
-    with pytest.raises(ConfigError, match=r"total_train_steps 84.*checkpoint 85.*Allowed: an end at step 85"):
+    with pytest.raises(ConfigError, match=r"total_train_steps 84.*checkpoint 85.*allowed: an end at step 85"):
         submission.submit(
             loaded, plan, command=[], trial=trial, recovery=submission.Recovery(), scheduler=FakeScheduler()
         )
