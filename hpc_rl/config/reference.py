@@ -162,7 +162,7 @@ def _make_name_tables() -> Iterator[str]:
     ]
     heads = ["option", "accepted", "why, and what to use"]
     texts = [
-        "AReaL's files may have them with this value. The rows about `actor` apply to `ref` and `model`, too.",
+        "AReaL's files may have them with this value. The rows about `actor` apply to `ref` and `model` too.",
         "`experiment_name`, `trial_name` and `fileroot` of a section must equal the trial's own.",
     ]
     yield from _make_table("AReaL's options with one possible value", texts, heads, one_value)

@@ -42,11 +42,11 @@ def test_a_stored_plan_keeps_it():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ([BY_MPIEXEC, "launcher.slurm.trainer_image=/i.sif"], "launcher.slurm.trainer_image is set: use trainer_start srun"),
+        ([BY_MPIEXEC, "launcher.slurm.trainer_image=/i.sif"], "use trainer_start srun"),
         ([BY_MPIEXEC, "launcher.slurm.layout=hetjob"], "use layout allocation or jobs"),
         ([BY_MPIEXEC, "launcher.slurm.srun_mpi=pmix"], "srun_mpi pmix has no effect"),
         (["launcher.mpi.mpiexec=/m"], "launcher.mpi.mpiexec has no effect with launcher.trainer_start srun"),
-        (["launcher.slurm.srun_mpi=pmix", "launcher.type=local"], "needs srun, but launcher.type is local"),
+        (["launcher.slurm.srun_mpi=pmix", "launcher.type=local"], "launcher.type local: it needs srun"),
         (["launcher.slurm.srun_mpi=pmix", "launcher.slurm.srun_additional_args=--mpi=pmi2"], "omit one"),
         ([BY_MPIEXEC, "launcher.mpi.args=[-n,'4']"], "-n is derived from the plan"),
         ([BY_MPIEXEC, "launcher.mpi.args=['--host=a']"], "--host is derived from the plan"),
