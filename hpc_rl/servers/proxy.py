@@ -2,9 +2,9 @@
 
 Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions, or /classify of
 a reward model; GET /model_info, /health. Control token (bearer only): POST /pause_generation,
-/continue_generation, /abort_request, /prepare_weights, /update_weights_from_disk, /flush_cache, /shutdown.
-The proxy adds epoch and attempt, checks the order of version labels, and refuses requests while it is stale.
-replica.py handles leases, reloading and the end of the process.
+/continue_generation, /abort_request, /prepare_weights, /update_weights_from_disk, /flush_cache,
+/weights_checker, /shutdown. The proxy adds epoch and attempt, checks the order of version labels, and refuses
+requests while it is stale. replica.py handles leases, reloading and the end of the process.
 
 A client that accepts PARTS gets the tokens of a longer request while it runs, so that they survive this
 server. Each line of such an answer is a JSON object: {"parts": [...]}, new tokens of some samples; the last
@@ -41,6 +41,7 @@ CONTROL_POST = (
     "/abort_request",
     "/update_weights_from_disk",
     "/flush_cache",
+    "/weights_checker",
 )
 FROZEN = "the model of this pool is frozen: it takes no weights"
 MAX_BODY_BYTES = 64 * 2**20

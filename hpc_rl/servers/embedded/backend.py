@@ -285,6 +285,14 @@ class EmbeddedBackend:
     async def _flush(self, _body: dict[str, Any]) -> dict[str, Any]:
         return {"status": "ok", "message": "there is no cache beyond the running requests"}
 
+    async def _check_weights(self, _body: dict[str, Any]) -> dict[str, Any]:
+        """Return checksums of the weights in use, and their version. As SGLang's, but by tensor."""
+
+        def compute() -> dict[str, Any]:
+            return {"checksums": self.engine.model.compute_checksums(), "weight_version": self.engine.version}
+
+        return {"success": True, "message": "computed", **await self._in_engine(compute)}
+
     async def _info(self, _body: dict[str, Any]) -> dict[str, Any]:
         engine = self.engine
         info = {"model_path": engine.model.path, "is_generation": True, "weight_version": engine.version}
@@ -298,6 +306,7 @@ class EmbeddedBackend:
         "/abort_request": _abort,
         "/update_weights_from_disk": _update,
         "/flush_cache": _flush,
+        "/weights_checker": _check_weights,
         "/model_info": _info,
     }
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -335,6 +336,13 @@ class Model:
                     fused["qk_norm"][:heads] = layer.self_attn.q_norm.weight
                     fused["qk_norm"][heads:] = layer.self_attn.k_norm.weight
         self.path = path
+
+    def compute_checksums(self) -> dict[str, str]:
+        """Return the xxh3 (64 bits, hex) of each parameter's bytes, by its name in memory."""
+        return {
+            name: xxhash.xxh3_64_hexdigest(one.detach().cpu().contiguous().view(torch.uint8).numpy().data)
+            for name, one in self.module.named_parameters()
+        }
 
     def _is_tied(self, name: str) -> bool:
         return name == "lm_head.weight" and bool(getattr(self.module.config, "tie_word_embeddings", False))
