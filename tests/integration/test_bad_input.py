@@ -62,7 +62,7 @@ def test_the_configuration_itself_is_good(shell):
         ),
         (["allocation_mode=embedded:d999999999+fsdp:d1"], ["at most 100000 are allowed"]),
         (["allocation_mode=embedded:d" + "9" * 5000], ["5000 digits"]),
-        (["--n_nodes", "4"], ["launcher.type local, which is this machine"]),
+        (["--n_nodes", "4"], ["needs Slurm, but launcher.type is local"]),
         (["trial_name=a/b"], ["trial_name 'a/b' can't be used"]),
         (["trial_name=.."], ["trial_name '..' can't be used"]),
         (["trial_name=../../x"], ["trial_name '../../x' can't be used"]),

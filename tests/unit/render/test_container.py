@@ -200,7 +200,7 @@ def test_strange_characters_stay_one_word(text):
     assert {image, f"/{text}:/x", f"{TRIAL / text}:{TRIAL / text}"} <= set(found)
 
 
-ONLY = "contradicts launcher.slurm.container_type none"
+ONLY = "can't be used with launcher.slurm.container_type none"
 UNBOUND = "can't be bound into a container"
 PATHS = "has no effect without launcher.slurm.trainer_image"
 
@@ -213,7 +213,7 @@ PATHS = "has no effect without launcher.slurm.trainer_image"
         (["rollout_image=r.sif"], "rollout_image r.sif is not a path: use /…/r.sif or ./r.sif"),
         ([PYXIS, *SQSH, IMAGES[0]], "/images/t.sif is an image of apptainer; pyxis needs a .sqsh file"),
         (["trainer_image=/a:b.sif"], "the path of an image can't contain a colon"),
-        (["container_type=none", IMAGES[0]], f"trainer_image {ONLY}"),
+        (["container_type=none", IMAGES[0]], f"{ONLY}"),
         (["mount=/a:/b"], f"mount {PATHS} or inference_server_image"),
         (["container_args=[--no-home]"], "container_args has no effect without"),
         ([IMAGES[1], "trainer_image_python=/p"], f"trainer_image_python {PATHS}"),
