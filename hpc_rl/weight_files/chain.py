@@ -185,10 +185,10 @@ def read_indices(folder: Path) -> dict[WeightVersion, VersionIndex]:
     return indices
 
 
-def load_version(folder: Path, index: VersionIndex) -> Iterator[StoredRectangle]:
-    """Yield the stored rectangles of a version, from all ranks. Raises Damaged, OSError."""
-    for rank, record in enumerate(index.files):
-        try:
-            yield from rank_file.load(folder / record.name, rank, record)
-        except FileNotFoundError as error:
-            raise Damaged(f"{folder.name}/{record.name} is missing") from error
+def load_rank(folder: Path, index: VersionIndex, rank: int) -> Iterator[StoredRectangle]:
+    """Yield the rectangles that a rank stored in a version. Raises Damaged, OSError."""
+    record = index.files[rank]
+    try:
+        yield from rank_file.load(folder / record.name, rank, record)
+    except FileNotFoundError as error:
+        raise Damaged(f"{folder.name}/{record.name} is missing") from error

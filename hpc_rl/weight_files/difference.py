@@ -5,21 +5,20 @@ values. Applying a difference overwrites bytes, so it is exact and may be repeat
 files nor ranks.
 
 Positions count the values of a rectangle in row-major order. They are stored as gaps: the number of unchanged
-values before each stored one, as uint16. If more than 65,535 values in a row are unchanged, an unchanged
-value is stored too.
+values before each stored one, as uint8 or uint16, whichever is smaller for the rectangle. A gap that is too
+long for the type is cut: some unchanged values are stored too.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import xxhash
 
-MAX_GAP = 0xFFFF
+GAP_TYPES = (np.dtype(np.uint8), np.dtype(np.uint16))
 CHUNK_VALUES = 1 << 22  # compared at once: the temporary array stays in the cache
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # an unsigned type for each size of a value
 DTYPE_BYTES = {
@@ -74,7 +73,7 @@ class Rectangle:
 class Changes:
     """The changed values of a rectangle. Empty arrays if nothing changed."""
 
-    gaps: np.ndarray  # uint16 [n]
+    gaps: np.ndarray  # uint8 or uint16 [n]
     values: np.ndarray  # `Rectangle.word` [n]
 
     @property
@@ -98,17 +97,30 @@ def find_changes(before: np.ndarray, after: np.ndarray) -> Changes:
     ]
     positions = np.concatenate(parts) if parts else np.empty(0, np.int64)
     gaps = np.diff(positions, prepend=-1) - 1
-    if len(gaps) and gaps.max() > MAX_GAP:
-        positions = np.union1d(positions, np.concatenate(list(_bridge(positions, gaps))))
-        gaps = np.diff(positions, prepend=-1) - 1
-    return Changes(gaps.astype(np.uint16), after[positions])
+    sizes = [
+        (len(gaps) + int(_count_cuts(gaps, kind).sum())) * (kind.itemsize + after.itemsize)
+        for kind in GAP_TYPES
+    ]
+    kind = GAP_TYPES[int(np.argmin(sizes))]
+    return _store_changes(positions, gaps, after, kind)
 
 
-def _bridge(positions: np.ndarray, gaps: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield positions of unchanged values that cut the long gaps."""
-    for at in np.flatnonzero(gaps > MAX_GAP):
-        end = positions[at]
-        yield np.arange(end - gaps[at] + MAX_GAP, end, MAX_GAP + 1)
+def _count_cuts(gaps: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
+    """Return, per gap, the number of unchanged values that cut it into gaps of a type."""
+    return gaps >> (8 * kind.itemsize)
+
+
+def _store_changes(
+    positions: np.ndarray, gaps: np.ndarray, after: np.ndarray, kind: np.dtype[Any]
+) -> Changes:
+    cuts = _count_cuts(gaps, kind)
+    if cuts.any():
+        longest = np.iinfo(kind).max
+        ends = np.cumsum(cuts + 1) - 1
+        short = np.full(len(gaps) + cuts.sum(), longest, np.int64)
+        short[ends] = gaps - cuts * (longest + 1)
+        gaps, positions = short, np.cumsum(short + 1) - 1
+    return Changes(gaps.astype(kind), after[positions])
 
 
 def apply_changes(rectangle: Rectangle, changes: Changes, whole: np.ndarray) -> None:

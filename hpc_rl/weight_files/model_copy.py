@@ -18,7 +18,9 @@ import mmap
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +31,12 @@ from hpc_rl.core.node_copies import read_boot_id
 from hpc_rl.core.trial import load_object, write_atomic
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.weight_files import rank_file
-from hpc_rl.weight_files.chain import MODEL_FOLDER, VersionIndex, load_version, read_chain
+from hpc_rl.weight_files.chain import MODEL_FOLDER, VersionIndex, load_rank, read_chain
 from hpc_rl.weight_files.difference import DTYPE_BYTES, Rectangle
 
 WEIGHTS_NAME = "model.safetensors"
 ALIGN_BYTES = 64  # of the first tensor
+NUM_APPLIERS = 4  # threads; each holds one rectangle of another rank
 
 
 @dataclass(frozen=True)
@@ -76,9 +79,14 @@ class ModelFile:
 
         Raises Damaged if a file or the result differs from the published version, OSError.
         """
-        for index in chain:
-            for stored in load_version(folder / str(index.version), index):
-                stored.apply(self.get_values(stored.rectangle))
+        with ThreadPoolExecutor(NUM_APPLIERS) as pool:
+            for index in chain:
+                apply = partial(self._apply_rank, folder / str(index.version), index)
+                list(pool.map(apply, range(len(index.files))))
+
+    def _apply_rank(self, folder: Path, index: VersionIndex, rank: int) -> None:
+        for stored in load_rank(folder, index, rank):
+            stored.apply(self.get_values(stored.rectangle))
 
 
 def build_model(target: Path, folder: Path, chain: Sequence[VersionIndex]) -> None:

@@ -1,9 +1,9 @@
 """The file of one rank in a published version: its rectangles, each whole or as the values that changed.
 
-A safetensors file. Rectangle `i` has the entry `i.values`, and `i.gaps` (U16) unless it is stored whole; a
-rectangle without entries did not change. The header's metadata has `version`, JSON: {"format", "rank",
-"rectangles": [{"name", "dtype", "offset", "shape", "whole_shape", "xxh3"}]}. `xxh3` is the checksum of the
-rectangle's values in this version.
+A safetensors file. Rectangle `i` has the entry `i.values`, and `i.gaps` (U8 or U16) unless it is stored
+whole; a rectangle without entries did not change. The header's metadata has `version`, JSON: {"format",
+"rank", "rectangles": [{"name", "dtype", "offset", "shape", "whole_shape", "xxh3"}]}. `xxh3` is the checksum
+of the rectangle's values in this version.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hpc_rl.core.checked_file import CheckedReader, FileRecord
 from hpc_rl.core.errors import Damaged
 from hpc_rl.weight_files.difference import (
     DTYPE_BYTES,
+    GAP_TYPES,
     Changes,
     Rectangle,
     apply_changes,
@@ -30,6 +31,7 @@ from hpc_rl.weight_files.difference import (
 )
 
 FORMAT = 1
+GAP_NAMES = {1: "U8", 2: "U16"}  # by bytes
 ALIGN_BYTES = 64  # of the first array in a file
 
 
@@ -91,7 +93,7 @@ def write(
     entries: dict[str, tuple[str, np.ndarray]] = {}
     for i, one in enumerate(stored):
         if one.changes is not None and len(one.values):
-            entries[f"{i}.gaps"] = ("U16", one.changes.gaps)
+            entries[f"{i}.gaps"] = (GAP_NAMES[one.changes.gaps.itemsize], one.changes.gaps)
         if len(one.values):
             entries[f"{i}.values"] = (one.rectangle.dtype, one.values)
     rectangles = [asdict(one.rectangle) | {"xxh3": one.xxh3} for one in stored]
@@ -121,7 +123,8 @@ def load(path: Path, rank: int, expected: FileRecord | None) -> Iterator[StoredR
         begin, header, rectangles = _load_metadata(reader, rank)
         for i, (rectangle, checksum) in enumerate(rectangles):
             values = _load_array(reader, begin, header.get(f"{i}.values"), rectangle.word)
-            gaps = _load_array(reader, begin, header.get(f"{i}.gaps"), np.dtype(np.uint16))
+            gaps_entry = header.get(f"{i}.gaps")
+            gaps = _load_array(reader, begin, gaps_entry, _find_gap_type(reader, gaps_entry))
             is_whole = f"{i}.gaps" not in header and f"{i}.values" in header
             changes = None if is_whole or not rectangle.num_values else Changes(gaps, values)
             yield StoredRectangle(rectangle, checksum, changes, values)
@@ -174,6 +177,14 @@ def _parse_rectangle(record: dict[str, Any]) -> Rectangle:
     ):
         raise ValueError(f"{rectangle.name}: a rectangle outside of the tensor")
     return rectangle
+
+
+def _find_gap_type(reader: CheckedReader, entry: dict[str, Any] | None) -> np.dtype[Any]:
+    stored = "U8" if entry is None else entry.get("dtype")
+    for kind in GAP_TYPES:
+        if GAP_NAMES[kind.itemsize] == stored:
+            return kind
+    raise Damaged(f"{reader.path.name} has gaps of type {stored}")
 
 
 def _load_array(

@@ -1,12 +1,16 @@
-"""The benchmarks can be started: what they import of the project exists."""
+"""The benchmarks can be started, and the one of publications runs at a tiny size."""
 
+import json
+import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-BENCHMARKS = sorted((Path(__file__).resolve().parents[2] / "benchmarks").glob("*.py"))
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
@@ -16,3 +20,17 @@ def test_a_benchmark_says_what_it_does(path, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(path), run_name="__main__")
     assert not ended.value.code and "--out" in capsys.readouterr().out
+
+
+@pytest.mark.timeout(600)
+def test_publications_are_compared_with_two_peers(tmp_path):
+    options = ["--size", "tiny", "--ranks", "2", "--rates", "1e-6", "--servers", "1x1", "4x2", "--steps", "1"]
+    command = [sys.executable, ROOT / "benchmarks" / "publish.py", *options, "--dir", tmp_path]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([*command, "--out", tmp_path / "out.json"], check=True, env=environment)
+    cases = json.loads((tmp_path / "out.json").read_text())["cases"]
+    assert [(case["servers"], case["nodes"]) for case in cases] == [(1, 1), (4, 2)]
+    for case in cases:
+        assert case["difference"]["share_of_bytes"]["max"] < 0.05 and not case["whole_versions"]
+        assert case["disk"]["share_of_bytes"]["median"] >= 1 and case["gloo"]["share_of_bytes"]["median"] == 1
+        assert all(case[way]["server_blocked_s"]["min"] > 0 for way in ("difference", "disk", "gloo"))

@@ -15,7 +15,7 @@ from hpc_rl.weight_files.chain import (
     VersionIndex,
     choose_removable,
     find_rebuildable,
-    load_version,
+    load_rank,
     read_chain,
     read_indices,
     trace_chain,
@@ -57,7 +57,7 @@ def test_a_damaged_or_missing_file_is_named(tmp_path):
         build_model(tmp_path, tmp_path, trace_chain(version, indices))
     path.unlink()
     with pytest.raises(Damaged, match=f"0.3/{record.name} is missing"):
-        list(load_version(tmp_path / "0.3", indices[version]))
+        list(load_rank(tmp_path / "0.3", indices[version], 0))
     del indices[WeightVersion(0, 2)]
     with pytest.raises(KeyError) as missing:
         trace_chain(version, indices)

@@ -12,8 +12,10 @@ from safetensors import safe_open
 from hpc_rl.core import checked_file
 from hpc_rl.core.errors import Damaged
 from hpc_rl.weight_files import rank_file
-from hpc_rl.weight_files.difference import MAX_GAP, Rectangle, apply_changes, find_changes
+from hpc_rl.weight_files.difference import Rectangle, apply_changes, find_changes
 from hpc_rl.weight_files.rank_file import compare
+
+MAX_GAP = 0xFFFF
 
 
 def whole_of(shape, dtype="BF16", seed=0):
@@ -35,10 +37,10 @@ def test_by_hand():
     before = np.array([7, 7, 7, 7, 7, 7], np.uint16)
     after = np.array([7, 8, 7, 7, 9, 7], np.uint16)
     changes = find_changes(before, after)
-    assert changes.gaps.tolist() == [1, 2] and changes.gaps.dtype == np.uint16
+    assert changes.gaps.tolist() == [1, 2] and changes.gaps.dtype == np.uint8
     assert changes.values.tolist() == [8, 9]
     assert changes.positions().tolist() == [1, 4]
-    assert changes.nbytes == 8
+    assert changes.nbytes == 6
 
 
 def test_negative_zero_and_nan_are_compared_by_their_bits():
@@ -57,6 +59,19 @@ def test_a_long_gap_stores_unchanged_values_in_between(position):
     target = before.copy()
     apply_changes(rectangle, changes, target)
     assert target.tobytes() == after.tobytes()
+
+
+@pytest.mark.parametrize("share", [0.001, 0.004, 0.01, 0.1])
+def test_the_smaller_type_of_gaps_is_stored(share, tmp_path):
+    rectangle, before = whole_of([1000, 1000])
+    after = changed(before, share)
+    stored = compare(rectangle, before, after)
+    assert stored.changes.gaps.itemsize == (1 if share >= 0.01 else 2)
+    assert stored.nbytes < 4.01 * np.count_nonzero(before != after)
+    record = rank_file.write(tmp_path / "rank-00000.safetensors", 0, [stored])
+    (back,) = rank_file.load(tmp_path / record.name, 0, record)
+    back.apply(before)
+    assert before.tobytes() == after.tobytes()
 
 
 @settings(max_examples=60)
