@@ -116,7 +116,7 @@ class Streams:
 
     @property
     def interval(self) -> int:
-        """The number of tokens between two events of a sample: those of a quarter of a second."""
+        """The number of tokens between two events of a sample: a quarter of a second."""
         if not self._tokens_per_s:
             return FIRST_INTERVAL
         return max(1, min(MAX_INTERVAL, int(self._tokens_per_s * PART_S / 2)))

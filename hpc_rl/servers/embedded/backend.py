@@ -59,7 +59,7 @@ class _Sample:
         return ended or len(self.sequence.tokens) > self._num_sent
 
     def take(self, version: str) -> dict[str, Any]:
-        """Return what is not sent yet, as an answer. `version` counts for an answer without tokens."""
+        """Return the unsent tokens as an answer. `version` counts for an answer without tokens."""
         sequence, start = self.sequence, self._num_sent
         self._num_sent, self._end_is_sent = len(sequence.tokens), sequence.finish is not None
         answer = make_answer(
