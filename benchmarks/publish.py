@@ -4,7 +4,7 @@
                                  [--size 0.5b|tiny] [--dir DIR] [--out benchmarks/results/publish.json]
 
 Real are: the FSDP engine with random weights (published in bfloat16, masters in float32), AdamW, the disk
-transport on every rank, the copy of the model in a folder per simulated node, and the backend of each server. There is no model pass: an update gets random gradients. Adam's moments begin as they are after many
+transport on every rank, the copy of the model in a folder per simulated node, and the backend of each server. There is no model pass: an update gets random gradients whose norm is 1. Adam's moments begin as they are after many
 such updates (a new optimizer changes more values for some 20 updates), and eps is 1e-8, which changes more
 values than the default 1e-5. Rank 0 calls the servers through pipes; there is no HTTP, and they generate
 nothing meanwhile. A single server is the embedded engine, in its own process. Four servers are threads of
@@ -35,7 +35,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from importlib import metadata
 from multiprocessing.connection import Connection
@@ -52,6 +52,7 @@ from hpc_rl.core.node_copies import NodeCopies
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.engines.shared import hf_io
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.servers.embedded.backend import EmbeddedBackend
 from hpc_rl.servers.node_backend import NodeBackend
@@ -83,6 +84,8 @@ BETAS = (0.9, 0.95)
 SETTLE_STEPS = 3  # without a measurement, after a change of the learning rate
 BUCKET_BYTES = 256 << 20
 READ_BYTES = 64 << 20
+UPDATE_VALUES = 100_000_000  # updated at once, over all ranks
+EXPORT_BYTES = 256 << 20  # per file, so that an export needs less memory
 POOL_VALUES = 16 << 20  # normal numbers, from which each update takes its gradients
 LIMIT = timedelta(minutes=20)  # of a collective
 NUM_SERVERS = 5  # one with the embedded engine; four that read, in one process
@@ -121,13 +124,14 @@ class Reader:
 
     async def request(self, path: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if path == "/update_weights_from_disk":
-            await asyncio.to_thread(self.read, Path(body["model_path"]) / "model.safetensors")
+            await asyncio.to_thread(self.read, Path(body["model_path"]))
         return 200, {}
 
-    def read(self, path: Path) -> None:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(self.buffer):
-                pass
+    def read(self, folder: Path) -> None:
+        for path in folder.glob("*.safetensors"):
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(self.buffer):
+                    pass
 
 
 class Server:
@@ -279,6 +283,8 @@ class Subject:
         self.engine.initialize(10**6)
         self.random = torch.Generator().manual_seed(rank)
         self.normals = torch.randn(POOL_VALUES, generator=self.random)
+        num_values = sum(shard.parameter.numel() for shard in self.engine.shards)
+        self.deviation = num_values**-0.5  # the norm of all gradients is 1, so they are not clipped
         self.fill_moments()
         self.transport = DiskTransport(
             TransportContext(
@@ -294,31 +300,32 @@ class Subject:
         self.step = 0
 
     def fill_moments(self) -> None:
-        """Draw Adam's moments as they are after many updates with random gradients whose norm is clipped."""
-        optimizer = self.engine.optimizer
-        num_values = sum(shard.parameter.numel() for shard in self.engine.shards)
-        deviation = optimizer.config.gradient_clipping / num_values**0.5
+        """Draw Adam's moments as they are after many updates with random gradients."""
         factor = ((1 - BETAS[0]) / (1 + BETAS[0])) ** 0.5
-        for first, second in optimizer.moments.values():
-            self.draw(first)
-            first *= deviation * factor
-            second.fill_(deviation**2)
-        optimizer.restore_num_steps(1000)
+        for first, second in self.engine.optimizer.moments.values():
+            self.draw(first, self.deviation * factor)
+            second.fill_(self.deviation**2)
+        self.engine.optimizer.restore_num_steps(1000)
 
-    def draw(self, target: torch.Tensor) -> None:
+    def draw(self, target: torch.Tensor, deviation: float) -> None:
         """Fill a tensor with normal numbers: parts of the pool from random places, which is faster."""
         for part in target.view(-1).split(POOL_VALUES // 2):
             start = int(torch.randint(POOL_VALUES // 2, (1,), generator=self.random))
-            part.copy_(self.normals[start : start + len(part)])
+            torch.mul(self.normals[start : start + len(part)], deviation, out=part)
 
     def update(self) -> None:
-        """Make one update with random gradients."""
-        for shard in self.engine.shards:
-            shard.parameter.grad = torch.empty_like(shard.parameter)
-            gradient = shard.gradient()
-            assert gradient is not None
-            self.draw(gradient)
-        self.engine._update({"loss": torch.zeros(())})
+        """Update every parameter once with random gradients, some parameters at a time (for memory)."""
+        shards = list(self.engine.shards)
+        while shards:
+            num_values = 0
+            while shards and num_values < UPDATE_VALUES:
+                shard = shards.pop()
+                shard.parameter.grad = torch.empty_like(shard.parameter)
+                gradient = shard.gradient()
+                assert gradient is not None
+                self.draw(gradient, self.deviation)
+                num_values += shard.parameter.numel()
+            self.engine._update({"loss": torch.zeros(())})
         self.step += 1
 
     def difference(self) -> dict[str, Any]:
@@ -395,6 +402,7 @@ class Subject:
 
 def run_rank(options: Options, rank: int, pipes: list[Connection], results: Connection | None) -> None:
     torch.set_num_threads(1)
+    hf_io.MAX_FILE_BYTES = EXPORT_BYTES
     store = f"file://{options.folder}/ranks"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=options.num_ranks, timeout=LIMIT)
     servers = Servers(options, pipes) if rank == 0 else None
@@ -486,8 +494,8 @@ def describe(case: dict[str, Any]) -> str:
     )
 
 
-def measure(options: Options) -> list[dict[str, Any]]:
-    """Start the processes of one number of ranks; return the results of its cases."""
+def measure(options: Options) -> Iterator[dict[str, Any]]:
+    """Start the processes of one number of ranks; yield the results of its cases."""
     architecture = options.folder / "architecture"
     architecture.mkdir(parents=True)
     (architecture / "config.json").write_text(json.dumps(SIZES[options.size]))
@@ -508,18 +516,16 @@ def measure(options: Options) -> list[dict[str, Any]]:
         ours = [near for near, _ in pipes]
         for rank in range(options.num_ranks):
             processes.append(start(run_rank, rank, *((ours, there) if rank == 0 else ([], None))))
-        results: list[dict[str, Any]] = []
         while True:
             while not here.poll(1):
                 if failed := [one for one in processes if one.exitcode]:
                     raise RuntimeError(f"process {failed[0].pid} has failed with {failed[0].exitcode}")
             if (case := here.recv()) is None:
                 break
-            results.append(case)
             print(describe(case), flush=True)
+            yield case
         for process in processes:
             process.join()
-        return results
 
 
 def parse_case(text: str) -> tuple[int, int]:
@@ -543,12 +549,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"}
-    load_before, cases = os.getloadavg(), []
+    load_before, cases = os.getloadavg(), list[dict[str, Any]]()
     for num_ranks in args.ranks:
         with tempfile.TemporaryDirectory(dir=args.dir, prefix="publish-benchmark-") as folder:
             options = Options(Path(folder), args.size, num_ranks, args.rates, args.servers, args.steps)
-            cases += measure(options)
-        write(args, cases, load_before)
+            for case in measure(options):
+                cases.append(case)
+                write(args, cases, load_before)
 
 
 def write(args: argparse.Namespace, cases: list[dict[str, Any]], load_before: tuple[float, ...]) -> None:
