@@ -1,6 +1,7 @@
 """The supervisor of a server node: it keeps its replica alive, and stops soon when it is no longer needed."""
 
 import json
+import re
 import threading
 import time
 
@@ -120,7 +121,7 @@ def test_a_replica_that_hangs_leaves_its_stacks_and_is_started_again(trial, monk
     assert running.steps.started[0].dumped and running.steps.started[0].code == -9
     events = [json.loads(line) for line in trial.attempt("150_0.0").events.read_text().splitlines()]
     [reason] = [row["reason"] for row in events if row["event"] == "hung"]
-    assert reason.startswith("server 1 hangs: nothing moved for 0 s")
+    assert re.match(r"server 1 hangs: nothing moved for \d+ s", reason)
     assert ("after its start" in reason) is not seen
     write_json(trial.done, {"job_id": "100"})
     running.ended()
