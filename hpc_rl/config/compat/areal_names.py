@@ -68,7 +68,9 @@ NAMES: dict[str, OtherName] = {
     "enable_offload": OtherName(idle=(False,), why="see fsdp.offload_params of each model"),
     "{model}.offload": OtherName(idle=(False,), why="see {model}.fsdp.offload_params"),
     "perf_tracer": OtherName(idle=(ANY,), why="the times of a step are always among the metrics"),
-    "{model}.weight_update_mode": OtherName(idle=(ANY,), why="servers read new weights from files"),
+    "{model}.weight_update_mode": OtherName(
+        idle=(ANY,), why="servers get new weights of the actor only: see actor.weight_update_mode"
+    ),
     "{model}.megatron.virtual_pipeline_parallel_size": OtherName("{model}.megatron.virtual_pipeline_size"),
     **{
         f"{{model}}.megatron.{name}": OtherName(idle=(value,), why="the engine supports only this value")

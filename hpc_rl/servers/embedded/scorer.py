@@ -24,6 +24,7 @@ class EmbeddedScorer:
     """See Backend. Requests to /classify are not batched together, so other requests never change a score."""
 
     makes_initial_weights = True
+    receiver = None
 
     def __init__(self, config: EmbeddedConfig) -> None:
         self._dtype = getattr(torch, config.dtype)

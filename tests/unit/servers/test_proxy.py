@@ -21,6 +21,8 @@ TOKENS = {"control": "c" * 8, "data": "d" * 8}
 
 
 class FakeBackend:
+    receiver = None
+
     def __init__(self):
         self.calls, self.dead, self.started = [], "", None
         self.fail_updates = False
