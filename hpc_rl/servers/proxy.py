@@ -2,10 +2,14 @@
 
 Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions, or /classify of
 a reward model; GET /model_info, /health. Control token (bearer only): POST /pause_generation,
-/continue_generation, /abort_request, /prepare_weights, /update_weights_from_disk, /flush_cache, /shutdown,
-and for weights over a process group: /init_weights_update_group, /begin_weight_update,
-/update_weights_from_distributed, /end_weight_update, /destroy_weights_update_group. The proxy adds epoch and attempt, checks the order of version labels, and refuses requests while it is stale.
+/continue_generation, /abort_request, /prepare_weights, /update_weights_from_disk, /flush_cache, /shutdown.
+The proxy adds epoch and attempt, checks the order of version labels, and refuses requests while it is stale.
 replica.py handles leases, reloading and the end of the process.
+
+With the control token, weights come over a process group: POST /init_weights_update_group,
+/begin_weight_update, /update_weights_from_distributed, /end_weight_update, /destroy_weights_update_group.
+Between begin and end the loaded weights are a mixture, without a label: generation is paused, and
+/continue_generation is refused until the end, or until a version is loaded from disk.
 
 A client that accepts PARTS gets the tokens of a longer request while it runs, so that they survive this
 server. Each line of such an answer is a JSON object: {"parts": [...]}, new tokens of some samples; the last

@@ -120,7 +120,12 @@ class WeightGroup:
             self._stream = torch.cuda.Stream(device)  # waits for nothing that training does
 
     def broadcast(self, flat: torch.Tensor) -> Any:
-        """Begin to broadcast from rank 0; return torch's Work. `flat` is on the group's device."""
+        """Begin to broadcast from rank 0; return torch's Work. Raises RuntimeError.
+
+        `flat` is on the group's device.
+        """
+        if self._group is None:
+            raise RuntimeError(f"the process group {self.name} is closed")
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
         options.timeout = self._timeout

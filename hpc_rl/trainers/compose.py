@@ -35,7 +35,7 @@ from hpc_rl.trainers.run import Run, find_tokenizer_folder
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
 from hpc_rl.weights import TRANSPORTS
-from hpc_rl.weights.broadcasts import Broadcasts
+from hpc_rl.weights.process_groups import ProcessGroups
 from hpc_rl.weights.publish import Publisher
 from hpc_rl.weights.transport import Transport, TransportContext
 
@@ -59,7 +59,7 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
         wait_s = config.rollout.setup_timeout
         publisher = Publisher(start.trial, start.names, start.tokens, find_trained_pool(config), wait_s)
         if config.actor.weight_update_mode == "xccl":
-            publisher.broadcasts = Broadcasts(start.address, torch.device(start.device))
+            publisher.process_groups = ProcessGroups(start.address, torch.device(start.device))
         stack.callback(publisher.close)
     transport: Transport = resolve_name(TRANSPORTS[config.actor.weight_update_mode])(
         TransportContext(

@@ -1,7 +1,7 @@
 """Sends weights to the servers over process groups, and through the trial directory.
 
 Each version is also written to disk, as differences: for late servers, for servers whose group fails, and as
-history. Rank 0 then gathers the weights in buckets of bounded size, and broadcasts them (broadcasts.py).
+history. Rank 0 then gathers the weights in buckets of bounded size, and broadcasts them (process_groups.py).
 """
 
 from __future__ import annotations

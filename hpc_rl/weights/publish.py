@@ -32,7 +32,7 @@ from hpc_rl.weights import disk
 from hpc_rl.weights.transport import Published
 
 if TYPE_CHECKING:
-    from hpc_rl.weights.broadcasts import Broadcasts, BucketSource
+    from hpc_rl.weights.process_groups import BucketSource, ProcessGroups
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Publisher:
     watch_s: float = 1.0  # between reads of the roster
     pause_mode: PauseMode = "retract"
     max_paused: int | None = None  # servers that load from files at once; None for all
-    broadcasts: "Broadcasts | None" = None  # to servers that have joined a process group
+    process_groups: "ProcessGroups | None" = None  # over which joined servers get weights
 
     def __post_init__(self) -> None:
         self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch and label of the failed update
@@ -80,8 +80,9 @@ class Publisher:
     ) -> Published:
         """Update the servers to a version of `num_bytes`; return once one has it or `stopping` is set.
 
-        Servers in `broadcasts` get it from `source`, other servers from `path`. Also returns if no server has it and one needs a version with all values. Raises RoleFailed if no
-        server loaded it within setup_timeout_s, or if it was removed.
+        Servers in `process_groups` get it from `source`, other servers from `path`. Also returns if no server
+        has it and one needs a version with all values. Raises RoleFailed if no server loaded it within
+        setup_timeout_s, or if it was removed.
         """
         publishing = self._publish(str(version), path, num_bytes, stopping, source)
         work: Future[Published] = asyncio.run_coroutine_threadsafe(publishing, self._loop)
@@ -114,7 +115,7 @@ class Publisher:
             update = partial(self._update, label=label, path=path, limit_s=limit_s, turns=turns)
             joined = await self._choose_joined(targets, source)
             await asyncio.gather(
-                self._broadcast(result, joined, label, path, source, update),
+                self._send(result, joined, label, path, source, update),
                 *(update(result, key, seen) for key, seen in targets.items() if key not in joined),
             )
             self._remember(result, targets, label)
@@ -153,12 +154,12 @@ class Publisher:
     async def _choose_joined(
         self, targets: dict[str, LeaseView], source: "BucketSource | None"
     ) -> dict[str, LeaseView]:
-        if self.broadcasts is None or source is None:
+        if self.process_groups is None or source is None:
             return {}
-        self.broadcasts.follow(self._leases, self._client, BUSY)
-        return {key: targets[key] for key in await self.broadcasts.choose(targets)}
+        self.process_groups.follow(self._leases, self._client, BUSY)
+        return {key: targets[key] for key in await self.process_groups.choose(targets)}
 
-    async def _broadcast(
+    async def _send(
         self,
         result: Published,
         joined: dict[str, LeaseView],
@@ -168,13 +169,13 @@ class Publisher:
         update: Callable[[Published, str, LeaseView], Awaitable[None]],
     ) -> None:
         """Send weights to joined servers; those that fail load them from files."""
-        if not joined or self.broadcasts is None or source is None:
+        if not joined or self.process_groups is None or source is None:
             return
         for seen in joined.values():  # their nodes' copies follow meanwhile, in case a group fails
             task = asyncio.ensure_future(self._prepare(self._client(seen.value["url"]), path, label))
             self._preparing.add(task)
             task.add_done_callback(self._preparing.discard)
-        sent = await self.broadcasts.send(list(joined), label, source, self.pause_mode)
+        sent = await self.process_groups.send(list(joined), label, source, self.pause_mode)
         result.pauses_s |= sent.pauses_s
         result.acknowledged += sent.pauses_s
         result.num_received = len(sent.pauses_s)
@@ -257,14 +258,14 @@ class Publisher:
             await asyncio.sleep(self.watch_s)
             with contextlib.suppress(OSError):  # the next read may succeed
                 self._leases = self._roster.list_leases()
-                if self.broadcasts is not None:
-                    self.broadcasts.follow(self._leases, self._client, BUSY)
+                if self.process_groups is not None:
+                    self.process_groups.follow(self._leases, self._client, BUSY)
 
     async def _close(self) -> None:
         for task in list(self._preparing):
             task.cancel()
-        if self.broadcasts is not None:
-            await self.broadcasts.close()
+        if self.process_groups is not None:
+            await self.process_groups.close()
         if self._pruning is not None:
             await asyncio.wait([self._pruning])
         if self._session is not None:

@@ -14,7 +14,7 @@ from hpc_rl.core.types import WeightVersion
 
 if TYPE_CHECKING:
     from hpc_rl.engines.base import Engine
-    from hpc_rl.weights.broadcasts import BucketSource
+    from hpc_rl.weights.process_groups import BucketSource
 
 
 @dataclass

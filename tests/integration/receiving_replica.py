@@ -1,7 +1,7 @@
 """One embedded replica that receives weights over a process group, in a process that can be killed.
 
-`receiving_replica.py TRIAL INDEX MODEL [STALL_AT STALLED_FILE]`: at the bucket of this number it writes the
-file, and waits until it is killed. RECEIVE_LIMIT_S is short.
+`receiving_replica.py TRIAL INDEX MODEL RECEIVE_LIMIT_S [STALL_AT STALLED_FILE]`: at the bucket of this number
+it writes the file, and waits until it is killed.
 """
 
 import asyncio
@@ -36,9 +36,9 @@ def stall(at: int, file: Path) -> None:
 
 def main() -> int:
     trial, index, model = Trial(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3]
-    if len(sys.argv) > 4:
-        stall(int(sys.argv[4]), Path(sys.argv[5]))
-    replica_module.RECEIVE_LIMIT_S = 1.0
+    replica_module.RECEIVE_LIMIT_S = float(sys.argv[4])
+    if len(sys.argv) > 5:
+        stall(int(sys.argv[5]), Path(sys.argv[6]))
     embedded = EmbeddedBackend(EmbeddedConfig(), address="127.0.0.1")
     copy = ModelCopy(trial.dir / f"copy-{index}", trial.weights)
     backend = NodeBackend(embedded, copy, NodeCopies())

@@ -27,9 +27,10 @@ from hpc_rl.core.types import Turn, WeightVersion
 from hpc_rl.engines.base import PublishedPiece
 from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.servers.client import GenerateRequest, HttpServerClient, open_session
-from hpc_rl.weights import broadcasts, collective_transport
-from hpc_rl.weights.broadcasts import Broadcasts
+from hpc_rl.servers.weight_group import make_body
+from hpc_rl.weights import collective_transport, process_groups
 from hpc_rl.weights.collective_transport import CollectiveTransport
+from hpc_rl.weights.process_groups import ProcessGroups
 from hpc_rl.weights.publish import Publisher
 from hpc_rl.weights.transport import Published, TransportContext
 
@@ -71,7 +72,7 @@ class Site:
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
         self.publisher = Publisher(self.trial, self.names, self.tokens, setup_timeout_s=extend(60))
         self.publisher.watch_s = 0.05
-        self.publisher.broadcasts = Broadcasts("127.0.0.1", torch.device("cpu"))
+        self.publisher.process_groups = ProcessGroups("127.0.0.1", torch.device("cpu"))
         self.transport = CollectiveTransport(
             TransportContext(
                 trial=self.trial,
@@ -83,11 +84,12 @@ class Site:
         )
         self.saved: dict[str, Path] = {}
 
-    def start(self, index: int, *stall: str | Path) -> None:
+    def start(self, index: int, *stall: str | Path, receive_limit_s: float = 600.0) -> None:
         paths = [ROOT, ROOT / "tests" / "helpers"]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ":".join(map(str, paths))}
+        arguments = [self.trial.dir, str(index), self.folder / "model", str(receive_limit_s), *stall]
         self.processes[index] = subprocess.Popen(
-            [sys.executable, REPLICA, self.trial.dir, str(index), self.folder / "model", *stall],
+            [sys.executable, REPLICA, *arguments],
             env=environment,
         )
 
@@ -102,8 +104,8 @@ class Site:
             time.sleep(0.02)
 
     def wait_until_joined(self, *indices: int) -> None:
-        assert self.publisher.broadcasts is not None
-        members = self.publisher.broadcasts._members
+        assert self.publisher.process_groups is not None
+        members = self.publisher.process_groups._members
         self.wait(lambda: members.keys() == {keys.server("rollout", index) for index in indices})
 
     def wait_until_serving(self, index: int, label: str) -> None:
@@ -201,7 +203,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_bucket(site):
 
 
 def test_a_server_that_hangs_loads_from_files(site, monkeypatch):
-    monkeypatch.setattr(broadcasts, "BUCKET_S", 3.0)
+    monkeypatch.setattr(process_groups, "BUCKET_S", 3.0)
     site.start(0)
     site.start(1, "2", site.folder / "stalled")
     site.wait_until_joined(0, 1)
@@ -222,7 +224,7 @@ def test_a_group_that_breaks_does_not_mix_weights(site):
     def load(self, index):
         flat = source_load(self, index)
         if index == 3:
-            site.publisher.broadcasts._members[name(0)].group.close()
+            site.publisher.process_groups._members[name(0)].group.close()
         return flat
 
     with pytest.MonkeyPatch.context() as patch:
@@ -238,13 +240,13 @@ async def _stop_in_the_middle(site: Site) -> None:
         client = HttpServerClient(
             session, site.lease(0)["url"], site.tokens["data"], site.tokens["control"], extend(60)
         )
-        member = site.publisher.broadcasts._members[name(0)]
+        member = site.publisher.process_groups._members[name(0)]
         await client.pause()
         await client.begin_update("0.2")
         site.transport._snapshot.take()
         source = site.transport._buckets
         source.parts = [values for _, values in site.transport._snapshot.list_parts()]
-        body = broadcasts.make_body(source.buckets[0], member.group.name, "0.2", False, False)
+        body = make_body(source.buckets[0], member.group.name, "0.2", False, False)
         work = member.group.broadcast(source.load(0))
         await client.receive_bucket(body)
         work.wait()
@@ -254,7 +256,7 @@ async def _stop_in_the_middle(site: Site) -> None:
 
 
 def test_a_server_whose_trainer_dies_restores_itself(site):
-    site.start(0)
+    site.start(0, receive_limit_s=1.0)
     site.wait_until_joined(0)
     site.publish(1)
     site.engine.change()

@@ -68,8 +68,9 @@ NAMES: dict[str, OtherName] = {
     "enable_offload": OtherName(idle=(False,), why="see fsdp.offload_params of each model"),
     "{model}.offload": OtherName(idle=(False,), why="see {model}.fsdp.offload_params"),
     "perf_tracer": OtherName(idle=(ANY,), why="the times of a step are always among the metrics"),
-    "{model}.weight_update_mode": OtherName(
-        idle=(ANY,), why="servers get new weights of the actor only: see actor.weight_update_mode"
+    **dict.fromkeys(
+        ("ref.weight_update_mode", "model.weight_update_mode"),
+        OtherName(idle=(ANY,), why="only the actor's weights are sent to servers"),
     ),
     "{model}.megatron.virtual_pipeline_parallel_size": OtherName("{model}.megatron.virtual_pipeline_size"),
     **{

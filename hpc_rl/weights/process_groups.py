@@ -12,13 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol, TypeVar, cast
 
 import torch
 from torch.distributed import TCPStore
@@ -29,12 +29,12 @@ from hpc_rl.servers.client import BUCKET_S, JOIN_S, HttpServerClient, PauseMode
 from hpc_rl.servers.weight_group import Bucket, WeightGroup, make_body, open_store
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 JOIN_WAIT_S = 5.0  # a publication waits so long for servers that are joining
 REJOIN_S = 60.0  # after a failure
 STORE_S = 24 * 3600.0  # for a key of the store; joins have limits of their own
 LONGEST_POLL_S = 0.02
 LEAVE_S = 5.0
-MAX_JOINS = 32  # at the same time
 FAILURES = (HpcRlError, TimeoutError, RuntimeError, OSError)  # torch raises RuntimeError
 
 
@@ -69,7 +69,7 @@ class Sent:
     failed: dict[str, str] = field(default_factory=dict)
 
 
-class Broadcasts:
+class ProcessGroups:
     """The groups of one trainer."""
 
     def __init__(self, address: str, device: torch.device) -> None:
@@ -80,10 +80,12 @@ class Broadcasts:
         self._members: dict[str, Member] = {}
         self._joining: dict[str, asyncio.Task[None]] = {}
         self._rejoin_at: dict[str, tuple[int, float]] = {}  # key -> epoch of the failure, and a time
-        self._threads = ThreadPoolExecutor(MAX_JOINS, thread_name_prefix="weight-group")
 
     def follow(
-        self, leases: Mapping[str, LeaseView], connect: Callable[[str], HttpServerClient], busy: tuple[str, ...]
+        self,
+        leases: Mapping[str, LeaseView],
+        connect: Callable[[str], HttpServerClient],
+        busy: tuple[str, ...],
     ) -> None:
         """Begin to join new servers, and drop the groups of lost ones."""
         for key, member in list(self._members.items()):
@@ -117,9 +119,6 @@ class Broadcasts:
         await _Sending(self, live, sent, label, source, mode).run()
         return sent
 
-    async def run_in_thread(self, call: Callable[[], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, call)
-
     def give_up(self, key: str, problem: str) -> None:
         """Drop a server's group for a while: it loads from files."""
         if member := self._members.get(key):
@@ -144,7 +143,6 @@ class Broadcasts:
             async with asyncio.timeout(LEAVE_S):
                 leaving = (member.client.leave_group(member.group.name) for member in members)
                 await asyncio.gather(*leaving, return_exceptions=True)
-        self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _drop(self, key: str, why: str) -> None:
         logger.info("process group of %s: it %s", key, why)
@@ -164,7 +162,7 @@ class Broadcasts:
                 address=self._address,
                 timeout_s=JOIN_S,
             )
-            opening = asyncio.ensure_future(self.run_in_thread(open_group))
+            opening = asyncio.ensure_future(run_in_thread(open_group))
             async with asyncio.timeout(1.5 * JOIN_S):
                 await client.join_group(name, (self._address, store.port), size, backend)
                 group = await asyncio.shield(opening)
@@ -181,6 +179,32 @@ class Broadcasts:
         logger.info("%s has joined a process group (%s)", key, backend)
 
 
+async def run_in_thread(call: Callable[[], T]) -> T:
+    """Return the result of a call that may block; a process can end while it blocks."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast(T, result))
+
+    def work() -> None:
+        result, problem = None, None
+        try:
+            result = call()
+        except BaseException as error:
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, problem)
+
+    threading.Thread(target=work, daemon=True, name="process-group").start()
+    return await done
+
+
 def _close_late_group(opening: asyncio.Future[WeightGroup]) -> None:
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close()
@@ -190,7 +214,7 @@ def _close_late_group(opening: asyncio.Future[WeightGroup]) -> None:
 class _Sending:
     """One version on its way to the servers in `live`."""
 
-    owner: Broadcasts
+    owner: ProcessGroups
     live: dict[str, Member]
     sent: Sent
     label: str
@@ -210,7 +234,7 @@ class _Sending:
                 placed = {"cpu": flat}
                 if any(member.group.device.type == "cuda" for member in self.live.values()):
                     copy = partial(self.owner.copy_to_gpu, flat)
-                    placed["cuda"] = await self.owner.run_in_thread(copy)
+                    placed["cuda"] = await run_in_thread(copy)
                 await self._for_each(partial(self._send, index, placed))
                 if not self.live:
                     return
@@ -219,7 +243,7 @@ class _Sending:
             await asyncio.wait([loading])
 
     def _load(self, index: int) -> asyncio.Future[torch.Tensor]:
-        return asyncio.ensure_future(self.owner.run_in_thread(partial(self.source.load, index)))
+        return asyncio.ensure_future(run_in_thread(partial(self.source.load, index)))
 
     async def _for_each(self, act: Callable[[Member], Awaitable[None]]) -> None:
         """Act on all live servers at once; leave out those that fail."""
@@ -248,7 +272,7 @@ class _Sending:
         try:
             # the first transfer of NCCL connects, and waits for the server
             flat = placed[member.group.device.type]
-            work = await self.owner.run_in_thread(partial(member.group.broadcast, flat))
+            work = await run_in_thread(partial(member.group.broadcast, flat))
             pause_s = LONGEST_POLL_S / 16
             while not work.is_completed():
                 if receiving.done():
