@@ -33,7 +33,7 @@ PauseMode = Literal["retract", "abort", "in_place"]
 TakeParts = Callable[[list[dict[str, Any]]], None]
 CONTROL_TIMEOUT_S = 600.0
 JOIN_S = 60.0  # for a process group of a trainer and a server
-BUCKET_S = 60.0  # to send one bucket of weights over it
+BUCKET_S = 30.0  # to send one bucket of weights over it
 DAMAGED_STATUS = 424  # of a server that can't build weights from the published files
 
 

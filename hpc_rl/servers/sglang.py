@@ -29,7 +29,7 @@ from hpc_rl.core.errors import RoleFailed
 from hpc_rl.core.net import bind
 from hpc_rl.core.trial import load_json, write_atomic
 from hpc_rl.servers.base import Answer, Receiver, ReplicaPlace
-from hpc_rl.servers.client import BUCKET_S, open_session
+from hpc_rl.servers.client import BUCKET_S, JOIN_S, open_session
 from hpc_rl.servers.server_process import (
     ServerProcess,
     Setting,
@@ -48,7 +48,7 @@ NAME = "SGLang"
 RANDOM_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 GENERATES, SCORES = ("/generate", "/v1/chat/completions"), ("/classify",)
 _UPDATE_KEYS = ("model_path", "weight_version", "flush_cache")
-GROUP_S = 2 * BUCKET_S  # SGLang waits for a lost trainer much longer, and answers nothing meanwhile
+GROUP_S = JOIN_S + BUCKET_S  # SGLang waits for a lost trainer much longer, and answers nothing meanwhile
 CPU_MAX_TOTAL_TOKENS = 65536  # without a limit, SGLang takes a share of the host's memory
 # options of the section that are not flags: our own, set elsewhere, fixed to one value, or dropped by all
 # supported versions

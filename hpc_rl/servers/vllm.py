@@ -28,7 +28,7 @@ from hpc_rl.config.options.inference import VLLMConfig
 from hpc_rl.config.vllm_versions import FLAGS, NO_FLAGS
 from hpc_rl.core.errors import RequestRefused, RoleFailed
 from hpc_rl.servers.base import Answer, Receiver, ReplicaPlace
-from hpc_rl.servers.client import BUCKET_S
+from hpc_rl.servers.client import BUCKET_S, JOIN_S
 from hpc_rl.servers.server_process import (
     ServerProcess,
     Setting,
@@ -70,7 +70,7 @@ CPU_KV_CACHE_BYTES = 4 << 30  # without a limit, vLLM takes a share of the host'
 WORKER_MODULE = "hpc_rl_worker"  # the copy of vllm_worker.py, in the directory of the socket
 EXTENSION = f"{WORKER_MODULE}.WorkerExtension"
 TRANSFER_ENGINE = "hpc_rl"  # its name there
-GROUP_S = 2 * BUCKET_S  # for a call that waits for the trainer
+GROUP_S = JOIN_S + BUCKET_S  # for a call that waits for the trainer
 WORKER_FILE = Path(__file__).with_name("vllm_worker.py")
 LONGEST_SOCKET = 100  # bytes of its path; the system allows 107
 # settings that servers of reward models do not have

@@ -8,13 +8,18 @@ and vLLM join with their own code.
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import contextlib
 import math
 import os
 import socket
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,7 +27,9 @@ from torch.distributed import PrefixStore, TCPStore
 
 from hpc_rl.core import net
 
+T = TypeVar("T")
 _DEVICES = {"gloo": "cpu", "nccl": "cuda"}  # in the keys of torch's groups
+CLOSE_POLL_S, RECEIVE_POLL_S = 0.05, 0.001
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
@@ -61,7 +68,38 @@ class Bucket:
             raise ValueError(f"names, dtypes and shapes must be lists: {error!r}") from error
         if not known or not len(names) == len(dtypes) == len(shapes) > 0:
             raise ValueError("names, dtypes and shapes must have one entry for each tensor")
+        at = 0
+        for name, dtype, size in zip(bucket.names, dtypes, bucket._list_sizes(), strict=True):
+            if at % getattr(torch, dtype).itemsize:
+                raise ValueError(f"names, dtypes and shapes: {name} begins at byte {at}, between two values")
+            at += size
         return bucket
+
+
+async def run_in_thread(call: Callable[[], T]) -> T:
+    """Return the result of a call that may block; a process can end while it blocks."""
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[T] = loop.create_future()
+
+    def settle(result: T | None, error: BaseException | None) -> None:
+        if done.cancelled():
+            return
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(cast(T, result))
+
+    def work() -> None:
+        result, problem = None, None
+        try:
+            result = call()
+        except BaseException as error:
+            problem = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(settle, result, problem)
+
+    threading.Thread(target=work, daemon=True, name="process-group").start()
+    return await done
 
 
 def open_store(address: str, timeout_s: float) -> TCPStore:
@@ -83,6 +121,21 @@ def reach_store(address: str, port: int, timeout_s: float) -> TCPStore:
     # a port where nothing listens would cost the whole time limit
     socket.create_connection((address, port), timeout=timeout_s).close()
     return TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+
+
+class _Exit:
+    """The end of this process. A thread that is inside of torch when Python exits aborts the process."""
+
+    def __init__(self) -> None:
+        self.lock, self.has_begun = threading.Lock(), False
+        atexit.register(self.begin)
+
+    def begin(self) -> None:
+        with self.lock:
+            self.has_begun = True
+
+
+_EXIT = _Exit()
 
 
 class WeightGroup:
@@ -108,13 +161,14 @@ class WeightGroup:
         self.device = torch.device("cpu") if backend == "gloo" or device is None else device
         self._timeout = timedelta(seconds=timeout_s)
         keys = PrefixStore(f"{_DEVICES[backend]}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
-        self._store = keys  # the group uses it
         self._stream = None
+        self._work: Any = None  # the newest transfer
         if backend == "gloo":
-            gloo = dist.ProcessGroupGloo._Options()
-            gloo._timeout, gloo._threads = self._timeout, 1
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            self._group: Any = dist.ProcessGroupGloo(keys, rank, size, gloo)
+            gloo: Any = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout, options._threads = self._timeout, 1
+            options._devices = [gloo.create_device(hostname=address)]
+            self._group: Any = gloo(keys, rank, size, options)
         else:
             self._group = _open_nccl(keys, rank, size, self._timeout)
             self._stream = torch.cuda.Stream(device)  # waits for nothing that training does
@@ -131,17 +185,41 @@ class WeightGroup:
         options.timeout = self._timeout
         options.asyncOp = True
         with torch.cuda.stream(self._stream):
-            return self._group.broadcast([flat], options)
+            self._work = self._group.broadcast([flat], options)
+        return self._work
+
+    def receive(self, flat: torch.Tensor) -> None:
+        """Fill `flat` with what rank 0 broadcasts. Raises RuntimeError."""
+        work = self.broadcast(flat)
+        while not work.is_completed():  # see _Exit
+            time.sleep(RECEIVE_POLL_S)
+        work.wait()
 
     def limit(self, timeout_s: float) -> None:
         """Change the time limit of the transfers that follow."""
         self._timeout = timedelta(seconds=timeout_s)
 
     def close(self) -> None:
-        """Leave at once: a transfer that is running fails, here and in the other members."""
-        if self._group is not None:
-            group, self._group = self._group, None
-            group.abort()
+        """Leave; the other members notice it. Returns at once.
+
+        NCCL aborts a transfer that is running. gloo would hold Python's lock until the end of the transfer,
+        so its connections stay open until then, at most for the time limit.
+        """
+        if self._group is None:
+            return
+        held, self._group, work = [self._group], None, self._work
+
+        def abort() -> None:
+            while self.device.type == "cpu" and work is not None and not work.is_completed():
+                time.sleep(CLOSE_POLL_S)
+            with _EXIT.lock:
+                if not _EXIT.has_begun:
+                    held.pop().abort()
+
+        if work is None or work.is_completed():
+            abort()
+        else:
+            threading.Thread(target=abort, daemon=True, name="leave-group").start()
 
 
 def _open_nccl(keys: PrefixStore, rank: int, size: int, timeout: timedelta) -> Any:

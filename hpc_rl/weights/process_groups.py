@@ -12,13 +12,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, TypeVar, cast
+from typing import Any, Protocol
 
 import torch
 from torch.distributed import TCPStore
@@ -26,10 +25,9 @@ from torch.distributed import TCPStore
 from hpc_rl.core.errors import HpcRlError
 from hpc_rl.name_resolve.shared_fs import LeaseView
 from hpc_rl.servers.client import BUCKET_S, JOIN_S, HttpServerClient, PauseMode
-from hpc_rl.servers.weight_group import Bucket, WeightGroup, make_body, open_store
+from hpc_rl.servers.weight_group import Bucket, WeightGroup, make_body, open_store, run_in_thread
 
 logger = logging.getLogger(__name__)
-T = TypeVar("T")
 JOIN_WAIT_S = 5.0  # a publication waits so long for servers that are joining
 REJOIN_S = 60.0  # after a failure
 STORE_S = 24 * 3600.0  # for a key of the store; joins have limits of their own
@@ -119,11 +117,11 @@ class ProcessGroups:
         await _Sending(self, live, sent, label, source, mode).run()
         return sent
 
-    def give_up(self, key: str, problem: str) -> None:
+    def give_up(self, member: Member, problem: str) -> None:
         """Drop a server's group for a while: it loads from files."""
-        if member := self._members.get(key):
-            self._rejoin_at[key] = (member.epoch, time.monotonic() + REJOIN_S)
-            self._drop(key, f"gets weights from files for a while: {problem}")
+        if self._members.get(member.key) is member:
+            self._rejoin_at[member.key] = (member.epoch, time.monotonic() + REJOIN_S)
+            self._drop(member.key, f"gets weights from files for a while: {problem}")
 
     def copy_to_gpu(self, flat: torch.Tensor) -> torch.Tensor:
         """Return a copy of a bucket on the trainer's GPU; does not wait for what training does there."""
@@ -155,13 +153,8 @@ class ProcessGroups:
         opening: asyncio.Future[WeightGroup] | None = None
         try:
             store = self._store = self._store or open_store(self._address, STORE_S)
-            open_group = partial(
-                *(WeightGroup, store, 0, size, name),
-                backend=backend,
-                device=self._device,
-                address=self._address,
-                timeout_s=JOIN_S,
-            )
+            place: dict[str, Any] = {"backend": backend, "device": self._device, "address": self._address}
+            open_group = partial(WeightGroup, store, 0, size, name, timeout_s=JOIN_S, **place)
             opening = asyncio.ensure_future(run_in_thread(open_group))
             async with asyncio.timeout(1.5 * JOIN_S):
                 await client.join_group(name, (self._address, store.port), size, backend)
@@ -177,32 +170,6 @@ class ProcessGroups:
         group.limit(BUCKET_S)
         self._members[key] = Member(key, seen.epoch, client, group)
         logger.info("%s has joined a process group (%s)", key, backend)
-
-
-async def run_in_thread(call: Callable[[], T]) -> T:
-    """Return the result of a call that may block; a process can end while it blocks."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
-
-    def settle(result: T | None, error: BaseException | None) -> None:
-        if done.cancelled():
-            return
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(cast(T, result))
-
-    def work() -> None:
-        result, problem = None, None
-        try:
-            result = call()
-        except BaseException as error:
-            problem = error
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(settle, result, problem)
-
-    threading.Thread(target=work, daemon=True, name="process-group").start()
-    return await done
 
 
 def _close_late_group(opening: asyncio.Future[WeightGroup]) -> None:
@@ -256,7 +223,7 @@ class _Sending:
                 problem = str(error) or f"no answer within {BUCKET_S:.0f} s"
                 self.live.pop(member.key)
                 self.sent.failed[member.key] = problem
-                self.owner.give_up(member.key, problem)
+                self.owner.give_up(member, problem)
 
         await asyncio.gather(*map(guard, list(self.live.values())))
 

@@ -29,6 +29,7 @@ from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
 from hpc_rl.servers.embedded.receive import WeightReceiver
 from hpc_rl.servers.embedded.scorer import EmbeddedScorer
+from hpc_rl.servers.weight_group import run_in_thread
 from hpc_rl.servers.wire import (
     PART_S,
     SamplingParams,
@@ -294,7 +295,7 @@ class EmbeddedBackend:
         return {"success": True, "message": "updated", "num_paused_requests": 0}
 
     async def _join(self, body: dict[str, Any]) -> dict[str, Any]:
-        await asyncio.to_thread(self._arriving.join, body)
+        await run_in_thread(partial(self._arriving.join, body))
         return {"success": True, "message": "joined"}
 
     async def _leave(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -306,7 +307,7 @@ class EmbeddedBackend:
         return {"success": True, "message": "the next buckets are of one version"}
 
     async def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
-        tensors = await asyncio.to_thread(self._arriving.receive, body)
+        tensors = await run_in_thread(partial(self._arriving.receive, body))
         try:
             await self._in_engine(lambda: self.engine.model.write(tensors))
         except ValueError as error:

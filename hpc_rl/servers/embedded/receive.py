@@ -73,7 +73,7 @@ class WeightReceiver:
             raise RequestRefused(f"this server is not in the group {body.get('group_name')!r}")
         flat = torch.empty(bucket.num_bytes, dtype=torch.uint8)
         try:
-            group.broadcast(flat).wait()
+            group.receive(flat)
         except RuntimeError as error:
             self.leave(group.name)
             raise RequestRefused(f"the bucket did not arrive: {error}") from error

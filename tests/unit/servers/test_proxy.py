@@ -182,7 +182,7 @@ async def test_a_mixture_of_weights_ends_with_a_version_from_disk():
 
 
 async def test_requests_that_are_paused_in_place_keep_their_cache():
-    async with proxy_at(version="0.3") as (proxy, call):
+    async with proxy_at(version="0.3") as (_, call):
         await call("POST", "/pause_generation", {"mode": "in_place"}, "control")
         await call("POST", "/begin_weight_update", {"weight_version": "0.4"}, "control")
         for flush, status in ((True, 400), (False, 200)):
