@@ -67,7 +67,9 @@ def view_pool(config: GRPOConfig, name: str) -> GRPOConfig:
         stop_token_ids=pool.stop_token_ids,
     )
     is_critic = name in list_reward_models(config)
-    actor = replace(config.actor, path=pool.path, init_from_scratch=False, is_critic=is_critic)
+    actor = replace(
+        config.actor, path=pool.path, init_from_scratch=False, is_critic=is_critic, weight_update_mode="disk"
+    )
     python = pool.python or config.launcher.inference_server_python
     launcher = replace(config.launcher, inference_server_python=python)
     view = replace(

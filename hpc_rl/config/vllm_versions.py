@@ -6,7 +6,7 @@ from hpc_rl.config.options.inference import VLLMConfig
 NO_FLAGS = {"version", "extra_args"}
 _SET_BY_THE_ROLE = (
     "model", "tokenizer", "uds", "tensor_parallel_size", "enable_scale_out", "logprobs_mode",
-    "generation_config", "worker_extension_cls", "runner",
+    "generation_config", "worker_extension_cls", "runner", "weight_transfer_config",
 )  # fmt: skip
 
 FLAGS: dict[str, Flags] = {"0.32.0": list_flags(VLLMConfig, NO_FLAGS, _SET_BY_THE_ROLE, {})}

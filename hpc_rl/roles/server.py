@@ -35,7 +35,7 @@ def serve_replica(context: role.Context) -> int:
     own = view_pool(config, unit.pool)
     log = context.attempt.log(name, context.index, context.incarnation)
     secret = context.attempt.dir / f"{name}-{context.index}.{context.incarnation}.yaml"
-    place = ReplicaPlace(context.index, context.plan.device, unit.gpus_per_task, log, secret)
+    place = ReplicaPlace(context.index, context.plan.device, unit.gpus_per_task, log, secret, context.address)
     # import only the used backend: the image of SGLang's front has no torch
     module, _, cls = BACKENDS[name].partition(":")
     backend: Any = getattr(import_module(module), cls).create(own, place)

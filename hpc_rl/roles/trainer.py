@@ -82,6 +82,7 @@ def train_rank(context: Context) -> int:
         ranks=Ranks(),
         stopping=context.stopping,
         copies=context.copies,
+        address=context.address,
         is_one_node=len(next(one for one in context.plan.units if one.role == "trainer").nodes) == 1,
     )
     with ExitStack() as stack:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.core.net import LOOPBACK
 from hpc_rl.servers.wire import SendParts
 
 Answer = tuple[int, Any]  # HTTP status and JSON body
@@ -24,6 +25,15 @@ class ReplicaPlace:
     num_gpus: int
     log: Path  # output of a subprocess
     secret: Path  # configuration file with the API key of a subprocess
+    address: str = LOOPBACK  # of this host, for the trial's processes
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """How a server receives weights over a process group."""
+
+    backend: str  # gloo | nccl
+    num_ranks: int = 1
 
 
 class Backend(Protocol):
@@ -31,6 +41,7 @@ class Backend(Protocol):
 
     # with `actor.init_from_scratch`: make random weights, instead of waiting for the first publish
     makes_initial_weights: bool
+    receiver: Receiver | None  # None: it loads weights from files only
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> Backend:

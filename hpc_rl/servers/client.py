@@ -32,6 +32,8 @@ MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
 PauseMode = Literal["retract", "abort", "in_place"]
 TakeParts = Callable[[list[dict[str, Any]]], None]
 CONTROL_TIMEOUT_S = 600.0
+JOIN_S = 60.0  # for a process group of a trainer and a server
+BUCKET_S = 30.0  # to send one bucket of weights over it
 DAMAGED_STATUS = 424  # of a server that can't build weights from the published files
 
 
@@ -239,6 +241,29 @@ class HttpServerClient:
         """Load weights from a path. Raises RequestRefused if the server kept its old weights."""
         body = {"model_path": path, "weight_version": label, "flush_cache": not keep_cache}
         await self._call("/update_weights_from_disk", body, self._control, CONTROL_TIMEOUT_S)
+
+    async def join_group(self, name: str, where: tuple[str, int], size: int, backend: str) -> None:
+        """Let the server's ranks join a process group of `size` ranks, whose rank 0 is the trainer."""
+        body = {"master_address": where[0], "master_port": where[1], "rank_offset": 1, "world_size": size}
+        body |= {"group_name": name, "backend": backend}
+        await self._call("/init_weights_update_group", body, self._control, 1.5 * JOIN_S)
+
+    async def leave_group(self, name: str) -> None:
+        await self._call("/destroy_weights_update_group", {"group_name": name}, self._control, JOIN_S)
+
+    async def begin_update(self, label: str) -> None:
+        """Begin to send weights over the process group, in buckets; the server must be paused.
+
+        Until `end_update` returns, it has a mixture of weights and does not resume.
+        """
+        await self._call("/begin_weight_update", {"weight_version": label}, self._control, CONTROL_TIMEOUT_S)
+
+    async def receive_bucket(self, body: dict[str, Any]) -> None:
+        """Let the server receive one bucket, which the trainer sends meanwhile."""
+        await self._call("/update_weights_from_distributed", body, self._control, 2 * BUCKET_S)
+
+    async def end_update(self) -> None:
+        await self._call("/end_weight_update", {}, self._control, CONTROL_TIMEOUT_S)
 
     async def model_info(self) -> dict[str, Any]:
         return await self._call("/model_info", None, self._data, 30.0)

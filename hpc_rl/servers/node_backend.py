@@ -14,7 +14,7 @@ from typing import Any
 from hpc_rl.core.errors import Damaged
 from hpc_rl.core.node_copies import NodeCopies
 from hpc_rl.core.types import WeightVersion
-from hpc_rl.servers.base import Answer, Backend
+from hpc_rl.servers.base import Answer, Backend, Receiver
 from hpc_rl.servers.client import DAMAGED_STATUS
 from hpc_rl.servers.wire import SendParts, make_refusal
 from hpc_rl.weight_files.model_copy import ModelCopy
@@ -29,6 +29,10 @@ class NodeBackend:
     backend: Backend
     copy: ModelCopy | None
     copies: NodeCopies
+
+    @property
+    def receiver(self) -> Receiver | None:
+        return self.backend.receiver if self.copy is not None else None
 
     async def start(self, path: str, version: str) -> None:
         """Start the backend on a published version, or on the checkpoint at `path` if there is no version.

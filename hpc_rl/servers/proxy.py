@@ -6,6 +6,11 @@ a reward model; GET /model_info, /health. Control token (bearer only): POST /pau
 /weights_checker, /shutdown. The proxy adds epoch and attempt, checks the order of version labels, and refuses
 requests while it is stale. replica.py handles leases, reloading and the end of the process.
 
+With the control token, weights come over a process group: POST /init_weights_update_group,
+/begin_weight_update, /update_weights_from_distributed, /end_weight_update, /destroy_weights_update_group.
+Between begin and end the loaded weights are a mixture, without a label: generation is paused, and
+/continue_generation is refused until the end, or until a version is loaded from disk.
+
 A client that accepts PARTS gets the tokens of a longer request while it runs, so that they survive this
 server. Each line of such an answer is a JSON object: {"parts": [...]}, new tokens of some samples; the last
 one is {"status": ..., "answer": ...} with the rest. A request that ends within PART_S has a plain answer.
@@ -42,7 +47,13 @@ CONTROL_POST = (
     "/update_weights_from_disk",
     "/flush_cache",
     "/weights_checker",
+    "/init_weights_update_group",
+    "/begin_weight_update",
+    "/update_weights_from_distributed",
+    "/end_weight_update",
+    "/destroy_weights_update_group",
 )
+OF_WEIGHTS = ("/prepare_weights", "/init_weights_update_group")  # without a label
 FROZEN = "the model of this pool is frozen: it takes no weights"
 MAX_BODY_BYTES = 64 * 2**20
 STALE_WAIT_S = 1.0  # a request that needs newer weights waits for their publication
@@ -68,6 +79,9 @@ class Proxy:
         self.version = ""
         self.lifecycle = "starting"  # starting | loading | waiting | serving | stopping | stale
         self.pause_mode = ""
+        # label of the weights that arrive over a process group: the loaded ones are a mixture
+        self.receiving = ""
+        self._has_last_bucket = False
         self.last_control_at = time.monotonic()
         self._attempt, self._incarnation = attempt, incarnation
         self._tokens = Tokens(tokens)
@@ -85,6 +99,11 @@ class Proxy:
     def busy_s(self) -> float:
         """The total time with at least one request, in seconds."""
         return self._busy_s + (time.monotonic() - self._busy_since if self._num_running else 0.0)
+
+    @property
+    def is_updating(self) -> bool:
+        """Whether a call that changes weights is running."""
+        return self._control_lock.locked()
 
     @contextlib.contextmanager
     def _busy(self) -> Iterator[None]:
@@ -213,11 +232,13 @@ class Proxy:
         """
         if self.lifecycle not in UP:
             return self._not_up()
-        if path == "/prepare_weights" and self.frozen:
+        if path in OF_WEIGHTS and self.frozen:
             return _refuse_update(FROZEN)
-        if path == "/update_weights_from_disk":
+        if path == "/continue_generation" and self.receiving:
+            return _refuse_update(f"weights {self.receiving} have not arrived completely: load them first")
+        if update := self._UPDATES.get(path):
             async with self._control_lock:
-                answer = await self._update(body)
+                answer = await update(self, body)
         else:
             answer = await self.backend.request(path, body)
         self.last_control_at = time.monotonic()
@@ -227,33 +248,78 @@ class Proxy:
         return answer
 
     async def _update(self, body: dict[str, Any]) -> Answer:
-        if self.frozen:
-            return _refuse_update(FROZEN)
         label = body.get("weight_version")
+        if problem := self._find_problem(label, flush_cache=body.get("flush_cache", True)):
+            return _refuse_update(problem)
+        if label == self.version and not self.receiving:
+            return 200, {"success": True, "message": f"{label} is served already", "num_paused_requests": 0}
+        return self._note_update(label, *await self.backend.request("/update_weights_from_disk", body))
+
+    def _find_problem(self, label: Any, flush_cache: bool) -> str:
+        """Return why weights with this label can't be loaded, or ""."""
+        if self.frozen:
+            return FROZEN
         try:
             if not isinstance(label, str) or is_older(label, self.version or "0.0"):
-                oldest = self.version or "0.0"
-                allowed = f"a label not older than {oldest!r}"
-                return _refuse_update(f"weight_version must be {allowed}, got {label!r}")
+                allowed = f"a label not older than {self.version or '0.0'!r}"
+                return f"weight_version must be {allowed}, got {label!r}"
         except ValueError as error:
-            return _refuse_update(str(error))
-        if self.pause_mode == "in_place" and body.get("flush_cache", True):
-            return _refuse_update(
+            return str(error)
+        if self.pause_mode == "in_place" and flush_cache:
+            return (
                 "requests that are paused in place hold their cache: "
                 "send flush_cache false, or pause with retract"
             )
-        if label == self.version:
-            return 200, {"success": True, "message": f"{label} is served already", "num_paused_requests": 0}
-        status, answer = await self.backend.request("/update_weights_from_disk", body)
+        return ""
+
+    def _note_update(self, label: Any, status: int, answer: Any) -> Answer:
         if status == 200:
-            self.version = label
+            self.version, self.receiving = label, ""
             self._has_updated.set()
             self._has_updated = asyncio.Event()
             self.enter("serving")
             logger.info("serving weights %s", label)
         else:
-            logger.warning("weights %s were not loaded, %r stays: %s", label, self.version, answer)
+            stays = "a mixture" if self.receiving else repr(self.version)
+            logger.warning("weights %s were not loaded, %s stays: %s", label, stays, answer)
         return status, answer
+
+    async def _begin(self, body: dict[str, Any]) -> Answer:
+        label = body.get("weight_version")
+        if problem := self._find_problem(label, flush_cache=False):
+            return _refuse_update(problem)
+        if label == self.version and not self.receiving:
+            return _refuse_update(f"{label} is served already")
+        if not self.pause_mode:
+            return _refuse_update("pause generation first: requests would meet a mixture of weights")
+        # from here on, also after a failure, the loaded weights may be a mixture
+        self.receiving, self._has_last_bucket = str(label), False
+        return await self.backend.request("/begin_weight_update", {})
+
+    async def _receive(self, body: dict[str, Any]) -> Answer:
+        label = body.get("weight_version")
+        if not self.receiving or self._has_last_bucket:
+            return _refuse_update("no update is open: call /begin_weight_update first")
+        if label not in (None, self.receiving):
+            return _refuse_update(f"weight_version must be {self.receiving!r}, got {label!r}")
+        if problem := self._find_problem(self.receiving, flush_cache=body.get("flush_cache", True)):
+            return _refuse_update(problem)
+        answer = await self.backend.request("/update_weights_from_distributed", body)
+        self._has_last_bucket = answer[0] == 200 and label is not None
+        return answer
+
+    async def _end(self, _body: dict[str, Any]) -> Answer:
+        if not self._has_last_bucket:
+            return _refuse_update("the last bucket, which has the weight_version, has not arrived")
+        self._has_last_bucket = False
+        return self._note_update(self.receiving, *await self.backend.request("/end_weight_update", {}))
+
+    _UPDATES = {  # noqa: RUF012 (a table, never changed)
+        "/update_weights_from_disk": _update,
+        "/begin_weight_update": _begin,
+        "/update_weights_from_distributed": _receive,
+        "/end_weight_update": _end,
+    }
 
     async def _shutdown(self, _request: web.Request) -> web.Response:
         self._on_shutdown()

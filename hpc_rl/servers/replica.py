@@ -15,7 +15,7 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from hpc_rl.core.allocation import DEFAULT_POOL
@@ -25,7 +25,7 @@ from hpc_rl.core.trial import Trial, load_json, write_atomic
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.shared_fs import Lease, NameResolve
 from hpc_rl.servers.base import Backend
-from hpc_rl.servers.client import DAMAGED_STATUS
+from hpc_rl.servers.client import BUCKET_S, DAMAGED_STATUS
 from hpc_rl.servers.proxy import Proxy
 from hpc_rl.servers.router import is_older
 
@@ -35,6 +35,8 @@ CHECK_S = 0.5  # between checks of the backend and of the lease's heartbeat
 FOLLOW_S = 2.0  # between checks for published weights, in case the publisher's call was lost
 SELF_LOAD_AFTER_S = 3.0  # gives the publisher time to update the server first
 USE_EVERY_S = 30.0  # between records of busy time, for `hpc-rl report`
+# without a bucket of weights that have begun to arrive; then the publisher is considered dead
+RECEIVE_LIMIT_S = 1.5 * BUCKET_S
 PAUSE_LIMIT_S = 300.0  # without a control call; then the publisher that paused is considered dead
 DRAIN_S = 3.0
 
@@ -132,6 +134,7 @@ class Replica:
                 await asyncio.to_thread(self._lease.release)
 
     def _value(self) -> dict[str, Any]:
+        receiver = self._backend.receiver
         return {
             "url": self._url,
             "version": self._loading or self.proxy.version,
@@ -142,6 +145,7 @@ class Replica:
             "host": socket.gethostname(),
             # the trainer then publishes all values
             **({"lacks_files": True} if self._lacks_files else {}),
+            **({"receiver": asdict(receiver)} if receiver else {}),
         }
 
     async def _heartbeat(self) -> None:
@@ -233,6 +237,10 @@ class Replica:
         """Load weights whose publication was missed, and end a pause that was forgotten."""
         current = await asyncio.to_thread(self._current)
         proxy, now = self.proxy, time.monotonic()
+        if proxy.receiving:
+            if current and not proxy.is_updating and now - proxy.last_control_at > RECEIVE_LIMIT_S:
+                await self._load(current)
+            return
         if current and is_older(proxy.version, current["label"]):
             if self._newer[0] != current["label"]:
                 self._newer = (current["label"], now)
@@ -249,8 +257,11 @@ class Replica:
         body = {"model_path": current["path"], "weight_version": current["label"], "flush_cache": True}
         logger.info("weights %s did not arrive by themselves: loading them", current["label"])
         pause = not self.proxy.pause_mode
+        resumes = pause or bool(self.proxy.receiving)
         if pause:
             await self.proxy.control("/pause_generation", {"mode": "retract"})
+        elif self.proxy.pause_mode == "in_place":
+            body["flush_cache"] = False
         try:
             status, answer = await self.proxy.control("/update_weights_from_disk", body)
             if status != 200:
@@ -258,5 +269,5 @@ class Replica:
                 self._lacks_files = status == DAMAGED_STATUS
                 self._newer = (current["label"], time.monotonic())
         finally:
-            if pause:
+            if resumes:
                 await self.proxy.control("/continue_generation", {})

@@ -25,6 +25,7 @@ from hpc_rl.config.load.stored import list_open_variables
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.core.errors import ConfigError, RoleFailed
 from hpc_rl.core.files import load_last_lines
+from hpc_rl.core.net import find_interface
 from hpc_rl.core.proc import TiedProcess
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.servers.base import Answer, ReplicaPlace
@@ -72,6 +73,12 @@ def make_arguments(settings: Mapping[str, Setting], extra_args: Sequence[str], f
             assert isinstance(flag, str)
             argv += [flag, *map(str, value if isinstance(value, list) else [value])]
     return [*argv, *extra_args]
+
+
+def list_interface_variables(address: str) -> dict[str, str]:
+    """Return variables by which NCCL and gloo use the interface with this address."""
+    interface = find_interface(address)
+    return {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface} if interface else {}
 
 
 def find_tokenizer(config: GRPOConfig) -> str:

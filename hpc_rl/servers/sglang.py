@@ -28,13 +28,14 @@ from hpc_rl.config.sglang_versions import FLAGS
 from hpc_rl.core.errors import RoleFailed
 from hpc_rl.core.net import bind
 from hpc_rl.core.trial import load_json, write_atomic
-from hpc_rl.servers.base import Answer, ReplicaPlace
-from hpc_rl.servers.client import open_session
+from hpc_rl.servers.base import Answer, Receiver, ReplicaPlace
+from hpc_rl.servers.client import BUCKET_S, JOIN_S, open_session
 from hpc_rl.servers.server_process import (
     ServerProcess,
     Setting,
     choose_table,
     find_tokenizer,
+    list_interface_variables,
     make_arguments,
     select_settings,
 )
@@ -47,6 +48,7 @@ NAME = "SGLang"
 RANDOM_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
 GENERATES, SCORES = ("/generate", "/v1/chat/completions"), ("/classify",)
 _UPDATE_KEYS = ("model_path", "weight_version", "flush_cache")
+GROUP_S = JOIN_S + BUCKET_S  # SGLang waits for a lost trainer much longer, and answers nothing meanwhile
 CPU_MAX_TOTAL_TOKENS = 65536  # without a limit, SGLang takes a share of the host's memory
 # options of the section that are not flags: our own, or set elsewhere
 NOT_FLAGS = {"version", "extra_args", "model_path"}
@@ -83,13 +85,22 @@ class SGLangBackend:
     secret: Path  # the config file with its API key; SGLang requires the suffix .yaml
     version: str = ""  # the version for which the options were checked
     extra_args: Sequence[str] = ()
+    receiver: Receiver | None = None
 
     makes_initial_weights: ClassVar[bool] = False
     _streams: Streams = field(default_factory=Streams)
+    _group: str = ""  # the process group that SGLang has joined
+    _label: str | None = None  # of the version that arrives over it
+    _has_session: bool = False  # SGLang waits for the rest of a version
+    _stuck: str = ""  # why SGLang will not answer any more
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> SGLangBackend:
         env = {"SGLANG_USE_CPU_ENGINE": "1"} if place.device == "cpu" else {}
+        receiver = None
+        if config.actor.weight_update_mode == "xccl" and not config.actor.is_critic:
+            receiver = Receiver("gloo" if place.device == "cpu" else "nccl", max(1, place.num_gpus))
+            env |= list_interface_variables(place.address)
         settings = make_settings(config.sglang, place.device, max(1, place.num_gpus), place.index)
         return cls(
             process=ServerProcess.create(NAME, config, place, env),
@@ -98,6 +109,7 @@ class SGLangBackend:
             secret=place.secret,
             version=config.sglang.version,
             extra_args=config.sglang.extra_args,
+            receiver=receiver,
         )
 
     async def start(self, path: str, version: str) -> None:
@@ -133,7 +145,7 @@ class SGLangBackend:
             raise RoleFailed(f"SGLang did not take the head of the reward model {model}: {answer}")
 
     def alive(self) -> str:
-        return self.process.alive()
+        return self._stuck or self.process.alive()
 
     async def stop(self) -> None:
         await self.process.stop()
@@ -148,7 +160,63 @@ class SGLangBackend:
             self._streams.resume()
         if path == "/update_weights_from_disk" and body is not None:
             return await self._update(path, {key: body[key] for key in _UPDATE_KEYS if key in body})
+        if handler := self._GROUP_CALLS.get(path):
+            return await handler(self, path, body or {})
         return await self.process.request(path, body)
+
+    # weights over a process group
+    async def _join(self, path: str, body: dict[str, Any]) -> Answer:
+        if self._group:  # of a trainer that is gone, or has lost it
+            await self._leave("/destroy_weights_update_group", {"group_name": self._group})
+        answer = await self._ask_with_limit(path, body)
+        self._group = str(body.get("group_name")) if answer[0] == 200 else ""
+        return answer
+
+    async def _leave(self, path: str, body: dict[str, Any]) -> Answer:
+        if body.get("group_name") != self._group:
+            return 200, {"success": True, "message": "SGLang has left this group"}
+        self._group = ""
+        return await self._ask_with_limit(path, body)
+
+    async def _begin(self, path: str, _body: dict[str, Any]) -> Answer:
+        await self._end_session()
+        self._streams.begin_update()
+        answer = await self.process.request(path, {})
+        self._has_session = answer[0] == 200
+        return answer
+
+    async def _receive(self, path: str, body: dict[str, Any]) -> Answer:
+        answer = await self._ask_with_limit(path, body)
+        if answer[0] == 200 and body.get("weight_version") is not None:
+            self._label = str(body["weight_version"])
+        return answer
+
+    async def _end(self, _path: str, _body: dict[str, Any]) -> Answer:
+        answer = await self._end_session()
+        self._streams.end_update(self._label if answer[0] == 200 else None)
+        return answer
+
+    async def _end_session(self) -> Answer:
+        if not self._has_session:
+            return 200, {"success": True, "message": "no update is open"}
+        self._has_session = False
+        return await self.process.request("/end_weight_update", {})
+
+    async def _ask_with_limit(self, path: str, body: dict[str, Any]) -> Answer:
+        try:
+            async with asyncio.timeout(GROUP_S):
+                return await self.process.request(path, body)
+        except TimeoutError:
+            self._stuck = f"SGLang did not answer {path} within {GROUP_S:.0f} s: it waits for a lost trainer"
+            return 503, make_refusal(self._stuck)
+
+    _GROUP_CALLS: ClassVar = {
+        "/init_weights_update_group": _join,
+        "/destroy_weights_update_group": _leave,
+        "/begin_weight_update": _begin,
+        "/update_weights_from_distributed": _receive,
+        "/end_weight_update": _end,
+    }
 
     async def _pause(self, body: dict[str, Any]) -> Answer:
         with self._streams.pausing():
@@ -172,6 +240,7 @@ class SGLangBackend:
         loaded = False
         self._streams.begin_update()
         try:
+            await self._end_session()
             answer = await self.process.request(path, body)
             loaded = answer[0] == 200
         finally:

@@ -8,6 +8,7 @@ with top_p, top_k or min_p (vLLM reports them over the remaining tokens only).
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import shutil
@@ -26,12 +27,14 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import VLLMConfig
 from hpc_rl.config.vllm_versions import FLAGS, NO_FLAGS
 from hpc_rl.core.errors import RequestRefused, RoleFailed
-from hpc_rl.servers.base import Answer, ReplicaPlace
+from hpc_rl.servers.base import Answer, Receiver, ReplicaPlace
+from hpc_rl.servers.client import BUCKET_S, JOIN_S
 from hpc_rl.servers.server_process import (
     ServerProcess,
     Setting,
     choose_table,
     find_tokenizer,
+    list_interface_variables,
     make_arguments,
     select_settings,
 )
@@ -64,19 +67,17 @@ ENVIRONMENT = {
 # The launcher of the role binds its threads. vLLM's own binding would put a second server on the same cores.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 CPU_KV_CACHE_BYTES = 4 << 30  # without a limit, vLLM takes a share of the host's memory
-# On a CPU vLLM computes with packed copies of the weights. A reload does not pack an output layer that shares
-# its weights with the embedding.
-WORKER = """
-class Packing:
-    def pack_output_layer(self):
-        for layer in self.model_runner.get_model().modules():
-            if type(layer).__name__ == "ParallelLMHead":
-                layer.quant_method.process_weights_after_loading(layer)
-"""
-WORKER_MODULE = "hpc_rl_worker"  # in the directory of the socket
+WORKER_MODULE = "hpc_rl_worker"  # the copy of vllm_worker.py, in the directory of the socket
+EXTENSION = f"{WORKER_MODULE}.WorkerExtension"
+TRANSFER_ENGINE = "hpc_rl"  # its name there
+GROUP_S = JOIN_S + BUCKET_S  # for a call that waits for the trainer
+WORKER_FILE = Path(__file__).with_name("vllm_worker.py")
 LONGEST_SOCKET = 100  # bytes of its path; the system allows 107
 # settings that servers of reward models do not have
-OF_GENERATION = ("enable_scale_out", "logprobs_mode", "generation_config", "worker_extension_cls")
+OF_GENERATION = (
+    *("enable_scale_out", "logprobs_mode", "generation_config", "worker_extension_cls"),
+    "weight_transfer_config",
+)
 MAX_NEW_TOKENS = 128  # SGLang's default
 _SAMPLING = {  # SGLang's name -> vLLM's
     "max_new_tokens": "max_tokens",
@@ -96,9 +97,12 @@ _SEED_STEP = 0x9E3779B97F4A7C15
 
 
 def make_settings(
-    config: VLLMConfig, device: str, tensor_parallel_size: int, index: int
+    config: VLLMConfig, device: str, tensor_parallel_size: int, index: int, receives: bool = False
 ) -> dict[str, Setting]:
-    """Return the settings from the configuration, plus settings for a CPU. None is left to vLLM."""
+    """Return the settings from the configuration, plus settings for a CPU. None is left to vLLM.
+
+    If it `receives`, weights come over a process group.
+    """
     own = {name: value for name, value in sorted(vars(config).items()) if name not in NO_FLAGS}
     settings: dict[str, Setting | None] = {
         **own,
@@ -111,7 +115,10 @@ def make_settings(
     }
     if device == "cpu":
         settings["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-        settings["worker_extension_cls"] = f"{WORKER_MODULE}.Packing"
+    if device == "cpu" or receives:
+        settings["worker_extension_cls"] = EXTENSION
+    if receives:
+        settings["weight_transfer_config"] = json.dumps({"backend": TRANSFER_ENGINE})
     return select_settings(settings)
 
 
@@ -195,19 +202,28 @@ class VLLMBackend:
     settings: dict[str, Setting]
     version: str = ""  # the version for which the options were checked
     extra_args: Sequence[str] = ()
+    receiver: Receiver | None = None
 
     makes_initial_weights: ClassVar[bool] = False
     socket: Path | None = None
     _model: str = ""
     _label: str = ""
     _is_paused: bool = False
+    _group: str = ""  # the process group that vLLM has joined
+    _last: dict[str, Any] = field(default_factory=dict)  # the newest bucket
+    _is_receiving: bool = False  # vLLM waits for the rest of a version
+    _stuck: str = ""  # why vLLM will not answer any more
     _control: asyncio.Lock = field(default_factory=asyncio.Lock)
     _streams: Streams = field(default_factory=Streams)
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> VLLMBackend:
         env = ENVIRONMENT | (CPU_ENVIRONMENT if place.device == "cpu" else {})
-        settings = make_settings(config.vllm, place.device, max(1, place.num_gpus), place.index)
+        num_ranks, receiver = max(1, place.num_gpus), None
+        if config.actor.weight_update_mode == "xccl" and not config.actor.is_critic:
+            receiver = Receiver("gloo" if place.device == "cpu" else "nccl", num_ranks)
+            env |= list_interface_variables(place.address)
+        settings = make_settings(config.vllm, place.device, num_ranks, place.index, receiver is not None)
         if config.actor.is_critic:
             settings = {name: value for name, value in settings.items() if name not in OF_GENERATION}
             settings["runner"] = "pooling"
@@ -216,6 +232,7 @@ class VLLMBackend:
             settings=settings | {"tokenizer": find_tokenizer(config)},
             version=config.vllm.version,
             extra_args=config.vllm.extra_args,
+            receiver=receiver,
         )
 
     async def start(self, path: str, version: str) -> None:
@@ -225,7 +242,7 @@ class VLLMBackend:
         self.socket = make_private_socket()
         if "worker_extension_cls" in self.settings:
             folder, env = self.socket.parent, self.process.env
-            (folder / f"{WORKER_MODULE}.py").write_text(WORKER)
+            shutil.copyfile(WORKER_FILE, folder / f"{WORKER_MODULE}.py")
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
         settings = {"model": path, **self.settings, "uds": str(self.socket)}
         argv = ["-m", "vllm.entrypoints.cli.main", "serve", *make_arguments(settings, self.extra_args, flags)]
@@ -242,7 +259,7 @@ class VLLMBackend:
             raise RoleFailed(f"vLLM can't generate: {answer}; see {self.process.log}")
 
     def alive(self) -> str:
-        return self.process.alive()
+        return self._stuck or self.process.alive()
 
     async def stop(self) -> None:
         await self.process.stop()
@@ -416,11 +433,77 @@ class VLLMBackend:
         return 200, {"success": True, "message": "updated", "num_paused_requests": 0}
 
     async def _reload(self, path: str) -> Answer:
+        if self._is_receiving:
+            status, answer = await self._abandon()
+            if status != 200:
+                return status, answer
         call = {"method": "reload_weights", "kwargs": {"weights_path": path}}
         answer = await self.process.request("/collective_rpc", call)
-        if answer[0] == 200 and "worker_extension_cls" in self.settings:
-            answer = await self.process.request("/collective_rpc", {"method": "pack_output_layer"})
+        return await self._pack() if answer[0] == 200 else answer
+
+    async def _pack(self) -> Answer:
+        if "kv_cache_memory_bytes" not in self.settings or "worker_extension_cls" not in self.settings:
+            return 200, {}
+        return await self.process.request("/collective_rpc", {"method": "pack_output_layer"})
+
+    # weights over a process group, by the calls of SGLang
+    async def _join(self, body: dict[str, Any]) -> Answer:
+        names = ("master_address", "master_port", "rank_offset", "world_size", "group_name", "backend")
+        info = {name: body.get(name) for name in names}
+        answer = await self._ask_with_limit("/init_weight_transfer_engine", {"init_info": info})
+        self._group = str(body.get("group_name")) if answer[0] == 200 else ""
         return answer
+
+    async def _leave(self, body: dict[str, Any]) -> Answer:
+        if body.get("group_name") != self._group:
+            return 200, {"success": True, "message": "vLLM has left this group"}
+        self._group = ""
+        return await self._ask_with_limit("/shutdown_weight_transfer_engine", {})
+
+    async def _begin(self, _body: dict[str, Any]) -> Answer:
+        async with self._control:
+            if self._is_receiving:
+                await self._abandon()
+            self._streams.begin_update()
+            answer = await self.process.request("/start_weight_update", {})
+            self._is_receiving = answer[0] == 200
+        return answer
+
+    async def _receive(self, body: dict[str, Any]) -> Answer:
+        info = {name: body.get(name) for name in ("names", "dtypes", "shapes")}
+        answer = await self._ask_with_limit("/update_weights", {"update_info": info})
+        self._last = body
+        return answer
+
+    async def _end(self, _body: dict[str, Any]) -> Answer:
+        label, loaded = self._last.get("weight_version"), False
+        async with self._control:
+            try:
+                answer = await self.process.request("/finish_weight_update", {})
+                self._is_receiving = self._is_receiving and answer[0] != 200
+                answer = await self._pack() if answer[0] == 200 else answer
+                if answer[0] != 200:
+                    return answer
+                await self._change_label(self._label if label is None else str(label))
+                loaded = True
+                if self._last.get("flush_cache", True):
+                    await self._drop_cache()
+            finally:
+                self._streams.end_update(self._label if loaded else None)
+        return 200, {"success": True, "message": "updated"}
+
+    async def _abandon(self) -> Answer:
+        answer = await self.process.request("/collective_rpc", {"method": "abandon_weight_update"})
+        self._is_receiving = answer[0] != 200
+        return answer
+
+    async def _ask_with_limit(self, path: str, body: dict[str, Any]) -> Answer:
+        try:
+            async with asyncio.timeout(GROUP_S):
+                return await self.process.request(path, body)
+        except TimeoutError:
+            self._stuck = f"vLLM did not answer {path} within {GROUP_S:.0f} s: it waits for a lost trainer"
+            return 503, make_refusal(self._stuck)
 
     async def _change_label(self, label: str) -> None:
         """Set the label of the loaded weights, which vLLM reports with each token."""
@@ -443,6 +526,11 @@ class VLLMBackend:
         "/continue_generation": _continue,
         "/abort_request": _abort,
         "/update_weights_from_disk": _update,
+        "/init_weights_update_group": _join,
+        "/destroy_weights_update_group": _leave,
+        "/begin_weight_update": _begin,
+        "/update_weights_from_distributed": _receive,
+        "/end_weight_update": _end,
         "/flush_cache": _flush,
         "/model_info": _info,
     }

@@ -9,6 +9,8 @@ from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
+import torch
+
 from hpc_rl import __version__
 from hpc_rl.config.load.stored import redact
 from hpc_rl.config.options.dataset import DatasetConfig
@@ -33,6 +35,7 @@ from hpc_rl.trainers.run import Run, find_tokenizer_folder
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
 from hpc_rl.trainers.supervised import REWARD_MODEL, SFT, SupervisedRecipe, SupervisedTask
 from hpc_rl.weights import TRANSPORTS, disk
+from hpc_rl.weights.process_groups import ProcessGroups
 from hpc_rl.weights.publish import Publisher
 from hpc_rl.weights.transport import Transport, TransportContext
 
@@ -64,8 +67,10 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
             max_paused=config.weights.max_paused,
             history_bytes=disk.find_history_bytes(config),
         )
+        if config.actor.weight_update_mode == "xccl":
+            publisher.process_groups = ProcessGroups(start.address, torch.device(start.device))
         stack.callback(publisher.close)
-    transport: Transport = resolve_name(TRANSPORTS["disk"])(  # not an option: there is only one so far
+    transport: Transport = resolve_name(TRANSPORTS[config.actor.weight_update_mode])(
         TransportContext(
             trial=start.trial,
             engine=run.engine,

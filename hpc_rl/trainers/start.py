@@ -24,6 +24,7 @@ from hpc_rl.core.errors import (
     NothingToResume,
     RoleFailed,
 )
+from hpc_rl.core.net import LOOPBACK
 from hpc_rl.core.node_copies import NodeCopies
 from hpc_rl.core.records import JobRecord, load_lineages
 from hpc_rl.core.trial import Attempt, Trial
@@ -58,6 +59,7 @@ class TrainerContext:
     ranks: Ranks
     stopping: threading.Event  # set when this process must stop
     copies: NodeCopies = field(default_factory=NodeCopies)
+    address: str = LOOPBACK  # of this host, for the trial's processes
     is_one_node: bool = True  # all ranks run on one node
     data: dict[str, Any] = field(default_factory=dict)  # fingerprint of the training rows; {} if not taken
 

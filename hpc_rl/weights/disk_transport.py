@@ -129,8 +129,8 @@ class DiskTransport:
                     job.error = RoleFailed(
                         f"another rank could not write weights {job.version}; its log has the reason"
                     )
-            elif not any(one.get("stopped") for one in records) and self._rank == 0:
-                job.published = self._publish(job, records)
+            elif not any(one.get("stopped") for one in records):
+                job.published = self._finish(job, records)
             elif self._rank == 0:
                 shutil.rmtree(self._find_folder(job.version), ignore_errors=True)
         except Exception as error:  # settle raises it on the main thread of every rank
@@ -160,6 +160,14 @@ class DiskTransport:
         counts = {name: getattr(difference, name) for name in ("num_values", "num_changed", "whole_bytes")}
         return {"file": dataclasses.asdict(file), "is_whole": difference.is_whole, **counts}
 
+    def _finish(self, job: Publication, records: list[dict[str, Any]]) -> Published | None:
+        """Finish a version that all ranks have written. Raises as `_publish`."""
+        return self._publish(job, records) if self._rank == 0 else None
+
+    def _update_servers(self, version: WeightVersion, path: Path, num_bytes: int) -> Published:
+        assert self._context.publisher is not None, "rank 0 has one"
+        return self._context.publisher.publish(version, path, num_bytes, self._context.stopping)
+
     def _publish(self, job: Publication, records: list[dict[str, Any]]) -> Published | None:
         """Complete a version and update the servers. Rank 0 only. Raises OSError, RoleFailed, Stale."""
         folder = self._find_folder(job.version)
@@ -187,9 +195,7 @@ class DiskTransport:
         write_s = time.monotonic() - job.begun_at
         self._base, self._whole_bytes = job.version, index.whole_bytes
         self._chain_bytes = 0 if whole else self._chain_bytes + index.stored_bytes
-        publisher = self._context.publisher
-        assert publisher is not None, "rank 0 has one"
-        published = publisher.publish(job.version, final, index.whole_bytes, self._context.stopping)
+        published = self._update_servers(job.version, final, index.whole_bytes)
         num_values = sum(record["num_values"] for record in records)
         published.num_bytes, published.write_s = index.stored_bytes, write_s
         published.density = sum(record["num_changed"] for record in records) / max(1, num_values)

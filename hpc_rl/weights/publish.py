@@ -10,11 +10,12 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import aiohttp
 
@@ -29,6 +30,9 @@ from hpc_rl.servers.client import HttpServerClient, PauseMode, open_session
 from hpc_rl.servers.router import is_older
 from hpc_rl.weights import disk
 from hpc_rl.weights.transport import Published
+
+if TYPE_CHECKING:
+    from hpc_rl.weights.process_groups import BucketSource, ProcessGroups
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +55,9 @@ class Publisher:
     update_timeout_s: float = 60.0  # of one server, in addition to the time for loading the bytes
     watch_s: float = 1.0  # between reads of the roster
     pause_mode: PauseMode = "retract"
-    max_paused: int | None = None  # servers that are paused at once; None for all
+    max_paused: int | None = None  # servers that load from files at once; None for all
     history_bytes: float = 0.0  # weights.history_gb
+    process_groups: "ProcessGroups | None" = None  # over which joined servers get weights
 
     def __post_init__(self) -> None:
         self._left_out: dict[str, tuple[int, str]] = {}  # key -> epoch and label of the failed update
@@ -61,20 +66,27 @@ class Publisher:
         self._session: aiohttp.ClientSession | None = None
         self._pruning: asyncio.Future[Any] | None = None
         self._history = disk.History(self.trial, self.history_bytes)
+        self._preparing: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True, name="publisher")
         self._thread.start()
         self._watcher = asyncio.run_coroutine_threadsafe(self._watch(), self._loop)
 
     def publish(
-        self, version: WeightVersion, path: Path, num_bytes: int, stopping: threading.Event | None = None
+        self,
+        version: WeightVersion,
+        path: Path,
+        num_bytes: int,
+        stopping: threading.Event | None = None,
+        source: "BucketSource | None" = None,
     ) -> Published:
         """Update the servers to a version of `num_bytes`; return once one has it or `stopping` is set.
 
-        Also returns if no server has it and one needs a version with all values. Raises RoleFailed if no
-        server loaded it within setup_timeout_s, or if it was removed.
+        Servers in `process_groups` get it from `source`, other servers from `path`. Also returns if no server
+        has it and one needs a version with all values. Raises RoleFailed if no server loaded it within
+        setup_timeout_s, or if it was removed.
         """
-        publishing = self._publish(str(version), path, num_bytes, stopping)
+        publishing = self._publish(str(version), path, num_bytes, stopping, source)
         work: Future[Published] = asyncio.run_coroutine_threadsafe(publishing, self._loop)
         return work.result()
 
@@ -86,7 +98,12 @@ class Publisher:
         self._loop.close()
 
     async def _publish(
-        self, label: str, path: Path, num_bytes: int, stopping: threading.Event | None
+        self,
+        label: str,
+        path: Path,
+        num_bytes: int,
+        stopping: threading.Event | None,
+        source: "BucketSource | None",
     ) -> Published:
         limit_s = self.update_timeout_s + num_bytes / SLOWEST_LOAD_BYTES_PER_S
         give_up_at = time.monotonic() + self.setup_timeout_s
@@ -98,7 +115,11 @@ class Publisher:
             result = Published(needs_whole=any(_lacks_files(seen) for seen in self._leases.values()))
             turns = asyncio.Semaphore(self.max_paused or max(1, len(targets)))
             update = partial(self._update, label=label, path=path, limit_s=limit_s, turns=turns)
-            await asyncio.gather(*(update(result, key, seen) for key, seen in targets.items()))
+            joined = await self._choose_joined(targets, source)
+            await asyncio.gather(
+                self._send(result, joined, label, path, source, update),
+                *(update(result, key, seen) for key, seen in targets.items() if key not in joined),
+            )
             self._remember(result, targets, label)
             if result.acknowledged:
                 self._prune()
@@ -131,6 +152,42 @@ class Publisher:
                 if epoch != seen.epoch or not is_older(str(seen.value.get("version") or ""), label):
                     usual[key] = seen
         return usual or live
+
+    async def _choose_joined(
+        self, targets: dict[str, LeaseView], source: "BucketSource | None"
+    ) -> dict[str, LeaseView]:
+        if self.process_groups is None or source is None:
+            return {}
+        self.process_groups.follow(self._leases, self._client, BUSY)
+        return {key: targets[key] for key in await self.process_groups.choose(targets)}
+
+    async def _send(
+        self,
+        result: Published,
+        joined: dict[str, LeaseView],
+        label: str,
+        path: Path,
+        source: "BucketSource | None",
+        update: Callable[[Published, str, LeaseView], Awaitable[None]],
+    ) -> None:
+        """Send weights to joined servers; those that fail load them from files."""
+        if not joined or self.process_groups is None or source is None:
+            return
+        for seen in joined.values():  # their nodes' copies follow meanwhile, in case a group fails
+            task = asyncio.ensure_future(self._prepare(self._client(seen.value["url"]), path, label))
+            self._preparing.add(task)
+            task.add_done_callback(self._preparing.discard)
+        sent = await self.process_groups.send(list(joined), label, source, self.pause_mode)
+        result.pauses_s |= sent.pauses_s
+        result.acknowledged += sent.pauses_s
+        result.num_received = len(sent.pauses_s)
+        for key, problem in sent.failed.items():
+            logger.warning("weights %s: %s loads them from files: %s", label, key, problem)
+        await asyncio.gather(*(update(result, key, joined[key]) for key in sent.failed))
+
+    async def _prepare(self, client: HttpServerClient, path: Path, label: str) -> None:
+        with contextlib.suppress(HpcRlError):  # a server that needs the files reports the problem then
+            await client.prepare_weights(str(path), label)
 
     def _remember(self, result: Published, targets: dict[str, LeaseView], label: str) -> None:
         for key in result.acknowledged:
@@ -178,7 +235,8 @@ class Publisher:
         try:
             await client.update_weights(str(path), label, keep_cache=self.pause_mode == "in_place")
         except BaseException:  # also after a timeout: paused requests must not wait forever
-            await client.resume(timeout_s=RESUME_TIMEOUT_S)
+            with contextlib.suppress(HpcRlError):  # the first error is the reason
+                await client.resume(timeout_s=RESUME_TIMEOUT_S)
             raise
         await client.resume()
         result.pauses_s[key] = time.monotonic() - paused_at
@@ -202,8 +260,14 @@ class Publisher:
             await asyncio.sleep(self.watch_s)
             with contextlib.suppress(OSError):  # the next read may succeed
                 self._leases = self._roster.list_leases()
+                if self.process_groups is not None:
+                    self.process_groups.follow(self._leases, self._client, BUSY)
 
     async def _close(self) -> None:
+        for task in list(self._preparing):
+            task.cancel()
+        if self.process_groups is not None:
+            await self.process_groups.close()
         if self._pruning is not None:
             await asyncio.wait([self._pruning])
         if self._session is not None:

@@ -66,6 +66,10 @@ class WeightSnapshot:
         self._before = self._now
         self._now = _copy(pieces, rectangles, self._buffers[0])
 
+    def list_parts(self) -> list[tuple[Rectangle, np.ndarray]]:
+        """Return the newest copy of each rectangle, which the second `take` after it overwrites."""
+        return list(zip(self._rectangles, self._now, strict=True))
+
     def compare(self, whole: bool) -> Difference:
         """Return all values, or the changes since the previous version if they are smaller."""
         num_bytes = sum(values.nbytes for values in self._now)

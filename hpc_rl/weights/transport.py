@@ -14,6 +14,7 @@ from hpc_rl.core.types import WeightVersion
 
 if TYPE_CHECKING:
     from hpc_rl.engines.base import Engine
+    from hpc_rl.weights.process_groups import BucketSource
 
 
 @dataclass
@@ -25,6 +26,7 @@ class Published:
     pauses_s: dict[str, float] = field(default_factory=dict)  # of generation, by key
     needs_whole: bool = False  # a server could not rebuild the weights from the published files
     num_bytes: int = 0  # written by all ranks
+    num_received: int = 0  # servers that have them over a process group
     density: float = 1.0  # share of the values that were written
     write_s: float = 0.0  # until the version was complete
 
@@ -33,6 +35,7 @@ class Published:
         pauses_s = list(self.pauses_s.values()) or [0.0]
         return {
             "publish_servers": len(self.acknowledged),
+            "publish_received": self.num_received,
             "publish_bytes": self.num_bytes,
             "publish_density": self.density,
             "publish_write_s": self.write_s,
@@ -45,7 +48,12 @@ class Updates(Protocol):
     """Updates the servers; see Publisher in publish.py."""
 
     def publish(
-        self, version: WeightVersion, path: Path, num_bytes: int, stopping: threading.Event
+        self,
+        version: WeightVersion,
+        path: Path,
+        num_bytes: int,
+        stopping: threading.Event,
+        source: "BucketSource | None" = None,
     ) -> Published: ...
 
 

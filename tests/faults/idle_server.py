@@ -12,6 +12,7 @@ from hpc_rl.servers.replica import Identity, Replica
 
 class NoModel:
     makes_initial_weights = False
+    receiver = None
 
     async def start(self, path: str, version: str) -> None:
         pass

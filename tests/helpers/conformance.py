@@ -6,11 +6,12 @@ the whole class.
 """
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import aiohttp
 import pytest
 import torch
 from patience import extend
+from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
@@ -47,6 +49,7 @@ from hpc_rl.servers.client import GenerateRequest, HttpServerClient, PartialTurn
 from hpc_rl.servers.external import Endpoint
 from hpc_rl.servers.replica import Identity, Replica
 from hpc_rl.servers.router import Router
+from hpc_rl.servers.weight_group import Bucket, WeightGroup, make_body, open_store, pack
 
 PROMPT = [4, 13, 5, 13, 6, 14]
 LONG = {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0}
@@ -216,6 +219,36 @@ class Api:
         await self.client.update_weights(str(served.model), served.label)
         if pause:
             await self.client.resume()
+
+    def next_buckets(self) -> list[tuple[Bucket, torch.Tensor]]:
+        """Name the other model as the next version; return its weights in three buckets."""
+        served = self.served
+        served.step += 1
+        served.model = served.models[served.step % 2]
+        tensors = sorted(load_file(served.model / "model.safetensors").items())
+        return [pack(tensors[at::3]) for at in range(3)]
+
+    def describe(self, group: WeightGroup, bucket: tuple[Bucket, torch.Tensor], last: bool) -> dict[str, Any]:
+        return make_body(bucket[0], group.name, self.served.label, last, keep_cache=False)
+
+    async def send_bucket(self, group: WeightGroup, bucket: tuple[Bucket, torch.Tensor], last: bool) -> None:
+        work = group.broadcast(bucket[1])
+        await self.client.receive_bucket(self.describe(group, bucket, last))
+        await asyncio.to_thread(work.wait)
+
+
+@contextlib.asynccontextmanager
+async def joined_group(api: Api) -> AsyncIterator[WeightGroup]:
+    """A process group of this process and the server."""
+    name, store = uuid.uuid4().hex, open_store("127.0.0.1", 60)
+    joining = asyncio.create_task(api.client.join_group(name, ("127.0.0.1", store.port), 2, "gloo"))
+    group = await asyncio.to_thread(WeightGroup, store, 0, 2, name, address="127.0.0.1", timeout_s=60)
+    await joining
+    try:
+        yield group
+    finally:
+        group.close()
+        await api.client.leave_group(name)
 
 
 @pytest.fixture
@@ -439,6 +472,50 @@ class Conformance:
         check_logprobs(after, {api.served.label: api.served.model}, 0.0)
         await asyncio.sleep(0.3)
         assert api.served.lease()["version"] == api.served.label
+
+    async def test_weights_arrive_over_a_process_group(self, api):
+        old = (api.served.label, api.served.model)
+        running = asyncio.create_task(api.turn(**self.long))
+        async with joined_group(api) as group:
+            for _ in range(2):
+                buckets = api.next_buckets()
+                await api.client.pause()
+                await api.client.begin_update(api.served.label)
+                with pytest.raises(RequestRefused, match="have not arrived completely"):
+                    await api.client.resume()
+                for index, bucket in enumerate(buckets):
+                    await api.send_bucket(group, bucket, index == len(buckets) - 1)
+                await api.client.end_update()
+                await api.client.resume()
+                check_logprobs(await api.turn(ignore_eos=True), {api.served.label: api.served.model}, 1.0)
+            turn = await running
+            assert turn.versions[0][0] == old[0]
+            paths = {str(WeightVersion(0, step)): api.served.models[step % 2] for step in range(99)}
+            check_logprobs(turn, paths, 1.0)
+            assert (await api.client.model_info())["weight_version"] == api.served.label
+
+    async def test_a_group_that_breaks_does_not_mix_weights(self, api):
+        async with joined_group(api) as group:
+            first, *_ = api.next_buckets()
+            served = api.served
+            with pytest.raises(RequestRefused, match="pause"):
+                await api.client.begin_update(served.label)
+            await api.client.pause()
+            await api.client.begin_update(served.label)
+            await api.send_bucket(group, first, False)
+            receiving = asyncio.create_task(api.client.receive_bucket(api.describe(group, first, False)))
+            await asyncio.sleep(0.2)
+            group.close()
+            with pytest.raises((RequestRefused, ServerUnavailable)):
+                await receiving
+            with pytest.raises(RequestRefused):
+                await api.client.end_update()
+            with pytest.raises(RequestRefused):
+                await api.client.resume()
+            await api.client.update_weights(str(served.model), served.label)
+            await api.client.resume()
+            check_logprobs(await api.turn(ignore_eos=True), {served.label: served.model}, 1.0)
+        await self.test_weights_arrive_over_a_process_group(api)
 
     async def test_failed_update_keeps_the_old_weights(self, api, tmp_path):
         for path in (tmp_path / "nowhere", tmp_path):

@@ -19,7 +19,7 @@ def backend_of(python: str, tokenizer: Path, folder: Path, extra_args: tuple[str
     of_cpu = VLLMConfig(
         dtype="float32", gpu_memory_utilization=None, enforce_eager=True, kv_cache_memory_bytes=1 << 28
     )
-    settings = make_settings(of_cpu, "cpu", 1, 0) | {"tokenizer": str(tokenizer)}
+    settings = make_settings(of_cpu, "cpu", 1, 0, receives=True) | {"tokenizer": str(tokenizer)}
     process = ServerProcess(name=NAME, python=python, env=env, log=folder / "vllm.log")
     return VLLMBackend(process=process, settings=settings, extra_args=extra_args)
 

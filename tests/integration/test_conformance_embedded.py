@@ -26,7 +26,9 @@ from hpc_rl.servers.embedded.scorer import EmbeddedScorer  # noqa: E402
 
 
 def _served(folder: Path, **config):
-    served = ServedReplica(folder, lambda _trial, _model: EmbeddedBackend(EmbeddedConfig(**config)))
+    served = ServedReplica(
+        folder, lambda _trial, _model: EmbeddedBackend(EmbeddedConfig(**config), address="127.0.0.1")
+    )
     served.start(60)
     return served
 

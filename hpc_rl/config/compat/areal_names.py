@@ -69,7 +69,10 @@ NAMES: dict[str, OtherName] = {
     "enable_offload": OtherName(idle=(False,), why="see fsdp.offload_params of each model"),
     "{model}.offload": OtherName(idle=(False,), why="see {model}.fsdp.offload_params"),
     "perf_tracer": OtherName(idle=(ANY,), why="the times of a step are always among the metrics"),
-    "{model}.weight_update_mode": OtherName(idle=(ANY,), why="servers read new weights from files"),
+    **dict.fromkeys(
+        ("ref.weight_update_mode", "model.weight_update_mode"),
+        OtherName(idle=(ANY,), why="only the actor's weights are sent to servers"),
+    ),
     "{model}.megatron.virtual_pipeline_parallel_size": OtherName("{model}.megatron.virtual_pipeline_size"),
     **{
         f"{{model}}.megatron.{name}": OtherName(idle=(value,), why="the engine supports only this value")

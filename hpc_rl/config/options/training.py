@@ -221,6 +221,10 @@ class PPOActorConfig(TrainEngineConfig):
     """Clip around the recomputed (proximal) policy, and weight by proximal over behavior probabilities."""
     behav_imp_weight_cap: AboveOne | None = None
     """Leave out tokens whose behavior weight exceeds this, above 1; null disables it."""
+    weight_update_mode: Literal["disk", "xccl"] = "disk"
+    """How servers get new weights. `disk`: from the trial directory, where each version is a difference to
+    the one before. `xccl`: over process groups of the trainer and each server (NCCL between GPUs, else gloo),
+    whole; servers that have not joined, or whose group fails, load them from the trial directory."""
     discount: Share = 1.0
     """Discount factor of later rewards."""
     gae_lambda: Share = 1.0

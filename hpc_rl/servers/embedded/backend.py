@@ -22,12 +22,14 @@ from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.core.errors import ConfigError, RequestRefused
 from hpc_rl.datasets.tokenizer import Tokenizer
-from hpc_rl.servers.base import Answer, Backend, ReplicaPlace
+from hpc_rl.servers.base import Answer, Backend, Receiver, ReplicaPlace
 from hpc_rl.servers.chat import convert_answers, convert_request
 from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
+from hpc_rl.servers.embedded.receive import WeightReceiver
 from hpc_rl.servers.embedded.scorer import EmbeddedScorer
+from hpc_rl.servers.weight_group import run_in_thread
 from hpc_rl.servers.wire import (
     PART_S,
     SamplingParams,
@@ -85,13 +87,21 @@ class EmbeddedBackend:
         seed: For requests without a seed.
         tokenizer_path: By default, the model's path.
         scratch: Start with random weights of the model's architecture.
+        address: Of this host; "" to receive weights from files only.
     """
 
     makes_initial_weights = True
 
     def __init__(
-        self, config: EmbeddedConfig, seed: int = 1, tokenizer_path: str = "", scratch: bool = False
+        self,
+        config: EmbeddedConfig,
+        seed: int = 1,
+        tokenizer_path: str = "",
+        scratch: bool = False,
+        address: str = "",
     ) -> None:
+        self.receiver = Receiver("gloo") if address else None
+        self._arriving = WeightReceiver(address)
         self._config, self._tokenizer_path, self._scratch = config, tokenizer_path, scratch
         self._random = random.Random(seed)
         self._engine: EmbeddedEngine | None = None
@@ -104,7 +114,8 @@ class EmbeddedBackend:
         if config.actor.is_critic:
             return EmbeddedScorer.create(config, place)
         tokenizer = config.tokenizer_path or config.actor.path
-        return cls(config.embedded, config.seed, tokenizer, config.actor.init_from_scratch)
+        address = place.address if config.actor.weight_update_mode == "xccl" else ""
+        return cls(config.embedded, config.seed, tokenizer, config.actor.init_from_scratch, address)
 
     @property
     def engine(self) -> EmbeddedEngine:
@@ -133,6 +144,7 @@ class EmbeddedBackend:
         return f"the engine thread has ended: {self._engine.failure or 'stopped'}"
 
     async def stop(self) -> None:
+        self._arriving.leave()
         if self._engine:
             await asyncio.to_thread(self._engine.stop)
 
@@ -282,6 +294,32 @@ class EmbeddedBackend:
             raise RequestRefused(message) from error
         return {"success": True, "message": "updated", "num_paused_requests": 0}
 
+    async def _join(self, body: dict[str, Any]) -> dict[str, Any]:
+        await run_in_thread(partial(self._arriving.join, body))
+        return {"success": True, "message": "joined"}
+
+    async def _leave(self, body: dict[str, Any]) -> dict[str, Any]:
+        self._arriving.leave(str(body.get("group_name")))
+        return {"success": True, "message": "left"}
+
+    async def _begin(self, _body: dict[str, Any]) -> dict[str, Any]:
+        self._arriving.begin()
+        return {"success": True, "message": "the next buckets are of one version"}
+
+    async def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
+        tensors = await run_in_thread(partial(self._arriving.receive, body))
+        try:
+            await self._in_engine(lambda: self.engine.model.write(tensors))
+        except ValueError as error:
+            raise RequestRefused(str(error)) from error
+        self._arriving.note(tensors)
+        return {"success": True, "message": f"{len(tensors)} tensors are loaded"}
+
+    async def _end(self, _body: dict[str, Any]) -> dict[str, Any]:
+        version, keep_cache = self._arriving.finish(self.engine.model.list_names())
+        await self._in_engine(lambda: self.engine.finish_writing(version, keep_cache))
+        return {"success": True, "message": "updated"}
+
     async def _flush(self, _body: dict[str, Any]) -> dict[str, Any]:
         return {"status": "ok", "message": "there is no cache beyond the running requests"}
 
@@ -305,6 +343,11 @@ class EmbeddedBackend:
         "/continue_generation": _continue,
         "/abort_request": _abort,
         "/update_weights_from_disk": _update,
+        "/init_weights_update_group": _join,
+        "/destroy_weights_update_group": _leave,
+        "/begin_weight_update": _begin,
+        "/update_weights_from_distributed": _receive,
+        "/end_weight_update": _end,
         "/flush_cache": _flush,
         "/weights_checker": _check_weights,
         "/model_info": _info,

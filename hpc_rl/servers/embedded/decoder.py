@@ -323,19 +323,44 @@ class Model:
             self._adopt(_build(path, self.dtype, False))
             self.path = path
             return
-        for name, parameter in own.items():
-            if tensors[name].shape != parameter.shape:
-                found, own_shape = list(tensors[name].shape), list(parameter.shape)
-                raise ValueError(f"{path}: {name} is {found}, the model has {own_shape}")
+        self._check_shapes(path, tensors, own)
         for name, parameter in own.items():
             parameter.data.copy_(tensors[name])
+        self.finish_writing()
+        self.path = path
+
+    def write(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Overwrite some weights, by their names in the module; call `finish_writing` after the last ones.
+
+        Raises ValueError if a tensor does not belong to the model; then none is changed.
+        """
+        names = dict(self.module.named_parameters(remove_duplicate=False))
+        if unknown := [name for name in tensors if name not in names]:
+            raise ValueError(f"the model has no weights named {unknown[0]}")
+        self._check_shapes("the sent weights", tensors, {name: names[name] for name in tensors})
+        for name, tensor in tensors.items():
+            names[name].data.copy_(tensor)
+
+    def list_names(self) -> set[str]:
+        """Return the names of all weights, without an output layer that is tied to the embedding."""
+        names = (name for name, _ in self.module.named_parameters(remove_duplicate=False))
+        return {name for name in names if not self._is_tied(name)}
+
+    def finish_writing(self) -> None:
+        """Renew what was computed from the weights."""
         if isinstance(self.decoder, FusedDecoder):
             for fused, layer in zip(self.decoder.layers, self.module.model.layers, strict=True):
                 if fused["qk_norm"] is not None:
                     heads = self.decoder.num_heads
                     fused["qk_norm"][:heads] = layer.self_attn.q_norm.weight
                     fused["qk_norm"][heads:] = layer.self_attn.k_norm.weight
-        self.path = path
+
+    @staticmethod
+    def _check_shapes(source: str, tensors: dict[str, torch.Tensor], own: dict[str, Any]) -> None:
+        for name, parameter in own.items():
+            if tensors[name].shape != parameter.shape:
+                found, own_shape = list(tensors[name].shape), list(parameter.shape)
+                raise ValueError(f"{source}: {name} is {found}, the model has {own_shape}")
 
     def compute_checksums(self) -> dict[str, str]:
         """Return the xxh3 (64 bits, hex) of each parameter's bytes, by its name in memory."""

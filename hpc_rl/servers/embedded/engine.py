@@ -125,6 +125,15 @@ class EmbeddedEngine:
         """Load weights. If it raises OSError or ValueError, the old weights stay loaded."""
         start = time.monotonic()
         self.model.load(path)
+        self._enter_version(version, keep_cache)
+        logger.info("weights %s loaded from %s in %.2f s", self.version, path, time.monotonic() - start)
+
+    def finish_writing(self, version: str | None, keep_cache: bool) -> None:
+        """Give the version to weights that `model.write` has overwritten."""
+        self.model.finish_writing()
+        self._enter_version(version, keep_cache)
+
+    def _enter_version(self, version: str | None, keep_cache: bool) -> None:
         if keep_cache:
             for batch in self._batches:
                 for row in range(len(batch)):
@@ -134,7 +143,6 @@ class EmbeddedEngine:
         self._donors.clear()
         if version is not None:
             self.version = version
-        logger.info("weights %s loaded from %s in %.2f s", self.version, path, time.monotonic() - start)
 
     def collect(self, sequences: Collection[Sequence]) -> None:
         """Move the tokens so far of these running sequences from their rows into them."""

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import EmbeddedConfig
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.servers.base import Answer, ReplicaPlace
+from hpc_rl.servers.base import Answer, Receiver, ReplicaPlace
 from hpc_rl.servers.wire import SendParts, make_refusal
 
 MAX_TOKENS = 8192  # padded, per forward pass
@@ -24,6 +24,7 @@ class EmbeddedScorer:
     """See Backend. Requests to /classify are not batched together, so other requests never change a score."""
 
     makes_initial_weights = True
+    receiver: Receiver | None = None
 
     def __init__(self, config: EmbeddedConfig) -> None:
         self._dtype = getattr(torch, config.dtype)

@@ -21,6 +21,8 @@ TOKENS = {"control": "c" * 8, "data": "d" * 8}
 
 
 class FakeBackend:
+    receiver = None
+
     def __init__(self):
         self.calls, self.dead, self.started = [], "", None
         self.fail_updates = False
@@ -110,6 +112,9 @@ async def test_wrong_tokens_reach_nothing():
             "/continue_generation",
             "/abort_request",
             "/update_weights_from_disk",
+            "/init_weights_update_group",
+            "/destroy_weights_update_group",
+            *GROUP_CALLS,
             "/shutdown",
         ):
             assert (await call("POST", path, {}, "data"))[0] == 401
@@ -126,6 +131,72 @@ async def test_min_version_is_compared_as_a_label():
         assert (await call("POST", "/generate", {}, headers={"X-Hpc-Rl-Min-Version": "nine"}.items()))[
             0
         ] == 400
+
+
+GROUP_CALLS = ("/begin_weight_update", "/update_weights_from_distributed", "/end_weight_update")
+
+
+async def test_weights_over_a_process_group_have_their_label_at_the_end():
+    begin, receive, end = GROUP_CALLS
+    async with proxy_at(version="0.3") as (proxy, call):
+
+        async def control(path, **body):
+            return (await call("POST", path, body, "control"))[0]
+
+        assert await control(receive, weight_version="0.4") == 400  # nothing has begun
+        assert await control(begin, weight_version="0.4") == 400  # not paused
+        assert await control("/pause_generation", mode="retract") == 200
+        for label in ("0.2", "0.3", "x", None):
+            assert await control(begin, weight_version=label) == 400, label
+        assert proxy.receiving == "" and [path for path, _ in proxy.backend.calls] == ["/pause_generation"]
+        assert await control(begin, weight_version="0.4") == 200
+        assert await control(receive, weight_version=None) == 200
+        assert await control(end) == 400  # the last bucket is missing
+        assert await control("/continue_generation") == 400
+        assert await control(receive, weight_version="0.5") == 400  # another version
+        assert (proxy.version, proxy.receiving) == ("0.3", "0.4")
+        assert await control(receive, weight_version="0.4") == 200
+        assert await control(receive, weight_version=None) == 400  # after the last one
+        assert await control(end) == 200
+        assert (proxy.version, proxy.receiving) == ("0.4", "")
+        assert await control("/continue_generation") == 200 and proxy.state == "serving"
+
+
+async def test_a_mixture_of_weights_ends_with_a_version_from_disk():
+    async with proxy_at(version="0.3") as (proxy, call):
+
+        async def control(path, **body):
+            return (await call("POST", path, body, "control"))[0]
+
+        await control("/pause_generation", mode="retract")
+        await control("/begin_weight_update", weight_version="0.4")
+        proxy.backend.fail_updates = True
+        assert await control("/update_weights_from_disk", model_path="/p", weight_version="0.4") == 400
+        assert await control("/continue_generation") == 400
+        proxy.backend.fail_updates = False
+        # also the version before: the label alone does not tell which weights are loaded
+        assert await control("/update_weights_from_disk", model_path="/p", weight_version="0.3") == 200
+        assert proxy.backend.calls[-1][0] == "/update_weights_from_disk"
+        assert await control("/continue_generation") == 200
+        assert (proxy.version, proxy.receiving) == ("0.3", "")
+
+
+async def test_requests_that_are_paused_in_place_keep_their_cache():
+    async with proxy_at(version="0.3") as (_, call):
+        await call("POST", "/pause_generation", {"mode": "in_place"}, "control")
+        await call("POST", "/begin_weight_update", {"weight_version": "0.4"}, "control")
+        for flush, status in ((True, 400), (False, 200)):
+            body = {"weight_version": "0.4", "flush_cache": flush}
+            assert (await call("POST", "/update_weights_from_distributed", body, "control"))[0] == status
+
+
+async def test_a_frozen_server_takes_no_weights_over_a_process_group():
+    async with proxy_at() as (proxy, call):
+        proxy.frozen = True
+        for path in ("/init_weights_update_group", *GROUP_CALLS):
+            body = {"weight_version": "0.4"}
+            assert (await call("POST", path, body, "control"))[0] == 400
+        assert proxy.backend.calls == []
 
 
 async def test_the_same_label_loads_nothing_and_an_older_one_is_refused():

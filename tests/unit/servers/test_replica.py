@@ -23,6 +23,8 @@ _counting: list[tuple[str, Counter[str]]] = []  # a hook of the interpreter stay
 
 
 class Backend:
+    receiver = None
+
     async def start(self, path, version):
         pass
 
