@@ -76,7 +76,7 @@ def make_arguments(settings: Mapping[str, Setting], extra_args: Sequence[str], f
 
 
 def list_interface_variables(address: str) -> dict[str, str]:
-    """Return variables by which NCCL and gloo use the interface with this address."""
+    """Return the variables that make NCCL and gloo use the interface with this address."""
     interface = find_interface(address)
     return {"NCCL_SOCKET_IFNAME": f"={interface}", "GLOO_SOCKET_IFNAME": interface} if interface else {}
 

@@ -41,7 +41,7 @@ class BucketInfo(WeightTransferUpdateInfo):
 
 
 class GroupEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
-    """Receives buckets of whole tensors. The store's keys are those of hpc_rl/servers/weight_group.py."""
+    """Receives buckets of whole tensors. The store has the keys that hpc_rl/servers/weight_group.py uses."""
 
     init_info_cls = GroupInfo
     update_info_cls = BucketInfo
@@ -109,6 +109,6 @@ class WorkerExtension:
                 layer.quant_method.process_weights_after_loading(layer)
 
     def abandon_weight_update(self: Any) -> None:
-        """End an update of which buckets are missing: the weights are a mixture, but can be reloaded."""
+        """End an incomplete update: the weights are a mixture, but can be reloaded."""
         self._weight_update_active = False
         self.weight_transfer_engine.finish_weight_update()

@@ -1,8 +1,8 @@
 """The process group of a trainer and one generation server, and the buckets of weights that it carries.
 
-Rank 0 is the trainer's first rank, the other ranks belong to the server. Each server has a group of its own:
+Rank 0 is the trainer's first rank, the other ranks belong to the server. No two servers share a group:
 a server that joins, dies or hangs changes no other group. The group is outside of torch's global state, so it
-can be aborted at any time. Its keys in the store are those of SGLang's `init_custom_process_group`, so SGLang
+can be aborted at any time. It uses the keys of SGLang's `init_custom_process_group` in the store, so SGLang
 and vLLM join with their own code.
 """
 
@@ -189,7 +189,7 @@ class WeightGroup:
         return self._work
 
     def receive(self, flat: torch.Tensor) -> None:
-        """Fill `flat` with what rank 0 broadcasts. Raises RuntimeError."""
+        """Fill `flat` with the bytes from rank 0. Raises RuntimeError."""
         work = self.broadcast(flat)
         while not work.is_completed():  # see _Exit
             time.sleep(RECEIVE_POLL_S)
@@ -207,19 +207,24 @@ class WeightGroup:
         """
         if self._group is None:
             return
-        held, self._group, work = [self._group], None, self._work
+        # the connections close when nothing refers to the group and its transfers any more
+        held, self._group, self._work = [self._work, self._group], None, None
+
+        def is_running() -> bool:
+            return held[0] is not None and not held[0].is_completed()
 
         def abort() -> None:
-            while self.device.type == "cpu" and work is not None and not work.is_completed():
+            while self.device.type == "cpu" and is_running():
                 time.sleep(CLOSE_POLL_S)
             with _EXIT.lock:
                 if not _EXIT.has_begun:
                     held.pop().abort()
+                    held.clear()
 
-        if work is None or work.is_completed():
-            abort()
-        else:
+        if is_running():
             threading.Thread(target=abort, daemon=True, name="leave-group").start()
+        else:
+            abort()
 
 
 def _open_nccl(keys: PrefixStore, rank: int, size: int, timeout: timedelta) -> Any:

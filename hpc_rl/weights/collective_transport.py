@@ -24,8 +24,8 @@ from hpc_rl.weights.disk_transport import DiskTransport, Publication
 from hpc_rl.weights.snapshot import DTYPES
 from hpc_rl.weights.transport import Published, TransportContext
 
-BUCKET_BYTES = 256 << 20  # a tensor that is larger has a bucket of its own
-END = -1  # to the other ranks: no bucket is needed any more
+BUCKET_BYTES = 256 << 20  # a larger tensor fills a bucket alone
+END = -1  # to the other ranks, in place of the number of a bucket
 TORCH_NAMES = {name: str(dtype).removeprefix("torch.") for dtype, name in DTYPES.items()}
 
 

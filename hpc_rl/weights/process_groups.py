@@ -30,7 +30,7 @@ from hpc_rl.servers.weight_group import Bucket, WeightGroup, make_body, open_sto
 logger = logging.getLogger(__name__)
 JOIN_WAIT_S = 5.0  # a publication waits so long for servers that are joining
 REJOIN_S = 60.0  # after a failure
-STORE_S = 24 * 3600.0  # for a key of the store; joins have limits of their own
+STORE_S = 24 * 3600.0  # for a key of the store; joins have other limits
 LONGEST_POLL_S = 0.02
 LEAVE_S = 5.0
 FAILURES = (HpcRlError, TimeoutError, RuntimeError, OSError)  # torch raises RuntimeError
@@ -101,7 +101,7 @@ class ProcessGroups:
                 task.add_done_callback(lambda _task, key=key: self._joining.pop(key, None))  # type: ignore[misc]
 
     async def choose(self, targets: Mapping[str, LeaseView]) -> list[str]:
-        """Return the targets that have joined. Waits a little for those that are joining."""
+        """Return the targets that have joined. Waits a little for servers that are joining."""
         joining = [task for key, task in self._joining.items() if key in targets]
         if joining:
             await asyncio.wait(joining, timeout=JOIN_WAIT_S)
@@ -124,7 +124,7 @@ class ProcessGroups:
             self._drop(member.key, f"gets weights from files for a while: {problem}")
 
     def copy_to_gpu(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a bucket on the trainer's GPU; does not wait for what training does there."""
+        """Return a copy of a bucket on the trainer's GPU; does not wait for training."""
         self._stream = self._stream or torch.cuda.Stream(self._device)
         with torch.cuda.stream(self._stream):
             copy = flat.to(self._device)
@@ -213,7 +213,7 @@ class _Sending:
         return asyncio.ensure_future(run_in_thread(partial(self.source.load, index)))
 
     async def _for_each(self, act: Callable[[Member], Awaitable[None]]) -> None:
-        """Act on all live servers at once; leave out those that fail."""
+        """Act on all live servers at once; leave out servers that fail."""
 
         async def guard(member: Member) -> None:
             try:

@@ -170,7 +170,7 @@ class Publisher:
         source: "BucketSource | None",
         update: Callable[[Published, str, LeaseView], Awaitable[None]],
     ) -> None:
-        """Send weights to joined servers; those that fail load them from files."""
+        """Send weights to joined servers; if the transfer to a server fails, it loads them from files."""
         if not joined or self.process_groups is None or source is None:
             return
         for seen in joined.values():  # their nodes' copies follow meanwhile, in case a group fails

@@ -238,7 +238,7 @@ class Api:
 
 
 @contextlib.asynccontextmanager
-async def joined_group(api: Api) -> AsyncIterator[WeightGroup]:
+async def open_group(api: Api) -> AsyncIterator[WeightGroup]:
     """A process group of this process and the server."""
     name, store = uuid.uuid4().hex, open_store("127.0.0.1", 60)
     joining = asyncio.create_task(api.client.join_group(name, ("127.0.0.1", store.port), 2, "gloo"))
@@ -476,7 +476,7 @@ class Conformance:
     async def test_weights_arrive_over_a_process_group(self, api):
         old = (api.served.label, api.served.model)
         running = asyncio.create_task(api.turn(**self.long))
-        async with joined_group(api) as group:
+        async with open_group(api) as group:
             for _ in range(2):
                 buckets = api.next_buckets()
                 await api.client.pause()
@@ -495,7 +495,7 @@ class Conformance:
             assert (await api.client.model_info())["weight_version"] == api.served.label
 
     async def test_a_group_that_breaks_does_not_mix_weights(self, api):
-        async with joined_group(api) as group:
+        async with open_group(api) as group:
             first, *_ = api.next_buckets()
             served = api.served
             with pytest.raises(RequestRefused, match="pause"):

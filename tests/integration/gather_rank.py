@@ -43,7 +43,7 @@ class Engine:
     def write_model_files(self, folder: Path, tokenizer: Path | None = None) -> None:
         pass
 
-    def read(self) -> dict[str, torch.Tensor]:
+    def list_tensors(self) -> dict[str, torch.Tensor]:
         return {**self.whole, "a": self.whole["a"].to(torch.bfloat16)}
 
 
@@ -58,7 +58,7 @@ class Receiving:
         if version.step != 2:
             for index in (*range(self.count), *range(self.count)):
                 for name, tensor in source.buckets[index].split(source.load(index)):
-                    assert torch.equal(tensor, self.engine.read()[name]), name
+                    assert torch.equal(tensor, self.engine.list_tensors()[name]), name
         return Published(["s"])
 
 

@@ -1,4 +1,4 @@
-"""Weights over process groups: a trainer's transport and embedded servers in processes of their own."""
+"""Weights over process groups: a trainer's transport, and embedded servers in other processes."""
 
 from __future__ import annotations
 

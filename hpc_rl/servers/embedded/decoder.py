@@ -336,7 +336,7 @@ class Model:
         """
         names = dict(self.module.named_parameters(remove_duplicate=False))
         if unknown := [name for name in tensors if name not in names]:
-            raise ValueError(f"the model has no weights named {unknown[0]}")
+            raise ValueError(f"the model lacks weights named {unknown[0]}")
         self._check_shapes("the sent weights", tensors, {name: names[name] for name in tensors})
         for name, tensor in tensors.items():
             names[name].data.copy_(tensor)
@@ -347,7 +347,7 @@ class Model:
         return {name for name in names if not self._is_tied(name)}
 
     def finish_writing(self) -> None:
-        """Renew what was computed from the weights."""
+        """Compute again the tensors that depend on the weights."""
         if isinstance(self.decoder, FusedDecoder):
             for fused, layer in zip(self.decoder.layers, self.module.model.layers, strict=True):
                 if fused["qk_norm"] is not None:

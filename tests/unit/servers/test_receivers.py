@@ -1,4 +1,4 @@
-"""Which backends receive weights over a process group, and over which; buckets as bytes."""
+"""Backends that receive weights over a process group; buckets as bytes."""
 
 import json
 from pathlib import Path

@@ -127,7 +127,7 @@ async def test_a_server_that_refuses_a_call_does_not_concern_others(groups, serv
     assert sent.pauses_s.keys() == {"s1"}, sent.failed
     assert f"{call} is refused" in sent.failed["s0"]
     assert servers["s0"].calls[-1] == call
-    assert await choose(groups, servers, leases(1, 1)) == ["s1"]  # for a while it has no group
+    assert await choose(groups, servers, leases(1, 1)) == ["s1"]  # it joins again after a while
     servers["s0"].fails_at = ""
     assert await choose(groups, servers, leases(2, 1)) == ["s0", "s1"]  # its next start has
 
@@ -172,3 +172,16 @@ async def test_trainer_ranks_that_fail_are_an_error(groups, servers):
     source.flat.pop()
     with pytest.raises(IndexError):
         await groups.send(["s0"], "0.1", source, "retract")
+
+
+async def test_a_server_that_waits_for_a_bucket_notices_a_closed_group(groups, servers):
+    await choose(groups, servers, leases(1))
+    await groups.send(["s0"], "0.1", Source(), "retract")
+    group = servers["s0"].group
+    group.limit(extend(600))
+    waiting = asyncio.create_task(asyncio.to_thread(group.receive, torch.empty(8, dtype=torch.uint8)))
+    await asyncio.sleep(0)
+    assert await choose(groups, servers, {}) == []
+    with pytest.raises(RuntimeError):
+        async with asyncio.timeout(extend(60)):
+            await waiting
