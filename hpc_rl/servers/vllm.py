@@ -72,6 +72,7 @@ EXTENSION = f"{WORKER_MODULE}.WorkerExtension"
 TRANSFER_ENGINE = "hpc_rl"  # its name there
 GROUP_S = JOIN_S + BUCKET_S  # for a call that waits for the trainer
 WORKER_FILE = Path(__file__).with_name("vllm_worker.py")
+KEEP_ALIVE_S = 3.0  # of an idle connection: vLLM closes it after 5 s, and a request then would fail
 LONGEST_SOCKET = 100  # bytes of its path; the system allows 107
 # settings that servers of reward models do not have
 OF_GENERATION = (
@@ -246,7 +247,8 @@ class VLLMBackend:
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
         settings = {"model": path, **self.settings, "uds": str(self.socket)}
         argv = ["-m", "vllm.entrypoints.cli.main", "serve", *make_arguments(settings, self.extra_args, flags)]
-        session = aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(self.socket), limit=0))
+        connector = aiohttp.UnixConnector(str(self.socket), limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        session = aiohttp.ClientSession(connector=connector)
         await self.process.start(argv, "http://vllm", session)
         self._model = path
         if self.settings.get("runner") == "pooling":
