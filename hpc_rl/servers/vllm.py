@@ -18,6 +18,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,7 +72,6 @@ WORKER_MODULE = "hpc_rl_worker"  # the copy of vllm_worker.py, in the directory 
 EXTENSION = f"{WORKER_MODULE}.WorkerExtension"
 TRANSFER_ENGINE = "hpc_rl"  # its name there
 GROUP_S = JOIN_S + BUCKET_S  # for a call that waits for the trainer
-WORKER_FILE = Path(__file__).with_name("vllm_worker.py")
 KEEP_ALIVE_S = 3.0  # of an idle connection: vLLM closes it after 5 s, and a request then would fail
 LONGEST_SOCKET = 100  # bytes of its path; the system allows 107
 # settings that servers of reward models do not have
@@ -243,7 +243,9 @@ class VLLMBackend:
         self.socket = make_private_socket()
         if "worker_extension_cls" in self.settings:
             folder, env = self.socket.parent, self.process.env
-            shutil.copyfile(WORKER_FILE, folder / f"{WORKER_MODULE}.py")
+            # the code of a trial is in a zip file
+            source = resources.files("hpc_rl.servers").joinpath("vllm_worker.py").read_text()
+            (folder / f"{WORKER_MODULE}.py").write_text(source)
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
         settings = {"model": path, **self.settings, "uds": str(self.socket)}
         argv = ["-m", "vllm.entrypoints.cli.main", "serve", *make_arguments(settings, self.extra_args, flags)]
