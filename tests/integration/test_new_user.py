@@ -158,7 +158,7 @@ TRIES = {
             "day.yaml",
             "max_length: 40",
             "max_length: 5",
-            ("train.jsonl", "20 rows have more than 5 tokens", "Raise train_dataset.max_length"),
+            ("train.jsonl", "20 rows have more than 5 tokens", "raise train_dataset.max_length"),
         ),
         Mistake("my_reward.py", "float(d", "float(g", ("NameError", "my_reward.py:LINE, in score")),
     ),
