@@ -7,6 +7,7 @@ copied only with `cluster.local_dir`.
 
 import asyncio
 import logging
+import time
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -72,7 +73,12 @@ class NodeBackend:
 
     async def _prepare(self, label: str) -> int:
         assert self.copy is not None
-        return await asyncio.to_thread(self.copy.bring_to, WeightVersion.parse(label))
+        start = time.monotonic()
+        num_bytes = await asyncio.to_thread(self.copy.bring_to, WeightVersion.parse(label))
+        if num_bytes:  # no other replica of the node has done it
+            form = "read weights %s to %s: %.3f GB in %.1f s"
+            logger.info(form, label, self.copy.model, num_bytes / 1e9, time.monotonic() - start)
+        return num_bytes
 
     def alive(self) -> str:
         return self.backend.alive()
