@@ -34,6 +34,7 @@ from hpc_rl.trainers.loop import train
 from hpc_rl.trainers.ranks import Ranks
 from hpc_rl.trainers.run import Timer
 from hpc_rl.trainers.start import TrainerContext
+from hpc_rl.weights.transport import TransportContext
 
 TRAINERS = ("grpo", "sft", "rw")
 NUM_ROWS, BATCH_SIZE, STEP_S = 8, 2, 10.0
@@ -73,6 +74,19 @@ class Rollout:
         return EvalResult(label, NUM_ROWS, 0.25, {})
 
     def retain(self, step: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Transport:
+    """Sends nothing."""
+
+    def __init__(self, context: TransportContext) -> None:
+        self.publisher = context.publisher
+
+    def start(self, version: object) -> None: ...
+
+    def settle(self, wait: bool) -> None: ...
 
     def close(self) -> None: ...
 
@@ -125,13 +139,10 @@ def trained(tmp_path, monkeypatch):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     monkeypatch.setattr(Engine, "made", [])
     monkeypatch.setattr(Engine, "now", 0.0)
-    monkeypatch.setattr(compose, "resolve_name", lambda _name: Engine)
+    monkeypatch.setattr(compose, "resolve_name", lambda name: Transport if ".weights." in name else Engine)
     monkeypatch.setattr(compose, "RolloutClient", Rollout)
-    monkeypatch.setattr(compose, "Publisher", lambda *args: SimpleNamespace(close=lambda: None, args=args))
-    monkeypatch.setitem(
-        compose.TRANSPORTS,
-        "disk",
-        lambda _, publisher: SimpleNamespace(publish=lambda *_: None, publisher=publisher),
+    monkeypatch.setattr(
+        compose, "Publisher", lambda *args, **_options: SimpleNamespace(close=lambda: None, args=args)
     )
     monkeypatch.setattr(Timer.__init__, "__defaults__", (lambda: Engine.now,))
     attempts = iter(range(9))
