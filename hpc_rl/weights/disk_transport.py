@@ -3,7 +3,7 @@
 A thread of each rank compares and writes its part while training continues. The ranks then exchange their
 records; rank 0 completes the version with its index, and updates the servers. The first version of a trainer
 has all values. So has a version after a damage, and one after differences that together are as large as the
-model: a late server reads at most twice the model.
+model: a late server reads about twice the model at most.
 """
 
 from __future__ import annotations
@@ -87,7 +87,9 @@ class DiskTransport:
                 self._context.on_wait()
             ended = job.ended.is_set()
             outcome = (job.published if ended else None) or Published()
-            pending, failed, again, self._next_is_whole = _find_any(
+            # also a stop must be known to all: the ranks exchange records again, or none does
+            stops, pending, failed, again, self._next_is_whole = _find_any(
+                self._context.stopping.is_set(),
                 not ended,
                 ended and job.error is not None,
                 outcome.needs_whole and not outcome.acknowledged,
@@ -95,7 +97,7 @@ class DiskTransport:
             )
             if failed:
                 raise job.error or RoleFailed(f"weights {job.version}: another rank failed; see its log")
-            if again and not self._context.stopping.is_set():
+            if again and not pending and not stops:
                 logger.warning("weights %s are published again, with all values", job.version)
                 self._begin(job.version, whole=True)
                 job = self._job

@@ -23,4 +23,4 @@ class WeightsConfig:
     computed. Each token is labelled with the weights that sampled it."""
     max_paused: PositiveInt | None = None
     """Servers that load new weights at the same time, so that the others generate meanwhile; null means
-    all."""
+    all. With actor.weight_update_mode xccl it counts only servers that load from disk."""
