@@ -142,7 +142,9 @@ def trained(tmp_path, monkeypatch):
     monkeypatch.setattr(compose, "resolve_name", lambda name: Transport if ".weights." in name else Engine)
     monkeypatch.setattr(compose, "RolloutClient", Rollout)
     monkeypatch.setattr(
-        compose, "Publisher", lambda *args, **_options: SimpleNamespace(close=lambda: None, args=args)
+        compose,
+        "Publisher",
+        lambda *args, **options: SimpleNamespace(close=lambda: None, args=args, **options),
     )
     monkeypatch.setattr(Timer.__init__, "__defaults__", (lambda: Engine.now,))
     attempts = iter(range(9))
@@ -219,6 +221,12 @@ def test_the_tokenizer_of_another_folder(trained, trainer):
     assert names == ["model", "other"]
     if trainer != "grpo":
         assert own.seen != other.seen
+
+
+def test_servers_pause_as_the_section_weights_says(trained):
+    words = ["weights.pause_mode=abort", "weights.max_paused=2", "weights.history_gb=3"]
+    publisher = trained("grpo", *words).recipe.transport.publisher
+    assert (publisher.pause_mode, publisher.max_paused, publisher.history_bytes) == ("abort", 2, 3e9)
 
 
 def test_servers_are_awaited_for_the_setup_time_at_a_publish(trained):
