@@ -41,8 +41,9 @@ MAX_RANKS = 4096  # upper limit of the search for more ranks
 USUAL_SHARE = 0.9
 _SHARES = {"sglang": "mem_fraction_static", "vllm": "gpu_memory_utilization"}
 TOKEN_BYTES = 17.5  # per token in the batch log: id, log-probability, mask, version
-# The newest versions that weights/disk.py keeps, plus one during its write; a test compares them.
-KEPT_VERSIONS = 3
+# Sizes of the model: a version with all values, the differences after it, and the next one with all values.
+# A test compares it with weights/disk_transport.py.
+STORED_MODELS = 5
 _GPU_MEMORY = "cluster.gpu_mem_gb"
 
 
@@ -321,7 +322,7 @@ def _estimate_disk(config: Config, shape: ModelShape, steps: int | None, tokens_
         batch=batch,
         checkpoint=checkpoint,
         export=weights,
-        kept_weights=max(KEPT_VERSIONS * weights, history) if generates else 0.0,
+        kept_weights=max(STORED_MODELS * weights, history) if generates else 0.0,
         kept_checkpoints=num_kept * checkpoint,
         kept_batches=kept_batches if generates else 0.0,
         kept_exports=_estimate_kept_exports(config, weights, steps),

@@ -52,9 +52,14 @@ class GenerateRequest:
     min_version: str = ""
 
 
-def open_session() -> aiohttp.ClientSession:
-    """Open a session without a limit on connections, so that servers can batch all requests."""
-    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=60, socket_factory=net.open_socket)
+def open_session(*, reuse_connections: bool = True) -> aiohttp.ClientSession:
+    """Open a session without a limit on connections, so that servers can batch all requests.
+
+    A server that closes idle connections after less than 60 s may close one in the moment of a request, and
+    the request fails: do not reuse connections to it.
+    """
+    kept: dict[str, Any] = {"keepalive_timeout": 60} if reuse_connections else {"force_close": True}
+    connector = aiohttp.TCPConnector(limit=0, socket_factory=net.open_socket, **kept)
     return aiohttp.ClientSession(connector=connector)
 
 

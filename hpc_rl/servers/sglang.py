@@ -123,7 +123,7 @@ class SGLangBackend:
         files = {"config_file": str(self.secret), "model_path": path}
         settings = {**files, **self.settings, "port": port, "weight_version": version or "none"}
         argv = ["-m", "sglang.launch_server", *make_arguments(settings, self.extra_args, flags)]
-        await self.process.start(argv, f"http://127.0.0.1:{port}", open_session(), key)
+        await self.process.start(argv, f"http://127.0.0.1:{port}", open_session(reuse_connections=False), key)
         self._streams.start(version or "none")
         if self.settings.get("is_embedding"):
             await self._zero_bias(Path(path))

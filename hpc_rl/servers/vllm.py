@@ -72,7 +72,6 @@ WORKER_MODULE = "hpc_rl_worker"  # the copy of vllm_worker.py, in the directory 
 EXTENSION = f"{WORKER_MODULE}.WorkerExtension"
 TRANSFER_ENGINE = "hpc_rl"  # its name there
 GROUP_S = JOIN_S + BUCKET_S  # for a call that waits for the trainer
-KEEP_ALIVE_S = 3.0  # of an idle connection: vLLM closes it after 5 s, and a request then would fail
 LONGEST_SOCKET = 100  # bytes of its path; the system allows 107
 # settings that servers of reward models do not have
 OF_GENERATION = (
@@ -249,7 +248,8 @@ class VLLMBackend:
             env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(folder), env.get("PYTHONPATH"))))
         settings = {"model": path, **self.settings, "uds": str(self.socket)}
         argv = ["-m", "vllm.entrypoints.cli.main", "serve", *make_arguments(settings, self.extra_args, flags)]
-        connector = aiohttp.UnixConnector(str(self.socket), limit=0, keepalive_timeout=KEEP_ALIVE_S)
+        # no idle connection: vLLM may close it in the moment of a request, and the request would fail
+        connector = aiohttp.UnixConnector(str(self.socket), limit=0, force_close=True)
         session = aiohttp.ClientSession(connector=connector)
         await self.process.start(argv, "http://vllm", session)
         self._model = path

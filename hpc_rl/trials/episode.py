@@ -18,7 +18,7 @@ from hpc_rl.core.trial import load_json
 from hpc_rl.doctor.machine import measure_cgroup_memory
 from hpc_rl.plan.memory import DTYPE_BYTES, GB, ModelShape
 from hpc_rl.trials.needs import find_known_models
-from hpc_rl.trials.user_code import execute_apart
+from hpc_rl.trials.user_code import START_S, execute_apart
 
 MOST_BYTES = 8 * GB  # of weights: more takes a CPU minutes for a completion
 MEMORY_SHARE = 0.5  # share of the free memory that they may take
@@ -70,7 +70,7 @@ def play_episode(
             "hpc_rl.tools.check_episode",
             config,
             given,
-            timeout_s + GRACE_S,
+            START_S + timeout_s + GRACE_S,
             workdir,
             lambda: show(EpisodeProgress.parse(load_json(progress)) or EpisodeProgress()),
         )

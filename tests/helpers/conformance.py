@@ -53,7 +53,9 @@ from hpc_rl.servers.weight_group import Bucket, WeightGroup, make_body, open_sto
 
 PROMPT = [4, 13, 5, 13, 6, 14]
 LONG = {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0}
-LOGPROB_TOLERANCE = 1e-4
+LOGPROB_TOLERANCE = (
+    5e-4  # other weights differ by more than 0.01; sums of float32 over 3,500 tokens by 1.1e-4
+)
 
 
 def make_model(folder: Path, seed: int) -> None:

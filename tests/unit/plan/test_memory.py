@@ -15,11 +15,12 @@ from hpc_rl.config.rules.check import check
 from hpc_rl.core.allocation import parse
 from hpc_rl.engines.shared import hf_io, logprobs
 from hpc_rl.plan import memory
-from hpc_rl.plan.estimate import KEPT_VERSIONS, Estimate, estimate
+from hpc_rl.plan.estimate import STORED_MODELS, Estimate, estimate
 from hpc_rl.plan.memory import ModelShape
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.trials import needs
 from hpc_rl.weights import disk
+from hpc_rl.weights.disk_transport import MAX_CHAIN
 
 SFT = ["experiment_name=e", "trial_name=t", "train_dataset.path=/t", "train_dataset.batch_size=1024"]
 GPUS = ["model.path=/m", "train_dataset.max_length=8192", "total_train_steps=100"]
@@ -297,7 +298,7 @@ def test_constants_are_those_of_the_trainer():
     for name in ("CHUNK_ROWS", "CHUNK_LOGITS", "CHUNK_LOGITS_ON_GPU"):
         assert getattr(memory, name) == getattr(logprobs, name)
     assert memory.FILE_BYTES == hf_io.MAX_FILE_BYTES
-    assert KEPT_VERSIONS == disk.KEEP + 1
+    assert max(MAX_CHAIN + 2, disk.KEEP + 1) == STORED_MODELS
 
 
 # By hand, in billions of bytes of one rank, from the numbers above.
