@@ -112,11 +112,10 @@ def make_settings(
         "logprobs_mode": "processed_logprobs",  # at the temperature of the request
         # defaults of requests must not come from the model's generation config
         "generation_config": "vllm",
+        "worker_extension_cls": EXTENSION,
     }
     if device == "cpu":
         settings["kv_cache_memory_bytes"] = config.kv_cache_memory_bytes or CPU_KV_CACHE_BYTES
-    if device == "cpu" or receives:
-        settings["worker_extension_cls"] = EXTENSION
     if receives:
         settings["weight_transfer_config"] = json.dumps({"backend": TRANSFER_ENGINE})
     return select_settings(settings)
@@ -519,6 +518,14 @@ class VLLMBackend:
     async def _flush(self, _body: dict[str, Any]) -> Answer:
         return await self._drop_cache()
 
+    async def _check_weights(self, _body: dict[str, Any]) -> Answer:
+        """Return the checksums of each rank's parameters, as SGLang's call does."""
+        status, answer = await self.process.request("/collective_rpc", {"method": "compute_checksums"})
+        if status == 200:
+            ranks = [{"checksums": checksums} for checksums in answer["results"]]
+            answer = {"success": True, "message": "computed", "ranks": ranks}
+        return status, answer
+
     async def _info(self, _body: dict[str, Any]) -> Answer:
         return 200, {"model_path": self._model, "is_generation": True, "weight_version": self._label}
 
@@ -536,6 +543,7 @@ class VLLMBackend:
         "/update_weights_from_distributed": _receive,
         "/end_weight_update": _end,
         "/flush_cache": _flush,
+        "/weights_checker": _check_weights,
         "/model_info": _info,
     }
 

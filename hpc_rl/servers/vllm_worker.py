@@ -4,6 +4,7 @@ Importing it registers a transfer engine that receives weights over a process gr
 gloo on a CPU, NCCL on GPUs.
 """
 
+import hashlib
 import math
 from dataclasses import dataclass
 from datetime import timedelta
@@ -97,6 +98,11 @@ class GroupEngine(WeightTransferEngine[GroupInfo, BucketInfo]):
 WeightTransferEngineFactory.register_engine(ENGINE, GroupEngine)
 
 
+def _hash_tensor(tensor: torch.Tensor) -> str:
+    values = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    return hashlib.blake2b(values.numpy().data, digest_size=8).hexdigest()
+
+
 class WorkerExtension:
     """Calls of vLLM's `/collective_rpc`."""
 
@@ -107,6 +113,11 @@ class WorkerExtension:
         for layer in self.model_runner.get_model().modules():
             if type(layer).__name__ == "ParallelLMHead":
                 layer.quant_method.process_weights_after_loading(layer)
+
+    def compute_checksums(self: Any) -> dict[str, str]:
+        """Return a checksum (64 bits, hex) of each parameter's bytes, by vLLM's names."""
+        parameters = self.model_runner.get_model().named_parameters()
+        return {name: _hash_tensor(parameter) for name, parameter in parameters}
 
     def abandon_weight_update(self: Any) -> None:
         """End an incomplete update: the weights are a mixture, but can be reloaded."""

@@ -8,6 +8,7 @@ the whole class.
 import asyncio
 import contextlib
 import json
+import shutil
 import threading
 import time
 import uuid
@@ -19,13 +20,14 @@ import aiohttp
 import pytest
 import torch
 from patience import extend
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from version_history import publish_model
 
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.pools import PoolConfig
@@ -45,11 +47,12 @@ from hpc_rl.name_resolve import keys, open_names
 from hpc_rl.rollout.rewards import Rejection
 from hpc_rl.rollout.server_pool import ServerPool
 from hpc_rl.servers.base import Backend
-from hpc_rl.servers.client import GenerateRequest, HttpServerClient, PartialTurn, open_session
+from hpc_rl.servers.client import GenerateRequest, HttpServerClient, PartialTurn, PauseMode, open_session
 from hpc_rl.servers.external import Endpoint
 from hpc_rl.servers.replica import Identity, Replica
 from hpc_rl.servers.router import Router
 from hpc_rl.servers.weight_group import Bucket, WeightGroup, make_body, open_store, pack
+from hpc_rl.weight_files.model_copy import ModelCopy
 
 PROMPT = [4, 13, 5, 13, 6, 14]
 LONG = {"max_new_tokens": 1500, "ignore_eos": True, "temperature": 1.0}
@@ -227,16 +230,65 @@ class Api:
         served = self.served
         served.step += 1
         served.model = served.models[served.step % 2]
-        tensors = sorted(load_file(served.model / "model.safetensors").items())
-        return [pack(tensors[at::3]) for at in range(3)]
+        return make_buckets(served.model)
 
-    def describe(self, group: WeightGroup, bucket: tuple[Bucket, torch.Tensor], last: bool) -> dict[str, Any]:
-        return make_body(bucket[0], group.name, self.served.label, last, keep_cache=False)
+    def describe(
+        self, group: WeightGroup, bucket: tuple[Bucket, torch.Tensor], last: bool, keep_cache: bool = False
+    ) -> dict[str, Any]:
+        return make_body(bucket[0], group.name, self.served.label, last, keep_cache)
 
-    async def send_bucket(self, group: WeightGroup, bucket: tuple[Bucket, torch.Tensor], last: bool) -> None:
+    async def send_bucket(
+        self, group: WeightGroup, bucket: tuple[Bucket, torch.Tensor], last: bool, keep_cache: bool = False
+    ) -> None:
         work = group.broadcast(bucket[1])
-        await self.client.receive_bucket(self.describe(group, bucket, last))
+        await self.client.receive_bucket(self.describe(group, bucket, last, keep_cache))
         await asyncio.to_thread(work.wait)
+
+    async def load_checksums(self) -> dict[str, str]:
+        """Checksums of the weights in use, by the engine's names."""
+        status, answer = await self.post("/weights_checker", {"action": "checksum"}, "control")
+        assert status == 200, answer
+        [rank] = answer["ranks"]
+        return rank["checksums"]
+
+    async def publish_copy(self, copy: ModelCopy, mode: PauseMode) -> None:
+        """Publish the current version from the node's copy, with requests paused in a mode."""
+        version = WeightVersion.parse(self.served.label)
+        await asyncio.to_thread(copy.bring_to, version)
+        await self.client.pause(mode)
+        with copy.hold(version) as folder:
+            await self.client.update_weights(str(folder), self.served.label, keep_cache=mode == "in_place")
+        await self.client.resume()
+
+    async def publish_buckets(self, group: WeightGroup, mode: PauseMode) -> None:
+        """Publish the current version over a group, with requests paused in a mode."""
+        *others, last = make_buckets(self.served.model)
+        await self.client.pause(mode)
+        await self.client.begin_update(self.served.label)
+        for bucket in others:
+            await self.send_bucket(group, bucket, False, keep_cache=mode == "in_place")
+        await self.send_bucket(group, last, True, keep_cache=mode == "in_place")
+        await self.client.end_update()
+        await self.client.resume()
+
+
+def make_buckets(model: Path) -> list[tuple[Bucket, torch.Tensor]]:
+    """Pack the weights of a checkpoint into three buckets."""
+    tensors = sorted(load_file(model / "model.safetensors").items())
+    return [pack(tensors[at::3]) for at in range(3)]
+
+
+def copy_with_changes(model: Path, target: Path, seed: int) -> Path:
+    """Write a checkpoint in which 2 % of the values of each tensor differ."""
+    shutil.copytree(model, target)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = load_file(model / "model.safetensors")
+    for tensor in tensors.values():
+        hits = torch.rand(tensor.shape, generator=generator) < 0.02
+        hits.view(-1)[seed % hits.numel()] = True
+        tensor[hits] *= 1.25
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
 
 
 @contextlib.asynccontextmanager
@@ -495,6 +547,35 @@ class Conformance:
             paths = {str(WeightVersion(0, step)): api.served.models[step % 2] for step in range(99)}
             check_logprobs(turn, paths, 1.0)
             assert (await api.client.model_info())["weight_version"] == api.served.label
+
+    async def test_checksums_follow_twenty_publications(self, api, tmp_path):
+        """Ten versions, by differences and over a group in turn; each is then loaded whole, as the next one."""
+        served, last, base = api.served, {}, None
+        copy = ModelCopy(tmp_path / "copy", tmp_path / "versions")
+        running = asyncio.create_task(api.turn(**self.long))
+        modes: list[PauseMode] = ["retract", "in_place", "abort"]
+        async with open_group(api) as group:
+            for number in range(10):
+                before = served.model
+                served.step += 1
+                served.model = copy_with_changes(before, tmp_path / f"model-{number}", number)
+                version = WeightVersion(0, served.step)
+                publish_model(copy.versions, version, base, before if base else None, served.model)
+                base = version
+                mode = modes[number // 2 % 3]
+                if number % 2:
+                    await api.publish_buckets(group, mode)
+                else:
+                    await api.publish_copy(copy, mode)
+                checksums = await api.load_checksums()
+                assert checksums != last
+                served.step += 1
+                await api.client.update_weights(str(served.model), served.label)
+                assert await api.load_checksums() == checksums, (number, mode)
+                last = checksums
+        check_logprobs(await api.turn(ignore_eos=True), {served.label: served.model}, 1.0)
+        assert len((await running).versions) > 1
+        await api.update()
 
     async def test_a_group_that_breaks_does_not_mix_weights(self, api):
         async with open_group(api) as group:

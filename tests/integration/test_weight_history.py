@@ -37,8 +37,8 @@ class Watch(threading.Thread):
             except (OSError, StopIteration, ValueError):  # it starts, or has ended
                 continue
             if answer["weight_version"]:
-                known = self.seen.setdefault(answer["weight_version"], answer["checksums"])
-                assert known == answer["checksums"]
+                [rank] = answer["ranks"]
+                assert self.seen.setdefault(answer["weight_version"], rank["checksums"]) == rank["checksums"]
 
     def _ask(self) -> dict:
         leases = open_names(self.trial).list_leases(keys.servers("rollout"))

@@ -327,7 +327,8 @@ class EmbeddedBackend:
         """Return checksums of the weights in use, and their version. As SGLang's, but by tensor."""
 
         def compute() -> dict[str, Any]:
-            return {"checksums": self.engine.model.compute_checksums(), "weight_version": self.engine.version}
+            ranks = [{"checksums": self.engine.model.compute_checksums()}]
+            return {"ranks": ranks, "weight_version": self.engine.version}
 
         return {"success": True, "message": "computed", **await self._in_engine(compute)}
 
