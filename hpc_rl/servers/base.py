@@ -63,6 +63,9 @@ class Backend(Protocol):
         the tokens that were not sent.
         """
 
+    async def prepare_changes(self, folder: Path) -> None:
+        """Get ready for the published version in a directory, while requests run. May do nothing."""
+
     def alive(self) -> str:
         """Return "" while the backend runs, else the reason why it ended."""
 

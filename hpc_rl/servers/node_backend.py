@@ -57,6 +57,7 @@ class NodeBackend:
             version = WeightVersion.parse(str(body.get("weight_version")))
             num_bytes = await self._prepare(str(version))
             if path == "/prepare_weights":
+                await self.backend.prepare_changes(self.copy.versions / str(version))
                 return 200, {"success": True, "num_bytes": num_bytes}
             with ExitStack() as held:
                 model = await asyncio.to_thread(held.enter_context, self.copy.hold(version))

@@ -144,6 +144,9 @@ class SGLangBackend:
         if status != 200:
             raise RoleFailed(f"SGLang did not take the head of the reward model {model}: {answer}")
 
+    async def prepare_changes(self, folder: Path) -> None:
+        """Do nothing: the next version is loaded from the node's copy."""
+
     def alive(self) -> str:
         return self._stuck or self.process.alive()
 

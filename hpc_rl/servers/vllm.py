@@ -261,6 +261,9 @@ class VLLMBackend:
         if status != 200:
             raise RoleFailed(f"vLLM can't generate: {answer}; see {self.process.log}")
 
+    async def prepare_changes(self, folder: Path) -> None:
+        """Do nothing: the next version is loaded from the node's copy."""
+
     def alive(self) -> str:
         return self._stuck or self.process.alive()
 

@@ -24,6 +24,7 @@ from hpc_rl.core.errors import ConfigError, RequestRefused
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.servers.base import Answer, Backend, Receiver, ReplicaPlace
 from hpc_rl.servers.chat import convert_answers, convert_request
+from hpc_rl.servers.embedded.changes import PreparedChanges, read_changes
 from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
@@ -108,6 +109,8 @@ class EmbeddedBackend:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tokenizer: Tokenizer | None = None
         self._live: set[str] = set()  # ids of requests
+        self._changes: PreparedChanges | None = None  # of the version that comes next
+        self._is_mixed = False  # weights over a group have begun to arrive
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> Backend:
@@ -287,12 +290,19 @@ class EmbeddedBackend:
             raise RequestRefused("model_path must be a directory")
         label = None if version is None else str(version)
         keep_cache = not body.get("flush_cache", True)
+        changes, self._changes = self._changes, None
+        if changes is not None and (self._is_mixed or str(changes.version) != label):
+            changes = None
         try:
-            await self._in_engine(lambda: self.engine.update(path, label, keep_cache))
+            await self._in_engine(lambda: self.engine.update(path, label, keep_cache, changes))
         except (OSError, ValueError) as error:
             message = f"can't load the weights at {path}; the old weights stay loaded: {error}"
             raise RequestRefused(message) from error
+        self._is_mixed = False
         return {"success": True, "message": "updated", "num_paused_requests": 0}
+
+    async def prepare_changes(self, folder: Path) -> None:
+        self._changes = await asyncio.to_thread(read_changes, folder, self.engine.model.dtype)
 
     async def _join(self, body: dict[str, Any]) -> dict[str, Any]:
         await run_in_thread(partial(self._arriving.join, body))
@@ -304,6 +314,7 @@ class EmbeddedBackend:
 
     async def _begin(self, _body: dict[str, Any]) -> dict[str, Any]:
         self._arriving.begin()
+        self._is_mixed = True
         return {"success": True, "message": "the next buckets are of one version"}
 
     async def _receive(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -318,6 +329,7 @@ class EmbeddedBackend:
     async def _end(self, _body: dict[str, Any]) -> dict[str, Any]:
         version, keep_cache = self._arriving.finish(self.engine.model.list_names())
         await self._in_engine(lambda: self.engine.finish_writing(version, keep_cache))
+        self._is_mixed = False
         return {"success": True, "message": "updated"}
 
     async def _flush(self, _body: dict[str, Any]) -> dict[str, Any]:

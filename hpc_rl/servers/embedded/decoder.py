@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
 from hpc_rl.core.errors import ConfigError
+from hpc_rl.servers.embedded.changes import PreparedChanges
 
 logger = logging.getLogger(__name__)
 
@@ -340,6 +341,16 @@ class Model:
         self._check_shapes("the sent weights", tensors, {name: names[name] for name in tensors})
         for name, tensor in tensors.items():
             names[name].data.copy_(tensor)
+
+    def apply(self, changes: PreparedChanges) -> bool:
+        """Overwrite the changed weights; return false if they are not of this module, and change nothing."""
+        tensors = {name: p.data for name, p in self.module.named_parameters(remove_duplicate=False)}
+        if not changes.fits(tensors):
+            return False
+        for part in changes.parts:
+            part.write(tensors[part.rectangle.name])
+        self.finish_writing()
+        return True
 
     def list_names(self) -> set[str]:
         """Return the names of all weights, without an output layer that is tied to the embedding."""

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from hpc_rl.servers.embedded.changes import PreparedChanges
 from hpc_rl.servers.embedded.decode_batch import DecodeBatch, Sequence
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.sampler import draw_uniforms, sample
@@ -121,12 +122,21 @@ class EmbeddedEngine:
         self._batches.clear()
         self._donors.clear()
 
-    def update(self, path: str, version: str | None, keep_cache: bool) -> None:
-        """Load weights. If it raises OSError or ValueError, the old weights stay loaded."""
+    def update(
+        self, path: str, version: str | None, keep_cache: bool, changes: PreparedChanges | None = None
+    ) -> None:
+        """Load weights, by their changes if these are of the version in use.
+
+        If it raises OSError or ValueError, the old weights stay loaded.
+        """
         start = time.monotonic()
-        self.model.load(path)
+        if changes is not None and str(changes.base) == self.version and self.model.apply(changes):
+            source = f"changes since {changes.base}"
+        else:
+            self.model.load(path)
+            source = path
         self._enter_version(version, keep_cache)
-        logger.info("weights %s loaded from %s in %.2f s", self.version, path, time.monotonic() - start)
+        logger.info("weights %s loaded from %s in %.3f s", self.version, source, time.monotonic() - start)
 
     def finish_writing(self, version: str | None, keep_cache: bool) -> None:
         """Give the version to weights that `model.write` has overwritten."""

@@ -42,6 +42,9 @@ class EmbeddedScorer:
         self._model = await asyncio.get_running_loop().run_in_executor(self._thread, load, path, self._dtype)
         self._path = path
 
+    async def prepare_changes(self, folder: Path) -> None:
+        """Do nothing: the model is frozen."""
+
     def alive(self) -> str:
         return ""
 
