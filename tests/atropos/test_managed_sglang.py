@@ -7,7 +7,7 @@ pytest.register_assert_rewrite("conformance", "managed")
 from managed import Managed, caller  # noqa: E402, F401
 from sglang_servers import served_sglang  # noqa: E402
 
-pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.sglang, pytest.mark.timeout(600), pytest.mark.soak]
 
 
 @pytest.fixture(scope="module")

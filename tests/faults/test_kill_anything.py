@@ -93,6 +93,7 @@ def test_two_hundred_kills_at_any_instant_of_three_epochs(trials, folder, option
         assert one.kills
 
 
+@pytest.mark.soak
 def test_in_order_and_synchronous_kills_change_no_weight(trials):
     luck = new_luck()
     whole = trials.start(EXACT, "-whole").finish()

@@ -116,7 +116,7 @@ def check_memory(folder: Path, shape: dict[str, Any], engine: str = "fsdp") -> N
         assert one["peak_bytes"] <= 1.3 * (one["share_bytes"] + one["block_bytes"] + 300e6)
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "megatron"])
+@pytest.mark.parametrize("engine", ["fsdp", pytest.param("megatron", marks=pytest.mark.soak)])
 def test_loading_takes_the_memory_of_a_share(tmp_path, engine):
     smaller = {"vocab_size": 50_000, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 16}
     check_memory(tmp_path, {**QWEN_1_5B, **smaller, "num_attention_heads": 8}, engine)

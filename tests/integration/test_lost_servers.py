@@ -86,7 +86,13 @@ def requests():
     ]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "stopped"])
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGKILL, id="killed"),
+        pytest.param(signal.SIGTERM, id="stopped", marks=pytest.mark.soak),
+    ],
+)
 async def test_another_server_continues_a_group(pair, streamed, number):
     await pair.until_both_serve()
     async with Router(open_names(pair.trial), pair.trial.load_tokens()["data"]) as router:

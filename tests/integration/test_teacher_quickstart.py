@@ -144,6 +144,7 @@ def task_of(here: Path, name: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in (here / "hints" / "task" / f"{name}.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(420)
 def test_the_student_needs_a_hint_and_can_use_one(finished):
     here, _, _ = finished
@@ -156,6 +157,7 @@ def test_the_student_needs_a_hint_and_can_use_one(finished):
     assert share_right(student, hinted, answers) > 0.95
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(420)
 def test_the_teacher_learns_to_give_the_right_hint(finished):
     here, text, watch = finished
@@ -170,6 +172,7 @@ def test_the_teacher_learns_to_give_the_right_hint(finished):
     assert "training prompts" in text and "accuracy delta" in text  # the curves
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(420)
 def test_the_teachers_servers_follow_the_trainer(finished):
     """The weights of each version that a server says it has are those that the trainer published."""
@@ -189,6 +192,7 @@ def test_the_teachers_servers_follow_the_trainer(finished):
     assert max(abs(a - b) for a, b in zip(first.logprobs, last.logprobs, strict=True)) > 0.1
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(420)
 def test_the_students_servers_never_change(finished):
     here, _, watch = finished
@@ -200,6 +204,7 @@ def test_the_students_servers_never_change(finished):
         torch.testing.assert_close(torch.tensor(one.logprobs), expected, rtol=0, atol=1e-3)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(420)
 def test_hints_carry_the_version_that_made_them(finished):
     """What is trained on is the teacher's alone: its prompt, and the hint that newer and newer weights wrote."""

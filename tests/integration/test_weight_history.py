@@ -54,7 +54,7 @@ def compute_checksums(folder: Path) -> dict[str, str]:
     return {name: xxhash.xxh3_64_hexdigest(values) for name, values in read_model(folder).items()}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.soak), "bfloat16"])
 def test_every_step_can_be_exported_as_the_server_had_it(tmp_path, dtype):
     """In float32 a step changes most values, in bfloat16 few."""
     make_quickstart(tmp_path)

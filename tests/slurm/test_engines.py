@@ -99,6 +99,7 @@ def continued(one: Killed, lineage: int, mesh: str) -> None:
     assert weights == before[step]
 
 
+@pytest.mark.soak
 def test_engines_and_meshes_learn_alike_and_continue_each_other(start):
     first, *rest = ON_THE_WAY
     slow = {"rollout.reward_fn": "ones:slow_score"}

@@ -131,6 +131,7 @@ def test_four_hosts_learn_by_ipv6_alone(monkeypatch):
         assert urls and all(url.startswith("http://[fd77::1") for url in urls), urls
 
 
+@pytest.mark.soak
 def test_two_ranks_on_two_hosts_fine_tune(cluster):
     here = shared_folder(cluster, "sft")
     hpc_rl("quickstart", "--only_prepare", cwd=here, timeout_s=300)

@@ -12,7 +12,8 @@ from hpc_rl.stats.read import load_history
 pytestmark = pytest.mark.timeout(600)
 
 
-@pytest.mark.parametrize("name", ["mpich", pytest.param("openmpi", marks=pytest.mark.soak)])
+@pytest.mark.soak
+@pytest.mark.parametrize("name", ["mpich", "openmpi"])
 def test_killed_stopped_and_continued_it_ends_like_an_unbroken_one_by_srun(
     cluster, tmp_path: Path, name: str
 ):

@@ -179,7 +179,7 @@ def test_the_servers_of_a_node_are_one_step_that_lives_and_dies_alone(fake):
     began, before, written = time.monotonic(), fake.replicas(), counters(fake)
 
     fake.kill("server", 0)
-    fake.until(lambda: len(fake.replicas()) == 5 and fake.replicas()[0] != before[0])
+    fake.until(lambda: len(fake.replicas()) == 5 and fake.replicas().get(0) != before[0])
     new = fake.replicas()
     assert [index for index in new if new[index] != before[index]] == [0]
     assert new[0].step == before[1].step and steps(fake) == one_each
