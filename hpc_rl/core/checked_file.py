@@ -57,8 +57,10 @@ class Abandoned(Exception):
     """A write was called off by its caller."""
 
 
-def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | None = None) -> FileRecord:
-    """Write the parts in order as a new file, durably.
+def write(
+    path: Path, parts: Sequence[memoryview], cancel: threading.Event | None = None, durable: bool = True
+) -> FileRecord:
+    """Write the parts in order as a new file. If it is not `durable`, a crash may damage it.
 
     Space is reserved first if the file system can do that: a full disk or quota is met before anything is
     written. Raises OSError (the caller removes the file), and Abandoned once `cancel` is set.
@@ -80,7 +82,8 @@ def write(path: Path, parts: Sequence[memoryview], cancel: threading.Event | Non
         digests = _map_parallel(write_block, list(_cut(parts)), NUM_WRITERS)
         if direct is not None:
             os.ftruncate(fd, size)  # the last block was written in whole units
-        os.fsync(fd)
+        if durable:
+            os.fsync(fd)
     finally:
         if direct is not None:
             os.close(direct)

@@ -247,6 +247,16 @@ class HttpServerClient:
         body = {"model_path": path, "weight_version": label, "flush_cache": not keep_cache}
         await self._call("/update_weights_from_disk", body, self._control, CONTROL_TIMEOUT_S)
 
+    async def switch_weights(self, path: str, label: str, mode: PauseMode) -> tuple[str, float]:
+        """Pause, load weights from a path, and resume; return the version and the seconds of the pause.
+
+        Raises RequestRefused if the server kept its old weights.
+        """
+        body = {"model_path": path, "weight_version": label, "flush_cache": mode != "in_place"}
+        body["pause_mode"] = mode
+        answer = await self._call("/switch_weights", body, self._control, CONTROL_TIMEOUT_S)
+        return str(answer.get("weight_version")), float(answer.get("paused_s", 0.0))
+
     async def join_group(self, name: str, where: tuple[str, int], size: int, backend: str) -> None:
         """Let the server's ranks join a process group of `size` ranks, whose rank 0 is the trainer."""
         body = {"master_address": where[0], "master_port": where[1], "rank_offset": 1, "world_size": size}

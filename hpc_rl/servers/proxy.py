@@ -2,9 +2,10 @@
 
 Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions, or /classify of
 a reward model; GET /model_info, /health. Control token (bearer only): POST /pause_generation,
-/continue_generation, /abort_request, /prepare_weights, /update_weights_from_disk, /flush_cache,
-/weights_checker, /shutdown. The proxy adds epoch and attempt, checks the order of version labels, and refuses
-requests while it is stale. replica.py handles leases, reloading and the end of the process.
+/continue_generation, /abort_request, /prepare_weights, /update_weights_from_disk, /switch_weights (pause,
+load and continue), /flush_cache, /weights_checker, /shutdown. The proxy adds epoch and attempt, checks the
+order of version labels, and refuses requests while it is stale. replica.py handles leases, reloading and the
+end of the process.
 
 With the control token, weights come over a process group: POST /init_weights_update_group,
 /begin_weight_update, /update_weights_from_distributed, /end_weight_update, /destroy_weights_update_group.
@@ -45,6 +46,7 @@ CONTROL_POST = (
     "/continue_generation",
     "/abort_request",
     "/update_weights_from_disk",
+    "/switch_weights",
     "/flush_cache",
     "/weights_checker",
     "/init_weights_update_group",
@@ -255,7 +257,30 @@ class Proxy:
             return 200, {"success": True, "message": f"{label} is served already", "num_paused_requests": 0}
         return self._note_update(label, *await self.backend.request("/update_weights_from_disk", body))
 
-    def _find_problem(self, label: Any, flush_cache: bool) -> str:
+    async def _switch(self, body: dict[str, Any]) -> Answer:
+        """Pause, load and continue in one call: nobody has to end the pause if the caller has gone."""
+        if problem := self._find_problem(
+            body.get("weight_version"), body.get("flush_cache", True), str(body.get("pause_mode"))
+        ):
+            return _refuse_update(problem)
+        began = time.monotonic()
+        status, answer = await self.backend.request("/pause_generation", {"mode": body.get("pause_mode")})
+        if status != 200:
+            return status, answer
+        self.pause_mode = str(body.get("pause_mode"))
+        try:
+            status, answer = await self._update(body)
+        finally:
+            resumed = 200, None
+            if not self.receiving:  # else the weights are a mixture
+                resumed = await self.backend.request("/continue_generation", {})
+                self.pause_mode = "" if resumed[0] == 200 else self.pause_mode
+            self._on_change()
+        if status != 200 or resumed[0] != 200:
+            return resumed if status == 200 else (status, answer)
+        return 200, {**answer, "weight_version": self.version, "paused_s": time.monotonic() - began}
+
+    def _find_problem(self, label: Any, flush_cache: bool, pause_mode: str = "") -> str:
         """Return why weights with this label can't be loaded, or ""."""
         if self.frozen:
             return FROZEN
@@ -265,7 +290,7 @@ class Proxy:
                 return f"weight_version must be {allowed}, got {label!r}"
         except ValueError as error:
             return str(error)
-        if self.pause_mode == "in_place" and flush_cache:
+        if "in_place" in (self.pause_mode, pause_mode) and flush_cache:
             return (
                 "requests that are paused in place hold their cache: "
                 "send flush_cache false, or pause with retract"
@@ -316,6 +341,7 @@ class Proxy:
 
     _UPDATES = {  # noqa: RUF012 (a table, never changed)
         "/update_weights_from_disk": _update,
+        "/switch_weights": _switch,
         "/begin_weight_update": _begin,
         "/update_weights_from_distributed": _receive,
         "/end_weight_update": _end,

@@ -8,6 +8,7 @@ not weights. Any other version names the version before it, its base, and is reb
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.core.errors import Damaged
-from hpc_rl.core.trial import load_object, write_json
+from hpc_rl.core.trial import load_object, write_atomic
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.weight_files import rank_file
 from hpc_rl.weight_files.rank_file import StoredRectangle
@@ -47,7 +48,7 @@ class VersionIndex:
             "files": [dataclasses.asdict(record) for record in self.files],
             "whole_bytes": self.whole_bytes,
         }
-        write_json(folder / INDEX_NAME, content)
+        write_atomic(folder / INDEX_NAME, json.dumps(content, indent=2) + "\n", durable=False)
 
     @classmethod
     def read(cls, folder: Path) -> VersionIndex | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -89,14 +89,18 @@ def compare(rectangle: Rectangle, before: np.ndarray | None, after: np.ndarray) 
 def write(
     path: Path, rank: int, stored: list[StoredRectangle], cancel: threading.Event | None = None
 ) -> FileRecord:
-    """Write the file of a rank durably. Raises OSError, and checked_file.Abandoned once `cancel` is set."""
+    """Write the file of a rank. Raises OSError, and checked_file.Abandoned once `cancel` is set.
+
+    A crash of the file server may damage it. Readers notice that, and the trainer's next start writes all
+    values.
+    """
     entries: dict[str, tuple[str, np.ndarray]] = {}
     for i, one in enumerate(stored):
         if one.changes is not None and len(one.values):
             entries[f"{i}.gaps"] = (GAP_NAMES[one.changes.gaps.itemsize], one.changes.gaps)
         if len(one.values):
             entries[f"{i}.values"] = (one.rectangle.dtype, one.values)
-    rectangles = [asdict(one.rectangle) | {"xxh3": one.xxh3} for one in stored]
+    rectangles = [vars(one.rectangle) | {"xxh3": one.xxh3} for one in stored]
     metadata = {"version": json.dumps({"format": FORMAT, "rank": rank, "rectangles": rectangles})}
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
@@ -111,7 +115,7 @@ def write(
     text += b" " * (-(8 + len(text)) % ALIGN_BYTES)
     parts = [memoryview(len(text).to_bytes(8, "little") + text)]
     parts += [array.view(np.uint8).data for _, array in entries.values()]
-    return checked_file.write(path, parts, cancel)
+    return checked_file.write(path, parts, cancel, durable=False)
 
 
 def load(path: Path, rank: int, expected: FileRecord | None) -> Iterator[StoredRectangle]:

@@ -1,4 +1,4 @@
-"""Updates the live servers of a pool to published weights: prepare, pause, update, resume, verify.
+"""Updates the live servers of a pool to published weights: prepare, then pause, load and resume in one call.
 
 An event loop in another thread keeps the connections and watches the leases between publications. Servers
 prepare while they generate. A failed server is skipped: it loads the current weights by itself, and is used
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_S, LONGEST_RETRY_S = 0.1, 2.0  # first and longest pause between searches for a server
-RESUME_TIMEOUT_S = 5.0
 # states in which a server accepts no updates; a starting server loads the newest weights
 BUSY = ("starting", "loading", "stale", "stopping")
 SLOWEST_LOAD_BYTES_PER_S = 50e6  # a server that loads slower is skipped
@@ -214,34 +213,18 @@ class Publisher:
             async with asyncio.timeout(limit_s):
                 await client.prepare_weights(str(path), label)
                 async with turns:
-                    version = await self._switch(result, key, client, path, label)
+                    version, pause_s = await client.switch_weights(str(path), label, self.pause_mode)
         except TimeoutError:
             result.failed[key] = f"no answer within {limit_s:.0f} s"
         except HpcRlError as error:
             result.failed[key] = str(error)
             result.needs_whole |= isinstance(error, Damaged)
         else:
+            result.pauses_s[key] = pause_s
             if version == label:
                 result.acknowledged.append(key)
             else:
                 result.failed[key] = f"reports {version!r} after the update"
-
-    async def _switch(
-        self, result: Published, key: str, client: HttpServerClient, path: Path, label: str
-    ) -> str:
-        """Pause a server, load the weights, resume; return its version."""
-        paused_at = time.monotonic()
-        await client.pause(self.pause_mode)
-        try:
-            await client.update_weights(str(path), label, keep_cache=self.pause_mode == "in_place")
-        except BaseException:  # also after a timeout: paused requests must not wait forever
-            with contextlib.suppress(HpcRlError):  # the first error is the reason
-                await client.resume(timeout_s=RESUME_TIMEOUT_S)
-            raise
-        await client.resume()
-        result.pauses_s[key] = time.monotonic() - paused_at
-        info = await client.model_info()
-        return str(info.get("weight_version"))
 
     def _client(self, url: str) -> HttpServerClient:
         if self._session is None:

@@ -34,6 +34,7 @@ CONTROL = {
         "/continue_generation",
         "/abort_request",
         "/update_weights_from_disk",
+        "/switch_weights",
         "/flush_cache",
         "/shutdown",
     ),

@@ -1,5 +1,8 @@
 """Publishes an engine's weights with sparse changes, and compares each version with a full export."""
 
+import os
+import random
+import shutil
 import threading
 from pathlib import Path
 
@@ -15,6 +18,8 @@ from hpc_rl.weights.disk_transport import DiskTransport
 from hpc_rl.weights.transport import Published, TransportContext
 
 SHARES = (0.02, 0.0, 0.02, 0.9, 0.02)  # of the values that change before each further version
+# a longer chain of random shares, for soak tests: the number of versions
+LENGTH_VARIABLE = "HPC_RL_TEST_VERSIONS"
 
 
 class AllServers:
@@ -50,8 +55,10 @@ def check(engine: Engine, folder: Path, lineage: int = 0) -> None:
         )
     )
     copy = ModelCopy(folder / "copy", trial.weights)
-    bases = []
-    for step, share in enumerate((0.0, *SHARES)):
+    bases, length = [], int(os.environ.get(LENGTH_VARIABLE, "0"))
+    chance = random.Random(length)  # the same on all ranks
+    shares = [chance.choice((0.0, 0.01, 0.02, 0.1, 0.9)) for _ in range(length)] or SHARES
+    for step, share in enumerate((0.0, *shares)):
         perturb(engine, share)
         version = WeightVersion(lineage, step)
         transport.start(version)
@@ -61,7 +68,10 @@ def check(engine: Engine, folder: Path, lineage: int = 0) -> None:
             assert published is not None and published.acknowledged == ["server"]
             copy.bring_to(version)
             assert read_model(copy.model) == read_model(folder / f"export-{version}"), version
+            shutil.rmtree(folder / f"export-{version}")
             index = VersionIndex.read(trial.published(str(version)))
             bases.append(index.base and index.base.step)
-    if rank == 0:
+    if rank == 0 and length:
+        assert len(bases) == length + 1 and 2 <= bases.count(None) <= length / 2, bases
+    elif rank == 0:
         assert bases == [None, 0, 1, 2, None, 4], bases

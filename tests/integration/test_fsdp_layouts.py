@@ -1,5 +1,6 @@
 """The FSDP2 engine by tensor, context and data parallel ranks, against plain transformers and torch."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,6 +12,7 @@ sys.path.insert(0, str(HERE))
 import gloo_ranks  # noqa: E402
 import layout_rank  # noqa: E402
 import plain_training  # noqa: E402
+import published_weights  # noqa: E402
 
 from hpc_rl.core.allocation import parse  # noqa: E402
 from hpc_rl.engines.fsdp.engine import FSDPEngine  # noqa: E402
@@ -49,6 +51,15 @@ def test_two_ranks_train_as_transformers_does(two, case):
 @pytest.mark.parametrize("case", layout_rank.CASES[4])
 def test_four_ranks_train_as_transformers_does(four, case):
     check(*four, 4, case)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_chains_of_fifty_versions_equal_exports(models, tmp_path, monkeypatch):
+    monkeypatch.setenv(published_weights.LENGTH_VARIABLE, "50")
+    for name in plain_training.ARCHITECTURES:
+        shutil.copytree(models[0] / name, tmp_path / name)
+    gloo_ranks.run(HERE / "layout_rank.py", "train", 2, tmp_path, timeout_s=1200)
 
 
 @pytest.mark.parametrize("layout", ["padded", "packed"])

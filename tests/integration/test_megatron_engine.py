@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import megatron_rank  # noqa: E402
+import published_weights  # noqa: E402
 
 pytestmark = pytest.mark.timeout(400)
 SIZES = {
@@ -287,6 +288,16 @@ def run(folder: Path, num_ranks: int) -> None:
         plan["refusals"] = {name: layout for name, (layout, _) in REFUSALS.items()}
     write_json(folder / f"layouts-{num_ranks}.json", plan)
     gloo_ranks.run(HERE / "megatron_rank.py", "layouts", num_ranks, folder, timeout_s=300)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_chains_of_fifty_versions_equal_exports(folder, monkeypatch):
+    monkeypatch.setenv(published_weights.LENGTH_VARIABLE, "50")
+    layouts = [{**layout, "name": f"chain {layout['name']}"} for layout in LAYOUTS[2]]
+    plan: dict[str, Any] = {"layouts": layouts, "moves": [], "others": [], "refusals": {}}
+    write_json(folder / "layouts-2.json", plan)
+    gloo_ranks.run(HERE / "megatron_rank.py", "layouts", 2, folder, timeout_s=1800)
 
 
 @pytest.fixture(scope="module")

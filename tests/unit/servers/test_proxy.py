@@ -112,6 +112,7 @@ async def test_wrong_tokens_reach_nothing():
             "/continue_generation",
             "/abort_request",
             "/update_weights_from_disk",
+            "/switch_weights",
             "/init_weights_update_group",
             "/destroy_weights_update_group",
             *GROUP_CALLS,
@@ -119,6 +120,46 @@ async def test_wrong_tokens_reach_nothing():
         ):
             assert (await call("POST", path, {}, "data"))[0] == 401
         assert proxy.backend.calls == []
+
+
+SWITCH = ["/pause_generation", "/update_weights_from_disk", "/continue_generation"]
+
+
+async def test_a_switch_of_weights_pauses_loads_and_continues():
+    async with proxy_at(version="0.3") as (proxy, call):
+        body = {"model_path": "/w", "weight_version": "0.4", "pause_mode": "abort"}
+        status, answer = await call("POST", "/switch_weights", body, "control")
+        assert (status, answer["weight_version"], answer["paused_s"] > 0) == (200, "0.4", True)
+        assert [path for path, _ in proxy.backend.calls] == SWITCH
+        assert proxy.backend.calls[0][1] == {"mode": "abort"} and proxy.state == "serving"
+
+
+async def test_a_switch_that_fails_continues_with_the_old_weights():
+    async with proxy_at(version="0.3") as (proxy, call):
+        proxy.backend.fail_updates = True
+        body = {"model_path": "/w", "weight_version": "0.4", "pause_mode": "retract"}
+        assert (await call("POST", "/switch_weights", body, "control"))[0] == 400
+        assert [path for path, _ in proxy.backend.calls] == SWITCH
+        assert (proxy.version, proxy.state) == ("0.3", "serving")
+        proxy.backend.calls.clear()
+        older = {"weight_version": "0.2"}, {"pause_mode": "in_place", "flush_cache": True}
+        for wrong in older:
+            status, answer = await call("POST", "/switch_weights", {**body, **wrong}, "control")
+            assert status == 400 and ("older" in answer["message"] or "cache" in answer["message"])
+        assert proxy.backend.calls == []  # nothing was paused
+
+
+async def test_a_switch_that_leaves_a_mixture_stays_paused():
+    async with proxy_at(version="0.3") as (proxy, call):
+        await call("POST", "/pause_generation", {"mode": "retract"}, "control")
+        await call("POST", "/begin_weight_update", {"weight_version": "0.4"}, "control")
+        proxy.backend.fail_updates = True
+        body = {"model_path": "/w", "weight_version": "0.5", "pause_mode": "retract"}
+        assert (await call("POST", "/switch_weights", body, "control"))[0] == 400
+        assert proxy.state == "paused" and proxy.backend.calls[-1][0] == "/update_weights_from_disk"
+        proxy.backend.fail_updates = False
+        assert (await call("POST", "/switch_weights", body, "control"))[0] == 200
+        assert proxy.state == "serving" and proxy.backend.calls[-1][0] == "/continue_generation"
 
 
 async def test_min_version_is_compared_as_a_label():

@@ -52,7 +52,7 @@ def test_a_gpu_replica_gets_what_the_configuration_says():
     argv = flags_of("cuda", VLLMConfig(seed=10), index=3, tensor_parallel_size=4)
     assert (value(argv, "--seed"), value(argv, "--tensor-parallel-size")) == ("13", "4")
     assert value(argv, "--gpu-memory-utilization") == "0.9" and argv[-1] == "--x"
-    assert not {"--kv-cache-memory-bytes", "--enforce-eager", "--worker-extension-cls", "None"} & set(argv)
+    assert not {"--kv-cache-memory-bytes", "--enforce-eager", "None"} & set(argv)
 
 
 def test_a_cpu_replica_is_bounded_and_compiles_nothing():

@@ -23,7 +23,7 @@ TOKENS = {"control": "c-token", "data": "d-token"}
 
 
 class FakeServer:
-    """Speaks the four calls; `update` may be replaced by a test."""
+    """Speaks the two calls; `control` may be replaced by a test."""
 
     def __init__(self, names: NameResolve, index: int) -> None:
         self.names, self.index = names, index
@@ -40,12 +40,9 @@ class FakeServer:
         app = web.Application()
         for path in (
             "/prepare_weights",
-            "/pause_generation",
-            "/continue_generation",
-            "/update_weights_from_disk",
+            "/switch_weights",
         ):
             app.router.add_post(path, self.control)
-        app.router.add_get("/model_info", self.model_info)
         self.runner = web.AppRunner(app)
         await self.runner.setup()
         site = web.TCPSite(self.runner, "127.0.0.1", 0)
@@ -65,17 +62,15 @@ class FakeServer:
         body = await request.json()
         if request.path == "/prepare_weights" and self.damaged:
             return web.json_response({"error": "damaged", "message": "0.1/rank-00000"}, status=424)
-        if request.path == "/update_weights_from_disk":
+        if request.path == "/switch_weights":
             if self.slow:
                 await self.ending.wait()
             if self.refuse:
                 return web.json_response({"error": "bad file"}, status=400)
             if not self.lie:
                 self.version = body["weight_version"]
+            return web.json_response({"weight_version": self.version, "paused_s": 0.25})
         return web.json_response({})
-
-    async def model_info(self, request: web.Request) -> web.Response:
-        return web.json_response({"weight_version": self.version})
 
     async def stop(self) -> None:
         self.ending.set()
@@ -135,16 +130,14 @@ async def test_every_live_server_gets_the_weights_in_the_right_order(publisher, 
     assert result.acknowledged == ["server/rollout/0", "server/rollout/1", "server/rollout/2"]
     for server in servers:
         assert server.version == "0.1"
-        assert server.calls == [
-            "/prepare_weights", "/pause_generation", "/update_weights_from_disk", "/continue_generation"
-        ]  # fmt: skip
-    assert all(0 < pause_s < extend(1) for pause_s in result.pauses_s.values()) and len(result.pauses_s) == 3
+        assert server.calls == ["/prepare_weights", "/switch_weights"]
+    assert list(result.pauses_s.values()) == [0.25] * 3
     pointer = json.loads(trial.current_weights.read_text())
     assert pointer.pop("written_at") > 0
     assert pointer == {"label": "0.1", "lineage": 0, "step": 1, "path": str(trial.published("0.1"))}
 
 
-async def test_slow_dead_and_lying_servers_are_left_out_and_none_stays_paused(publisher, trial, servers):
+async def test_slow_and_dead_servers_are_left_out(publisher, trial, servers):
     slow, dead, good = servers
     slow.slow = True
     await dead.stop()
@@ -153,13 +146,12 @@ async def test_slow_dead_and_lying_servers_are_left_out_and_none_stays_paused(pu
     assert result.acknowledged == ["server/rollout/2"]
     assert set(result.failed) == {"server/rollout/0", "server/rollout/1"}
     assert time.monotonic() - start < extend(5)
-    assert slow.calls[-1] == "/continue_generation"
     assert good.version == "0.1"
     good.calls.clear()
     start = time.monotonic()
     await publish(publisher, trial, 2)  # neither is asked again: no time is lost on them
     assert time.monotonic() - start < extend(0.4)
-    assert slow.calls[-1] == "/continue_generation" and len(slow.calls) == 4
+    assert len(slow.calls) == 2
 
 
 async def test_a_server_that_loaded_by_itself_is_asked_again(publisher, trial, servers):
@@ -188,7 +180,7 @@ async def test_a_server_with_damaged_files_asks_for_all_values(publisher, trial,
     result = await publish(publisher, trial, 1)
     assert result.needs_whole and result.acknowledged == ["server/rollout/0", "server/rollout/2"]
     assert "0.1/rank-00000" in result.failed["server/rollout/1"]
-    assert "/pause_generation" not in servers[1].calls  # it generates with the weights that it has
+    assert "/switch_weights" not in servers[1].calls  # it generates with the weights that it has
     servers[1].damaged = False
     value = {"url": servers[1].url, "version": "", "state": "loading"}
     servers[1].lease.renew({**value, "lacks_files": True})  # as one that starts
@@ -203,15 +195,13 @@ async def test_servers_are_paused_in_turns(publisher, trial, servers):
 
     async def control(self, request):
         nonlocal most
-        if request.path == "/pause_generation":
+        if request.path == "/switch_weights":
             paused.add(self.index)
             most = max(most, len(paused))
             await asyncio.sleep(0.02)
-        elif request.path == "/continue_generation":
             paused.discard(self.index)
-        elif request.path == "/update_weights_from_disk":
             self.version = (await request.json())["weight_version"]
-        return web.json_response({})
+        return web.json_response({"weight_version": self.version})
 
     for server in servers:
         server.act = control
