@@ -1,59 +1,83 @@
-"""The definition of an algorithm: pure functions of tensors and numbers. No config object, no process group.
+"""The data of algorithms: pure values of tensors and numbers. No config object, no process group.
 
 Suffixes of names: B trajectories, T tokens (of a row, or of a packed micro-batch), P pairs, G groups.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
+from hpc_rl.algorithms.normalization import Levels
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The options that every algorithm has: options of section `actor` with the same names.
+
+    An algorithm extends this class with its own. A field that section `actor` lacks is read from
+    `actor.algorithm_args`.
+    """
+
+    reward_bias: float = 0.0
+    reward_scaling: float = 1.0
+    reward_clip: float = 20.0
+    reward_norm: Levels | None = None
+    adv_norm: Levels | None = None
+    discount: float = 1.0
+    gae_lambda: float = 1.0
+    kl_ctl: float = 0.0
+    overlong_reward_penalty: bool = False
+    overlong_tokens: int | None = None
+    overlong_penalty_factor: float | None = None
+    max_new_tokens: int = 0
+    dynamic_sampling: bool = False
+    mask_no_eos_with_zero: bool = False
+
 
 class RewardBatch(NamedTuple):
     """The rewards of a whole train batch, one row per trajectory."""
 
-    rewards_B: torch.Tensor  # float32, one scalar per trajectory
+    rewards_B: torch.Tensor  # float32, one scalar per trajectory, with the length penalties
     mask_BT: torch.Tensor  # bool, true at the tokens that the model generated
     group_B: torch.Tensor | None = None  # int64, number of each row's group; None makes each row a group
+    given_B: torch.Tensor | None = None  # float32, rewards without the length penalties
+    truncated_B: torch.Tensor | None = None  # bool, whether the completion reached its token limit
     lengths_B: torch.Tensor | None = None  # int64, tokens of each row, prompt included
     group_size: int = 1  # trajectories per prompt, as configured
     mixed_sizes: bool = False  # environments sent groups of other sizes
     # float32, added unchanged after the trajectory's reward is shaped and placed
     token_rewards_BT: torch.Tensor | None = None
+    values_BT: torch.Tensor | None = None  # float32, estimates of a critic: of the return from this token on
+    logprobs_BT: torch.Tensor | None = None  # float32, of the policy at the start of the step
+    teacher_BT: torch.Tensor | None = None  # float32, log-probabilities of a teacher
 
 
 class TokenBatch(NamedTuple):
-    """The T tokens of a micro-batch of whole rows; float32 except mask and row."""
+    """The T tokens of a micro-batch of whole rows; float32 except masks and row."""
 
     logprobs_T: torch.Tensor  # of the current policy, with gradient
     prox_T: torch.Tensor  # of the proximal policy, around which the ratio is clipped
     behav_T: torch.Tensor  # of the behaviour policy that sampled the tokens
-    advantages_T: torch.Tensor
+    credit_T: torch.Tensor  # from compute_credit
     mask_T: torch.Tensor  # bool, true at the trained tokens
     entropy_T: torch.Tensor  # without gradient
     row_T: torch.Tensor | None = None  # int64, the row of each token
     ref_T: torch.Tensor | None = None  # log-probabilities of the reference model; None without a KL loss
-    weights_T: torch.Tensor | None = None  # weight of each token in the loss; None for equal weights
+    teacher_T: torch.Tensor | None = None  # log-probabilities of a teacher; None without one
+
+    def mask_tokens(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Return the values at the trained tokens, 0 elsewhere."""
+        return torch.where(self.mask_T, values_T, torch.zeros_like(values_T))
 
 
-@dataclass(frozen=True)
-class Algorithm:
-    """One row of ALGORITHMS."""
+class Loss(NamedTuple):
+    """The loss of each token by component, and sums over the tokens to report.
 
-    # RewardBatch and the numbers of the configuration -> float32 [B, T], 0 outside of the mask
-    advantages: Callable[..., torch.Tensor]
-    # TokenBatch and numbers -> (sum of the token losses, sums to report)
-    policy_loss: Callable[..., tuple[torch.Tensor, dict[str, torch.Tensor]]]
-    # (lengths, max_new_tokens, overlong_tokens, factor) -> penalty to add to the rewards
-    overlong_penalty: Callable[[torch.Tensor, int, int, float], torch.Tensor]
-    # (rewards, group_B, group_size) -> the rows that dynamic sampling keeps
-    informative_rows: Callable[[torch.Tensor, torch.Tensor, int], list[int]]
-    drops_groups_first: bool = True  # dynamic sampling comes before the normalization
-    # dynamic sampling compares the original rewards, without the overlong penalty
-    compares_given_rewards: bool = True
-    # truncated trajectories get reward 0; otherwise they are left out of the loss
-    zeroes_truncated: bool = False
-    zero_reference: bool = False  # a missing reference model has log-probability 0 in the KL rewards
-    # log-probabilities are recomputed at the sampling temperature, not at 1
-    recomputes_at_temperature: bool = True
+    Components: `rl` (from credit), `ce` (cross-entropy on given tokens), `ref_kl` (a divergence from another
+    model). The trainer multiplies `rl` by the weight of the off-policy correction, divides each component by
+    its own number of tokens in the mini-batch, and adds the components.
+    """
+
+    components_T: dict[str, torch.Tensor]  # float32, 0 outside of the mask
+    sums: dict[str, torch.Tensor]

@@ -1,4 +1,4 @@
-"""Check the rewards and the workflow of a configuration, in a separate process, before it is submitted.
+"""Check the user's rewards, workflow and algorithm, in a separate process, before a trial is submitted.
 
 Reads the configuration as JSON from standard input. It prints each attempt (trials/user_code.py has the kinds
 of lines) and each finding at once, as lines of JSON to standard output, because user code may end the process
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.load.stored import from_dict
-from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.experiment import ABSENT, GRPOConfig, get_value
 from hpc_rl.config.row_shapes import load_named_rows
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
@@ -29,7 +29,7 @@ from hpc_rl.rollout.rewards.reward_process import call_function, is_batched, par
 from hpc_rl.rollout.user_errors import MISTAKES, Raised
 from hpc_rl.rollout.workflow import make_reward_arguments
 from hpc_rl.rollout.workflows import load_workflow
-from hpc_rl.trials.user_code import CALLS, DONE, FOUND, IMPORTS, START_S
+from hpc_rl.trials.user_code import ALGORITHM, CALLS, DONE, FOUND, IMPORTS, START_S
 
 COMPLETION = "The answer is 1."
 
@@ -61,6 +61,8 @@ def check_user_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
             yield refuse(why=f"must be run(prompt, generate): {error}")
         except Exception as error:  # raised by the user's class
             yield refuse(why=f"can't be made: {_describe_error(error)}")
+    if ":" in config.actor.algorithm:
+        yield from _check_algorithm(config)
     datasets = {"train_dataset": config.train_dataset, "valid_dataset": config.valid_dataset}
     read = {
         name: load_named_rows(dataset.path, dataset.columns)
@@ -71,6 +73,23 @@ def check_user_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
     for path in rollout.reward_functions:
         if ":" in path:
             yield from _check_reward(path, first)
+
+
+def _check_algorithm(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
+    """Yield the problems of an algorithm and its options."""
+    yield Attempt(IMPORTS, ALGORITHM, config.actor.algorithm)
+    from hpc_rl.trainers.algorithm_options import load_algorithm  # imports torch
+
+    try:
+        algorithm, _ = load_algorithm(config)
+    except ConfigError as error:
+        yield from error.refusals
+        return
+    for section in sorted(algorithm.needs):
+        if get_value(config, section) in (ABSENT, None):
+            why = f"needs a section {section}"
+            value = config.actor.algorithm
+            yield Refusal(option=ALGORITHM, value=value, kind=Kind.MISSING, why=why, related=(section,))
 
 
 def _check_reward(path: str, first: dict[str, dict[str, Any]]) -> Iterator[Attempt | Refusal]:

@@ -56,14 +56,14 @@ class BatchMetrics:
         stats: Tracker,
         groups: Sequence[TrajectoryGroup],
         rows: Sequence[Trajectory],
-        advantages: Sequence[np.ndarray],
+        credit: Sequence[np.ndarray],
         clipped_share: float,
     ) -> None:
         """Report the effect of shaping: groups with zero advantages, and clipped rewards.
 
-        `advantages` belong to `rows`, float32 [L]. Rows of groups that dynamic sampling dropped are missing.
+        `credit` belongs to `rows`, float32 [L]. Rows of groups that dynamic sampling dropped are missing.
         """
-        useful = {id(row) for row, one in zip(rows, advantages, strict=False) if is_useful(one)}
+        useful = {id(row) for row, one in zip(rows, credit, strict=False) if is_useful(one)}
         idle = sum(not any(id(row) in useful for row in group.trajectories) for group in groups)
         stats.value("zero_advantage_groups", idle / len(groups) if groups else 0.0)
         stats.value("reward_clipped", clipped_share)

@@ -1,59 +1,51 @@
 """The recipe of RL trials: batches come from the rollout role, weights go to the generation servers.
 
-A row of ALGORITHMS defines the computation of a step. Every rank computes shaping, advantages, mini-batches
-and loss weights from the whole batch before the rows are divided among ranks, so nothing depends on the
-number of ranks.
+The algorithm defines the computation of a step. Every rank computes credit, mini-batches and divisors from
+the whole batch before the rows are divided among ranks, so nothing depends on the number of ranks.
 """
 
 import logging
 import math
 import time
-from typing import Any
+from functools import partial
 
 import numpy as np
 import torch
 
-from hpc_rl.algorithms import ALGORITHMS, grpo, kl
-from hpc_rl.algorithms.advantages import compute_clipped_share, select_informative_rows
-from hpc_rl.algorithms.base import RewardBatch, TokenBatch
-from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.algorithms.base import RewardBatch
+from hpc_rl.algorithms.correction import choose_logprobs
+from hpc_rl.algorithms.rewards import compute_clipped_share
 from hpc_rl.config.options.experiment import GRPOConfig, count_steps
-from hpc_rl.config.options.training import NormConfig, PPOActorConfig
+from hpc_rl.config.options.training import PPOActorConfig
 from hpc_rl.config.schedule import count_updates_per_step
 from hpc_rl.core.errors import DataUnusable
 from hpc_rl.core.types import Batch, Trajectory, decode
-from hpc_rl.engines.base import Engine, MicroBatch, Sequences
+from hpc_rl.engines.base import Engine, Sequences
 from hpc_rl.engines.shared.packing import balance
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 from hpc_rl.servers.wire import get_logprob_temperature, get_sampling_temperature
 from hpc_rl.stats.kept_samples import SampleWriter
+from hpc_rl.trainers.algorithm_options import load_algorithm
 from hpc_rl.trainers.batch_metrics import BatchMetrics
 from hpc_rl.trainers.minibatches import (
     Known,
     Minibatch,
     ScoredRows,
-    choose_advantages,
+    choose_credit,
     choose_sent,
+    compute_token_weight,
     divide_rows,
     make_temperature_column,
     pad_rows,
 )
+from hpc_rl.trainers.policy_loss import COMPONENTS, MEANS_OVER_TOKENS, PolicyLoss
 from hpc_rl.trainers.run import Run
 from hpc_rl.weights.transport import Transport
 
 logger = logging.getLogger(__name__)
 MAX_STEPS_WITHOUT_UPDATE = 20  # in a row; float16 adds the steps that the loss scale may need to shrink
 ROUND_S = 10.0  # must be shorter than the time limit of a collective
-MEANS_OVER_TOKENS = (
-    "entropy",
-    "clip_ratio",
-    "dual_clip_ratio",
-    "importance_weight",
-    "behave_imp_weight",
-    "behave_approx_kl",
-    "kl_loss",
-)
 
 
 class GRPO:
@@ -81,13 +73,12 @@ class GRPO:
         self.samples = samples
         self.config = run.config
         self.actor = run.config.actor
-        self.algorithm = ALGORITHMS[self.actor.algorithm]
+        self.algorithm, self.options = load_algorithm(run.config)
+        self.loss = PolicyLoss(self.algorithm, self.options, self.actor.beta, self.actor.behav_imp_weight_cap)
         self.total_steps = count_steps(run.config, num_prompts)
         self.temperature = get_logprob_temperature(get_sampling_temperature(self.config.gconfig))
         self.recomputes = self.actor.recompute_logprob or self.actor.use_decoupled_loss
-        self.has_kl_rewards = self.actor.kl_ctl > 0 and (
-            reference is not None or self.algorithm.zero_reference
-        )
+        self.has_kl_rewards = self.actor.kl_ctl > 0
         self._frontier: dict[str, int] = {}
         self._describe = BatchMetrics(run.config, run.trial)
         self._steps_without_update = 0  # in a row
@@ -125,24 +116,25 @@ class GRPO:
         clipped = compute_clipped_share(
             scored.rewards_B, actor.reward_bias, actor.reward_scaling, actor.reward_clip
         )
-        if self.algorithm.drops_groups_first:
-            scored = scored.select(self._informative_rows(scored))
+        scored = self._select_groups(scored)
         rows = scored.rows
         minibatches: list[Minibatch] = []
-        known, advantages = None, []
+        known, credit = None, []
         if rows:
             known = self._logprobs_of_all(rows) if self.has_kl_rewards else None
-            advantages = self._advantages(scored, known)
-            minibatches = self._minibatches(scored, advantages)
-        self._describe.report_shaping(self.run.stats, batch.groups, rows, advantages, clipped)
+            rewards = self._rewards(scored, known)
+            credit = self._credit(rows, rewards)
+            minibatches = self._minibatches(rows, rewards, credit)
+        self._describe.report_shaping(self.run.stats, batch.groups, rows, credit, clipped)
         if self.samples is not None:
-            self.samples.write_step(step, batch.groups, rows if advantages else [], advantages)
+            self.samples.write_step(step, batch.groups, rows if credit else [], credit)
         mine = [minibatch.rows[self.run.engine.mesh.data_rank] for minibatch in minibatches]
         known = known or self._logprobs(rows, [row for part in mine for row in part])
         num_successful = 0
         for minibatch, part in zip(minibatches, mine, strict=True):
-            sequences = self._sequences(rows, advantages, known, part)
-            sums = self.run.engine.train_batch(sequences, self._loss, minibatch.loss_weight, self.temperature)
+            sequences = self._sequences(rows, credit, known, part)
+            loss = partial(self.loss.compute, minibatch.divisors)
+            sums = self.run.engine.train_batch(sequences, loss, minibatch.loss_weight, self.temperature)
             self._report(sums, minibatch)
             num_successful += int(sums["update_successful"])
         self._finish_step(step, num_successful, len(minibatches))
@@ -210,85 +202,70 @@ class GRPO:
         self.rollout.retain(step)
 
     def _score(self, step: int, batch: Batch) -> ScoredRows:
-        """Return the trajectories of a batch with their rewards, including the overlong penalty."""
+        """Return the trajectories of a batch with their rewards, including the length penalties."""
         rows = [trajectory for group in batch.groups for trajectory in group.trajectories]
         sizes = torch.tensor([len(group.trajectories) for group in batch.groups])
         group_B = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
         self._describe(self.run.stats, step, self.run.lineage, batch.groups)
         rewards_B = torch.tensor([row.reward for row in rows], dtype=torch.float32)
-        if not self.actor.overlong_reward_penalty:
-            return ScoredRows(rows, rewards_B, rewards_B, group_B)
-        tail, factor = self.actor.overlong_tokens, self.actor.overlong_penalty_factor
-        assert tail is not None and factor is not None, "the configuration is refused without them"
-        lengths_B = torch.tensor([int(row.loss_mask.sum()) for row in rows])
-        penalty_B = self.algorithm.overlong_penalty(
-            lengths_B, self.config.gconfig.max_new_tokens, tail, factor
-        )
-        self.run.stats.mean("overlong_penalty", float(penalty_B.sum()), len(rows))
+        scored = ScoredRows(rows, rewards_B, rewards_B, group_B)
+        if not rows:
+            return scored
+        penalty_B = self.algorithm.penalize_lengths(self._rewards(scored), self.options)
+        if self.actor.overlong_reward_penalty:
+            self.run.stats.mean("overlong_penalty", float(penalty_B.sum()), len(rows))
         return ScoredRows(rows, rewards_B, rewards_B + penalty_B, group_B)
 
-    def _informative_rows(self, scored: ScoredRows) -> list[int]:
-        """Return the rows that dynamic sampling keeps; all rows if it is off."""
-        if not self.actor.dynamic_sampling:
-            return list(range(len(scored.rows)))
-        rewards_B = scored.given_B if self.algorithm.compares_given_rewards else scored.rewards_B
-        informative = self.algorithm.informative_rows
-        if self._has_mixed_sizes(scored):
-            informative = select_informative_rows
-        kept = informative(rewards_B, scored.group_B, self.config.gconfig.n_samples)
-        num_dropped = len(scored.group_B.unique()) - len(scored.group_B[kept].unique())
-        self.run.stats.add("groups_dropped", num_dropped)
-        return kept
+    def _select_groups(self, scored: ScoredRows) -> ScoredRows:
+        """Return the rows that count in the baselines."""
+        if not scored.rows:
+            return scored
+        kept = self.algorithm.select_groups(self._rewards(scored), self.options)
+        if self.actor.dynamic_sampling:
+            num_dropped = len(scored.group_B.unique()) - len(scored.group_B[kept].unique())
+            self.run.stats.add("groups_dropped", num_dropped)
+        return scored if len(kept) == len(scored.rows) else scored.select(kept)
 
-    def _has_mixed_sizes(self, scored: ScoredRows) -> bool:
-        """Return whether environments sent groups of another size than the configured one."""
+    def _rewards(self, scored: ScoredRows, known: Known | None = None) -> RewardBatch:
+        """Return the rewards of trajectories, with the KL rewards if log-probabilities are `known`."""
+        rows = scored.rows
         sizes_G = torch.unique(scored.group_B, return_counts=True)[1]
-        return self.config.environments is not None and bool((sizes_G != self.config.gconfig.n_samples).any())
-
-    def _advantages(self, scored: ScoredRows, known: Known | None) -> list[np.ndarray]:
-        """Return the advantages, float32 [L] per row of the whole batch."""
-        mask_BT = pad_rows([row.loss_mask for row in scored.rows])
-        batch = RewardBatch(
+        size = self.config.gconfig.n_samples
+        mask_BT = pad_rows([row.loss_mask for row in rows])
+        return RewardBatch(
             rewards_B=scored.rewards_B,
             mask_BT=mask_BT,
             group_B=scored.group_B,
-            lengths_B=torch.tensor([len(row.ids) for row in scored.rows]),
-            group_size=self.config.gconfig.n_samples,
-            mixed_sizes=self._has_mixed_sizes(scored),
-            token_rewards_BT=self._kl_rewards(scored.rows, mask_BT, known),
+            given_B=scored.given_B,
+            truncated_B=torch.tensor([row.finish_reason == "length" for row in rows]),
+            lengths_B=torch.tensor([len(row.ids) for row in rows]),
+            group_size=size,
+            mixed_sizes=self.config.environments is not None and bool((sizes_G != size).any()),
+            token_rewards_BT=None if known is None else self._kl_rewards(rows, mask_BT, known),
         )
-        truncated = {"zero_truncated": self.actor.mask_no_eos_with_zero}
-        options: dict[str, Any] = truncated if self.algorithm.zeroes_truncated else {}
-        advantages_BT = self.algorithm.advantages(
-            batch,
-            reward_bias=self.actor.reward_bias,
-            reward_scaling=self.actor.reward_scaling,
-            reward_clip=self.actor.reward_clip,
-            reward_norm=make_levels(self.actor.reward_norm),
-            adv_norm=make_levels(self.actor.adv_norm),
-            discount=self.actor.discount,
-            gae_lambda=self.actor.gae_lambda,
-            **options,
-        )
-        computed = (advantages_BT[i, : len(row.ids)].numpy() for i, row in enumerate(scored.rows))
-        return [choose_advantages(row, one) for row, one in zip(scored.rows, computed, strict=True)]
 
-    def _minibatches(self, scored: ScoredRows, advantages: list[np.ndarray]) -> list[Minibatch]:
+    def _credit(self, rows: list[Trajectory], rewards: RewardBatch) -> list[np.ndarray]:
+        """Return the credit of the tokens, float32 [L] per row of the whole batch."""
+        credit_BT = self.algorithm.compute_credit(rewards, self.options)
+        computed = (credit_BT[i, : len(row.ids)].numpy() for i, row in enumerate(rows))
+        return [choose_credit(row, one) for row, one in zip(rows, computed, strict=True)]
+
+    def _minibatches(
+        self, rows: list[Trajectory], rewards: RewardBatch, credit: list[np.ndarray]
+    ) -> list[Minibatch]:
         """Select the rows to train on, cut them into mini-batches and divide them among the ranks."""
-        rows = scored.rows
-        all_rows = list(range(len(rows)))
-        members = all_rows if self.algorithm.drops_groups_first else self._informative_rows(scored)
-        if self.actor.mask_no_eos_with_zero and not self.algorithm.zeroes_truncated:
-            members = [i for i in members if rows[i].finish_reason != "length"]
+        members = self.algorithm.select_rows(rewards, self.options)
+        if self.actor.mask_no_eos_with_zero:
             self.run.stats.add("rows_masked", len(rows) - len(members))
         return divide_rows(
             rows,
-            advantages,
+            credit,
             members,
             self.actor.ppo_n_minibatches,
             self.run.engine.mesh.num_data_ranks,
             keep_all=self.reference is not None and self.actor.beta > 0,
             weight_by_row=self.actor.loss_aggregation != "token_mean",
+            masks={name: [row.loss_mask for row in rows] for name in COMPONENTS},
         )
 
     def _finish_step(self, step: int, num_successful: int, num_tried: int) -> None:
@@ -309,15 +286,12 @@ class GRPO:
             f"the last one step {step}: {why}"
         )
 
-    def _kl_rewards(
-        self, rows: list[Trajectory], mask_BT: torch.Tensor, known: Known | None
-    ) -> torch.Tensor | None:
-        if known is None or not self.has_kl_rewards:
-            return None
-        behav = [self._prox_and_behav(rows, known, i)[1] for i in range(len(rows))]
-        zero = np.zeros(1, np.float32)  # see Algorithm.zero_reference
-        reference = [zero if known.reference is None else known.reference[i] for i in range(len(rows))]
-        rewards_BT = kl.compute_kl_rewards(pad_rows(behav), pad_rows(reference), mask_BT, self.actor.kl_ctl)
+    def _kl_rewards(self, rows: list[Trajectory], mask_BT: torch.Tensor, known: Known) -> torch.Tensor:
+        behav_BT = pad_rows([self._prox_and_behav(rows, known, i)[1] for i in range(len(rows))])
+        reference, ref_BT = known.reference, None
+        if reference is not None:
+            ref_BT = pad_rows([reference[i] for i in range(len(rows))])
+        rewards_BT = self.algorithm.compute_kl_rewards(behav_BT, ref_BT, mask_BT, self.options)
         self.run.stats.mean("kl_rewards", float(rewards_BT.sum(dtype=torch.float64)), int(mask_BT.sum()))
         return rewards_BT
 
@@ -341,10 +315,11 @@ class GRPO:
             return Known(None, None)
         masks = [rows[i].loss_mask for i in numbers]
         columns = {"loss_mask": masks}
-        if self.algorithm.recomputes_at_temperature:
+        temperature = self.algorithm.logprob_temperature
+        if temperature is None:
             columns |= make_temperature_column([rows[i] for i in numbers], self.temperature)
+            temperature = self.temperature
         sequences = Sequences([rows[i].ids for i in numbers], columns)
-        temperature = self.temperature if self.algorithm.recomputes_at_temperature else 1.0
 
         def by_row(engine: Engine | None) -> dict[int, np.ndarray] | None:
             if engine is None:
@@ -359,15 +334,15 @@ class GRPO:
         if recomputed is not None and not rows[i].has_logprobs:
             return recomputed, recomputed
         recomputed = recomputed if self.recomputes else None
-        return grpo.choose_logprobs(rows[i].logprobs, recomputed, self.actor.use_decoupled_loss)
+        return choose_logprobs(rows[i].logprobs, recomputed, self.actor.use_decoupled_loss)
 
     def _sequences(
-        self, rows: list[Trajectory], advantages: list[np.ndarray], known: Known, part: list[int]
+        self, rows: list[Trajectory], credit: list[np.ndarray], known: Known, part: list[int]
     ) -> Sequences:
         pairs = [self._prox_and_behav(rows, known, i) for i in part]
         columns = {
             "loss_mask": [rows[i].loss_mask for i in part],
-            "advantages": [advantages[i] for i in part],
+            "credit": [credit[i] for i in part],
             "prox": [prox for prox, _ in pairs],
             "behav": [behav for _, behav in pairs],
             **make_temperature_column([rows[i] for i in part], self.temperature),
@@ -380,30 +355,8 @@ class GRPO:
 
     def _token_weights(self, row: Trajectory) -> np.ndarray:
         num_tokens, most = int(row.loss_mask.sum()), self.config.gconfig.max_new_tokens
-        weight = grpo.compute_token_weight(num_tokens, self.actor.loss_aggregation, most)
+        weight = compute_token_weight(num_tokens, self.actor.loss_aggregation, most)
         return np.full(len(row.ids), weight, np.float32)
-
-    def _loss(self, batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        columns = batch.columns_T
-        tokens = TokenBatch(
-            logprobs_T=batch.logprobs_T,
-            prox_T=columns["prox"],
-            behav_T=columns["behav"],
-            advantages_T=columns["advantages"],
-            mask_T=columns["loss_mask"],
-            entropy_T=batch.entropy_T,
-            row_T=batch.row_T,
-            ref_T=columns.get("ref"),
-            weights_T=columns.get("weights"),
-        )
-        return self.algorithm.policy_loss(
-            tokens,
-            eps_clip=self.actor.eps_clip,
-            eps_clip_higher=self.actor.eps_clip_higher,
-            c_clip=self.actor.c_clip,
-            behav_imp_weight_cap=self.actor.behav_imp_weight_cap,
-            beta=self.actor.beta,
-        )
 
     def _report(self, sums: dict[str, float], minibatch: Minibatch) -> None:
         # token means (entropy, ratios) cover the computed rows; the loss covers all rows
@@ -437,10 +390,3 @@ def count_allowed_idle_steps(actor: PPOActorConfig) -> int:
         return MAX_STEPS_WITHOUT_UPDATE
     halvings = math.ceil(math.log2(scale.initial_loss_scale / scale.min_loss_scale))
     return MAX_STEPS_WITHOUT_UPDATE + halvings + scale.hysteresis
-
-
-def make_levels(norm: NormConfig | None) -> Levels | None:
-    """Convert the section for the algorithms."""
-    if norm is None:
-        return None
-    return Levels(norm.mean_level, norm.std_level, norm.eps, norm.mean_leave1out, norm.std_unbiased)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,7 @@ class ScoredRows:
 
     rows: list[Trajectory]
     given_B: torch.Tensor  # rewards from the reward function or the environment
-    rewards_B: torch.Tensor  # with the overlong penalty
+    rewards_B: torch.Tensor  # with the length penalties
     group_B: torch.Tensor
 
     def select(self, kept: list[int]) -> ScoredRows:
@@ -39,47 +40,57 @@ class Minibatch:
     """One optimizer update. rows[data_rank] are row numbers of the batch."""
 
     rows: list[list[int]]
-    loss_weight: float
+    divisors: dict[str, float]  # of each component of the loss
     num_skipped: int
 
+    @property
+    def loss_weight(self) -> float:
+        return self.divisors["rl"]
 
-def is_useful(advantages: np.ndarray) -> bool:
+
+def is_useful(credit: np.ndarray) -> bool:
     """Return whether a row can change the weights."""
-    return bool(advantages.any())
+    return bool(credit.any())
 
 
 def divide_rows(
     rows: list[Trajectory],
-    advantages: list[np.ndarray],
+    credit: list[np.ndarray],
     members: list[int],
     num_minibatches: int,
     num_data_ranks: int,
     *,
     keep_all: bool = False,
     weight_by_row: bool = False,
+    masks: Mapping[str, Sequence[np.ndarray]] | None = None,
 ) -> list[Minibatch]:
     """Cut the rows `members` into mini-batches, and each of these into shares of the data ranks, by length.
 
-    A row whose advantages are all exactly 0 adds nothing to the loss and the gradient. It is skipped, but
-    counts in the loss weight; with `keep_all` it is kept, for a loss with another term. If a mini-batch has
-    only such rows, the shortest is kept: the update happens, with gradient 0. The loss weight counts tokens,
-    or rows with `weight_by_row`.
+    A row whose credit is exactly 0 everywhere adds nothing to the loss and the gradient. It is skipped, but
+    counts in the divisors; with `keep_all` it is kept, for a loss with another term. If a mini-batch has
+    only such rows, the shortest is kept: the update happens, with gradient 0. `masks` has the tokens of each
+    component of the loss, bool [L] by row; by default, `rl` has all generated tokens. The divisor of a
+    component is its number of tokens, or of rows with `weight_by_row`.
     """
+    masks = masks or {"rl": [row.loss_mask for row in rows]}
     lengths = [len(row.ids) for row in rows]
     result = []
     for places in filter(None, balance([lengths[i] for i in members], num_minibatches)):
         part = [members[place] for place in places]
-        weight = len(part) if weight_by_row else sum(int(rows[i].loss_mask.sum()) for i in part)
-        useful = [i for i in part if keep_all or is_useful(advantages[i])]
+        divisors = {}
+        for name, of_rows in masks.items():
+            counts = [int(of_rows[i].sum()) for i in part]
+            divisors[name] = float(max(1, sum(map(bool, counts)) if weight_by_row else sum(counts)))
+        useful = [i for i in part if keep_all or is_useful(credit[i])]
         useful = useful or [min(part, key=lambda i: lengths[i])]
         by_rank = balance([lengths[i] for i in useful], num_data_ranks)
         per_rank = [[useful[j] for j in share] for share in by_rank]
-        result.append(Minibatch(per_rank, float(max(1, weight)), len(part) - len(useful)))
+        result.append(Minibatch(per_rank, divisors, len(part) - len(useful)))
     return result
 
 
-def choose_advantages(row: Trajectory, computed: np.ndarray) -> np.ndarray:
-    """Return the advantages sent by an environment, float32 [L], else the computed ones."""
+def choose_credit(row: Trajectory, computed: np.ndarray) -> np.ndarray:
+    """Return the advantages sent by an environment, float32 [L], else the computed credit."""
     if row.zero_advantage:
         return np.zeros_like(computed)
     return choose_sent(row.advantages, computed) * row.loss_mask
@@ -87,6 +98,16 @@ def choose_advantages(row: Trajectory, computed: np.ndarray) -> np.ndarray:
 
 def choose_sent(sent: np.ndarray | None, computed: np.ndarray) -> np.ndarray:
     return computed if sent is None else sent
+
+
+def compute_token_weight(num_tokens: int, aggregation: str, max_new_tokens: int) -> float:
+    """Return the weight of a token in a completion of `num_tokens`.
+
+    The sum over the batch is then divided by its number of rows. `sequence_mean`: each completion has the
+    same weight, as in the GRPO paper. `constant_length`: each token has the same weight, and the divisor does
+    not depend on the samples, as in Dr.GRPO (Liu et al., arXiv 2503.20783).
+    """
+    return 1.0 / max(1, num_tokens if aggregation == "sequence_mean" else max_new_tokens)
 
 
 def make_temperature_column(rows: list[Trajectory], default: float) -> dict[str, list[np.ndarray]]:

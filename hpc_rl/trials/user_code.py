@@ -28,7 +28,8 @@ from hpc_rl.config.snapshot import is_user_file, list_snapshot_files
 from hpc_rl.core.refusal import Kind, Refusal, make_note
 
 CODE_OF = "code of "
-_CODE = ("rollout.workflow", "rollout.reward_fn")
+ALGORITHM = "actor.algorithm"
+_CODE = ("rollout.workflow", "rollout.reward_fn", ALGORITHM)
 START_S = 60.0  # for the import of a user's module
 # Kinds of lines of tools/check_user_code.py: attempts, the fields of a refusal or note, the end.
 IMPORTS, CALLS, FOUND, DONE = "imports", "calls", "found", "done"
@@ -59,7 +60,11 @@ def fingerprint_judges(config: Config, path: Sequence[str]) -> dict[str, str]:
 
     `path` is where Python finds modules.
     """
-    code = {f"{CODE_OF}{name}": digest for name, (_, digest) in _code(config, path).items()}
+    code = {
+        f"{CODE_OF}{name}": digest
+        for name, (_, digest) in _code(config, path).items()
+        if name != ALGORITHM  # it rejects no prompt
+    }
     return digest_options(config, JUDGES) | code
 
 
@@ -69,7 +74,8 @@ def _code(config: Config, path: Sequence[str]) -> dict[str, tuple[Path, str]]:
         return {}
     rewards, found = config.rollout.reward_functions, {}
     named = {f"rollout.reward_fn {one}" if rewards[1:] else "rollout.reward_fn": one for one in rewards}
-    for name, where in (named | {"rollout.workflow": config.rollout.workflow}).items():
+    named |= {"rollout.workflow": config.rollout.workflow, ALGORITHM: config.actor.algorithm}
+    for name, where in named.items():
         module, colon, _ = where.partition(":")
         file = source_file(module, path) if colon else None
         digests = [hashlib.sha256(data).hexdigest() for data in _own_files(file, path).values()]
@@ -194,7 +200,7 @@ def _has_ended(process: subprocess.Popen[bytes], data: bytes | None) -> bool:
 
 
 def check_user_code(config: Config, python: str, workdir: Path) -> Iterator[Refusal]:
-    """Import the rewards and the workflow of the user and call each reward once.
+    """Import the rewards, the workflow and the algorithm of the user, and call each reward once.
 
     Nothing is done where the job has another environment than this one: a container, modules, a setup or
     another interpreter. Yields notes, and what the job would refuse, with the place in the user's code.
@@ -202,14 +208,14 @@ def check_user_code(config: Config, python: str, workdir: Path) -> Iterator[Refu
     if not isinstance(config, GRPOConfig) or not _is_own_code(config):
         return
     if own_environment(config, python):
-        why = "rewards and workflow are not tried here: the job has an environment of its own"
+        why = "rewards, workflow and algorithm are not tried here: the job has an environment of its own"
         yield make_note("", why, Kind.MACHINE, related=_CODE)
         return
     num_tries = 1 + len(config.rollout.reward_functions)
     limit_s = (START_S + config.rollout.reward_timeout_s) * num_tries
     given = to_dict(redact_secrets(config))
     said, printed, code = execute_apart("hpc_rl.tools.check_user_code", config, given, limit_s, workdir)
-    kind, tried = "", ["", "rewards and workflow"]  # option and value
+    kind, tried = "", ["", "rewards, workflow and algorithm"]  # option and value
     for line in said.splitlines():
         if line.startswith("["):
             kind, content = json.loads(line)
@@ -255,4 +261,5 @@ def _environ(config: Config, workdir: Path) -> dict[str, str]:
 
 
 def _is_own_code(config: GRPOConfig) -> bool:
-    return any(":" in path for path in (config.rollout.workflow, *config.rollout.reward_functions))
+    rollout = config.rollout
+    return any(":" in path for path in (rollout.workflow, config.actor.algorithm, *rollout.reward_functions))

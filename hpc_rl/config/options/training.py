@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from hpc_rl.config.options.limits import (
     AboveOne,
@@ -205,10 +205,12 @@ class PPOActorConfig(TrainEngineConfig):
     """`token_mean`: every token of a minibatch has the same weight; `sequence_mean`: every completion has the
     same weight; `constant_length`: the sum over a completion is divided by `gconfig.max_new_tokens` (Dr.GRPO,
     with std_level null). hpc-rl extension."""
-    algorithm: Literal["grpo", "areal"] = "grpo"
-    """Algorithm: `grpo`, also for DAPO and Dr.GRPO with other options of this section; `areal` computes
-    rewards, advantages and dynamic sampling exactly as AReaL v0.3 did, mistakes included. hpc-rl
-    extension."""
+    algorithm: str = "grpo"
+    """Name of an algorithm, or `package.module:name` of yours: see Algorithms in the documentation. A name
+    sets the defaults of its options. `areal` computes rewards, credit and dynamic sampling exactly as AReaL
+    v0.3 did, mistakes included. hpc-rl extension."""
+    algorithm_args: dict[str, Any] = field(default_factory=dict)
+    """Options of your algorithm that this section lacks. hpc-rl extension."""
     log_agent_stats: bool = False
     """Log the entries of `Trajectory.stats` that `log_agent_stats_keys` names."""
     log_agent_stats_keys: list[str] = field(default_factory=list)

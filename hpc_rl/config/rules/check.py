@@ -18,6 +18,7 @@ from hpc_rl.config.options.experiment import (
     replace_value,
 )
 from hpc_rl.config.rules import (
+    algorithm_rules,
     consistency,
     container_rules,
     dataset_rules,
@@ -57,6 +58,7 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[Refusal]]] = [
     *sglang_rules.GRPO_RULES,
     *vllm_rules.GRPO_RULES,
     *training_rules.GRPO_RULES,
+    *algorithm_rules.GRPO_RULES,
     *environment_rules.GRPO_RULES,
     *pool_rules.GRPO_RULES,
     *teacher_rules.GRPO_RULES,

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hpc_rl.algorithms import areal
 from hpc_rl.algorithms.base import RewardBatch
-from hpc_rl.algorithms.kl import compute_kl_rewards
+from hpc_rl.algorithms.grpo import Options
 from hpc_rl.algorithms.normalization import Levels
 
 
@@ -48,20 +48,25 @@ def test_advantages_equal_the_written_out_steps(num_rows, seed, kl_ctl, discount
     old, ref = (torch.randn(num_rows, width, generator=generator) * mask for _ in range(2))
     rewards = torch.randn(num_rows, generator=generator) * 3
     want = literal(rewards, mask, lengths, old, ref, kl_ctl, discount, 0.95, no_eos_zero, 2.0)
-    got = areal.compute_advantages(
-        RewardBatch(
-            rewards, mask, lengths_B=lengths, token_rewards_BT=compute_kl_rewards(old, ref, mask, kl_ctl)
-        ),
+    options = Options(
         reward_clip=2.0,
         discount=discount,
         gae_lambda=0.95,
-        zero_truncated=no_eos_zero,
+        mask_no_eos_with_zero=no_eos_zero,
+        kl_ctl=kl_ctl,
     )
+    token_rewards = areal.compute_kl_rewards(old, ref, mask, options)
+    batch = RewardBatch(rewards, mask, lengths_B=lengths, token_rewards_BT=token_rewards)
+    got = areal.compute_credit(batch, options)
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
 
 
 def test_overlong_vector() -> None:
-    added = areal.compute_overlong_penalty(torch.tensor([10, 16, 20, 24]), 20, 8, 1.0)
+    mask_BT = torch.arange(24) < torch.tensor([10, 16, 20, 24])[:, None]
+    options = Options(
+        overlong_reward_penalty=True, overlong_tokens=8, overlong_penalty_factor=1.0, max_new_tokens=20
+    )
+    added = areal.compute_length_penalty(RewardBatch(torch.ones(4), mask_BT), options)
     assert (1 + added).tolist() == [1.0, 0.5, 0.0, -0.5]
 
 
@@ -69,13 +74,14 @@ def test_remainder_rows_are_scaled_by_a_hundred_thousand() -> None:
     mask = torch.tensor([[False, True]] * 3)
     lengths = torch.full((3,), 2)
     batch = RewardBatch(torch.tensor([0.0, 1.0, 1.0]), mask, lengths_B=lengths, group_size=2)
-    got = areal.compute_advantages(batch, reward_norm=Levels("group", "group"))
+    got = areal.compute_credit(batch, Options(reward_norm=Levels("group", "group")))
     assert got[:, 1].tolist() == pytest.approx([-0.99998, 0.99998, 1e5], rel=1e-5)
 
 
 def test_dynamic_sampling_keeps_all_if_none_is_left_or_whole() -> None:
     def kept(*rewards: float) -> list[int]:
-        return areal.select_informative_rows(torch.tensor(rewards), torch.arange(len(rewards)), 2)
+        batch = RewardBatch(torch.tensor(rewards), torch.ones(len(rewards), 1).bool(), group_size=2)
+        return areal.select_rows(batch, Options(dynamic_sampling=True))
 
     assert kept(1.0, 0.0, 1.0, 1.0) == [0, 1]
     assert kept(0.0, 0.0, 1.0, 1.0) == [0, 1, 2, 3]

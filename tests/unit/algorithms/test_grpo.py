@@ -1,13 +1,16 @@
-"""Rewards to advantages, which log-probabilities are whose, and the policy loss: against the vectors of the
+"""Rewards to credit, which log-probabilities are whose, and the policy loss: against the vectors of the
 reference implementation and against hand-worked tokens.
 """
 
 import pytest
 import torch
 
-from hpc_rl.algorithms import grpo
 from hpc_rl.algorithms.base import RewardBatch, TokenBatch
+from hpc_rl.algorithms.correction import choose_logprobs
+from hpc_rl.algorithms.grpo import GRPO, Options, compute_credit
 from hpc_rl.algorithms.normalization import Levels, number_groups
+from hpc_rl.engines.base import MicroBatch
+from hpc_rl.trainers.policy_loss import PolicyLoss
 
 LOGP = torch.tensor([-1.0, -0.5, -2.0, -0.1, -0.7, -1.2, -0.3, -3.0])
 PROX = torch.tensor([-1.2, -0.4, -1.5, -0.1, -0.2, -1.5, -0.3, -1.0])
@@ -20,7 +23,7 @@ MASK = torch.tensor([[0, 1, 1, 0], [0, 1, 0, 0], [0, 1, 1, 1], [0, 1, 1, 0]]).bo
 def test_group_normalized_reward_at_every_token_of_the_trajectory() -> None:
     rewards = torch.tensor([1.0, 0.0, 1.0, 1.0])
     batch = RewardBatch(rewards, MASK, number_groups(4, 2))
-    got = grpo.compute_advantages(batch, reward_norm=Levels("group", "group"))
+    got = compute_credit(batch, Options(reward_norm=Levels("group", "group")))
     unit = 0.5 / (0.5 + 1e-5)
     torch.testing.assert_close(
         got, torch.tensor([[0, unit, unit, 0], [0, -unit, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
@@ -28,37 +31,48 @@ def test_group_normalized_reward_at_every_token_of_the_trajectory() -> None:
 
 
 def test_bias_scaling_and_clip_come_before_the_normalization() -> None:
-    got = grpo.compute_advantages(
-        RewardBatch(torch.tensor([0.0, 9.0]), MASK[:2], number_groups(2, 2)),
-        reward_bias=-1.0,
-        reward_scaling=2.0,
-        reward_clip=4.0,
-        reward_norm=Levels("batch", None),
+    options = Options(
+        reward_bias=-1.0, reward_scaling=2.0, reward_clip=4.0, reward_norm=Levels("batch", None)
     )
+    got = compute_credit(RewardBatch(torch.tensor([0.0, 9.0]), MASK[:2], number_groups(2, 2)), options)
     assert got.tolist() == [[0, -3, -3, 0], [0, 3, 0, 0]]  # shaped to -2 and 4
 
 
 def test_advantage_norm_counts_tokens_not_rows() -> None:
     batch = RewardBatch(torch.tensor([3.0, 0.0]), MASK[:2], number_groups(2, 2))
-    got = grpo.compute_advantages(batch, adv_norm=Levels("batch", None))
+    got = compute_credit(batch, Options(adv_norm=Levels("batch", None)))
     assert got.tolist() == [[0, 1, 1, 0], [0, -2, 0, 0]]
 
 
 def test_reference_logprobs() -> None:
     servers, ours = [1.0], [2.0]
-    assert grpo.choose_logprobs(servers, None, decoupled=False) == (servers, servers)
-    assert grpo.choose_logprobs(servers, ours, decoupled=False) == (ours, ours)
-    assert grpo.choose_logprobs(servers, ours, decoupled=True) == (ours, servers)
+    assert choose_logprobs(servers, None, decoupled=False) == (servers, servers)
+    assert choose_logprobs(servers, ours, decoupled=False) == (ours, ours)
+    assert choose_logprobs(servers, ours, decoupled=True) == (ours, servers)
     with pytest.raises(ValueError, match="recomputed"):
-        grpo.choose_logprobs(servers, None, decoupled=True)
+        choose_logprobs(servers, None, decoupled=True)
+
+
+def loss_of(batch: TokenBatch, **options) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss and the sums of a micro-batch, as the trainer computes them."""
+    cap = options.pop("behav_imp_weight_cap", None)
+    columns = {
+        "prox": batch.prox_T,
+        "behav": batch.behav_T,
+        "credit": batch.credit_T,
+        "loss_mask": batch.mask_T,
+    }
+    row_T = torch.zeros(len(batch.mask_T), dtype=torch.long)
+    loss = PolicyLoss(GRPO, Options(**options), cap=cap)
+    return loss.compute({"rl": 1.0}, MicroBatch(batch.logprobs_T, batch.entropy_T, columns, row_T))
 
 
 def test_policy_loss_reports_sums_over_masked_tokens() -> None:
     logp = torch.tensor([0.0, 1.0, -3.0], requires_grad=True)
     behav = torch.tensor([0.0, 0.0, 9.0])
     mask = torch.tensor([True, True, False])
-    advantages, entropy = torch.tensor([1.0, 1.0, 5.0]), torch.tensor([0.5, 0.25, 7.0])
-    loss, sums = grpo.compute_policy_loss(TokenBatch(logp, behav, behav, advantages, mask, entropy))
+    credit, entropy = torch.tensor([1.0, 1.0, 5.0]), torch.tensor([0.5, 0.25, 7.0])
+    loss, sums = loss_of(TokenBatch(logp, behav, behav, credit, mask, entropy))
     assert loss.item() == pytest.approx(-1.0 - 1.2)
     assert {name: float(value) for name, value in sums.items()} == pytest.approx(
         {
@@ -74,8 +88,8 @@ def test_policy_loss_reports_sums_over_masked_tokens() -> None:
     )
 
 
-def tokens(logp, prox, behav, advantages, mask) -> TokenBatch:
-    return TokenBatch(logp, prox, behav, advantages, mask, entropy_T=torch.zeros_like(logp).detach())
+def tokens(logp, prox, behav, credit, mask) -> TokenBatch:
+    return TokenBatch(logp, prox, behav, credit, mask, entropy_T=torch.zeros_like(logp).detach())
 
 
 def token_by_token(batch: TokenBatch, **options) -> tuple[torch.Tensor, dict[str, list[float]]]:
@@ -83,7 +97,7 @@ def token_by_token(batch: TokenBatch, **options) -> tuple[torch.Tensor, dict[str
     made = []
     for t in range(len(batch.mask_T)):
         one = TokenBatch(*(None if column is None else column[t : t + 1] for column in batch))
-        made.append(grpo.compute_policy_loss(one, **options))
+        made.append(loss_of(one, **options))
     return torch.stack([loss for loss, _ in made]), {
         name: [float(sums[name]) for _, sums in made] for name in made[0][1]
     }
@@ -98,7 +112,7 @@ def test_decoupled_loss_without_options() -> None:
     loss_T, sums_T = token_by_token(batch, eps_clip=0.2)
     close(loss_T, [0, -1.491825, 0.8, -3.297442, 0.4, 2.736974, 0.5, 0])
     assert sums_T["clip_ratio"] == [0, 0, 1, 0, 1, 0, 0, 0]
-    loss, sums = grpo.compute_policy_loss(batch, eps_clip=0.2)
+    loss, sums = loss_of(batch, eps_clip=0.2)
     close(loss / LOSS_MASK.sum(), -0.058716)
     assert (sums["clip_ratio"], sums["dual_clip_ratio"], sums["behave_dropped"]) == (2, 0, 0)
 
@@ -109,13 +123,13 @@ def test_behaviour_weight_above_the_cap_drops_the_token() -> None:
     close(loss_T, [0, -1.491825, 0.8, -3.297442, 0.4, 0.0, 0.5, 0])
     assert sums_T["behave_dropped"] == [0, 0, 0, 0, 0, 1, 0, 0]
     assert sums_T["clip_ratio"] == [0, 0, 1, 0, 1, 0, 0, 0]
-    loss, sums = grpo.compute_policy_loss(batch, eps_clip=0.2, behav_imp_weight_cap=2.0)
+    loss, sums = loss_of(batch, eps_clip=0.2, behav_imp_weight_cap=2.0)
     close(loss / LOSS_MASK.sum(), -0.514878)
     assert (sums["behave_dropped"], sums["dual_clip_ratio"]) == (1, 0)
 
 
 def test_on_policy_the_loss_is_the_mean_advantage() -> None:
-    loss, _ = grpo.compute_policy_loss(tokens(LOGP, LOGP, LOGP, ADV, LOSS_MASK))
+    loss, _ = loss_of(tokens(LOGP, LOGP, LOGP, ADV, LOSS_MASK))
     close(loss / LOSS_MASK.sum(), -0.083333)
 
 
@@ -134,7 +148,7 @@ def test_gradient_is_the_policy_gradient_on_policy_and_zero_where_clipped() -> N
     logp = torch.tensor([0.0, 1.0, 5.0], requires_grad=True)
     zero = torch.zeros(3)
     batch = tokens(logp, zero, zero, torch.tensor([2.0, 1.0, 7.0]), torch.tensor([True, True, False]))
-    grpo.compute_policy_loss(batch)[0].backward()
+    loss_of(batch)[0].backward()
     close(logp.grad, [-2.0, 0.0, 0.0])
 
 
@@ -142,7 +156,7 @@ def test_unmasked_tokens_can_hold_anything() -> None:
     logp = torch.tensor([-1.0, 500.0], requires_grad=True)
     other = torch.tensor([-1.0, float("-inf")])
     batch = tokens(logp, other, other, torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
-    loss, sums = grpo.compute_policy_loss(batch, c_clip=2.0)
+    loss, sums = loss_of(batch, c_clip=2.0)
     loss.backward()
     close(token_by_token(batch, c_clip=2.0)[0], [-1.0, 0.0])
     close(logp.grad, [-1.0, 0.0])
@@ -152,7 +166,7 @@ def test_unmasked_tokens_can_hold_anything() -> None:
 def test_empty_micro_batch() -> None:
     empty, mask = torch.zeros(0, requires_grad=True), torch.zeros(0).bool()
     batch = tokens(empty, empty.detach(), empty.detach(), empty.detach(), mask)
-    loss, _ = grpo.compute_policy_loss(batch, c_clip=2.0, behav_imp_weight_cap=2.0)
+    loss, _ = loss_of(batch, c_clip=2.0, behav_imp_weight_cap=2.0)
     loss.backward()
     assert loss == 0
 
@@ -160,4 +174,4 @@ def test_empty_micro_batch() -> None:
 @pytest.mark.parametrize("option", ["c_clip", "behav_imp_weight_cap"])
 def test_bounds_that_make_no_sense_are_refused(option: str) -> None:
     with pytest.raises(ValueError, match=f"{option} must be above 1"):
-        grpo.compute_policy_loss(tokens(LOGP, PROX, OLD, ADV, LOSS_MASK), **{option: 1.0})
+        loss_of(tokens(LOGP, PROX, OLD, ADV, LOSS_MASK), **{option: 1.0})

@@ -5,21 +5,21 @@ import math
 import pytest
 import torch
 
-from hpc_rl.algorithms import grpo
-from hpc_rl.algorithms.base import RewardBatch, TokenBatch
-from hpc_rl.algorithms.kl import compute_k3, compute_kl_rewards
+from hpc_rl.algorithms.base import Options, RewardBatch, TokenBatch
+from hpc_rl.algorithms.kl import compute_k3, compute_kl_rewards, compute_reference_loss
 from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.algorithms.rewards import compute_credit
 
 
-def test_k1_is_a_reward_at_each_token_and_flows_back_through_advantages() -> None:
+def test_k1_is_a_reward_at_each_token_and_flows_back_through_the_credit() -> None:
     mask = torch.tensor([[False, True, True]])
     behav, ref = torch.tensor([[9.0, -1.0, -2.0]]), torch.tensor([[0.0, -1.5, -1.0]])
-    rewards = compute_kl_rewards(behav, ref, mask, 0.1)
+    rewards = compute_kl_rewards(behav, ref, mask, Options(kl_ctl=0.1))
     torch.testing.assert_close(
         rewards, torch.tensor([[0.0, -0.05, 0.1]])
     )  # more probable than the reference costs
     batch = RewardBatch(torch.tensor([1.0]), mask, torch.tensor([0]), token_rewards_BT=rewards)
-    got = grpo.compute_advantages(batch, discount=0.5)
+    got = compute_credit(batch, Options(discount=0.5))
     torch.testing.assert_close(got, torch.tensor([[0.0, -0.05 + 0.5 * 1.1, 1.1]]))
 
 
@@ -27,7 +27,7 @@ def test_the_kl_reward_is_not_clipped_or_normalized_with_the_task_reward() -> No
     mask = torch.tensor([[True], [True]])
     more = torch.tensor([[100.0], [0.0]])
     batch = RewardBatch(torch.tensor([3.0, 1.0]), mask, torch.tensor([0, 0]), token_rewards_BT=more)
-    got = grpo.compute_advantages(batch, reward_norm=Levels("group", None))
+    got = compute_credit(batch, Options(reward_norm=Levels("group", None)))
     assert got.tolist() == [[101.0], [-1.0]]
 
 
@@ -41,11 +41,11 @@ def test_k3_by_hand_with_its_gradient() -> None:
     assert logp.grad.tolist() == pytest.approx([1 - math.exp(-0.5), 0.0, 0.0])  # pulls toward the reference
 
 
-def test_beta_adds_k3_to_the_loss_and_reports_it_without_beta() -> None:
+def test_beta_scales_k3_in_the_loss_and_the_report_is_without_beta() -> None:
     logp = torch.tensor([-1.0, -1.0])
     ref, mask, zero = torch.tensor([-1.5, -1.5]), torch.tensor([True, False]), torch.zeros(2)
     batch = TokenBatch(logp, logp, logp, torch.tensor([2.0, 2.0]), mask, zero, ref_T=ref)
-    loss, sums = grpo.compute_policy_loss(batch, beta=0.25)
+    loss_T, sums = compute_reference_loss(batch, 0.25)
     kl = math.exp(-0.5) + 0.5 - 1
-    assert loss.item() == pytest.approx(-2.0 + 0.25 * kl)
+    assert loss_T.tolist() == pytest.approx([0.25 * kl, 0.0])
     assert sums["kl_loss"].item() == pytest.approx(kl)

@@ -50,7 +50,7 @@ def trained(tmp_path, overrides: str = "", rewards=REWARDS, finish: str = "stop"
 
 def advantages(recipe: GRPO) -> list[list[float]]:
     """Those of the completions, by row."""
-    columns = [column for rows, *_ in recipe.run.engine.updates for column in rows.columns["advantages"]]
+    columns = [column for rows, *_ in recipe.run.engine.updates for column in rows.columns["credit"]]
     assert not any(column[:PROMPT].any() for column in columns)
     return [column[PROMPT:].tolist() for column in columns]
 

@@ -36,7 +36,7 @@ def test_sent_advantages_take_the_place_of_the_computed_ones_where_the_mask_is(t
     rows = [trajectory(1.0), trajectory(0.0), trajectory(1.0), trajectory(0.0)]
     recipe.update(6, batch(with_(rows[0], advantages=sent), *rows[1:]))
     (sequences, *_), *_ = recipe.run.engine.updates
-    found = [column.tolist() for column in sequences.columns["advantages"]]
+    found = [column.tolist() for column in sequences.columns["credit"]]
     assert [0, 0, 1, 2, 3] in found and [0, 0, -0.5, -0.5, -0.5] in found
 
 
@@ -45,7 +45,7 @@ def test_a_row_with_zero_advantage_counts_in_its_group_only(tmp_path):
     rows = [trajectory(1.0), trajectory(0.0), trajectory(1.0), trajectory(0.0)]
     recipe.update(6, batch(with_(rows[0], zero_advantage=True), *rows[1:]))
     (sequences, weight, _), *_ = recipe.run.engine.updates
-    found = sorted(column[-1] for column in sequences.columns["advantages"])
+    found = sorted(column[-1] for column in sequences.columns["credit"])
     assert found == [-0.5, -0.5, 0.5] and weight == 12.0
 
 
@@ -67,7 +67,7 @@ def test_groups_of_other_sizes_are_normalized_as_they_are(tmp_path, algorithm):
     made = [TrajectoryGroup(FIRST_OUTSIDE + i, list(map(trajectory, one))) for i, one in enumerate(groups)]
     recipe.update(6, Batch(6, made))
     (sequences, *_), *_ = recipe.run.engine.updates
-    found = sorted(float(column[-1]) for column in sequences.columns["advantages"])
+    found = sorted(float(column[-1]) for column in sequences.columns["credit"])
     assert found == [-1.0, -0.5, 0.5, 1.0]  # of 0.5 and 4.0 too, but they are 0
 
 

@@ -2,9 +2,9 @@
 
 import copy
 import dataclasses
+import sys
 import threading
 from types import SimpleNamespace
-from typing import get_args, get_type_hints
 
 import numpy as np
 import pytest
@@ -13,13 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from recipes import RecordingEngine, make_run
 
-from hpc_rl.algorithms import ALGORITHMS
-from hpc_rl.algorithms.base import TokenBatch
+from hpc_rl.algorithms import base, grpo
+from hpc_rl.algorithms.algorithm import Algorithm
+from hpc_rl.algorithms.base import Loss, TokenBatch
 from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import NormConfig, PPOActorConfig
-from hpc_rl.core.errors import DataUnusable
+from hpc_rl.core.algorithms import ALGORITHMS
+from hpc_rl.core.errors import ConfigError, DataUnusable
 from hpc_rl.core.records import LineageRecord
 from hpc_rl.core.trial import write_json
 from hpc_rl.core.types import REGENERATED, Batch, EvalResult, Trajectory, TrajectoryGroup, encode
@@ -61,15 +63,19 @@ class FakeRollout:
         return None if stopping.is_set() else EvalResult(label, 200, 0.25, {"num_tokens": 9.0, "hints": 2.5})
 
 
-def grpo_recipe(tmp_path, reference: RecordingEngine | None = None, kind=GRPOConfig, **actor) -> GRPO:
+def grpo_recipe(
+    tmp_path, reference: RecordingEngine | None = None, kind=GRPOConfig, max_new_tokens: int = 16384, **actor
+) -> GRPO:
     norm = NormConfig(mean_level="group", std_level=None)
     config = kind(
         experiment_name="e",
         trial_name="t",
         train_dataset=DatasetConfig(path="x.jsonl", batch_size=2),
         valid_dataset=DatasetConfig(path="y.jsonl"),
-        gconfig=GenerationHyperparameters(n_samples=2, temperature=0.7),
-        actor=PPOActorConfig(path="m", **{"ppo_n_minibatches": 1, "reward_norm": norm, **actor}),
+        gconfig=GenerationHyperparameters(n_samples=2, temperature=0.7, max_new_tokens=max_new_tokens),
+        actor=PPOActorConfig(
+            path="m", **{"ppo_n_minibatches": 1, "reward_norm": norm, "kl_ctl": 0.0, **actor}
+        ),
     )
     run = make_run(tmp_path, config)
     transport = SimpleNamespace(settle=lambda wait: None)
@@ -92,7 +98,7 @@ def test_rows_without_advantage_are_skipped_and_still_count_in_the_weight(tmp_pa
     recipe.update(6, batch_of([1.0, 0.0], [1.0, 1.0]))
     ((rows, weight, temperature),) = recipe.run.engine.updates
     assert len(rows) == 2 and weight == 12.0 and temperature == 0.7
-    advantages = [column.tolist() for column in rows.columns["advantages"]]
+    advantages = [column.tolist() for column in rows.columns["credit"]]
     assert advantages == [[0, 0, value, value, value] for value in (0.5, -0.5)]
     numbers = recipe.run.stats.take()
     assert numbers["rows_skipped"] == 2
@@ -110,7 +116,7 @@ def test_without_any_advantage_the_update_still_happens(tmp_path):
     recipe = grpo_recipe(tmp_path)
     recipe.update(6, batch_of([1.0, 1.0], [0.0, 0.0]))
     ((rows, weight, _),) = recipe.run.engine.updates
-    assert len(rows) == 1 and weight == 12.0 and not rows.columns["advantages"][0].any()
+    assert len(rows) == 1 and weight == 12.0 and not rows.columns["credit"][0].any()
 
 
 def test_tokens_of_a_lost_lineage_are_never_younger_than_the_trainer(tmp_path):
@@ -153,7 +159,7 @@ def test_the_kl_reward_is_of_the_behaviour_policy_and_every_row_counts(tmp_path)
     rows = recipe.run.engine.updates[0][0]
     # behaviour -2, reference -3: -0.5 a token, summed from the end (discount 1); the group-normalized rewards
     # are ±0.5 and 0
-    assert sorted(column.tolist() for column in rows.columns["advantages"]) == sorted(
+    assert sorted(column.tolist() for column in rows.columns["credit"]) == sorted(
         [[0, 0, r - 1.5, r - 1.0, r - 0.5] for r in (0.5, -0.5, 0.0, 0.0)]
     )
     assert "ref" not in rows.columns
@@ -178,7 +184,7 @@ def test_dynamic_sampling_drops_groups_before_anything_is_normalized(tmp_path):
     recipe.update(6, batch_of([5.0, 5.0], [1.0, 0.0]))
     ((rows, weight, _),) = recipe.run.engine.updates
     assert weight == 6.0  # the dropped group does not count in the loss either
-    assert sorted(column[-1] for column in rows.columns["advantages"]) == [-0.5, 0.5]
+    assert sorted(column[-1] for column in rows.columns["credit"]) == [-0.5, 0.5]
     numbers = recipe.run.stats.take()
     assert numbers["groups_dropped"] == 1 and numbers["reward"] == 2.75  # rewards are reported of all
 
@@ -212,7 +218,7 @@ def test_truncated_completions_leave_the_loss_and_stay_in_the_baseline(tmp_path)
     recipe.update(6, cut_off(batch_of([1.0, 0.0], [1.0, 0.0]), 1, 1))
     ((rows, weight, _),) = recipe.run.engine.updates
     assert weight == 9.0
-    assert sorted(column[-1] for column in rows.columns["advantages"]) == [-0.5, 0.5, 0.5]
+    assert sorted(column[-1] for column in rows.columns["credit"]) == [-0.5, 0.5, 0.5]
     assert recipe.run.stats.take()["rows_masked"] == 1
 
 
@@ -224,7 +230,7 @@ def test_the_longest_row_that_is_complete_is_truncated_for_areal_only(tmp_path):
     recipe = grpo_recipe(tmp_path, mask_no_eos_with_zero=True, algorithm="areal", kl_ctl=0.0)
     recipe.update(6, batch)
     ((rows, weight, _),) = recipe.run.engine.updates
-    assert weight == 12.0 and not any(column.any() for column in rows.columns["advantages"])
+    assert weight == 12.0 and not any(column.any() for column in rows.columns["credit"])
 
 
 def test_areal_rewards_improbable_tokens_where_there_is_no_reference_model(tmp_path):
@@ -232,18 +238,17 @@ def test_areal_rewards_improbable_tokens_where_there_is_no_reference_model(tmp_p
     recipe.update(6, batch_of([1.0, 1.0], [1.0, 1.0]))
     rows = recipe.run.engine.updates[0][0]
     wanted = [0, 0, 0.6, 0.4, 0.2]  # 0.1 * 2 a token
-    np.testing.assert_allclose(rows.columns["advantages"][0], wanted, rtol=1e-6)
+    np.testing.assert_allclose(rows.columns["credit"][0], wanted, rtol=1e-6)
 
 
 def test_overlong_completions_lose_at_most_the_factor_except_for_areal(tmp_path):
     options = {"overlong_reward_penalty": True, "overlong_tokens": 4, "overlong_penalty_factor": 2.0}
     for algorithm, penalty in (("grpo", -2.0), ("areal", -2.5)):
-        recipe = grpo_recipe(tmp_path, algorithm=algorithm, kl_ctl=0.0, **options)
-        recipe.config.gconfig.max_new_tokens = 20
+        recipe = grpo_recipe(tmp_path, algorithm=algorithm, max_new_tokens=20, **options)
         recipe.update(6, two_groups_of(trajectory(1.0, 16), trajectory(1.0, 21)))
         rows = recipe.run.engine.updates[0][0]
         # rewards 1 and 1 + penalty, minus their mean
-        found = sorted({float(column[-1]) for column in rows.columns["advantages"]})
+        found = sorted({float(column[-1]) for column in rows.columns["credit"]})
         assert found == [penalty / 2, -penalty / 2]
         assert recipe.run.stats.take()["overlong_penalty"] == penalty / 2
 
@@ -293,7 +298,7 @@ def test_groups_whose_rewards_are_all_one_are_counted_and_their_advantages_are_z
     recipe = grpo_recipe(tmp_path, reward_norm=NormConfig(mean_level="group", std_level="group"))
     recipe.update(6, batch_of([0.0, 0.0], [0.3, 0.3], [1.0, 0.0]))
     assert recipe.run.stats.take()["groups_alike"] == 2
-    advantages = [column[-1] for column in recipe.run.engine.updates[0][0].columns["advantages"]]
+    advantages = [column[-1] for column in recipe.run.engine.updates[0][0].columns["credit"]]
     assert len(advantages) == 2 and np.isfinite(advantages).all()
 
 
@@ -301,11 +306,11 @@ def test_groups_of_different_sizes_are_normalized_by_membership(tmp_path):
     recipe = grpo_recipe(tmp_path)
     recipe.update(1, batch_of([1.0, 0.0, 0.5, 2.5], [3.0, 3.0]))
     rows = recipe.run.engine.updates[0][0]  # the second group teaches nothing
-    assert sorted(float(column[-1]) for column in rows.columns["advantages"]) == [-1.0, -0.5, 1.5]
+    assert sorted(float(column[-1]) for column in rows.columns["credit"]) == [-1.0, -0.5, 1.5]
     # two prompts whose answers all earn the same teach nothing
     recipe.update(2, batch_of([0.0] * 3, [1.0] * 5))
     rows = recipe.run.engine.updates[1][0]
-    assert not any(column.any() for column in rows.columns["advantages"])
+    assert not any(column.any() for column in rows.columns["credit"])
 
 
 def test_steps_in_a_row_without_an_update_end_the_trial(tmp_path, monkeypatch):
@@ -342,30 +347,48 @@ def test_minibatches_are_updates_and_the_schedule_knows(tmp_path):
     assert count_updates(grpo_recipe(tmp_path, ppo_n_minibatches=9).config, 10) == 5 * 4
 
 
-def sequence_ratio_loss(batch: TokenBatch, *, eps_clip: float, **_: object) -> tuple[torch.Tensor, dict]:
+def sequence_ratio_loss(tokens: TokenBatch, options: base.Options) -> Loss:
     """The loss of GSPO (Zheng et al., arXiv 2507.18071): one ratio per sequence, the mean over its tokens."""
-    num_rows = int(batch.row_T.max()) + 1
-    gap_T = (batch.logprobs_T - batch.prox_T) * batch.mask_T
-    gap_R = torch.zeros(num_rows).index_add(0, batch.row_T, gap_T)
-    count_R = torch.zeros(num_rows).index_add(0, batch.row_T, batch.mask_T.float())
-    ratio_T = (gap_R / count_R).exp()[batch.row_T]
-    clipped_T = ratio_T.clamp(1 - eps_clip, 1 + eps_clip)
-    loss_T = torch.maximum(-batch.advantages_T * ratio_T, -batch.advantages_T * clipped_T) * batch.mask_T
-    return loss_T.sum(), {"num_tokens": batch.mask_T.sum(), "sequence_ratio": ratio_T.detach().sum()}
+    num_rows = int(tokens.row_T.max()) + 1
+    gap_T = (tokens.logprobs_T - tokens.prox_T) * tokens.mask_T
+    gap_R = torch.zeros(num_rows).index_add(0, tokens.row_T, gap_T)
+    count_R = torch.zeros(num_rows).index_add(0, tokens.row_T, tokens.mask_T.float())
+    ratio_T = (gap_R / count_R).exp()[tokens.row_T]
+    clipped_T = ratio_T.clamp(1 - options.width, 1 + options.width)
+    loss_T = torch.maximum(-tokens.credit_T * ratio_T, -tokens.credit_T * clipped_T)
+    return Loss({"rl": tokens.mask_tokens(loss_T)}, {})
 
 
-def test_another_algorithm_is_a_row_of_the_table(tmp_path, monkeypatch):
-    row = dataclasses.replace(ALGORITHMS["grpo"], policy_loss=sequence_ratio_loss)
-    monkeypatch.setitem(ALGORITHMS, "throw-away", row)
-    recipe = grpo_recipe(tmp_path, algorithm="throw-away")
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Width(base.Options):
+    width: float
+
+
+MINE = Algorithm(options=Width, compute_credit=grpo.compute_credit, compute_loss=sequence_ratio_loss)
+
+
+def test_another_algorithm_is_named_by_its_import_path(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "my_losses", SimpleNamespace(MINE=MINE, other=3))
+    mine = {"algorithm": "my_losses:MINE"}
+    recipe = grpo_recipe(tmp_path, **mine, algorithm_args={"width": 0.2})
     recipe.update(6, batch_of([1.0, 0.0], [0.0, 1.0]))
     # ratio e^(-1+2) of every sequence, clipped to 1.2 where A = 0.5, not where A = -0.5
     loss = recipe.run.stats.take()["loss"]
     assert loss == pytest.approx((-0.5 * 1.2 + 0.5 * np.e) / 2)
+    for args, problem in (({"widht": 1}, "no widht.*it has width"), ({}, "width")):
+        with pytest.raises(ConfigError, match=problem):
+            grpo_recipe(tmp_path, **mine, algorithm_args=args)
+    with pytest.raises(ConfigError, match=r"Algorithm of hpc_rl\.algorithms.*not int"):
+        grpo_recipe(tmp_path, algorithm="my_losses:other")
 
 
-def test_every_algorithm_can_be_selected():
-    assert set(get_args(get_type_hints(PPOActorConfig)["algorithm"])) == ALGORITHMS.keys()
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_algorithm_trains(tmp_path, name):
+    recipe = grpo_recipe(tmp_path, algorithm=name)
+    recipe.update(6, batch_of([1.0, 0.0], [0.0, 1.0]))
+    numbers = recipe.run.stats.take()
+    assert numbers["update_successful"] == 1.0 and np.isfinite(numbers["loss"])
+    assert {*ALGORITHMS[name].defaults} <= {field.name for field in dataclasses.fields(PPOActorConfig)}
 
 
 @given(
@@ -451,8 +474,7 @@ def test_groups_that_dynamic_sampling_drops_have_no_advantage(tmp_path):
 def test_dynamic_sampling_looks_at_rewards_without_the_overlong_penalty(tmp_path, algorithm, num_dropped):
     """DAPO's constraint (equation 11) counts right answers; AReaL v0.3 compared penalized rewards."""
     overlong = {"overlong_reward_penalty": True, "overlong_tokens": 4, "overlong_penalty_factor": 1.0}
-    recipe = grpo_recipe(tmp_path, algorithm=algorithm, dynamic_sampling=True, kl_ctl=0.0, **overlong)
-    recipe.config.gconfig.max_new_tokens = 20
+    recipe = grpo_recipe(tmp_path, algorithm=algorithm, dynamic_sampling=True, max_new_tokens=20, **overlong)
     alike = TrajectoryGroup(0, [trajectory(1.0, 3), trajectory(1.0, 19)])  # the second is penalized
     differ = TrajectoryGroup(1, [trajectory(1.0, 3), trajectory(0.0, 3)])
     recipe.update(6, Batch(6, [alike, differ]))

@@ -1,13 +1,14 @@
-"""Rewards to advantages: hand-worked rows, and the blocked recursion against the plain one."""
+"""Rewards to credit: hand-worked rows, and the blocked recursion against the plain one."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hpc_rl.algorithms.advantages import (
+from hpc_rl.algorithms.base import Options, RewardBatch
+from hpc_rl.algorithms.rewards import (
     compute_gae,
-    compute_overlong_penalty,
+    compute_length_penalty,
     place_rewards,
     select_informative_rows,
     shape_rewards,
@@ -34,15 +35,19 @@ def test_shape_rewards_adds_scales_then_clips() -> None:
 
 
 def test_overlong_penalty_is_bounded_below() -> None:
-    added = compute_overlong_penalty(
-        torch.tensor([10, 16, 20, 24]), max_new_tokens=20, overlong_tokens=8, factor=1.0
+    mask_BT = torch.arange(24) < torch.tensor([10, 16, 20, 24])[:, None]
+    options = Options(
+        overlong_reward_penalty=True, overlong_tokens=8, overlong_penalty_factor=1.0, max_new_tokens=20
     )
+    added = compute_length_penalty(RewardBatch(torch.ones(4), mask_BT), options)
     assert (1.0 + added).tolist() == [1.0, 0.5, 0.0, 0.0]
 
 
 def test_groups_of_equal_rewards_are_uninformative() -> None:
     rewards, group_B = torch.tensor([1.0, 1, 0, 1, 0, 0]), torch.tensor([0, 0, 1, 1, 2, 2])
-    assert select_informative_rows(rewards, group_B, 2) == [2, 3]
+    batch = RewardBatch(rewards, torch.ones(6, 1).bool(), group_B)
+    assert select_informative_rows(batch, Options(dynamic_sampling=True)) == [2, 3]
+    assert select_informative_rows(batch, Options()) == [0, 1, 2, 3, 4, 5]
 
 
 def test_reward_goes_to_the_last_masked_token_of_a_row() -> None:
@@ -81,3 +86,14 @@ def test_blocked_gae_equals_the_plain_recursion(rows, width, discount, gae_lambd
 def test_empty_batches_pass_through(shape) -> None:
     mask = torch.zeros(shape).bool()
     assert compute_gae(place_rewards(torch.zeros(shape[0]), mask), mask).shape == shape
+
+
+def test_gae_with_values_by_hand() -> None:
+    """Discount 0.5, lambda 0.5: d = [0 + 0.5*4 - 2, 1 + 0.5*6 - 4, 8 - 6] = [0, 0, 2]."""
+    mask = torch.tensor([[0, 1, 0, 1, 1]]).bool()
+    rewards = torch.tensor([[9.0, 0.0, 9.0, 1.0, 8.0]])
+    values = torch.tensor([[7.0, 2.0, 7.0, 4.0, 6.0]])
+    got = compute_gae(rewards, mask, 0.5, 0.5, values)
+    assert got.tolist() == [[0, 0.125, 0, 0.5, 2.0]]
+    zero = compute_gae(rewards, mask, 0.5, 0.5, torch.zeros_like(values))
+    assert torch.equal(zero, compute_gae(rewards, mask, 0.5, 0.5))

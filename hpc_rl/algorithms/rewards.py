@@ -1,0 +1,142 @@
+"""Rewards to credit: scalars per trajectory in, credit per token out.
+
+Tokens that the model did not generate (prompt, tool output, padding) are not time steps: the recursion of GAE
+skips them. Position t belongs to token t itself.
+"""
+
+import torch
+
+from hpc_rl.algorithms.base import Options, RewardBatch
+from hpc_rl.algorithms.normalization import normalize
+
+BLOCK = 128  # tokens per product with a triangular matrix of discounts
+
+
+def shape_rewards(
+    rewards_B: torch.Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float = 20.0
+) -> torch.Tensor:
+    """Return (reward + bias) * scaling, clipped to plus and minus `clip`, as a new float32 [B]."""
+    return ((rewards_B.float() + bias) * scaling).clamp(-clip, clip)
+
+
+def compute_clipped_share(
+    rewards_B: torch.Tensor, bias: float = 0.0, scaling: float = 1.0, clip: float = 20.0
+) -> float:
+    """Return the share of rewards that `shape_rewards` changes to `clip` or -`clip`."""
+    if not len(rewards_B):
+        return 0.0
+    return float((((rewards_B.float() + bias) * scaling).abs() > clip).float().mean())
+
+
+def compute_length_penalty(batch: RewardBatch, options: Options) -> torch.Tensor:
+    """Return the penalties on the rewards of completions that enter the last `overlong_tokens` of the budget.
+
+    The penalty falls linearly from 0 to -overlong_penalty_factor at `max_new_tokens`: the soft overlong
+    punishment of DAPO (Yu et al., arXiv 2503.14476, section 3.4). 0 without `overlong_reward_penalty`.
+    """
+    if not options.overlong_reward_penalty:
+        return torch.zeros(len(batch.rewards_B))
+    factor = options.overlong_penalty_factor
+    assert options.overlong_tokens and factor is not None, "the configuration is refused without them"
+    excess_B = batch.mask_BT.sum(1).float() - (options.max_new_tokens - options.overlong_tokens)
+    return (-excess_B / options.overlong_tokens * factor).clamp(-factor, 0.0)
+
+
+def select_informative_rows(batch: RewardBatch, options: Options) -> list[int]:
+    """Return the rows of groups whose rewards differ, because other groups teach nothing.
+
+    This is the dynamic sampling of DAPO (arXiv 2503.14476, section 3.2). Its equation 11 considers only the
+    answers, so it compares rewards without the length penalties. All rows without `dynamic_sampling`.
+    """
+    rows = range(len(batch.rewards_B))
+    if not options.dynamic_sampling:
+        return list(rows)
+    given_B = batch.rewards_B if batch.given_B is None else batch.given_B
+    group_B = torch.arange(len(given_B)) if batch.group_B is None else batch.group_B
+    flat = {g for g in group_B.unique().tolist() if len(given_B[group_B == g].unique()) == 1}
+    return [row for row in rows if int(group_B[row]) not in flat]
+
+
+def select_finished_rows(batch: RewardBatch, options: Options) -> list[int]:
+    """Return the rows that are not truncated; all rows without `mask_no_eos_with_zero`."""
+    rows = range(len(batch.rewards_B))
+    if not options.mask_no_eos_with_zero or batch.truncated_B is None:
+        return list(rows)
+    return [row for row in rows if not batch.truncated_B[row]]
+
+
+def compute_credit(batch: RewardBatch, options: Options) -> torch.Tensor:
+    """Return the credit of each token, float32 [B, T], 0 outside of the mask.
+
+    The rewards are shaped, normalized by `reward_norm` and placed at the last token. Generalized advantage
+    estimation spreads them, and `adv_norm` normalizes the result. Call it with the whole train batch.
+    """
+    shaped_B = shape_rewards(
+        batch.rewards_B, options.reward_bias, options.reward_scaling, options.reward_clip
+    )
+    if options.reward_norm is not None:
+        shaped_B = normalize(shaped_B, options.reward_norm, batch.group_B)
+    return spread_rewards(batch, shaped_B, options)
+
+
+def spread_rewards(batch: RewardBatch, shaped_B: torch.Tensor, options: Options) -> torch.Tensor:
+    """Return the credit of each token for given rewards of trajectories, float32 [B, T]."""
+    rewards_BT = place_rewards(shaped_B, batch.mask_BT)
+    if batch.token_rewards_BT is not None:
+        rewards_BT = rewards_BT + batch.token_rewards_BT
+    credit_BT = compute_gae(rewards_BT, batch.mask_BT, options.discount, options.gae_lambda, batch.values_BT)
+    if options.adv_norm is None:
+        return credit_BT
+    return normalize(credit_BT, options.adv_norm, batch.group_B, batch.mask_BT)
+
+
+def place_rewards(rewards_B: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return float32 [B, T]: each reward at its row's last masked token, 0 elsewhere."""
+    position_T = torch.arange(1, mask_BT.shape[1] + 1)
+    none_B = torch.zeros(len(mask_BT), dtype=torch.long)
+    last_B = (mask_BT * position_T).amax(1) if mask_BT.shape[1] else none_B
+    rewards_BT = torch.zeros(mask_BT.shape, dtype=torch.float32)
+    rows_B = last_B > 0
+    rewards_BT[rows_B, last_B[rows_B] - 1] = rewards_B.float()[rows_B]
+    return rewards_BT
+
+
+def compute_gae(
+    rewards_BT: torch.Tensor,
+    mask_BT: torch.Tensor,
+    discount: float = 1.0,
+    gae_lambda: float = 1.0,
+    values_BT: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Return generalized advantage estimates at the masked tokens, 0 elsewhere, as a new float32 [B, T].
+
+    Over the masked tokens of a row: d_i = r_i + discount * V_{i+1} - V_i, with V = 0 after the last one, and
+    A_i = d_i + discount * lambda * A_{i+1} (Schulman et al., arXiv 1506.02438, equations 11 and 16). Without
+    `values_BT`, V is 0.
+    """
+    # move masked tokens to the end of their row, in order
+    order_BT = torch.argsort(mask_BT.to(torch.uint8), dim=1, stable=True)
+    valid_BT = mask_BT.gather(1, order_BT)
+    ordered_BT = rewards_BT.float().gather(1, order_BT) * valid_BT
+    if values_BT is not None:
+        own_BT = values_BT.float().gather(1, order_BT)
+        next_BT = torch.nn.functional.pad(own_BT[:, 1:], (0, 1))
+        ordered_BT = torch.where(valid_BT, ordered_BT + discount * next_BT - own_BT, ordered_BT)
+    sums_BT = _sum_discounted(ordered_BT, discount * gae_lambda) * valid_BT
+    return torch.zeros_like(sums_BT).scatter_(1, order_BT, sums_BT)
+
+
+def _sum_discounted(x_BT: torch.Tensor, decay: float) -> torch.Tensor:
+    """Return y_t = x_t + decay * y_{t+1}, computed from the last column back, in blocks of columns."""
+    out_BT = torch.empty_like(x_BT)
+    carry_B1 = torch.zeros(len(x_BT), 1)
+    exponent_K = torch.arange(BLOCK, dtype=torch.float64)
+    gap_KK = (exponent_K[:, None] - exponent_K).clamp(min=0.0)  # [source, target]
+    triangle_KK = torch.tril((decay**gap_KK).float())
+    for end in range(x_BT.shape[1], 0, -BLOCK):
+        start = max(end - BLOCK, 0)
+        size = end - start
+        reach_K = (decay ** torch.arange(size, 0, -1, dtype=torch.float64)).float()
+        out_BT[:, start:end] = x_BT[:, start:end] @ triangle_KK[:size, :size] + carry_B1 * reach_K
+        carry_B1 = out_BT[:, start : start + 1]
+    return out_BT

@@ -1,0 +1,56 @@
+"""Loading of the algorithm that `actor.algorithm` names, with its options."""
+
+from dataclasses import fields
+from typing import Any
+
+from hpc_rl.algorithms.algorithm import Algorithm
+from hpc_rl.algorithms.base import Options
+from hpc_rl.algorithms.normalization import Levels
+from hpc_rl.config.options.experiment import GRPOConfig
+from hpc_rl.config.options.training import NormConfig
+from hpc_rl.core.algorithms import ALGORITHMS
+from hpc_rl.core.errors import ConfigError
+from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.rollout.rewards import import_object
+
+OPTION, ARGS = "actor.algorithm", "actor.algorithm_args"
+
+
+def load_algorithm(config: GRPOConfig) -> tuple[Algorithm, Options]:
+    """Return the algorithm, built-in or the user's, and its options. Raises ConfigError."""
+    name = config.actor.algorithm
+    row = ALGORITHMS.get(name)
+    algorithm = import_object(OPTION, row.path if row else name)
+    if not isinstance(algorithm, Algorithm):
+        why = f"must name an Algorithm of hpc_rl.algorithms.algorithm, not {type(algorithm).__name__}"
+        raise ConfigError(Refusal(option=OPTION, value=repr(name), kind=Kind.FILE, why=why))
+    return algorithm, make_options(algorithm, config)
+
+
+def make_options(algorithm: Algorithm, config: GRPOConfig) -> Options:
+    """Return the options of an algorithm: those of section `actor`, and others of `actor.algorithm_args`.
+
+    Raises ConfigError for an argument that the algorithm does not have, or for one that it lacks.
+    """
+    actor, args = config.actor, config.actor.algorithm_args
+    names = [field.name for field in fields(algorithm.options)]
+    in_section = {name: _convert(getattr(actor, name)) for name in names if hasattr(actor, name)}
+    own = [name for name in names if name not in in_section]
+    if unknown := sorted(args.keys() - own):
+        why = f": {actor.algorithm} has no {', '.join(unknown)}"
+        use = (
+            f"it has {', '.join(own)}" if own else f"{actor.algorithm} has no options besides section actor's"
+        )
+        raise ConfigError(Refusal(option=ARGS, kind=Kind.CONFLICT, why=why, use=use, related=(OPTION,)))
+    values: dict[str, Any] = {**in_section, "max_new_tokens": config.gconfig.max_new_tokens, **args}
+    try:
+        return algorithm.options(**values)
+    except (TypeError, ValueError) as error:
+        why = f": {actor.algorithm} can't use them: {error}"
+        raise ConfigError(Refusal(option=ARGS, kind=Kind.CONFLICT, why=why, related=(OPTION,))) from error
+
+
+def _convert(value: Any) -> Any:
+    if not isinstance(value, NormConfig):
+        return value
+    return Levels(value.mean_level, value.std_level, value.eps, value.mean_leave1out, value.std_unbiased)
