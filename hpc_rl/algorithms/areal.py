@@ -17,8 +17,8 @@ from hpc_rl.algorithms.grpo import Options, compute_loss
 from hpc_rl.algorithms.normalization import normalize, number_groups
 
 
-def compute_length_penalty(batch: RewardBatch, options: Options) -> torch.Tensor:
-    """Return the penalties on the rewards; they have no lower bound."""
+def penalize_lengths(batch: RewardBatch, options: Options) -> torch.Tensor:
+    """Return the overlong penalties; they have no lower bound."""
     if not options.overlong_reward_penalty:
         return torch.zeros(len(batch.rewards_B))
     assert options.overlong_tokens and options.overlong_penalty_factor is not None
@@ -77,7 +77,7 @@ def select_rows(batch: RewardBatch, options: Options) -> list[int]:
 
 AREAL = Algorithm(
     options=grpo.Options,
-    penalize_lengths=compute_length_penalty,
+    penalize_lengths=penalize_lengths,
     select_groups=keep_groups,
     compute_kl_rewards=compute_kl_rewards,
     compute_credit=compute_credit,

@@ -4,7 +4,7 @@ Suffixes of names: B trajectories, T tokens (of a row, or of a packed micro-batc
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -27,6 +27,8 @@ class Options:
     discount: float = 1.0
     gae_lambda: float = 1.0
     kl_ctl: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    length_penalty: float = 0.0
     overlong_reward_penalty: bool = False
     overlong_tokens: int | None = None
     overlong_penalty_factor: float | None = None
@@ -69,6 +71,21 @@ class TokenBatch(NamedTuple):
     def mask_tokens(self, values_T: torch.Tensor) -> torch.Tensor:
         """Return the values at the trained tokens, 0 elsewhere."""
         return torch.where(self.mask_T, values_T, torch.zeros_like(values_T))
+
+    def average_rows(self, values_T: torch.Tensor) -> torch.Tensor:
+        """Return, at each trained token, the mean of the values at the trained tokens of its row."""
+        return average_rows(values_T, self.mask_T, self.row_T)
+
+
+def average_rows(values_T: torch.Tensor, mask_T: torch.Tensor, row_T: torch.Tensor | None) -> torch.Tensor:
+    """Return, at each masked token, the mean of the values at the masked tokens of its row; 0 elsewhere."""
+    assert row_T is not None, "a mean of rows needs the row of each token"
+    masked_T = torch.where(mask_T, values_T, torch.zeros_like(values_T))
+    # there are at most as many rows as tokens
+    sum_R = torch.zeros_like(values_T).index_add(0, row_T, masked_T)
+    count_R = torch.zeros_like(values_T).index_add(0, row_T, mask_T.to(values_T.dtype))
+    mean_T = (sum_R / count_R.clamp(min=1))[row_T]
+    return torch.where(mask_T, mean_T, torch.zeros_like(mean_T))
 
 
 class Loss(NamedTuple):

@@ -28,14 +28,39 @@ def compute_clipped_share(
     return float((((rewards_B.float() + bias) * scaling).abs() > clip).float().mean())
 
 
-def compute_length_penalty(batch: RewardBatch, options: Options) -> torch.Tensor:
-    """Return the penalties on the rewards of completions that enter the last `overlong_tokens` of the budget.
+def penalize_lengths(batch: RewardBatch, options: Options) -> torch.Tensor:
+    """Return the numbers to add to the rewards for the lengths of completions, float32 [B]."""
+    total_B = torch.zeros(len(batch.rewards_B))
+    if options.overlong_reward_penalty:
+        total_B = total_B + compute_overlong_penalty(batch, options)
+    if options.length_penalty:
+        total_B = total_B + options.length_penalty * compare_lengths(batch)
+    return total_B
+
+
+def compare_lengths(batch: RewardBatch) -> torch.Tensor:
+    """Return a number from 0.5 for the shortest completion of a group to -0.5 for the longest.
+
+    The length reward of Kimi k1.5 (arXiv 2501.12599, section 2.3.3): 0.5 - (len - min) / (max - min), and at
+    most 0 for completions without a reward above 0. 0 in groups with a single length.
+    """
+    length_B = batch.mask_BT.sum(1).float()
+    result_B = torch.zeros_like(length_B)
+    group_B = torch.arange(len(length_B)) if batch.group_B is None else batch.group_B
+    for group in group_B.unique():
+        rows_B = group_B == group
+        shortest, longest = length_B[rows_B].aminmax()
+        if longest > shortest:
+            result_B[rows_B] = 0.5 - (length_B[rows_B] - shortest) / (longest - shortest)
+    return torch.where(batch.rewards_B > 0, result_B, result_B.clamp(max=0.0))
+
+
+def compute_overlong_penalty(batch: RewardBatch, options: Options) -> torch.Tensor:
+    """Return the penalties of completions that enter the last `overlong_tokens` of the budget.
 
     The penalty falls linearly from 0 to -overlong_penalty_factor at `max_new_tokens`: the soft overlong
-    punishment of DAPO (Yu et al., arXiv 2503.14476, section 3.4). 0 without `overlong_reward_penalty`.
+    punishment of DAPO (Yu et al., arXiv 2503.14476, section 3.4).
     """
-    if not options.overlong_reward_penalty:
-        return torch.zeros(len(batch.rewards_B))
     factor = options.overlong_penalty_factor
     assert options.overlong_tokens and factor is not None, "the configuration is refused without them"
     excess_B = batch.mask_BT.sum(1).float() - (options.max_new_tokens - options.overlong_tokens)

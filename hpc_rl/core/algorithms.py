@@ -14,14 +14,43 @@ class AlgorithmRow:
     """An algorithm of hpc-rl."""
 
     path: str  # module:name of its Algorithm
-    summary: str  # one line for the documentation
-    # option of section `actor` -> its default with this algorithm; AReaL's default otherwise
+    # option of section `actor` -> its default if a file names this algorithm
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # sections of the configuration, such as `critic`
 
 
 _PAGES = "hpc_rl.algorithms"
-ALGORITHMS: dict[str, AlgorithmRow] = {
-    "grpo": AlgorithmRow(f"{_PAGES}.grpo:GRPO", "clipped ratio per token"),
-    "areal": AlgorithmRow(f"{_PAGES}.areal:AREAL", "the computation of AReaL v0.3, with its mistakes"),
+_GRPO = f"{_PAGES}.grpo:GRPO"
+_OF_GROUP = {"reward_norm.mean_level": "group", "reward_norm.std_level": "group"}
+_CENTERED = {"reward_norm.mean_level": "group", "reward_norm.std_level": None}
+_OF_BATCH = {"adv_norm.mean_level": "batch", "adv_norm.std_level": "batch"}
+_GSPO = {
+    **_OF_GROUP,
+    "importance_sampling_level": "sequence",
+    "eps_clip": 3e-4,
+    "eps_clip_higher": 4e-4,
+    "loss_aggregation": "sequence_mean",
 }
+ALGORITHMS: dict[str, AlgorithmRow] = {
+    "grpo": AlgorithmRow(_GRPO),
+    "dapo": AlgorithmRow(_GRPO, {**_OF_GROUP, "eps_clip_higher": 0.28, "dynamic_sampling": True}),
+    "dr_grpo": AlgorithmRow(_GRPO, {**_CENTERED, "loss_aggregation": "constant_length"}),
+    "lite_ppo": AlgorithmRow(_GRPO, {"reward_norm.mean_level": "group", "reward_norm.std_level": "batch"}),
+    "rloo": AlgorithmRow(_GRPO, {**_CENTERED, "reward_norm.mean_leave1out": True}),
+    "reinforce_pp": AlgorithmRow(f"{_PAGES}.reinforce_pp:REINFORCE_PP", _OF_BATCH),
+    "max_rl": AlgorithmRow(f"{_PAGES}.max_rl:MAX_RL"),
+    "gspo": AlgorithmRow(f"{_PAGES}.gspo:GSPO", _GSPO),
+    "gspo_token": AlgorithmRow(f"{_PAGES}.gspo:GSPO_TOKEN", _GSPO),
+    "cispo": AlgorithmRow(f"{_PAGES}.cispo:CISPO", {**_OF_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0}),
+    "sapo": AlgorithmRow(f"{_PAGES}.sapo:SAPO", {**_OF_GROUP, "use_sapo_loss": True}),
+    "m2po": AlgorithmRow(
+        f"{_PAGES}.m2po:M2PO", {**_OF_GROUP, "m2_threshold": 0.04, "use_decoupled_loss": True}
+    ),
+    "areal": AlgorithmRow(f"{_PAGES}.areal:AREAL"),
+}
+# Option of AReaL, the value that selects an algorithm (None: any but null), the algorithms that it allows.
+SELECTED_BY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
+    ("importance_sampling_level", "sequence", ("gspo", "gspo_token")),
+    ("use_sapo_loss", True, ("sapo",)),
+    ("m2_threshold", None, ("m2po",)),
+)

@@ -1,13 +1,14 @@
 """Loading of the algorithm that `actor.algorithm` names, with its options."""
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Literal
 
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.base import Options
+from hpc_rl.algorithms.correction import Correction
 from hpc_rl.algorithms.normalization import Levels
 from hpc_rl.config.options.experiment import GRPOConfig
-from hpc_rl.config.options.training import NormConfig
+from hpc_rl.config.options.training import NormConfig, PPOActorConfig
 from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
@@ -48,6 +49,15 @@ def make_options(algorithm: Algorithm, config: GRPOConfig) -> Options:
     except (TypeError, ValueError) as error:
         why = f": {actor.algorithm} can't use them: {error}"
         raise ConfigError(Refusal(option=ARGS, kind=Kind.CONFLICT, why=why, related=(OPTION,))) from error
+
+
+def make_correction(actor: PPOActorConfig) -> Correction:
+    """Return the off-policy correction of the configuration."""
+    section = actor.rollout_correction
+    if section is None:
+        return Correction(mode="mask", upper=actor.behav_imp_weight_cap)
+    mode: Literal["truncate", "mask"] = "truncate" if section.mode == "truncate" else "mask"
+    return Correction(section.level, mode, section.lower, section.upper)
 
 
 def _convert(value: Any) -> Any:

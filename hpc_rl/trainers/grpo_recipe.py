@@ -7,16 +7,19 @@ the whole batch before the rows are divided among ranks, so nothing depends on t
 import logging
 import math
 import time
+from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 
 import numpy as np
 import torch
 
 from hpc_rl.algorithms.base import RewardBatch
-from hpc_rl.algorithms.correction import choose_logprobs
+from hpc_rl.algorithms.correction import choose_logprobs, compute_version_share
 from hpc_rl.algorithms.rewards import compute_clipped_share
 from hpc_rl.config.options.experiment import GRPOConfig, count_steps
 from hpc_rl.config.options.training import PPOActorConfig
+from hpc_rl.config.rules.training_rules import needs_recompute
 from hpc_rl.config.schedule import count_updates_per_step
 from hpc_rl.core.errors import DataUnusable
 from hpc_rl.core.types import Batch, Trajectory, decode
@@ -26,7 +29,7 @@ from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 from hpc_rl.servers.wire import get_logprob_temperature, get_sampling_temperature
 from hpc_rl.stats.kept_samples import SampleWriter
-from hpc_rl.trainers.algorithm_options import load_algorithm
+from hpc_rl.trainers.algorithm_options import load_algorithm, make_correction
 from hpc_rl.trainers.batch_metrics import BatchMetrics
 from hpc_rl.trainers.minibatches import (
     Known,
@@ -38,7 +41,9 @@ from hpc_rl.trainers.minibatches import (
     divide_rows,
     make_temperature_column,
     pad_rows,
+    split_rows,
 )
+from hpc_rl.trainers.mismatch import PREFIX, summarize_mismatch
 from hpc_rl.trainers.policy_loss import COMPONENTS, MEANS_OVER_TOKENS, PolicyLoss
 from hpc_rl.trainers.run import Run
 from hpc_rl.weights.transport import Transport
@@ -74,11 +79,25 @@ class GRPO:
         self.config = run.config
         self.actor = run.config.actor
         self.algorithm, self.options = load_algorithm(run.config)
-        self.loss = PolicyLoss(self.algorithm, self.options, self.actor.beta, self.actor.behav_imp_weight_cap)
+        self.loss = PolicyLoss(
+            self.algorithm,
+            self.options,
+            make_correction(self.actor),
+            self.actor.beta,
+            self.actor.kl_loss_estimator,
+            self.actor.entropy_coeff,
+            self.actor.prox_logp_method,
+        )
         self.total_steps = count_steps(run.config, num_prompts)
         self.temperature = get_logprob_temperature(get_sampling_temperature(self.config.gconfig))
-        self.recomputes = self.actor.recompute_logprob or self.actor.use_decoupled_loss
+        correction = self.actor.rollout_correction
+        self.is_decoupled = self.actor.use_decoupled_loss or correction is not None
+        self.recomputes = self.actor.recompute_logprob or needs_recompute(self.actor)
         self.has_kl_rewards = self.actor.kl_ctl > 0
+        # tokens may leave the loss, so their number must be known before rows are divided among ranks
+        self.excludes_tokens = self.algorithm.select_tokens is not None or (
+            correction is not None and correction.mode != "truncate"
+        )
         self._frontier: dict[str, int] = {}
         self._describe = BatchMetrics(run.config, run.trial)
         self._steps_without_update = 0  # in a row
@@ -119,24 +138,33 @@ class GRPO:
         scored = self._select_groups(scored)
         rows = scored.rows
         minibatches: list[Minibatch] = []
-        known, credit = None, []
+        known, kept, credit = None, None, []
         if rows:
-            known = self._logprobs_of_all(rows) if self.has_kl_rewards else None
+            if self.has_kl_rewards or self.excludes_tokens:
+                known = self._logprobs_of_all(rows)
             rewards = self._rewards(scored, known)
             credit = self._credit(rows, rewards)
-            minibatches = self._minibatches(rows, rewards, credit)
+            kept = self._select_tokens(rows, known) if known and self.excludes_tokens else None
+            if kept is not None:
+                credit = [one * mask for one, mask in zip(credit, kept, strict=True)]
+            minibatches = self._minibatches(rows, rewards, credit, kept)
         self._describe.report_shaping(self.run.stats, batch.groups, rows, credit, clipped)
         if self.samples is not None:
             self.samples.write_step(step, batch.groups, rows if credit else [], credit)
         mine = [minibatch.rows[self.run.engine.mesh.data_rank] for minibatch in minibatches]
         known = known or self._logprobs(rows, [row for part in mine for row in part])
         num_successful = 0
-        for minibatch, part in zip(minibatches, mine, strict=True):
-            sequences = self._sequences(rows, credit, known, part)
-            loss = partial(self.loss.compute, minibatch.divisors)
+        mismatch: Counter[str] = Counter()
+        for number, (minibatch, part) in enumerate(zip(minibatches, mine, strict=True)):
+            sequences = self._sequences(step, rows, credit, known, part, kept)
+            # without recomputed log-probabilities, only the first update has the weights of the step's start
+            measures = number == 0 or known.recomputed is not None
+            loss = partial(self.loss.compute, minibatch.divisors, measures)
             sums = self.run.engine.train_batch(sequences, loss, minibatch.loss_weight, self.temperature)
             self._report(sums, minibatch)
+            mismatch.update({name: value for name, value in sums.items() if name.startswith(PREFIX)})
             num_successful += int(sums["update_successful"])
+        self._report_mismatch(mismatch)
         self._finish_step(step, num_successful, len(minibatches))
 
     def publish(self, step: int) -> None:
@@ -212,7 +240,7 @@ class GRPO:
         if not rows:
             return scored
         penalty_B = self.algorithm.penalize_lengths(self._rewards(scored), self.options)
-        if self.actor.overlong_reward_penalty:
+        if self.actor.overlong_reward_penalty or self.actor.length_penalty:
             self.run.stats.mean("overlong_penalty", float(penalty_B.sum()), len(rows))
         return ScoredRows(rows, rewards_B, rewards_B + penalty_B, group_B)
 
@@ -241,7 +269,9 @@ class GRPO:
             lengths_B=torch.tensor([len(row.ids) for row in rows]),
             group_size=size,
             mixed_sizes=self.config.environments is not None and bool((sizes_G != size).any()),
-            token_rewards_BT=None if known is None else self._kl_rewards(rows, mask_BT, known),
+            token_rewards_BT=self._kl_rewards(rows, mask_BT, known)
+            if known and self.has_kl_rewards
+            else None,
         )
 
     def _credit(self, rows: list[Trajectory], rewards: RewardBatch) -> list[np.ndarray]:
@@ -250,22 +280,42 @@ class GRPO:
         computed = (credit_BT[i, : len(row.ids)].numpy() for i, row in enumerate(rows))
         return [choose_credit(row, one) for row, one in zip(rows, computed, strict=True)]
 
+    def _select_tokens(self, rows: list[Trajectory], known: Known) -> list[np.ndarray]:
+        """Return the tokens that the correction and the algorithm keep in the loss, bool [L] per row."""
+        pairs = [self._prox_and_behav(rows, known, i) for i in range(len(rows))]
+        log_weight_N, mask_N = (
+            torch.from_numpy(np.concatenate(columns))
+            for columns in ([prox - behav for prox, behav in pairs], [row.loss_mask for row in rows])
+        )
+        row_N = torch.repeat_interleave(torch.tensor([len(row.ids) for row in rows]))
+        kept_N = mask_N & ~self.loss.correction.compute_weights(log_weight_N, mask_N, row_N)[1]
+        if self.algorithm.select_tokens is not None:
+            kept_N[mask_N] &= self.algorithm.select_tokens(log_weight_N[mask_N], self.options)
+        share = float((mask_N & ~kept_N).sum() / mask_N.sum().clamp(min=1))
+        self.run.stats.value(f"{PREFIX}excluded", share)
+        return split_rows(kept_N, rows)
+
     def _minibatches(
-        self, rows: list[Trajectory], rewards: RewardBatch, credit: list[np.ndarray]
+        self,
+        rows: list[Trajectory],
+        rewards: RewardBatch,
+        credit: list[np.ndarray],
+        kept: list[np.ndarray] | None,
     ) -> list[Minibatch]:
         """Select the rows to train on, cut them into mini-batches and divide them among the ranks."""
         members = self.algorithm.select_rows(rewards, self.options)
         if self.actor.mask_no_eos_with_zero:
             self.run.stats.add("rows_masked", len(rows) - len(members))
+        masks = [row.loss_mask for row in rows]
         return divide_rows(
             rows,
             credit,
             members,
             self.actor.ppo_n_minibatches,
             self.run.engine.mesh.num_data_ranks,
-            keep_all=self.reference is not None and self.actor.beta > 0,
+            keep_all=(self.reference is not None and self.actor.beta > 0) or self.actor.entropy_coeff > 0,
             weight_by_row=self.actor.loss_aggregation != "token_mean",
-            masks={name: [row.loss_mask for row in rows] for name in COMPONENTS},
+            masks=dict.fromkeys(COMPONENTS, masks) | ({} if kept is None else {"rl": kept}),
         )
 
     def _finish_step(self, step: int, num_successful: int, num_tried: int) -> None:
@@ -334,10 +384,18 @@ class GRPO:
         if recomputed is not None and not rows[i].has_logprobs:
             return recomputed, recomputed
         recomputed = recomputed if self.recomputes else None
-        return choose_logprobs(rows[i].logprobs, recomputed, self.actor.use_decoupled_loss)
+        if recomputed is None:  # also with `loglinear`, which needs none
+            return rows[i].logprobs, rows[i].logprobs
+        return choose_logprobs(rows[i].logprobs, recomputed, self.is_decoupled)
 
     def _sequences(
-        self, rows: list[Trajectory], credit: list[np.ndarray], known: Known, part: list[int]
+        self,
+        step: int,
+        rows: list[Trajectory],
+        credit: list[np.ndarray],
+        known: Known,
+        part: list[int],
+        kept: list[np.ndarray] | None,
     ) -> Sequences:
         pairs = [self._prox_and_behav(rows, known, i) for i in part]
         columns = {
@@ -345,18 +403,41 @@ class GRPO:
             "credit": [credit[i] for i in part],
             "prox": [prox for prox, _ in pairs],
             "behav": [behav for _, behav in pairs],
+            "fresh_mask": [rows[i].steps == step - 1 for i in part],
             **make_temperature_column([rows[i] for i in part], self.temperature),
         }
+        if known.recomputed is not None:
+            columns["recomputed"] = [known.recomputed[i] for i in part]
+            columns["sampled"] = [
+                rows[i].logprobs if rows[i].has_logprobs else known.recomputed[i] for i in part
+            ]
+        if self.actor.prox_logp_method != "recompute":
+            staleness = [np.maximum(0, step - 1 - rows[i].steps).astype(np.float32) for i in part]
+            columns["version_share"] = [compute_version_share(age) for age in staleness]
+        if kept is not None:
+            columns["kept_mask"] = [kept[i] for i in part]
+            if self.actor.loss_aggregation == "sequence_mean":
+                columns["kept_scale"] = [self._kept_scale(rows[i], kept[i]) for i in part]
         if known.reference is not None and self.actor.beta:
             columns["ref"] = [choose_sent(rows[i].ref_logprobs, known.reference[i]) for i in part]
         if self.actor.loss_aggregation != "token_mean":
             columns["weights"] = [self._token_weights(rows[i]) for i in part]
         return Sequences([rows[i].ids for i in part], columns)
 
+    def _kept_scale(self, row: Trajectory, kept: np.ndarray) -> np.ndarray:
+        """Return the factor by which fewer tokens weigh more in the mean of a completion."""
+        return np.full(len(row.ids), row.loss_mask.sum() / max(1, kept.sum()), np.float32)
+
     def _token_weights(self, row: Trajectory) -> np.ndarray:
         num_tokens, most = int(row.loss_mask.sum()), self.config.gconfig.max_new_tokens
         weight = compute_token_weight(num_tokens, self.actor.loss_aggregation, most)
         return np.full(len(row.ids), weight, np.float32)
+
+    def _report_mismatch(self, sums: Mapping[str, float]) -> None:
+        largest = self.run.ranks.max(self.loss.largest_log_w.take())
+        for name, value in summarize_mismatch(sums).items():
+            self.run.stats.value(name, value)
+            self.run.stats.value(f"{PREFIX}log_w_max", largest)
 
     def _report(self, sums: dict[str, float], minibatch: Minibatch) -> None:
         # token means (entropy, ratios) cover the computed rows; the loss covers all rows

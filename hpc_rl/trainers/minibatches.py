@@ -124,6 +124,12 @@ def make_temperature_column(rows: list[Trajectory], default: float) -> dict[str,
     return {"temperature": [np.where(values > 0, values, np.float32(1.0)) for values in sampled]}
 
 
+def split_rows(flat_N: torch.Tensor, rows: list[Trajectory]) -> list[np.ndarray]:
+    """Return values of all tokens of all rows as one array per row."""
+    ends = np.cumsum([len(row.ids) for row in rows])
+    return np.split(flat_N.numpy(), ends[:-1])
+
+
 def pad_rows(rows: list[np.ndarray]) -> torch.Tensor:
     """Pad ragged rows with 0 (false) on the right; return one tensor [B, T]."""
     return pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True)

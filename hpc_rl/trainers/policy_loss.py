@@ -1,17 +1,19 @@
 """The loss of a micro-batch: the components of the algorithm, corrected, weighed and added."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
-from hpc_rl.algorithms import correction, kl
+from hpc_rl.algorithms import kl
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.base import TokenBatch
+from hpc_rl.algorithms.correction import Correction, interpolate_proximal
 from hpc_rl.engines.base import MicroBatch
+from hpc_rl.trainers.mismatch import LargestValue, measure_mismatch
 
-COMPONENTS = ("rl", "ce", "ref_kl")
+COMPONENTS = ("rl", "ce", "ref_kl", "entropy")
 MEANS_OVER_TOKENS = (  # sums over tokens that are reported as means
     "entropy",
     "clip_ratio",
@@ -20,6 +22,7 @@ MEANS_OVER_TOKENS = (  # sums over tokens that are reported as means
     "behave_imp_weight",
     "behave_approx_kl",
     "kl_loss",
+    "loglinear_error",
 )
 
 
@@ -29,24 +32,37 @@ class PolicyLoss:
 
     algorithm: Algorithm
     options: Any  # of the algorithm
+    correction: Correction = field(default_factory=Correction)
     beta: float = 0.0  # coefficient of the divergence from the reference model
-    cap: float | None = None  # actor.behav_imp_weight_cap
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coeff: float = 0.0
+    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"
+    largest_log_w: LargestValue = field(default_factory=LargestValue)
 
     def compute(
-        self, divisors: Mapping[str, float], batch: MicroBatch
+        self, divisors: Mapping[str, float], measures: bool, batch: MicroBatch
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         """Return the sum of the token losses and sums to report.
 
         `divisors` has the divisor of each component, counted over the whole mini-batch. The engine divides
-        the result by the one of `rl`.
+        the result by the one of `rl`. `measures`: report how much the servers' probabilities differ.
         """
-        columns = batch.columns_T
+        columns, mask_T = batch.columns_T, batch.columns_T["loss_mask"]
+        current_T = batch.logprobs_T.detach()
+        prox_T, behav_T, sums = columns["prox"], columns["behav"], {}
+        if self.prox_logp_method != "recompute":
+            line_T = interpolate_proximal(current_T, behav_T, columns["version_share"])
+            if self.prox_logp_method == "loglinear":
+                prox_T = line_T
+            else:
+                error_T = torch.where(mask_T, line_T - prox_T, torch.zeros_like(prox_T))
+                sums["loglinear_error"] = error_T.abs().sum()
         tokens = TokenBatch(
             logprobs_T=batch.logprobs_T,
-            prox_T=columns["prox"],
-            behav_T=columns["behav"],
+            prox_T=prox_T,
+            behav_T=behav_T,
             credit_T=columns["credit"],
-            mask_T=columns["loss_mask"],
+            mask_T=mask_T,
             entropy_T=batch.entropy_T,
             row_T=batch.row_T,
             ref_T=columns.get("ref"),
@@ -54,23 +70,33 @@ class PolicyLoss:
         )
         loss = self.algorithm.compute_loss(tokens, self.options)
         components_T = dict(loss.components_T)
-        weight_T, dropped_T = correction.compute_weights(
-            tokens.prox_T, tokens.behav_T, tokens.mask_T, self.cap
-        )
+        weight_T, excluded_T = self.correction.compute_weights(prox_T - behav_T, mask_T, batch.row_T)
+        if "kept_mask" in columns:
+            excluded_T = mask_T & ~columns["kept_mask"]
+            weight_T = weight_T.masked_fill(excluded_T, 0.0)
         if "rl" in components_T:
             components_T["rl"] = components_T["rl"] * weight_T
-        sums = {
-            "num_tokens": tokens.mask_T.sum(),
-            "entropy": tokens.mask_tokens(tokens.entropy_T).sum(),
+            if "kept_scale" in columns:
+                components_T["rl"] = components_T["rl"] * columns["kept_scale"]
+        sums |= {
+            "num_tokens": mask_T.sum(),
+            "entropy": tokens.mask_tokens(batch.entropy_T.detach()).sum(),
             "behave_imp_weight": tokens.mask_tokens(weight_T).sum(),
-            "behave_dropped": tokens.mask_tokens(dropped_T).sum(),
-            "behave_approx_kl": tokens.mask_tokens(tokens.behav_T - tokens.logprobs_T.detach()).sum(),
+            "behave_dropped": tokens.mask_tokens(excluded_T).sum(),
+            "behave_approx_kl": tokens.mask_tokens(behav_T - current_T).sum(),
             **loss.sums,
         }
+        if measures:
+            known_T = columns.get("recomputed", current_T)
+            log_weight_T = tokens.mask_tokens(known_T - columns.get("sampled", behav_T))
+            self.largest_log_w.see(log_weight_T)
+            sums |= measure_mismatch(log_weight_T, mask_T, columns["fresh_mask"])
         if tokens.ref_T is not None:
-            term_T, kl_sums = kl.compute_reference_loss(tokens, self.beta)
+            term_T, kl_sums = kl.compute_reference_loss(tokens, self.beta, self.kl_estimator)
             components_T["ref_kl"] = components_T["ref_kl"] + term_T if "ref_kl" in components_T else term_T
             sums |= kl_sums
+        if self.entropy_coeff:
+            components_T["entropy"] = -self.entropy_coeff * tokens.mask_tokens(batch.entropy_T)
         loss_T = add_components(components_T, divisors)
         weights_T = columns.get("weights")
         return (loss_T if weights_T is None else loss_T * weights_T).sum(), sums
@@ -82,4 +108,4 @@ def add_components(components_T: Mapping[str, torch.Tensor], divisors: Mapping[s
         term_T if divisors[name] == divisors["rl"] else term_T * (divisors["rl"] / divisors[name])
         for name, term_T in components_T.items()
     ]
-    return torch.stack(scaled).sum(0) if len(scaled) > 1 else scaled[0]
+    return sum(scaled[1:], scaled[0])

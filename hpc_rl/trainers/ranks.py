@@ -30,6 +30,12 @@ class Ranks:
         """Return, per flag, whether any rank set it."""
         return [total > 0 for total in sum_over_ranks([float(flag) for flag in flags])]
 
+    def max(self, value: float) -> float:
+        """Return the largest value of all ranks."""
+        values = [0.0] * self.num
+        values[self.rank] = value
+        return max(sum_over_ranks(values))
+
     def from_rank0(self, make: Callable[[], Any]) -> Any:
         """Return on every rank the plain data that `make` returns on rank 0; all raise its HpcRlError."""
         answer: dict[str, Any] = {}

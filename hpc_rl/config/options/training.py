@@ -13,7 +13,6 @@ from hpc_rl.config.options.limits import (
     PositiveInt,
     Share,
     ShareBelowOne,
-    ShareInside,
 )
 from hpc_rl.config.options.megatron import MegatronConfig
 
@@ -162,6 +161,22 @@ class NormConfig:
 
 
 @dataclass(kw_only=True)
+class RolloutCorrectionConfig:
+    """Correction of tokens that the servers sampled with other probabilities than the trainer's."""
+
+    level: Literal["token", "sequence"] = "token"
+    """`token`: each token has its weight, proximal over behavior. `sequence`: all tokens of a completion have
+    the geometric mean of their weights."""
+    mode: Literal["truncate", "mask", "icepop"] = "truncate"
+    """`truncate` moves weights beyond a bound to the bound. `mask` and `icepop` leave these tokens or
+    completions out of the loss and its divisor. `icepop` has two bounds by default."""
+    lower: PositiveFloat | None = None
+    """Smallest weight; null means no bound. Defaults to 0.5 with `icepop`."""
+    upper: PositiveFloat | None = 2.0
+    """Largest weight; null means no bound. Defaults to 5 with `icepop`."""
+
+
+@dataclass(kw_only=True)
 class PPOActorConfig(TrainEngineConfig):
     """The policy of GRPO and PPO."""
 
@@ -170,8 +185,8 @@ class PPOActorConfig(TrainEngineConfig):
     ppo_n_minibatches: PositiveInt = 4
     """Optimizer updates per train batch; each uses a part of its rows, with about the same number of
     tokens."""
-    eps_clip: ShareInside = 0.2
-    """Clip range of the probability ratio: [1 - eps_clip, 1 + eps_clip]."""
+    eps_clip: Share = 0.2
+    """Clip range of the probability ratio: [1 - eps_clip, 1 + eps_clip]. 1 means no lower bound."""
     eps_clip_higher: PositiveFloat | None = None
     """Upper clip range, if it differs."""
     c_clip: AboveOne | None = None
@@ -186,6 +201,9 @@ class PPOActorConfig(TrainEngineConfig):
     """Added to rewards before scaling."""
     reward_clip: PositiveFloat = 20.0
     """Rewards are clipped to plus and minus this value."""
+    length_penalty: NonNegativeFloat = 0.0
+    """Weight of a reward for short completions: from half of it for the shortest of a group to minus half for
+    the longest; without a reward above 0 for the task, at most 0. hpc-rl extension."""
     overlong_reward_penalty: bool = False
     """Reduce the reward of completions that reach into the last `overlong_tokens` tokens of
     `gconfig.max_new_tokens`, linearly up to `overlong_penalty_factor` at the end."""
@@ -209,6 +227,16 @@ class PPOActorConfig(TrainEngineConfig):
     """Name of an algorithm, or `package.module:name` of yours: see Algorithms in the documentation. A name
     sets the defaults of its options. `areal` computes rewards, credit and dynamic sampling exactly as AReaL
     v0.3 did, mistakes included. hpc-rl extension."""
+    importance_sampling_level: Literal["token", "sequence"] = "token"
+    """`sequence` selects the algorithm `gspo`."""
+    use_sapo_loss: bool = False
+    """true selects the algorithm `sapo`."""
+    sapo_tau_pos: PositiveFloat = 1.0
+    """Temperature of SAPO's gate for positive credit."""
+    sapo_tau_neg: PositiveFloat = 1.05
+    """Temperature of SAPO's gate for negative credit."""
+    m2_threshold: PositiveFloat | None = None
+    """Largest second moment of log proximal / behavior; a value selects the algorithm `m2po`."""
     algorithm_args: dict[str, Any] = field(default_factory=dict)
     """Options of your algorithm that this section lacks. hpc-rl extension."""
     log_agent_stats: bool = False
@@ -222,7 +250,15 @@ class PPOActorConfig(TrainEngineConfig):
     use_decoupled_loss: bool = False
     """Clip around the recomputed (proximal) policy, and weight by proximal over behavior probabilities."""
     behav_imp_weight_cap: AboveOne | None = None
-    """Leave out tokens whose behavior weight exceeds this, above 1; null disables it."""
+    """Leave out tokens whose behavior weight exceeds this, above 1; null disables it. They still count in the
+    divisor of the loss; `rollout_correction` leaves them out of that, too."""
+    rollout_correction: RolloutCorrectionConfig | None = None
+    """Weigh tokens by proximal over behavior probabilities, within bounds; null means no correction. Needs
+    recomputed log-probabilities. hpc-rl extension."""
+    prox_logp_method: Literal["recompute", "loglinear", "metrics"] = "recompute"
+    """Proximal log-probabilities of the decoupled loss. `recompute`: a forward pass at the start of the step.
+    `loglinear`: without that pass, between behavior and current log-probabilities by their versions.
+    `metrics`: as `recompute`, and logs the error of `loglinear`."""
     weight_update_mode: Literal["disk", "xccl"] = "disk"
     """How servers get new weights. `disk`: from the trial directory, where each version is a difference to
     the one before. `xccl`: over process groups of the trainer and each server (NCCL between GPUs, else gloo),
@@ -232,8 +268,14 @@ class PPOActorConfig(TrainEngineConfig):
     gae_lambda: Share = 1.0
     """Lambda of generalized advantage estimation."""
     kl_ctl: NonNegativeFloat = 0.1
-    """Coefficient of the KL divergence from the reference model as a reward per token (k1). Defaults to 0
-    without a section `ref`."""
+    """Coefficient of the KL divergence from the reference model as a reward per token. Defaults to 0 without
+    a section `ref`."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Estimate of the KL divergence in the reward."""
     beta: NonNegativeFloat = 0.0
-    """Coefficient of the KL divergence from the reference model in the loss (k3); needs a section `ref`.
-    ATLAS name; hpc-rl extension."""
+    """Coefficient of the KL divergence from the reference model in the loss; needs a section `ref`. ATLAS
+    name; hpc-rl extension."""
+    kl_loss_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimate of the KL divergence in the loss. hpc-rl extension."""
+    entropy_coeff: NonNegativeFloat = 0.0
+    """Coefficient of the mean entropy, which is subtracted from the loss. hpc-rl extension."""

@@ -4,12 +4,94 @@ import re
 from collections.abc import Collection, Iterator
 
 from hpc_rl.config.load.fields import suggest_name
-from hpc_rl.config.options.experiment import ABSENT, GRPOConfig, get_value
+from hpc_rl.config.options.experiment import ABSENT, GRPOConfig, get_value, replace_value
+from hpc_rl.config.options.training import NormConfig
 from hpc_rl.config.rules.generation_rules import IMPORT_PATH
-from hpc_rl.core.algorithms import ALGORITHMS
+from hpc_rl.core.algorithms import ALGORITHMS, SELECTED_BY
 from hpc_rl.core.refusal import Kind, Refusal
 
 OPTION, ARGS = "actor.algorithm", "actor.algorithm_args"
+
+
+def set_defaults(config: GRPOConfig, explicit: Collection[str]) -> tuple[GRPOConfig, dict[str, str]]:
+    """Return the configuration with the defaults of the algorithm, and option -> why its default changed.
+
+    An option of AReaL selects its algorithm and changes no other default. A name in `actor.algorithm` sets
+    the defaults of its paper.
+    """
+    adapted: dict[str, str] = {}
+    correction = config.actor.rollout_correction
+    if correction is not None and correction.mode == "icepop":
+        for name, value in (("actor.rollout_correction.lower", 0.5), ("actor.rollout_correction.upper", 5.0)):
+            if name not in explicit:
+                config = replace_value(config, name.split("."), value)
+                adapted[name] = "actor.rollout_correction.mode is icepop"
+    if OPTION not in explicit:
+        for option, selected, (name, *_) in _list_selections(config):
+            if selected:
+                config = replace_value(config, OPTION.split("."), name)
+                return config, adapted | {OPTION: f"{option} is set"}
+        return config, adapted
+    row = ALGORITHMS.get(config.actor.algorithm)
+    for option, value in (row.defaults if row else {}).items():
+        name, section = f"actor.{option}", f"actor.{option.partition('.')[0]}"
+        if name in explicit or (section in explicit and section != name):
+            continue
+        if get_value(config, section) is None and section != name:
+            config = replace_value(config, section.split("."), NormConfig())
+        config = replace_value(config, name.split("."), value)
+        adapted[name] = f"{OPTION} is {config.actor.algorithm}"
+    return config, adapted
+
+
+def _list_selections(config: GRPOConfig) -> Iterator[tuple[str, bool, tuple[str, ...]]]:
+    """Yield each option that selects an algorithm, whether it does, and the algorithms that fit."""
+    for name, wanted, algorithms in SELECTED_BY:
+        value = getattr(config.actor, name)
+        yield f"actor.{name}", value is not None if wanted is None else value == wanted, algorithms
+
+
+def check_selection(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
+    name = config.actor.algorithm
+    for option, selected, algorithms in _list_selections(config):
+        if selected == (name in algorithms):
+            continue
+        why = f"selects the algorithm {algorithms[0]}, and {OPTION} is {name}"
+        if not selected:
+            why = f"contradicts {OPTION} {name}"
+        yield Refusal(
+            option=option,
+            value=str(get_value(config, option)).lower(),
+            kind=Kind.CONFLICT,
+            why=why,
+            use="remove one of the two",
+            related=(OPTION,),
+        )
+
+
+def check_correction(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
+    actor, name, method = config.actor, "actor.rollout_correction", "actor.prox_logp_method"
+    correction = actor.rollout_correction
+    if correction is not None and actor.behav_imp_weight_cap is not None:
+        cap = "actor.behav_imp_weight_cap"
+        why, use = f"can't be used with {name}, which has its own bound", f"use {name}.upper"
+        yield Refusal(option=cap, kind=Kind.CONFLICT, why=why, use=use, related=(name,))
+    if actor.prox_logp_method == "recompute":
+        return
+    if not actor.use_decoupled_loss and correction is None:
+        why = "has no effect without actor.use_decoupled_loss or actor.rollout_correction"
+        related = ("actor.use_decoupled_loss", name)
+        yield Refusal(
+            option=method, value=actor.prox_logp_method, kind=Kind.NO_EFFECT, why=why, related=related
+        )
+    excludes = correction is not None and correction.mode != "truncate"
+    if actor.prox_logp_method == "loglinear" and (excludes or actor.m2_threshold is not None):
+        other = f"{name}.mode" if excludes else "actor.m2_threshold"
+        why = f"can't be used with {other}: the tokens to leave out are counted before the update"
+        use = "use recompute, or rollout_correction.mode truncate"
+        yield Refusal(
+            option=method, value="loglinear", kind=Kind.CONFLICT, why=why, use=use, related=(other,)
+        )
 
 
 def check_algorithm(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -29,4 +111,4 @@ def check_algorithm(config: GRPOConfig, explicit: Collection[str]) -> Iterator[R
             yield Refusal(option=OPTION, value=name, kind=Kind.MISSING, why=why, related=(section,))
 
 
-GRPO_RULES = [check_algorithm]
+GRPO_RULES = [check_algorithm, check_selection, check_correction]

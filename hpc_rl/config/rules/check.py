@@ -117,6 +117,10 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
     Returns the configuration, notes, and option -> reason of each replacement.
     """
     wanted: dict[str, tuple[Any, str]] = {}  # option -> value, and the reason for the note; empty for no note
+    notes: list[Refusal] = []
+    adapted: dict[str, str] = {}
+    if isinstance(config, GRPOConfig):
+        config, adapted = algorithm_rules.set_defaults(config, explicit)
     if not isinstance(config, GRPOConfig):
         kind = find_trainer(config)
         wanted |= {f"{section}.type": (kind, "") for section in ("train_dataset", "valid_dataset")}
@@ -129,7 +133,6 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
     for rules in (training_rules, engine_rules, dataset_rules):
         wanted |= rules.adapt_defaults(config, explicit)
     wanted |= generation_rules.adapt_defaults(config)
-    notes, adapted = [], {}
     quiet = {"total_train_epochs": "another length is set"}
     quiet |= dict.fromkeys((backend.section for backend in SERVER_BACKENDS.values()), "the plan has no GPUs")
     for name, (value, reason) in wanted.items():

@@ -58,6 +58,7 @@ NEEDS = {  # option -> the option that it needs for an effect
     "actor.fsdp.offload_activations": "cluster.n_gpus_per_node",
     "model.fsdp.offload_activations": "cluster.n_gpus_per_node",
     "actor.behav_imp_weight_cap": "actor.use_decoupled_loss",
+    "actor.m2_threshold": "actor.use_decoupled_loss",
     "actor.log_agent_stats": "actor.log_agent_stats_keys",
     **{f"{norm}.mean_leave1out": f"{norm}.mean_level" for norm in _NORMS},
     **{f"{model}.pad_to_maximum": f"{model}.mb_spec.max_tokens_per_mb" for model in _MODELS},
@@ -67,6 +68,7 @@ NEEDS = {  # option -> the option that it needs for an effect
 AT_MOST = {  # option -> the option that it must not exceed
     **{f"{section}.min_new_tokens": f"{section}.max_new_tokens" for section in ("gconfig", "eval_gconfig")},
     **{f"{model}.optimizer.min_loss_scale": f"{model}.optimizer.initial_loss_scale" for model in _TRAINED},
+    "actor.rollout_correction.lower": "actor.rollout_correction.upper",
 }
 AT_LEAST = {  # option -> the option that is its least value
     "rollout.queue_size": "train_dataset.batch_size",

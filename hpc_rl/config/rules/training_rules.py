@@ -12,7 +12,7 @@ from hpc_rl.config.options.experiment import (
     replace_value,
 )
 from hpc_rl.config.options.inference import GenerationHyperparameters
-from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
 from hpc_rl.config.rules.consistency import is_default
 from hpc_rl.core.refusal import Kind, Refusal, make_idle_note, make_note
 
@@ -86,7 +86,7 @@ def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple
             wanted["actor.kl_ctl"] = (0.0, "")  # no reference model
         elif config.actor.beta:
             wanted["actor.kl_ctl"] = (0.0, "actor.beta is the KL term, in the loss")
-        if config.actor.use_decoupled_loss:
+        if needs_recompute(config.actor):
             wanted["actor.recompute_logprob"] = (True, "")
     return wanted
 
@@ -176,16 +176,24 @@ def list_learning_rate_notes(config: Config) -> Iterator[Refusal]:
         yield make_note(f"{section}.optimizer.lr", why, value=value, is_warning=True)
 
 
+def needs_recompute(actor: PPOActorConfig) -> bool:
+    """Return whether the loss needs log-probabilities of the trainer besides those of the servers."""
+    return (
+        bool(actor.use_decoupled_loss or actor.rollout_correction) and actor.prox_logp_method != "loglinear"
+    )
+
+
 def check_policy_loss(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     actor, recompute = config.actor, "actor.recompute_logprob"
-    if actor.use_decoupled_loss and recompute in explicit and not actor.recompute_logprob:
+    if needs_recompute(actor) and recompute in explicit and not actor.recompute_logprob:
+        other = f"actor.{'use_decoupled_loss' if actor.use_decoupled_loss else 'rollout_correction'}"
         yield Refusal(
             option=recompute,
             value="false",
             kind=Kind.CONFLICT,
-            why="contradicts actor.use_decoupled_loss, which needs it",
+            why=f"contradicts {other}, which needs it",
             use="remove it",
-            related=("actor.use_decoupled_loss",),
+            related=(other,),
         )
 
 

@@ -66,7 +66,7 @@ def test_overlong_vector() -> None:
     options = Options(
         overlong_reward_penalty=True, overlong_tokens=8, overlong_penalty_factor=1.0, max_new_tokens=20
     )
-    added = areal.compute_length_penalty(RewardBatch(torch.ones(4), mask_BT), options)
+    added = areal.penalize_lengths(RewardBatch(torch.ones(4), mask_BT), options)
     assert (1 + added).tolist() == [1.0, 0.5, 0.0, -0.5]
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hpc_rl.algorithms.base import Options, RewardBatch
 from hpc_rl.algorithms.rewards import (
     compute_gae,
-    compute_length_penalty,
+    penalize_lengths,
     place_rewards,
     select_informative_rows,
     shape_rewards,
@@ -39,7 +39,7 @@ def test_overlong_penalty_is_bounded_below() -> None:
     options = Options(
         overlong_reward_penalty=True, overlong_tokens=8, overlong_penalty_factor=1.0, max_new_tokens=20
     )
-    added = compute_length_penalty(RewardBatch(torch.ones(4), mask_BT), options)
+    added = penalize_lengths(RewardBatch(torch.ones(4), mask_BT), options)
     assert (1.0 + added).tolist() == [1.0, 0.5, 0.0, 0.0]
 
 
