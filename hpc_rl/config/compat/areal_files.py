@@ -32,7 +32,12 @@ from hpc_rl.core.refusal import UNSET, Kind, Refusal, make_note
 _NOT_TRAINED = "the reference model is not trained"
 _SHOWN = 3  # names in a note
 _REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
-_SECTIONS = ("checkpointer", "scheduler", *(f"{model}.ds_auto_tp" for model in MODELS))
+_SECTIONS = (
+    "checkpointer",
+    "scheduler",
+    "actor.rejection_sampling",
+    *(f"{model}.ds_auto_tp" for model in MODELS),
+)
 
 
 @dataclasses.dataclass
@@ -50,7 +55,7 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
     done = RenamedSettings({})
     idle: dict[str, list[str]] = defaultdict(list)  # reason -> names
     given = _drop_one_value_options(cls, _flatten_sections(given), done)
-    for name, item in _convert_norms(given).items():
+    for name, item in _convert_rejection_sampling(_convert_norms(given)).items():
         row = NAMES.get(_find_known_part(name))
         if name in list_options(cls) or (row is None and not _is_of_ref(name, cls)):
             done.settings[name] = item
@@ -149,6 +154,28 @@ def _convert_norms(given: Settings) -> Settings:
     return found
 
 
+def _convert_rejection_sampling(given: Settings) -> Settings:
+    """Spell out AReaL's defaults of a section `actor.rejection_sampling`, with our words for its action.
+
+    Without the decoupled loss the section has no effect in AReaL, so it is dropped.
+    """
+    section, decoupled = "actor.rejection_sampling", given.get("actor.use_decoupled_loss")
+    item = next((item for name, item in given.items() if name.startswith(f"{section}.")), None)
+    if item is None:
+        return given
+    found = dict(given)
+    if decoupled is None or decoupled.value is not True:
+        found = {name: one for name, one in found.items() if not name.startswith(f"{section}.")}
+        return found | {section: dataclasses.replace(item, value=None, text=None)}
+    for name, value in (("action", "mask"), ("upper", 5.0)):
+        default = dataclasses.replace(item, value=value, text=str(value))
+        found.setdefault(f"{section}.{name}", default)
+    action = found[f"{section}.action"]
+    if action.value == "clamp":
+        found[f"{section}.action"] = dataclasses.replace(action, value="truncate", text="truncate")
+    return found
+
+
 def _find_known_part(name: str) -> str:
     """Return the name, or the section around it, that the table lists; else empty."""
     while name and name not in NAMES:
@@ -188,8 +215,6 @@ def _check_type(name: str, item: SourceValue, done: RenamedSettings) -> None:
 
 def _is_idle(name: str, item: SourceValue, given: Settings) -> bool:
     """Return whether other settings leave a name without effect."""
-    if name == "actor.kl_estimator":
-        return "actor.kl_ctl" in given and given["actor.kl_ctl"].value == 0
     return name == "vllm.model" and "actor.path" in given and item.value == given["actor.path"].value
 
 

@@ -112,18 +112,21 @@ NAMES: dict[str, OtherName] = {
     ),
     "gconfig.skip_special_tokens": OtherName(idle=(ANY,), why="token ids are exchanged, not texts"),
     **dict.fromkeys(
-        (f"ref.{name}" for name in ("importance_sampling_level", "kl_estimator", "m2_threshold", "aent")),
+        ("ref.aent", "ref.rejection_sampling"),
         OtherName(idle=(ANY,), why="the reference model is not trained"),
     ),
-    "actor.importance_sampling_level": OtherName(
-        idle=("token",), why="GSPO, the ratio of whole sequences, is not built: ratios are of tokens"
+    "actor.rejection_sampling.level": OtherName("actor.rollout_correction.level"),
+    "actor.rejection_sampling.action": OtherName("actor.rollout_correction.mode"),
+    "actor.rejection_sampling.lower": OtherName("actor.rollout_correction.lower"),
+    "actor.rejection_sampling.upper": OtherName("actor.rollout_correction.upper"),
+    "actor.rejection_sampling.metric": OtherName(
+        idle=("ratio",), why="actor.rollout_correction compares the ratio of probabilities with its bounds"
     ),
-    "actor.kl_estimator": OtherName(
-        idle=("k1",),
-        why="actor.kl_ctl is a term of the reward, with k1; for k3, in the loss, use actor.beta instead",
+    "actor.rejection_sampling.agg": OtherName(
+        idle=("mean",), why="actor.rollout_correction takes the mean log ratio of a sequence"
     ),
-    "actor.m2_threshold": OtherName(
-        idle=(None,), why="M2PO is not built; use actor.eps_clip or actor.behav_imp_weight_cap"
+    "actor.rejection_sampling": OtherName(
+        idle=(None,), why="without actor.use_decoupled_loss tokens have no weights"
     ),
     "actor.aent": OtherName(idle=(None,), why="AEnt's entropy bonus is not built"),
     "critic": OtherName(idle=(None,), why="PPO's critic is not built: GRPO needs none"),

@@ -61,7 +61,7 @@ ROWS = {  # names -> replacement
     "keep_completions rollout_data_dir validation_data_dir": _KEPT,
     # the algorithm
     "critic": "a critic is not built: GRPO needs none; leave it out.",
-    "adv_estimator advantage_estimator": "GRPO's is built; see actor.reward_norm.",
+    "adv_estimator advantage_estimator": "use actor.algorithm.",
     "epsilon clip_ratio clip_ratio_low clip_range cliprange": "use actor.eps_clip.",
     "epsilon_high clip_ratio_high": "use actor.eps_clip_higher.",
     "delta clip_ratio_c": "use actor.c_clip, which limits the loss of negative advantages.",
@@ -69,9 +69,9 @@ ROWS = {  # names -> replacement
     "loss_type loss_agg_mode": "use actor.loss_aggregation: token_mean (dapo), sequence_mean (grpo) or "
     "constant_length (dr_grpo); for DAPO actor.eps_clip_higher and actor.dynamic_sampling, too.",
     "mask_truncated_completions": "use actor.mask_no_eos_with_zero.",
-    "importance_sampling_level": "ratios are per token; ratios per sequence (GSPO) are not built.",
     "use_kl_loss use_kl_in_reward kl_loss_coef kl_coef kl_loss_type kl_penalty init_kl_coef": _KL,
-    "entropy_coeff entropy_coef top_entropy_quantile": "not built. Remove this option.",
+    "entropy_coef": "use actor.entropy_coeff.",
+    "top_entropy_quantile": "not built. Remove this option.",
     "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha": "the reference model stays as it is.",
     "max_off_policy_steps max_async_level max_staleness": _STALE,
     # the optimizer

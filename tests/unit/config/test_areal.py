@@ -130,6 +130,67 @@ EXAMPLES = {
         {"actor.adv_norm.mean_leave1out": True},
     ),
     "reinforce": (GRPO, {"actor.kl_estimator": "k3", "actor.kl_ctl": 0.0}, "sglang:d4+fsdp:d4", {}),
+    "gspo": (
+        GRPO,
+        {"actor.importance_sampling_level": "sequence"},
+        "sglang:d4+fsdp:d4",
+        {"actor.algorithm": "gspo", "actor.eps_clip": 0.4, "actor.loss_aggregation": "token_mean"},
+    ),
+    "m2po": (
+        GRPO,
+        {"actor.m2_threshold": 0.04, "actor.eps_clip": 0.0},
+        "sglang:d4+fsdp:d4",
+        {"actor.algorithm": "m2po", "actor.m2_threshold": 0.04, "actor.eps_clip": 0.0},
+    ),
+    "sapo": (
+        GRPO,
+        {
+            "actor.use_sapo_loss": True,
+            "actor.sapo_tau_neg": 1.1,
+            "actor.use_decoupled_loss": False,
+            "actor.behav_imp_weight_cap": GONE,
+            "actor.rejection_sampling": {"metric": "ratio", "upper": 5.0},
+        },
+        "sglang:d4+fsdp:d4",
+        {"actor.algorithm": "sapo", "actor.sapo_tau_neg": 1.1, "actor.rollout_correction": None},
+    ),
+    "rejection_sampling": (
+        GRPO,
+        {
+            "actor.behav_imp_weight_cap": GONE,
+            "actor.rejection_sampling": {
+                "level": "sequence",
+                "agg": "mean",
+                "action": "clamp",
+                "metric": "ratio",
+                "upper": 3.0,
+            },
+        },
+        "sglang:d4+fsdp:d4",
+        {
+            "actor.rollout_correction.level": "sequence",
+            "actor.rollout_correction.mode": "truncate",
+            "actor.rollout_correction.upper": 3.0,
+        },
+    ),
+    "rejection_sampling_by_defaults": (
+        GRPO,
+        {"actor.behav_imp_weight_cap": GONE, "actor.rejection_sampling": {"metric": "ratio"}},
+        "sglang:d4+fsdp:d4",
+        {"actor.rollout_correction.mode": "mask", "actor.rollout_correction.upper": 5.0},
+    ),
+    "prox_approx": (
+        GRPO,
+        {"actor.prox_logp_method": "loglinear"},
+        "sglang:d4+fsdp:d4",
+        {"actor.prox_logp_method": "loglinear"},
+    ),
+    "reinforce_baseline": (
+        GRPO,
+        {"actor.kl_estimator": "k2", "actor.kl_ctl": 0.001},
+        "sglang:d4+fsdp:d4",
+        {"actor.kl_estimator": "k2", "actor.kl_ctl": 0.001},
+    ),
     "lite_ppo": (
         GRPO,
         {"actor.reward_norm": GROUP | {"std_level": "batch", "group_size": 4}},
@@ -243,25 +304,14 @@ NOT_BUILT = {
         },
         ["actor.use_lora (.*): true .* LoRA is not supported"],
     ),
-    "gspo": (
-        {"actor.importance_sampling_level": "sequence"},
-        ["actor.importance_sampling_level .*: sequence .* GSPO.* is not built"],
-    ),
     "ppo": (
         {"critic": ROOT | {"path": "${actor.path}", "is_critic": True}},
         ["critic .*PPO's critic is not"],
     ),
-    "k3": (
-        {"actor.kl_estimator": "k3", "actor.kl_ctl": 0.1},
-        ["actor.kl_estimator .*: k3 .* use actor.beta"],
-    ),
     "aent": ({"actor.aent": {"entropy_coeff": 0.0002}}, ["actor.aent .*: AEnt's entropy bonus is not built"]),
-    "m2po": (
-        {"actor.m2_threshold": 0.04, "actor.eps_clip": 0.0},
-        [
-            "actor.m2_threshold .*: 0.04 .* M2PO is not built",
-            r"actor.eps_clip .*: 0.0 can't be used",
-        ],
+    "rejection_sampling_by_divergence": (
+        {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.1}},
+        ["actor.rejection_sampling.metric .*: kl_k3 .* compares the ratio"],
     ),
     "ulysses": ({"actor.fsdp": {"ulysses_sp_size": 4}}, ["allocation_mode has it: c, as in fsdp:d2c4"]),
     "ray": ({"cluster.name_resolve.type": "ray"}, ["use nfs, or remove it"]),
