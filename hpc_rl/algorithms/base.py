@@ -63,7 +63,7 @@ class TokenBatch(NamedTuple):
     behav_T: torch.Tensor  # of the behaviour policy that sampled the tokens
     credit_T: torch.Tensor  # from compute_credit
     mask_T: torch.Tensor  # bool, true at the trained tokens
-    entropy_T: torch.Tensor  # without gradient
+    entropy_T: torch.Tensor  # of the current policy, with gradient
     row_T: torch.Tensor | None = None  # int64, the row of each token
     ref_T: torch.Tensor | None = None  # log-probabilities of the reference model; None without a KL loss
     teacher_T: torch.Tensor | None = None  # log-probabilities of a teacher; None without one

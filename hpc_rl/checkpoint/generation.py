@@ -69,6 +69,7 @@ class Manifest:
     # position of the engine's schedule and optimizer, compared after loading
     counters: dict[str, int] = field(default_factory=dict)
     timers: dict[str, Any] = field(default_factory=dict)  # elapsed counts of each, not the frequencies
+    adapted: dict[str, float] = field(default_factory=dict)  # numbers that the recipe adapts after each step
     stats: dict[str, Any] = field(default_factory=dict)  # position of each sink
     # metrics of the evaluation of this state, as `eval_reward`; {} if it was not evaluated
     metrics: dict[str, float] = field(default_factory=dict)

@@ -78,7 +78,7 @@ class MicroBatch:
     """
 
     logprobs_T: torch.Tensor  # float32 [T], with gradient
-    entropy_T: torch.Tensor  # float32 [T], without gradient
+    entropy_T: torch.Tensor  # float32 [T], with gradient
     columns_T: dict[str, torch.Tensor]  # float32 or bool [T]
     row_T: torch.Tensor  # int64 [T], row index within the micro-batch
 
@@ -103,6 +103,7 @@ class Engine(Protocol):
     mesh: Mesh
     num_train_steps: int  # as given to `initialize`
     pin_memory: bool  # copy inputs to a GPU through page-locked memory
+    entropy_clamp: float  # share of the vocabulary that the entropy leaves out; set it before `initialize`
 
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         """Build and shard the model, the optimizer and a schedule of `num_train_steps` calls of train_batch.

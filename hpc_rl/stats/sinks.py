@@ -97,8 +97,10 @@ def _replace_infinite(value: Any) -> Any:
 
 OF_UPDATE = {  # metrics of the update; other metrics of a step with a reward belong to its batch
     "loss", "grad_norm", "lr", "update_successful", "rows_skipped", "rows_masked", "groups_dropped",
-    "entropy", "clip_ratio", "dual_clip_ratio", "importance_weight", "behave_imp_weight", "behave_dropped",
-    "behave_approx_kl", "kl_loss", "kl_rewards", "publish_servers", "lineage", "total_steps", "save_failed",
+    "entropy", "entropy_coeff", "clip_ratio", "dual_clip_ratio", "importance_weight", "behave_imp_weight",
+    "behave_dropped", "behave_approx_kl", "mismatch_log_w_mean", "mismatch_log_w_max",
+    "mismatch_log_w_fresh", "mismatch_kl", "mismatch_ess", "mismatch_excluded", "loglinear_error", "kl_loss",
+    "kl_rewards", "publish_servers", "lineage", "total_steps", "save_failed",
 }  # fmt: skip
 
 

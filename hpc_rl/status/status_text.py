@@ -1,7 +1,7 @@
 """The text of `hpc-rl status`: state, times, attempts, roles, rollout and metrics of a trial, as lines."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from types import MappingProxyType
 from typing import Any
@@ -230,6 +230,20 @@ OF_BATCH = {  # of the batch of a step
 }
 ONLY_IF_ANY = ("given_up", "tokens_regenerated")
 FAR_KL = 1.0  # a batch with more teaches little
+# Mean |log w| of trainer and servers with the same weights: 0.01 to 0.03 is usual in bfloat16
+FAR_LOG_W = 0.1
+
+
+def describe_mismatch(steps: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return a warning if the servers sample from another policy than the trainer's."""
+    fresh = [value for one in steps if is_number(value := one.get("mismatch_log_w_fresh"))]
+    of_all = [value for one in steps if is_number(value := one.get("mismatch_log_w_mean"))]
+    if not of_all or (size := fmean(fresh or of_all)) <= FAR_LOG_W:
+        return []
+    where = "tokens of the newest weights" if fresh else "sampled tokens"
+    what = f"THE SERVERS SAMPLE FROM ANOTHER POLICY: mean |log w| is {format_number(size)} at {where}"
+    remedy = "compare dtype and sampling options of servers and trainer, or set actor.rollout_correction"
+    return [format_row("mismatch", f"{what}, more than {FAR_LOG_W:g}; {remedy}")]
 
 
 def describe_metrics(status: TrialStatus) -> list[str]:
@@ -254,6 +268,7 @@ def describe_metrics(status: TrialStatus) -> list[str]:
             again = "hpc-rl recover --from STEP without --replay generates new completions"
             lines.append(format_row("", f"KL {format_number(kl)}: {why}; {again}"))
         newest = status.history.steps[-RECENT_STEPS:]
+        lines += describe_mismatch(newest)
         share = fmean(get_number(one, "reward_clipped") for one in newest)
         if share:
             clip = "is beyond actor.reward_clip and counts as that value"

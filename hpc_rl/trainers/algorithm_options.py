@@ -3,6 +3,7 @@
 from dataclasses import fields
 from typing import Any, Literal
 
+from hpc_rl.algorithms.aent import Controller
 from hpc_rl.algorithms.algorithm import Algorithm
 from hpc_rl.algorithms.base import Options
 from hpc_rl.algorithms.correction import Correction
@@ -58,6 +59,26 @@ def make_correction(actor: PPOActorConfig) -> Correction:
         return Correction(mode="mask", upper=actor.behav_imp_weight_cap)
     mode: Literal["truncate", "mask"] = "truncate" if section.mode == "truncate" else "mask"
     return Correction(section.level, mode, section.lower, section.upper)
+
+
+def find_entropy_coefficient(actor: PPOActorConfig) -> float:
+    """Return the coefficient of the entropy bonus, the initial one if it is adapted."""
+    return actor.entropy_coeff if actor.aent is None else actor.aent.entropy_coeff
+
+
+def make_controller(actor: PPOActorConfig) -> Controller | None:
+    """Return the controller of AEnt's coefficient, or None if it is constant."""
+    aent = actor.aent
+    if aent is None or not aent.adaptive_coeff:
+        return None
+    return Controller(
+        entropy_low=aent.entropy_low,
+        entropy_high=aent.entropy_high,
+        coeff_lr=aent.coeff_lr,
+        coeff_box_low=aent.coeff_box_low,
+        coeff_box_high=aent.coeff_box_high,
+        warmup_steps=aent.warmup_steps,
+    )
 
 
 def _convert(value: Any) -> Any:

@@ -15,7 +15,7 @@ from hpc_rl import __version__
 from hpc_rl.config.load.stored import redact
 from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import GRPOConfig, RWConfig, SFTConfig, count_steps, has_own_prompts
-from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
 from hpc_rl.config.pool_view import find_trained_pool
 from hpc_rl.core.node_copies import compute_identity
 from hpc_rl.core.trial import load_json
@@ -162,6 +162,8 @@ def _make_engine(
         frozen=frozen,
     )
     engine.pin_memory = start.config.train_dataset.pin_memory
+    if isinstance(model, PPOActorConfig) and model.aent is not None:
+        engine.entropy_clamp = model.aent.entropy_clamp
     return engine
 
 

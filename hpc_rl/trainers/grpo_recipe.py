@@ -9,6 +9,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -29,7 +30,12 @@ from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
 from hpc_rl.servers.wire import get_logprob_temperature, get_sampling_temperature
 from hpc_rl.stats.kept_samples import SampleWriter
-from hpc_rl.trainers.algorithm_options import load_algorithm, make_correction
+from hpc_rl.trainers.algorithm_options import (
+    find_entropy_coefficient,
+    load_algorithm,
+    make_controller,
+    make_correction,
+)
 from hpc_rl.trainers.batch_metrics import BatchMetrics
 from hpc_rl.trainers.minibatches import (
     Known,
@@ -85,9 +91,12 @@ class GRPO:
             make_correction(self.actor),
             self.actor.beta,
             self.actor.kl_loss_estimator,
-            self.actor.entropy_coeff,
+            find_entropy_coefficient(self.actor),
             self.actor.prox_logp_method,
         )
+        self.controller = make_controller(self.actor)
+        if self.controller is not None and "entropy_coeff" in run.adapted:
+            self.loss = replace(self.loss, entropy_coeff=run.adapted["entropy_coeff"])
         self.total_steps = count_steps(run.config, num_prompts)
         self.temperature = get_logprob_temperature(get_sampling_temperature(self.config.gconfig))
         correction = self.actor.rollout_correction
@@ -154,7 +163,7 @@ class GRPO:
         mine = [minibatch.rows[self.run.engine.mesh.data_rank] for minibatch in minibatches]
         known = known or self._logprobs(rows, [row for part in mine for row in part])
         num_successful = 0
-        mismatch: Counter[str] = Counter()
+        totals: Counter[str] = Counter()
         for number, (minibatch, part) in enumerate(zip(minibatches, mine, strict=True)):
             sequences = self._sequences(step, rows, credit, known, part, kept)
             # without recomputed log-probabilities, only the first update has the weights of the step's start
@@ -162,9 +171,11 @@ class GRPO:
             loss = partial(self.loss.compute, minibatch.divisors, measures)
             sums = self.run.engine.train_batch(sequences, loss, minibatch.loss_weight, self.temperature)
             self._report(sums, minibatch)
-            mismatch.update({name: value for name, value in sums.items() if name.startswith(PREFIX)})
+            totals.update(sums)
             num_successful += int(sums["update_successful"])
-        self._report_mismatch(mismatch)
+        self._report_mismatch(totals)
+        if self.controller is not None and totals["num_tokens"]:
+            self._adapt_entropy(step, totals["entropy"] / totals["num_tokens"])
         self._finish_step(step, num_successful, len(minibatches))
 
     def publish(self, step: int) -> None:
@@ -313,7 +324,7 @@ class GRPO:
             members,
             self.actor.ppo_n_minibatches,
             self.run.engine.mesh.num_data_ranks,
-            keep_all=(self.reference is not None and self.actor.beta > 0) or self.actor.entropy_coeff > 0,
+            keep_all=(self.reference is not None and self.actor.beta > 0) or self.loss.entropy_coeff > 0,
             weight_by_row=self.actor.loss_aggregation != "token_mean",
             masks=dict.fromkeys(COMPONENTS, masks) | ({} if kept is None else {"rl": kept}),
         )
@@ -432,6 +443,14 @@ class GRPO:
         num_tokens, most = int(row.loss_mask.sum()), self.config.gconfig.max_new_tokens
         weight = compute_token_weight(num_tokens, self.actor.loss_aggregation, most)
         return np.full(len(row.ids), weight, np.float32)
+
+    def _adapt_entropy(self, step: int, entropy: float) -> None:
+        """Adapt the coefficient of the entropy bonus; it is saved with the state."""
+        assert self.controller is not None
+        coefficient = self.controller.adapt(self.loss.entropy_coeff, entropy, step)
+        self.run.stats.value("entropy_coeff", coefficient)
+        self.run.adapted["entropy_coeff"] = coefficient
+        self.loss = replace(self.loss, entropy_coeff=coefficient)
 
     def _report_mismatch(self, sums: Mapping[str, float]) -> None:
         largest = self.run.ranks.max(self.loss.largest_log_w.take())

@@ -92,6 +92,7 @@ class Run(TrainerContext):
     evaluation: tuple[int, dict[str, float]] = (-1, {})  # step and numbers of the last evaluation; on rank 0
     loaded: str = ""  # version of the loaded generation; '' after a fresh start
     owes_evaluation: bool = False  # a stop postponed an evaluation
+    adapted: dict[str, float] = field(default_factory=dict)  # numbers that the recipe adapts after each step
     activity: Activity | None = None  # current activity, for the supervisor; rank 0 only
     idle: IdleSteps = field(default_factory=IdleSteps)  # of this incarnation
     _line_at: float = field(default_factory=time.monotonic)
@@ -128,6 +129,7 @@ class Run(TrainerContext):
         for name, timer in self.timers.items():
             timer.restore(manifest["timers"].get(name, {}))
         self.owes_evaluation = bool(manifest["timers"].get("owes_evaluation"))
+        self.adapted = dict(manifest["adapted"])
         self.loaded = manifest["version"]
         self.saving.newest = self.step
 
@@ -256,6 +258,7 @@ class Run(TrainerContext):
             cursor=cursor,
             data=self.data,
             timers={**timers, "owes_evaluation": self.owes_evaluation},
+            adapted=dict(self.adapted),
             ledger=recipe.frontier(step),
             counters=self.engine.counters(),
             stats=self.sinks.state(),

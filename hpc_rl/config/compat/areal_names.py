@@ -128,7 +128,6 @@ NAMES: dict[str, OtherName] = {
     "actor.rejection_sampling": OtherName(
         idle=(None,), why="without actor.use_decoupled_loss tokens have no weights"
     ),
-    "actor.aent": OtherName(idle=(None,), why="AEnt's entropy bonus is not built"),
     "critic": OtherName(idle=(None,), why="PPO's critic is not built: GRPO needs none"),
     "vllm.model": OtherName(idle=(None, "", "${actor.path}"), why="servers have the weights of actor.path"),
     "vllm.skip_tokenizer_init": OtherName(idle=(ANY,), why=_TOKENS),

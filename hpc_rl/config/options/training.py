@@ -8,6 +8,7 @@ from typing import Any, Literal
 from hpc_rl.config.options.limits import (
     AboveOne,
     NonNegativeFloat,
+    NonNegativeInt,
     PathText,
     PositiveFloat,
     PositiveInt,
@@ -177,6 +178,32 @@ class RolloutCorrectionConfig:
 
 
 @dataclass(kw_only=True)
+class AEntConfig:
+    """AEnt: an entropy bonus whose coefficient keeps the entropy within a band (arXiv 2509.03493)."""
+
+    entropy_coeff: NonNegativeFloat = 0.0002
+    """Coefficient of the mean entropy, which is subtracted from the loss; the initial one with
+    `adaptive_coeff`."""
+    entropy_clamp: ShareBelowOne = 0.0
+    """Share of the vocabulary, the least probable tokens, that the entropy leaves out. The vocabulary must
+    not be divided among ranks (`t`)."""
+    adaptive_coeff: bool = False
+    """Adapt the coefficient after each step."""
+    entropy_low: NonNegativeFloat = 0.1
+    """Entropy below which the coefficient grows."""
+    entropy_high: NonNegativeFloat = 0.3
+    """Entropy above which the coefficient shrinks."""
+    coeff_lr: NonNegativeFloat = 0.001
+    """Change of the coefficient per step and unit of entropy outside of the band."""
+    coeff_box_low: NonNegativeFloat = 0.0
+    """Smallest coefficient."""
+    coeff_box_high: NonNegativeFloat = 0.01
+    """Largest coefficient."""
+    warmup_steps: NonNegativeInt = 0
+    """Steps before the coefficient is adapted."""
+
+
+@dataclass(kw_only=True)
 class PPOActorConfig(TrainEngineConfig):
     """The policy of GRPO and PPO."""
 
@@ -279,3 +306,5 @@ class PPOActorConfig(TrainEngineConfig):
     """Estimate of the KL divergence in the loss. hpc-rl extension."""
     entropy_coeff: NonNegativeFloat = 0.0
     """Coefficient of the mean entropy, which is subtracted from the loss. hpc-rl extension."""
+    aent: AEntConfig | None = None
+    """AEnt's entropy bonus; null means none. Its defaults are hpc-rl's."""

@@ -2,15 +2,19 @@
 
 import re
 from collections.abc import Collection, Iterator
+from dataclasses import fields
 
 from hpc_rl.config.load.fields import suggest_name
 from hpc_rl.config.options.experiment import ABSENT, GRPOConfig, get_value, replace_value
 from hpc_rl.config.options.training import NormConfig
+from hpc_rl.config.rules.consistency import is_default
+from hpc_rl.config.rules.engine_rules import find_train
 from hpc_rl.config.rules.generation_rules import IMPORT_PATH
 from hpc_rl.core.algorithms import ALGORITHMS, SELECTED_BY
 from hpc_rl.core.refusal import Kind, Refusal
 
 OPTION, ARGS = "actor.algorithm", "actor.algorithm_args"
+_OF_CONTROLLER = ("entropy_low", "entropy_high", "coeff_", "warmup_steps")
 
 
 def set_defaults(config: GRPOConfig, explicit: Collection[str]) -> tuple[GRPOConfig, dict[str, str]]:
@@ -94,6 +98,28 @@ def check_correction(config: GRPOConfig, explicit: Collection[str]) -> Iterator[
         )
 
 
+def check_entropy(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
+    aent, name = config.actor.aent, "actor.aent"
+    if aent is None:
+        return
+    if config.actor.entropy_coeff:
+        why, use = f"can't be used with {name}", f"use {name}.entropy_coeff"
+        option = "actor.entropy_coeff"
+        yield Refusal(option=option, kind=Kind.CONFLICT, why=why, use=use, related=(f"{name}.entropy_coeff",))
+    adapts = [f"{name}.{field.name}" for field in fields(aent) if field.name.startswith(_OF_CONTROLLER)]
+    if not aent.adaptive_coeff and (idle := [option for option in adapts if not is_default(config, option)]):
+        why = f"has no effect without {name}.adaptive_coeff"
+        yield Refusal(option=idle[0], kind=Kind.NO_EFFECT, why=why, related=(f"{name}.adaptive_coeff",))
+    train = find_train(config)
+    if aent.entropy_clamp and train is not None and train.t > 1:
+        option, why = f"{name}.entropy_clamp", "needs the whole vocabulary on each rank"
+        use = "use t1 for the trainer in allocation_mode, or entropy_clamp 0"
+        related = ("allocation_mode",)
+        yield Refusal(
+            option=option, value=aent.entropy_clamp, kind=Kind.CONFLICT, why=why, use=use, related=related
+        )
+
+
 def check_algorithm(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refusal]:
     name, row = config.actor.algorithm, ALGORITHMS.get(config.actor.algorithm)
     if row is None:
@@ -111,4 +137,4 @@ def check_algorithm(config: GRPOConfig, explicit: Collection[str]) -> Iterator[R
             yield Refusal(option=OPTION, value=name, kind=Kind.MISSING, why=why, related=(section,))
 
 
-GRPO_RULES = [check_algorithm, check_selection, check_correction]
+GRPO_RULES = [check_algorithm, check_selection, check_correction, check_entropy]

@@ -69,6 +69,8 @@ AT_MOST = {  # option -> the option that it must not exceed
     **{f"{section}.min_new_tokens": f"{section}.max_new_tokens" for section in ("gconfig", "eval_gconfig")},
     **{f"{model}.optimizer.min_loss_scale": f"{model}.optimizer.initial_loss_scale" for model in _TRAINED},
     "actor.rollout_correction.lower": "actor.rollout_correction.upper",
+    "actor.aent.entropy_low": "actor.aent.entropy_high",
+    "actor.aent.coeff_box_low": "actor.aent.coeff_box_high",
 }
 AT_LEAST = {  # option -> the option that is its least value
     "rollout.queue_size": "train_dataset.batch_size",

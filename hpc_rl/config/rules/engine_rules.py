@@ -9,7 +9,7 @@ from hpc_rl.config.options.megatron import MegatronConfig
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.consistency import list_given
 from hpc_rl.config.rules.training_rules import find_trained_model, list_models
-from hpc_rl.core.allocation import parse
+from hpc_rl.core.allocation import Train, parse
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 
@@ -27,14 +27,19 @@ _IN_PLACE = {  # option of another engine -> replacement with megatron
 _MEGATRON_OPTIONS = [name for name, hint in list_options(MegatronConfig).items() if not find_section(hint)]
 
 
+def find_train(config: Config) -> Train | None:
+    """Return the trainer's part of `allocation_mode`; None without one, or if the plan will refuse it."""
+    try:
+        named = find_trained_model(config)[1].backend
+        return parse(config.allocation_mode, named).train if config.allocation_mode.strip() else None
+    except ConfigError:
+        return None
+
+
 def find_engine(config: Config) -> str:
     """Return the train engine of the plan, or the likely one if the plan will refuse the allocation."""
-    named = find_trained_model(config)[1].backend
-    try:
-        train = parse(config.allocation_mode, named).train if config.allocation_mode.strip() else None
-    except ConfigError:
-        train = None
-    return train.backend if train else named or "fsdp"
+    train = find_train(config)
+    return train.backend if train else find_trained_model(config)[1].backend or "fsdp"
 
 
 def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:

@@ -76,6 +76,7 @@ class FSDPEngine(TrainedEngine):
         self.name = name
         self.device = torch.device(device)
         self.pin_memory = False  # copy inputs to the GPU through page-locked memory
+        self.entropy_clamp = 0.0  # share of the vocabulary that the entropy leaves out
         self.seed = seed
         self.frozen = frozen
         self._layout: Layout | None = "packed" if self.mesh.context > 1 else layout
@@ -86,6 +87,7 @@ class FSDPEngine(TrainedEngine):
         self.num_train_steps = num_train_steps
         self.num_updates = 0
         self.model = model.build(self.config, self.seed, self.frozen, self.device, self._layout)
+        self.model.entropy_clamp = self.entropy_clamp
         self.layout = self.model.layout
         names = [name for name, _ in self.model.hf.named_parameters()]
         saved = set(self.model.hf.state_dict())

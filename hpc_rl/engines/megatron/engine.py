@@ -92,6 +92,7 @@ class MegatronEngine(TrainedEngine):
         self.name = name
         self.device = torch.device(device)
         self.pin_memory = False  # copy inputs to the GPU through page-locked memory
+        self.entropy_clamp = 0.0  # share of the vocabulary that the entropy leaves out
         self.seed = seed
         self.frozen = frozen
         chunks = config.megatron.virtual_pipeline_size
@@ -156,6 +157,7 @@ class MegatronEngine(TrainedEngine):
         ]
         for chunk in self.chunks:
             chunk.to(self.device)
+            chunk.entropy_clamp = self.entropy_clamp
         self.parameters = [one for chunk in self.chunks for one in self._parameters(chunk)]
         if self.frozen:
             for one in self.parameters:

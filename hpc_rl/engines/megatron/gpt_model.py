@@ -157,6 +157,7 @@ class PolicyModel(GPTModel):
             position_embedding_type="none",  # angles of the rows' positions are computed once for all layers
             vp_stage=vp_stage,
         )
+        self.entropy_clamp = 0.0  # see token_logprobs
         self.angles = angles  # float32 [head size / 2]: rotation of each pair of channels per position
         self.first_layer = get_transformer_layer_offset(config, vp_stage=vp_stage)
         if last and is_critic:
@@ -205,7 +206,9 @@ class PolicyModel(GPTModel):
         head_vH = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         group = self.pg_collection.tp
         if group.size() == 1:
-            return token_logprobs(hidden_nH, head_vH, targets_n, temperature)
+            return token_logprobs(
+                hidden_nH, head_vH, targets_n, temperature, entropy_clamp=self.entropy_clamp
+            )
         rows, rank = len(head_vH), group.rank()
         own = min(rows, self.vocabulary - rows * rank)  # without padding
         # token_logprobs assumes that a rank's rows begin at (number of its rows) * rank

@@ -24,19 +24,24 @@ def token_logprobs(
     temperature: float | torch.Tensor = 1.0,
     chunk_rows: int | None = None,
     group: dist.ProcessGroup | None = None,
+    entropy_clamp: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log p(target) and the entropy of softmax(hidden @ head.T / temperature), float32 [N].
 
     hidden_NH: [tokens, width]. head_VH: [vocabulary, width]. targets_N: int64 token ids. temperature: one for
-    all, or float32 [N]. Only log p has a gradient.
+    all, or float32 [N]. `entropy_clamp`: the least probable share of the vocabulary, which the entropy leaves
+    out; it is the entropy of the distribution over the others. It needs the whole vocabulary on this rank.
 
     With `group`, the ranks divide the vocabulary in equal parts, in the order of ranks: head_VH is this
-    rank's part. All other inputs, and the gradient of log p, must be the same on all ranks. Each rank gets
-    the gradient of its head_VH and the whole gradient of hidden_NH. Collective, forwards and backwards.
+    rank's part. All other inputs, and the gradients of the results, must be the same on all ranks. Each rank
+    gets the gradient of its head_VH and the whole gradient of hidden_NH. Collective, forwards and backwards.
     """
+    if group is not None and entropy_clamp:
+        raise ValueError("a clamped entropy needs the whole vocabulary")
     if chunk_rows is None:
         chunk_rows = count_chunk_rows(head_VH.shape[0], hidden_NH.device.type)
-    return _TokenLogprobs.apply(hidden_NH, head_VH, targets_N, temperature, chunk_rows, group)
+    num_left_out = int(len(head_VH) * entropy_clamp)
+    return _TokenLogprobs.apply(hidden_NH, head_VH, targets_N, temperature, chunk_rows, group, num_left_out)
 
 
 def count_chunk_rows(vocabulary: int, device_type: str) -> int:
@@ -54,11 +59,14 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float | torch.Tensor,
         chunk_rows: int,
         group: dist.ProcessGroup | None,
+        num_left_out: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if group is not None:
             targets_N = targets_N - dist.get_rank(group) * len(head_VH)  # targets of other ranks are outside
         logprobs_N = torch.empty(len(targets_N), dtype=torch.float32, device=hidden_NH.device)
         entropy_N, log_sum_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
+        # of the tokens in the entropy: more than this log p, and the logarithm of their probability
+        floor_N, log_kept_N = torch.full_like(logprobs_N, -torch.inf), torch.zeros_like(logprobs_N)
         one_chunk = len(targets_N) <= chunk_rows
         kept: list[torch.Tensor] = []
         for start in range(0, len(targets_N), chunk_rows):
@@ -67,34 +75,47 @@ class _TokenLogprobs(torch.autograd.Function):
             logprobs_N[rows], entropy_N[rows], log_sum_N[rows] = _compute_statistics(
                 logits_NV, targets_N[rows], group
             )
+            if num_left_out:
+                floor_N[rows] = logits_NV.kthvalue(num_left_out, dim=1).values
+                entropy_N[rows], log_kept_N[rows] = _compute_clamped_entropy(logits_NV, floor_N[rows])
             kept = [logits_NV] if one_chunk else []
             del logits_NV  # frees the memory for the next chunk
-        ctx.save_for_backward(hidden_NH, head_VH, targets_N, log_sum_N, *kept)
+        of_entropy = (entropy_N, floor_N, log_kept_N)
+        ctx.save_for_backward(hidden_NH, head_VH, targets_N, log_sum_N, *of_entropy, *kept)
         ctx.temperature, ctx.chunk_rows, ctx.group = temperature, chunk_rows, group
-        ctx.mark_non_differentiable(entropy_N)
+        ctx.set_materialize_grads(False)  # the entropy rarely has a gradient
         return logprobs_N, entropy_N
 
     @staticmethod
     def backward(
-        ctx: Any, grad_N: torch.Tensor, _grad_entropy: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None]:
-        hidden_NH, head_VH, targets_N, log_sum_N, *kept = ctx.saved_tensors
+        ctx: Any, grad_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None, None]:
+        hidden_NH, head_VH, targets_N, log_sum_N, entropy_N, floor_N, log_kept_N, *kept = ctx.saved_tensors
+        if grad_N is None:
+            grad_N = torch.zeros_like(log_sum_N)
         grad_hidden_NH = torch.empty_like(hidden_NH)
         grad_head_VH = torch.zeros(head_VH.shape, dtype=torch.float32, device=head_VH.device)
         for start in range(0, len(targets_N), ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
+            temperature = _select_temperature(ctx.temperature, rows)
+            more_NV = None
             if kept:
-                softmax_NV = kept[0].exp()
+                logprobs_NV = kept[0]
             else:
-                logits_NV = _compute_logits(
-                    hidden_NH[rows], head_VH, _select_temperature(ctx.temperature, rows)
-                )
-                softmax_NV = logits_NV.sub_(log_sum_N[rows, None]).exp_()
-                del logits_NV
-            scale_N1 = (grad_N[rows] / _select_temperature(ctx.temperature, rows))[:, None]
+                logits_NV = _compute_logits(hidden_NH[rows], head_VH, temperature)
+                logprobs_NV = logits_NV.sub_(log_sum_N[rows, None])
+            if grad_entropy_N is not None:
+                more_NV = _compute_entropy_gradient(
+                    logprobs_NV, entropy_N[rows], floor_N[rows], log_kept_N[rows]
+                ).mul_((grad_entropy_N[rows] / temperature)[:, None])
+            softmax_NV = logprobs_NV.exp() if kept else logprobs_NV.exp_()
+            scale_N1 = (grad_N[rows] / temperature)[:, None]
             grad_logits_NV = softmax_NV.mul_(-scale_N1)  # (onehot - softmax) * grad
             here_N, place_N = _find_own(targets_N[rows], len(head_VH), ctx.group)
             grad_logits_NV.scatter_add_(1, place_N[:, None], scale_N1 * here_N[:, None])
+            if more_NV is not None:
+                grad_logits_NV += more_NV
+            del logprobs_NV, more_NV
             grad_logits_NV = grad_logits_NV.to(head_VH.dtype)
             del softmax_NV
             grad_hidden_NH[rows] = grad_logits_NV @ head_VH
@@ -104,7 +125,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 grad_head_VH += grad_logits_NV.T @ hidden_NH[rows]
         if ctx.group is not None:
             dist.all_reduce(grad_hidden_NH, group=ctx.group)
-        return grad_hidden_NH, grad_head_VH.to(head_VH.dtype), None, None, None, None
+        return grad_hidden_NH, grad_head_VH.to(head_VH.dtype), None, None, None, None, None
 
 
 def _select_temperature(temperature: float | torch.Tensor, rows: slice) -> float | torch.Tensor:
@@ -146,6 +167,25 @@ def _compute_statistics(
     log_sum_N = sum_N.log()
     logits_NV.sub_(log_sum_N[:, None])
     return target_N - log_sum_N, log_sum_N - product_N / sum_N, max_N + log_sum_N
+
+
+def _compute_clamped_entropy(
+    logprobs_NV: torch.Tensor, floor_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the entropy over the tokens above the floor, and the logarithm of their probability."""
+    is_kept_NV = logprobs_NV > floor_N[:, None]
+    log_kept_N = logprobs_NV.masked_fill(~is_kept_NV, -torch.inf).logsumexp(1)
+    log_share_NV = (logprobs_NV - log_kept_N[:, None]).masked_fill_(~is_kept_NV, 0.0)
+    return -(log_share_NV.exp().mul_(is_kept_NV).mul_(log_share_NV)).sum(1), log_kept_N
+
+
+def _compute_entropy_gradient(
+    logprobs_NV: torch.Tensor, entropy_N: torch.Tensor, floor_N: torch.Tensor, log_kept_N: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of the entropy for the logits, -q (log q + H), with q = 0 up to the floor."""
+    log_share_NV = logprobs_NV - log_kept_N[:, None]
+    share_NV = log_share_NV.exp().mul_(logprobs_NV > floor_N[:, None])
+    return share_NV.mul_(log_share_NV.add_(entropy_N[:, None])).neg_()
 
 
 def _find_own(

@@ -49,6 +49,7 @@ class LanguageModel(nn.Module):
         self.tensor_group: dist.ProcessGroup | None = None  # ranks that share each matrix
         self.context_group: dist.ProcessGroup | None = None  # ranks that share the tokens
         self.layout = layout  # of its inputs
+        self.entropy_clamp = 0.0  # see token_logprobs
         self.unread: Sequence[str] = ()  # names of tensors in its files that the model does not use
 
     def forward(
@@ -74,7 +75,14 @@ class LanguageModel(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probability and entropy of each target, float32 [N]."""
         head_VH = get_local(self.hf.get_output_embeddings().weight)
-        return token_logprobs(hidden_NH, head_VH, targets_N, temperature, group=self.tensor_group)
+        return token_logprobs(
+            hidden_NH,
+            head_VH,
+            targets_N,
+            temperature,
+            group=self.tensor_group,
+            entropy_clamp=self.entropy_clamp,
+        )
 
     def blocks(self, wanted: list[str] | None = None) -> list[nn.Module]:
         """Return the layers that FSDP shards: modules of the `wanted` classes, else the model's choice.

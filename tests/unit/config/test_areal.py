@@ -136,6 +136,24 @@ EXAMPLES = {
         "sglang:d4+fsdp:d4",
         {"actor.algorithm": "gspo", "actor.eps_clip": 0.4, "actor.loss_aggregation": "token_mean"},
     ),
+    "aent": (
+        GRPO,
+        {
+            "actor.aent": {
+                "entropy_coeff": 0.0005,
+                "entropy_clamp": 0.3,
+                "adaptive_coeff": True,
+                "entropy_high": 0.4,
+                "entropy_low": 0.2,
+                "coeff_lr": 0.002,
+                "coeff_box_high": 0.02,
+                "coeff_box_low": 0.0001,
+                "warmup_steps": 20,
+            }
+        },
+        "sglang:d4+fsdp:d4",
+        {"actor.aent.entropy_clamp": 0.3, "actor.aent.warmup_steps": 20},
+    ),
     "m2po": (
         GRPO,
         {"actor.m2_threshold": 0.04, "actor.eps_clip": 0.0},
@@ -308,7 +326,6 @@ NOT_BUILT = {
         {"critic": ROOT | {"path": "${actor.path}", "is_critic": True}},
         ["critic .*PPO's critic is not"],
     ),
-    "aent": ({"actor.aent": {"entropy_coeff": 0.0002}}, ["actor.aent .*: AEnt's entropy bonus is not built"]),
     "rejection_sampling_by_divergence": (
         {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.1}},
         ["actor.rejection_sampling.metric .*: kl_k3 .* compares the ratio"],

@@ -8,8 +8,10 @@ import ast
 import inspect
 import re
 from collections import defaultdict
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from pkgutil import resolve_name
 from textwrap import dedent
 from typing import get_args, get_type_hints
 
@@ -26,6 +28,7 @@ from hpc_rl.config.pool_view import view_pool
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.rules.teacher_rules import VARIABLES
 from hpc_rl.config.schedule import compute_learning_rate, count_updates_per_step, count_warmup
+from hpc_rl.core.algorithms import ALGORITHMS, AlgorithmRow
 from hpc_rl.plan.containers import PYTHONS
 from hpc_rl.plan.schema import Unit
 from hpc_rl.render.hooks import EVENTS
@@ -49,8 +52,9 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "model": {"config"},
     "ref": {"config", "model"},
     "optimizer": {"config"},
-    "reward_norm": {"norm"},
-    "adv_norm": {"norm"},
+    "reward_norm": {"norm", "value"},
+    "adv_norm": {"norm", "value"},
+    "rollout_correction": {"section"},
     "gconfig": {"_gconfig"},
     "eval_gconfig": {"_gconfig", "gconfig", "own"},
     "embedded": {"config"},
@@ -72,6 +76,7 @@ ONLY_RULES = {
     r"launcher\.snapshot": "files that a submission copies (config/snapshot.py)",
     r"(train|valid)_dataset\.type": "must be the trainer's (consistency.datasets)",
     r"train_dataset\.sequences_per_rank": "gives batch_size its default (generation_rules.adapted)",
+    r"actor\.(importance_sampling_level|use_sapo_loss)": "selects the algorithm (algorithm_rules)",
     r"valid_dataset\.(batch_size|sequences_per_rank|shuffle|drop_last|pin_memory)": "noted: held-out rows are used once, in order",
     r"rollout\.consumer_batch_size": "must equal train_dataset.batch_size (generation_rules.rollout)",
     r"actor\.(group_size|temperature|max_new_tokens)": "must equal gconfig's",
@@ -80,6 +85,13 @@ ONLY_RULES = {
     r"(actor|model|ref)\.backend": "names the engine, as allocation_mode does (engine_rules, train_mesh)",
     r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }
+
+
+def list_own_options(row: AlgorithmRow) -> list[str]:
+    """Return the options of an algorithm, which trainers/algorithm_options.py reads by name."""
+    return [field.name for field in fields(resolve_name(row.path).options)]
+
+
 READERS = (  # what roles and the plan read through
     *(
         find_last_step,
@@ -94,6 +106,7 @@ READERS = (  # what roles and the plan read through
 )
 # pattern -> a dict of the product that has each such option's name as a key or value, for getattr
 BY_NAME = {
+    r"actor\.(\w+)": {name for row in ALGORITHMS.values() for name in list_own_options(row)},
     r"teacher\.templates\.(\w+)": VARIABLES,
     r"launcher\.hooks\.(\w+)": EVENTS,
     r"launcher\.(\w+)": stored.VARIABLES,

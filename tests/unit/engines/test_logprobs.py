@@ -25,9 +25,37 @@ def test_values_and_gradients_equal_full_logits(temperature: float, chunk_rows: 
     grads = torch.autograd.grad((got * weights).sum(), (hidden, head))
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(entropy, want_entropy, atol=1e-5, rtol=1e-5)
-    assert not entropy.requires_grad
     for grad, want_grad in zip(grads, want_grads, strict=True):
         torch.testing.assert_close(grad, want_grad, atol=1e-5, rtol=1e-5)
+
+
+def clamp(hidden, head, temperature, share) -> torch.Tensor:
+    """Return the entropy over the more probable tokens, by full logits."""
+    logits = hidden @ head.T / temperature
+    num_tokens = logits.shape[1] - int(share * logits.shape[1])
+    logprobs = torch.log_softmax(logits.topk(num_tokens, dim=1).values, dim=1)
+    return -(logprobs.exp() * logprobs).sum(1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("chunk_rows", [None, 7])
+def test_the_entropy_has_a_gradient_and_may_leave_out_improbable_tokens(share, chunk_rows) -> None:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(40, 16, generator=generator, requires_grad=True)
+    head = torch.randn(50, 16, generator=generator, requires_grad=True)
+    targets = torch.randint(0, 50, (40,), generator=generator)
+    temperature, weights = torch.tensor([0.5, 0.7, 1.0, 2.0]).repeat(10), torch.randn(40, generator=generator)
+    logprobs, whole = full(hidden, head, targets, temperature[:, None])
+    want = clamp(hidden, head, temperature[:, None], share) if share else whole
+    got_logprobs, got = token_logprobs(hidden, head, targets, temperature, chunk_rows, entropy_clamp=share)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+    for value, want_value in ((got, want), (got_logprobs + 2 * got, logprobs + 2 * want)):
+        grads, want_grads = (
+            torch.autograd.grad((one * weights).sum(), (hidden, head), retain_graph=True)
+            for one in (value, want_value)
+        )
+        for grad, want_grad in zip(grads, want_grads, strict=True):
+            torch.testing.assert_close(grad, want_grad, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize("chunk_rows", [None, 7])

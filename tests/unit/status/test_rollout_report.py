@@ -61,6 +61,21 @@ def test_a_batch_of_a_policy_that_is_far_away_is_told(fake_trial):
     assert "KL 7.03: the policy is far from the one that generated this batch" in said
 
 
+@pytest.mark.parametrize(
+    ("fresh", "of_all", "words"),
+    [
+        (0.31, 0.5, "mean |log w| is 0.31 at tokens of the newest weights, more than 0.1"),
+        (0.02, 0.5, ""),  # only the older tokens differ
+        (None, 0.5, "mean |log w| is 0.5 at sampled tokens, more than 0.1"),
+    ],
+)
+def test_servers_that_sample_from_another_policy_are_told(fake_trial, fresh, of_all, words):
+    numbers = {"mismatch_log_w_mean": of_all} | ({} if fresh is None else {"mismatch_log_w_fresh": fresh})
+    fake_trial.row("7.0", {"step": 4, "time": time.time(), **numbers})
+    said = "\n".join(describe_status(load_status(fake_trial.trial)))
+    assert words in said and ("ANOTHER POLICY" in said) == bool(words)
+
+
 def test_the_newest_incarnation_counts_and_junk_is_left_out(fake_trial):
     attempt = fake_trial.trial.attempt("7.0")
     attempt.make_dirs()

@@ -19,7 +19,7 @@ from hpc_rl.algorithms.base import Loss, TokenBatch
 from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
-from hpc_rl.config.options.training import NormConfig, PPOActorConfig
+from hpc_rl.config.options.training import AEntConfig, NormConfig, PPOActorConfig
 from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.errors import ConfigError, DataUnusable
 from hpc_rl.core.records import LineageRecord
@@ -176,6 +176,58 @@ def test_beta_is_in_the_loss_of_every_row_also_those_without_advantage(tmp_path)
     assert numbers["kl_loss"] == pytest.approx(np.exp(-0.5) + 0.5 - 1)  # current -1
     assert numbers["loss"] == pytest.approx(0.25 * numbers["kl_loss"])
     assert "kl_rewards" not in numbers and numbers["rows_skipped"] == 0
+
+
+def test_an_entropy_bonus_is_in_the_loss_of_every_row(tmp_path):
+    recipe = grpo_recipe(tmp_path, entropy_coeff=0.25)
+    recipe.update(6, batch_of([1.0, 1.0], [0.0, 0.0]))
+    assert len(recipe.run.engine.updates[0][0]) == 4
+    assert recipe.run.stats.take()["loss"] == pytest.approx(-0.25 * 1.0)
+
+
+def test_aent_adapts_its_coefficient_and_the_state_has_it(tmp_path):
+    """The entropy is 1: 0.5 above the band, so the coefficient falls by 0.05 a step, not below 0.12."""
+    aent = AEntConfig(
+        entropy_coeff=0.25, adaptive_coeff=True, entropy_low=0.1, entropy_high=0.5, coeff_lr=0.1,
+        coeff_box_low=0.12, coeff_box_high=1.0, warmup_steps=6,
+    )  # fmt: skip
+    recipe = grpo_recipe(tmp_path, aent=aent)
+    found = []
+    for step in (6, 7, 8, 9):
+        recipe.update(step, batch_of([1.0, 1.0]))
+        numbers = recipe.run.stats.take()
+        found.append((numbers["loss"], numbers["entropy_coeff"]))
+    assert found == [
+        (pytest.approx(-before), pytest.approx(after))
+        for before, after in ((0.25, 0.25), (0.25, 0.2), (0.2, 0.15), (0.15, 0.12))
+    ]
+    run = recipe.run
+    assert run.adapted == {"entropy_coeff": pytest.approx(0.12)}
+    resumed = GRPO(run, FakeRollout(), SimpleNamespace(settle=lambda wait: None), num_prompts=10)
+    resumed.update(10, batch_of([1.0, 1.0]))
+    assert run.stats.take()["loss"] == pytest.approx(-0.12)
+
+
+def test_short_completions_earn_more_by_the_length_penalty(tmp_path):
+    """Lengths 3 and 7 with a reward: 0.5 and -0.5; lengths 4 and 6 without: at most 0."""
+    recipe = grpo_recipe(tmp_path, length_penalty=0.4, reward_norm=None)
+    rows = [trajectory(1.0, 3), trajectory(1.0, 7), trajectory(0.0, 4), trajectory(0.0, 6)]
+    recipe.update(6, Batch(6, [TrajectoryGroup(0, rows)]))
+    credit = [float(column[-1]) for column in recipe.run.engine.updates[0][0].columns["credit"]]
+    # 0.5 - (4 - 3) / 4 = 0.25 counts as 0, and 0.5 - (6 - 3) / 4 = -0.25
+    assert sorted(credit) == pytest.approx([-0.1, 0.8, 1.2])
+    assert recipe.run.stats.take()["rows_skipped"] == 1
+
+
+@pytest.mark.parametrize(("estimator", "kl"), [("k1", 0.5), ("k2", 0.125), ("k3", np.exp(-0.5) - 0.5)])
+def test_the_estimators_of_the_divergence_in_reward_and_loss(tmp_path, estimator, kl):
+    """Behaviour -2 and current -1 against references of -2.5 and -1.5: log ratios of 0.5."""
+    recipe = grpo_recipe(tmp_path, RecordingEngine(-2.5), kl_ctl=0.5, kl_estimator=estimator)
+    recipe.update(6, batch_of([1.0, 0.0]))
+    assert recipe.run.stats.take()["kl_rewards"] == pytest.approx(-0.5 * kl)
+    recipe = grpo_recipe(tmp_path, RecordingEngine(-1.5), beta=0.5, kl_loss_estimator=estimator)
+    recipe.update(6, batch_of([1.0, 1.0]))
+    assert recipe.run.stats.take()["loss"] == pytest.approx(0.5 * kl)
 
 
 def test_dynamic_sampling_drops_groups_before_anything_is_normalized(tmp_path):
