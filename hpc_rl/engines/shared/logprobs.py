@@ -76,8 +76,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 logits_NV, targets_N[rows], group
             )
             if num_left_out:
-                # halfway between two tokens, so that it separates them in the backward pass, too, which rounds
-                # differently
+                # halfway between two tokens, because the backward pass rounds differently
                 below_N, above_N = (logits_NV.kthvalue(num_left_out + i, dim=1).values for i in (0, 1))
                 floor_N[rows] = (below_N + above_N) / 2
                 entropy_N[rows], log_kept_N[rows] = _compute_clamped_entropy(logits_NV, floor_N[rows])
