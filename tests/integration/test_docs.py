@@ -189,6 +189,8 @@ def test_the_game_of_the_pages_is_learned(shell, typed):
     metrics_of_the_page = {*quoted("operations.md")} - {
         "kl_rewards",
         "kl_loss",
+        "mismatch_log_w_fresh",
+        "mismatch_excluded",
         "eval_num_prompts",
         "eval_left_out",
     }
