@@ -21,7 +21,8 @@ def scenario_parts(folder: Path, rank: int, num_ranks: int) -> None:
     def values_and_gradients(head: torch.Tensor, chunk_rows: int | None, group: dist.ProcessGroup | None):
         inputs = hidden.clone().requires_grad_(), head.clone().requires_grad_()
         logprobs, entropy = token_logprobs(*inputs, targets, 0.7, chunk_rows, group)
-        return (logprobs.detach(), entropy, *torch.autograd.grad((logprobs * weights).sum(), inputs))
+        total = ((logprobs + 0.5 * entropy) * weights).sum()
+        return (logprobs.detach(), entropy.detach(), *torch.autograd.grad(total, inputs))
 
     for chunk_rows in (None, 7, 128):
         *whole, head_gradient = values_and_gradients(head, None, None)
