@@ -28,7 +28,7 @@ def scenario_parts(folder: Path, rank: int, num_ranks: int) -> None:
         *whole, head_gradient = values_and_gradients(head, None, None)
         got = values_and_gradients(head[part], chunk_rows, dist.group.WORLD)
         for mine, want in zip(got, (*whole, head_gradient[part]), strict=True):
-            assert (mine - want).abs().max() <= 1e-6 * want.abs().max()
+            assert (mine - want).abs().max() <= 3e-6 * want.abs().max()
 
 
 if __name__ == "__main__":
