@@ -70,7 +70,6 @@ ROWS = {  # names -> replacement
     "constant_length (dr_grpo); for DAPO actor.eps_clip_higher and actor.dynamic_sampling, too.",
     "mask_truncated_completions": "use actor.mask_no_eos_with_zero.",
     "use_kl_loss use_kl_in_reward kl_loss_coef kl_coef kl_loss_type kl_penalty init_kl_coef": _KL,
-    "entropy_coef": "use actor.entropy_coeff.",
     "top_entropy_quantile": "not built. Remove this option.",
     "sync_ref_model ref_model_sync_steps ref_model_mixup_alpha": "the reference model stays as it is.",
     "max_off_policy_steps max_async_level max_staleness": _STALE,
