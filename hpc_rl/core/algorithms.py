@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+_TAUS = ("sapo_tau_pos", "sapo_tau_neg")
+
 
 @dataclass(frozen=True)
 class AlgorithmRow:
@@ -17,6 +19,7 @@ class AlgorithmRow:
     # option of section `actor` -> its default if a file names this algorithm
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # sections of the configuration, such as `critic`
+    ignores: tuple[str, ...] = _TAUS  # options of section `actor` without effect
 
 
 _PAGES = "hpc_rl.algorithms"
@@ -38,15 +41,23 @@ ALGORITHMS: dict[str, AlgorithmRow] = {
     "lite_ppo": AlgorithmRow(_GRPO, {"reward_norm.mean_level": "group", "reward_norm.std_level": "batch"}),
     "rloo": AlgorithmRow(_GRPO, {**_CENTERED, "reward_norm.mean_leave1out": True}),
     "reinforce_pp": AlgorithmRow(f"{_PAGES}.reinforce_pp:REINFORCE_PP", _OF_BATCH),
-    "max_rl": AlgorithmRow(f"{_PAGES}.max_rl:MAX_RL"),
+    "max_rl": AlgorithmRow(f"{_PAGES}.max_rl:MAX_RL", ignores=(*_TAUS, "reward_norm")),
     "gspo": AlgorithmRow(f"{_PAGES}.gspo:GSPO", _GSPO),
     "gspo_token": AlgorithmRow(f"{_PAGES}.gspo:GSPO_TOKEN", _GSPO),
-    "cispo": AlgorithmRow(f"{_PAGES}.cispo:CISPO", {**_OF_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0}),
-    "sapo": AlgorithmRow(f"{_PAGES}.sapo:SAPO", {**_OF_GROUP, "use_sapo_loss": True}),
+    "cispo": AlgorithmRow(
+        f"{_PAGES}.cispo:CISPO",
+        {**_OF_GROUP, "eps_clip": 1.0, "eps_clip_higher": 4.0},
+        ignores=(*_TAUS, "c_clip"),
+    ),
+    "sapo": AlgorithmRow(
+        f"{_PAGES}.sapo:SAPO",
+        {**_OF_GROUP, "use_sapo_loss": True},
+        ignores=("eps_clip", "eps_clip_higher", "c_clip"),
+    ),
     "m2po": AlgorithmRow(
         f"{_PAGES}.m2po:M2PO", {**_OF_GROUP, "m2_threshold": 0.04, "use_decoupled_loss": True}
     ),
-    "areal": AlgorithmRow(f"{_PAGES}.areal:AREAL"),
+    "areal": AlgorithmRow(f"{_PAGES}.areal:AREAL", ignores=(*_TAUS, "length_penalty")),
 }
 # Option of AReaL, the value that selects an algorithm (None: any but null), the algorithms that it allows.
 SELECTED_BY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (

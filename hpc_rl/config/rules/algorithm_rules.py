@@ -11,7 +11,7 @@ from hpc_rl.config.rules.consistency import is_default
 from hpc_rl.config.rules.engine_rules import find_train
 from hpc_rl.config.rules.generation_rules import IMPORT_PATH
 from hpc_rl.core.algorithms import ALGORITHMS, SELECTED_BY
-from hpc_rl.core.refusal import Kind, Refusal
+from hpc_rl.core.refusal import Kind, Refusal, make_idle_note
 
 OPTION, ARGS = "actor.algorithm", "actor.algorithm_args"
 _OF_CONTROLLER = ("entropy_low", "entropy_high", "coeff_", "warmup_steps")
@@ -135,6 +135,14 @@ def check_algorithm(config: GRPOConfig, explicit: Collection[str]) -> Iterator[R
         if get_value(config, section) in (ABSENT, None):
             why = f"needs a section {section}"
             yield Refusal(option=OPTION, value=name, kind=Kind.MISSING, why=why, related=(section,))
+
+
+def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
+    """Yield notes about options that the algorithm does not take; AReaL's files often contain them."""
+    name = config.actor.algorithm
+    ignored = ALGORITHMS[name].ignores if name in ALGORITHMS else ()
+    if idle := [f"actor.{one}" for one in ignored if not is_default(config, f"actor.{one}")]:
+        yield make_idle_note(idle, f"{OPTION} {name} does not use it")
 
 
 GRPO_RULES = [check_algorithm, check_selection, check_correction, check_entropy]

@@ -160,6 +160,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
 def _list_notes(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     if isinstance(config, GRPOConfig):
         yield from training_rules.list_notes(config)
+        yield from algorithm_rules.list_notes(config)
         yield from generation_rules.list_notes(config)
         yield from sampling_rules.list_notes(config)
     yield from training_rules.list_learning_rate_notes(config)

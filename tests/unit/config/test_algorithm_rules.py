@@ -1,11 +1,15 @@
 """`actor.algorithm`: its names, the defaults that it sets, and options that contradict it."""
 
+import dataclasses
+from pkgutil import resolve_name
+
 import pytest
 
 from hpc_rl.config.load.load import load
 from hpc_rl.config.options.experiment import get_value
 from hpc_rl.config.rules.check import check
 from hpc_rl.config.show import format_yaml, show
+from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.errors import ConfigError
 
 WORDS = [
@@ -98,6 +102,26 @@ def test_an_option_of_areal_selects_the_algorithm_and_no_other_default():
 def test_contradictions_are_refused(words, problem):
     with pytest.raises(ConfigError, match=problem):
         load_checked(*words)
+
+
+@pytest.mark.parametrize(
+    ("words", "idle"),
+    [
+        (["actor.algorithm=sapo", "actor.eps_clip=0.4", "actor.c_clip=3"], "actor.eps_clip, actor.c_clip"),
+        (["actor.algorithm=max_rl", "actor.reward_norm.mean_level=group"], "actor.reward_norm"),
+        (["actor.sapo_tau_neg=2"], "actor.sapo_tau_neg"),
+    ],
+)
+def test_options_that_the_algorithm_does_not_take_are_noted(words, idle):
+    notes = [str(note) for note in load_checked(*words).notes]
+    assert any(note.startswith(f"{idle}: no effect: actor.algorithm") for note in notes), notes
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_table_knows_the_options_of_each_loss(name):
+    taken = {field.name for field in dataclasses.fields(resolve_name(ALGORITHMS[name].path).options)}
+    of_losses = {"eps_clip", "eps_clip_higher", "c_clip", "sapo_tau_pos", "sapo_tau_neg"}
+    assert of_losses - taken == of_losses & {*ALGORITHMS[name].ignores}
 
 
 def test_a_correction_recomputes_log_probabilities_unless_they_are_interpolated():
