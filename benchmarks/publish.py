@@ -127,6 +127,9 @@ class Reader:
             await asyncio.to_thread(self.read, Path(body["model_path"]))
         return 200, {}
 
+    async def prepare_changes(self, folder: Path) -> None:
+        """Do nothing: the copy is read whole."""
+
     def read(self, folder: Path) -> None:
         for path in folder.glob("*.safetensors"):
             with path.open("rb", buffering=0) as file:

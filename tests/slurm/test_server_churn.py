@@ -18,8 +18,8 @@ JOBS = {
     "launcher.slurm.layout": "jobs",
     "launcher.slurm.exclusive": True,
     "gconfig.max_new_tokens": 40,
-    "recover.freq_steps": None,
-    "evaluator.freq_steps": None,
+    "recover.freq_steps": "null",
+    "evaluator.freq_steps": "null",
 }
 
 
