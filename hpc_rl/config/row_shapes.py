@@ -17,6 +17,7 @@ NUM_FIRST = 64
 JSONL = (".jsonl", ".json", ".ndjson")
 Row = dict[str, Any]
 _PROMPTS = ("prompt", "messages")
+PAIRS = ("rw", "dpo")  # kinds of rows with two answers, `chosen` and `rejected`
 
 
 @dataclass(frozen=True)
@@ -86,16 +87,16 @@ def _get_part(value: Any, name: str) -> Any:
 def check_row(row: Row, kind: str) -> Row:
     """Return a row with its answers as texts, as `extract_answers` does.
 
-    Raises ConfigError if columns that its kind (rl, sft, rw) needs are missing or wrong. Errors of the chat
-    template come later.
+    Raises ConfigError if columns that its kind (rl, sft, rw, dpo) needs are missing or wrong. Errors of the
+    chat template come later.
     """
     row = extract_answers(row, kind)
     has_prompt = isinstance(row.get("prompt"), str) or get_messages(row) is not None
-    if kind == "rw":
+    if kind in PAIRS:
         for name in ("chosen", "rejected"):
             if not isinstance(row.get(name), str) and (has_prompt or not isinstance(row.get(name), list)):
                 either = "(text, or lists of messages that end with the assistant's)"
-                raise _make_error(row, f"an rw row needs `chosen` and `rejected` {either}")
+                raise _make_error(row, f"a row of type {kind} needs `chosen` and `rejected` {either}")
         if isinstance(row["chosen"], str) != isinstance(row["rejected"], str):
             raise ConfigError("`chosen` and `rejected` of a row must both be texts, or both be whole chats.")
         return row
@@ -123,13 +124,16 @@ def check_row(row: Row, kind: str) -> Row:
 def extract_answers(row: Row, kind: str) -> Row:
     """Return a row whose answers are texts: a chat is replaced by the text of its last message.
 
-    In an sft row this is `completion`, which may also be the last of the `messages`. In an rw row it is
-    `chosen` and `rejected`. If these chats differ only in their last messages, the others become the prompt.
+    In an sft row this is `completion`, which may also be the last of the `messages`. In rows of type rw or
+    dpo it is `chosen` and `rejected`. If these chats differ only in their last messages, the others become
+    the prompt.
     """
-    if kind == "rw" and not row.keys() & {*_PROMPTS} and (asked := _find_shared_prompt(row)):
+    if kind in PAIRS and not row.keys() & {*_PROMPTS} and (asked := _find_shared_prompt(row)):
         row = row | {"messages": asked}
     has_prompt = isinstance(row.get("prompt"), str) or get_messages(row) is not None
-    names = {"sft": ("completion",), "rw": ("chosen", "rejected") if has_prompt else ()}.get(kind, ())
+    names: tuple[str, ...] = ("completion",) if kind == "sft" else ()
+    if kind in PAIRS and has_prompt:
+        names = ("chosen", "rejected")
     texts = {name: text for name in names if (text := _find_answer(row.get(name))) is not None}
     chat = get_messages(row)
     if kind == "sft" and chat and "completion" not in row and (text := _find_answer(chat)) is not None:

@@ -1,4 +1,4 @@
-"""Encodes rows as tokens: prompts (rl), sequences with a loss mask (sft), pairs of sequences (rw)."""
+"""Encodes rows as tokens: prompts (rl), sequences with a loss mask (sft), pairs of sequences (rw, dpo)."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-Encoded = tuple[np.ndarray, np.ndarray]
+Encoded = tuple[np.ndarray, ...]
 
 
 def encode_prompt(tokenizer: Tokenizer, row: dict[str, Any]) -> list[int]:
@@ -158,6 +158,11 @@ def load_pairs(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[Encoded]:
     return _load(dataset, "pair", partial(encode_pair, tokenizer))
 
 
+def load_preferences(dataset: DatasetConfig, tokenizer: Tokenizer) -> Rows[Encoded]:
+    """Load and encode all pairs of at most `max_length`, with masks. Raises ConfigError if none is left."""
+    return _load(dataset, "pair", partial(encode_preference, tokenizer))
+
+
 def _load(dataset: DatasetConfig, what: str, encode: Callable[[dict[str, Any]], Encoded]) -> Rows[Encoded]:
     read = load_rows(dataset.path, dataset.columns)
     rows = encode_all(encode, read, dataset.num_workers, dataset.path)
@@ -169,7 +174,7 @@ def _load(dataset: DatasetConfig, what: str, encode: Callable[[dict[str, Any]], 
 
 
 def save_encoded(path: Path, rows: Rows[Encoded]) -> None:
-    """Write rows of load_sequences or load_pairs as a file for `load_encoded`. Raises OSError."""
+    """Write rows of one of the functions above as a file for `load_encoded`. Raises OSError."""
     columns: dict[str, Any] = {}
     for number, arrays in enumerate(zip(*rows, strict=True)):
         columns[f"values{number}"] = np.concatenate(arrays)
@@ -180,7 +185,10 @@ def save_encoded(path: Path, rows: Rows[Encoded]) -> None:
 def load_encoded(path: Path) -> Rows[Encoded]:
     """Return what `save_encoded` wrote. Raises OSError."""
     with np.load(path) as read:
-        columns = [np.split(read[f"values{number}"], read[f"ends{number}"][:-1]) for number in (0, 1)]
+        columns = [
+            np.split(read[f"values{number}"], read[f"ends{number}"][:-1])
+            for number in range(len(read.files) // 2)
+        ]
         return Rows(zip(*columns, strict=True), json.loads(str(read["fingerprint"])))
 
 
@@ -202,20 +210,44 @@ def encode_pair(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
     return chosen, rejected
 
 
+def encode_preference(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
+    """Return ids of chosen and rejected as `encode_pair` does, and their loss masks, bool.
+
+    The masks leave out the prompt, or without a prompt the first tokens that both have: the ratios of their
+    probabilities are the same for both, and cancel in the loss.
+    """
+    row = check_row(row, "dpo")
+    (chosen, start), (rejected, _) = (
+        _encode_answer(tokenizer, row, row.get(column)) for column in ("chosen", "rejected")
+    )
+    if not start:
+        shortest = min(len(chosen), len(rejected))
+        differs = np.flatnonzero(chosen[:shortest] != rejected[:shortest])
+        start = int(differs[0]) if len(differs) else shortest
+    return chosen, rejected, *(np.arange(len(ids)) >= start for ids in (chosen, rejected))
+
+
 def encode_scored(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> np.ndarray:
     """Return the tokens, int32, that a reward model scores: `text` after the prompt of `row`, if any.
 
     Raises ConfigError if there are no tokens.
     """
+    return _encode_answer(tokenizer, row, text)[0]
+
+
+def _encode_answer(tokenizer: Tokenizer, row: dict[str, Any], text: Any) -> tuple[np.ndarray, int]:
+    """Return the tokens of prompt and text, int32, and the number of tokens of the prompt."""
+    num_prompt = 0
     has_prompt = isinstance(row.get("prompt"), str) or get_messages(row) is not None
     if isinstance(text, list) and not has_prompt:
         chat = tokenizer.chat(text, add_generation_prompt=False)
         ids = tokenizer.encode(chat, add_special_tokens=False)
     else:
         ids = encode_prompt(tokenizer, row) if has_prompt else []
+        num_prompt = len(ids)
         ids = ids + tokenizer.encode(text, add_special_tokens=not has_prompt)
     if tokenizer.eos_token_id is not None and ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(tokenizer.eos_token_id)
     if not ids:
-        raise ConfigError("an rw row has an empty text, and the tokenizer has no end-of-sequence token.")
-    return np.array(ids, np.int32)
+        raise ConfigError("a row has an empty text, and the tokenizer has no end-of-sequence token.")
+    return np.array(ids, np.int32), num_prompt

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpc_rl.config.options.experiment import Config, GRPOConfig, RWConfig, find_last_step
+from hpc_rl.config.options.experiment import Config, DPOConfig, GRPOConfig, RWConfig, find_last_step
 from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.config.pool_view import view_pool
 from hpc_rl.config.rules.training_rules import find_trained_model
@@ -179,7 +179,7 @@ def _estimate_work(config: Config, content: Mapping[str, Any], num_rows: int | N
         longest = g.max_tokens if prompt is None else min(g.max_tokens, prompt + g.max_new_tokens)
         rows, updates = size * g.n_samples, config.actor.ppo_n_minibatches
     else:
-        rows = 2 * size if isinstance(config, RWConfig) else size
+        rows = 2 * size if isinstance(config, RWConfig | DPOConfig) else size
         longest = config.train_dataset.max_length or (
             (spec.max_tokens_per_mb or limit or 1) // spec.granularity
         )
@@ -208,6 +208,11 @@ def _estimate_load(config: Config, plan: Plan, shape: ModelShape, models: Models
         saves_copies=config.recover.async_save,
     )
     load = _apply_mesh(load, work, parse(plan.allocation).train or load.mesh)
+    if isinstance(config, DPOConfig):
+        reference = config.ref or config.model
+        return replace(
+            load, reference=reference, reference_shape=ModelShape.of(models.get(reference.path, {}))
+        )
     if not isinstance(config, GRPOConfig):
         return load
     load = replace(load, batch_tokens=work.tokens, publishes=True)

@@ -102,7 +102,7 @@ class Plan:
 
     experiment_name: str
     trial_name: str
-    trainer: Literal["grpo", "teacher", "sft", "rw"]
+    trainer: Literal["grpo", "teacher", "sft", "rw", "dpo"]
     allocation: str  # canonical form
     n_nodes: int
     n_gpus_per_node: int

@@ -14,7 +14,14 @@ import torch
 from hpc_rl import __version__
 from hpc_rl.config.load.stored import redact
 from hpc_rl.config.options.dataset import DatasetConfig
-from hpc_rl.config.options.experiment import GRPOConfig, RWConfig, SFTConfig, count_steps, has_own_prompts
+from hpc_rl.config.options.experiment import (
+    DPOConfig,
+    GRPOConfig,
+    RWConfig,
+    SFTConfig,
+    count_steps,
+    has_own_prompts,
+)
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
 from hpc_rl.config.pool_view import find_trained_pool
 from hpc_rl.core.node_copies import compute_identity
@@ -29,6 +36,7 @@ from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.stats.sinks import JsonlSink, RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
+from hpc_rl.trainers.dpo import make_dpo_task
 from hpc_rl.trainers.grpo_recipe import GRPO, count_updates, place_schedule
 from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.run import Run, find_tokenizer_folder
@@ -96,7 +104,7 @@ def _open_samples(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -
 def compose_supervised(task: SupervisedTask, start: TrainerContext, stack: ExitStack) -> Composed:
     """Compose supervised training: each rank computes the batches from the dataset."""
     config = start.config
-    assert isinstance(config, SFTConfig | RWConfig)
+    assert isinstance(config, SFTConfig | RWConfig | DPOConfig)
     tokenizer = Tokenizer(find_tokenizer_folder(config))
     rows = _load_encoded(task, start, config.train_dataset, tokenizer)
     start.data = rows.fingerprint
@@ -105,6 +113,14 @@ def compose_supervised(task: SupervisedTask, start: TrainerContext, stack: ExitS
     held_out = None if valid is None else _load_encoded(task, start, valid, tokenizer)
     run = _make_run(start, begun, config.model, count_steps(config, len(rows)), stack)
     return run, SupervisedRecipe(run, task, rows, held_out)
+
+
+def compose_dpo(start: TrainerContext, stack: ExitStack) -> Composed:
+    """Compose direct preference optimization: supervised training with a frozen reference model."""
+    config = start.config
+    assert isinstance(config, DPOConfig)
+    reference = _make_frozen(start, config.ref or config.model)
+    return compose_supervised(make_dpo_task(config.model, reference), start, stack)
 
 
 def _load_encoded(
@@ -130,6 +146,7 @@ COMPOSE: dict[str, Callable[[TrainerContext, ExitStack], Composed]] = {
     "teacher": compose_grpo,
     "sft": partial(compose_supervised, SFT),
     "rw": partial(compose_supervised, REWARD_MODEL),
+    "dpo": compose_dpo,
 }
 
 
@@ -145,7 +162,12 @@ def _build_reference(start: TrainerContext, config: GRPOConfig) -> Engine | None
     """Return the frozen model of the KL terms, or None if their coefficients are 0. It is never saved."""
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
         return None
-    engine = _make_engine(start, _use_local_copy(start, config.ref), "ref", frozen=True)
+    return _make_frozen(start, config.ref)
+
+
+def _make_frozen(start: TrainerContext, model: TrainEngineConfig) -> Engine:
+    """Return a reference model, with the weights at its path."""
+    engine = _make_engine(start, _use_local_copy(start, model), "ref", frozen=True)
     engine.initialize(0)
     return engine
 

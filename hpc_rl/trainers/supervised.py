@@ -1,4 +1,4 @@
-"""Supervised training: SFT and reward models share one recipe; a SupervisedTask defines the differences.
+"""Supervised training: SFT, reward models and DPO share one recipe; a SupervisedTask is the difference.
 
 Batch k is a pure function of (seed, k), so a resumed run gets the same batches as an uninterrupted one.
 """
@@ -6,13 +6,14 @@ Batch k is a pure function of (seed, k), so a resumed run gets the same batches 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from hpc_rl.config.options.dataset import DatasetConfig
-from hpc_rl.config.options.experiment import RWConfig, SFTConfig, count_steps
+from hpc_rl.config.options.experiment import DPOConfig, RWConfig, SFTConfig, count_steps
 from hpc_rl.datasets.encode import load_pairs, load_sequences
 from hpc_rl.datasets.order import locate
 from hpc_rl.datasets.tokenizer import Tokenizer
@@ -20,7 +21,7 @@ from hpc_rl.engines.base import Engine, LossFn, MicroBatch, Sequences, sum_over_
 from hpc_rl.engines.shared.packing import balance
 from hpc_rl.trainers.run import Run
 
-Row = tuple[np.ndarray, np.ndarray]
+Row = tuple[np.ndarray, ...]
 NEARLY_GREEDY = 1e-6  # temperature at which the most probable token has probability 1
 
 
@@ -30,7 +31,7 @@ class SupervisedTask:
 
     load: Callable[[DatasetConfig, Tokenizer], Any]  # loads a dataset as rows with a fingerprint
     num_tokens: Callable[[Row], int]
-    encode: Callable[[list[Row]], Sequences]  # converts rows to sequences for the engine
+    encode: Callable[[list[Row]], Sequences]  # converts rows to sequences for the engine; may be collective
     loss: LossFn  # of a micro-batch of these sequences
     weight: Callable[[list[Row]], int]  # divisor of the loss over a batch
     means: dict[str, str]  # metric -> sum from the loss function, to be divided by the number of rows
@@ -41,7 +42,7 @@ class SupervisedRecipe:
     """The recipe of a supervised trial; its data is the whole dataset in memory, in file order."""
 
     def __init__(self, run: Run, task: SupervisedTask, rows: list[Row], held_out: list[Row] | None) -> None:
-        assert isinstance(run.config, SFTConfig | RWConfig)
+        assert isinstance(run.config, SFTConfig | RWConfig | DPOConfig)
         self.run = run
         self.task = task
         self.rows = rows
@@ -71,7 +72,7 @@ class SupervisedRecipe:
         """Evaluate on the held-out rows; add the metrics to the step's line. Not before the first step."""
         if self.held_out is None or step == 0:
             return {}
-        numbers = self.task.evaluate(self.run.engine, self._share(self.held_out))
+        numbers = self.task.evaluate(self.run.engine, self._held_out_share)
         for name, value in numbers.items():
             self.run.stats.value(name, value)
         return dict(numbers)
@@ -85,6 +86,10 @@ class SupervisedRecipe:
 
     def retain(self, step: int) -> None:
         """Do nothing: generations need no other data."""
+
+    @cached_property
+    def _held_out_share(self) -> Sequences:
+        return self._share(self.held_out or [])
 
     def _share(self, rows: list[Row]) -> Sequences:
         """Return the rows of this data rank, balanced by length."""

@@ -79,12 +79,14 @@ def _check_dataset(
 
 def _count_tokens(trainer: str, tokenizer: Tokenizer, row: Row) -> int:
     """Return the length of a row, of a pair of answers the longer one's."""
-    from hpc_rl.datasets.encode import encode_pair, encode_prompt, encode_sequence
+    from hpc_rl.datasets.encode import encode_pair, encode_preference, encode_prompt, encode_sequence
 
     if trainer == "sft":
         return len(encode_sequence(tokenizer, row)[0])
     if trainer == "rw":
         return max(map(len, encode_pair(tokenizer, row)))
+    if trainer == "dpo":
+        return max(map(len, encode_preference(tokenizer, row)))
     return len(encode_prompt(tokenizer, row))
 
 

@@ -34,7 +34,7 @@ from hpc_rl.config.options.experiment import CONFIGS
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.allocation import parse as parse_allocation
 from hpc_rl.core.types import Reply, Turn
-from hpc_rl.datasets.encode import Prompts, load_pairs, load_sequences
+from hpc_rl.datasets.encode import Prompts, load_pairs, load_preferences, load_sequences
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.plan.plan import make_plan
 from hpc_rl.rollout.rewards import BUILTINS
@@ -298,6 +298,7 @@ def test_rows_of_a_page_are_rows(one, shell, tmp_path):
     tokenizer = Tokenizer(toy_tokenizer(tmp_path / "tokenizer"))
     made = {"rl": lambda: Prompts(dataset, tokenizer, 1), "sft": lambda: load_sequences(dataset, tokenizer)}
     made["rw"] = lambda: load_pairs(dataset, tokenizer)
+    made["dpo"] = lambda: load_preferences(dataset, tokenizer)
     assert len(made[kind]()) == len(one.text.splitlines())
 
 

@@ -237,6 +237,45 @@ def test_grpo_walks_back_after_a_kill_and_gets_the_same_batches_again(
     assert sorted(path.name for path in trial.weights.iterdir() if path.is_dir())[-2:] == ["1.11", "1.12"]
 
 
+def test_dpo_learns_and_resumed_after_a_kill_equals_the_unbroken_run(toy):
+    options = [
+        "total_train_steps=40",
+        "train_dataset.batch_size=32",
+        "model.optimizer.lr=3e-3",
+        "model.label_smoothing=0.05",
+        "model.beta=0.5",
+        f"valid_dataset.path={toy / 'task' / 'preferences.jsonl'}",
+        "evaluator.freq_steps=20",
+        "recover.freq_steps=5",
+    ]
+    whole = make_trial(toy, "dpo-whole", "dpo", [*options, "recover.mode=disabled"])
+    write_plan(whole, "dpo", 2)
+    with Roles(whole, "1.0") as roles:
+        assert roles.ended(roles.trainer(2)) == [0, 0]
+    unbroken = roles.rows()
+    first, last = unbroken[0], unbroken[-1]
+    assert first["loss"] == pytest.approx(np.log(2), abs=1e-4) and first["margin"] == pytest.approx(
+        0, abs=1e-4
+    )
+    assert last["loss"] < 0.55 and last["accuracy"] > 0.75
+    assert last["margin"] == pytest.approx(last["reward_chosen"] - last["reward_rejected"], abs=1e-4)
+    assert last["eval_accuracy"] > 0.75 and last["eval_loss"] < 0.55 and last["eval_margin"] > 0.5
+    broken = make_trial(toy, "dpo", "dpo", [*options, "recover.mode=auto"])
+    write_plan(broken, "dpo", 2)
+    with Roles(broken, "1.0") as roles:
+        both = roles.trainer(2)
+        roles.wait_for_step(11)
+        Roles.kill(both)
+        assert roles.ended(both) == [-signal.SIGKILL] * 2
+        assert roles.ended(roles.trainer(2)) == [0, 0]
+    resumed = roles.rows(1)
+    assert 11 <= resumed[0]["step"] <= 16
+    wanted = unbroken[resumed[0]["step"] - 1 :]
+    for name in ("loss", "margin", "reward_chosen", "grad_norm"):
+        assert [row[name] for row in resumed] == [row[name] for row in wanted]
+    assert final_weights(broken) == final_weights(whole)
+
+
 def test_a_reward_model_learns_and_continues_after_a_kill(toy):
     options = [
         "total_train_steps=60",

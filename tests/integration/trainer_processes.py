@@ -25,7 +25,7 @@ from hpc_rl.plan.schema import Pool, Unit
 
 def make_trial(folder: Path, name: str, kind: str, overrides: list[str]) -> Trial:
     """A trial as submit leaves it, with the model and data of `make_toy(folder, "base")`."""
-    data = {"sft": "sft", "rw": "preferences", "grpo": "train"}[kind]
+    data = {"sft": "sft", "rw": "preferences", "dpo": "preferences", "grpo": "train"}[kind]
     section = "actor" if kind == "grpo" else "model"
     common = [
         f"trainer={kind}",

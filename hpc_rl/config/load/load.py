@@ -201,12 +201,15 @@ def _load_site_defaults(environ: Mapping[str, str]) -> Settings:
     return {name: SourceValue(value, f"environment {variables[name]}") for name, value in given.items()}
 
 
+OF_MODELS = ("sft", "rw", "dpo")  # trainers with a section `model`
+
+
 def _find_model_section(files: Sequence[Settings], typed: Sequence[tuple[str, SourceValue]]) -> str:
     """Return the section, `actor` or `model`, that the short names of the model mean."""
     values = {name: item.value for file in files for name, item in file.items()}
     values |= {name: item.value for name, item in typed if name not in ALIASES and not item.is_deletion}
     has_model = any(name.partition(".")[0] == "model" for name in values)
-    return "model" if has_model or values.get("trainer") in ("sft", "rw") else "actor"
+    return "model" if has_model or values.get("trainer") in OF_MODELS else "actor"
 
 
 def _load_profile(
@@ -289,9 +292,10 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
             Refusal(option="", kind=Kind.CONFLICT, why=why, use=use, related=("actor", "model"))
         )
     if "model" in origins:
+        # as in AReaL's files; one of the two may refer to the other
         kinds = (settings.get(f"{section}.type") for section in ("train_dataset", "valid_dataset"))
-        # As in AReaL's reward-model files; one of the two may refer to the other.
-        return "rw" if any(kind and kind.value == "rw" for kind in kinds) else "sft"
+        types = {str(kind.value) for kind in kinds if kind}
+        return next((trainer for trainer in ("rw", "dpo") if trainer in types), "sft")
     stands_for = [alias.to for name, alias in atlas.ALIASES.items() if name in origins]
     probes = settings.get("max_probe_tokens")
     if probes and probes.value == atlas.PROBE_TOKENS and "pools" not in origins:

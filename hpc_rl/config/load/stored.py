@@ -4,16 +4,18 @@ import dataclasses
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from hpc_rl.config.load.fields import find_nearest, find_section, is_mapping, list_hints
 from hpc_rl.config.options.cluster import parse_environment
 from hpc_rl.config.options.experiment import (
     CONFIGS,
     Config,
+    DPOConfig,
     GRPOConfig,
     RWConfig,
     TeacherConfig,
+    TrainerName,
 )
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
@@ -42,10 +44,12 @@ class Loaded:
         return frozenset(self.origins)
 
 
-def find_trainer(config: Config) -> Literal["grpo", "teacher", "sft", "rw"]:
+def find_trainer(config: Config) -> TrainerName:
     """Return the trainer of a configuration."""
     if isinstance(config, GRPOConfig):
         return "teacher" if isinstance(config, TeacherConfig) else "grpo"
+    if isinstance(config, DPOConfig):
+        return "dpo"
     return "rw" if isinstance(config, RWConfig) else "sft"
 
 

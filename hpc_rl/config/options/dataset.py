@@ -24,13 +24,13 @@ class DatasetConfig:
     solution}; `reward_model.ground_truth` is a part of a column. A text for `messages` becomes one turn of a
     user. The default is empty, except for rows of GSM8K (question, answer), MATH (problem, answer or
     solution), verl (reward_model) and AReaL-boba (solutions). hpc-rl extension."""
-    type: Literal["rl", "sft", "rw"] = "rl"
-    """`rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` rows `chosen` and `rejected` (a
-    prompt is optional). The default follows the trainer."""
+    type: Literal["rl", "sft", "rw", "dpo"] = "rl"
+    """`rl` rows have a prompt, `sft` rows a prompt and a completion, `rw` and `dpo` rows `chosen` and
+    `rejected` (a prompt is optional). The default follows the trainer."""
     batch_size: PositiveInt = 1
-    """Prompts (rl), sequences (sft) or pairs (rw) per train batch."""
+    """Prompts (rl), sequences (sft) or pairs (rw, dpo) per train batch."""
     sequences_per_rank: PositiveInt | None = None
-    """Sequences (rw: pairs) per data rank in each train batch. They give batch_size its default:
+    """Sequences (rw, dpo: pairs) per data rank in each train batch. They give batch_size its default:
     sequences_per_rank * data ranks / gconfig.n_samples. null means no such default. hpc-rl extension."""
     shuffle: bool = True
     """Shuffle the rows in every epoch, by `seed`."""
@@ -43,8 +43,8 @@ class DatasetConfig:
     """Drop the last batch of the trial if the rows don't fill it; false fills it with rows of another pass.
     """
     max_length: PositiveInt | None = None
-    """Largest number of tokens of a prompt (rl) or sequence (sft, rw); `too_long` decides about longer rows.
-    null means no limit."""
+    """Largest number of tokens of a prompt (rl) or sequence (sft, rw, dpo); `too_long` decides about longer
+    rows. null means no limit."""
     too_long: Literal["drop", "truncate_left"] = "drop"
     """`drop` leaves out rows above max_length; `truncate_left` keeps the last max_length tokens of a prompt
     (rl). hpc-rl extension."""

@@ -25,10 +25,12 @@ from hpc_rl.config.options.operations import (
 )
 from hpc_rl.config.options.pools import PoolConfig, PoolName
 from hpc_rl.config.options.teacher import TeachingConfig
-from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
+from hpc_rl.config.options.training import DPOEngineConfig, PPOActorConfig, TrainEngineConfig
 from hpc_rl.config.options.weights import WeightsConfig
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
+
+TrainerName = Literal["grpo", "teacher", "sft", "rw", "dpo"]
 
 
 @dataclass(kw_only=True)
@@ -39,9 +41,9 @@ class BaseExperimentConfig:
     """Name of the experiment; groups related trials."""
     trial_name: str
     """Name of the trial; unique within the experiment."""
-    trainer: Literal["grpo", "teacher", "sft", "rw"] | None = None
-    """Trainer; null derives it from the sections: `teacher` means teacher; `actor` grpo; `model` means rw if
-    train_dataset.type is rw, else sft."""
+    trainer: TrainerName | None = None
+    """Trainer; null derives it from the sections: `teacher` means teacher; `actor` grpo; `model` means rw or
+    dpo if that is train_dataset.type, else sft."""
     seed: NonNegativeInt = 1
     """Random seed."""
     allocation_mode: str = ""
@@ -92,7 +94,8 @@ class GRPOConfig(BaseExperimentConfig):
     actor: PPOActorConfig
     """The policy."""
     ref: TrainEngineConfig | None = None
-    """The frozen reference model for actor.kl_ctl and actor.beta, in the trainer's ranks; null means none."""
+    """The frozen reference model, in the trainer's ranks: for actor.kl_ctl and actor.beta, where null means
+    none, and for dpo, where null means `model` as it is before training."""
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     """Published weights. hpc-rl extension."""
     vllm: VLLMConfig = field(default_factory=VLLMConfig)
@@ -130,12 +133,24 @@ class RWConfig(BaseExperimentConfig):
     """The model; its head is replaced by a scalar one."""
 
 
-Config = GRPOConfig | SFTConfig | RWConfig
+@dataclass(kw_only=True)
+class DPOConfig(BaseExperimentConfig):
+    """A trial of direct preference optimization, on rows with a chosen and a rejected text."""
+
+    model: DPOEngineConfig
+    """The policy."""
+    ref: TrainEngineConfig | None = None
+    """The frozen reference model, in the trainer's ranks: for actor.kl_ctl and actor.beta, where null means
+    none, and for dpo, where null means `model` as it is before training."""
+
+
+Config = GRPOConfig | SFTConfig | RWConfig | DPOConfig
 CONFIGS: dict[str, type] = {
     "grpo": GRPOConfig,
     "teacher": TeacherConfig,
     "sft": SFTConfig,
     "rw": RWConfig,
+    "dpo": DPOConfig,
 }
 LENGTH_OPTIONS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")
 

@@ -13,6 +13,7 @@ from hpc_rl.config.options.limits import (
     PositiveFloat,
     PositiveInt,
     Share,
+    ShareBelowHalf,
     ShareBelowOne,
 )
 from hpc_rl.config.options.megatron import MegatronConfig
@@ -141,6 +142,20 @@ class TrainEngineConfig:
     """How a train batch is divided into micro-batches."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """Optimizer and schedule; null only for a model that is not trained (`ref`)."""
+
+
+@dataclass(kw_only=True)
+class DPOEngineConfig(TrainEngineConfig):
+    """The policy of direct preference optimization."""
+
+    beta: PositiveFloat = 0.1
+    """Strength of the bond to the reference model: the reward of a completion is beta times the log of its
+    probability over its probability by the reference model."""
+    loss_type: Literal["sigmoid", "ipo"] = "sigmoid"
+    """`sigmoid`: the loss of DPO; `ipo`: a squared loss, least where the rewards of a pair differ by 1/2."""
+    label_smoothing: ShareBelowHalf = 0.0
+    """Share of pairs that are assumed to be in the wrong order (conservative DPO), below 0.5; for `loss_type`
+    sigmoid. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

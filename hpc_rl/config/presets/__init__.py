@@ -14,7 +14,7 @@ from hpc_rl.core.refusal import Kind, Refusal
 BELOW = ("atlas", "atlas-teacher")
 OVER = ("cpu",)
 _BATCH_OF_RANKS = {"train_dataset.sequences_per_rank", "per_device_train_batch_size"}
-_ONLY_GRPO = ("launcher.rollout_", "launcher.inference_server_")
+_ONLY_GRPO = ("launcher.rollout_", "launcher.inference_server_", "actor.beta", "ref.path")
 _OPTIONAL = ("ref", "valid_dataset")
 
 
@@ -55,7 +55,7 @@ def _fit(preset: Settings, known: Mapping[str, Any], given: Mapping[str, Any]) -
     for name, item in preset.items():
         if "actor" not in known:
             if name.startswith(only_grpo):
-                continue  # every configuration has these options, but only grpo has servers
+                continue  # other trainers have no servers; dpo has another beta, and `model` as its reference
             name = f"model.{name.removeprefix('actor.')}" if name.startswith("actor.") else name
         top = name.partition(".")[0]
         is_absent = top in _OPTIONAL and top not in present and f"{top}.path" not in preset

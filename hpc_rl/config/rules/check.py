@@ -163,6 +163,7 @@ def _list_notes(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
         yield from algorithm_rules.list_notes(config)
         yield from generation_rules.list_notes(config)
         yield from sampling_rules.list_notes(config)
+    yield from training_rules.list_reference_notes(config)
     yield from training_rules.list_learning_rate_notes(config)
     yield from consistency.list_idle_notes(config, explicit)
     if config.recover.mode == "disabled" and consistency.has_period(config.recover):

@@ -26,6 +26,7 @@ METRICS = {  # trainer -> the metrics of its evaluations; the first is the defau
     "teacher": ("eval_accuracy_delta", "eval_reward", "eval_student_accuracy", "eval_baseline_accuracy"),
     "sft": ("eval_loss", "eval_token_accuracy"),
     "rw": ("eval_loss", "eval_accuracy"),
+    "dpo": ("eval_loss", "eval_accuracy", "eval_margin"),
 }
 FOLLOWS = {  # option -> the option that it must equal and follows by default
     "actor.group_size": "gconfig.n_samples",
@@ -142,6 +143,10 @@ RELATIONS: tuple[Relation, ...] = (
     Relation(
         "actor.loss_aggregation", ("token_mean",), "actor.algorithm", ("areal",), "it is not AReaL's",
         "use token_mean",
+    ),
+    Relation(
+        "model.label_smoothing", (0,), "model.loss_type", ("ipo",), "its loss has no such term", "remove it",
+        Kind.NO_EFFECT,
     ),
     *(
         Relation(

@@ -12,6 +12,7 @@ from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig, has_own_prompts
 from hpc_rl.config.options.teacher import TRUTH_COLUMNS
 from hpc_rl.config.row_shapes import (
+    PAIRS,
     Row,
     check_row,
     find_shape,
@@ -31,6 +32,7 @@ from hpc_rl.core.refusal import Kind, Refusal, make_note
 from hpc_rl.core.trial import load_json
 
 _NEEDED = {"rl": ("prompt",), "sft": ("prompt", "completion"), "rw": ("chosen", "rejected")}
+_NEEDED["dpo"] = _NEEDED["rw"]
 _ALL_NEEDED = {name for names in _NEEDED.values() for name in names}
 _ALIKE = {  # needed name -> words in names of columns with the same meaning
     "prompt": ("prompt", "text", "question", "problem", "query", "instruction"),
@@ -246,7 +248,7 @@ def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[Refusal
 
 
 def check_pairs(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
-    """Refuse rows of equal answers, because a reward model would learn nothing."""
+    """Refuse rows of equal answers, because nothing can be learned from them."""
     for section, dataset, num_equal, num in _count_equal_pairs(config):
         if num_equal == num:
             why = f": `chosen` and `rejected` are equal in the first {num} rows"
@@ -255,7 +257,7 @@ def check_pairs(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
 
 def _count_equal_pairs(config: Config) -> Iterator[tuple[str, DatasetConfig, int, int]]:
     """Yield (section, dataset, number of first rows with equal answers, number of first rows)."""
-    for section, dataset in list_datasets(config) if _find_kind(config) == "rw" else ():
+    for section, dataset in list_datasets(config) if _find_kind(config) in PAIRS else ():
         found = load_named_rows(dataset.path, dataset.columns)
         if num_equal := sum("chosen" in row and row["chosen"] == row.get("rejected") for row in found):
             yield section, dataset, num_equal, len(found)

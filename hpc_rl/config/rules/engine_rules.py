@@ -4,11 +4,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from hpc_rl.config.load.fields import find_section, list_options
-from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value
+from hpc_rl.config.options.experiment import Config, get_value
 from hpc_rl.config.options.megatron import MegatronConfig
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.consistency import list_given
-from hpc_rl.config.rules.training_rules import find_trained_model, list_models
+from hpc_rl.config.rules.training_rules import find_reference, find_trained_model, list_models
 from hpc_rl.core.allocation import Train, parse
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
@@ -45,15 +45,15 @@ def find_engine(config: Config) -> str:
 def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
     """Return option -> (new default, reason) for recomputing parts of layers, and for the reference model.
 
-    The same groups of ranks compute the reference model and the actor, so it takes the actor's options.
+    The same groups of ranks compute both, so it takes the options of the trained model.
     """
     section, engine = find_trained_model(config)
     wanted: dict[str, tuple[Any, str]] = {}
     if engine.megatron.recompute_granularity == "selective":
         names = ["recompute_method", "recompute_num_layers"]
         wanted = {f"{section}.megatron.{name}": (None, "") for name in names}
-    if isinstance(config, GRPOConfig) and config.ref is not None:
-        names = [name for name in _MEGATRON_OPTIONS if f"actor.megatron.{name}" in explicit]
+    if find_reference(config) is not None:
+        names = [name for name in _MEGATRON_OPTIONS if f"{section}.megatron.{name}" in explicit]
         wanted |= {f"ref.megatron.{name}": (get_value(engine.megatron, name), "") for name in names}
     return wanted
 
@@ -110,15 +110,16 @@ def _check_recomputation(name: str, engine: TrainEngineConfig) -> Iterator[Refus
 
 
 def check_reference(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    section, _ = find_trained_model(config)
     for name in sorted(name for name in explicit if name.startswith("ref.megatron.")):
-        actors = f"actor{name.removeprefix('ref')}"
-        if get_value(config, name) != get_value(config, actors):
+        trained = f"{section}{name.removeprefix('ref')}"
+        if get_value(config, name) != get_value(config, trained):
             yield Refusal(
                 option=name,
                 kind=Kind.CONFLICT,
-                why=": the reference model is divided as the actor is",
-                use=f"set {actors}, or remove it",
-                related=(actors,),
+                why=f": the reference model is divided as {section} is",
+                use=f"set {trained}, or remove it",
+                related=(trained,),
             )
 
 

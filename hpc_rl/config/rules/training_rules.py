@@ -5,6 +5,7 @@ from typing import Any
 
 from hpc_rl.config.options.experiment import (
     Config,
+    DPOConfig,
     GRPOConfig,
     RWConfig,
     TeacherConfig,
@@ -46,8 +47,13 @@ def find_trained_model(config: Config) -> tuple[str, TrainEngineConfig]:
 def list_models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
     """Yield name and section of each model in the trainer's ranks."""
     yield find_trained_model(config)
-    if isinstance(config, GRPOConfig) and config.ref is not None:
-        yield "ref", config.ref
+    if (reference := find_reference(config)) is not None:
+        yield "ref", reference
+
+
+def find_reference(config: Config) -> TrainEngineConfig | None:
+    """Return the section of the reference model, if it is given."""
+    return config.ref if isinstance(config, GRPOConfig | DPOConfig) else None
 
 
 def list_samplings(config: GRPOConfig) -> dict[str, GenerationHyperparameters]:
@@ -60,8 +66,10 @@ def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple
     """Return option -> (new default, reason); an empty reason means no note."""
     wanted: dict[str, tuple[Any, str]] = {}
     together = "model.mb_spec.granularity"
-    if isinstance(config, RWConfig):
-        wanted = {"model.is_critic": (True, ""), together: (2, "")}
+    if isinstance(config, RWConfig | DPOConfig):
+        wanted = {together: (2, "")}
+        if isinstance(config, RWConfig):
+            wanted["model.is_critic"] = (True, "")
         if together not in explicit:
             config = replace_value(config, together.split("."), 2)
     budgets = _choose_token_budgets(config, explicit)
@@ -162,8 +170,11 @@ def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
     if not (actor.kl_ctl or actor.beta):
         why = "has no effect, and the reference model is not loaded: actor.kl_ctl and actor.beta are 0"
         yield make_note("ref", why, Kind.NO_EFFECT, related=("actor.kl_ctl", "actor.beta"))
+
+
+def list_reference_notes(config: Config) -> Iterator[Refusal]:
     idle = [f"ref.{name}" for name in _ONLY_FOR_TRAINING if not is_default(config, f"ref.{name}")]
-    if idle:
+    if find_reference(config) is not None and idle:
         yield make_idle_note(idle, "the reference model is not trained")
 
 
@@ -231,9 +242,13 @@ def check_reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iter
                 why=f"needs a reference model: {use}",
                 related=("ref", "ref.path"),
             )
-    if config.ref is None:
+
+
+def check_reference_optimizer(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+    reference = find_reference(config)
+    if reference is None or reference.optimizer is None:
         return
-    for name in vars(config.ref.optimizer) if config.ref.optimizer is not None else ():
+    for name in vars(reference.optimizer):
         if name != "type" and not is_default(config, f"ref.optimizer.{name}"):
             yield Refusal(
                 option=f"ref.optimizer.{name}",
@@ -306,11 +321,19 @@ def check_attention(config: Config, explicit: Collection[str]) -> Iterator[Refus
 def check_engines(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     for section, engine in list_models(config):
         yield from _check_critic(config, section, engine)
+    section, engine = find_trained_model(config)
+    if isinstance(config, RWConfig | DPOConfig) and engine.mb_spec.granularity % 2:
+        yield Refusal(
+            option=f"{section}.mb_spec.granularity",
+            value=engine.mb_spec.granularity,
+            kind=Kind.VALUE,
+            why="would separate chosen from rejected",
+            use="remove it, or use 2",
+        )
 
 
 def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[Refusal]:
     if isinstance(config, RWConfig):
-        granularity = engine.mb_spec.granularity
         if not engine.is_critic:
             yield Refusal(
                 option=f"{section}.is_critic",
@@ -318,14 +341,6 @@ def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> It
                 kind=Kind.CONFLICT,
                 why=": a reward model has a scalar head",
                 use="remove it: it is true here",
-            )
-        if granularity % 2:
-            yield Refusal(
-                option=f"{section}.mb_spec.granularity",
-                value=granularity,
-                kind=Kind.VALUE,
-                why="would separate chosen from rejected",
-                use="remove it, or use 2",
             )
         return
     if engine.is_critic:
@@ -341,4 +356,4 @@ def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> It
         )
 
 
-RULES = [check_engines, check_micro_batches, check_optimizers, check_attention]
+RULES = [check_engines, check_micro_batches, check_optimizers, check_attention, check_reference_optimizer]

@@ -17,7 +17,7 @@ from hpc_rl.core.trial import load_json
 MAX_EXAMPLES = 3
 SMALL_BYTES = 1 << 20
 MAX_PADDING = 0.02  # largest share by which vocabulary sizes differ within a family
-_USE = "The KL term compares probabilities token by token: use a reference model of the same family"
+_USE = "Probabilities are compared token by token: use a reference model of the same family"
 
 
 def check_vocabularies(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:

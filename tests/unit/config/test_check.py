@@ -430,6 +430,25 @@ def test_dataset_type_follows_the_trainer():
         load_checked("train_dataset.type=rl", base=SFT)
 
 
+@pytest.mark.parametrize("named", ["trainer=dpo", "train_dataset.type=dpo"])
+def test_a_dpo_trial_is_named_by_trainer_or_by_its_rows(named):
+    reference = ["ref.path=/r", "model.megatron.recompute_num_layers=2", "allocation_mode=megatron:d2"]
+    config = load_checked(named, "model.beta=0.2", *reference, base=SFT).config
+    assert (config.trainer, config.train_dataset.type, config.model.beta) == ("dpo", "dpo", 0.2)
+    assert (config.model.is_critic, config.model.mb_spec.granularity) == (False, 2)
+    assert (config.ref.path, config.ref.megatron.recompute_num_layers) == ("/r", 2)
+    for overrides, words in (
+        (["model.is_critic=true"], "model.is_critic true: only a reward model"),
+        (["model.mb_spec.granularity=3"], "would separate chosen from rejected"),
+        (["model.label_smoothing=0.5"], "model.label_smoothing"),
+        (["model.loss_type=ipo", "model.label_smoothing=0.1"], "has no effect with model.loss_type ipo"),
+        (["ref.path=/r", "ref.optimizer.lr=1e-3"], "ref.optimizer.lr: the reference model is not trained"),
+        (["ref.path=/r", "ref.megatron.ddp.bucket_size=9"], "set model.megatron.ddp.bucket_size"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_checked(named, *overrides, base=SFT)
+
+
 @pytest.mark.parametrize("named", ["trainer=rw", "train_dataset.type=rw"])
 def test_a_reward_model_trial_is_named_by_trainer_or_by_its_rows(named):
     loaded = load_checked(named, "valid_dataset.path=/v.jsonl", base=SFT)

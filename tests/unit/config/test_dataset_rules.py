@@ -144,12 +144,12 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
         ([CHAT, CHAT, {"answer": "3"}], [], {}, "row 3: a row needs a `prompt`"),
         ([GSM8K], ["train_dataset.columns={prompt: quesion}"], {}, "Did you mean question?"),
         ([{"prompt": "1", "reply": "2"}], [], SFT, "train_dataset.columns {completion: reply}; "),
-        ([{"prompt": "1", "completion": "2"}], RW, SFT, "an rw row needs `chosen` and `rejected`"),
+        ([{"prompt": "1", "completion": "2"}], RW, SFT, "a row of type rw needs `chosen` and `rejected`"),
         (
             [{"prompt": "1", "chosen": [{"role": "user", "content": "2"}], "rejected": "3"}],
             RW,
             SFT,
-            "an rw row needs `chosen` and `rejected`",
+            "a row of type rw needs `chosen` and `rejected`",
         ),
         (
             [
@@ -163,6 +163,7 @@ SFT, RW = {"section": "model"}, ["train_dataset.type=rw"]
             "row 1: `chosen` and `rejected` of a row must both be texts, or both be whole chats.",
         ),
         ([{"chosen": "2", "rejected": "2"}], RW, SFT, "are equal in the first 1 rows."),
+        ([{"chosen": "2", "rejected": "2"}], ["trainer=dpo"], SFT, "are equal in the first 1 rows."),
         ([{"prompt": "1", "solution": "2"}], [], {}, "the column answer, which is empty or missing"),
         ([{"prompt": "1", "answer": None}], ["rollout.reward_fn=final_answer"], {}, "answer or ground_truth"),
         (
@@ -263,9 +264,9 @@ def test_some_prompts_that_the_job_can_not_use_are_a_note(place):
 
 @pytest.mark.parametrize(
     ("kind", "row"),
-    [("sft", {"prompt": "1+2=", "completion": "3"}), ("rw", PAIR)],
+    [("sft", {"prompt": "1+2=", "completion": "3"}), ("rw", PAIR), ("dpo", PAIR)],
 )
-def test_rows_of_sft_and_rw_that_are_all_too_long_are_refused_for_each_dataset(place, kind, row):
+def test_rows_of_supervised_trials_that_are_all_too_long_are_refused_for_each_dataset(place, kind, row):
     (place / "h.jsonl").write_text(json.dumps(row) + "\n")
     options = [f"trainer={kind}", "train_dataset.max_length=5", f"valid_dataset.path={place / 'h.jsonl'}"]
     config = load_checked(place, [row] * 2, *options, "valid_dataset.max_length=5", section="model").config

@@ -28,7 +28,13 @@ from hpc_rl.core.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[3]
 BASE = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d.jsonl"]
-MODEL = {"grpo": "actor.path=/m", "teacher": "actor.path=/m", "sft": "model.path=/m", "rw": "model.path=/m"}
+MODEL = {
+    "grpo": "actor.path=/m",
+    "teacher": "actor.path=/m",
+    "sft": "model.path=/m",
+    "rw": "model.path=/m",
+    "dpo": "model.path=/m",
+}
 
 
 def draw_values(hint) -> st.SearchStrategy:

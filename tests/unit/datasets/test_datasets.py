@@ -17,10 +17,12 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.datasets.encode import (
     Prompts,
     encode_pair,
+    encode_preference,
     encode_prompt,
     encode_sequence,
     load_encoded,
     load_pairs,
+    load_preferences,
     load_sequences,
     save_encoded,
 )
@@ -195,13 +197,34 @@ def test_tokens_of_pairs(model, tmp_path):
     apart = {"messages": [asked], "chosen": "2", "rejected": "3"}
     for one, other in zip(encode_pair(tokenizer, whole), encode_pair(tokenizer, apart), strict=True):
         assert one.tolist() == other.tolist()
-    words = r"an rw row needs `chosen` and `rejected`.*this one has 'prompt', 'chosen'"
+    words = r"a row of type rw needs `chosen` and `rejected`.*this one has 'prompt', 'chosen'"
     with pytest.raises(ConfigError, match=words):
         encode_pair(tokenizer, {"prompt": "1", "chosen": "2"})
     rows = write(tmp_path / "pairs.jsonl", [completions, texts])
     assert len(load_pairs(DatasetConfig(path=str(rows), max_length=4), tokenizer)) == 1
     with pytest.raises(ConfigError, match="no pair has at most max_length = 3 tokens each"):
         load_pairs(DatasetConfig(path=str(rows), max_length=3), tokenizer)
+
+
+def test_preferences_leave_the_prompt_out_of_the_loss(model, tmp_path):
+    tokenizer = Tokenizer(model)
+    completions = {"prompt": "1+1=", "chosen": "2", "rejected": "34"}
+    *ids, chosen, rejected = encode_preference(tokenizer, completions)
+    assert [one.tolist() for one in ids] == [[96, 17, 11, 17, 29, 18, 95], [96, 17, 11, 17, 29, 19, 20, 95]]
+    assert chosen.tolist() == [False] * 5 + [True] * 2 and rejected.tolist() == [False] * 5 + [True] * 3
+    # without a prompt, the loss begins where the texts differ
+    *_, chosen, rejected = encode_preference(tokenizer, {"chosen": "12", "rejected": "1"})
+    assert (chosen.tolist(), rejected.tolist()) == ([False, False, True, True], [False, False, True])
+    *_, chosen, rejected = encode_preference(tokenizer, {"chosen": "12", "rejected": "12"})
+    assert not chosen.any() and not rejected.any()
+    with pytest.raises(ConfigError, match="a row of type dpo needs `chosen` and `rejected`"):
+        encode_preference(tokenizer, {"prompt": "1", "chosen": "2"})
+    path = write(tmp_path / "pairs.jsonl", [completions, {"chosen": "12", "rejected": "1"}])
+    rows = load_preferences(DatasetConfig(path=str(path), max_length=8, type="dpo"), tokenizer)
+    save_encoded(tmp_path / "rows.npz", rows)
+    again = load_encoded(tmp_path / "rows.npz")
+    assert [[one.tolist() for one in row] for row in again] == [[one.tolist() for one in row] for row in rows]
+    assert len(load_preferences(DatasetConfig(path=str(path), max_length=7), tokenizer)) == 1
 
 
 def test_templates_run_in_a_sandbox(model):

@@ -241,6 +241,15 @@ def estimate_grpo(content: dict, *overrides: str, reference: dict | None = None)
     return estimate_needs(content, *overrides, base=base, reference=reference)
 
 
+def test_dpo_has_a_reference_which_is_the_model_itself_or_another():
+    of_dpo = (*SFT, *GPUS, "trainer=dpo", "cluster.n_nodes=2", "train_dataset.batch_size=64")
+    own = estimate_needs(QWEN3_8B, base=of_dpo)
+    other = estimate_needs(QWEN3_8B, "ref.path=/r", base=of_dpo, reference=QWEN3_32B)
+    assert own.trainer.standing["reference model"] == approx(2 * 8.19e9 / 16, rel=CLOSE)
+    assert other.trainer.standing["reference model"] == approx(2 * 32.76e9 / 16, rel=CLOSE)
+    assert own.work.trajectories == 2 * 64
+
+
 def test_rl_has_servers_a_reference_and_a_batch_log():
     ref = ["ref.path=/r", "actor.kl_ctl=0.1", "cluster.gpu_mem_gb=80"]
     found = estimate_grpo(QWEN3_8B, "cluster.n_nodes=2", *ref, reference=QWEN3_32B)
