@@ -29,7 +29,7 @@ _NAME = "it identifies the trial"
 # A checkpoint loads only with the same values, also in a fork.
 OF_THE_WEIGHTS = ("model.path", "model.init_from_scratch", "model.is_critic")
 OF_THE_STATE = (*OF_THE_WEIGHTS, "model.dtype", "model.optimizer.type")
-UNSAFE: dict[str, str] = {  # option -> why the files on disk forbid a change; `model` includes actor
+UNSAFE: dict[str, str] = {  # option -> why the files on disk forbid a change; `model` is each trained model
     "experiment_name": _NAME,
     "trial_name": _NAME,
     "trainer": _NAME,
@@ -199,14 +199,16 @@ def refuse_other_model(found: Sequence[Change], trial: str, only_weights: bool =
     `only_weights`: the fork loads published weights.
     """
     fixed, why = (OF_THE_WEIGHTS, _WEIGHTS) if only_weights else (OF_THE_STATE, _MODEL)
-    wrong = [one for one in found if _replace_actor(one.name) in ("trainer", *fixed)]
+    wrong = [one for one in found if _replace_section(one.name) in ("trainer", *fixed)]
+    if only_weights:  # its critic starts afresh
+        wrong = [one for one in wrong if not one.name.startswith("critic.")]
     if wrong:
         raise ConfigError(*(_refuse_change(change, f"a fork of {trial}", why) for change in wrong))
 
 
 def classify(name: str) -> tuple[bool, str]:
     """Return whether a change of an option is safe, with a reason or remark. Raises KeyError if unknown."""
-    for known in _list_prefixes(_replace_actor(name)):
+    for known in _list_prefixes(_replace_section(name)):
         if known in UNSAFE:
             return False, UNSAFE[known]
         if known in SAFE:
@@ -214,9 +216,10 @@ def classify(name: str) -> tuple[bool, str]:
     raise KeyError(name)
 
 
-def _replace_actor(name: str) -> str:
-    """Return the name in the tables, which list the options of `actor` under `model`."""
-    return name.replace("actor", "model", 1) if name.partition(".")[0] == "actor" else name
+def _replace_section(name: str) -> str:
+    """Return the name in the tables, which list the options of trained models under `model`."""
+    section, *rest = name.split(".", 1)
+    return ".".join(["model", *rest]) if section in ("actor", "critic") else name
 
 
 def _make_generic(name: str) -> str:

@@ -34,6 +34,12 @@ def count_updates_per_step(config: Config) -> int:
     return min(config.actor.ppo_n_minibatches, config.train_dataset.batch_size * config.gconfig.n_samples)
 
 
+def count_critic_updates_per_step(config: GRPOConfig) -> int:
+    """Return the number of updates of the critic that its schedule counts for a step; 0 without a critic."""
+    num_rows = config.train_dataset.batch_size * config.gconfig.n_samples
+    return min(config.critic.ppo_n_minibatches, num_rows) if config.critic is not None else 0
+
+
 def compute_step_rate(config: Config, step: int, num_rows: int | None) -> float | None:
     """Return the learning rate of the first update of a step; steps count from 1.
 

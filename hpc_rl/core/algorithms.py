@@ -36,6 +36,7 @@ _GSPO = {
 }
 ALGORITHMS: dict[str, AlgorithmRow] = {
     "grpo": AlgorithmRow(_GRPO),
+    "ppo": AlgorithmRow(f"{_PAGES}.ppo:PPO", {**_OF_BATCH, "gae_lambda": 0.95}, needs=("critic",)),
     "dapo": AlgorithmRow(_GRPO, {**_OF_GROUP, "eps_clip_higher": 0.28, "dynamic_sampling": True}),
     "dr_grpo": AlgorithmRow(_GRPO, {**_CENTERED, "loss_aggregation": "constant_length"}),
     "lite_ppo": AlgorithmRow(_GRPO, {"reward_norm.mean_level": "group", "reward_norm.std_level": "batch"}),
@@ -59,6 +60,8 @@ ALGORITHMS: dict[str, AlgorithmRow] = {
     ),
     "areal": AlgorithmRow(f"{_PAGES}.areal:AREAL", ignores=(*_TAUS, "length_penalty")),
 }
+# Algorithms whose credit is an advantage over the values of a critic, if there is one.
+TAKE_CRITIC = ("ppo", "gspo", "gspo_token", "cispo", "sapo", "m2po")
 # Option of AReaL, the value that selects an algorithm (None: any but null), the algorithms that it allows.
 SELECTED_BY: tuple[tuple[str, Any, tuple[str, ...]], ...] = (
     ("importance_sampling_level", "sequence", ("gspo", "gspo_token")),

@@ -79,9 +79,10 @@ class Trajectory:
     reward: float
     finish_reason: str  # stop | length
     stats: dict[str, float] = field(default_factory=dict)
-    # optional, from environments
+    # optional, from environments and workflows
     has_logprobs: bool = True  # false: the trainer computes the behaviour log-probabilities
     advantages: np.ndarray | None = None  # float32 [L]: replace the trainer's
+    turn_rewards: np.ndarray | None = None  # float32 [L]: `reward`, divided among the last tokens of turns
     ref_logprobs: np.ndarray | None = None  # float32 [L]: replace the reference model's
     zero_advantage: bool = False  # counts in its group, but is not trained on
     temperatures: np.ndarray | None = None  # float32 [L], of sampling; None: the trial's

@@ -100,6 +100,7 @@ class Engine(Protocol):
     the same `data_rank`) get the same rows and return the same values.
     """
 
+    name: str
     mesh: Mesh
     num_train_steps: int  # as given to `initialize`
     pin_memory: bool  # copy inputs to a GPU through page-locked memory

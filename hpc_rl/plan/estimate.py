@@ -15,8 +15,9 @@ from typing import Any
 
 from hpc_rl.config.options.experiment import Config, DPOConfig, GRPOConfig, RWConfig, find_last_step
 from hpc_rl.config.options.operations import FrequencyConfig
+from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.pool_view import view_pool
-from hpc_rl.config.rules.training_rules import find_trained_model
+from hpc_rl.config.rules.training_rules import find_trained_model, list_trained_models
 from hpc_rl.core.allocation import Servers, Train, parse
 from hpc_rl.core.backends import SERVER_BACKENDS, TRAIN_BACKENDS
 from hpc_rl.core.refusal import Kind, Refusal, make_note
@@ -155,7 +156,7 @@ def estimate(
         gpu_bytes=gpu_gb * GB if gpu_gb else None,
         work=work,
         servers=_estimate_servers(config, plan, models, gpu_gb),
-        disk=_estimate_disk(config, shape, work.steps, work.tokens),
+        disk=_estimate_disk(config, shape, load.critic_shape, work.steps, work.tokens),
     )
     notes = list(_list_notes(section, found, config))
     problems = [*_find_gpu_problems(section, found), *(_refuse_server(server) for server in found.servers)]
@@ -216,10 +217,16 @@ def _estimate_load(config: Config, plan: Plan, shape: ModelShape, models: Models
     if not isinstance(config, GRPOConfig):
         return load
     load = replace(load, batch_tokens=work.tokens, publishes=True)
+    if config.critic is not None:
+        load = replace(load, critic=config.critic, critic_shape=_measure_critic(config.critic, models))
     if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
         return load
     reference_shape = ModelShape.of(models.get(config.ref.path, {}))
     return replace(load, reference=config.ref, reference_shape=reference_shape)
+
+
+def _measure_critic(critic: TrainEngineConfig, models: Models) -> ModelShape | None:
+    return ModelShape.of(models.get(critic.path, {}), is_critic=True)
 
 
 def _apply_mesh(load: RankLoad, work: Work, mesh: Train) -> RankLoad:
@@ -308,11 +315,22 @@ def _describe_too_large(
 # -- disk
 
 
-def _estimate_disk(config: Config, shape: ModelShape, steps: int | None, tokens_per_step: int) -> DiskUse:
+def _estimate_disk(
+    config: Config, shape: ModelShape, critic: ModelShape | None, steps: int | None, tokens_per_step: int
+) -> DiskUse:
     """Return the disk use of a trial; `tokens_per_step` is an upper bound."""
+    num_params = shape.num_params + (critic.num_params if critic else 0)
+    export = float(
+        sum(
+            DTYPE_BYTES[engine.dtype] * one.num_params
+            for (_, engine), one in zip(
+                list_trained_models(config), filter(None, (shape, critic)), strict=False
+            )
+        )
+    )
     weights = float(DTYPE_BYTES[find_trained_model(config)[1].dtype] * shape.num_params)
     generates, saves = isinstance(config, GRPOConfig), config.recover.mode != "disabled"
-    checkpoint = 12.0 * shape.num_params if saves else 0.0
+    checkpoint = 12.0 * num_params if saves else 0.0
     batch = TOKEN_BYTES * tokens_per_step if generates else 0.0
     recover, saver = config.recover, config.saver
     history = (config.weights.history_gb or 0.0) * GB if isinstance(config, GRPOConfig) else 0.0
@@ -326,11 +344,11 @@ def _estimate_disk(config: Config, shape: ModelShape, steps: int | None, tokens_
         weights=weights if generates else 0.0,
         batch=batch,
         checkpoint=checkpoint,
-        export=weights,
+        export=export,
         kept_weights=max(STORED_MODELS * weights, history) if generates else 0.0,
         kept_checkpoints=num_kept * checkpoint,
         kept_batches=kept_batches if generates else 0.0,
-        kept_exports=_estimate_kept_exports(config, weights, steps),
+        kept_exports=_estimate_kept_exports(config, export, steps),
         checkpoint_period=_describe_period(recover) if saves else "never",
         export_period=", ".join(filter(None, [_describe_period(saver), "at the end"])),
     )

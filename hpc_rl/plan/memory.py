@@ -164,6 +164,8 @@ class RankLoad:
     publishes: bool = False  # its weights go to servers
     reference: TrainEngineConfig | None = None
     reference_shape: ModelShape | None = None
+    critic: TrainEngineConfig | None = None
+    critic_shape: ModelShape | None = None
 
     @property
     def compute_bytes(self) -> int:
@@ -277,12 +279,46 @@ class RankMemory:
 
 
 def estimate_rank_memory(load: RankLoad) -> RankMemory:
-    """Return the memory of a rank of the trained model."""
+    """Return the memory of a rank of the trained models."""
     moments = {"the loss": _count_loss(load), "the backward pass of a layer": _count_layer_backward(load)}
     if load.is_sharded:
         moments["the sum of gradients outside of the layers"] = _count_reduction(load)
     first = {"a file of weights": float(min(FILE_BYTES, load.compute_bytes * load.shape.num_params))}
-    return RankMemory(_count_standing(load), moments, _count_host(load), first)
+    found = RankMemory(_count_standing(load), moments, _count_host(load), first)
+    if load.critic is None or load.critic_shape is None:
+        return found
+    return _add_critic(found, estimate_rank_memory(_make_critic_load(load, load.critic, load.critic_shape)))
+
+
+def _make_critic_load(load: RankLoad, critic: TrainEngineConfig, shape: ModelShape) -> RankLoad:
+    """Return the work of a rank on the critic, which reads the same rows as the policy."""
+    all_tokens = load.tokens * load.micro_batches
+    budget = critic.mb_spec.max_tokens_per_mb or all_tokens
+    tokens = budget if critic.pad_to_maximum else min(budget, all_tokens)
+    return replace(
+        load,
+        shape=shape,
+        engine=critic,
+        tokens=tokens,
+        micro_batches=max(critic.mb_spec.n_mbs or 1, -(-all_tokens // tokens)),
+        batch_tokens=0,
+        publishes=False,
+        reference=None,
+        critic=None,
+    )
+
+
+def _add_critic(policy: RankMemory, critic: RankMemory) -> RankMemory:
+    """Return the memory of a rank that trains both, one after the other."""
+    shared = {"CUDA and NCCL", "Python and PyTorch", "weights while they are loaded", "batch"}
+    standing = sum(size for name, size in critic.standing.items() if name not in shared)
+    host = sum(size for name, size in critic.host.items() if name not in shared)
+    return RankMemory(
+        {**policy.standing, "critic": standing},
+        {**policy.moments, **{f"{name} of the critic": items for name, items in critic.moments.items()}},
+        {**policy.host, **({"critic": host} if host else {})},
+        {name: max(size, critic.first[name]) for name, size in policy.first.items()},
+    )
 
 
 def limit_tokens(load: RankLoad, tokens: int) -> RankLoad:

@@ -43,6 +43,8 @@ class MultiTurn:
         tools: Functions that the model may call, as `package.module:name`; a call has the name and keyword
             arguments as JSON between <tool_call> and </tool_call>. Each runs in a separate process.
         tool_timeout_s: Seconds that one call may take.
+        credit_by_turn: Let the reward of a turn count for this turn and earlier ones only, not for later
+            ones; with a critic each turn then has its own return.
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class MultiTurn:
         feedback: str = FEEDBACK,
         tools: Sequence[str] = (),
         tool_timeout_s: float = 10.0,
+        credit_by_turn: bool = False,
     ) -> None:
         if max_turns < 1:
             raise ValueError(f"max_turns must be at least 1, got {max_turns}")
@@ -62,6 +65,7 @@ class MultiTurn:
         self.feedback = feedback
         self.tools = {path.rpartition(":")[2]: path for path in tools}
         self.tool_timeout_s = tool_timeout_s
+        self.credit_by_turn = credit_by_turn
         self._logged: set[str] = set()  # tracebacks of tools
 
     async def run(self, prompt: dict[str, Any], generate: Sampler) -> TrajectoryGroup:
@@ -77,7 +81,7 @@ class MultiTurn:
         conversation = Conversation(
             generate.tokenizer, turn_of, messages or (), None if messages else prompt["input_ids"]
         )
-        total, answers = 0.0, 0
+        total, answers, by_turn = 0.0, 0, list[float]()
         for _ in range(self.max_turns):
             try:
                 reply = await conversation.reply()
@@ -88,14 +92,16 @@ class MultiTurn:
             if calls := TOOL_CALL.findall(reply) if self.tools else []:
                 for result in await asyncio.gather(*(self._result(call) for call in calls)):
                     conversation.say(result, role="tool")
+                by_turn.append(0.0)
                 continue
             reward = await generate.reward(prompt, reply)
-            total += self.turn_discount**answers * reward
+            by_turn.append(self.turn_discount**answers * reward)
+            total += by_turn[-1]
             answers += 1
             if reward > 0 or conversation.was_cut_off:
                 break
             conversation.say(self.feedback)
-        made = trajectory(conversation.turns, total)
+        made = trajectory(conversation.turns, total, by_turn if self.credit_by_turn else None)
         made.stats |= {"turns": float(len(conversation.turns)), "answers": float(answers)}
         return made
 

@@ -6,6 +6,7 @@ method, or a class: the class's `create(config)` or the class itself makes the o
 """
 
 import asyncio
+import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
@@ -187,10 +188,11 @@ DTYPES = {
     "lineages": np.int32,
     "steps": np.int32,
     "advantages": np.float32,
+    "turn_rewards": np.float32,
     "ref_logprobs": np.float32,
 }
 FLOATS = [name for name, dtype in DTYPES.items() if dtype == np.float32]
-OPTIONAL = ("advantages", "ref_logprobs")
+OPTIONAL = ("advantages", "turn_rewards", "ref_logprobs")
 
 
 NUMBER = Real | np.bool_
@@ -264,8 +266,15 @@ def _make_bad_group(message: str) -> Rejection:
     return Rejection(RejectReason.BAD_GROUP, message)
 
 
-def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Trajectory:
+def trajectory(
+    turns: Sequence[tuple[Sequence[int], Turn]],
+    reward: float,
+    turn_rewards: Sequence[float] | None = None,
+) -> Trajectory:
     """Return one token-level record from pairs of (added context, the model's turn), in order.
+
+    `turn_rewards` are the parts of the reward that each turn got: then credit begins at the last token of the
+    turn, not of the trajectory. Raises ValueError if their sum is not the reward.
 
     Its stats are the parts of the reward, if any, and `tokens_regenerated`, if a server was lost. For a
     single turn pass `[(input_ids, turn)]`. Versions come from the turns' spans, not from a clock.
@@ -283,6 +292,8 @@ def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Tr
     )
     if regenerated := sum(turn.num_regenerated for _, turn in turns):
         result.stats[REGENERATED] = regenerated
+    if turn_rewards is not None:
+        _add_turn_rewards(result, turns, turn_rewards)
     at = 0
     for context, turn in turns:
         start, end = at + len(context), at + len(context) + len(turn.output_ids)
@@ -296,3 +307,19 @@ def trajectory(turns: Sequence[tuple[Sequence[int], Turn]], reward: float) -> Tr
             result.steps[start + first : start + last] = version.step
         at = end
     return result
+
+
+def _add_turn_rewards(
+    result: Trajectory, turns: Sequence[tuple[Sequence[int], Turn]], turn_rewards: Sequence[float]
+) -> None:
+    if len(turn_rewards) != len(turns) or not math.isclose(
+        sum(turn_rewards), result.reward, rel_tol=1e-6, abs_tol=1e-6
+    ):
+        raise ValueError(
+            f"turn_rewards {list(turn_rewards)} must be a number for each of {len(turns)} turns, with the "
+            f"reward, {result.reward:g}, as their sum"
+        )
+    result.turn_rewards = np.zeros(len(result.ids), np.float32)
+    ends = np.cumsum([len(context) + len(turn.output_ids) for context, turn in turns])
+    for end, value in zip(ends, turn_rewards, strict=True):
+        result.turn_rewards[end - 1] += value

@@ -29,6 +29,8 @@ def export(trial: Trial, step: int, out: Path) -> None:
     Raises Damaged, OSError, HpcRlError.
     """
     from hpc_rl.engines.shared.offline import export_state
+    from hpc_rl.engines.shared.state import has_state
+    from hpc_rl.trainers.exports import CRITIC
 
     folder = trial.generation(step)
     checked = generation.verify(generation.check(folder), generation.LIGHT_BYTES)
@@ -37,9 +39,12 @@ def export(trial: Trial, step: int, out: Path) -> None:
     config = from_dict(load_json(folder / generation.CONFIG_NAME) or load_json(trial.config_json) or {})
     files = {file.name: file for file in checked.manifest.files}
     model = config.actor if isinstance(config, GRPOConfig) else config.model
-    export_state(
-        model, config.seed, folder, checked.manifest.num_ranks, files, out, find_tokenizer_folder(config)
-    )
+    num_ranks, tokenizer = checked.manifest.num_ranks, find_tokenizer_folder(config)
+    export_state(model, config.seed, folder, num_ranks, files, out, tokenizer)
+    critic = config.critic if isinstance(config, GRPOConfig) else None
+    if critic is not None and has_state("critic", files):
+        (out / CRITIC).mkdir()
+        export_state(critic, config.seed, folder, num_ranks, files, out / CRITIC, tokenizer, "critic")
     write_json(
         out / EXPORT_RECORD_NAME, {"step": step, "version": checked.manifest.version, "trial": str(trial)}
     )

@@ -24,6 +24,7 @@ from hpc_rl.config.options.experiment import (
 )
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
 from hpc_rl.config.pool_view import find_trained_pool
+from hpc_rl.config.schedule import count_critic_updates_per_step, count_updates_per_step
 from hpc_rl.core.node_copies import compute_identity
 from hpc_rl.core.trial import load_json
 from hpc_rl.datasets.encode import Encoded, Prompts, load_encoded, save_encoded
@@ -36,8 +37,9 @@ from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.kept_samples import SampleWriter
 from hpc_rl.stats.sinks import JsonlSink, RunIdentity, Sinks, open_sinks
 from hpc_rl.trainers.activity import Activity
+from hpc_rl.trainers.critic import Critic
 from hpc_rl.trainers.dpo import make_dpo_task
-from hpc_rl.trainers.grpo_recipe import GRPO, count_updates, place_schedule
+from hpc_rl.trainers.grpo_recipe import GRPO, place_schedule
 from hpc_rl.trainers.loop import Recipe
 from hpc_rl.trainers.run import Run, find_tokenizer_folder
 from hpc_rl.trainers.start import TrainerContext, begin, load_state
@@ -49,6 +51,7 @@ from hpc_rl.weights.transport import Transport, TransportContext
 
 logger = logging.getLogger(__name__)
 Composed = tuple[Run, Recipe]
+TrainedModel = tuple[str, TrainEngineConfig, int]  # name, section, optimizer updates per step
 
 
 def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
@@ -58,8 +61,16 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     num_prompts, start.data = start.ranks.from_rank0(lambda: _count_prompts(config))
     begun = start.ranks.from_rank0(lambda: begin(start))
     reference = _build_reference(start, config)
-    run = _make_run(start, begun, config.actor, count_updates(config, num_prompts), stack)
-    place_schedule(run.engine, run.step, config)
+    models: list[TrainedModel] = [("actor", config.actor, count_updates_per_step(config))]
+    if config.critic is not None:
+        models.append(("critic", config.critic, count_critic_updates_per_step(config)))
+    run = _make_run(start, begun, models, count_steps(config, num_prompts), stack)
+    place_schedule(run.engine, run.step, count_updates_per_step(config))
+    critic = None
+    if config.critic is not None and run.critic is not None:
+        per_step = count_critic_updates_per_step(config)
+        place_schedule(run.critic, run.step, per_step)
+        critic = Critic(run.critic, config.critic, start.ranks, per_step)
     rollout = RolloutClient(start.names, start.tokens)
     stack.callback(rollout.close)
     publisher = None
@@ -90,7 +101,7 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     )
     stack.callback(transport.close)
     samples = _open_samples(start, config, stack) if start.ranks.rank == 0 else None
-    return run, GRPO(run, rollout, transport, num_prompts, reference, samples)
+    return run, GRPO(run, rollout, transport, num_prompts, reference, samples, critic)
 
 
 def _open_samples(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -> SampleWriter:
@@ -111,7 +122,7 @@ def compose_supervised(task: SupervisedTask, start: TrainerContext, stack: ExitS
     begun = start.ranks.from_rank0(lambda: begin(start))
     valid = config.valid_dataset
     held_out = None if valid is None else _load_encoded(task, start, valid, tokenizer)
-    run = _make_run(start, begun, config.model, count_steps(config, len(rows)), stack)
+    run = _make_run(start, begun, [("actor", config.model, 1)], count_steps(config, len(rows)), stack)
     return run, SupervisedRecipe(run, task, rows, held_out)
 
 
@@ -196,14 +207,31 @@ def _use_local_copy(start: TrainerContext, model: TrainEngineConfig) -> TrainEng
 
 
 def _make_run(
-    start: TrainerContext, begun: dict[str, Any], model: TrainEngineConfig, updates: int, stack: ExitStack
+    start: TrainerContext,
+    begun: dict[str, Any],
+    models: list[TrainedModel],
+    num_steps: int,
+    stack: ExitStack,
 ) -> Run:
-    """Return the run with an engine whose state is loaded. `begun` is the result of `begin` on rank 0."""
-    engine = _make_engine(start, model if begun["manifest"] else _use_local_copy(start, model))
-    engine.initialize(updates, empty=begun["manifest"] is not None)
-    begun = load_state(start, begun, engine)
+    """Return the run with the engines of the models, their state loaded.
+
+    `begun` is the result of `begin` on rank 0. The first model is the policy, the second, if any, the critic.
+    """
+    engines = []
+    for name, model, updates_per_step in models:
+        engine = _make_engine(start, model if begun["manifest"] else _use_local_copy(start, model), name)
+        engine.initialize(num_steps * updates_per_step, empty=begun["manifest"] is not None)
+        engines.append(engine)
+    begun = load_state(start, begun, engines)
     config, attempt = start.config, start.attempt
-    run = Run(**vars(start), engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=Sinks([]))
+    run = Run(
+        **vars(start),
+        engine=engines[0],
+        critic=engines[1] if len(engines) > 1 else None,
+        lineage=begun["lineage"],
+        step=begun["step"],
+        sinks=Sinks([]),
+    )
     if start.ranks.rank == 0:
         tensorboard = config.stats_logger.tensorboard.path
         folder = Path(tensorboard).expanduser() if tensorboard else start.trial.tensorboard

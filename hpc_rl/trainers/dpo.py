@@ -55,13 +55,13 @@ def sum_pairs(ratios_P2: torch.Tensor, beta: float, loss: PairLoss) -> PairSums:
     )
 
 
-def make_dpo_task(options: DPOEngineConfig, reference: Engine) -> SupervisedTask:
-    """Return the task of a trial with these options."""
-    if options.loss_type == "ipo":
+def make_dpo_task(config: DPOEngineConfig, reference: Engine) -> SupervisedTask:
+    """Return the task of a trial whose section `model` is `config`."""
+    if config.loss_type == "ipo":
         pair_loss: PairLoss = compute_ipo_loss
     else:
-        pair_loss = partial(compute_sigmoid_loss, label_smoothing=options.label_smoothing)
-    sum_losses = partial(sum_pairs, beta=options.beta, loss=pair_loss)
+        pair_loss = partial(compute_sigmoid_loss, label_smoothing=config.label_smoothing)
+    sum_losses = partial(sum_pairs, beta=config.beta, loss=pair_loss)
 
     def compute_loss(batch: MicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         sums = sum_losses(sum_log_ratios(batch))

@@ -30,6 +30,7 @@ from hpc_rl.engines.shared.hf_io import fsync_file
 from hpc_rl.trainers.ranks import Ranks
 
 logger = logging.getLogger(__name__)
+CRITIC = "critic"  # the folder of the critic in an export
 _LEFTOVER = re.compile(r"\.(best|final|step-\d{8,})\.(tmp|old|gone)")
 
 
@@ -75,6 +76,10 @@ def repair(exports: Path) -> None:
                 shutil.rmtree(exports / entry, ignore_errors=True)
 
 
+def _copy_durably(source: str, target: str) -> None:
+    fsync_file(Path(shutil.copyfile(source, target)))
+
+
 def make_hidden_path(folder: Path, mark: str = "tmp") -> Path:
     """Return the hidden path where a folder is written or moved."""
     return folder.with_name(f".{folder.name}.{mark}")
@@ -89,6 +94,7 @@ class WeightWriter:
     stopping: threading.Event  # ends the waiting
     tokenizer: Path  # folder of the tokenizer files that are written with the weights
     on_wait: Callable[[], None] = lambda: None  # called before each retry
+    critic: Engine | None = None  # written to the folder `critic` within
 
     def write(
         self, what: str, folder: Path, finish: Callable[[], object], durable: bool, patient: bool = True
@@ -102,6 +108,10 @@ class WeightWriter:
 
         def export() -> None:
             self.engine.export(temporary, self.tokenizer, durable=durable)
+            if self.critic is not None:
+                if first:
+                    (temporary / CRITIC).mkdir()
+                self.critic.export(temporary / CRITIC, self.tokenizer, durable=durable)
             if first:
                 finish()
 
@@ -277,8 +287,9 @@ class Exports:
 
     def _best_as_final(self, folder: Path, step: int, best: Mapping[str, Any]) -> None:
         temporary = begin(folder)
-        for source in sorted((self.folder / "best").iterdir()):
-            fsync_file(Path(shutil.copyfile(source, temporary / source.name)))
+        shutil.copytree(self.folder / "best", temporary, copy_function=_copy_durably, dirs_exist_ok=True)
+        for inner in filter(Path.is_dir, temporary.iterdir()):
+            fsync_dir(inner)
         self._finish(folder, step, {"version": best["version"], "best": best})
         logger.info("the final export is the best model, of step %d", best["step"])
 

@@ -37,6 +37,7 @@ from hpc_rl.trainers.algorithm_options import (
     make_correction,
 )
 from hpc_rl.trainers.batch_metrics import BatchMetrics
+from hpc_rl.trainers.critic import Critic
 from hpc_rl.trainers.minibatches import (
     Known,
     Minibatch,
@@ -46,6 +47,7 @@ from hpc_rl.trainers.minibatches import (
     compute_token_weight,
     divide_rows,
     make_temperature_column,
+    move_rewards_to_turns,
     pad_rows,
     split_rows,
 )
@@ -63,7 +65,7 @@ class GRPO:
     """The recipe of GRPO and the other algorithms.
 
     `num_prompts` is the number of prompts in one epoch. `reference` is the frozen model of the KL terms, if
-    any. `samples` keeps completions, on rank 0.
+    any. `samples` keeps completions, on rank 0. `critic` is the value model of PPO.
     """
 
     def __init__(
@@ -74,6 +76,7 @@ class GRPO:
         num_prompts: int,
         reference: Engine | None = None,
         samples: SampleWriter | None = None,
+        critic: Critic | None = None,
     ) -> None:
         assert isinstance(run.config, GRPOConfig)
         self.run = run
@@ -82,6 +85,7 @@ class GRPO:
         self.num_prompts = num_prompts
         self.reference = reference
         self.samples = samples
+        self.critic = critic
         self.config = run.config
         self.actor = run.config.actor
         self.algorithm, self.options = load_algorithm(run.config)
@@ -147,16 +151,18 @@ class GRPO:
         scored = self._select_groups(scored)
         rows = scored.rows
         minibatches: list[Minibatch] = []
-        known, kept, credit = None, None, []
+        known, kept, credit, rewards = None, None, [], None
         if rows:
             if self.has_kl_rewards or self.excludes_tokens:
                 known = self._logprobs_of_all(rows)
-            rewards = self._rewards(scored, known)
+            values_BT = None if self.critic is None else self.critic.compute_values(rows)
+            rewards = self._rewards(scored, known, values_BT)
             credit = self._credit(rows, rewards)
             kept = self._select_tokens(rows, known) if known and self.excludes_tokens else None
             if kept is not None:
                 credit = [one * mask for one, mask in zip(credit, kept, strict=True)]
-            minibatches = self._minibatches(rows, rewards, credit, kept)
+            if not self._warms_up(step):
+                minibatches = self._minibatches(rows, rewards, credit, kept)
         self._describe.report_shaping(self.run.stats, batch.groups, rows, credit, clipped)
         if self.samples is not None:
             self.samples.write_step(step, batch.groups, rows if credit else [], credit)
@@ -176,6 +182,9 @@ class GRPO:
         self._report_mismatch(totals)
         if self.controller is not None and totals["num_tokens"]:
             self._adapt_entropy(step, totals["entropy"] / totals["num_tokens"])
+        if self.critic is not None:
+            of_critic = self.critic.update(rows, rewards, self.options, self.run.stats)
+            num_successful += of_critic if self._warms_up(step) else 0
         self._finish_step(step, num_successful, len(minibatches))
 
     def publish(self, step: int) -> None:
@@ -265,7 +274,13 @@ class GRPO:
             self.run.stats.add("groups_dropped", num_dropped)
         return scored if len(kept) == len(scored.rows) else scored.select(kept)
 
-    def _rewards(self, scored: ScoredRows, known: Known | None = None) -> RewardBatch:
+    def _warms_up(self, step: int) -> bool:
+        """Return whether a step trains the critic alone."""
+        return self.critic is not None and step <= self.critic.config.warmup_steps
+
+    def _rewards(
+        self, scored: ScoredRows, known: Known | None = None, values_BT: torch.Tensor | None = None
+    ) -> RewardBatch:
         """Return the rewards of trajectories, with the KL rewards if log-probabilities are `known`."""
         rows = scored.rows
         sizes_G = torch.unique(scored.group_B, return_counts=True)[1]
@@ -280,10 +295,18 @@ class GRPO:
             lengths_B=torch.tensor([len(row.ids) for row in rows]),
             group_size=size,
             mixed_sizes=self.config.environments is not None and bool((sizes_G != size).any()),
-            token_rewards_BT=self._kl_rewards(rows, mask_BT, known)
-            if known and self.has_kl_rewards
-            else None,
+            token_rewards_BT=self._token_rewards(rows, mask_BT, known),
+            values_BT=values_BT,
         )
+
+    def _token_rewards(
+        self, rows: list[Trajectory], mask_BT: torch.Tensor, known: Known | None
+    ) -> torch.Tensor | None:
+        """Return the KL rewards, and the rewards of turns at their tokens; None without any."""
+        found = [self._kl_rewards(rows, mask_BT, known)] if known and self.has_kl_rewards else []
+        if any(row.turn_rewards is not None for row in rows):
+            found.append(self.actor.reward_scaling * move_rewards_to_turns(rows, mask_BT))
+        return torch.stack(found).sum(0) if found else None
 
     def _credit(self, rows: list[Trajectory], rewards: RewardBatch) -> list[np.ndarray]:
         """Return the credit of the tokens, float32 [L] per row of the whole batch."""
@@ -335,7 +358,7 @@ class GRPO:
         missing = count_updates_per_step(self.config) - num_tried
         if missing > 0:
             self.run.engine.pass_updates(missing)
-        if not num_tried:
+        if not num_tried and not self._warms_up(step):
             self.run.stats.mean("update_successful", 0.0, 1)
             logger.warning("no update in this step: no row is left to train on")
         self._steps_without_update = 0 if num_successful else self._steps_without_update + 1
@@ -473,14 +496,9 @@ class GRPO:
         stats.add("behave_dropped", sums.get("behave_dropped", 0.0))
 
 
-def count_updates(config: GRPOConfig, num_prompts: int) -> int:
-    """Return the number of optimizer updates in the whole trial, the length of the learning-rate schedule."""
-    return count_steps(config, num_prompts) * count_updates_per_step(config)
-
-
-def place_schedule(engine: Engine, step: int, config: GRPOConfig) -> None:
+def place_schedule(engine: Engine, step: int, updates_per_step: int) -> None:
     """Move the learning-rate schedule to `step`; the number of updates per step may have changed."""
-    engine.pass_updates(step * count_updates_per_step(config) - engine.counters()["updates"])
+    engine.pass_updates(step * updates_per_step - engine.counters()["updates"])
 
 
 def count_allowed_idle_steps(actor: PPOActorConfig) -> int:

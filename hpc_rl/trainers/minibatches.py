@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from hpc_rl.algorithms.rewards import place_rewards
 from hpc_rl.core.types import Trajectory
 from hpc_rl.engines.shared.packing import balance
 
@@ -128,6 +129,21 @@ def split_rows(flat_N: torch.Tensor, rows: list[Trajectory]) -> list[np.ndarray]
     """Return values of all tokens of all rows as one array per row."""
     ends = np.cumsum([len(row.ids) for row in rows])
     return np.split(flat_N.numpy(), ends[:-1])
+
+
+def move_rewards_to_turns(rows: list[Trajectory], mask_BT: torch.Tensor) -> torch.Tensor:
+    """Return what moves rewards from the last generated tokens to the turns that got them, float32 [B, T].
+
+    Each row of the result has the sum 0, and is 0 without `turn_rewards`.
+    """
+    nothing = (np.zeros(len(row.ids), np.float32) for row in rows)
+    given_BT = pad_rows(
+        [
+            zero if row.turn_rewards is None else row.turn_rewards
+            for row, zero in zip(rows, nothing, strict=True)
+        ]
+    )
+    return given_BT - place_rewards(given_BT.sum(1), mask_BT)
 
 
 def pad_rows(rows: list[np.ndarray]) -> torch.Tensor:

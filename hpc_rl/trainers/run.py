@@ -33,7 +33,7 @@ from hpc_rl.stats.tracker import Tracker
 from hpc_rl.trainers.activity import Activity
 from hpc_rl.trainers.exports import Exports, Ranking, WeightWriter
 from hpc_rl.trainers.saving import Saving
-from hpc_rl.trainers.start import TrainerContext
+from hpc_rl.trainers.start import TrainerContext, list_counters
 
 logger = logging.getLogger(__name__)
 LOGGED_METRICS = ("reward", "accuracy_delta", "loss", "grad_norm", "lr", "staleness_mean", "step_s")
@@ -83,7 +83,8 @@ class Timer:
 class Run(TrainerContext):
     """A trainer incarnation with its engine, for the recipe and the loop."""
 
-    engine: Engine  # initialized, its state loaded
+    engine: Engine  # of the policy; initialized, its state loaded
+    critic: Engine | None = None  # of the critic; the same
     lineage: int  # of this incarnation
     step: int  # start: the step of the loaded generation, or 0
     sinks: Sinks  # where metrics go; rank 0 only
@@ -109,13 +110,14 @@ class Run(TrainerContext):
             metric=ranking.metric,
             higher_is_better=ranking.mode == "max",
         )
-        self.saving = Saving(self.trial, self.attempt.id, self.incarnation, self.engine, self.ranks, policy)
+        self.saving = Saving(self.trial, self.attempt.id, self.incarnation, self.engines, self.ranks, policy)
         self.writer = WeightWriter(
             self.engine,
             self.ranks,
             self.stopping,
             find_tokenizer_folder(self.config),
             lambda: self.does("wait for room", self.step),
+            self.critic,
         )
         self.exports = Exports(self.trial, self.config, self.writer, self.export_version, self._exports)
         self.timers = {
@@ -123,6 +125,11 @@ class Run(TrainerContext):
             "evaluate": Timer(self.config.evaluator),
             "export": Timer(self.config.saver),
         }
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The trained models, the policy first."""
+        return [self.engine] if self.critic is None else [self.engine, self.critic]
 
     def restore(self, manifest: dict[str, Any]) -> None:
         """Restore the counters of the loaded generation."""
@@ -260,7 +267,7 @@ class Run(TrainerContext):
             timers={**timers, "owes_evaluation": self.owes_evaluation},
             adapted=dict(self.adapted),
             ledger=recipe.frontier(step),
-            counters=self.engine.counters(),
+            counters=list_counters(self.engines),
             stats=self.sinks.state(),
             metrics=numbers if evaluated == step else {},
             versions=list_versions(self.trial),

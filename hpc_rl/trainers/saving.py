@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from hpc_rl.checkpoint.generation import Commit, Manifest, find_room_problem
@@ -32,7 +32,7 @@ class PendingSave:
 
     commit: Commit
     manifest: Manifest | None  # rank 0 only
-    snapshot: Snapshot
+    snapshots: list[Snapshot]  # of each trained model
     started: float = field(default_factory=time.monotonic)
     cancel: threading.Event = field(default_factory=threading.Event)
     written: threading.Event = field(default_factory=threading.Event)  # this rank's part is written or failed
@@ -50,7 +50,7 @@ class Saving:
     trial: Trial
     attempt_id: str
     incarnation: int
-    engine: Engine
+    engines: Sequence[Engine]  # of the trained models
     ranks: Ranks
     policy: RetentionPolicy
     newest: int = -1  # step of the newest committed generation, or -1
@@ -73,12 +73,13 @@ class Saving:
         assert self._job is None, "one save at a time"
         self.owed, self._last = False, last
         commit = Commit(self.trial, step, self.attempt_id, self.incarnation)
-        size = int(sum_over_ranks([float(self.engine.state_bytes())])[0])
+        size = int(sum_over_ranks([float(sum(one.state_bytes() for one in self.engines))])[0])
         if problem := self.ranks.from_rank0(lambda: self._make_room(commit, size)):
             self._report_failure(step, problem)
             return
         first = self.ranks.rank == 0
-        job = self._job = PendingSave(commit, manifest() if first else None, self.engine.snapshot(copied))
+        snapshots = [engine.snapshot(copied) for engine in self.engines]
+        job = self._job = PendingSave(commit, manifest() if first else None, snapshots)
         threading.Thread(target=self._work, args=(job,), daemon=True, name=f"save-{step}").start()
 
     def settle(self, wait: bool) -> int | None:
@@ -131,7 +132,8 @@ class Saving:
         try:
             # a listing refreshes NFS's cache of missing names
             os.listdir(job.commit.folder.parent)
-            files = job.snapshot.write(job.commit.folder, job.cancel)
+            folder = job.commit.folder
+            files = [file for one in job.snapshots for file in one.write(folder, job.cancel)]
             job.commit.record_rank(self.ranks.rank, files)
             job.written.set()
             if job.manifest is not None:

@@ -2,6 +2,7 @@
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -30,6 +31,7 @@ from hpc_rl.core.records import JobRecord, load_lineages
 from hpc_rl.core.trial import Attempt, Trial
 from hpc_rl.datasets.rows import check_same_rows
 from hpc_rl.engines.base import Engine
+from hpc_rl.engines.shared.state import has_state
 from hpc_rl.name_resolve.shared_fs import NameResolve
 from hpc_rl.rollout.batch_log.ledger import LedgerDamaged
 from hpc_rl.rollout.batch_log.replay import check_replay
@@ -97,19 +99,25 @@ def begin(start: TrainerContext) -> dict[str, Any]:
     return {"lineage": record.lineage, "step": record.from_step, "manifest": manifest}
 
 
-def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> dict[str, Any]:
+def load_state(start: TrainerContext, begun: dict[str, Any], engines: Sequence[Engine]) -> dict[str, Any]:
     """Load the generation that `begin` chose; if it is damaged, set it aside and choose again. Collective.
 
     Returns the loaded state, in the form of `begin`. If the start is fresh after a damaged generation was
-    partly loaded, initializes the engine again.
+    partly loaded, initializes the engines again. `engines` has the policy first; a generation without the
+    state of another model, as of an import, leaves that model as it is before training.
     """
     while begun["manifest"] is not None:
         manifest, folder = begun["manifest"], start.trial.generation(begun["step"])
         files = {file["name"]: FileRecord(**file) for file in manifest["files"]}
         problem = ""
         try:
-            engine.load(folder, manifest["num_ranks"], files)
-            _check_counters(engine, manifest)
+            for engine in engines:
+                if engine is engines[0] or has_state(engine.name, files):
+                    engine.load(folder, manifest["num_ranks"], files)
+                else:
+                    engine.initialize(engine.num_train_steps)
+                    logger.info("checkpoint %d has no %s, which starts afresh", begun["step"], engine.name)
+            _check_counters(engines, manifest)
         except Damaged as error:
             problem = str(error)
             logger.error("checkpoint %d can't be loaded: %s", begun["step"], problem)
@@ -119,7 +127,8 @@ def load_state(start: TrainerContext, begun: dict[str, Any], engine: Engine) -> 
         lineage = begun["lineage"]
         begun = start.ranks.from_rank0(partial(_walk_back, start, lineage, folder, problem))
         if begun["manifest"] is None:
-            engine.initialize(engine.num_train_steps)
+            for engine in engines:
+                engine.initialize(engine.num_train_steps)
     return begun
 
 
@@ -130,11 +139,18 @@ def _walk_back(start: TrainerContext, lineage: int, folder: Path, problem: str) 
     return begin(start)
 
 
-def _check_counters(engine: Engine, manifest: dict[str, Any]) -> None:
-    """Raise RoleFailed if the schedule or the optimizer is not at the position in the manifest."""
+def list_counters(engines: Sequence[Engine]) -> dict[str, Any]:
+    """Return the counters of all trained models; names of all but the first begin with the model's name."""
+    first, *others = engines
+    named = {f"{one.name}_{name}": value for one in others for name, value in one.counters().items()}
+    return {**first.counters(), **named}
+
+
+def _check_counters(engines: Sequence[Engine], manifest: dict[str, Any]) -> None:
+    """Raise RoleFailed if a schedule or an optimizer is not at the position in the manifest."""
     expected = manifest.get("counters") or {}
-    found = engine.counters()
-    for name in sorted(name for name in expected if expected[name] != found.get(name)):
+    found = list_counters(engines)
+    for name in sorted(name for name in expected if name in found and expected[name] != found[name]):
         raise RoleFailed(
             f"checkpoint {manifest['step']} has {name} {expected[name]}, but {found.get(name)} was loaded"
         )

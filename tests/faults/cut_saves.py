@@ -139,7 +139,7 @@ def save_by_thread(trial: Trial, step: int) -> None:
         state_bytes=rank.state.size_bytes,
         snapshot=lambda copied: rank.state.take({"updates": 1}, state.Buffer() if copied else None),
     )
-    saving = Saving(trial, "7.0", 0, engine, Ranks(), RetentionPolicy(2))  # type: ignore[arg-type]
+    saving = Saving(trial, "7.0", 0, [engine], Ranks(), RetentionPolicy(2))  # type: ignore[arg-type]
     who = {"attempt": "7.0", "incarnation": 0, "submission": "7", "version": f"0.{step}", "config_hash": ""}
     saving.start(step, lambda: Manifest(step=step, lineage=0, num_ranks=1, **who), copied=True)
     assert saving.settle(wait=True) is not None, saving.problem

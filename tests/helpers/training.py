@@ -152,7 +152,7 @@ class Starter:
             data=self.data,
         )
         engine = self.engine = FakeEngine()
-        begun = start.load_state(context, start.begin(context), engine)
+        begun = start.load_state(context, start.begin(context), [engine])
         sinks = Sinks([JsonlSink(attempt.metrics(self.incarnation))])
         run = Run(**vars(context), engine=engine, lineage=begun["lineage"], step=begun["step"], sinks=sinks)
         if begun["manifest"]:

@@ -158,7 +158,7 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
         trial.make_dirs()
         trial.attempt("7.0").make_dirs()
     ranks.any(False)  # a barrier
-    saving = Saving(trial, "7.0", 0, engine, ranks, RetentionPolicy(9))
+    saving = Saving(trial, "7.0", 0, [engine], ranks, RetentionPolicy(9))
     sums = {}
     for step in (1, 2):
         train(engine, [step - 1])
@@ -200,7 +200,7 @@ def scenario_walk_back(folder: Path, rank: int, num_ranks: int) -> None:
         ranks=ranks,
         stopping=threading.Event(),
     )
-    begun = load_state(given, ranks.from_rank0(lambda: begin(given)), fresh)
+    begun = load_state(given, ranks.from_rank0(lambda: begin(given)), [fresh])
     same = [float(shard.local.sum()) for shard in fresh.shards] == sums[1]
     write_json(
         folder / f"walk_back-{rank}.json",

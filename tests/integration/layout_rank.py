@@ -4,6 +4,7 @@ import traceback
 from pathlib import Path
 
 import gloo_ranks
+import plain_objectives
 import plain_training
 import published_weights
 
@@ -48,5 +49,25 @@ def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
             raise
 
 
+# of a critic and of DPO; the micro-batches hold whole pairs
+OBJECTIVES = {f"{kind} {mesh}": (kind, mesh) for kind in ("critic", "dpo") for mesh in ("d2", "t2", "c2")}
+
+
+def scenario_objectives(folder: Path, rank: int, num_ranks: int) -> None:
+    for name, (kind, mesh) in OBJECTIVES.items():
+        found = plain_objectives.train(objective_engine(folder, kind, f"fsdp:{mesh}", rank), kind)
+        plain_objectives.write(folder / name, rank, found)
+
+
+def objective_engine(folder: Path, kind: str, allocation: str, rank: int) -> FSDPEngine:
+    options = {"is_critic": True} if kind == "critic" else {"mb_spec": MicroBatchSpec(granularity=2, n_mbs=2)}
+    config = plain_training.config_of(folder / ("critic" if kind == "critic" else "qwen3"), **options)
+    train = parse(allocation).train
+    config.optimizer.gradient_clipping = 1e3
+    engine = FSDPEngine(config, Mesh.of(train, rank, train.num_units), name=kind)
+    engine.initialize(plain_objectives.NUM_STEPS)
+    return engine
+
+
 if __name__ == "__main__":
-    gloo_ranks.main({"scenario_train": scenario_train})
+    gloo_ranks.main({"scenario_train": scenario_train, "scenario_objectives": scenario_objectives})

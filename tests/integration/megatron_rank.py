@@ -8,6 +8,7 @@ from typing import Any
 
 import gloo_ranks
 import numpy as np
+import plain_objectives
 import published_weights
 import torch
 
@@ -58,7 +59,9 @@ def engine_of(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -
         "attn_impl": "sdpa",
         "dtype": "float32",
         "gradient_checkpointing": False,
-        "mb_spec": MicroBatchSpec(n_mbs=2, max_tokens_per_mb=layout.get("max_tokens")),
+        "mb_spec": MicroBatchSpec(
+            n_mbs=2, max_tokens_per_mb=layout.get("max_tokens"), granularity=layout.get("granularity", 1)
+        ),
         **layout.get("config", {}),
     }
     optimizer = replace(OPTIMIZER, **layout.get("optimizer", {}))
@@ -164,6 +167,13 @@ def other(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> di
     return found
 
 
+def objective(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:
+    """What a critic or DPO trains, with the options of plain_objectives."""
+    engine = engine_of(folder, layout, rank, num_ranks)
+    engine.initialize(plain_objectives.NUM_STEPS)
+    return plain_objectives.train(engine, layout["objective"])
+
+
 def refusal(folder: Path, layout: dict[str, Any]) -> str:
     """What the constructor says of a model or a mesh that can't be; no other rank is asked."""
     num_ranks = layout.get("tensor", 1) * layout.get("pipeline", 1) * layout.get("experts", 1)
@@ -190,6 +200,8 @@ def scenario_layouts(folder: Path, rank: int, num_ranks: int) -> None:
         )
     for layout in plan["others"]:
         jobs[layout["name"]] = lambda layout=layout: other(folder, layout, rank, num_ranks)
+    for layout in plan["objectives"]:
+        jobs[layout["name"]] = lambda layout=layout: objective(folder, layout, rank, num_ranks)
     for name, job in jobs.items():
         try:
             found = job()

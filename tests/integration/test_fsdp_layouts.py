@@ -11,6 +11,7 @@ sys.path.insert(0, str(HERE))
 
 import gloo_ranks  # noqa: E402
 import layout_rank  # noqa: E402
+import plain_objectives  # noqa: E402
 import plain_training  # noqa: E402
 import published_weights  # noqa: E402
 
@@ -69,6 +70,30 @@ def test_one_rank_trains_as_transformers_does(models, tmp_path, layout):
     engine.initialize(plain_training.NUM_STEPS)
     plain_training.train(engine, tmp_path)
     plain_training.check(trained["qwen3"], folder / "qwen3", tmp_path, 1, 1)
+
+
+@pytest.fixture(scope="module")
+def objectives(models):
+    folder = models[0]
+    plain_objectives.make_critic(folder / "qwen3", folder / "critic")
+    gloo_ranks.run(HERE / "layout_rank.py", "objectives", 2, folder)
+    return folder, {
+        kind: plain_objectives.plain(folder / model, kind)
+        for kind, model in (("critic", "critic"), ("dpo", "qwen3"))
+    }
+
+
+@pytest.mark.parametrize("case", layout_rank.OBJECTIVES)
+def test_two_ranks_train_a_critic_and_dpo_as_plain_code_does(objectives, case):
+    folder, wanted = objectives
+    plain_objectives.check(plain_objectives.read(folder / case, 2), wanted[case.split()[0]])
+
+
+@pytest.mark.parametrize("kind", ["critic", "dpo"])
+def test_one_rank_trains_a_critic_and_dpo_as_plain_code_does(objectives, kind):
+    folder, wanted = objectives
+    engine = layout_rank.objective_engine(folder, kind, "fsdp:d1", 0)
+    plain_objectives.check([plain_objectives.train(engine, kind)], wanted[kind])
 
 
 def check(folder: Path, trained: dict[str, plain_training.Trained], num_ranks: int, case: str) -> None:

@@ -31,6 +31,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 import megatron_rank  # noqa: E402
+import plain_objectives  # noqa: E402
 import published_weights  # noqa: E402
 
 pytestmark = pytest.mark.timeout(400)
@@ -160,6 +161,28 @@ OTHERS: list[dict[str, Any]] = [
 ]
 
 
+ADAM = {"lr": 1e-3, "weight_decay": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
+ADAM |= {"lr_scheduler_type": "constant", "warmup_steps_proportion": 0.0}
+OBJECTIVES: list[dict[str, Any]] = [
+    {
+        "name": f"{objective} {name}",
+        "objective": objective,
+        "of": of,
+        "kind": f"critic of {of}" if objective == "critic" else of,
+        "optimizer": ADAM,
+        "config": {"is_critic": True} if objective == "critic" else {},
+        "granularity": 2,
+        **sizes,
+    }
+    for objective in ("critic", "dpo")
+    for name, of, sizes in (
+        ("t2", "qwen3", {"tensor": 2}),
+        ("p2", "qwen2", {"pipeline": 2}),
+        ("e2", "qwen3_moe", {"experts": 2}),
+    )
+]
+
+
 # what only differs in config.json from a model that there is
 UNSUITED = {
     "gemma": {"model_type": "gemma"},
@@ -282,9 +305,13 @@ def plain(folder: Path) -> dict[str, Plain]:
 
 
 def run(folder: Path, num_ranks: int) -> None:
-    plan: dict[str, Any] = {"layouts": LAYOUTS[num_ranks], "moves": [], "others": [], "refusals": {}}
+    plan: dict[str, Any] = {"layouts": LAYOUTS[num_ranks], "refusals": {}}
+    plan |= {"moves": [], "others": [], "objectives": []}
     if num_ranks == 2:
-        plan |= {"moves": MOVES, "others": OTHERS}
+        plan |= {"moves": MOVES, "others": OTHERS, "objectives": OBJECTIVES}
+        for layout in OBJECTIVES:
+            if layout["objective"] == "critic":
+                plain_objectives.make_critic(folder / layout["of"], folder / layout["kind"])
         plan["refusals"] = {name: layout for name, (layout, _) in REFUSALS.items()}
     write_json(folder / f"layouts-{num_ranks}.json", plan)
     gloo_ranks.run(HERE / "megatron_rank.py", "layouts", num_ranks, folder, timeout_s=300)
@@ -394,6 +421,12 @@ def test_references_padding_and_recomputation_change_no_number(folder, plain, tw
         assert values == pytest.approx(wanted, abs=1e-5)
     if "step" in found[0]:
         assert found[0]["step"]["grad_norm"] == pytest.approx(want.steps[0]["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.parametrize("layout", OBJECTIVES, ids=lambda layout: layout["name"])
+def test_two_ranks_train_a_critic_and_dpo_as_plain_code_does(folder, two_ranks, layout):
+    wanted = plain_objectives.plain(folder / layout["kind"], layout["objective"])
+    plain_objectives.check(results(folder, layout["name"]), wanted)
 
 
 @pytest.mark.parametrize("name", ["bfloat16 d2", "bfloat16 t2"])

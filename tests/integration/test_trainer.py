@@ -19,6 +19,7 @@ from hpc_rl.config.options.training import NormConfig, PPOActorConfig
 from hpc_rl.core.trial import Trial, load_json, write_json
 from hpc_rl.core.types import Batch, Trajectory, TrajectoryGroup
 from hpc_rl.engines.fsdp.engine import FSDPEngine
+from hpc_rl.tools import convert
 from hpc_rl.trainers.grpo_recipe import GRPO
 
 pytestmark = pytest.mark.timeout(240)
@@ -274,6 +275,90 @@ def test_dpo_learns_and_resumed_after_a_kill_equals_the_unbroken_run(toy):
     for name in ("loss", "margin", "reward_chosen", "grad_norm"):
         assert [row[name] for row in resumed] == [row[name] for row in wanted]
     assert final_weights(broken) == final_weights(whole)
+
+
+def test_ppo_resumed_after_a_kill_has_the_policy_and_the_critic_of_the_unbroken_run(toy):
+    options = [
+        *GRPO_OPTIONS,
+        "total_train_steps=7",
+        "rollout.max_head_offpolicyness=0",
+        "rollout.batch_order=in_order",
+        "embedded.batch_invariant=true",
+        f"critic.path={toy / 'base'}",
+        "rollout.reward_fn=contains",
+        "critic.ppo_n_minibatches=3",
+        "critic.gradient_checkpointing=false",
+        "critic.optimizer.lr=2e-3",
+        "critic.warmup_steps=2",
+        "recover.freq_steps=2",
+        "recover.async_save=true",
+    ]
+    trials, rows = [], []
+    for name, mode in (("ppo-whole", "disabled"), ("ppo", "auto")):
+        trial = make_trial(toy, name, "grpo", [*options, f"recover.mode={mode}"])
+        write_plan(trial, "grpo", 2)
+        with Roles(trial, "1.0") as roles:
+            roles.start("server")
+            roles.start("rollout")
+            ranks = roles.trainer(2)
+            if mode == "auto":
+                roles.wait_for_step(5, timeout_s=150)
+                Roles.kill(ranks)
+                roles.ended(ranks)
+                ranks = roles.trainer(2)
+            assert roles.ended(ranks, timeout_s=150) == [0, 0]
+        trials.append(trial)
+        rows.append([row for row in roles.rows(1 if mode == "auto" else 0) if "value_loss" in row])
+    whole, resumed = rows
+    assert ["loss" in row for row in whole] == [False] * 2 + [True] * 5  # the critic warms up
+    assert len({row["reward"] for row in whole}) > 1 and all(row["value_loss"] > 0 for row in whole)
+    assert resumed[0]["step"] > 2 and resumed[-1]["step"] == 7
+    for name in ("reward", "loss", "value_loss", "returns", "critic_grad_norm", "critic_lr"):
+        assert [row[name] for row in resumed] == [row[name] for row in whole[-len(resumed) :]]
+    assert final_weights(trials[0]) == final_weights(trials[1])
+    critics = [trial.exports / "final" / "critic" for trial in trials]
+    assert (critics[0] / "model.safetensors").read_bytes() == (critics[1] / "model.safetensors").read_bytes()
+    (toy / "offline").mkdir()
+    convert.export(trials[1], 7, toy / "offline")
+    exported = toy / "offline" / "critic" / "model.safetensors"
+    assert exported.read_bytes() == (critics[1] / "model.safetensors").read_bytes()
+    config = load_json(critics[0] / "config.json")
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"]
+    newest_files = {path.name for path in scan(trials[1])[0].path.iterdir()}
+    assert {
+        f"{name}-rank-0000{rank}.safetensors" for name in ("actor", "critic") for rank in (0, 1)
+    } <= newest_files
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_ppo_learns_a_task_of_two_turns_with_a_reward_each(toy, seed):
+    options = [
+        *GRPO_OPTIONS,
+        f"seed={seed}",
+        "total_train_steps=40",
+        "train_dataset.batch_size=8",
+        "gconfig.max_new_tokens=1",
+        "rollout.workflow=two_turns:play",
+        "actor.algorithm=ppo",
+        "actor.optimizer.lr=3e-3",
+        f"critic.path={toy / 'base'}",
+        "critic.ppo_n_minibatches=2",
+        "critic.gradient_checkpointing=false",
+        "critic.optimizer.lr=3e-3",
+        "critic.warmup_steps=2",
+        "recover.mode=disabled",
+    ]
+    trial = make_trial(toy, f"turns-{seed}", "grpo", options)
+    write_plan(trial, "grpo", 1)
+    with Roles(trial, "1.0") as roles:
+        roles.start("server")
+        roles.start("rollout")
+        assert roles.ended(roles.trainer(), timeout_s=230) == [0]
+    rows = [row for row in roles.rows() if "value_loss" in row]
+    print([round(row["reward"], 2) for row in rows])
+    assert np.mean([row["reward"] for row in rows[:3]]) < 0.6
+    assert np.mean([row["reward"] for row in rows[-5:]]) > 0.9
 
 
 def test_a_reward_model_learns_and_continues_after_a_kill(toy):

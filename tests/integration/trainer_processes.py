@@ -113,7 +113,8 @@ class Roles:
             "HPC_RL_RANK": str(rank),
             "HPC_RL_NUM_RANKS": str(num_ranks),
         }
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+        tests = Path(__file__).resolve().parents[1]
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{tests.parent}:{tests / 'helpers'}"}
         with self.log(role, rank).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", f"hpc_rl.roles.{role}", *where],

@@ -1,6 +1,6 @@
 """Names of AReaL v0.3.0 to v0.4.1 that hpc-rl lacks, and values of its files without a meaning here.
 
-`{model}` stands for each model in the trainer: actor, ref and model.
+`{model}` stands for each model in the trainer: actor, critic, ref and model.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class OtherName:
         return f"only {', '.join(texts)}: {self.why}"
 
 
-MODELS = ("actor", "ref", "model")
+MODELS = ("actor", "critic", "ref", "model")
 WORKFLOW = "rollout.workflow"
 WORKFLOW_ARGS = "rollout.workflow_args"
 # Top-level keys of AReaL's multi-turn, search and tool examples, for their workflows.
@@ -38,7 +38,7 @@ OF_WORKFLOWS = (
 # The keys of AReaL's multi-turn-math example, whose workflow is multi_turn here. Other examples have some of
 # these, too: camel all but `max_turns`, the search agent `max_turns` alone.
 OF_MULTI_TURN = frozenset({"max_turns", "turn_discount", "max_tokens_per_trajectory", "n_trajs"})
-AT_TOP = (*OF_WORKFLOWS, "checkpointer", "critic", "enable_offload", "perf_tracer", "server_only")
+AT_TOP = (*OF_WORKFLOWS, "checkpointer", "enable_offload", "perf_tracer", "server_only")
 _LORA = "LoRA is not supported, all parameters are trained"
 _LORA_OF_SERVERS = OtherName(idle=(ANY,), why=_LORA)
 _TOKENS = "requests have token ids, with a tokenizer in the server or without"
@@ -70,7 +70,7 @@ NAMES: dict[str, OtherName] = {
     "{model}.offload": OtherName(idle=(False,), why="see {model}.fsdp.offload_params"),
     "perf_tracer": OtherName(idle=(ANY,), why="the times of a step are always among the metrics"),
     **dict.fromkeys(
-        ("ref.weight_update_mode", "model.weight_update_mode"),
+        ("critic.weight_update_mode", "ref.weight_update_mode", "model.weight_update_mode"),
         OtherName(idle=(ANY,), why="only the actor's weights are sent to servers"),
     ),
     "{model}.megatron.virtual_pipeline_parallel_size": OtherName("{model}.megatron.virtual_pipeline_size"),
@@ -128,7 +128,6 @@ NAMES: dict[str, OtherName] = {
     "actor.rejection_sampling": OtherName(
         idle=(None,), why="without actor.use_decoupled_loss tokens have no weights"
     ),
-    "critic": OtherName(idle=(None,), why="PPO's critic is not built: GRPO needs none"),
     "vllm.model": OtherName(idle=(None, "", "${actor.path}"), why="servers have the weights of actor.path"),
     "vllm.skip_tokenizer_init": OtherName(idle=(ANY,), why=_TOKENS),
     "vllm.worker_extension_cls": OtherName(idle=(ANY,), why="hpc-rl has its own way to load new weights"),
@@ -166,6 +165,7 @@ AS_UNWRITTEN: dict[str, tuple[Any, str]] = {
     "train_dataset.max_length": (None, ""),
     "valid_dataset.max_length": (None, ""),
     "model.is_critic": (False, ""),
+    "critic.is_critic": (False, ""),
     **{f"{model}.attn_impl": ("flash_attention_2", "") for model in MODELS},
     "model.mb_spec.granularity": (1, ""),
     "stats_logger.wandb.id_suffix": (None, ""),

@@ -60,7 +60,6 @@ ROWS = {  # names -> replacement
     "log_completions num_completions_to_print generate_during_eval log_val_generations": _KEPT,
     "keep_completions rollout_data_dir validation_data_dir": _KEPT,
     # the algorithm
-    "critic": "a critic is not built: GRPO needs none; leave it out.",
     "adv_estimator advantage_estimator": "use actor.algorithm.",
     "epsilon clip_ratio clip_ratio_low clip_range cliprange": "use actor.eps_clip.",
     "epsilon_high clip_ratio_high": "use actor.eps_clip_higher.",

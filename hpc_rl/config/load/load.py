@@ -35,6 +35,7 @@ from hpc_rl.config.load.source import (
     Settings,
     SourceValue,
     add_origin,
+    expand_references,
     flatten_settings,
     is_reference,
     load_yaml,
@@ -94,7 +95,7 @@ def load(
     settings = merge(
         [defaults_of_site, *below, *translated.sources[:num_files], *over, *translated.sources[num_files:]]
     )
-    of_areal = areal_files.translate(cls, settings)
+    of_areal = areal_files.translate(cls, expand_references(settings))
     settings = of_areal.settings
     refusals = [
         *deletions.list_refusals(),

@@ -100,6 +100,8 @@ class Yaml12(yaml.SafeLoader):
 
 
 MOST_VALUES = 100_000  # in one file; an alias counts at each use
+_WHOLE_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+MAX_EXPANSIONS = 10
 _REFERENCE = re.compile(r"(\\*)\$\{")
 _TAGS = {
     f"tag:yaml.org,2002:{kind}"
@@ -169,13 +171,19 @@ def flatten_settings(tree: SourceValue, prefix: str = "") -> Settings:
 
 
 def _is_section(name: str) -> bool:
-    return any(make_generic(cls, name) in _list_section_names() for cls in CONFIGS.values())
+    return _find_section(name) is not None
+
+
+def _find_section(name: str) -> type | None:
+    """Return the class of a section."""
+    known = _list_sections()
+    return next((known[one] for cls in CONFIGS.values() if (one := make_generic(cls, name)) in known), None)
 
 
 @cache
-def _list_section_names() -> frozenset[str]:
+def _list_sections() -> dict[str, type]:
     every = (item for cls in CONFIGS.values() for item in list_options(cls).items())
-    return frozenset(name for name, hint in every if find_section(hint))
+    return {name: section for name, hint in every if (section := find_section(hint)) is not None}
 
 
 def merge(sources: Iterable[Settings]) -> Settings:
@@ -191,6 +199,25 @@ def merge(sources: Iterable[Settings]) -> Settings:
                     del merged[above]
             merged[name] = item
     return merged
+
+
+def expand_references(settings: Settings) -> Settings:
+    """Replace `a: ${b}`, where both are sections of one kind, by the settings of b; options in a stay."""
+    expanded = dict(settings)
+    for _ in range(MAX_EXPANSIONS):  # each resolves one level of references to references
+        before = dict(expanded)
+        for name, item in before.items():
+            match = _WHOLE_REFERENCE.fullmatch(item.value) if isinstance(item.value, str) else None
+            kind = _find_section(name)
+            if match is None or kind is None or kind is not _find_section(match[1]):
+                continue
+            del expanded[name]
+            inside = {other: one for other, one in before.items() if f"{other}.".startswith(f"{match[1]}.")}
+            for other, one in inside.items():
+                expanded.setdefault(name + other.removeprefix(match[1]), one)
+        if expanded == before:
+            break
+    return expanded
 
 
 def remove_setting(settings: Settings, name: str) -> Settings:

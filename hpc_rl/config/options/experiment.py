@@ -25,7 +25,12 @@ from hpc_rl.config.options.operations import (
 )
 from hpc_rl.config.options.pools import PoolConfig, PoolName
 from hpc_rl.config.options.teacher import TeachingConfig
-from hpc_rl.config.options.training import DPOEngineConfig, PPOActorConfig, TrainEngineConfig
+from hpc_rl.config.options.training import (
+    DPOEngineConfig,
+    PPOActorConfig,
+    PPOCriticConfig,
+    TrainEngineConfig,
+)
 from hpc_rl.config.options.weights import WeightsConfig
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
@@ -93,6 +98,8 @@ class GRPOConfig(BaseExperimentConfig):
     """The rollout role."""
     actor: PPOActorConfig
     """The policy."""
+    critic: PPOCriticConfig | None = None
+    """The value model of PPO, trained in the same ranks; null means none. A section selects algorithm ppo."""
     ref: TrainEngineConfig | None = None
     """The frozen reference model, in the trainer's ranks: for actor.kl_ctl and actor.beta, where null means
     none, and for dpo, where null means `model` as it is before training."""

@@ -112,8 +112,8 @@ class InferenceEngineConfig:
     teacher; or your own `package.module:name`. hpc-rl extension."""
     workflow_args: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the workflow's class, or of its `create` after the configuration, by name:
-    `max_turns`, `turn_discount`, `max_tokens_per_trajectory`, `feedback`, `tools`, `tool_timeout_s` for
-    `multi_turn`, any for your own. hpc-rl extension."""
+    `max_turns`, `turn_discount`, `max_tokens_per_trajectory`, `feedback`, `tools`, `tool_timeout_s`,
+    `credit_by_turn` for `multi_turn`, any for your own. hpc-rl extension."""
     reward_fn: str = "exact_match"
     """`exact_match`; `contains`; `final_answer`, which compares the last answer in a completion by value,
     the default of trainer teacher; `math_verify`, which compares formulas as well, the default for answers

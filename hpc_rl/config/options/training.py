@@ -115,7 +115,7 @@ class TrainEngineConfig:
     init_from_scratch: bool = False
     """Start from random weights, with the architecture at `path`."""
     is_critic: bool = False
-    """Whether the model has a scalar head: true for a reward model, and only there."""
+    """Whether the model has a scalar head: true for a reward model and for a critic, and only there."""
     pad_to_maximum: bool = False
     """Pad every micro-batch to `mb_spec.max_tokens_per_mb` tokens: no memory fragmentation, but more compute.
     """
@@ -142,6 +142,24 @@ class TrainEngineConfig:
     """How a train batch is divided into micro-batches."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """Optimizer and schedule; null only for a model that is not trained (`ref`)."""
+
+
+@dataclass(kw_only=True)
+class PPOCriticConfig(TrainEngineConfig):
+    """The critic of PPO: a model with a scalar head, which predicts the rest of the reward at each token."""
+
+    is_critic: bool = True
+    """A critic has a scalar head: always true."""
+    ppo_n_minibatches: PositiveInt = 4
+    """Optimizer updates per train batch; each uses a part of its rows, with about the same number of
+    tokens."""
+    eps_clip: PositiveFloat = 0.5
+    """The loss of a value counts only while it is within this distance of the value before the step."""
+    mask_no_eos_with_zero: bool = False
+    """Leave truncated completions (finish_reason length) out of the loss."""
+    warmup_steps: NonNegativeInt = 0
+    """Number of first steps that train the critic alone. The learning-rate schedule of the actor continues
+    meanwhile. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ BELOW = ("atlas", "atlas-teacher")
 OVER = ("cpu",)
 _BATCH_OF_RANKS = {"train_dataset.sequences_per_rank", "per_device_train_batch_size"}
 _ONLY_GRPO = ("launcher.rollout_", "launcher.inference_server_", "actor.beta", "ref.path")
-_OPTIONAL = ("ref", "valid_dataset")
+_OPTIONAL = ("ref", "critic", "valid_dataset")
 
 
 def load_presets(

@@ -10,7 +10,7 @@ from hpc_rl.config.options.training import NormConfig
 from hpc_rl.config.rules.consistency import is_default
 from hpc_rl.config.rules.engine_rules import find_train
 from hpc_rl.config.rules.generation_rules import IMPORT_PATH
-from hpc_rl.core.algorithms import ALGORITHMS, SELECTED_BY
+from hpc_rl.core.algorithms import ALGORITHMS, SELECTED_BY, TAKE_CRITIC
 from hpc_rl.core.refusal import Kind, Refusal, make_idle_note
 
 OPTION, ARGS = "actor.algorithm", "actor.algorithm_args"
@@ -35,6 +35,9 @@ def set_defaults(config: GRPOConfig, explicit: Collection[str]) -> tuple[GRPOCon
             if selected:
                 config = replace_value(config, OPTION.split("."), name)
                 return config, adapted | {OPTION: f"{option} is set"}
+        if config.critic is not None:
+            config = replace_value(config, OPTION.split("."), "ppo")
+            adapted[OPTION] = "there is a section critic"
         return config, adapted
     row = ALGORITHMS.get(config.actor.algorithm)
     for option, value in (row.defaults if row else {}).items():
@@ -131,6 +134,10 @@ def check_algorithm(config: GRPOConfig, explicit: Collection[str]) -> Iterator[R
     if config.actor.algorithm_args:
         why = f"has no effect: algorithm {name} takes its options from section actor"
         yield Refusal(option=ARGS, kind=Kind.NO_EFFECT, why=why, use="remove it", related=(OPTION,))
+    if config.critic is not None and name not in TAKE_CRITIC:
+        why = f"has no effect with {OPTION} {name}, which uses no values"
+        use = f"remove it, or use one of {', '.join(TAKE_CRITIC)}"
+        yield Refusal(option="critic", kind=Kind.NO_EFFECT, why=why, use=use, related=(OPTION,))
     for section in row.needs:
         if get_value(config, section) in (ABSENT, None):
             why = f"needs a section {section}"

@@ -42,8 +42,8 @@ _KEYS_OF_SERVICES = {  # option -> what to do instead
     "stats_logger.swanlab.api_key": "run `swanlab login` once, or export SWANLAB_API_KEY before submitting",
 }
 _NORMS = ("actor.reward_norm", "actor.adv_norm")
-_MODELS = ("actor", "ref", "model")
-_TRAINED = ("actor", "model")
+_MODELS = ("actor", "critic", "ref", "model")
+_TRAINED = ("actor", "critic", "model")
 NEEDS = {  # option -> the option that it needs for an effect
     "evaluator.freq_epochs": "valid_dataset",
     "evaluator.freq_steps": "valid_dataset",
@@ -53,11 +53,12 @@ NEEDS = {  # option -> the option that it needs for an effect
     "recover.keep_best": "valid_dataset",
     "saver.keep_best": "valid_dataset",
     "train_dataset.pin_memory": "cluster.n_gpus_per_node",
-    "actor.optimizer.offload": "cluster.n_gpus_per_node",
-    "model.optimizer.offload": "cluster.n_gpus_per_node",
     **{f"{model}.fsdp.offload_params": "cluster.n_gpus_per_node" for model in _MODELS},
-    "actor.fsdp.offload_activations": "cluster.n_gpus_per_node",
-    "model.fsdp.offload_activations": "cluster.n_gpus_per_node",
+    **{
+        f"{model}.{option}": "cluster.n_gpus_per_node"
+        for model in _TRAINED
+        for option in ("optimizer.offload", "fsdp.offload_activations")
+    },
     "actor.behav_imp_weight_cap": "actor.use_decoupled_loss",
     "actor.m2_threshold": "actor.use_decoupled_loss",
     "actor.log_agent_stats": "actor.log_agent_stats_keys",

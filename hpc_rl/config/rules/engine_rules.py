@@ -8,7 +8,7 @@ from hpc_rl.config.options.experiment import Config, get_value
 from hpc_rl.config.options.megatron import MegatronConfig
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.consistency import list_given
-from hpc_rl.config.rules.training_rules import find_reference, find_trained_model, list_models
+from hpc_rl.config.rules.training_rules import find_trained_model, list_models
 from hpc_rl.core.allocation import Train, parse
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
@@ -43,18 +43,19 @@ def find_engine(config: Config) -> str:
 
 
 def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple[Any, str]]:
-    """Return option -> (new default, reason) for recomputing parts of layers, and for the reference model.
+    """Return option -> (new default, reason) for recomputing parts of layers, and for further models.
 
-    The same groups of ranks compute both, so it takes the options of the trained model.
+    The same groups of ranks compute critic and reference model, so these take the options of the trained one.
     """
     section, engine = find_trained_model(config)
     wanted: dict[str, tuple[Any, str]] = {}
     if engine.megatron.recompute_granularity == "selective":
         names = ["recompute_method", "recompute_num_layers"]
         wanted = {f"{section}.megatron.{name}": (None, "") for name in names}
-    if find_reference(config) is not None:
-        names = [name for name in _MEGATRON_OPTIONS if f"{section}.megatron.{name}" in explicit]
-        wanted |= {f"ref.megatron.{name}": (get_value(engine.megatron, name), "") for name in names}
+    for other, _ in list_models(config):
+        if other != section:
+            names = [name for name in _MEGATRON_OPTIONS if f"{section}.megatron.{name}" in explicit]
+            wanted |= {f"{other}.megatron.{name}": (get_value(engine.megatron, name), "") for name in names}
     return wanted
 
 
@@ -109,18 +110,19 @@ def _check_recomputation(name: str, engine: TrainEngineConfig) -> Iterator[Refus
             yield Refusal(option=f"{name}.recompute_modules", kind=Kind.VALUE, why=why, use=use)
 
 
-def check_reference(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
+def check_equal_layout(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     section, _ = find_trained_model(config)
-    for name in sorted(name for name in explicit if name.startswith("ref.megatron.")):
-        trained = f"{section}{name.removeprefix('ref')}"
+    for name in sorted(name for name in explicit if name.startswith(("ref.megatron.", "critic.megatron."))):
+        trained = f"{section}.{name.partition('.')[2]}"
+        what = "the critic" if name.startswith("critic") else "the reference model"
         if get_value(config, name) != get_value(config, trained):
             yield Refusal(
                 option=name,
                 kind=Kind.CONFLICT,
-                why=f": the reference model is divided as {section} is",
+                why=f": {what} is divided as {section} is",
                 use=f"set {trained}, or remove it",
                 related=(trained,),
             )
 
 
-RULES = [check_other_engine, check_megatron, check_reference]
+RULES = [check_other_engine, check_megatron, check_equal_layout]

@@ -50,7 +50,7 @@ def _check_model(config: Config, section: str, engine: TrainEngineConfig) -> Ite
         yield Refusal(option=name, value=engine.path, kind=Kind.FILE, why=why)
     elif not _has_own_environment(config) and (why := explain_unknown_kind(found)):
         yield Refusal(option=name, value=engine.path, kind=Kind.MACHINE, why=why)
-    if section == "ref":
+    if section in ("ref", "critic"):
         return
     if not is_trusted(config, config.tokenizer_path or engine.path):
         yield from check_tokenizer(name, engine.path, "tokenizer_path", config.tokenizer_path)

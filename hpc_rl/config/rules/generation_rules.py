@@ -31,6 +31,7 @@ WORKFLOW_ARGS: dict[str, dict[str, Any]] = {  # built-in workflow -> its argumen
         "feedback": str,
         "tools": list[str],
         "tool_timeout_s": PositiveFloat,
+        "credit_by_turn": bool,
     },
     "teacher": {},
 }
@@ -126,11 +127,16 @@ def check_groups(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refu
                 use="use at least 2",
                 related=(f"actor.{name}",),
             )
-    rows, parts = config.train_dataset.batch_size * n_samples, actor.ppo_n_minibatches
-    if parts > rows:
+    rows = config.train_dataset.batch_size * n_samples
+    counts = {"actor": actor.ppo_n_minibatches}
+    if config.critic is not None:
+        counts["critic"] = config.critic.ppo_n_minibatches
+    for section, parts in counts.items():
+        if parts <= rows:
+            continue
         product = f"train_dataset.batch_size * gconfig.n_samples, which is {rows}"
         yield Refusal(
-            option="actor.ppo_n_minibatches",
+            option=f"{section}.ppo_n_minibatches",
             value=parts,
             kind=Kind.CONFLICT,
             why=f"must not exceed {product}: each update needs a row",

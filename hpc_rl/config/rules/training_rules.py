@@ -40,13 +40,20 @@ def refuse_without_gpus(option: str, value: Any, allowed: str) -> Refusal:
 
 
 def find_trained_model(config: Config) -> tuple[str, TrainEngineConfig]:
-    """Return name and section of the trained model."""
+    """Return name and section of the trained model, with a critic the policy."""
     return ("actor", config.actor) if isinstance(config, GRPOConfig) else ("model", config.model)
+
+
+def list_trained_models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
+    """Yield name and section of each model that is trained: the policy first, then the critic."""
+    yield find_trained_model(config)
+    if isinstance(config, GRPOConfig) and config.critic is not None:
+        yield "critic", config.critic
 
 
 def list_models(config: Config) -> Iterator[tuple[str, TrainEngineConfig]]:
     """Yield name and section of each model in the trainer's ranks."""
-    yield find_trained_model(config)
+    yield from list_trained_models(config)
     if (reference := find_reference(config)) is not None:
         yield "ref", reference
 
@@ -179,12 +186,12 @@ def list_reference_notes(config: Config) -> Iterator[Refusal]:
 
 
 def list_learning_rate_notes(config: Config) -> Iterator[Refusal]:
-    section, engine = find_trained_model(config)
-    optimizer = engine.optimizer
-    if optimizer is not None and optimizer.type != "empty" and HIGH_LR < optimizer.lr < MAX_LR:
-        usual = "usual are 1e-7 to 1e-5 for reinforcement learning, up to 1e-3 for small models"
-        why, value = f"is very high: {usual}", f"{optimizer.lr:g}"
-        yield make_note(f"{section}.optimizer.lr", why, value=value, is_warning=True)
+    for section, engine in list_trained_models(config):
+        optimizer = engine.optimizer
+        if optimizer is not None and optimizer.type != "empty" and HIGH_LR < optimizer.lr < MAX_LR:
+            usual = "usual are 1e-7 to 1e-5 for reinforcement learning, up to 1e-3 for small models"
+            why, value = f"is very high: {usual}", f"{optimizer.lr:g}"
+            yield make_note(f"{section}.optimizer.lr", why, value=value, is_warning=True)
 
 
 def needs_recompute(actor: PPOActorConfig) -> bool:
@@ -276,7 +283,11 @@ def check_micro_batches(config: Config, explicit: Collection[str]) -> Iterator[R
 
 
 def check_optimizers(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
-    section, engine = find_trained_model(config)
+    for section, engine in list_trained_models(config):
+        yield from _check_optimizer(config, section, engine)
+
+
+def _check_optimizer(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[Refusal]:
     name, optimizer = f"{section}.optimizer", engine.optimizer
     if optimizer is None or optimizer.type == "empty":
         option, value = (name, "null") if optimizer is None else (f"{name}.type", "empty")
@@ -333,19 +344,19 @@ def check_engines(config: Config, explicit: Collection[str]) -> Iterator[Refusal
 
 
 def _check_critic(config: Config, section: str, engine: TrainEngineConfig) -> Iterator[Refusal]:
-    if isinstance(config, RWConfig):
+    if isinstance(config, RWConfig) or section == "critic":
         if not engine.is_critic:
             yield Refusal(
                 option=f"{section}.is_critic",
                 value="false",
                 kind=Kind.CONFLICT,
-                why=": a reward model has a scalar head",
+                why=f": a {'critic' if section == 'critic' else 'reward model'} has a scalar head",
                 use="remove it: it is true here",
             )
         return
     if engine.is_critic:
         is_actor = section == "actor"
-        of_policy = ": a policy has a head over the vocabulary, only a reward model a scalar one"
+        of_policy = ": a policy has a head over the vocabulary, only a reward model or a critic a scalar one"
         yield Refusal(
             option=f"{section}.is_critic",
             value="true",

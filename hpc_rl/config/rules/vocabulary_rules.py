@@ -1,4 +1,4 @@
-"""Rules about vocabularies: tokenizer, trained model and reference model must agree on the token ids.
+"""Rules about vocabularies: the tokenizer and all models in the trainer must agree on the token ids.
 
 Models of other pools exchange text and use their own tokenizers, so their vocabularies may differ.
 """
@@ -17,7 +17,10 @@ from hpc_rl.core.trial import load_json
 MAX_EXAMPLES = 3
 SMALL_BYTES = 1 << 20
 MAX_PADDING = 0.02  # largest share by which vocabulary sizes differ within a family
-_USE = "Probabilities are compared token by token: use a reference model of the same family"
+_USE = {
+    "ref": "Probabilities are compared token by token: use a reference model of the same family",
+    "critic": "The critic reads the tokens of the policy: use a model of the same family",
+}
 
 
 def check_vocabularies(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
@@ -42,11 +45,11 @@ def check_vocabularies(config: Config, explicit: Collection[str]) -> Iterator[Re
                 use="use a model and a tokenizer that belong together",
                 related=(option,) if option != f"{name}.path" else (),
             )
-        elif name == "ref" and (examples := _describe_differences(own, vocabulary, folder)):
-            why = f"has another vocabulary than {trained}: {examples}. {_USE}"
+        elif name in _USE and (examples := _describe_differences(own, vocabulary, folder)):
+            why = f"has another vocabulary than {trained}: {examples}. {_USE[name]}"
             yield refuse(why=why, related=(trained,))
-        elif name == "ref" and _is_of_another_family(folder, size, actor_size):
-            why = f"{came}, and {trained} {engine.path} has {actor_size}. {_USE}"
+        elif name in _USE and _is_of_another_family(folder, size, actor_size):
+            why = f"{came}, and {trained} {engine.path} has {actor_size}. {_USE[name]}"
             yield refuse(why=why, related=(trained,))
 
 

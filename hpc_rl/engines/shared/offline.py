@@ -43,8 +43,9 @@ def export_state(
     files: Mapping[str, FileRecord],
     out: Path,
     tokenizer: Path | None,
+    name: str = "actor",
 ) -> None:
-    """Write the weights of a saved state as a Hugging Face checkpoint, the same as an export by the trainer.
+    """Write the weights of a model's saved state as a Hugging Face checkpoint, as the trainer exports them.
 
     Raises Damaged, OSError, ConfigError, and ValueError for the state of another model.
     """
@@ -52,7 +53,9 @@ def export_state(
     engine.initialize(0, empty=True)
     pieces = [StatePiece("model", shard.piece()) for shard in engine.shards]
     shapes = {shard.name: shard.global_shape for shard in engine.shards}
-    state.RankState(engine.mesh, pieces, shapes).load(folder, num_ranks, files, with_random_state=False)
+    state.RankState(engine.mesh, pieces, shapes, engine=name).load(
+        folder, num_ranks, files, with_random_state=False
+    )
     engine.export(out, tokenizer)
 
 

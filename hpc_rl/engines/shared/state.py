@@ -1,11 +1,11 @@
 """Recover state on disk: one safetensors file per rank, readable by any layout of any engine.
 
-`actor-rank-00000.safetensors` has this rank's pieces of kinds `model`, `exp_avg` and `exp_avg_sq`, all by
-Hugging Face names, and `rng/cpu` (`rng/cuda`). The metadata in its header has `state`, JSON: {"format",
-"rank", "num_ranks", "counters": {…}, "shapes": {name: shape of the whole tensor}, "pieces": {name in the
-file: {"kind", "name", "offset"}}, "rng": Python's and NumPy's}. The saved pieces of all ranks together have
-each number once. A loading rank reads only the rows that it needs, and verifies the checksums of their
-blocks.
+`actor-rank-00000.safetensors` (a critic's begin with `critic`) has this rank's pieces of kinds `model`,
+`exp_avg` and `exp_avg_sq`, all by Hugging Face names, and `rng/cpu` (`rng/cuda`). The metadata in its header
+has `state`, JSON: {"format", "rank", "num_ranks", "counters": {…}, "shapes": {name: shape of the whole
+tensor}, "pieces": {name in the file: {"kind", "name", "offset"}}, "rng": Python's and NumPy's}. The saved
+pieces of all ranks together have each number once. A loading rank reads only the rows that it needs, and
+verifies the checksums of their blocks.
 
 A Snapshot has either views of the live tensors, which must be written before the next update, or copies in a
 reused Buffer, which can be written while training continues.
@@ -17,7 +17,7 @@ import json
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,11 @@ DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", to
 
 def make_file_name(rank: int, engine: str = "actor") -> str:
     return f"{engine}-rank-{rank:05d}.safetensors"
+
+
+def has_state(engine: str, files: Iterable[str]) -> bool:
+    """Return whether files of a generation have the state of an engine."""
+    return make_file_name(0, engine) in files
 
 
 class Buffer:

@@ -209,6 +209,30 @@ EXAMPLES = {
         "sglang:d4+fsdp:d4",
         {"actor.kl_estimator": "k2", "actor.kl_ctl": 0.001},
     ),
+    "ppo": (
+        GRPO,
+        {
+            "critic": ROOT
+            | {
+                "path": "${actor.path}",
+                "is_critic": True,
+                "init_from_scratch": False,
+                "disable_dropout": True,
+                "dtype": "${actor.dtype}",
+                "eps_clip": 0.5,
+                "ppo_n_minibatches": "${actor.ppo_n_minibatches}",
+                "mb_spec": {"max_tokens_per_mb": 10240},
+                "optimizer": "${actor.optimizer}",
+            }
+        },
+        "sglang:d4+fsdp:d4",
+        {
+            "actor.algorithm": "ppo",
+            "critic.ppo_n_minibatches": 1,
+            "critic.mb_spec.max_tokens_per_mb": 10240,
+            "critic.optimizer.lr": 1.7e-5,
+        },
+    ),
     "lite_ppo": (
         GRPO,
         {"actor.reward_norm": GROUP | {"std_level": "batch", "group_size": 4}},
@@ -321,10 +345,6 @@ NOT_BUILT = {
             "sglang.lora_target_modules": ["all"],
         },
         ["actor.use_lora (.*): true .* LoRA is not supported"],
-    ),
-    "ppo": (
-        {"critic": ROOT | {"path": "${actor.path}", "is_critic": True}},
-        ["critic .*PPO's critic is not"],
     ),
     "rejection_sampling_by_divergence": (
         {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.1}},

@@ -12,6 +12,7 @@ from hpc_rl.config.changes import (
     Change,
     classify,
     list_changes,
+    refuse_other_model,
     refuse_unsafe,
 )
 from hpc_rl.config.load.fields import find_section, list_options
@@ -70,6 +71,19 @@ def test_a_section_that_comes_is_one_change():
     assert list_changes_between("ref.path=/other", before=("ref.path=/r",)) == [
         "ref.path: /r -> /other  (unsafe: the KL divergence would refer to another model)"
     ]
+
+
+def test_a_critic_may_come_and_go_but_not_become_another_model():
+    critic = ("critic.path=/c",)
+    assert list_changes_between(*critic) == ["critic: null -> {path: /c, ...}  (safe)"]
+    changed = "critic.path: /c -> /other  (unsafe: the checkpoints hold this model)"
+    assert list_changes_between("critic.path=/other", before=critic) == [changed]
+    options = ["critic.optimizer.lr=1e-6", "critic.warmup_steps=0"]
+    assert all("(safe)" in one for one in list_changes_between(*options, before=critic))
+    old, new = (load([], [*GIVEN, f"critic.path={path}"]).config for path in ("/c", "/other"))
+    refuse_other_model(list_changes(old, new), "e/t", only_weights=True)  # its critic starts afresh
+    with pytest.raises(ConfigError, match=r"critic\.path can't change from /c to /other in a fork of e/t"):
+        refuse_other_model(list_changes(old, new), "e/t")
 
 
 def test_unsafe_changes_are_refused_with_the_reason_and_what_to_do():

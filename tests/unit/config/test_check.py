@@ -430,6 +430,32 @@ def test_dataset_type_follows_the_trainer():
         load_checked("train_dataset.type=rl", base=SFT)
 
 
+def test_a_critic_selects_ppo_and_has_the_layout_of_the_policy():
+    critic = ["critic.path=/c", "critic.ppo_n_minibatches=2", "train_dataset.batch_size=4"]
+    config = load_checked(*critic, "cluster.n_gpus_per_node=0").config
+    assert (config.actor.algorithm, config.critic.is_critic, config.critic.dtype) == ("ppo", True, "float32")
+    assert (config.actor.gae_lambda, config.critic.eps_clip) == (1.0, 0.5)
+    named = load_checked(*critic, "actor.algorithm=ppo").config
+    assert (named.actor.gae_lambda, named.actor.adv_norm.std_level) == (0.95, "batch")
+    sequence = load_checked(*critic, "actor.importance_sampling_level=sequence").config
+    assert sequence.actor.algorithm == "gspo"
+    layout = ["allocation_mode=sglang:d1+megatron:p2", "actor.megatron.virtual_pipeline_size=2"]
+    assert load_checked(*critic, *layout).config.critic.megatron.virtual_pipeline_size == 2
+    for overrides, words in (
+        (["actor.algorithm=ppo"], "actor.algorithm ppo needs a section critic"),
+        ([*critic, "actor.algorithm=rloo"], "critic has no effect with actor.algorithm rloo"),
+        ([*critic, "critic.is_critic=false"], "critic.is_critic false: a critic has a scalar head"),
+        ([*critic, "critic.ppo_n_minibatches=99"], "critic.ppo_n_minibatches 99 must not exceed"),
+        ([*critic, "critic.optimizer=null"], "critic.optimizer null: nothing would be trained"),
+        (
+            [*critic, layout[0], "critic.megatron.virtual_pipeline_size=2"],
+            "the critic is divided as actor is",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            load_checked(*overrides)
+
+
 @pytest.mark.parametrize("named", ["trainer=dpo", "train_dataset.type=dpo"])
 def test_a_dpo_trial_is_named_by_trainer_or_by_its_rows(named):
     reference = ["ref.path=/r", "model.megatron.recompute_num_layers=2", "allocation_mode=megatron:d2"]

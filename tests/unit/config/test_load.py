@@ -209,7 +209,7 @@ def test_relative_paths_are_taken_from_the_working_directory(files, tmp_path, mo
             ["unknown key cluster.n_node ", "command line", "did you mean cluster.n_nodes?"],
         ),
         ("n_sample=4", ["unknown key n_sample", "did you mean gconfig.n_samples"]),
-        ("eps_clip=1", ["did you mean actor.eps_clip?"]),
+        ("eps_clip=1", ["did you mean actor.eps_clip or critic.eps_clip?"]),
         ("learning_rat=1", ["did you mean learning_rate?"]),
         ("n_node=2", ["did you mean n_nodes?"]),
         ("actor.optimizer.learning_rate=1", ["did you mean actor.optimizer.lr?", "stands at the top level"]),
@@ -344,7 +344,9 @@ def test_several_mistakes_are_told_at_once(files):
 
 
 def test_a_key_of_another_trainer_says_so(files):
-    assert "only a trial with trainer: sft or rw has it" in files.refusal("trainer=grpo", "model.path=/x")
+    assert "only a trial with trainer: sft or rw or dpo has it" in files.refusal(
+        "trainer=grpo", "model.path=/x"
+    )
 
 
 def test_a_misspelt_required_key_is_told_once(files):

@@ -27,7 +27,12 @@ from hpc_rl.config.options.inference import InferenceEngineConfig
 from hpc_rl.config.pool_view import view_pool
 from hpc_rl.config.rules.container_rules import OPTION
 from hpc_rl.config.rules.teacher_rules import VARIABLES
-from hpc_rl.config.schedule import compute_learning_rate, count_updates_per_step, count_warmup
+from hpc_rl.config.schedule import (
+    compute_learning_rate,
+    count_critic_updates_per_step,
+    count_updates_per_step,
+    count_warmup,
+)
 from hpc_rl.core.algorithms import ALGORITHMS, AlgorithmRow
 from hpc_rl.plan.containers import PYTHONS
 from hpc_rl.plan.schema import Unit
@@ -51,6 +56,7 @@ LOCAL_NAMES = {  # what code calls a section where not by its own name
     "actor": {"config", "model"},
     "model": {"config"},
     "ref": {"config", "model"},
+    "critic": {"config", "model"},
     "optimizer": {"config"},
     "reward_norm": {"norm", "value"},
     "adv_norm": {"norm", "value"},
@@ -82,8 +88,8 @@ ONLY_RULES = {
     r"actor\.(group_size|temperature|max_new_tokens)": "must equal gconfig's",
     r"actor\.(reward|adv)_norm\.group_size": "must equal gconfig.n_samples (training_rules)",
     r"stats_logger\.(wandb\.wandb_api_key|swanlab\.api_key)": "refused when set (consistency)",
-    r"(actor|model|ref)\.backend": "names the engine, as allocation_mode does (engine_rules, train_mesh)",
-    r"(actor|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
+    r"(actor|critic|model|ref)\.backend": "names the engine, as allocation_mode does (engine_rules, train_mesh)",
+    r"(actor|critic|model|ref)\.optimizer\.type": "adam, or empty where nothing is trained",
 }
 
 
@@ -99,6 +105,7 @@ READERS = (  # what roles and the plan read through
         count_warmup,
         compute_learning_rate,
         count_updates_per_step,
+        count_critic_updates_per_step,
         view_pool,
         choose_allocation,
     ),

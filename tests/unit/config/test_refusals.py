@@ -25,7 +25,8 @@ from hpc_rl.core.errors import ConfigError
 BASE = "experiment_name: e\ntrial_name: t\ntrainer: {trainer}\n"
 BASE += "train_dataset: {{path: /d}}\n{model}: {{path: /m}}\n"
 BASE += "valid_dataset: {{path: /v}}\n{ref}"
-REF = dict.fromkeys(("grpo", "teacher", "dpo"), "ref: {path: /r}\n") | {"sft": "", "rw": ""}
+REF = {"grpo": "ref: {path: /r}\ncritic: {path: /c}\n", "dpo": "ref: {path: /r}\n", "sft": "", "rw": ""}
+REF["teacher"] = REF["grpo"]
 MODEL = {"grpo": "actor", "teacher": "actor", "sft": "model", "rw": "model", "dpo": "model"}
 KNOWN = {trainer: list_options(cls) for trainer, cls in CONFIGS.items()}
 SECTIONS = {

@@ -158,8 +158,25 @@ def test_a_fresh_start_after_damage_reads_the_checkpoint(path, tmp_path, monkeyp
     monkeypatch.setattr(start, "_walk_back", lambda *_: fresh)
     given = SimpleNamespace(trial=trial, ranks=Ranks())
     damaged = {"lineage": 0, "step": 3, "manifest": {"num_ranks": 1, "files": []}}
-    assert start.load_state(given, damaged, engine) == fresh
+    assert start.load_state(given, damaged, [engine]) == fresh
     assert_as_transformers(engine, path)
+
+
+def test_a_generation_without_a_critic_leaves_it_as_it_is_before_training(path, tmp_path):
+    trial, given = Trial(tmp_path / "trial"), SimpleNamespace(ranks=Ranks())
+    given.trial = trial
+    trial.generation(3).mkdir(parents=True)
+    saved = engine_of(path)
+    saved.pass_updates(4)
+    files = [vars(file) for file in saved.save(trial.generation(3))]
+    engines = [engine_of(path, empty=True), engine_of(path, empty=True)]
+    engines[1].name = "critic"
+    manifest = {"num_ranks": 1, "files": files, "counters": saved.counters()}
+    begun = {"lineage": 0, "step": 3, "manifest": manifest}
+    assert start.load_state(given, begun, engines) is begun
+    assert_as_transformers(engines[1], path)
+    found = start.list_counters(engines)
+    assert (found["updates"], found["critic_updates"]) == (4, 0)
 
 
 def test_buffers_that_no_saved_state_has_are_read_in_any_case(tmp_path):

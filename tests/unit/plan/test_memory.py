@@ -250,6 +250,21 @@ def test_dpo_has_a_reference_which_is_the_model_itself_or_another():
     assert own.work.trajectories == 2 * 64
 
 
+def test_a_critic_has_parameters_gradients_moments_and_a_backward_pass_of_its_own():
+    alone = estimate_grpo(QWEN3_8B, "cluster.n_nodes=2")
+    both = estimate_grpo(
+        QWEN3_8B, "cluster.n_nodes=2", "critic.path=/r", "recover.mode=auto", reference=QWEN3_32B
+    )
+    # 8 ranks train; 4 bytes of parameters, 4 of gradients, 8 of moments
+    assert both.trainer.standing["critic"] == approx(16 * 31.98e9 / 8, rel=CLOSE)
+    assert both.trainer.standing["CUDA and NCCL"] == alone.trainer.standing["CUDA and NCCL"]
+    assert both.trainer.device_bytes > alone.trainer.device_bytes + both.trainer.standing["critic"]
+    assert both.trainer.largest.endswith("of the critic")
+    assert both.disk.checkpoint == approx(12 * (8.19e9 + 31.98e9), rel=CLOSE)
+    assert both.disk.export == approx(2 * (8.19e9 + 31.98e9), rel=CLOSE)
+    assert both.disk.weights == alone.disk.weights
+
+
 def test_rl_has_servers_a_reference_and_a_batch_log():
     ref = ["ref.path=/r", "actor.kl_ctl=0.1", "cluster.gpu_mem_gb=80"]
     found = estimate_grpo(QWEN3_8B, "cluster.n_nodes=2", *ref, reference=QWEN3_32B)

@@ -77,6 +77,15 @@ async def test_the_discount_counts_once_for_each_turn_before_and_the_model_sees_
     assert generate.asked[1] == "qno again "
 
 
+async def test_the_reward_of_a_turn_is_at_its_end_if_asked(tool):
+    tool("def double(x):\n    return 2 * x\n")
+    options = {"max_turns": 3, "turn_discount": 0.5, "tools": ["mytools:double"]}
+    made = await only(MultiTurn(**options, credit_by_turn=True), Generate(call_of(21), "no", "yes"))
+    assert made.reward == 0.5 and made.turn_rewards.nonzero()[0].tolist() == [len(made.ids) - 1]
+    assert made.turn_rewards.sum() == 0.5
+    assert (await only(MultiTurn(**options), Generate("no", "yes"))).turn_rewards is None
+
+
 async def test_it_ends_after_max_turns_when_cut_off_or_without_room():
     assert (await only(MultiTurn(max_turns=2), Generate("no", "no", "yes"))).reward == 0
     assert (await only(MultiTurn(max_turns=3), Generate("no", "yes", reason="length"))).stats["turns"] == 1

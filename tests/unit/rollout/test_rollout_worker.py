@@ -433,6 +433,13 @@ def test_several_turns_make_one_record():
     assert made.loss_mask.tolist() == [False, False, True, False, True, True]
     assert made.steps.tolist() == [-1, -1, 1, -1, 2, 2] and made.oldest_step() == 1
     assert (made.reward, made.finish_reason, made.logprobs.dtype) == (0.5, "length", np.float32)
+    assert made.turn_rewards is None
+    divided = trajectory(turns, 0.5, [0.75, -0.25])
+    assert divided.turn_rewards.tolist() == [0, 0, 0.75, 0, 0, -0.25]
+    assert divided.turn_rewards.dtype == np.float32
+    for wrong in ([0.5], [0.5, 0.5]):
+        with pytest.raises(ValueError, match="must be a number for each of 2 turns"):
+            trajectory(turns, 0.5, wrong)
 
 
 def test_workflows_by_import_path(user_code):

@@ -70,9 +70,12 @@ def test_the_metric_and_its_direction_say_what_is_best(tmp_path, keep, numbers, 
 def test_a_restart_remembers_the_best(tmp_path):
     start = starter(tmp_path, as_final=True)
     start(4, numbers=LOSSES)
+    (start.trial.exports / "best" / "critic").mkdir()
+    (start.trial.exports / "best" / "critic" / "config.json").write_text("of the critic")
     start.attempt_id = "8.0"
     start(8, numbers={6: {"eval_loss": 0.3}, 8: {"eval_loss": 0.4}})
     assert (record(start, "best")["step"], model(start, "final")) == (4, 10)
+    assert (start.trial.exports / "final" / "critic" / "config.json").read_text() == "of the critic"
 
 
 def test_a_stop_while_the_best_waits_for_space_leaves_it_to_the_next_start(tmp_path, monkeypatch):

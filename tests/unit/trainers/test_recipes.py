@@ -20,12 +20,13 @@ from hpc_rl.config.options.dataset import DatasetConfig
 from hpc_rl.config.options.experiment import GRPOConfig, TeacherConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.options.training import AEntConfig, NormConfig, PPOActorConfig
+from hpc_rl.config.schedule import count_updates_per_step
 from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.errors import ConfigError, DataUnusable
 from hpc_rl.core.records import LineageRecord
 from hpc_rl.core.trial import write_json
 from hpc_rl.core.types import REGENERATED, Batch, EvalResult, Trajectory, TrajectoryGroup, encode
-from hpc_rl.trainers.grpo_recipe import GRPO, count_allowed_idle_steps, count_updates, place_schedule
+from hpc_rl.trainers.grpo_recipe import GRPO, count_allowed_idle_steps, place_schedule
 from hpc_rl.trainers.minibatches import divide_rows
 
 
@@ -395,8 +396,8 @@ def test_minibatches_are_updates_and_the_schedule_knows(tmp_path):
     recipe.update(6, batch_of([1.0, 0.0], [0.0, 1.0]))
     assert len(recipe.run.engine.updates) == 3
     assert sum(weight for _, weight, _ in recipe.run.engine.updates) == 12.0
-    assert count_updates(recipe.config, 10) == recipe.total_steps * 3 == 15
-    assert count_updates(grpo_recipe(tmp_path, ppo_n_minibatches=9).config, 10) == 5 * 4
+    assert count_updates_per_step(recipe.config) == 3
+    assert count_updates_per_step(grpo_recipe(tmp_path, ppo_n_minibatches=9).config) == 4
 
 
 def sequence_ratio_loss(tokens: TokenBatch, options: base.Options) -> Loss:
@@ -490,9 +491,9 @@ def test_another_number_of_mini_batches_keeps_the_share_of_the_schedule(tmp_path
     )  # fmt: skip
     engine = RecordingEngine()
     engine.counters = lambda: {"updates": 20 + engine.passed}
-    place_schedule(engine, 5, config)
-    assert engine.counters()["updates"] == 10 == count_updates(config, 100) // 2
-    place_schedule(engine, 5, config)
+    place_schedule(engine, 5, count_updates_per_step(config))
+    assert engine.counters()["updates"] == 10 == 5 * count_updates_per_step(config)
+    place_schedule(engine, 5, count_updates_per_step(config))
     assert engine.counters()["updates"] == 10
 
 
