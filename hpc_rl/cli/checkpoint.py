@@ -39,6 +39,7 @@ from hpc_rl.trials import (
 )
 from hpc_rl.trials.checkpoints import (
     check_import_end,
+    check_import_source,
     check_import_step,
     choose_checkpoint,
     choose_export,
@@ -220,6 +221,8 @@ A checkpoint needs torch. A step without one is rebuilt from the published weigh
     which.add_argument("--version", metavar="LABEL", help=version_help)
     to_help = "folder to write (default: <trial>/exports/checkpoint-<step> or weights-<version>)"
     made.add_argument("--to", type=Path, metavar="FOLDER", help=to_help)
+    merge_help = "write a whole model with the trained adapter merged into it, instead of the adapter"
+    made.add_argument("--merge", action="store_true", help=merge_help)
     made.add_json("its path")
     return made
 
@@ -228,6 +231,8 @@ A checkpoint needs torch. A step without one is rebuilt from the published weigh
 def _export(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     chosen = choose_export(trial, args.step, args.best, args.version)
+    if args.merge and not isinstance(chosen, Found):
+        raise ConfigError("--merge needs a checkpoint: give the step of one, see `hpc-rl checkpoint list`")
     if isinstance(chosen, Found):
         name, what = f"checkpoint-{chosen.step:08d}", f"checkpoint {chosen.step} of {trial}: weights"
     else:
@@ -236,7 +241,8 @@ def _export(args: Namespace) -> int:
 
     def write(folder: Path) -> int:
         if isinstance(chosen, Found):
-            return convert("export", trial, chosen.step, "--to", str(folder))
+            merge = ["--merge"] if args.merge else []
+            return convert("export", trial, chosen.step, "--to", str(folder), *merge)
         published_weights.write_export(trial, chosen, folder)
         return ExitCode.DONE
 
@@ -279,7 +285,7 @@ def _make_import_parser() -> CommandParser:
 The optimizer starts afresh, and the schedule at --step.
 To start a new trial from such weights, set actor.path (or model.path) to the folder instead.""",
     )
-    source = "Hugging Face model: config.json and safetensors of the trial's architecture"
+    source = "Hugging Face model of the trial's architecture, or an adapter if the trial trains one"
     made.add_argument("folder", type=Path, help=source)
     made.add_argument("--step", type=Count, default=0, help="step of the checkpoint (default: 0)")
     return made
@@ -289,8 +295,7 @@ To start a new trial from such weights, set actor.path (or model.path) to the fo
 def _import(args: Namespace) -> int:
     trial = trial_index.resolve(args.trial)
     source = args.folder.expanduser().absolute()
-    if not (source / "config.json").is_file():
-        raise ConfigError(f"{source} is not a Hugging Face model: config.json is missing")
+    check_import_source(source)
     # Locked until it is committed: a start in between would not know of it.
     with TrialLock(trial, "given an imported checkpoint") as lock:
         submission.check_idle(trial)

@@ -27,7 +27,10 @@ _GROUPS = "finished groups that are not in a batch yet were made with it"
 _NAME = "it identifies the trial"
 
 # A checkpoint loads only with the same values, also in a fork.
-OF_THE_WEIGHTS = ("model.path", "model.init_from_scratch", "model.is_critic")
+OF_THE_WEIGHTS = (
+    *("model.path", "model.init_from_scratch", "model.is_critic"),
+    *("model.use_lora", "model.lora_rank", "model.lora_alpha", "model.target_modules"),
+)
 OF_THE_STATE = (*OF_THE_WEIGHTS, "model.dtype", "model.optimizer.type")
 UNSAFE: dict[str, str] = {  # option -> why the files on disk forbid a change; `model` is each trained model
     "experiment_name": _NAME,
@@ -71,7 +74,7 @@ NEW_BATCHES = (
 REPLAYS = (
     "actor.pad_to_maximum", "actor.attn_impl",
     "actor.grad_reduce_dtype", "actor.backend", "actor.fsdp", "actor.megatron",
-    "actor.gradient_checkpointing", "actor.weight_update_mode",
+    "actor.gradient_checkpointing", "actor.weight_update_mode", "actor.lora_publish",
     "actor.mb_spec", "actor.optimizer.offload", "actor.log_agent_stats", "actor.log_agent_stats_keys",
     "pools.NAME.max_requests", "pools.NAME.api_key_env", "pools.NAME.python",
 )  # fmt: skip

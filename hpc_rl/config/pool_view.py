@@ -68,7 +68,12 @@ def view_pool(config: GRPOConfig, name: str) -> GRPOConfig:
     )
     is_critic = name in list_reward_models(config)
     actor = replace(
-        config.actor, path=pool.path, init_from_scratch=False, is_critic=is_critic, weight_update_mode="disk"
+        config.actor,
+        path=pool.path,
+        init_from_scratch=False,
+        is_critic=is_critic,
+        weight_update_mode="disk",
+        use_lora=False,
     )
     python = pool.python or config.launcher.inference_server_python
     launcher = replace(config.launcher, inference_server_python=python)

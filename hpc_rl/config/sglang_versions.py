@@ -6,7 +6,8 @@ from hpc_rl.config.options.inference import SGLangConfig
 NO_FLAGS = {"version", "extra_args"}
 _SET_BY_THE_ROLE = (
     "tokenizer_path", "host", "port", "weight_version", "device", "sampling_defaults", "is_embedding",
-    "incremental_streaming_output",
+    "incremental_streaming_output", "enable_lora", "max_lora_rank", "lora_target_modules",
+    "max_loras_per_batch", "lora_backend",
 )  # fmt: skip
 _RENAMED_0_5_23: Flags = {
     "tensor_parallel_size": "--tp-size",

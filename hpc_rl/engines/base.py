@@ -105,6 +105,7 @@ class Engine(Protocol):
     num_train_steps: int  # as given to `initialize`
     pin_memory: bool  # copy inputs to a GPU through page-locked memory
     entropy_clamp: float  # share of the vocabulary that the entropy leaves out; set it before `initialize`
+    publishes_model: bool  # publish whole models; false publishes an adapter alone
 
     def initialize(self, num_train_steps: int, empty: bool = False) -> None:
         """Build and shard the model, the optimizer and a schedule of `num_train_steps` calls of train_batch.
@@ -117,6 +118,9 @@ class Engine(Protocol):
 
         Every peer returns all rows.
         """
+
+    def base_logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
+        """Return the same under the frozen base, without the adapter that is trained."""
 
     def train_batch(
         self, rows: Sequences, loss: LossFn, loss_weight: float, temperature: float
@@ -151,21 +155,20 @@ class Engine(Protocol):
         """
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield all parameters and saved buffers, whole, in CPU memory, on rank 0.
+        """Yield all parameters and saved buffers, whole, in CPU memory, on rank 0. An adapter is merged.
 
         Names are as in checkpoints. Buckets have about `bucket_bytes`; ranks above 0 get empty ones.
         Parameters have the configured type; tied parameters appear once. All ranks must take every bucket.
         """
 
     def list_published_pieces(self) -> list[PublishedPiece] | None:
-        """Return this rank's part of the tensors that `export` writes. Each value is in one part.
+        """Return this rank's part of the published tensors. Each value is in one part. Collective.
 
-        Returns None on all ranks if parts have no names in checkpoint files; then use `weights`. Not
-        collective.
+        Returns None on all ranks if parts have no names in checkpoint files; then use `weights`.
         """
 
     def write_model_files(self, folder: Path, tokenizer: Path | None = None) -> None:
-        """Write the files of a Hugging Face checkpoint that are not weights, into an existing folder.
+        """Write the files that servers need beside the published tensors, into an existing folder.
 
         Not collective. Raises OSError.
         """
@@ -173,8 +176,24 @@ class Engine(Protocol):
     def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
         """Write a whole Hugging Face checkpoint: safetensors, config, tokenizer files; fsynced if durable.
 
-        Rank 0 writes.
+        Of an adapter, write peft's files and those of the tokenizer. Rank 0 writes.
         """
+
+
+class Scorer(Protocol):
+    """A model that computes log-probabilities; see Engine."""
+
+    def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]: ...
+
+
+@dataclass
+class FrozenBase:
+    """The frozen base of an engine that trains an adapter, as a model of its own."""
+
+    engine: Engine
+
+    def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
+        return self.engine.base_logprobs(rows, temperature)
 
 
 def sum_over_ranks(values: Sequence[float]) -> list[float]:

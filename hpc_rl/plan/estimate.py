@@ -13,7 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hpc_rl.config.options.experiment import Config, DPOConfig, GRPOConfig, RWConfig, find_last_step
+from hpc_rl.config.options.experiment import (
+    Config,
+    DPOConfig,
+    GRPOConfig,
+    RWConfig,
+    find_last_step,
+    find_reference,
+)
 from hpc_rl.config.options.operations import FrequencyConfig
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.pool_view import view_pool
@@ -31,6 +38,8 @@ from hpc_rl.plan.memory import (
     ModelShape,
     RankLoad,
     RankMemory,
+    count_published,
+    count_trained,
     estimate_rank_memory,
     limit_tokens,
 )
@@ -210,19 +219,20 @@ def _estimate_load(config: Config, plan: Plan, shape: ModelShape, models: Models
     )
     load = _apply_mesh(load, work, parse(plan.allocation).train or load.mesh)
     if isinstance(config, DPOConfig):
-        reference = config.ref or config.model
-        return replace(
-            load, reference=reference, reference_shape=ModelShape.of(models.get(reference.path, {}))
-        )
+        if config.ref is None and config.model.use_lora:
+            return load  # the frozen base is the reference model
+        frozen = config.ref or config.model
+        return replace(load, reference=frozen, reference_shape=ModelShape.of(models.get(frozen.path, {})))
     if not isinstance(config, GRPOConfig):
         return load
     load = replace(load, batch_tokens=work.tokens, publishes=True)
     if config.critic is not None:
         load = replace(load, critic=config.critic, critic_shape=_measure_critic(config.critic, models))
-    if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
+    reference = find_reference(config)
+    if reference is None:
         return load
-    reference_shape = ModelShape.of(models.get(config.ref.path, {}))
-    return replace(load, reference=config.ref, reference_shape=reference_shape)
+    reference_shape = ModelShape.of(models.get(reference.path, {}))
+    return replace(load, reference=reference, reference_shape=reference_shape)
 
 
 def _measure_critic(critic: TrainEngineConfig, models: Models) -> ModelShape | None:
@@ -319,18 +329,17 @@ def _estimate_disk(
     config: Config, shape: ModelShape, critic: ModelShape | None, steps: int | None, tokens_per_step: int
 ) -> DiskUse:
     """Return the disk use of a trial; `tokens_per_step` is an upper bound."""
-    num_params = shape.num_params + (critic.num_params if critic else 0)
-    export = float(
-        sum(
-            DTYPE_BYTES[engine.dtype] * one.num_params
-            for (_, engine), one in zip(
-                list_trained_models(config), filter(None, (shape, critic)), strict=False
-            )
-        )
-    )
-    weights = float(DTYPE_BYTES[find_trained_model(config)[1].dtype] * shape.num_params)
+    engines = [engine for _, engine in list_trained_models(config)]
+    counts = [
+        (engine, count_trained(one, engine))
+        for engine, one in zip(engines, filter(None, (shape, critic)), strict=False)
+    ]
+    trained = sum(count for _, count in counts)
+    export = float(sum(DTYPE_BYTES[engine.dtype] * count for engine, count in counts))
+    policy = find_trained_model(config)[1]
+    weights = float(DTYPE_BYTES[policy.dtype] * count_published(shape, policy))
     generates, saves = isinstance(config, GRPOConfig), config.recover.mode != "disabled"
-    checkpoint = 12.0 * num_params if saves else 0.0
+    checkpoint = 12.0 * trained if saves else 0.0
     batch = TOKEN_BYTES * tokens_per_step if generates else 0.0
     recover, saver = config.recover, config.saver
     history = (config.weights.history_gb or 0.0) * GB if isinstance(config, GRPOConfig) else 0.0
@@ -527,7 +536,7 @@ def _check_copies(config: Config, plan: Plan, shape: ModelShape) -> Iterator[Ref
     """Yield that a node's servers have no memory for their copy of the model, which follows the trainer."""
     if not isinstance(config, GRPOConfig) or config.cluster.local_dir:
         return
-    copy = DTYPE_BYTES[config.actor.dtype] * shape.num_params
+    copy = DTYPE_BYTES[config.actor.dtype] * count_published(shape, config.actor)
     servers = [unit for unit in plan.units if unit.role == "server" and unit.pool not in config.pools]
     for node in sorted({node for unit in servers for node in unit.nodes}):
         here = [unit for unit in servers if node in unit.nodes]

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hpc_rl.config.options.training import TrainEngineConfig
+from hpc_rl.core.adapters import ALL_LINEAR
 from hpc_rl.core.allocation import Train
 
 GB = 1 << 30
@@ -127,6 +128,37 @@ class ModelShape:
         return 2 * self.num_layers * self.key_width * value_bytes
 
 
+def count_adapter(shape: ModelShape, engine: TrainEngineConfig, tensor: int = 1) -> float:
+    """Return the parameters of a layer's adapter on one of some tensor ranks; 0 without an adapter.
+
+    The outputs of q, k, v, gate and up are cut, and the inputs of the others. Experts have no adapters.
+    """
+    if not engine.use_lora:
+        return 0.0
+    width, mlp = shape.width, 0 if shape.num_experts else shape.mlp_width
+    sizes = {  # per token: whole values, and cut ones
+        "q_proj": (width, shape.query_width),
+        **dict.fromkeys(("k_proj", "v_proj"), (width, shape.key_width)),
+        "o_proj": (width, shape.query_width),
+        **(dict.fromkeys(("gate_proj", "up_proj", "down_proj"), (width, mlp)) if mlp else {}),
+    }
+    wanted = engine.target_modules
+    every = not wanted or ALL_LINEAR in wanted
+    used = [size for name, size in sizes.items() if every or name in wanted]
+    return engine.lora_rank * sum(whole + cut / tensor for whole, cut in used)
+
+
+def count_trained(shape: ModelShape, engine: TrainEngineConfig) -> float:
+    """Return the trained parameters of a model: all of them, or those of its adapter."""
+    return shape.num_layers * count_adapter(shape, engine) if engine.use_lora else shape.num_params
+
+
+def count_published(shape: ModelShape, engine: TrainEngineConfig) -> float:
+    """Return the parameters that servers get."""
+    is_merged = getattr(engine, "lora_publish", "") == "merged"
+    return float(shape.num_params) if is_merged else count_trained(shape, engine)
+
+
 def _measure_mlp(content: Mapping[str, Any], width: int, mlp_width: int, num_experts: int) -> tuple[int, int]:
     """Return the parameters of a layer's MLP, and its active width for one token."""
     if not num_experts:
@@ -229,6 +261,38 @@ class RankLoad:
         return (self.rank_params - experts) / self.num_shards + experts / expert_shards
 
     @property
+    def trained_layer_params(self) -> float:
+        """Trained parameters of a layer on this rank, gathered."""
+        if not self.engine.use_lora:
+            return self.layer_params
+        return count_adapter(self.shape, self.engine, self.mesh.t)
+
+    @property
+    def trained_rank_params(self) -> float:
+        """Trained parameters of this rank's part of the model, gathered."""
+        return self.num_layers * self.trained_layer_params if self.engine.use_lora else self.rank_params
+
+    @property
+    def trained_params(self) -> float:
+        """Trained parameters whose moments this rank holds."""
+        if not self.engine.use_lora:
+            return self.shard_params
+        is_whole = self.is_megatron and not self.engine.megatron.ddp.use_distributed_optimizer
+        return self.trained_rank_params / (1 if is_whole else self.num_shards)
+
+    @property
+    def merges(self) -> bool:
+        """Whether servers get whole models with the adapter merged into them."""
+        return self.engine.use_lora and getattr(self.engine, "lora_publish", "") == "merged"
+
+    @property
+    def frozen_bytes(self) -> float:
+        """Bytes of the frozen base that this rank holds, in the compute type."""
+        if not self.engine.use_lora:
+            return 0.0
+        return self.compute_bytes * (self.rank_params if self.is_megatron else self.shard_params)
+
+    @property
     def width_parts(self) -> int:
         """Number of ranks that divide model-wide activations: the tensor ranks, by sequence parallelism."""
         return self.mesh.t if self.is_megatron else 1
@@ -281,9 +345,14 @@ class RankMemory:
 def estimate_rank_memory(load: RankLoad) -> RankMemory:
     """Return the memory of a rank of the trained models."""
     moments = {"the loss": _count_loss(load), "the backward pass of a layer": _count_layer_backward(load)}
-    if load.is_sharded:
+    if load.is_sharded and load.engine.use_lora:
+        # one buffer, and the parameters that are copied from it
+        gathered = 2 * load.compute_bytes * load.outer_params
+        moments["the gather outside of the layers"] = {"gathered blocks": gathered}
+    elif load.is_sharded:
         moments["the sum of gradients outside of the layers"] = _count_reduction(load)
-    first = {"a file of weights": float(min(FILE_BYTES, load.compute_bytes * load.shape.num_params))}
+    exported = load.compute_bytes * count_trained(load.shape, load.engine)
+    first = {"a file of weights": float(min(FILE_BYTES, exported))}
     found = RankMemory(_count_standing(load), moments, _count_host(load), first)
     if load.critic is None or load.critic_shape is None:
         return found
@@ -327,8 +396,10 @@ def limit_tokens(load: RankLoad, tokens: int) -> RankLoad:
 
 
 def _count_standing(load: RankLoad) -> Items:
-    shard, engine = load.shard_params, load.engine
+    shard, engine = load.trained_params, load.engine
     items: Items = {}
+    if load.frozen_bytes and not engine.fsdp.offload_params:
+        items["frozen parameters"] = load.frozen_bytes
     if load.is_megatron:
         items |= _count_megatron_standing(load)
     elif not engine.fsdp.offload_params:
@@ -337,6 +408,8 @@ def _count_standing(load: RankLoad) -> Items:
             items["Adam moments"] = 8 * shard
     if load.reference and load.reference_shape and not load.reference.fsdp.offload_params:
         items["reference model"] = _count_reference_bytes(load)
+    if load.publishes and load.merges:
+        items["merged weights"] = load.frozen_bytes
     if load.on_gpu:
         items["CUDA and NCCL"] = CUDA_BYTES
     return items
@@ -344,7 +417,7 @@ def _count_standing(load: RankLoad) -> Items:
 
 def _count_megatron_standing(load: RankLoad) -> Items:
     """Return whole parameters and gradients, and this rank's share of the optimizer's float32 values."""
-    b, whole, shard = load.compute_bytes, load.rank_params, load.shard_params
+    b, whole, shard = load.compute_bytes, load.trained_rank_params, load.trained_params
     if b == 4 or load.engine.megatron.ddp.grad_reduce_in_fp32:
         gradients = 4 * whole
     else:
@@ -391,11 +464,12 @@ def _count_loss(load: RankLoad) -> Items:
         cast_bytes = b if b < 4 else 0  # of gradients in the compute type
         # the sum is float32; a chunk adds its part after most of its logits are freed
         added = max(0.0, cast_bytes * load.table_params - 4 * logits)
-        items["gradient of the head"] = 4 * load.table_params + added
+        if not load.engine.use_lora:
+            items["gradient of the head"] = 4 * load.table_params + added
         backward = (
             4 + cast_bytes + (4 if tokens <= most_rows else 0)
         ) * logits  # kept, if all rows fit in one chunk
-        forward = 8 * logits - items["gradient of the head"]  # log-probabilities and probabilities
+        forward = 8 * logits - items.get("gradient of the head", 0.0)  # log-probabilities and probabilities
         items["logits of a chunk"] = max(backward, forward)
     return items
 
@@ -412,6 +486,9 @@ def _count_layer_backward(load: RankLoad) -> Items:
         "activations": kept + _count_recomputed(load),
         "gradients of activations": flowing,
     }
+    if load.engine.use_lora:
+        items["gradients of a layer"] = (b + _get_reduce_bytes(load)) * load.trained_layer_params
+        return items
     if load.is_megatron:  # each is added at once to the gradients of the update
         mlp_width = shape.expert_width if shape.num_experts else shape.mlp_width / load.mesh.t
         items["gradients of a layer"] = b * 2 * shape.width * mlp_width
@@ -494,7 +571,7 @@ def _count_saved_per_token(load: RankLoad, without: Collection[str] = ()) -> flo
 
 def _count_host(load: RankLoad) -> Items:
     """Return the CPU memory of a rank, in addition to its device."""
-    shard, engine = load.shard_params, load.engine
+    shard, engine = load.trained_params, load.engine
     items: Items = {
         "Python and PyTorch": PROCESS_BYTES[load.on_gpu],
         "weights while they are loaded": LOADING_BYTES,
@@ -503,6 +580,8 @@ def _count_host(load: RankLoad) -> Items:
     if engine.fsdp.offload_params or _has_offloaded_moments(load):
         # parameters or copies of them, moments, gradients
         items["parameters, moments and gradients"] = 16 * shard
+    if engine.fsdp.offload_params:
+        items["frozen parameters"] = load.frozen_bytes
     if _has_offloaded_activations(load):
         layer = load.tokens / load.mesh.c * load.compute_bytes * load.shape.width / load.width_parts
         items["activations"] = load.num_layers * _round_page_locked(layer)
@@ -511,7 +590,7 @@ def _count_host(load: RankLoad) -> Items:
     if load.saves and (copied := _count_snapshot_bytes(load)):
         items["copy of the state to be saved"] = copied
     if load.publishes:  # the newest version and the one before
-        size = 2 * load.compute_bytes * shard
+        size = 2 * load.compute_bytes * (load.shard_params if load.merges else shard)
         items["copies of the published weights"] = _round_page_locked(size) if load.on_gpu and size else size
     return {name: size for name, size in items.items() if size}
 
@@ -528,8 +607,8 @@ def _round_page_locked(size: float) -> float:
 def _count_snapshot_bytes(load: RankLoad) -> float:
     """Return the bytes of the CPU copy of parameters and moments that a checkpoint needs."""
     if load.saves_copies:
-        size = 12 * load.shard_params
+        size = 12 * load.trained_params
         return _round_page_locked(size) if load.on_gpu and size else size
     if not load.on_gpu or load.engine.fsdp.offload_params:
         return 0.0  # written without a copy
-    return (4 if _has_offloaded_moments(load) else 12) * load.shard_params
+    return (4 if _has_offloaded_moments(load) else 12) * load.trained_params

@@ -50,7 +50,7 @@ def serve_replica(context: role.Context) -> int:
             if frozen
             else ModelCopy(_find_copy_folder(context, own.actor.path, stack), context.trial.weights)
         )
-        backend = NodeBackend(backend, copy, context.copies)
+        backend = NodeBackend(backend, copy, context.copies, own.actor.path)
         replica = Replica(
             backend, context.trial, names, context.tokens, who, base_path, context.address, frozen
         )

@@ -12,7 +12,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from hpc_rl.core.errors import Damaged
+from hpc_rl.core.adapters import is_adapter
+from hpc_rl.core.errors import Damaged, RoleFailed
 from hpc_rl.core.node_copies import NodeCopies
 from hpc_rl.core.types import WeightVersion
 from hpc_rl.servers.base import Answer, Backend, Receiver
@@ -30,6 +31,7 @@ class NodeBackend:
     backend: Backend
     copy: ModelCopy | None
     copies: NodeCopies
+    base: str = ""  # path of the model that published adapters belong to
 
     @property
     def receiver(self) -> Receiver | None:
@@ -40,14 +42,26 @@ class NodeBackend:
 
         Raises Damaged if the version can't be built from the published files.
         """
+        if not version or self.copy is None:
+            await self._start_checkpoint(path)
+            return
+        await self._prepare(version)
         with ExitStack() as held:
-            if version and self.copy is not None:
-                await self._prepare(version)
-                hold = self.copy.hold(WeightVersion.parse(version))
-                path = str(await asyncio.to_thread(held.enter_context, hold))
-            else:
-                path = await asyncio.to_thread(held.enter_context, self.copies.open_copy(path))
-            await self.backend.start(path, version)
+            hold = self.copy.hold(WeightVersion.parse(version))
+            model = await asyncio.to_thread(held.enter_context, hold)
+            if not is_adapter(model):
+                await self.backend.start(str(model), version)
+                return
+            await self._start_checkpoint(self.base)
+            body = {"model_path": str(model), "weight_version": version}
+            status, answer = await self.backend.request("/update_weights_from_disk", body)
+            if status != 200:
+                raise RoleFailed(f"the adapter of version {version} can't be loaded: {answer}")
+
+    async def _start_checkpoint(self, path: str) -> None:
+        with ExitStack() as held:
+            own = await asyncio.to_thread(held.enter_context, self.copies.open_copy(path))
+            await self.backend.start(own, "")
 
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         if self.copy is None or path not in ("/prepare_weights", "/update_weights_from_disk"):

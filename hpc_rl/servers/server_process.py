@@ -33,7 +33,7 @@ from hpc_rl.servers.wire import split_lines
 
 logger = logging.getLogger(__name__)
 
-Setting = str | int | float | bool | list[int]
+Setting = str | int | float | bool | list[int] | list[str]
 
 _NOT_INHERITED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 NO_LIMIT = aiohttp.ClientTimeout(total=None)

@@ -24,12 +24,21 @@ from typing import Any, ClassVar
 
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import SGLangConfig
+from hpc_rl.config.options.training import PPOActorConfig
 from hpc_rl.config.sglang_versions import FLAGS
+from hpc_rl.core.adapters import is_adapter
 from hpc_rl.core.errors import RoleFailed
 from hpc_rl.core.net import bind
 from hpc_rl.core.trial import load_json, write_atomic
 from hpc_rl.servers.base import Answer, Receiver, ReplicaPlace
 from hpc_rl.servers.client import BUCKET_S, JOIN_S, open_session
+from hpc_rl.servers.loaded_adapters import (
+    NUM_AT_ONCE,
+    LoadedAdapters,
+    gets_adapters,
+    list_layers,
+    name_adapter,
+)
 from hpc_rl.servers.server_process import (
     ServerProcess,
     Setting,
@@ -76,6 +85,13 @@ def make_settings(
     return select_settings(settings)
 
 
+def make_adapter_settings(actor: PPOActorConfig, device: str) -> dict[str, Setting]:
+    """Return the settings of a server that gets adapters."""
+    sizes = {"max_lora_rank": actor.lora_rank, "max_loras_per_batch": NUM_AT_ONCE}
+    backend = {"lora_backend": "torch_native"} if device == "cpu" else {}
+    return {"enable_lora": True, "lora_target_modules": list_layers(actor), **sizes, **backend}
+
+
 @dataclass(kw_only=True)
 class SGLangBackend:
     """See Backend."""
@@ -89,6 +105,8 @@ class SGLangBackend:
 
     makes_initial_weights: ClassVar[bool] = False
     _streams: Streams = field(default_factory=Streams)
+    _adapters: LoadedAdapters = field(default_factory=LoadedAdapters)
+    _newest: str = ""  # label of the newest adapter
     _group: str = ""  # the process group that SGLang has joined
     _label: str | None = None  # of the version that arrives over it
     _has_session: bool = False  # SGLang waits for the rest of a version
@@ -102,6 +120,8 @@ class SGLangBackend:
             receiver = Receiver("gloo" if place.device == "cpu" else "nccl", max(1, place.num_gpus))
             env |= list_interface_variables(place.address)
         settings = make_settings(config.sglang, place.device, max(1, place.num_gpus), place.index)
+        if gets_adapters(config.actor):
+            settings |= make_adapter_settings(config.actor, place.device)
         return cls(
             process=ServerProcess.create(NAME, config, place, env),
             settings=settings
@@ -161,11 +181,44 @@ class SGLangBackend:
             return await self._pause(body or {})
         if path == "/continue_generation":
             self._streams.resume()
+        if path in GENERATES and self._newest:
+            return await self._generate_whole(path, body or {})
+        if path == "/update_weights_from_disk" and body is not None and is_adapter(Path(body["model_path"])):
+            return await self._load_adapter(body["model_path"], str(body["weight_version"]))
         if path == "/update_weights_from_disk" and body is not None:
             return await self._update(path, {key: body[key] for key in _UPDATE_KEYS if key in body})
         if handler := self._GROUP_CALLS.get(path):
             return await handler(self, path, body or {})
         return await self.process.request(path, body)
+
+    # adapters
+    async def _load_adapter(self, path: str, label: str) -> Answer:
+        """Load a version of the adapter for new requests; running ones keep theirs."""
+        call = {"lora_name": name_adapter(label), "lora_path": path}
+        status, answer = await self.process.request("/load_lora_adapter", call)
+        if status != 200:
+            return status, answer
+        self._adapters.add(label)
+        self._newest = label
+        self._streams.enter_adapter(label)
+        for old in self._adapters.take_unused():
+            await self.process.request("/unload_lora_adapter", {"lora_name": name_adapter(old)})
+        return 200, {"success": True, "message": "updated", "num_paused_requests": 0}
+
+    async def _generate_whole(self, path: str, body: dict[str, Any]) -> Answer:
+        """Answer a request that is not streamed, with the newest adapter."""
+        label = self._newest
+        with self._adapters.use(label):
+            asked = {**body, "lora_path": name_adapter(label)}
+            status, answer = await self.process.request(path, asked)
+        if status != 200:
+            return status, answer
+        if path != "/generate":
+            return 200, {**answer, "metadata": {**(answer.get("metadata") or {}), "weight_version": label}}
+        for one in answer if isinstance(answer, list) else [answer]:
+            span = {"version": label, "start": 0, "end": len(one["output_ids"])}
+            one["meta_info"] |= {"weight_version": label, "weight_versions": [span]}
+        return 200, answer
 
     # weights over a process group
     async def _join(self, path: str, body: dict[str, Any]) -> Answer:
@@ -263,8 +316,13 @@ class SGLangBackend:
             asked = {**body, "stream": True}
             asked |= {"rid": rids if batched else rids[0]}
             asked |= {"sampling_params": intervals if batched else intervals[0]}
-            request = self.process.stream("/generate", asked, partial(_take_event, stream.samples))
-            status, answers = await self._streams.relay(stream, request, send)
+            label = stream.label if self._adapters.has(stream.label) else None
+            if label is not None:
+                asked |= {"lora_path": name_adapter(label)}
+            take = partial(_take_event, stream.samples, label)
+            with self._adapters.use(label or ""):
+                request = self.process.stream("/generate", asked, take)
+                status, answers = await self._streams.relay(stream, request, send)
         return status, answers if batched or status != 200 else answers[0]
 
 
@@ -285,12 +343,13 @@ def _plan_stream(body: dict[str, Any]) -> tuple[list[str], list[dict[str, Any] |
     return [str(one) for one in rids], several
 
 
-def _take_event(samples: list[StreamedSample], event: dict[str, Any]) -> None:
-    """Add the new tokens of an event."""
+def _take_event(samples: list[StreamedSample], adapter: str | None, event: dict[str, Any]) -> None:
+    """Add the new tokens of an event. `adapter` is the label of the request's adapter."""
     sample, meta = samples[event.get("index", 0)], event["meta_info"]
     # events that SGLang has joined may repeat the last token
     num_new = meta["completion_tokens"] - sample.num_made
     sample.ids += event["output_ids"][:num_new]
     sample.logprobs += meta.get("output_token_logprobs", ())[:num_new]
     if meta["finish_reason"]:
-        sample.end = meta
+        own = {} if adapter is None else {"weight_versions": None, "weight_version": adapter}
+        sample.end = meta | own

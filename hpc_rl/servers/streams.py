@@ -113,6 +113,7 @@ class Streams:
         self._opens = asyncio.Event()
         self._opens.set()
         self._tokens_per_s = 0.0  # of one sample, lately
+        self._has_adapters = False
 
     @property
     def interval(self) -> int:
@@ -166,7 +167,8 @@ class Streams:
         try:
             yield
         finally:
-            self._opens.set()
+            if not (self._has_adapters and self._is_paused):
+                self._opens.set()
 
     def pause(self) -> None:
         """Note that the server has paused."""
@@ -175,8 +177,16 @@ class Streams:
     def resume(self) -> None:
         """Note that the server is about to continue."""
         self._is_paused = False
+        self._opens.set()
         for stream in self._running:
             stream.is_waiting = False
+
+    def enter_adapter(self, label: str) -> None:
+        """Note the label of an adapter for new requests; running ones keep theirs.
+
+        From now on, a request to a paused server waits, because its adapter is chosen when it begins.
+        """
+        self._label, self._has_adapters = label, True
 
     def list_continuable(self) -> list[Stream]:
         return [stream for stream in self._running if stream.continuable and not stream.is_waiting]

@@ -27,9 +27,11 @@ import aiohttp
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import VLLMConfig
 from hpc_rl.config.vllm_versions import FLAGS, NO_FLAGS
+from hpc_rl.core.adapters import is_adapter
 from hpc_rl.core.errors import RequestRefused, RoleFailed
 from hpc_rl.servers.base import Answer, Receiver, ReplicaPlace
 from hpc_rl.servers.client import BUCKET_S, JOIN_S
+from hpc_rl.servers.loaded_adapters import NUM_AT_ONCE, LoadedAdapters, gets_adapters, name_adapter
 from hpc_rl.servers.server_process import (
     ServerProcess,
     Setting,
@@ -67,6 +69,9 @@ ENVIRONMENT = {
 }
 # The launcher of the role binds its threads. vLLM's own binding would put a second server on the same cores.
 CPU_ENVIRONMENT = {"VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+ADAPTER_ENVIRONMENT = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM reserves memory for
+MAX_CPU_ADAPTERS = 8  # versions in CPU memory; an older one would be read again
 CPU_KV_CACHE_BYTES = 4 << 30  # without a limit, vLLM takes a share of the host's memory
 WORKER_MODULE = "hpc_rl_worker"  # the copy of vllm_worker.py, in the directory of the socket
 EXTENSION = f"{WORKER_MODULE}.WorkerExtension"
@@ -121,6 +126,13 @@ def make_settings(
     return select_settings(settings)
 
 
+def make_adapter_settings(rank: int) -> dict[str, Setting]:
+    """Return the settings of a server that gets adapters."""
+    largest = next(one for one in ADAPTER_RANKS if one >= rank)
+    loaded = {"max_loras": NUM_AT_ONCE, "max_cpu_loras": MAX_CPU_ADAPTERS}
+    return {"enable_lora": True, "max_lora_rank": largest, **loaded}
+
+
 def make_sampling(request: NativeRequest, with_logprobs: bool) -> dict[str, Any]:
     """Return vLLM's sampling parameters for a request. Raises RequestRefused."""
     said = {key: value for key, value in (request.sampling or {}).items() if value is not None}
@@ -145,15 +157,22 @@ def make_sampling(request: NativeRequest, with_logprobs: bool) -> dict[str, Any]
     return {**sampling, "detokenize": bool(sampling.get("stop"))}
 
 
-def convert_to_native(rid: str, answer: dict[str, Any], label: str) -> list[dict[str, Any]]:
-    """Convert vLLM's answer to SGLang's form, one answer per sample."""
+def convert_to_native(
+    rid: str, answer: dict[str, Any], label: str, has_adapter: bool = False
+) -> list[dict[str, Any]]:
+    """Convert vLLM's answer to SGLang's form, one answer per sample.
+
+    `label` is of the weights at the beginning; with an adapter they stay the same.
+    """
     return [
         make_answer(
             rid,
             choice["token_ids"],
             [one["logprob"] for one in choice["logprobs"]["content"] or ()] if choice["logprobs"] else None,
             _make_finish(choice["finish_reason"], choice["stop_reason"], choice["token_ids"]),
-            [(one["version"], one["start"], one["end"]) for one in choice["weight_versions"] or ()],
+            [(label, 0, len(choice["token_ids"]))]
+            if has_adapter
+            else [(one["version"], one["start"], one["end"]) for one in choice["weight_versions"] or ()],
             prompt_tokens=answer["usage"]["prompt_tokens"],
             weight_version=label,  # for samples without tokens
         )
@@ -167,7 +186,9 @@ def _make_finish(kind: str, matched: int | str | None, made: list[int]) -> dict[
     return {"type": kind, "length": len(made)} if kind == "length" else {"type": kind}
 
 
-def _take_event(sample: StreamedSample, num_prompt: int, label: str, event: dict[str, Any]) -> None:
+def _take_event(
+    sample: StreamedSample, num_prompt: int, label: str, has_adapter: bool, event: dict[str, Any]
+) -> None:
     """Add the new tokens of an event."""
     (choice,) = event["choices"]
     ids, entries = choice["token_ids"] or [], (choice["logprobs"] or {}).get("content") or ()
@@ -177,7 +198,7 @@ def _take_event(sample: StreamedSample, num_prompt: int, label: str, event: dict
         sample.end = {
             "id": sample.rid,
             "finish_reason": _make_finish(choice["finish_reason"], choice["stop_reason"], sample.ids),
-            "weight_versions": choice["weight_versions"],
+            "weight_versions": None if has_adapter else choice["weight_versions"],
             "weight_version": label,
             "prompt_tokens": num_prompt,
         }
@@ -214,6 +235,7 @@ class VLLMBackend:
     _stuck: str = ""  # why vLLM will not answer any more
     _control: asyncio.Lock = field(default_factory=asyncio.Lock)
     _streams: Streams = field(default_factory=Streams)
+    _adapters: LoadedAdapters = field(default_factory=LoadedAdapters)
 
     @classmethod
     def create(cls, config: GRPOConfig, place: ReplicaPlace) -> VLLMBackend:
@@ -223,6 +245,9 @@ class VLLMBackend:
             receiver = Receiver("gloo" if place.device == "cpu" else "nccl", num_ranks)
             env |= list_interface_variables(place.address)
         settings = make_settings(config.vllm, place.device, num_ranks, place.index, receiver is not None)
+        if gets_adapters(config.actor):
+            settings |= make_adapter_settings(config.actor.lora_rank)
+            env |= ADAPTER_ENVIRONMENT
         if config.actor.is_critic:
             settings = {name: value for name, value in settings.items() if name not in OF_GENERATION}
             settings["runner"] = "pooling"
@@ -293,15 +318,23 @@ class VLLMBackend:
         return 200, samples if batched or len(samples) > 1 else samples[0]
 
     async def _sample(self, request: NativeRequest, with_logprobs: bool) -> Answer:
-        rid = request.rid or uuid.uuid4().hex
+        rid, label = request.rid or uuid.uuid4().hex, self._label
         body = {
             "request_id": rid,
             "token_ids": request.ids,
             "sampling_params": make_sampling(request, with_logprobs),
-            "cache_salt": self._label,  # prevents the use of prefix cache entries of older weights
+            **self._choose_weights(label),
         }
-        status, answer = await self.process.request("/inference/v1/generate", body)
-        return status, convert_to_native(rid, answer, self._label) if status == 200 else answer
+        has_adapter = self._adapters.has(label)
+        with self._adapters.use(label):
+            status, answer = await self.process.request("/inference/v1/generate", body)
+        label = label if has_adapter else self._label
+        return status, convert_to_native(rid, answer, label, has_adapter) if status == 200 else answer
+
+    def _choose_weights(self, label: str) -> dict[str, str]:
+        """Return the fields of a request that choose the weights and prevent the use of a cache of others."""
+        model = {"model": name_adapter(label)} if self._adapters.has(label) else {}
+        return {"cache_salt": label, **model}
 
     async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
         try:
@@ -324,7 +357,22 @@ class VLLMBackend:
         self, stream: Stream, requests: list[NativeRequest], sampling: list[dict[str, Any]]
     ) -> Answer:
         """Stream one request for each sample; return the first error."""
-        interval, salt = self._streams.interval, self._label
+        interval, label = self._streams.interval, self._label
+        if stream.label is not None and self._adapters.has(stream.label):
+            label = stream.label  # an update may have come since
+        has_adapter = self._adapters.has(label)
+        with self._adapters.use(label):
+            return await self._stream_each(stream, requests, sampling, interval, label, has_adapter)
+
+    async def _stream_each(
+        self,
+        stream: Stream,
+        requests: list[NativeRequest],
+        sampling: list[dict[str, Any]],
+        interval: int,
+        label: str,
+        has_adapter: bool,
+    ) -> Answer:
         async with asyncio.TaskGroup() as group:
             tasks = [
                 group.create_task(
@@ -334,10 +382,10 @@ class VLLMBackend:
                             "request_id": sample.rid,
                             "token_ids": request.ids,
                             "sampling_params": {**parameters, "stream_interval": interval},
-                            "cache_salt": salt,
+                            **self._choose_weights(label),
                             "stream": True,
                         },
-                        partial(_take_event, sample, len(request.ids), salt),
+                        partial(_take_event, sample, len(request.ids), label, has_adapter),
                     )
                 )
                 for sample, request, parameters in zip(stream.samples, requests, sampling, strict=True)
@@ -349,11 +397,14 @@ class VLLMBackend:
         if body.get("stream"):
             raise RequestRefused("chat key 'stream' is not served by vLLM servers")
         asked = {key: value for key, value in body.items() if key != "model"}  # vLLM knows another name
-        status, answer = await self.process.request(
-            "/v1/chat/completions", {**asked, "cache_salt": self._label}
-        )
+        label = self._label
+        with self._adapters.use(label):
+            status, answer = await self.process.request(
+                "/v1/chat/completions", {**asked, **self._choose_weights(label)}
+            )
         if status == 200:
-            answer |= {"model": body.get("model") or "default", "metadata": {"weight_version": self._label}}
+            label = label if self._adapters.has(label) else self._label
+            answer |= {"model": body.get("model") or "default", "metadata": {"weight_version": label}}
         return status, answer
 
     async def _classify(self, body: dict[str, Any]) -> Answer:
@@ -415,6 +466,9 @@ class VLLMBackend:
 
     async def _update(self, body: dict[str, Any]) -> Answer:
         path, label = body.get("model_path"), body.get("weight_version")
+        if isinstance(path, str) and is_adapter(Path(path)):
+            async with self._control:
+                return await self._load_adapter(path, str(label))
         # a failed reload would end vLLM
         if not isinstance(path, str) or not await asyncio.to_thread(is_checkpoint, Path(path)):
             raise RequestRefused(f"model_path {path!r} has no weights; the old weights stay loaded")
@@ -436,6 +490,20 @@ class VLLMBackend:
                 self._streams.end_update(self._label if loaded else None)
                 if not self._is_paused:
                     await self.process.request("/resume", {})
+        return 200, {"success": True, "message": "updated", "num_paused_requests": 0}
+
+    async def _load_adapter(self, path: str, label: str) -> Answer:
+        """Load a version of the adapter for new requests; running ones keep theirs."""
+        call = {"lora_name": name_adapter(label), "lora_path": path}
+        status, answer = await self.process.request("/v1/load_lora_adapter", call)
+        if status != 200:
+            return 400, {"success": False, "message": f"vLLM did not load the adapter {path}: {answer}"}
+        self._adapters.add(label)
+        self._model = path
+        self._label = label
+        self._streams.enter_adapter(label)
+        for old in self._adapters.take_unused():
+            await self.process.request("/v1/unload_lora_adapter", {"lora_name": name_adapter(old)})
         return 200, {"success": True, "message": "updated", "num_paused_requests": 0}
 
     async def _reload(self, path: str) -> Answer:

@@ -17,13 +17,13 @@ from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Commit, Man
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.schedule import count_updates_per_step
-from hpc_rl.core.errors import Damaged, ExitCode, HpcRlError
+from hpc_rl.core.errors import ConfigError, Damaged, ExitCode, HpcRlError
 from hpc_rl.core.files import is_full
 from hpc_rl.core.trial import EXPORT_RECORD_NAME, Trial, fsync_dir, load_json, write_json
 from hpc_rl.trainers.run import find_tokenizer_folder, list_versions
 
 
-def export(trial: Trial, step: int, out: Path) -> None:
+def export(trial: Trial, step: int, out: Path, merge: bool) -> None:
     """Write the weights of a checkpoint, held by the command, into a folder in Hugging Face format.
 
     Raises Damaged, OSError, HpcRlError.
@@ -39,8 +39,10 @@ def export(trial: Trial, step: int, out: Path) -> None:
     config = from_dict(load_json(folder / generation.CONFIG_NAME) or load_json(trial.config_json) or {})
     files = {file.name: file for file in checked.manifest.files}
     model = config.actor if isinstance(config, GRPOConfig) else config.model
+    if merge and not model.use_lora:
+        raise ConfigError(f"--merge: {trial} trains no adapter; omit it")
     num_ranks, tokenizer = checked.manifest.num_ranks, find_tokenizer_folder(config)
-    export_state(model, config.seed, folder, num_ranks, files, out, tokenizer)
+    export_state(model, config.seed, folder, num_ranks, files, out, tokenizer, merge=merge)
     critic = config.critic if isinstance(config, GRPOConfig) else None
     if critic is not None and has_state("critic", files):
         (out / CRITIC).mkdir()
@@ -95,13 +97,14 @@ def main() -> int:
     parser.add_argument("--step", type=int, required=True)
     parser.add_argument("--to", type=Path)
     parser.add_argument("--source", type=Path)
+    parser.add_argument("--merge", action="store_true")
     args = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     threading.Thread(target=_exit_with_command, daemon=True, name="command-pipe").start()
     trial = Trial(args.trial_dir)
     try:
         if args.action == "export":
-            export(trial, args.step, args.to)
+            export(trial, args.step, args.to, args.merge)
         else:
             import_(trial, args.step, args.source)
     except HpcRlError as error:

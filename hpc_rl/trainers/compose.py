@@ -20,6 +20,7 @@ from hpc_rl.config.options.experiment import (
     RWConfig,
     SFTConfig,
     count_steps,
+    find_reference,
     has_own_prompts,
 )
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
@@ -27,11 +28,11 @@ from hpc_rl.config.pool_view import find_trained_pool
 from hpc_rl.config.schedule import count_critic_updates_per_step, count_updates_per_step
 from hpc_rl.core.node_copies import compute_identity
 from hpc_rl.core.trial import load_json
-from hpc_rl.datasets.encode import Encoded, Prompts, load_encoded, save_encoded
+from hpc_rl.datasets.encode import Encoded, Prompts, load_encoded, load_preferences, save_encoded
 from hpc_rl.datasets.rows import Rows
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines import ENGINES
-from hpc_rl.engines.base import Engine
+from hpc_rl.engines.base import Engine, FrozenBase, Scorer
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.stats.kept_samples import SampleWriter
@@ -51,6 +52,7 @@ from hpc_rl.weights.transport import Transport, TransportContext
 
 logger = logging.getLogger(__name__)
 Composed = tuple[Run, Recipe]
+LoadRows = Callable[[DatasetConfig, Tokenizer], Rows[Encoded]]
 TrainedModel = tuple[str, TrainEngineConfig, int]  # name, section, optimizer updates per step
 
 
@@ -65,6 +67,9 @@ def compose_grpo(start: TrainerContext, stack: ExitStack) -> Composed:
     if config.critic is not None:
         models.append(("critic", config.critic, count_critic_updates_per_step(config)))
     run = _make_run(start, begun, models, count_steps(config, num_prompts), stack)
+    run.engine.publishes_model = not config.actor.use_lora or config.actor.lora_publish == "merged"
+    if reference is None and config.actor.use_lora and (config.actor.kl_ctl or config.actor.beta):
+        reference = FrozenBase(run.engine)
     place_schedule(run.engine, run.step, count_updates_per_step(config))
     critic = None
     if config.critic is not None and run.critic is not None:
@@ -112,51 +117,56 @@ def _open_samples(start: TrainerContext, config: GRPOConfig, stack: ExitStack) -
     return SampleWriter(sink, decode, config.rollout.keep_samples)
 
 
-def compose_supervised(task: SupervisedTask, start: TrainerContext, stack: ExitStack) -> Composed:
+def compose_supervised(
+    load: LoadRows, make_task: Callable[[Engine], SupervisedTask], start: TrainerContext, stack: ExitStack
+) -> Composed:
     """Compose supervised training: each rank computes the batches from the dataset."""
     config = start.config
     assert isinstance(config, SFTConfig | RWConfig | DPOConfig)
     tokenizer = Tokenizer(find_tokenizer_folder(config))
-    rows = _load_encoded(task, start, config.train_dataset, tokenizer)
+    rows = _load_encoded(load, start, config.train_dataset, tokenizer)
     start.data = rows.fingerprint
     begun = start.ranks.from_rank0(lambda: begin(start))
     valid = config.valid_dataset
-    held_out = None if valid is None else _load_encoded(task, start, valid, tokenizer)
+    held_out = None if valid is None else _load_encoded(load, start, valid, tokenizer)
     run = _make_run(start, begun, [("actor", config.model, 1)], count_steps(config, len(rows)), stack)
-    return run, SupervisedRecipe(run, task, rows, held_out)
+    return run, SupervisedRecipe(run, make_task(run.engine), rows, held_out)
 
 
 def compose_dpo(start: TrainerContext, stack: ExitStack) -> Composed:
     """Compose direct preference optimization: supervised training with a frozen reference model."""
     config = start.config
     assert isinstance(config, DPOConfig)
-    reference = _make_frozen(start, config.ref or config.model)
-    return compose_supervised(make_dpo_task(config.model, reference), start, stack)
+    section = config.ref or (None if config.model.use_lora else config.model)
+    reference = None if section is None else _make_frozen(start, section)
+
+    def make_task(engine: Engine) -> SupervisedTask:
+        return make_dpo_task(config.model, reference or FrozenBase(engine))
+
+    return compose_supervised(load_preferences, make_task, start, stack)
 
 
 def _load_encoded(
-    task: SupervisedTask, start: TrainerContext, dataset: DatasetConfig, tokenizer: Tokenizer
+    load: LoadRows, start: TrainerContext, dataset: DatasetConfig, tokenizer: Tokenizer
 ) -> Rows[Encoded]:
     """Return the rows of a dataset as tokens. If a node has a local disk, its ranks share the work."""
     if start.copies.folder is None or start.ranks.num == 1:
-        return task.load(dataset, tokenizer)
+        return load(dataset, tokenizer)
     sources = [compute_identity(Path(dataset.path).expanduser()), compute_identity(Path(tokenizer.folder))]
-    key = repr((sources, dataset.max_length, task.load.__name__, __version__))
+    key = repr((sources, dataset.max_length, load.__name__, __version__))
     try:
-        made = start.copies.make_once(
-            key, ".npz", lambda path: save_encoded(path, task.load(dataset, tokenizer))
-        )
+        made = start.copies.make_once(key, ".npz", lambda path: save_encoded(path, load(dataset, tokenizer)))
         return load_encoded(made)
     except OSError as error:
         logger.warning("this rank encodes %s itself: %s", dataset.path, error)
-        return task.load(dataset, tokenizer)
+        return load(dataset, tokenizer)
 
 
 COMPOSE: dict[str, Callable[[TrainerContext, ExitStack], Composed]] = {
     "grpo": compose_grpo,
     "teacher": compose_grpo,
-    "sft": partial(compose_supervised, SFT),
-    "rw": partial(compose_supervised, REWARD_MODEL),
+    "sft": partial(compose_supervised, SFT.load, lambda _engine: SFT),
+    "rw": partial(compose_supervised, REWARD_MODEL.load, lambda _engine: REWARD_MODEL),
     "dpo": compose_dpo,
 }
 
@@ -169,11 +179,12 @@ def _count_prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
     return len(prompts), prompts.rows.fingerprint
 
 
-def _build_reference(start: TrainerContext, config: GRPOConfig) -> Engine | None:
-    """Return the frozen model of the KL terms, or None if their coefficients are 0. It is never saved."""
-    if config.ref is None or not (config.actor.kl_ctl or config.actor.beta):
+def _build_reference(start: TrainerContext, config: GRPOConfig) -> Scorer | None:
+    """Return a second, frozen model for the KL terms, or None if they need none. It is never saved."""
+    section = find_reference(config)
+    if section is None:
         return None
-    return _make_frozen(start, config.ref)
+    return _make_frozen(start, section)
 
 
 def _make_frozen(start: TrainerContext, model: TrainEngineConfig) -> Engine:
@@ -219,7 +230,8 @@ def _make_run(
     """
     engines = []
     for name, model, updates_per_step in models:
-        engine = _make_engine(start, model if begun["manifest"] else _use_local_copy(start, model), name)
+        reads_weights = begun["manifest"] is None or model.use_lora  # states have no frozen parameters
+        engine = _make_engine(start, _use_local_copy(start, model) if reads_weights else model, name)
         engine.initialize(num_steps * updates_per_step, empty=begun["manifest"] is not None)
         engines.append(engine)
     begun = load_state(start, begun, engines)

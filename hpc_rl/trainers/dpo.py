@@ -14,7 +14,7 @@ from torch.nn.functional import logsigmoid
 
 from hpc_rl.config.options.training import DPOEngineConfig
 from hpc_rl.datasets.encode import load_preferences
-from hpc_rl.engines.base import Engine, MicroBatch, Sequences, sum_over_data_ranks
+from hpc_rl.engines.base import Engine, MicroBatch, Scorer, Sequences, sum_over_data_ranks
 from hpc_rl.trainers.supervised import Row, SupervisedTask
 
 # Returns the loss of each pair [P] from beta and the logarithms of pi / ref of chosen and rejected [P, 2].
@@ -55,7 +55,7 @@ def sum_pairs(ratios_P2: torch.Tensor, beta: float, loss: PairLoss) -> PairSums:
     )
 
 
-def make_dpo_task(config: DPOEngineConfig, reference: Engine) -> SupervisedTask:
+def make_dpo_task(config: DPOEngineConfig, reference: Scorer) -> SupervisedTask:
     """Return the task of a trial whose section `model` is `config`."""
     if config.loss_type == "ipo":
         pair_loss: PairLoss = compute_ipo_loss
@@ -92,7 +92,7 @@ def make_dpo_task(config: DPOEngineConfig, reference: Engine) -> SupervisedTask:
     )
 
 
-def make_preferences(reference: Engine, rows: list[Row]) -> Sequences:
+def make_preferences(reference: Scorer, rows: list[Row]) -> Sequences:
     """Encode (chosen ids, rejected ids, chosen mask, rejected mask) rows as chosen and rejected alternately.
 
     Adds a column `ref` with the log-probabilities of the reference model. Collective.

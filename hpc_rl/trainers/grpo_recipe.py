@@ -24,7 +24,7 @@ from hpc_rl.config.rules.training_rules import needs_recompute
 from hpc_rl.config.schedule import count_updates_per_step
 from hpc_rl.core.errors import DataUnusable
 from hpc_rl.core.types import Batch, Trajectory, decode
-from hpc_rl.engines.base import Engine, Sequences
+from hpc_rl.engines.base import Engine, Scorer, Sequences
 from hpc_rl.engines.shared.packing import balance
 from hpc_rl.rollout.batch_client import RolloutClient
 from hpc_rl.rollout.batch_log.ledger import FIRST_OUTSIDE
@@ -74,7 +74,7 @@ class GRPO:
         rollout: RolloutClient,
         transport: Transport,
         num_prompts: int,
-        reference: Engine | None = None,
+        reference: Scorer | None = None,
         samples: SampleWriter | None = None,
         critic: Critic | None = None,
     ) -> None:
@@ -405,7 +405,7 @@ class GRPO:
             temperature = self.temperature
         sequences = Sequences([rows[i].ids for i in numbers], columns)
 
-        def by_row(engine: Engine | None) -> dict[int, np.ndarray] | None:
+        def by_row(engine: Scorer | None) -> dict[int, np.ndarray] | None:
             if engine is None:
                 return None
             return dict(zip(numbers, engine.logprobs(sequences, temperature), strict=True))

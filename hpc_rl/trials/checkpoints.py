@@ -4,12 +4,14 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from hpc_rl.checkpoint import generation
 from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.retention import hold, rank_best
 from hpc_rl.checkpoint.start_facts import find_trimmed, list_seals
 from hpc_rl.config.load.stored import from_dict
+from hpc_rl.core.adapters import is_adapter
 from hpc_rl.core.errors import CannotWrite, ConfigError, NothingToResume, TrialStateError
 from hpc_rl.core.records import TrialState
 from hpc_rl.core.trial import Trial, load_json, write_json
@@ -67,6 +69,12 @@ def find_damages(trial: Trial, checkpoint: Found) -> list[str]:
             return generation.find_damage(folder, checkpoint.manifest.files)
     except TrialStateError as error:
         return [str(error)]
+
+
+def check_import_source(source: Path) -> None:
+    """Raise ConfigError for a folder that has neither a model nor an adapter."""
+    if not (source / "config.json").is_file() and not is_adapter(source):
+        raise ConfigError(f"{source} is not a Hugging Face model: config.json is missing")
 
 
 def check_import_step(trial: Trial, step: int) -> None:

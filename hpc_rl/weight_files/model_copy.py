@@ -1,8 +1,9 @@
 """A Hugging Face checkpoint that is built from published versions, and then follows them in place.
 
-The weights are one file, `model.safetensors`. A newer version overwrites the changed values, so it costs
-reading the difference, not the model. Every value is verified by the checksums of the version. Processes of
-one node share a copy: `bring_to` has it alone, and waits for the loads that `hold` protects.
+The weights are one file, `model.safetensors`, or `adapter_model.safetensors` of an adapter. A newer version
+overwrites the changed values, so it costs reading the difference, not the model. Every value is verified by
+the checksums of the version. Processes of one node share a copy: `bring_to` has it alone, and waits for the
+loads that `hold` protects.
 
 `state.json` names the version. It is removed during a change, so an interrupted change is repeated from a
 version with all values.
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from hpc_rl.core import adapters
 from hpc_rl.core.errors import Damaged
 from hpc_rl.core.node_copies import read_boot_id
 from hpc_rl.core.trial import load_object, write_atomic
@@ -97,7 +99,11 @@ def build_model(target: Path, folder: Path, chain: Sequence[VersionIndex]) -> No
     """
     start = folder / str(chain[0].version)
     tensors = _find_tensors(start, chain[0])
-    path = target / WEIGHTS_NAME
+    is_adapter = adapters.is_adapter(start / MODEL_FOLDER)
+    path = target / (adapters.WEIGHTS_NAME if is_adapter else WEIGHTS_NAME)
+    of_other_kind = [WEIGHTS_NAME] if is_adapter else [adapters.WEIGHTS_NAME, adapters.CONFIG_NAME]
+    for name in of_other_kind:
+        (target / name).unlink(missing_ok=True)
     if not _has_tensors(path, tensors):
         _create_file(path, tensors)
     ModelFile(path).apply(folder, chain)
@@ -106,6 +112,11 @@ def build_model(target: Path, folder: Path, chain: Sequence[VersionIndex]) -> No
             shutil.copyfile(source, target / source.name)
     except FileNotFoundError as error:
         raise Damaged(f"{start.name}/{MODEL_FOLDER} is missing") from error
+
+
+def find_weights_file(folder: Path) -> Path:
+    """Return the file of the weights in a built checkpoint."""
+    return folder / (adapters.WEIGHTS_NAME if adapters.is_adapter(folder) else WEIGHTS_NAME)
 
 
 def _has_tensors(path: Path, tensors: dict[str, Rectangle]) -> bool:
@@ -177,7 +188,7 @@ class ModelCopy:
             self._state.unlink(missing_ok=True)
             if chain[0].base is not None:
                 try:
-                    ModelFile(self.model / WEIGHTS_NAME).apply(self.versions, chain)
+                    ModelFile(find_weights_file(self.model)).apply(self.versions, chain)
                 except (Damaged, FileNotFoundError):
                     chain = read_chain(self.versions, version)
             if chain[0].base is None:

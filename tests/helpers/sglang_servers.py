@@ -6,13 +6,20 @@ from pathlib import Path
 from conformance import ServedReplica
 
 from hpc_rl.config.options.inference import SGLangConfig
+from hpc_rl.config.options.training import PPOActorConfig
 from hpc_rl.servers.server_process import ServerProcess
-from hpc_rl.servers.sglang import NAME, SGLangBackend, make_settings
+from hpc_rl.servers.sglang import NAME, SGLangBackend, make_adapter_settings, make_settings
 
 SHIM = Path(__file__).parents[1] / "sglang" / "shim"
 
 
-def backend_of(python: str, tokenizer: Path, folder: Path, extra_args: tuple[str, ...] = ()) -> SGLangBackend:
+def backend_of(
+    python: str,
+    tokenizer: Path,
+    folder: Path,
+    extra_args: tuple[str, ...] = (),
+    actor: PPOActorConfig | None = None,
+) -> SGLangBackend:
     env = {
         "PATH": os.environ["PATH"],
         "HOME": os.environ.get("HOME", "/"),
@@ -29,6 +36,8 @@ def backend_of(python: str, tokenizer: Path, folder: Path, extra_args: tuple[str
     )
     settings = make_settings(of_cpu, "cpu", 1, 0)
     settings["tokenizer_path"] = str(tokenizer)
+    if actor is not None:
+        settings |= make_adapter_settings(actor, "cpu")
     process = ServerProcess(name=NAME, python=python, env=env, log=folder / "sglang.log")
     secret = folder / "sglang.yaml"
     return SGLangBackend(process=process, settings=settings, extra_args=extra_args, secret=secret)

@@ -4,6 +4,7 @@ import traceback
 from pathlib import Path
 
 import gloo_ranks
+import plain_lora
 import plain_objectives
 import plain_training
 import published_weights
@@ -34,6 +35,14 @@ CASES = {
 }
 
 
+# case -> (architecture, allocation, options)
+ADAPTERS = {
+    "d2": ("qwen2", "fsdp:d2", {}),
+    "t2": ("qwen3", "fsdp:t2", {"gradient_checkpointing": True}),
+    "c2": ("qwen3", "fsdp:c2", {}),
+}
+
+
 def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
     for name, (architecture, allocation, layout, options) in CASES[num_ranks].items():
         mesh = Mesh.of(parse(allocation).train, rank, num_ranks)
@@ -47,6 +56,12 @@ def scenario_train(folder: Path, rank: int, num_ranks: int) -> None:
             print(name, flush=True)
             traceback.print_exc()
             raise
+    for name, (architecture, allocation, options) in (ADAPTERS if num_ranks == 2 else {}).items():
+        mesh = Mesh.of(parse(allocation).train, rank, num_ranks)
+        adapter = {**plain_lora.OPTIONS, "lora_path": str(folder / f"{architecture}-adapter"), **options}
+        engine = FSDPEngine(plain_training.config_of(folder / architecture, **adapter), mesh)
+        engine.initialize(plain_lora.NUM_STEPS)
+        plain_lora.train(engine, folder / f"adapter-{name}")
 
 
 # of a critic and of DPO; the micro-batches hold whole pairs

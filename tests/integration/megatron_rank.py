@@ -8,7 +8,9 @@ from typing import Any
 
 import gloo_ranks
 import numpy as np
+import plain_lora
 import plain_objectives
+import plain_training
 import published_weights
 import torch
 
@@ -184,6 +186,20 @@ def refusal(folder: Path, layout: dict[str, Any]) -> str:
     return ""
 
 
+def train_adapter(folder: Path, layout: dict[str, Any], rank: int, num_ranks: int) -> dict[str, Any]:
+    """Train as peft does, and as the FSDP engine does with the state that this one saved."""
+    from hpc_rl.engines.megatron.engine import MegatronEngine
+
+    path = folder / f"lora-{layout['kind']}"
+    options = {**plain_lora.OPTIONS, "lora_path": f"{path}-adapter", **layout.get("config", {})}
+    options["megatron"] = MegatronConfig(**layout.get("megatron", {}))
+    sizes = {key: layout[key] for key in ("tensor", "pipeline", "experts") if key in layout}
+    engine = MegatronEngine(plain_training.config_of(path, **options), Mesh(rank, num_ranks, **sizes))
+    engine.initialize(plain_lora.NUM_STEPS)
+    plain_lora.train(engine, folder / layout["name"])
+    return {}
+
+
 def scenario_layouts(folder: Path, rank: int, num_ranks: int) -> None:
     """Measure each layout that `layouts-N.json` names; load states in others; other kinds of models."""
     faulthandler.dump_traceback_later(290, exit=True)
@@ -202,6 +218,8 @@ def scenario_layouts(folder: Path, rank: int, num_ranks: int) -> None:
         jobs[layout["name"]] = lambda layout=layout: other(folder, layout, rank, num_ranks)
     for layout in plan["objectives"]:
         jobs[layout["name"]] = lambda layout=layout: objective(folder, layout, rank, num_ranks)
+    for layout in plan["adapters"]:
+        jobs[layout["name"]] = lambda layout=layout: train_adapter(folder, layout, rank, num_ranks)
     for name, job in jobs.items():
         try:
             found = job()

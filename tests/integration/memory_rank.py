@@ -43,6 +43,7 @@ def engine_of(folder: Path, case: dict, rank: int, num_ranks: int) -> Engine:
         attn_impl="sdpa",
         dtype=case["dtype"],
         gradient_checkpointing=case["checkpointing"],
+        use_lora=case["use_lora"],
         mb_spec=MicroBatchSpec(max_tokens_per_mb=case["tokens"]),
     )
     train = parse(case["mesh"]).train

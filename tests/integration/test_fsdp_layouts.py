@@ -11,6 +11,7 @@ sys.path.insert(0, str(HERE))
 
 import gloo_ranks  # noqa: E402
 import layout_rank  # noqa: E402
+import plain_lora  # noqa: E402
 import plain_objectives  # noqa: E402
 import plain_training  # noqa: E402
 import published_weights  # noqa: E402
@@ -28,6 +29,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, pl
     for name, architecture in plain_training.ARCHITECTURES.items():
         plain_training.write_model(folder / name, architecture)
         trained[name] = plain_training.plain(folder / name)
+    for name in {architecture for architecture, *_ in layout_rank.ADAPTERS.values()}:
+        plain_lora.write_adapter(folder / name, folder / f"{name}-adapter")
     return folder, trained
 
 
@@ -46,6 +49,14 @@ def four(models):
 @pytest.mark.parametrize("case", layout_rank.CASES[2])
 def test_two_ranks_train_as_transformers_does(two, case):
     check(*two, 2, case)
+
+
+@pytest.mark.parametrize("case", layout_rank.ADAPTERS)
+def test_two_ranks_train_an_adapter_as_peft_does(two, case):
+    folder, architecture = two[0], layout_rank.ADAPTERS[case][0]
+    model, adapter = folder / architecture, folder / f"{architecture}-adapter"
+    trained = plain_lora.plain(model, adapter)
+    plain_lora.check(model, adapter, trained, folder / f"adapter-{case}", 2)
 
 
 @pytest.mark.soak

@@ -9,6 +9,8 @@ from typing import Any
 
 import gloo_ranks
 import numpy as np
+import plain_lora
+import plain_training
 import pytest
 import torch
 from patience import extend
@@ -25,6 +27,7 @@ from transformers import (
 from hpc_rl.config.schedule import compute_learning_rate
 from hpc_rl.core.trial import load_json, write_json
 from hpc_rl.engines.base import MicroBatch
+from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.trainers.supervised import compute_sequence_loss
 
 HERE = Path(__file__).parent
@@ -216,6 +219,37 @@ REFUSALS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+OF_ADAPTERS = {
+    "qwen2": plain_training.ARCHITECTURES["qwen2"],
+    "tied": plain_training.ARCHITECTURES["tied"],
+    "qwen3_moe": {
+        **plain_training.ARCHITECTURES["qwen3"],
+        "model_type": "qwen3_moe",
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "norm_topk_prob": True,
+    },
+}
+RECOMPUTED = {
+    "recompute_granularity": "full",
+    "recompute_method": "uniform",
+    "recompute_num_layers": 1,
+}
+ADAPTERS: list[dict[str, Any]] = [
+    {"name": "adapter t2", "kind": "qwen2", "tensor": 2},
+    {
+        "name": "adapter p2",
+        "kind": "tied",
+        "pipeline": 2,
+        "megatron": RECOMPUTED,
+        "config": {"gradient_checkpointing": True},
+    },
+    {"name": "adapter e2", "kind": "qwen3_moe", "experts": 2},
+]
+
+
 def make(folder: Path, kind: str) -> None:
     """Write a random model whose norms and biases matter."""
     options = {**SIZES, "tie_word_embeddings": False, **MODELS[kind]}
@@ -231,6 +265,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     for kind in MODELS:
         make(path, kind)
+    for kind, architecture in OF_ADAPTERS.items():
+        plain_training.write_model(path / f"lora-{kind}", architecture)
+        plain_lora.write_adapter(
+            path / f"lora-{kind}",
+            path / f"lora-{kind}-adapter",
+            plain_lora.ATTENTION if "num_experts" in architecture else "all-linear",
+        )
     for name, options in UNSUITED.items():
         AutoConfig.for_model(**{**SIZES, **options}).save_pretrained(path / name)
     return path
@@ -306,9 +347,9 @@ def plain(folder: Path) -> dict[str, Plain]:
 
 def run(folder: Path, num_ranks: int) -> None:
     plan: dict[str, Any] = {"layouts": LAYOUTS[num_ranks], "refusals": {}}
-    plan |= {"moves": [], "others": [], "objectives": []}
+    plan |= {"moves": [], "others": [], "objectives": [], "adapters": []}
     if num_ranks == 2:
-        plan |= {"moves": MOVES, "others": OTHERS, "objectives": OBJECTIVES}
+        plan |= {"moves": MOVES, "others": OTHERS, "objectives": OBJECTIVES, "adapters": ADAPTERS}
         for layout in OBJECTIVES:
             if layout["objective"] == "critic":
                 plain_objectives.make_critic(folder / layout["of"], folder / layout["kind"])
@@ -322,7 +363,8 @@ def run(folder: Path, num_ranks: int) -> None:
 def test_chains_of_fifty_versions_equal_exports(folder, monkeypatch):
     monkeypatch.setenv(published_weights.LENGTH_VARIABLE, "50")
     layouts = [{**layout, "name": f"chain {layout['name']}"} for layout in LAYOUTS[2]]
-    plan: dict[str, Any] = {"layouts": layouts, "moves": [], "others": [], "refusals": {}}
+    plan: dict[str, Any] = {"layouts": layouts, "refusals": {}}
+    plan |= {"moves": [], "others": [], "objectives": [], "adapters": []}
     write_json(folder / "layouts-2.json", plan)
     gloo_ranks.run(HERE / "megatron_rank.py", "layouts", 2, folder, timeout_s=1800)
 
@@ -427,6 +469,20 @@ def test_references_padding_and_recomputation_change_no_number(folder, plain, tw
 def test_two_ranks_train_a_critic_and_dpo_as_plain_code_does(folder, two_ranks, layout):
     wanted = plain_objectives.plain(folder / layout["kind"], layout["objective"])
     plain_objectives.check(results(folder, layout["name"]), wanted)
+
+
+@pytest.mark.parametrize("layout", ADAPTERS, ids=lambda layout: layout["name"])
+def test_two_ranks_train_an_adapter_as_peft_does(folder, two_ranks, layout):
+    model, out = folder / f"lora-{layout['kind']}", folder / layout["name"]
+    adapter = model.with_name(f"{model.name}-adapter")
+    plain_lora.check(model, adapter, plain_lora.plain(model, adapter), out, 2)
+    single = FSDPEngine(plain_training.config_of(model, **plain_lora.OPTIONS))
+    single.initialize(plain_lora.NUM_STEPS, empty=True)
+    single.load(out, 2)
+    single.export(out / "loaded")
+    theirs = load_file(out / "exported" / "adapter_model.safetensors")
+    for name, tensor in load_file(out / "loaded" / "adapter_model.safetensors").items():
+        torch.testing.assert_close(tensor, theirs[name], atol=0, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["bfloat16 d2", "bfloat16 t2"])

@@ -41,6 +41,7 @@ def case(
     checkpointing: bool = True,
     mesh: str = f"fsdp:d{NUM_RANKS}",
     saves: bool = False,
+    use_lora: bool = False,
 ) -> dict:
     return {
         "mesh": mesh,
@@ -50,6 +51,7 @@ def case(
         "dtype": dtype,
         "checkpointing": checkpointing,
         "saves": saves,
+        "use_lora": use_lora,
     }
 
 
@@ -59,6 +61,7 @@ CASES = {  # each moment of the estimate is the largest in one of them
     "large vocabulary": case(32000, 256, "float32", saves=True),
     "fsdp:t2": case(256, 2048, "float32", mesh="fsdp:t2"),
     "megatron:t2": case(256, 2048, "float32", mesh="megatron:t2"),
+    "adapter": case(64000, 128, "float32", use_lora=True),
 }
 SLOW_CASES = {
     "layers, bfloat16": case(256, 4096, "bfloat16"),
@@ -71,6 +74,7 @@ LARGEST = {
     "layers, bfloat16": "the backward pass of a layer",
     "nothing recomputed": "the loss",
     "large vocabulary": "the sum of gradients outside of the layers",
+    "adapter": "the gather outside of the layers",
 }
 
 
@@ -103,7 +107,11 @@ def measure(folder: Path, cases: dict[str, dict], more: list[dict]) -> list[dict
 
 def estimated(one: dict) -> RankMemory:
     engine = TrainEngineConfig(
-        path="/m", attn_impl="sdpa", dtype=one["dtype"], gradient_checkpointing=one["checkpointing"]
+        path="/m",
+        attn_impl="sdpa",
+        dtype=one["dtype"],
+        gradient_checkpointing=one["checkpointing"],
+        use_lora=one["use_lora"],
     )
     shape = ModelShape.of(MODEL | {"vocab_size": one["vocab"]})
     mesh = parse(one["mesh"]).train

@@ -39,8 +39,7 @@ OF_WORKFLOWS = (
 # these, too: camel all but `max_turns`, the search agent `max_turns` alone.
 OF_MULTI_TURN = frozenset({"max_turns", "turn_discount", "max_tokens_per_trajectory", "n_trajs"})
 AT_TOP = (*OF_WORKFLOWS, "checkpointer", "enable_offload", "perf_tracer", "server_only")
-_LORA = "LoRA is not supported, all parameters are trained"
-_LORA_OF_SERVERS = OtherName(idle=(ANY,), why=_LORA)
+_LORA_OF_SERVERS = OtherName(idle=(ANY,), why="servers take the settings of the adapter from actor.use_lora")
 _TOKENS = "requests have token ids, with a tokenizer in the server or without"
 
 NAMES: dict[str, OtherName] = {
@@ -86,11 +85,6 @@ NAMES: dict[str, OtherName] = {
     },
     "{model}.megatron.moe_router_dtype": OtherName(
         idle=(ANY,), why="a router of experts computes in the data type of the model"
-    ),
-    "{model}.use_lora": OtherName(idle=(False,), why=_LORA),
-    **dict.fromkeys(
-        (f"{{model}}.{name}" for name in ("lora_rank", "lora_alpha", "target_modules", "peft_type")),
-        OtherName(idle=(ANY,), why=_LORA),
     ),
     **dict.fromkeys(
         (

@@ -139,8 +139,6 @@ def _suggest_option(cls: type, known: Mapping[str, Any], name: str, aliases: Map
         return Hint(text, (aliases[name],))
     if leaf in ANSWERS:
         return Hint(ANSWERS[leaf].replace("{model}", model))
-    if {"lora", "peft"} & set(leaf.split("_")):
-        return Hint("LoRA is not supported. Remove this option.")
     if leaf in OF_WORKFLOWS and WORKFLOW_ARGS in known:
         return Hint(f"did you mean {WORKFLOW_ARGS}.{leaf}?", (f"{WORKFLOW_ARGS}.{leaf}",))
     if typing.get_origin(known.get(parent)) is dict and not is_mapping(known[parent]):

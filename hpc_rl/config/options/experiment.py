@@ -162,6 +162,16 @@ CONFIGS: dict[str, type] = {
 LENGTH_OPTIONS = ("total_train_steps", "total_train_epochs", "total_train_n_seqs")
 
 
+def find_reference(config: GRPOConfig) -> TrainEngineConfig | None:
+    """Return the section of a reference model that is loaded for the KL terms, if any.
+
+    With an adapter, its frozen base is the reference model, unless `ref` names another one.
+    """
+    actor, ref = config.actor, config.ref
+    is_base = actor.use_lora and ref is not None and ref.path == actor.path
+    return None if is_base or not (actor.kl_ctl or actor.beta) else ref
+
+
 def has_own_prompts(config: Config) -> bool:
     """Return whether the trial reads `train_dataset`; it does not if it trains on environments alone."""
     environments = config.environments if isinstance(config, GRPOConfig) else None

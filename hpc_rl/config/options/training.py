@@ -142,6 +142,20 @@ class TrainEngineConfig:
     """How a train batch is divided into micro-batches."""
     optimizer: OptimizerConfig | None = field(default_factory=OptimizerConfig)
     """Optimizer and schedule; null only for a model that is not trained (`ref`)."""
+    use_lora: bool = False
+    """Train an adapter (LoRA): two thin matrices beside each matrix of `target_modules`. The model at `path`
+    is frozen. Needs a learning rate about 10 times that of full training."""
+    peft_type: Literal["lora"] = "lora"
+    """Kind of adapter."""
+    lora_rank: PositiveInt = 32
+    """Rank of the adapter: the width of its thin matrices."""
+    lora_alpha: PositiveInt = 16
+    """The adapter's output is multiplied by `lora_alpha` / `lora_rank`."""
+    target_modules: list[str] = field(default_factory=list)
+    """The adapted linear layers, by the last part of their names, as q_proj; `all-linear`, or nothing, means
+    all of them but the output head and the experts of a mixture."""
+    lora_path: PathText = ""
+    """Directory of an adapter in peft's format to start from; empty starts a new one. hpc-rl extension."""
 
 
 @dataclass(kw_only=True)
@@ -323,6 +337,9 @@ class PPOActorConfig(TrainEngineConfig):
     """How servers get new weights. `disk`: from the trial directory, where each version is a difference to
     the one before. `xccl`: over process groups of the trainer and each server (NCCL between GPUs, else gloo),
     whole; servers that have not joined, or whose group fails, load them from the trial directory."""
+    lora_publish: Literal["adapter", "merged"] = "adapter"
+    """What servers get with `use_lora`: the adapter alone, or whole models with the adapter merged into
+    them. hpc-rl extension."""
     discount: Share = 1.0
     """Discount factor of later rewards."""
     gae_lambda: Share = 1.0

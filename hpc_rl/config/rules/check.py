@@ -27,6 +27,7 @@ from hpc_rl.config.rules import (
     file_rules,
     generation_rules,
     judge_rules,
+    lora_rules,
     mpi_rules,
     pool_rules,
     sampling_rules,
@@ -49,6 +50,7 @@ RULES: list[Rule] = [
     *generation_rules.RULES,
     *training_rules.RULES,
     *engine_rules.RULES,
+    *lora_rules.RULES,
     *slurm_rules.RULES,
     *container_rules.RULES,
     *mpi_rules.RULES,
@@ -71,6 +73,7 @@ FILE_RULES: list[Rule] = [
     *pool_rules.FILE_RULES,
     *teacher_rules.FILE_RULES,
     *judge_rules.FILE_RULES,
+    *lora_rules.FILE_RULES,
     *container_rules.FILE_RULES,
 ]
 
@@ -130,7 +133,7 @@ def adapt(config: Config, explicit: Collection[str]) -> tuple[Config, list[Refus
             reason = "the plan has no GPUs" if name in used else ""
             for option, value in backend.without_gpus.items():
                 wanted[f"{backend.section}.{option}"] = (value, reason)
-    for rules in (training_rules, engine_rules, dataset_rules):
+    for rules in (training_rules, engine_rules, lora_rules, dataset_rules):
         wanted |= rules.adapt_defaults(config, explicit)
     wanted |= generation_rules.adapt_defaults(config)
     quiet = {"total_train_epochs": "another length is set"}
@@ -166,6 +169,7 @@ def _list_notes(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     yield from training_rules.list_reference_notes(config)
     yield from training_rules.list_learning_rate_notes(config)
     yield from consistency.list_idle_notes(config, explicit)
+    yield from lora_rules.list_notes(config, explicit)
     if config.recover.mode == "disabled" and consistency.has_period(config.recover):
         why = "has no effect: recover.mode disabled neither saves nor loads checkpoints"
         yield make_note("recover.freq_*", why, Kind.NO_EFFECT, related=("recover.mode",))

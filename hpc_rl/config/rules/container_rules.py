@@ -125,6 +125,8 @@ def list_bound_paths(config: Config) -> Iterator[tuple[str, str]]:
         "actor.path",
         "ref.path",
         "model.path",
+        "actor.lora_path",
+        "model.lora_path",
     ]
     for name in (*names, "tokenizer_path", "train_dataset.path", "valid_dataset.path"):
         yield name, get_value(config, name) or ""

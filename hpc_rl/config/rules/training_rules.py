@@ -166,7 +166,7 @@ def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
                 yield make_idle_note([f"actor.{name}"], "actor.overlong_reward_penalty is false")
     if actor.log_agent_stats_keys and not actor.log_agent_stats:
         yield make_idle_note(["actor.log_agent_stats_keys"], "actor.log_agent_stats is false")
-    if actor.algorithm == "areal" and actor.kl_ctl and config.ref is None:
+    if actor.algorithm == "areal" and actor.kl_ctl and config.ref is None and not actor.use_lora:
         why = "without a reference model rewards improbable tokens, as AReaL did (actor.algorithm areal)"
         yield make_note("actor.kl_ctl", why, value=f"{actor.kl_ctl:g}", related=("actor.algorithm", "ref"))
     if config.ref is None:
@@ -240,7 +240,8 @@ def check_reference_model(config: GRPOConfig, explicit: Collection[str]) -> Iter
     for name in ("kl_ctl", "beta"):
         value = getattr(config.actor, name)
         # Without a reference model a KL term would reward any improbable token.
-        if value and config.ref is None and not (name == "kl_ctl" and config.actor.algorithm == "areal"):
+        has_reference = config.ref is not None or config.actor.use_lora  # then the base is one
+        if value and not has_reference and not (name == "kl_ctl" and config.actor.algorithm == "areal"):
             use = f"add a section ref with ref.path, or set actor.{name} to 0"
             yield Refusal(
                 option=f"actor.{name}",

@@ -7,7 +7,6 @@ context parallelism are in engines/shared.
 """
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,17 +29,18 @@ from hpc_rl.engines.shared import (
     context_parallel,
     drawing,
     hf_io,
+    lora,
     model,
     state,
     tensor_parallel,
+    trainable,
 )
 from hpc_rl.engines.shared.attention import Layout
 from hpc_rl.engines.shared.distributed import init_alone
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.engines.shared.micro_batches import Inputs, make_inputs, make_micro_batch, share_rounds
-from hpc_rl.engines.shared.optimizer import LossScale, Optimizer, make_shards
-from hpc_rl.engines.shared.pieces import Piece
-from hpc_rl.engines.shared.published import name_pieces
+from hpc_rl.engines.shared.optimizer import LossScale, Optimizer, Shard, make_shards
+from hpc_rl.engines.shared.pieces import Piece, StatePiece
 from hpc_rl.engines.shared.trained import TrainedEngine
 
 DIMENSIONS = ("replicate", "shard", "tensor")  # of the mesh; `shard` includes the context ranks
@@ -89,7 +89,7 @@ class FSDPEngine(TrainedEngine):
         self.model = model.build(self.config, self.seed, self.frozen, self.device, self._layout)
         self.model.entropy_clamp = self.entropy_clamp
         self.layout = self.model.layout
-        names = [name for name, _ in self.model.hf.named_parameters()]
+        self.trainable = trainable.choose(self.config, self.model.hf)
         saved = set(self.model.hf.state_dict())
         self.buffer_names = [name for name, _ in self.model.hf.named_buffers() if name in saved]
         if self.frozen:
@@ -100,7 +100,13 @@ class FSDPEngine(TrainedEngine):
         offload = self.config.fsdp.offload_params
         self.partial: set[str] = set()  # parameters whose gradients must be summed over the tensor ranks
         self.device_mesh: DeviceMesh | None = None
-        if self.mesh.num_ranks > 1 or offload or (self.config.dtype != "float32" and not self.frozen):
+        is_sharded = self.mesh.num_ranks > 1 or offload
+        is_sharded = is_sharded or (self.config.dtype != "float32" and not self.frozen)
+        if is_sharded:
+            self._enter_mesh()
+        self.trainable.attach(self.model.hf)
+        names = [name for name, _ in self.model.hf.named_parameters()]
+        if is_sharded:
             self._shard()
         drawing.allocate(self.model, torch.device("cpu") if offload else self.device)
         if not offload:  # otherwise FSDP has moved the buffers
@@ -108,28 +114,36 @@ class FSDPEngine(TrainedEngine):
         parameters = dict(self.model.hf.named_parameters())
         self.shards = make_shards({name: parameters[name] for name in names}, self._coordinates())
         self._fill(empty)
-        if self.frozen:
-            return
+        trained = [shard for shard in self.shards if self.trainable.is_trained(shard.name)]
+        pieces = [StatePiece("model", shard.piece(), shard.is_saved) for shard in trained]
+        if not self.frozen:
+            pieces = self._build_optimizer(trained)
+        self.local = state.RankState(self.mesh, pieces, self.trainable.shapes, engine=self.name)
+
+    def _build_optimizer(self, trained: list[Shard]) -> list[StatePiece]:
         assert self.config.optimizer is not None, "check.py refuses a trained model without an optimizer"
-        self.optimizer = Optimizer(self.config.optimizer, self.shards)
-        shapes = {shard.name: shard.global_shape for shard in self.shards}
-        self.local = state.RankState(self.mesh, self.optimizer.pieces(), shapes, engine=self.name)
+        self.optimizer = Optimizer(self.config.optimizer, trained)
         self.scale = LossScale(self.config.optimizer, self.config.dtype == "float16")
         torch.manual_seed(self.seed * 1_000_003 + self.mesh.rank)
+        return self.optimizer.pieces()
 
     def _fill(self, empty: bool) -> None:
-        """Load parameters and saved buffers; if `empty`, only buffers, which are not in snapshots."""
+        """Load parameters and saved buffers; if `empty`, only what is not in snapshots."""
         buffers = dict(self.model.hf.named_buffers())
         parts = [
             Piece(name, buffers[name], (0,) * buffers[name].ndim, tuple(buffers[name].shape))
             for name in self.buffer_names
         ]
-        if not empty:
-            parts += [shard.piece() for shard in self.shards]
+        added = [shard.piece() for shard in self.shards if lora.is_factor(shard.name)]
+        if self.config.use_lora or not empty:
+            parts += [shard.piece() for shard in self.shards if not lora.is_factor(shard.name)]
         if parts and not (empty and self.config.init_from_scratch):
             model.fill(self.model, self.config, self.seed, parts, self.mesh.rank)
+        if not empty:
+            self.trainable.fill(added, self.seed)
 
-    def _shard(self) -> None:
+    def _enter_mesh(self) -> None:
+        """Cut the matrices over the tensor ranks; note the groups of ranks."""
         if not dist.is_initialized():
             init_alone(self.device)
         copies, tensor = self.config.fsdp.replicate_size, self.mesh.tensor
@@ -144,6 +158,10 @@ class FSDPEngine(TrainedEngine):
             names = ("data", "context", "tensor")
             peers = init_device_mesh(self.device.type, by_context, mesh_dim_names=names)["context"]
             self.model.context_group = peers.get_group()
+
+    def _shard(self) -> None:
+        assert self.device_mesh is not None
+        copies = self.config.fsdp.replicate_size
         mesh = self.device_mesh["replicate", "shard"] if copies > 1 else self.device_mesh["shard"]
         compute, reduce = model.DTYPES[self.config.dtype], model.DTYPES[self.config.grad_reduce_dtype]
         precision = MixedPrecisionPolicy(None if compute == torch.float32 else compute, reduce)
@@ -278,33 +296,39 @@ class FSDPEngine(TrainedEngine):
         return inputs, logprobs_N, entropy_N
 
     def list_published_pieces(self) -> list[PublishedPiece] | None:
-        dtype = model.DTYPES[self.config.dtype]
-        pieces = name_pieces(self.model.hf, self.local.shapes, self.local.list_owned("model"), dtype)
-        if pieces is None or self.mesh.rank:
+        pieces = super().list_published_pieces()
+        if pieces is None or self.mesh.rank or not self.publishes_model:
             return pieces
         buffers = dict(self.model.hf.named_buffers())
         return [*pieces, *(PublishedPiece.of_whole(name, buffers[name]) for name in self.buffer_names)]
 
-    def write_model_files(self, folder: Path, tokenizer: Path | None = None) -> None:
-        model.write_model_files(folder, self.config, self.model.hf, tokenizer)
+    def list_base(self) -> list[Piece]:
+        return [
+            shard.piece()
+            for shard in self.shards
+            if shard.is_saved and not self.trainable.is_trained(shard.name)
+        ]
 
-    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
-        writes = self.mesh.rank == 0
-        model.write_export(folder, self.config, self.model.hf, self.weights(), tokenizer, durable, writes)
+    def list_modules(self) -> list[torch.nn.Module]:
+        return [self.model]
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
         first, dtype = self.mesh.rank == 0, model.DTYPES[self.config.dtype]
+        merge = self.trainable.make_merge(self)
         buffers = dict(self.model.hf.named_buffers()) if first else {}
         bucket = {name: buffers[name].cpu() for name in self.buffer_names if first}
         size = 0
         for shard in self.shards:
+            if lora.is_factor(shard.name):
+                continue
             # gathered on the device, because NCCL can't use CPU memory, and in the type of the result
             value = shard.parameter.detach().to(self.device, dtype)
             if isinstance(value, DTensor):
                 value = value.full_tensor()
             size += value.nbytes
             if first:
-                bucket[shard.name] = value.cpu().contiguous()
+                piece = Piece(shard.name, value, (0,) * value.ndim, tuple(value.shape))
+                bucket[shard.name] = merge(piece).local.cpu().contiguous()
             if size >= bucket_bytes:
                 yield list(hf_io.convert_to_disk_names(self.model.hf, bucket).items())
                 bucket, size = {}, 0

@@ -7,7 +7,7 @@ either engine can load it.
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,20 +19,22 @@ import torch.distributed as dist
 from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.core.errors import ConfigError
-from hpc_rl.engines.base import BUCKET_BYTES, LossFn, PublishedPiece, Sequences, sum_over_ranks
+from hpc_rl.engines.base import BUCKET_BYTES, LossFn, Sequences, sum_over_ranks
 from hpc_rl.engines.megatron import shim
 from hpc_rl.engines.shared import (
     attention,
     drawing,
+    lora,
     model,
     state,
+    trainable,
 )
 from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.engines.shared.micro_batches import Inputs, make_inputs, make_micro_batch, share_rounds
 from hpc_rl.engines.shared.optimizer import LossScale
 from hpc_rl.engines.shared.packing import Groups
-from hpc_rl.engines.shared.pieces import Piece
-from hpc_rl.engines.shared.published import name_pieces
+from hpc_rl.engines.shared.pieces import Piece, StatePiece
+from hpc_rl.engines.shared.trainable import Lora
 from hpc_rl.engines.shared.trained import TrainedEngine
 
 shim.install()  # before the first import of megatron
@@ -42,7 +44,7 @@ from megatron.core import parallel_state  # noqa: E402
 from megatron.core.distributed import finalize_model_grads  # noqa: E402
 from megatron.core.pipeline_parallel import get_forward_backward_func  # noqa: E402
 
-from hpc_rl.engines.megatron import packed, process_groups, weight_map  # noqa: E402
+from hpc_rl.engines.megatron import adapters, packed, process_groups, weight_map  # noqa: E402
 from hpc_rl.engines.megatron.gpt_model import (  # noqa: E402
     PolicyModel,
     check_architecture,
@@ -113,15 +115,23 @@ class MegatronEngine(TrainedEngine):
         # its tensors have names and shapes but no memory
         self.described = model.build(self.config, self.seed, True, self.device, "packed")
         self.shapes = {name: tuple(one.shape) for name, one in self.described.hf.named_parameters()}
+        self.trainable = trainable.choose(self.config, self.described.hf)
         if self.config.megatron.use_deterministic_algorithms:
             torch.use_deterministic_algorithms(True)
         process_groups.enter_layout(self.mesh, self.virtual, self.device, self.seed)
         self._build()
         if self.frozen:
-            self._fill([piece for one in self.parameters for piece in one.pieces()], empty)
+            pieces = [
+                StatePiece("model", piece, one.is_owned)
+                for one in self.parameters
+                for piece in one.pieces()
+                if self.trainable.is_trained(piece.name)
+            ]
         else:
-            self._build_optimizer()
-            self._fill([piece for kind, piece, _ in self.local.pieces if kind == "model"], empty)
+            pieces = self._build_optimizer()
+        self.local = state.RankState(self.mesh, pieces, self.trainable.shapes, engine=self.name)
+        self._fill(empty)
+        if not self.frozen:
             self.optimizer.parameters_from_main()
         torch.manual_seed(self.seed * 1_000_003 + self.mesh.data_rank)
 
@@ -150,21 +160,35 @@ class MegatronEngine(TrainedEngine):
         kernel = kernel.removeprefix("packed_") if kernel in attention.NAMES else "rows"
         stages = range(self.virtual or 1)
         self.chunks: list[Any] = [
-            PolicyModel(
-                hf.config, self.layers, angles, self.config.is_critic, kernel, at if self.virtual else None
-            )
+            PolicyModel(hf.config, self.layers, angles, self.config, kernel, at if self.virtual else None)
             for at in stages
         ]
         for chunk in self.chunks:
             chunk.to(self.device)
             chunk.entropy_clamp = self.entropy_clamp
-        self.parameters = [one for chunk in self.chunks for one in self._parameters(chunk)]
-        if self.frozen:
-            for one in self.parameters:
-                one.value.requires_grad_(False)
+        self.parameters = [one for chunk in self.chunks for one in self._list_parameters(chunk)]
+        for one in self.parameters:
+            is_trained = any(self.trainable.is_trained(rectangle.name) for rectangle in one.rectangles)
+            is_padding = not one.rectangles and not self.config.use_lora
+            one.value.requires_grad_(not self.frozen and (is_trained or is_padding))
 
-    def _parameters(self, chunk: PolicyModel) -> Iterator[RankParameter]:
-        """Yield the parameters of a chunk; set padding of the vocabulary to zero."""
+    def _list_parameters(self, chunk: PolicyModel) -> Iterator[RankParameter]:
+        """Yield the parameters of a chunk, adapters last; set padding of the vocabulary to zero."""
+        find = self._make_finder(chunk)
+        for name, value in chunk.named_parameters():
+            found = find(name)
+            used = sum(math.prod(one.sizes) for one in found)
+            if used < value.numel():
+                value.data.view(-1)[used:].zero_()
+            yield self._describe_parameter(name, value, found)
+        if isinstance(self.trainable, Lora):
+            scale = self.config.lora_alpha / self.config.lora_rank
+            targets = self.trainable.targets
+            for factor in adapters.attach(chunk, find, targets, self.config.lora_rank, scale):
+                yield self._describe_parameter("", *factor)
+
+    def _make_finder(self, chunk: PolicyModel) -> Callable[[str], list[weight_map.Rectangle]]:
+        """Return the function from the name of a parameter of a chunk to its rectangles."""
         hf, mesh = self.described.hf.config, self.mesh
         experts = getattr(hf, weight_map.ARCHITECTURES[hf.model_type].num_experts or "none", 0)
         place = weight_map.RankPlace(
@@ -174,29 +198,34 @@ class MegatronEngine(TrainedEngine):
             parallel_state.get_expert_tensor_parallel_rank(),
             experts // mesh.experts * parallel_state.get_expert_model_parallel_rank(),
         )
-        is_first_data_rank = {  # of experts (True) and of other weights (False)
-            False: mesh.data_rank == 0 and mesh.context_rank == 0,
-            True: parallel_state.get_expert_data_parallel_rank() == 0,
-        }
-        for name, value in chunk.named_parameters():
+
+        def find(name: str) -> list[weight_map.Rectangle]:
             parts = name.split(".")
             layer = 0
             if name.startswith("decoder.layers."):
                 layer = chunk.first_layer + int(parts.pop(2))
-            found = weight_map.find_rectangles(
+            return weight_map.find_rectangles(
                 ".".join(parts), layer, place, self.shapes, hf.num_key_value_heads
             )
-            used = sum(math.prod(one.sizes) for one in found)
-            if used < value.numel():
-                value.data.view(-1)[used:].zero_()
-            whole = len(found) == 1 and found[0].sizes == found[0].shape
-            is_expert = mesh.experts > 1 and ".experts." in name
-            # tensor ranks share norms, routers and scores; the last stage has a copy of tied embeddings
-            is_first = is_expert or mesh.tensor_rank == 0 or not whole
-            is_first = is_first and not getattr(value, "shared", False)
-            yield RankParameter(value, found, is_first, is_first and is_first_data_rank[is_expert])
 
-    def _build_optimizer(self) -> None:
+        return find
+
+    def _describe_parameter(
+        self, name: str, value: torch.nn.Parameter, found: list[weight_map.Rectangle]
+    ) -> RankParameter:
+        mesh = self.mesh
+        is_first_data_rank = {  # of experts (True) and of other weights (False)
+            False: mesh.data_rank == 0 and mesh.context_rank == 0,
+            True: parallel_state.get_expert_data_parallel_rank() == 0,
+        }
+        whole = len(found) == 1 and found[0].sizes == found[0].shape
+        is_expert = mesh.experts > 1 and ".experts." in name
+        # tensor ranks share norms, routers and scores; the last stage has a copy of tied embeddings
+        is_first = is_expert or mesh.tensor_rank == 0 or not whole
+        is_first = is_first and not getattr(value, "shared", False)
+        return RankParameter(value, found, is_first, is_first and is_first_data_rank[is_expert])
+
+    def _build_optimizer(self) -> list[StatePiece]:
         assert self.config.optimizer is not None, "the plan refuses a trained model without an optimizer"
         self.chunks = wrap_chunks(self.chunks, self.layers, self.config.megatron)
         self.optimizer = ShardedOptimizer(
@@ -206,12 +235,23 @@ class MegatronEngine(TrainedEngine):
             self.chunks,
             self.parameters,
         )
-        self.local = state.RankState(self.mesh, list(self.optimizer.pieces()), self.shapes, engine=self.name)
         self.scale = LossScale(self.config.optimizer, self.config.dtype == "float16")
+        return list(self.optimizer.pieces())
 
-    def _fill(self, pieces: list[Piece], empty: bool) -> None:
-        if empty:
+    def _fill(self, empty: bool) -> None:
+        """Load the parameters; if `empty`, only those that are not in snapshots."""
+        trained = [one.piece for one in self.local.pieces if one.kind == "model"]
+        if not empty:
+            self.trainable.fill([one for one in trained if lora.is_factor(one.name)], self.seed)
+        elif not self.config.use_lora:
             return
+        pieces = [one for one in trained if not lora.is_factor(one.name)]
+        pieces += [
+            piece
+            for one in self.parameters
+            for piece in one.pieces()
+            if not self.trainable.is_trained(piece.name)
+        ]
         with drawing.draw_into(pieces, self.described.hf):
             model.fill(self.described, self.config, self.seed, pieces, self.mesh.rank, self.shapes)
 
@@ -334,25 +374,26 @@ class MegatronEngine(TrainedEngine):
         super().load(folder, saved_num_ranks, files)
         self.optimizer.parameters_from_main()
 
-    def list_published_pieces(self) -> list[PublishedPiece] | None:
-        dtype = model.DTYPES[self.config.dtype]
-        return name_pieces(self.described.hf, self.shapes, self.local.list_owned("model"), dtype)
+    def list_base(self) -> list[Piece]:
+        return [
+            piece
+            for one in self.parameters
+            if one.is_owned
+            for piece in one.pieces()
+            if not self.trainable.is_trained(piece.name)
+        ]
 
-    def write_model_files(self, folder: Path, tokenizer: Path | None = None) -> None:
-        model.write_model_files(folder, self.config, self.described.hf, tokenizer)
-
-    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
-        writes = self.mesh.rank == 0
-        hf = self.described.hf
-        model.write_export(folder, self.config, hf, self.weights(), tokenizer, durable, writes)
+    def list_modules(self) -> list[torch.nn.Module]:
+        return self.chunks
 
     def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
         if not self.frozen:
             self.optimizer.gather()
         if self._stream is None:
             dtype = model.DTYPES[self.config.dtype]
-            self._stream = WeightStream(self.described.hf, self.mesh, self.parameters, dtype)
-        yield from self._stream.buckets(bucket_bytes)
+            own = [one for one in self.parameters if not lora.is_factor(one.rectangles[0].name)]
+            self._stream = WeightStream(self.described.hf, self.mesh, own, dtype)
+        yield from self._stream.buckets(bucket_bytes, self.trainable.make_merge(self))
 
 
 def _add_up_gradients(chunks: list[Any], num_tokens: Any, **groups_of: Any) -> None:

@@ -140,15 +140,22 @@ class PolicyModel(GPTModel):
     """A pipeline stage, or a chunk of one. The last returns numbers for the wanted tokens."""
 
     def __init__(
-        self, hf: Any, config: Any, angles: torch.Tensor, is_critic: bool, kernel: str, vp_stage: int | None
+        self,
+        hf: Any,
+        config: Any,
+        angles: torch.Tensor,
+        options: TrainEngineConfig,
+        kernel: str,
+        vp_stage: int | None,
     ) -> None:
+        is_critic = options.is_critic
         self.vocabulary = hf.vocab_size
         self.padding_id = hf.pad_token_id
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage)
         super().__init__(
             config=config,
-            transformer_layer_spec=_choose_layers(config, kernel, vp_stage),
+            transformer_layer_spec=_choose_layers(config, kernel, vp_stage, options.use_lora),
             vocab_size=pad_vocabulary(hf.vocab_size, config.tensor_model_parallel_size),
             max_sequence_length=hf.max_position_embeddings,
             pre_process=first,
@@ -169,6 +176,8 @@ class PolicyModel(GPTModel):
     def forward(self, batch: RankBatch, temperature: float) -> Any:
         """Return log-probabilities and entropies of wanted tokens [N]; hidden states on earlier stages."""
         embedded = self._embed(batch) if self.pre_process else None
+        if embedded is not None and torch.is_grad_enabled() and not embedded.requires_grad:
+            embedded.requires_grad_()  # recomputed layers get no gradients without one for their input
         turned_tc = torch.outer(batch.position_ids[0].float(), self.angles)
         hidden = self.decoder(
             hidden_states=embedded,
@@ -229,10 +238,15 @@ class PolicyModel(GPTModel):
         return AllTokens.apply(zeros_N.index_copy(0, batch.place_n, values_n), self.pg_collection.cp)
 
 
-def _choose_layers(config: Any, kernel: str, vp_stage: int | None) -> TransformerBlockSubmodules:
-    """Return the modules of a chunk, from Transformer Engine if it is installed and there is a GPU."""
+def _choose_layers(
+    config: Any, kernel: str, vp_stage: int | None, has_adapters: bool
+) -> TransformerBlockSubmodules:
+    """Return the modules of a chunk, from Transformer Engine if it is installed and there is a GPU.
+
+    Its linear layers contain norms, so that adapters could not have the normalized input.
+    """
     norm: Any = Norm
-    if torch.cuda.is_available() and has_transformer_engine():
+    if torch.cuda.is_available() and has_transformer_engine() and not has_adapters:
         from megatron.core.extensions.transformer_engine import TENorm
         from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 

@@ -1,7 +1,7 @@
 """Gathers whole tensors of the model on rank 0 from the parts of all ranks."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -49,9 +49,14 @@ class WeightStream:
         self.owners: list[dict[str, list[Box]]] = [{} for _ in range(mesh.num_ranks)]
         dist.all_gather_object(self.owners, boxes)
 
-    def buckets(self, bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield lists of (name in checkpoints, CPU tensor) on rank 0, [] elsewhere. Collective."""
-        mine = self._list_owned()
+    def buckets(
+        self, bucket_bytes: int, merge: Callable[[Piece], Piece] = lambda piece: piece
+    ) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        """Yield lists of (name in checkpoints, CPU tensor) on rank 0, [] elsewhere. Collective.
+
+        `merge` changes the values of pieces.
+        """
+        mine = {name: list(map(merge, pieces)) for name, pieces in self._list_owned().items()}
         shapes: dict[str, tuple[int, ...]] = {}
         size_bytes = 0
         for name, shape in self.shapes.items():

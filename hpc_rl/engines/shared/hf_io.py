@@ -6,6 +6,7 @@ This module does not know ranks: the writing rank passes whole tensors.
 import json
 import os
 import re
+import shutil
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -161,6 +162,12 @@ class CheckpointWriter:
 
 def _make_temporary_name(index: int) -> str:
     return f"part-{index:05d}.safetensors"
+
+
+def copy_tokenizer(source: Path, target: Path) -> None:
+    """Copy the files of a tokenizer that exist. Raises OSError."""
+    for path in filter(Path.is_file, (source / name for name in TOKENIZER_FILES)):
+        shutil.copyfile(path, target / path.name)
 
 
 def fsync_folder(folder: Path) -> None:

@@ -91,12 +91,14 @@ class _TokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(
         ctx: Any, grad_N: torch.Tensor | None, grad_entropy_N: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None, None, None]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None, None, None, None, None]:
         hidden_NH, head_VH, targets_N, log_sum_N, entropy_N, floor_N, log_kept_N, *kept = ctx.saved_tensors
         if grad_N is None:
             grad_N = torch.zeros_like(log_sum_N)
         grad_hidden_NH = torch.empty_like(hidden_NH)
-        grad_head_VH = torch.zeros(head_VH.shape, dtype=torch.float32, device=head_VH.device)
+        grad_head_VH = None
+        if ctx.needs_input_grad[1]:  # not of a frozen head
+            grad_head_VH = torch.zeros(head_VH.shape, dtype=torch.float32, device=head_VH.device)
         for start in range(0, len(targets_N), ctx.chunk_rows):
             rows = slice(start, start + ctx.chunk_rows)
             temperature = _select_temperature(ctx.temperature, rows)
@@ -121,13 +123,16 @@ class _TokenLogprobs(torch.autograd.Function):
             grad_logits_NV = grad_logits_NV.to(head_VH.dtype)
             del softmax_NV
             grad_hidden_NH[rows] = grad_logits_NV @ head_VH
+            if grad_head_VH is None:
+                continue
             if head_VH.dtype == torch.float32:
                 grad_head_VH.addmm_(grad_logits_NV.T, hidden_NH[rows])
             else:
                 grad_head_VH += grad_logits_NV.T @ hidden_NH[rows]
         if ctx.group is not None:
             dist.all_reduce(grad_hidden_NH, group=ctx.group)
-        return grad_hidden_NH, grad_head_VH.to(head_VH.dtype), None, None, None, None, None
+        grad_head = None if grad_head_VH is None else grad_head_VH.to(head_VH.dtype)
+        return grad_hidden_NH, grad_head, None, None, None, None, None
 
 
 def _select_temperature(temperature: float | torch.Tensor, rows: slice) -> float | torch.Tensor:

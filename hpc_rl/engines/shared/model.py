@@ -359,11 +359,11 @@ def write_model_files(folder: Path, config: TrainEngineConfig, hf: Any, tokenize
     """Write config.json, and copy the generation config and the tokenizer's files. Raises OSError."""
     source = Path(config.path)
     (folder / "config.json").write_text(_make_exported_config(source, hf, config))
-    others = [source / "generation_config.json"]
+    generation = source / "generation_config.json"
+    if generation.is_file():
+        shutil.copyfile(generation, folder / generation.name)
     if tokenizer is not None:
-        others += [tokenizer / name for name in hf_io.TOKENIZER_FILES]
-    for path in filter(Path.is_file, others):
-        shutil.copyfile(path, folder / path.name)
+        hf_io.copy_tokenizer(tokenizer, folder)
 
 
 def _make_exported_config(path: Path, hf: Any, config: TrainEngineConfig) -> str:

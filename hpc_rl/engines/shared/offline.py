@@ -8,16 +8,15 @@ from typing import Any
 import torch
 
 from hpc_rl.config.options.training import OptimizerConfig, TrainEngineConfig
+from hpc_rl.core import adapters
 from hpc_rl.core.checked_file import FileRecord
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.engines.fsdp.engine import FSDPEngine
 from hpc_rl.engines.shared import (
     hf_io,
     model,
-    state,
 )
 from hpc_rl.engines.shared.loading import format_some
-from hpc_rl.engines.shared.pieces import StatePiece
 
 IDLE_KEYS = {  # keys of config.json, at any depth, that do not change a forward or backward pass
     *("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype", "initializer_range"),
@@ -44,19 +43,21 @@ def export_state(
     out: Path,
     tokenizer: Path | None,
     name: str = "actor",
+    merge: bool = False,
 ) -> None:
     """Write the weights of a model's saved state as a Hugging Face checkpoint, as the trainer exports them.
 
+    With `merge`, an adapter is merged into the whole model.
+
     Raises Damaged, OSError, ConfigError, and ValueError for the state of another model.
     """
-    engine = FSDPEngine(make_cpu_config(config), seed=seed, frozen=True)
+    engine = FSDPEngine(make_cpu_config(config), seed=seed, frozen=True, name=name)
     engine.initialize(0, empty=True)
-    pieces = [StatePiece("model", shard.piece()) for shard in engine.shards]
-    shapes = {shard.name: shard.global_shape for shard in engine.shards}
-    state.RankState(engine.mesh, pieces, shapes, engine=name).load(
-        folder, num_ranks, files, with_random_state=False
-    )
-    engine.export(out, tokenizer)
+    engine.local.load(folder, num_ranks, files, with_random_state=False)
+    if merge:
+        model.write_export(out, engine.config, engine.model.hf, engine.weights(), tokenizer, True, True)
+    else:
+        engine.export(out, tokenizer)
 
 
 def import_weights(
@@ -64,15 +65,22 @@ def import_weights(
 ) -> tuple[list[FileRecord], dict[str, int]]:
     """Write a state with the weights of a checkpoint, zero moments, and the schedule at `num_updates`.
 
-    Returns the written files and the counters. Raises ConfigError for the weights of another model, OSError.
+    If an adapter is trained, `source` is an adapter of the trial's model. Returns the written files and the
+    counters. Raises ConfigError for the weights of another model, OSError.
     """
     model.check(make_cpu_config(config), torch.device("cpu"))
     ours = Path(config.path)
-    _check_architecture(source, ours)
+    if config.use_lora != adapters.is_adapter(source):
+        kinds = ("an adapter in peft's format", "a whole model")
+        trained, given = kinds if config.use_lora else kinds[::-1]
+        raise ConfigError(f"the trial trains {trained}, and {source} is {given}")
+    if not config.use_lora:
+        _check_architecture(source, ours)
     optimizer = dataclasses.replace(config.optimizer or OptimizerConfig(), offload=False)
     config = dataclasses.replace(
         make_cpu_config(config),
-        path=str(source),
+        path=config.path if config.use_lora else str(source),
+        lora_path=str(source) if config.use_lora else "",
         init_from_scratch=False,
         dtype="float32",
         optimizer=optimizer,

@@ -1,17 +1,21 @@
 """The part that all engines share: the optimizer update, its schedule, and recover state."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from hpc_rl.config.schedule import compute_learning_rate
 from hpc_rl.core.checked_file import FileRecord
-from hpc_rl.engines.base import Snapshot, sum_over_ranks
-from hpc_rl.engines.shared import state
+from hpc_rl.engines.base import BUCKET_BYTES, PublishedPiece, Sequences, Snapshot, sum_over_ranks
+from hpc_rl.engines.shared import lora, state
+from hpc_rl.engines.shared.mesh import Mesh
 from hpc_rl.engines.shared.optimizer import LossScale
+from hpc_rl.engines.shared.pieces import Piece
+from hpc_rl.engines.shared.trainable import Trainable
 
 
 class TrainedEngine:
@@ -23,7 +27,41 @@ class TrainedEngine:
     optimizer: Any  # Optimizer or ShardedOptimizer
     scale: LossScale
     local: state.RankState
+    trainable: Trainable
+    mesh: Mesh
+    publishes_model: bool = True  # False: `list_published_pieces` has an adapter alone
     _buffer: state.Buffer | None = None  # for snapshots that are written while training continues
+
+    def list_base(self) -> list[Piece]:
+        """Return the pieces of untrained parameters that no other rank has."""
+        raise NotImplementedError
+
+    def list_trained(self) -> list[Piece]:
+        """Return the pieces of trained parameters that no other rank has."""
+        return self.local.list_owned("model")
+
+    def list_modules(self) -> list[torch.nn.Module]:
+        """Return this rank's parts of the model."""
+        raise NotImplementedError
+
+    def weights(self, bucket_bytes: int = BUCKET_BYTES) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        raise NotImplementedError
+
+    def logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
+        raise NotImplementedError
+
+    def base_logprobs(self, rows: Sequences, temperature: float) -> list[np.ndarray]:
+        with lora.disable(self.list_modules()):
+            return self.logprobs(rows, temperature)
+
+    def list_published_pieces(self) -> list[PublishedPiece] | None:
+        return self.trainable.list_published_pieces(self, self.publishes_model)
+
+    def write_model_files(self, folder: Path, tokenizer: Path | None = None) -> None:
+        self.trainable.write_model_files(folder, tokenizer, self.publishes_model)
+
+    def export(self, folder: Path, tokenizer: Path | None = None, durable: bool = True) -> None:
+        self.trainable.export(self, folder, tokenizer, durable)
 
     def pass_updates(self, count: int) -> None:
         self.num_updates += count

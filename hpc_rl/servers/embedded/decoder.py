@@ -23,6 +23,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
+from hpc_rl.core import adapters
+from hpc_rl.core.adapters import AdapterSettings
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.servers.embedded.changes import PreparedChanges
 
@@ -30,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 FUSED_TYPES = ("llama", "qwen2", "qwen3")
 PROBE_TOLERANCE = 1e-3
+_A, _B = ".lora_A.weight", ".lora_B.weight"
 
 
 class CacheRows:
@@ -275,6 +278,7 @@ class Model:
     def __init__(self, path: str, dtype: str, scratch: bool = False) -> None:
         """Load the model. Raises ConfigError if it is not supported, OSError if the path can't be read."""
         self.path, self.dtype = path, getattr(torch, dtype)
+        self._base: dict[str, torch.Tensor] = {}  # the weights that an adapter has changed, without it
         self._adopt(_build(path, self.dtype, scratch))
 
     def _adopt(self, module: Any) -> None:
@@ -317,18 +321,40 @@ class Model:
 
         If it raises OSError or ValueError, the old weights are unchanged.
         """
+        if adapters.is_adapter(Path(path)):
+            self._load_adapter(Path(path))
+            return
         tensors = _load_tensors(Path(path))
         names = dict(self.module.named_parameters(remove_duplicate=False))
         own = {name: p for name, p in names.items() if not (name not in tensors and self._is_tied(name))}
         if tensors.keys() != own.keys():  # transformers renames these tensors when it loads them
             self._adopt(_build(path, self.dtype, False))
-            self.path = path
+            self.path, self._base = path, {}
             return
         self._check_shapes(path, tensors, own)
         for name, parameter in own.items():
             parameter.data.copy_(tensors[name])
         self.finish_writing()
-        self.path = path
+        self.path, self._base = path, {}
+
+    def _load_adapter(self, folder: Path) -> None:
+        """Merge an adapter into the weights of the base; it replaces the adapter before."""
+        settings = AdapterSettings.read(folder)
+        tensors = load_file(folder / adapters.WEIGHTS_NAME)
+        names = dict(self.module.named_parameters())
+        layers = {name.removesuffix(_A) for name in tensors if name.endswith(_A)}
+        if len(tensors) != 2 * len(layers):
+            raise ValueError(f"{folder} has tensors that are no LoRA matrices")
+        wanted = {f"{layer.removeprefix(adapters.PREFIX)}.weight": layer for layer in layers}
+        if unknown := wanted.keys() - names.keys():
+            raise ValueError(f"{folder}: the model lacks {min(unknown)}")
+        for name in self._base.keys() - wanted.keys():
+            names[name].data.copy_(self._base.pop(name))
+        for name, layer in wanted.items():
+            base = self._base.setdefault(name, names[name].detach().clone())
+            product = tensors[layer + _B].float() @ tensors[layer + _A].float()
+            names[name].data.copy_(base.float() + settings.alpha / settings.rank * product)
+        self.path = str(folder)
 
     def write(self, tensors: dict[str, torch.Tensor]) -> None:
         """Overwrite some weights, by their names in the module; call `finish_writing` after the last ones.

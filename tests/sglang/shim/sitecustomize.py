@@ -3,6 +3,8 @@ beside a CPU torch.
 
 Its compiled part can't load there, and its import then fails for two operators that do not exist. Declaring
 them before torchvision is imported is enough; a +cpu build registers them itself.
+
+SGLang's adapters ask for page-locked memory, which needs an accelerator: here they get ordinary memory.
 """
 
 import importlib.metadata
@@ -22,7 +24,23 @@ class _BeforeTorchvision:
                 for operator in ("nms", "qnms"):
                     library.define(f"{operator}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
                 _declared.append(library)
+        if name == "sglang.srt.lora.layers":
+            _use_ordinary_memory()
         return None
+
+
+def _use_ordinary_memory():
+    import torch
+
+    def make(function):
+        def call(*args, pin_memory=False, **kwargs):
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, make(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args: self
 
 
 sys.meta_path.insert(0, _BeforeTorchvision())

@@ -251,6 +251,23 @@ EXAMPLES = {
         "sglang:d4+megatron:(attn:d2t2|ffn:d1t1p1e4)",
         {},
     ),
+    "lora": (
+        GRPO,
+        {
+            "actor.use_lora": True,
+            "actor.peft_type": "lora",
+            "actor.lora_rank": 16,
+            "actor.lora_alpha": 16,
+            "actor.target_modules": ["all-linear"],
+            "actor.weight_update_mode": "disk",
+            "rollout.pause_grace_period": 0.1,
+            "sglang.enable_lora": True,
+            "sglang.max_lora_rank": 32,
+            "sglang.lora_target_modules": ["all"],
+        },
+        "sglang:d4+fsdp:d4",
+        {"actor.lora_rank": 16, "actor.target_modules": ["all-linear"]},
+    ),
     "boba_vllm": (GRPO, VLLM, "vllm:d96+fsdp:d32", {"vllm.max_model_len": 32768, "vllm.seed": 1}),
     "tracer": (
         GRPO,
@@ -331,21 +348,6 @@ EXAMPLES = {
 }
 # Example -> (what differs, words of each line of the refusal)
 NOT_BUILT = {
-    "lora": (
-        {
-            "actor.use_lora": True,
-            "actor.peft_type": "lora",
-            "actor.lora_rank": 32,
-            "actor.lora_alpha": 16,
-            "actor.target_modules": ["all-linear"],
-            "actor.weight_update_mode": "disk",
-            "rollout.pause_grace_period": 0.1,
-            "sglang.enable_lora": True,
-            "sglang.max_lora_rank": 32,
-            "sglang.lora_target_modules": ["all"],
-        },
-        ["actor.use_lora (.*): true .* LoRA is not supported"],
-    ),
     "rejection_sampling_by_divergence": (
         {"actor.rejection_sampling": {"metric": "kl_k3", "upper": 0.1}},
         ["actor.rejection_sampling.metric .*: kl_k3 .* compares the ratio"],

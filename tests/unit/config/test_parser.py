@@ -127,10 +127,8 @@ def test_short_names_of_the_model_follow_the_trainer():
     ("typed", "answer"),
     [
         ("gpus=8", "cluster.n_gpus_per_node"),
-        ("actor.use_lora=true", "LoRA is not supported"),
         ("launcher.slurm.spare_nodes=1", "layout jobs"),
         ("cluster.n_nodes=2-4", "layout jobs"),
-        ("lora_rank=8", "LoRA is not supported"),
         ("actor.zebra=1", "`--help actor` shows"),
         ("actor.mb_spec.zebra=1", "known here: granularity, max_seqs_per_mb, max_tokens_per_mb, n_mbs."),
         ("trainer.total_epochs=1", "trainer is an option"),
@@ -175,8 +173,8 @@ def test_loading_imports_nothing_heavy():
     [
         ("launcher.slurm.time=banana", "banana can't be used; allowed: 24:00:00 (hours)"),
         (
-            "actor.use_lora=true",
-            "true can't be used: LoRA is not supported, all parameters are trained. Remove this",
+            "gconfig.use_beam_search=true",
+            "true can't be used: completions are sampled; beam search is not built. Remove this",
         ),
     ],
 )

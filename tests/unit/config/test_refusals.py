@@ -182,7 +182,7 @@ def test_every_misspelt_option_is_answered_with_the_right_one(trainer, tmp_path)
 
 
 FOREIGN = {  # names of other toolkits -> part of the answer; empty if hpc-rl has nothing similar
-    "use_lora": "LoRA",
+    "use_lora": "actor.use_lora",
     "eta": "",
     "actor.eta": "",
     "sp_size": "",

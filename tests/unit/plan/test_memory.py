@@ -1,6 +1,7 @@
 """Estimates of a trial against manual calculations: three models on 1, 4 and 16 nodes of 8 GPUs."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -11,9 +12,10 @@ from pytest import approx
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hpc_rl.config.load.load import load
+from hpc_rl.config.options.training import TrainEngineConfig
 from hpc_rl.config.rules.check import check
 from hpc_rl.core.allocation import parse
-from hpc_rl.engines.shared import hf_io, logprobs
+from hpc_rl.engines.shared import hf_io, logprobs, lora
 from hpc_rl.plan import memory
 from hpc_rl.plan.estimate import STORED_MODELS, Estimate, estimate
 from hpc_rl.plan.memory import ModelShape
@@ -74,6 +76,48 @@ def test_transformers_makes_as_many_parameters(content):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     assert ModelShape.of(TINY | content).num_params == sum(one.numel() for one in model.parameters())
+
+
+ADAPTER = ["actor.use_lora=true", "actor.lora_rank=16", "actor.kl_ctl=0"]
+ONE_NODE = ["allocation_mode=sglang:d1t4+fsdp:d4", "actor.mb_spec.max_tokens_per_mb=8192"]
+
+
+def test_an_adapter_of_a_70b_model_trains_on_one_node():
+    """Rank 16 at all linear layers: per layer 16 (16384 + 2 * 9216 + 16384 + 3 * 36864) = 2,588,672."""
+    base = [*SFT, *GRPO, *ONE_NODE, "total_train_steps=100", "recover.mode=auto"]
+    found = estimate_needs(LLAMA3_70B, *ADAPTER, "cluster.gpu_mem_gb=80", base=base)
+    standing, params = found.trainer.standing, 80 * 2_588_672
+    assert standing["frozen parameters"] == 2 * 70_553_706_496 / 4
+    assert (standing["parameters"], standing["Adam moments"]) == (4 * params / 4, 8 * params / 4)
+    assert "gradient of the head" not in found.trainer.moments["the loss"]
+    assert (found.disk.checkpoint, found.disk.weights, found.disk.export) == (
+        12 * params,
+        2 * params,
+        2 * params,
+    )
+    assert not found.problems
+    merged = estimate_needs(LLAMA3_70B, *ADAPTER, "actor.lora_publish=merged", base=base)
+    assert merged.disk.weights == 2 * 70_553_706_496 and merged.disk.export == 2 * params
+    assert estimate_needs(LLAMA3_70B, "actor.kl_ctl=0", "cluster.gpu_mem_gb=80", base=base).problems
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"model_type": "llama", "num_key_value_heads": 2},
+        {"model_type": "qwen3", "head_dim": 16},
+        {"model_type": "qwen3_moe", "head_dim": 16, **EXPERTS},
+    ],
+    ids=lambda content: content["model_type"],
+)
+@pytest.mark.parametrize("targets", [[], ["q_proj", "v_proj"]])
+def test_an_adapter_has_as_many_parameters_as_is_estimated(content, targets):
+    config = AutoConfig.for_model(**TINY | content)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shapes = lora.list_shapes(lora.find_targets(model, targets), 3)
+    engine = TrainEngineConfig(path="/m", use_lora=True, lora_rank=3, target_modules=targets)
+    assert memory.count_trained(ModelShape.of(TINY | content), engine) == sum(map(math.prod, shapes.values()))
 
 
 def test_a_reward_model_has_no_head():

@@ -2,6 +2,9 @@
 nothing.
 """
 
+import copy
+
+import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -161,3 +164,32 @@ def test_sliding_windows_are_refused(tmp_path):
     make(tmp_path, "qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=1)
     with pytest.raises(ConfigError, match="sliding_attention"):
         Model(str(tmp_path), "float32")
+
+
+def test_adapters_replace_each_other_and_a_whole_model_replaces_them(tmp_path):
+    """The second adapter has other layers: those of the first one get their base values back."""
+    base = make(tmp_path / "a")
+    model = Model(str(tmp_path / "a"), "float32")
+    for seed, layers in ((1, ["q_proj", "down_proj"]), (2, ["o_proj", "up_proj"]), (3, ["o_proj"])):
+        torch.manual_seed(seed)
+        settings = peft.LoraConfig(r=2, lora_alpha=8, target_modules=layers, init_lora_weights=False)
+        theirs = peft.get_peft_model(copy.deepcopy(base), settings)
+        theirs.save_pretrained(tmp_path / f"adapter-{seed}")
+        with torch.inference_mode():
+            model.load(str(tmp_path / f"adapter-{seed}"))
+        check(theirs.merge_and_unload(), decode_all(model, PROMPTS))
+    other = make(tmp_path / "b", seed=1)
+    with torch.inference_mode():
+        model.load(str(tmp_path / "b"))
+    check(other, decode_all(model, PROMPTS))
+
+
+def test_an_adapter_of_another_model_changes_nothing(tmp_path):
+    base = make(tmp_path / "a")
+    settings = peft.LoraConfig(r=2, target_modules=["fc1"], init_lora_weights=False)
+    other = peft.get_peft_model(torch.nn.ModuleDict({"fc1": torch.nn.Linear(4, 4)}), settings)
+    other.save_pretrained(tmp_path / "adapter")
+    model = Model(str(tmp_path / "a"), "float32")
+    with pytest.raises(ValueError, match=r"the model lacks fc1\.weight"):
+        model.load(str(tmp_path / "adapter"))
+    check(base, decode_all(model, PROMPTS))

@@ -177,7 +177,7 @@ async def test_sglangs_events_are_added_once(registry):
             sglang_event([8], 1, index=1),
             sglang_event([6, 7, 7], 3, {"type": "abort"}, index=0),  # joined with the event of an abort
         ):
-            sglang._take_event(stream.samples, event)
+            sglang._take_event(stream.samples, None, event)
         assert [sample.ids for sample in stream.samples] == [[5, 6, 7], [8]]
         assert len(stream.samples[0].logprobs) == 3 and stream.list_running() == ["b"]
 
@@ -210,10 +210,10 @@ async def test_vllms_events_are_added(registry):
 
     async with registry.open(["a"], True) as stream:
         (sample,) = stream.samples
-        vllm._take_event(sample, 3, "0.1", event([5, 6]))
+        vllm._take_event(sample, 3, "0.1", False, event([5, 6]))
         parts = stream.take()
         spans = [{"version": "0.1", "start": 0, "end": 3}]
-        vllm._take_event(sample, 3, "0.1", event([7], "length", spans))
+        vllm._take_event(sample, 3, "0.1", False, event([7], "length", spans))
         parts += stream.take()
     (partial,) = absorb(parts)
     assert (partial.turn.output_ids, partial.turn.versions) == ([5, 6, 7], [("0.1", 0, 3)])

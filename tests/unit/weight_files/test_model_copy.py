@@ -135,3 +135,21 @@ def test_a_load_delays_a_change_and_has_only_its_own_version(published, copy):
         pass
     with pytest.raises(ValueError, match=r"newer than 0\.5"):
         copy.bring_to(WeightVersion(0, 5))
+
+
+def test_a_copy_of_an_adapter_becomes_one_of_a_whole_model_and_back(published, copy, tmp_path):
+    """A trial may change what it publishes. Only the files of the newest kind are there."""
+    history, indices = published
+    wholes = sorted(version for version, index in indices.items() if index.base is None)
+    kinds = [False, True, False]
+    for version, is_adapter in zip(wholes[:3], kinds, strict=True):
+        folder = tmp_path / "weights" / str(version) / MODEL_FOLDER
+        if is_adapter:
+            (folder / "config.json").rename(folder / "adapter_config.json")
+        copy.bring_to(version)
+        with copy.hold(version) as model:
+            names = {path.name for path in model.iterdir()}
+            assert ("adapter_model.safetensors" in names, "adapter_config.json" in names) == (is_adapter,) * 2
+            assert (WEIGHTS_NAME in names) != is_adapter
+            if not is_adapter:
+                assert read_model(model) == as_bytes(history[version])
