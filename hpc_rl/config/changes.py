@@ -41,6 +41,7 @@ UNSAFE: dict[str, str] = {  # option -> why the files on disk forbid a change; `
     "tokenizer_path": _GROUPS,
     "train_dataset.path": _DATA,
     "train_dataset.columns": _DATA,
+    "train_dataset.mix": _DATA,
     "train_dataset.type": _DATA,
     "train_dataset.batch_size": _DATA,
     "train_dataset.shuffle": _DATA,
@@ -55,8 +56,9 @@ SAFE = (  # options and whole sections, except the options in UNSAFE
     "allocation_mode", "total_train_epochs", "total_train_steps", "total_train_n_seqs", "async_training",
     "cluster", "launcher", "sglang", "vllm", "embedded", "saver", "evaluator", "recover",
     "stats_logger", "train_dataset.sequences_per_rank", "train_dataset.pin_memory",
-    "train_dataset.num_workers", "valid_dataset", "gconfig", "eval_gconfig", "rollout", "model", "ref",
-    "environments", "pools", "teacher", "weights",
+    "train_dataset.num_workers", "train_dataset.curriculum", "train_dataset.pass_band",
+    "train_dataset.outside_share", "train_dataset.weight_column", "valid_dataset", "gconfig",
+    "eval_gconfig", "rollout", "model", "ref", "environments", "pools", "teacher", "weights",
 )  # fmt: skip
 # Options and whole sections that change the policy or the data, except the options in REPLAYS. After such a
 # change earlier batches and groups are set aside. --replay refuses the changes in NOT_WITH_REPLAY.

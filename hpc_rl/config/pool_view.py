@@ -7,10 +7,13 @@ from typing import Any, Literal, get_args, get_origin
 from hpc_rl.config.load.fields import is_optional, list_alternatives, list_hints, strip_limits
 from hpc_rl.config.options.experiment import Config, GRPOConfig
 from hpc_rl.config.options.inference import REWARDS, GenerationHyperparameters
+from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.allocation import DEFAULT_POOL, Allocation, parse
 from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
+
+DEFAULT_TEACHER = "teacher"
 
 
 def find_trained_pool(config: Config) -> str:
@@ -50,6 +53,23 @@ def find_trained_pool_in(config: Config, allocation: Allocation) -> str:
 def list_reward_models(config: GRPOConfig) -> list[str]:
     """Return the pools that `rollout.reward_fn` names: their models score completions."""
     return [one for one in config.rollout.reward_functions if one in config.pools and one not in REWARDS]
+
+
+def find_teacher_pool(config: GRPOConfig) -> str | None:
+    """Return the pool of the teacher of a distillation; None for the trained model's own, or without one."""
+    section = config.distillation
+    if section is None:
+        return None
+    default = None if config.actor.algorithm == "opsd" else DEFAULT_TEACHER
+    return default if section.pool is None else section.pool
+
+
+def is_scoring_teacher(config: GRPOConfig, name: str) -> bool:
+    """Return whether a pool only gives log-probabilities of tokens, and writes nothing."""
+    row, judge = ALGORITHMS.get(config.actor.algorithm), config.rollout.judge
+    samples = row is not None and row.sampled_by == "teacher"
+    writes = ":" in config.rollout.workflow or (judge is not None and judge.pool == name)
+    return name == find_teacher_pool(config) and not samples and not writes
 
 
 def view_pool(config: GRPOConfig, name: str) -> GRPOConfig:

@@ -176,6 +176,14 @@ def _join_parts(message: Any) -> Any:
     return message | {"content": "".join(str(one["text"]) for one in parts)}
 
 
+def find_weight(row: Row, column: str) -> float:
+    """Return the weight of a row. Raises ConfigError unless it is a number of at least 0."""
+    value = row.get(column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < float("inf"):
+        raise ConfigError(f"its column {column} must be a number of at least 0, got {value!r:.80}.")
+    return float(value)
+
+
 def _make_error(row: Row, needed: str) -> ConfigError:
     there = (f"{name!r} (null)" if value is None else repr(name) for name, value in row.items())
     return ConfigError(f"{needed}; this one has {', '.join(there) or 'nothing'}.")

@@ -6,7 +6,7 @@ hpc_rl/algorithms.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 _TAUS = ("sapo_tau_pos", "sapo_tau_neg")
 
@@ -20,6 +20,7 @@ class AlgorithmRow:
     defaults: Mapping[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()  # sections of the configuration, such as `critic`
     ignores: tuple[str, ...] = _TAUS  # options of section `actor` without effect
+    sampled_by: Literal["policy", "teacher"] = "policy"
 
 
 _PAGES = "hpc_rl.algorithms"
@@ -34,6 +35,8 @@ _GSPO = {
     "eps_clip_higher": 4e-4,
     "loss_aggregation": "sequence_mean",
 }
+_OPD, _TEACHER = f"{_PAGES}.opd:OPD", ("distillation",)
+_OF_REWARDS = ("reward_norm", "adv_norm", "kl_ctl", "length_penalty", "dynamic_sampling")
 ALGORITHMS: dict[str, AlgorithmRow] = {
     "grpo": AlgorithmRow(_GRPO),
     "ppo": AlgorithmRow(f"{_PAGES}.ppo:PPO", {**_OF_BATCH, "gae_lambda": 0.95}, needs=("critic",)),
@@ -57,6 +60,14 @@ ALGORITHMS: dict[str, AlgorithmRow] = {
     ),
     "m2po": AlgorithmRow(
         f"{_PAGES}.m2po:M2PO", {**_OF_GROUP, "m2_threshold": 0.04, "use_decoupled_loss": True}
+    ),
+    "opd": AlgorithmRow(_OPD, needs=_TEACHER, ignores=(*_TAUS, "dynamic_sampling")),
+    "opsd": AlgorithmRow(_OPD, needs=_TEACHER, ignores=(*_TAUS, "dynamic_sampling")),
+    "sft_distill": AlgorithmRow(
+        f"{_PAGES}.sft_distill:SFT_DISTILL",
+        needs=_TEACHER,
+        ignores=(*_TAUS, *_OF_REWARDS, "eps_clip", "eps_clip_higher", "c_clip"),
+        sampled_by="teacher",
     ),
     "areal": AlgorithmRow(f"{_PAGES}.areal:AREAL", ignores=(*_TAUS, "length_penalty")),
 }

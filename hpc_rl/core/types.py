@@ -53,6 +53,18 @@ class Turn:
 
 
 @dataclass(slots=True)
+class TokenLogprobs:
+    """Log-probabilities of given tokens at temperature 1, and at each the likely tokens, best first.
+
+    Without a request for likely tokens, their lists are empty.
+    """
+
+    logprobs: list[float]
+    top_ids: list[list[int]] = field(default_factory=list)
+    top_logprobs: list[list[float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class Reply:
     """An answer to a chat as text only: its tokens belong to another model."""
 
@@ -86,6 +98,8 @@ class Trajectory:
     ref_logprobs: np.ndarray | None = None  # float32 [L]: replace the reference model's
     zero_advantage: bool = False  # counts in its group, but is not trained on
     temperatures: np.ndarray | None = None  # float32 [L], of sampling; None: the trial's
+    # float32 [L]: of the teacher of a distillation, at temperature 1, 0 where loss_mask is false
+    teacher_logprobs: np.ndarray | None = None
 
     def oldest_step(self) -> int:
         """Return the smallest step among the model's tokens, 0 without any."""

@@ -60,7 +60,10 @@ def encode_sequence(tokenizer: Tokenizer, row: dict[str, Any]) -> Encoded:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One task input. `row` is its position in the file, `columns` the row with renamed columns."""
+    """One task input. `row` is its position in the file, `columns` the row with renamed columns.
+
+    `epoch` tells repeated visits to a row apart.
+    """
 
     epoch: int
     row: int
@@ -80,7 +83,7 @@ class Prompts:
         self.tokenizer = tokenizer
         self.seed = seed
         self.shuffle = dataset is not None and dataset.shuffle
-        self._kept = list(range(len(self.rows)))
+        self.kept = list(range(len(self.rows)))  # rows that are not dropped
         self._last_tokens = 0  # keep this many last tokens of a prompt, 0 for all
         self._ids: list[np.ndarray] = []  # of all rows, if they are tokenized in advance
         if dataset is None:
@@ -96,35 +99,39 @@ class Prompts:
             lengths = [len(ids) for ids in self._ids] or encode_all(
                 lambda row: len(self._ids_of(row)), self.rows, 0, dataset.path
             )
-            self._kept = [i for i in self._kept if lengths[i] <= dataset.max_length]
-            numbers = (len(self._kept), len(self.rows), dataset.max_length)
+            self.kept = [i for i in self.kept if lengths[i] <= dataset.max_length]
+            numbers = (len(self.kept), len(self.rows), dataset.max_length)
             logger.info("%s: %d of %d prompts have at most %d tokens", dataset.path, *numbers)
-        if not self._kept:
+        if not self.kept:
             raise _make_empty_error(dataset, "prompt")
 
     def __len__(self) -> int:
         """Return the number of prompts in one epoch."""
-        return len(self._kept)
+        return len(self.kept)
 
     def at(self, index: int) -> Prompt:
         """Return the prompt with this index, counted over all epochs from 0."""
+        return self.get(*self.locate(index))
+
+    def locate(self, index: int) -> tuple[int, int]:
+        """Return epoch and row of the index-th visit, counted over all epochs from 0."""
         epoch, position = locate(index, self.seed, len(self), self.shuffle)
-        return self._prompt(epoch, position)
+        return epoch, self.kept[position]
 
-    def in_file_order(self, position: int) -> Prompt:
-        """Return the prompt at a position in file order, for evaluations."""
-        return self._prompt(0, position)
-
-    def columns(self, position: int) -> dict[str, Any]:
-        """Return the columns of the prompt at a position in file order."""
-        return self.rows[self._kept[position]]
-
-    def _prompt(self, epoch: int, position: int) -> Prompt:
-        row = self._kept[position]
+    def get(self, epoch: int, row: int) -> Prompt:
+        """Return the prompt of a row of the file."""
         columns = self.rows[row]
         with name_in_errors(self.path, row):
             ids = self._ids[row] if self._ids else self._ids_of(columns)
         return Prompt(epoch, row, columns, ids[-self._last_tokens :].tolist())
+
+    def in_file_order(self, position: int) -> Prompt:
+        """Return the prompt at a position in file order, for evaluations."""
+        return self.get(0, self.kept[position])
+
+    def columns(self, position: int) -> dict[str, Any]:
+        """Return the columns of the prompt at a position in file order."""
+        return self.rows[self.kept[position]]
 
     def _ids_of(self, row: dict[str, Any]) -> np.ndarray:
         return np.array(encode_prompt(self.tokenizer, row), np.int32)

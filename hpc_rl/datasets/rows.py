@@ -6,8 +6,9 @@ same rows.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,6 +22,22 @@ from hpc_rl.core.refusal import Kind, Refusal
 T = TypeVar("T")
 # largest dataset that a command reads before it submits a trial that continues with it
 IN_PASSING_BYTES = 64 << 20
+
+
+RowKey = tuple[int, int]  # data set, row of its file
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The row of a prompt index. `visit` counts the visits to rows of its data set, over all epochs."""
+
+    part: int  # data set
+    row: int
+    visit: int
+
+    @property
+    def key(self) -> RowKey:
+        return self.part, self.row
 
 
 class Rows(list[T]):
@@ -50,12 +67,15 @@ def check_same_rows(path: str | Path, before: Mapping[str, Any], now: Mapping[st
     )
 
 
-def compute_fingerprint(path: str | Path) -> dict[str, Any]:
-    """Return the fingerprint of `load_rows` for a .jsonl file of up to IN_PASSING_BYTES.
+def compute_fingerprint(*paths: str | Path) -> dict[str, Any]:
+    """Return the fingerprint of `load_rows` for .jsonl files of up to IN_PASSING_BYTES, combined.
 
-    Returns {} for other files and if the file can't be read; the trainer reports the reason.
+    Returns {} for other files and if a file can't be read; the trainer reports the reason.
     """
-    path = Path(path).expanduser()
+    return combine_fingerprints([_fingerprint_file(Path(path).expanduser()) for path in paths])
+
+
+def _fingerprint_file(path: Path) -> dict[str, Any]:
     try:
         if path.suffix not in JSONL or not path.is_file() or path.stat().st_size > IN_PASSING_BYTES:
             return {}
@@ -63,6 +83,15 @@ def compute_fingerprint(path: str | Path) -> dict[str, Any]:
             return _compute_fingerprint(line for raw in lines if (line := raw.strip()))
     except OSError:
         return {}
+
+
+def combine_fingerprints(fingerprints: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the fingerprint of several datasets in this order; {} if one is unknown."""
+    if len(fingerprints) == 1 or not all(fingerprints):
+        return dict(fingerprints[0]) if len(fingerprints) == 1 else {}
+    digests = " ".join(one["xxh3"] for one in fingerprints)
+    num_rows = sum(one["rows"] for one in fingerprints)
+    return {"rows": num_rows, "xxh3": xxhash.xxh3_64_hexdigest(digests.encode())}
 
 
 def count_rows(path: str | Path, at_most: int) -> int | None:

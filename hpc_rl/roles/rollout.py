@@ -17,6 +17,7 @@ from hpc_rl.core import net
 from hpc_rl.core.errors import ExitCode
 from hpc_rl.core.http_service import HttpService
 from hpc_rl.core.records import LineageRecord, load_lineages
+from hpc_rl.datasets.curriculum import Curriculum
 from hpc_rl.datasets.encode import Prompts
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.name_resolve import keys, open_names
@@ -61,11 +62,11 @@ def make_rules(config: GRPOConfig) -> Rules:
     )
 
 
-def open_prompts(config: GRPOConfig) -> tuple[Prompts, Prompts | None]:
+def open_prompts(config: GRPOConfig) -> tuple[Curriculum, Prompts | None]:
     """Return the training prompts (None if environments have them) and the held-out prompts, if any."""
     tokenizer = Tokenizer(config.tokenizer_path or config.actor.path)
     dataset = config.train_dataset if has_own_prompts(config) else None
-    prompts = Prompts(dataset, tokenizer, config.seed)
+    prompts = Curriculum(dataset, tokenizer, config.seed)
     return prompts, Prompts(config.valid_dataset, tokenizer, config.seed) if config.valid_dataset else None
 
 

@@ -12,9 +12,10 @@ from typing import cast
 from hpc_rl.config.load.stored import from_dict
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.pools import PoolConfig
-from hpc_rl.config.pool_view import find_trained_pool, list_reward_models, view_pool
+from hpc_rl.config.pool_view import find_teacher_pool, find_trained_pool, list_reward_models, view_pool
 from hpc_rl.config.rules.file_rules import find_context, find_vocab_size
 from hpc_rl.core import log
+from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.core.trial import Trial
@@ -22,6 +23,7 @@ from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.name_resolve import open_names
 from hpc_rl.roles.role import parse_arguments
 from hpc_rl.rollout import pipes
+from hpc_rl.rollout.distillation import ScoringPool, Teacher, make_demonstration
 from hpc_rl.rollout.loop_watch import LoopWatch
 from hpc_rl.rollout.pipes import EndpointState
 from hpc_rl.rollout.rewards import BUILTINS, LIMITED, BatchReward, make_built_in, score_each, weight_rewards
@@ -92,7 +94,23 @@ async def open_worker(
     rewards = await open_rewards(config, others, own.tokenizer)
     answering = {name: pool for name, pool in others.items() if name not in list_reward_models(config)}
     vocab_size = find_vocab_size(config) or own.tokenizer.size
-    return Worker(config, own, answering, workflow, rewards, write, vocab_size)
+    teacher, source = find_teacher(config, own, others)
+    return Worker(config, own, answering, workflow, rewards, write, vocab_size, teacher, source)
+
+
+def find_teacher(
+    config: GRPOConfig, own: ServerPool, others: Mapping[str, ChatPool]
+) -> tuple[Teacher | None, ServerPool | None]:
+    """Return the teacher that scores samples, and the pool that samples in place of the policy, if any."""
+    section, name = config.distillation, find_teacher_pool(config)
+    if section is None:
+        return None, None
+    pool = own if name is None else others[name]
+    row = ALGORITHMS.get(config.actor.algorithm)
+    if row is not None and row.sampled_by == "teacher":
+        return None, cast(ServerPool, pool)
+    demonstration = make_demonstration(section, own.tokenizer)
+    return Teacher(cast(ScoringPool, pool), demonstration, follows_trainer=name is None), None
 
 
 async def open_servers(

@@ -10,6 +10,7 @@ from typing import Any
 
 from hpc_rl.core.trial import write_json
 from hpc_rl.core.types import WeightVersion
+from hpc_rl.rollout.difficulty import count_by_difficulty
 from hpc_rl.rollout.service import RolloutService
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,7 @@ def describe_progress(service: RolloutService) -> dict[str, Any]:
         "last_reason": service.faults.last_reason,
         "last_error": service.faults.last_error,
         "issued_again": service.issued_again,
+        "difficulty": count_by_difficulty(service.sequencer.log.rates.values()),
         "oldest_running_s": service.clock.oldest_running_s,
         "quiet_s": service.clock.quiet_s,
         "takes_groups": service.sequencer.rules.batch_sequences is not None,

@@ -10,7 +10,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.core.errors import InputRefused, RoleFailed, ServerUnavailable
-from hpc_rl.core.types import Reply, Turn
+from hpc_rl.core.types import Reply, TokenLogprobs, Turn
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards import Rejection
@@ -133,6 +133,22 @@ class ServerPool:
         requests = [GenerateRequest(ids, {}, "") for ids in inputs]
         async with self._slots:
             return await self._retry(lambda: self._router.score_many(requests))
+
+    async def compute_logprobs(
+        self, inputs: Sequence[list[int]], starts: Sequence[int], top_k: int = 0, min_version: str = ""
+    ) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the tokens of each input from its start (at least 1) on.
+
+        They are at temperature 1, all from one server. `top_k` adds the likely tokens at each position.
+        Raises Rejection for an input that is too long, and the same as generate.
+        """
+        longest = max(map(len, inputs))
+        if self._context is not None and longest > self._context:
+            problem = f"{longest} tokens, the model's context is {self._context}"
+            raise Rejection(RejectReason.TOO_LONG, f"{problem} (pool {self.name})")
+        requests = [GenerateRequest(ids, {}, "", min_version) for ids in inputs]
+        async with self._slots:
+            return await self._retry(lambda: self._router.logprobs_many(requests, list(starts), top_k))
 
     async def generate(self, requests: list[GenerateRequest]) -> list[Turn]:
         """Return the turns of one prompt. Raises Rejection if every attempt failed, RequestRefused."""

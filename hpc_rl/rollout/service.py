@@ -17,9 +17,11 @@ from typing import Any
 from hpc_rl.core.errors import ConfigError, HpcRlError, Stale, UserCodeFailed
 from hpc_rl.core.records import LineageRecord
 from hpc_rl.core.types import EvalResult, WeightVersion
-from hpc_rl.datasets.encode import Prompts
+from hpc_rl.datasets.curriculum import Curriculum
+from hpc_rl.datasets.encode import Prompt, Prompts
 from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import (
+    DrawRecord,
     GroupRecord,
     Ledger,
     NoteRecord,
@@ -66,7 +68,7 @@ class RolloutService:
         self,
         folder: Path,
         sequencer: Sequencer,
-        prompts: Prompts,
+        prompts: Curriculum,
         held_out: Prompts | None,
         lineages: Callable[[], tuple[int, list[LineageRecord]]],
         executor: Executor,
@@ -86,7 +88,7 @@ class RolloutService:
         self._folder = folder
         self._lineages = lineages
         state = self._load_state()
-        check_data(folder, state, prompts.path, prompts.rows.fingerprint)
+        check_data(folder, state, prompts.path, prompts.fingerprint)
         self.batches.drop_trimmed(state.trimmed)
         # the last lineage that began new batches
         self._new_batches_of = state.new_batches.lineage if state.new_batches else -1
@@ -212,13 +214,22 @@ class RolloutService:
         for issue in self.sequencer.issue():
             self.clock.begin(issue.ticket)
             try:
-                prompt = self.prompts.at(issue.index)
+                prompt = self._draw_prompt(issue.index)
             except ConfigError as error:  # the chat template refuses it, now and later
                 return self._failed.set_exception(error)
             version = WeightVersion(self.sequencer.log.lineage, issue.begun)
             stored = self.sequencer.log.notes.get(issue.index, {})
             notes = {key: value for key, (value, _) in stored.items()}
             self.executor.run(make_run_frame(issue.ticket, issue.index, prompt, version, notes=notes))
+
+    def _draw_prompt(self, index: int) -> Prompt:
+        """Return the prompt of an index. A new draw needs no commit: records of its prompt follow it."""
+        log = self.sequencer.log
+        if index not in log.draws:
+            draw = self.prompts.draw(index, log.next_visits, log.rates)
+            self.ledger.append_draw(DrawRecord(index, draw))
+            log.add_draw(index, draw)
+        return self.prompts.get(log.draws[index])
 
     # requests to the service
 
@@ -379,7 +390,9 @@ class RolloutService:
                 return None
             async with self._end_on_error():
                 lineage = self.sequencer.log.lineage
-                seal, body, ours = await asyncio.to_thread(self.batches.seal, step, lineage, groups)
+                seal, body, ours = await asyncio.to_thread(
+                    self.batches.seal, step, lineage, groups, self.sequencer.log.draws
+                )
                 if ours:
                     self.sequencer.add_seal(seal)
                 else:

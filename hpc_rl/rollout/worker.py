@@ -14,6 +14,7 @@ from hpc_rl.core.log import redact
 from hpc_rl.core.types import TrajectoryGroup, WeightVersion, encode
 from hpc_rl.rollout import pipes
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, RejectReason
+from hpc_rl.rollout.distillation import Teacher
 from hpc_rl.rollout.pipes import (
     GroupMade,
     LoopBlocked,
@@ -38,7 +39,8 @@ logger = logging.getLogger(__name__)
 class Worker:
     """Runs a workflow on each prompt that it receives; `write` takes a message for the rollout service.
 
-    `pool` follows the trainer, `others` are as in Sampler, `vocab_size` is the model's number of token ids.
+    `pool` follows the trainer, `others` and `source` are as in Sampler, `vocab_size` is the model's number of
+    token ids. `teacher` scores the trajectories of training.
     """
 
     def __init__(
@@ -50,12 +52,15 @@ class Worker:
         rewards: BatchReward,
         write: Callable[[bytes], Any],
         vocab_size: int,
+        teacher: Teacher | None = None,
+        source: ServerPool | None = None,
     ) -> None:
         self.config = config
         self.vocab_size = vocab_size
         self.workflow = workflow
         sampler = partial(Sampler, seed=config.seed, others=others, rewards=rewards)
-        self._sampler = partial(sampler, n_samples=config.gconfig.n_samples, pool=pool)
+        self._sampler = partial(sampler, n_samples=config.gconfig.n_samples, pool=pool, source=source)
+        self._teacher = teacher
         self._held_out_sampler = partial(sampler, n_samples=1, pool=pool)
         if (own := config.eval_gconfig) is not None:
             sampled = pool.copy_with_sampling(own, "eval_gconfig")
@@ -162,6 +167,8 @@ class Worker:
         # a workflow may set the reward itself
         for trajectory in group.trajectories:
             trajectory.reward = check_number(trajectory.reward)
+        if self._teacher is not None and not prompt["evaluate"]:
+            await self._teacher.score(group, prompt)
         return group if group.trajectories else None
 
 

@@ -9,6 +9,7 @@ import asyncio
 import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -45,7 +46,8 @@ class Sampler:
     """Generation and scoring for a workflow, with its prompt's index, seeds and sampling settings.
 
     `pool` follows the trainer; the workflow may ask the `others` by name; `note` stores a value of `once`,
-    and returns the valid value once that is on disk.
+    and returns the valid value once that is on disk. `source` samples in place of `pool`: its weights are
+    frozen, and its tokens get the version of the trainer, so that they do not age.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class Sampler:
         others: Mapping[str, ChatPool],
         rewards: BatchReward,
         note: Note,
+        source: ServerPool | None = None,
     ) -> None:
         self.index = prompt["index"]
         self.n_samples = n_samples
         self.tokenizer = pool.tokenizer
         self._pool, self._others, self._rewards = pool, others, rewards
+        self._source = source or pool
         self._min_version = prompt["version"]
         # together with the sample's number they give the sample's seed
         self._identity = (seed, "evaluation" if prompt["evaluate"] else prompt["epoch"], prompt["row"])
@@ -86,8 +90,7 @@ class Sampler:
         output together; without room for a token Rejection is raised.
         """
         if not pool:
-            request = self._request(list(input_ids), sample, max_tokens)
-            return (await self._pool.generate([request]))[0]
+            return (await self._generate([self._request(list(input_ids), sample, max_tokens)]))[0]
         chosen = self._find(pool)
         if not isinstance(chosen, ServerPool):
             raise ConfigError(f"pool {pool!r} is an endpoint elsewhere: it takes messages (ask), not tokens.")
@@ -98,7 +101,7 @@ class Sampler:
     async def samples(self, input_ids: Sequence[int]) -> list[Turn]:
         """Return n_samples generations of one input."""
         ids = list(input_ids)
-        return await self._pool.generate([self._request(ids, sample) for sample in range(self.n_samples)])
+        return await self._generate([self._request(ids, sample) for sample in range(self.n_samples)])
 
     async def ask(
         self,
@@ -170,9 +173,16 @@ class Sampler:
     def _request(self, input_ids: list[int], sample: int, max_tokens: int | None = None) -> GenerateRequest:
         turn = self._turns[sample]
         seed = make_sample_seed(*self._identity, sample if turn == 0 else f"{sample}.{turn}")
-        request = self._pool.request(input_ids, seed, self._min_version, max_tokens=max_tokens)
+        least = self._get_min_version(self._source)
+        request = self._source.request(input_ids, seed, least, max_tokens=max_tokens)
         self._turns[sample] += 1
         return request
+
+    async def _generate(self, requests: list[GenerateRequest]) -> list[Turn]:
+        turns = await self._source.generate(requests)
+        if self._source is self._pool:
+            return turns
+        return [replace(turn, versions=[(self._min_version, 0, len(turn.output_ids))]) for turn in turns]
 
 
 def make_reward_arguments(row: Mapping[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -190,9 +200,10 @@ DTYPES = {
     "advantages": np.float32,
     "turn_rewards": np.float32,
     "ref_logprobs": np.float32,
+    "teacher_logprobs": np.float32,
 }
 FLOATS = [name for name, dtype in DTYPES.items() if dtype == np.float32]
-OPTIONAL = ("advantages", "turn_rewards", "ref_logprobs")
+OPTIONAL = ("advantages", "turn_rewards", "ref_logprobs", "teacher_logprobs")
 
 
 NUMBER = Real | np.bool_

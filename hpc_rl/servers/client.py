@@ -25,8 +25,8 @@ from hpc_rl.core.errors import (
     ServerStale,
     ServerUnavailable,
 )
-from hpc_rl.core.types import Turn
-from hpc_rl.servers.wire import PART_S, PARTS, split_lines
+from hpc_rl.core.types import TokenLogprobs, Turn
+from hpc_rl.servers.wire import LOGPROBS, PART_S, PARTS, split_lines
 
 MIN_VERSION_HEADER = "X-Hpc-Rl-Min-Version"
 PauseMode = Literal["retract", "abort", "in_place"]
@@ -226,6 +226,19 @@ class HttpServerClient:
         body = {"input_ids": [request.input_ids for request in requests]}
         answers = await self._call("/classify", body, self._data, self._timeout_s)
         return [float(answer["embedding"][0]) for answer in answers]
+
+    async def logprobs_many(
+        self, requests: list[GenerateRequest], starts: list[int], top_k: int = 0
+    ) -> list[TokenLogprobs]:
+        """Return the log-probabilities of each input's tokens from its start on. Raises as generate_many.
+
+        All requests must have the same min_version; their sampling has no effect.
+        """
+        least = requests[0].min_version
+        headers = {**self._data, MIN_VERSION_HEADER: least} if least else self._data
+        body = {"input_ids": [one.input_ids for one in requests], "starts": starts, "top_k": top_k}
+        answers = await self._call(LOGPROBS, body, headers, self._timeout_s)
+        return [TokenLogprobs(**answer) for answer in answers]
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Pause generation; see `weights.pause_mode`."""

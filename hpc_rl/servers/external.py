@@ -29,12 +29,13 @@ from hpc_rl.core.errors import (
     ServerUnavailable,
 )
 from hpc_rl.core.refusal import Kind, Refusal
-from hpc_rl.core.types import Reply
+from hpc_rl.core.types import Reply, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 MAX_ANSWER_CHARS = 400  # of the endpoint's answer, in error messages
 CHATS = "/chat/completions"
+COMPLETIONS = "/completions"
 OF_INPUT = (400, 413, 422)  # statuses caused by the input
 FIRST_PATIENCE_S = 30.0  # with a status such as 401 or 404 before the first answer
 HANGS_S = 60.0  # log a request that has waited this long for an answer
@@ -114,6 +115,35 @@ class Endpoint:
             }
             replies += await self._call_traced(body)
         return replies[:num] if chosen else [copy.copy(replies[0]) for _ in seeds]
+
+    async def compute_logprobs(
+        self, inputs: list[list[int]], starts: list[int], top_k: int = 0, min_version: str = ""
+    ) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the tokens of each input from its start on.
+
+        The endpoint must take token ids as `prompt`, with `echo` and `logprobs`, as vLLM's does. Raises
+        ConfigError for another one, and as ask.
+        """
+        assert not top_k, "the likely tokens come as texts, not as ids"
+        answers = await asyncio.gather(*(self._call(COMPLETIONS, self._make_echo(ids)) for ids in inputs))
+        return [
+            TokenLogprobs(self._take_echo(answer, len(ids), start))
+            for answer, ids, start in zip(answers, inputs, starts, strict=True)
+        ]
+
+    def _make_echo(self, ids: list[int]) -> dict[str, Any]:
+        return {"model": self.model, "prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 1}
+
+    def _take_echo(self, answer: Any, num_tokens: int, start: int) -> list[float]:
+        try:
+            values = answer["choices"][0]["logprobs"]["token_logprobs"][start:num_tokens]
+            if len(values) == num_tokens - start and all(isinstance(one, int | float) for one in values):
+                return [float(one) for one in values]
+        except (KeyError, TypeError, IndexError):
+            pass
+        why = f": {self._describe_path(COMPLETIONS)} returns no log-probabilities of given tokens"
+        use = "a teacher needs an endpoint with `echo`, such as vLLM's, or servers of the trial"
+        raise ConfigError(Refusal(option=f"pools.{self.name}.url", kind=Kind.MACHINE, why=why, use=use))
 
     async def _call_traced(self, body: dict[str, Any]) -> list[Reply]:
         if self.trace:

@@ -1,7 +1,7 @@
 """The proxy: the authenticated HTTP interface of one server replica, in front of its backend.
 
-Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions, or /classify of
-a reward model; GET /model_info, /health. Control token (bearer only): POST /pause_generation,
+Data token (as bearer, or as path prefix `/t/<token>`): POST /generate, /v1/chat/completions, /logprobs, or
+/classify of a reward model; GET /model_info, /health. Control token (bearer only): POST /pause_generation,
 /continue_generation, /abort_request, /prepare_weights, /update_weights_from_disk, /switch_weights (pause,
 load and continue), /flush_cache, /weights_checker, /shutdown. The proxy adds epoch and attempt, checks the
 order of version labels, and refuses requests while it is stale. replica.py handles leases, reloading and the
@@ -35,11 +35,11 @@ from hpc_rl.core.http_service import HttpService, find_access, make_application,
 from hpc_rl.servers.base import Answer, Backend
 from hpc_rl.servers.client import MIN_VERSION_HEADER
 from hpc_rl.servers.router import is_older
-from hpc_rl.servers.wire import PARTS
+from hpc_rl.servers.wire import LOGPROBS, PARTS
 
 logger = logging.getLogger(__name__)
 
-DATA_POST = ("/generate", "/v1/chat/completions", "/classify")
+DATA_POST = ("/generate", "/v1/chat/completions", LOGPROBS, "/classify")
 CONTROL_POST = (
     "/prepare_weights",
     "/pause_generation",

@@ -19,7 +19,7 @@ from typing import Literal, TypeVar
 
 from hpc_rl.core.allocation import DEFAULT_POOL
 from hpc_rl.core.errors import HpcRlError, RoleFailed, ServerStale, ServerUnavailable
-from hpc_rl.core.types import Turn, WeightVersion
+from hpc_rl.core.types import TokenLogprobs, Turn, WeightVersion
 from hpc_rl.name_resolve import keys
 from hpc_rl.name_resolve.roster import RosterReader
 from hpc_rl.name_resolve.shared_fs import LeaseView, NameResolve
@@ -103,6 +103,14 @@ class Router:
     async def score_many(self, requests: list[GenerateRequest]) -> list[float]:
         """Return the scores of inputs, all from one reward-model server. Raises as generate_many."""
         return await self._try_servers(requests, lambda server: server.client.score_many(requests))
+
+    async def logprobs_many(
+        self, requests: list[GenerateRequest], starts: list[int], top_k: int = 0
+    ) -> list[TokenLogprobs]:
+        """Return the log-probabilities of given tokens, all from one server. Raises as generate_many."""
+        return await self._try_servers(
+            requests, lambda server: server.client.logprobs_many(requests, starts, top_k)
+        )
 
     async def _try_servers(
         self,

@@ -27,7 +27,7 @@ from hpc_rl.config.options.inference import SGLangConfig
 from hpc_rl.config.options.training import PPOActorConfig
 from hpc_rl.config.sglang_versions import FLAGS
 from hpc_rl.core.adapters import is_adapter
-from hpc_rl.core.errors import RoleFailed
+from hpc_rl.core.errors import RequestRefused, RoleFailed
 from hpc_rl.core.net import bind
 from hpc_rl.core.trial import load_json, write_atomic
 from hpc_rl.servers.base import Answer, Receiver, ReplicaPlace
@@ -49,13 +49,20 @@ from hpc_rl.servers.server_process import (
     select_settings,
 )
 from hpc_rl.servers.streams import END_S, StreamedSample, Streams, is_continuable, wait_for_ends
-from hpc_rl.servers.wire import SendParts, make_refusal
+from hpc_rl.servers.wire import (
+    LOGPROBS,
+    GivenTokens,
+    SendParts,
+    make_given_answer,
+    make_refusal,
+    parse_given,
+)
 
 logger = logging.getLogger(__name__)
 
 NAME = "SGLang"
 RANDOM_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
-GENERATES, SCORES = ("/generate", "/v1/chat/completions"), ("/classify",)
+GENERATES, SCORES = ("/generate", "/v1/chat/completions", LOGPROBS), ("/classify",)
 _UPDATE_KEYS = ("model_path", "weight_version", "flush_cache")
 GROUP_S = JOIN_S + BUCKET_S  # SGLang waits for a lost trainer much longer, and answers nothing meanwhile
 CPU_MAX_TOTAL_TOKENS = 65536  # without a limit, SGLang takes a share of the host's memory
@@ -177,6 +184,8 @@ class SGLangBackend:
     async def request(self, path: str, body: dict[str, Any] | None) -> Answer:
         if path in (GENERATES if self.settings.get("is_embedding") else SCORES):  # SGLang would crash
             return 404, make_refusal(f"no such path of this model: {path}")
+        if path == LOGPROBS:
+            return await self._compute_logprobs(body or {})
         if path == "/pause_generation":
             return await self._pause(body or {})
         if path == "/continue_generation":
@@ -219,6 +228,29 @@ class SGLangBackend:
             span = {"version": label, "start": 0, "end": len(one["output_ids"])}
             one["meta_info"] |= {"weight_version": label, "weight_versions": [span]}
         return 200, answer
+
+    async def _compute_logprobs(self, body: dict[str, Any]) -> Answer:
+        try:
+            inputs, top_k = parse_given(body)
+        except RequestRefused as error:
+            return 400, make_refusal(str(error))
+        asked = {
+            "input_ids": [one.ids for one in inputs],
+            "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
+            "return_logprob": True,
+            "logprob_start_len": [one.start - 1 for one in inputs],
+            "top_logprobs_num": [top_k] * len(inputs),
+        }
+        if self._newest:
+            asked["lora_path"] = name_adapter(self._newest)
+        status, answer = await self.process.request("/generate", asked)
+        if status != 200:
+            return status, answer
+        metas = [one["meta_info"] for one in answer]
+        for meta in metas:
+            if meta["finish_reason"]["type"] == "abort":
+                return 503, make_refusal(f"aborted: {meta['finish_reason'].get('message')}")
+        return 200, [_take_given(meta, one, top_k) for meta, one in zip(metas, inputs, strict=True)]
 
     # weights over a process group
     async def _join(self, path: str, body: dict[str, Any]) -> Answer:
@@ -341,6 +373,17 @@ def _plan_stream(body: dict[str, Any]) -> tuple[list[str], list[dict[str, Any] |
     if not plain or extra or len(several) != count or len(rids) != count:
         return None
     return [str(one) for one in rids], several
+
+
+def _take_given(meta: dict[str, Any], given: GivenTokens, top_k: int) -> dict[str, Any]:
+    """Return the log-probabilities of given tokens. SGLang's list may begin with the token before them."""
+    num = len(given.ids) - given.start
+    tops = meta["input_top_logprobs"][-num:] if top_k else []
+    return make_given_answer(
+        [entry[0] for entry in meta["input_token_logprobs"][-num:]],
+        [[entry[1] for entry in entries] for entries in tops],
+        [[entry[0] for entry in entries] for entries in tops],
+    )
 
 
 def _take_event(samples: list[StreamedSample], adapter: str | None, event: dict[str, Any]) -> None:

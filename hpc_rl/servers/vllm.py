@@ -50,11 +50,15 @@ from hpc_rl.servers.streams import (
     wait_for_ends,
 )
 from hpc_rl.servers.wire import (
+    LOGPROBS,
+    GivenTokens,
     NativeRequest,
     SendParts,
     make_answer,
+    make_given_answer,
     make_refusal,
     make_unknown_key_error,
+    parse_given,
     parse_pause_mode,
     split,
 )
@@ -184,6 +188,23 @@ def _make_finish(kind: str, matched: int | str | None, made: list[int]) -> dict[
     if kind == "stop":
         return {"type": kind, "matched": made[-1] if matched is None and made else matched}
     return {"type": kind, "length": len(made)} if kind == "length" else {"type": kind}
+
+
+def take_given(entries: list[dict[str, Any] | None], given: GivenTokens, top_k: int) -> dict[str, Any]:
+    """Return the log-probabilities of given tokens from vLLM's entries, one of each input token.
+
+    An entry has the likely tokens by id, and the given one, which may be one of them.
+    """
+    logprobs, top_ids, top_logprobs = [], [], []
+    num = len(given.ids) - given.start
+    for token, entry in zip(given.ids[given.start :], entries[-num:], strict=True):
+        assert entry is not None, "only the first token has no entry"
+        logprobs.append(entry[str(token)]["logprob"])
+        if top_k:
+            best = sorted(entry.items(), key=lambda one: one[1]["rank"])[:top_k]
+            top_ids.append([int(name) for name, _ in best])
+            top_logprobs.append([one["logprob"] for _, one in best])
+    return make_given_answer(logprobs, top_ids, top_logprobs)
 
 
 def _take_event(
@@ -335,6 +356,21 @@ class VLLMBackend:
         """Return the fields of a request that choose the weights and prevent the use of a cache of others."""
         model = {"model": name_adapter(label)} if self._adapters.has(label) else {}
         return {"cache_salt": label, **model}
+
+    async def _compute_logprobs(self, body: dict[str, Any]) -> Answer:
+        inputs, top_k = parse_given(body)
+        answers = await asyncio.gather(*(self._score_given(one, top_k) for one in inputs))
+        failed = next((answer for answer in answers if answer[0] != 200), None)
+        return failed or (200, [answer for _, answer in answers])
+
+    async def _score_given(self, given: GivenTokens, top_k: int) -> Answer:
+        body = {
+            "token_ids": given.ids,
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": top_k, "detokenize": False},
+            **self._choose_weights(self._label),
+        }
+        status, answer = await self.process.request("/inference/v1/generate", body)
+        return status, take_given(answer["prompt_logprobs"], given, top_k) if status == 200 else answer
 
     async def generate(self, body: dict[str, Any], send: SendParts) -> Answer:
         try:
@@ -603,6 +639,7 @@ class VLLMBackend:
     _HANDLERS: ClassVar = {
         "/generate": _generate,
         "/v1/chat/completions": _chat,
+        LOGPROBS: _compute_logprobs,
         "/classify": _classify,
         "/pause_generation": _pause,
         "/continue_generation": _continue,

@@ -16,6 +16,7 @@ from hpc_rl.core.errors import RequestRefused
 
 _KEYS = {"input_ids", "text", "sampling_params", "return_logprob", "rid"}
 _KEYS |= {"stream", "logprob_start_len", "top_logprobs_num"}
+LOGPROBS = "/logprobs"  # our own path: log-probabilities of given tokens
 PAUSE_MODES = ("abort", "retract", "in_place")
 PARTS = "application/x-ndjson"  # in `Accept`: the answer may come in parts; as its type: it does
 PART_S = 0.5  # between two parts of an answer
@@ -56,6 +57,42 @@ def split(
         if one is not None and not isinstance(one, dict):
             raise RequestRefused(f"sampling_params must be an object, got {type(one).__name__}")
     return [NativeRequest(*each) for each in zip(inputs, rids, sampling, strict=True)], batched
+
+
+@dataclass(frozen=True, slots=True)
+class GivenTokens:
+    """One input of a request to LOGPROBS: the log-probabilities of `ids[start:]` are wanted.
+
+    `start` is at least 1: the first token follows nothing.
+    """
+
+    ids: list[int]
+    start: int
+
+
+def parse_given(body: dict[str, Any]) -> tuple[list[GivenTokens], int]:
+    """Return the inputs of a request to LOGPROBS, and the number of likely tokens to report at each position.
+
+    Raises RequestRefused.
+    """
+    inputs, starts, top_k = body.get("input_ids"), body.get("starts"), body.get("top_k", 0)
+    if not isinstance(inputs, list) or not isinstance(starts, list) or len(inputs) != len(starts):
+        raise RequestRefused("input_ids must be a list of lists of integers, and starts an integer for each")
+    if isinstance(top_k, bool) or not isinstance(top_k, int) or top_k < 0:
+        raise RequestRefused(f"top_k must be an integer of at least 0, got {top_k!r:.80}")
+    for ids, start in zip(inputs, starts, strict=True):
+        if not isinstance(ids, list) or set(map(type, ids)) != {int} or min(ids) < 0:
+            raise RequestRefused("input_ids must be lists of integers of at least 0, none of them empty")
+        if type(start) is not int or not 1 <= start < len(ids):
+            raise RequestRefused(f"starts must be from 1 to the last token, got {start!r:.80}")
+    return [GivenTokens(ids, start) for ids, start in zip(inputs, starts, strict=True)], top_k
+
+
+def make_given_answer(
+    logprobs: list[float], top_ids: list[list[int]], top_logprobs: list[list[float]]
+) -> dict[str, Any]:
+    """Return the answer for one input of LOGPROBS; the lists of likely tokens are empty without `top_k`."""
+    return {"logprobs": logprobs, "top_ids": top_ids, "top_logprobs": top_logprobs}
 
 
 def _parse_inputs(body: dict[str, Any], encode: Callable[[str], list[int]]) -> tuple[list[list[int]], bool]:

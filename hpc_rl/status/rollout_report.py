@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hpc_rl.core.records import BatchWait, BatchWaitRecord, JsonRecord
 from hpc_rl.core.trial import Attempt
+from hpc_rl.rollout.difficulty import DIFFICULTIES
 from hpc_rl.status.formatting import format_duration
 
 HANGING_S = 60.0  # a prompt that runs for longer is reported where nothing else has finished meanwhile
@@ -43,6 +44,8 @@ class RolloutReport(JsonRecord):
     rejected_in_a_row: int = 0  # since the last group
     last_reason: str = ""  # of the newest rejection
     last_error: str = ""  # newest exception, of a reward, a workflow or a request
+    # rows whose group was in a batch, by the mean reward of the latest one: range -> count
+    difficulty: dict[str, int] = field(default_factory=dict)
     issued_again: int = 0  # prompts that earlier user code rejected
     oldest_running_s: float | None = None  # age of the oldest running prompt; None if none runs
     quiet_s: float | None = None  # since the last group, rejection or exception; None before the first
@@ -72,6 +75,14 @@ def describe_reasons(rejected: Mapping[str, int]) -> str:
     """Return the reasons of rejected prompts with their counts, the most frequent first."""
     by_count = sorted(rejected.items(), key=lambda pair: -pair[1])
     return ", ".join(f"{reason} {count}" for reason, count in by_count)
+
+
+def describe_difficulty(difficulty: Mapping[str, int]) -> str:
+    """Return the shares of rows by the mean reward of their latest group; "" before the first batch."""
+    total = sum(difficulty.values())
+    counts = ((name, difficulty.get(name, 0)) for name in DIFFICULTIES)
+    shares = (f"{name}: {count / total:.0%}" for name, count in counts if count)
+    return f"{', '.join(shares)} of {total} rows" if total else ""
 
 
 def describe_rollout(report: RolloutReport, live: bool) -> str:

@@ -11,7 +11,7 @@ from hpc_rl.stats.kept_samples import Sample, load_samples
 from hpc_rl.stats.read import Curve, History, is_held_out
 from hpc_rl.status.formatting import format_duration, format_number, format_time
 from hpc_rl.status.goodput import Bucket, Goodput, compute_goodput
-from hpc_rl.status.rollout_report import describe_reasons
+from hpc_rl.status.rollout_report import describe_difficulty, describe_reasons
 from hpc_rl.status.trial_status import TrialStatus
 
 MAX_POINTS = 1500  # of a curve; more are thinned evenly
@@ -118,6 +118,7 @@ def list_facts(report: TrialReport) -> dict[str, str]:
     if status.last_rollout is not None:
         count = sum(status.rejected.values())
         found["rejected prompts"] = f"{count} ({describe_reasons(status.rejected)})" if count else "0"
+        found["rows by mean reward"] = describe_difficulty(status.last_rollout.difficulty)
     if len(status.history.steps) > 1:
         times = sorted(value for _, value in report.history.curve("step_s"))
         found["seconds per step"] = f"{format_number(times[len(times) // 2])} (median)" if times else ""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.load.stored import from_dict
-from hpc_rl.config.options.experiment import ABSENT, GRPOConfig, get_value
+from hpc_rl.config.options.experiment import ABSENT, GRPOConfig, get_value, list_datasets
 from hpc_rl.config.row_shapes import load_named_rows
 from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
@@ -63,11 +63,10 @@ def check_user_code(config: GRPOConfig) -> Iterator[Attempt | Refusal]:
             yield refuse(why=f"can't be made: {_describe_error(error)}")
     if ":" in config.actor.algorithm:
         yield from _check_algorithm(config)
-    datasets = {"train_dataset": config.train_dataset, "valid_dataset": config.valid_dataset}
     read = {
         name: load_named_rows(dataset.path, dataset.columns)
-        for name, dataset in datasets.items()
-        if dataset and dataset.path
+        for name, dataset in list_datasets(config)
+        if dataset.path
     }
     first = {name: rows[0] for name, rows in read.items() if rows}
     for path in rollout.reward_functions:

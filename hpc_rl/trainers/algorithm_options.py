@@ -36,7 +36,12 @@ def make_options(algorithm: Algorithm, config: GRPOConfig) -> Options:
     """
     actor, args = config.actor, config.actor.algorithm_args
     names = [field.name for field in fields(algorithm.options)]
-    in_section = {name: _convert(getattr(actor, name)) for name in names if hasattr(actor, name)}
+    in_section = {
+        name: _convert(getattr(section, name))
+        for section in filter(None, (config.distillation, actor))
+        for name in names
+        if hasattr(section, name)
+    }
     own = [name for name in names if name not in in_section]
     if unknown := sorted(args.keys() - own):
         why = f": {actor.algorithm} has no {', '.join(unknown)}"

@@ -28,7 +28,8 @@ from hpc_rl.config.pool_view import find_trained_pool
 from hpc_rl.config.schedule import count_critic_updates_per_step, count_updates_per_step
 from hpc_rl.core.node_copies import compute_identity
 from hpc_rl.core.trial import load_json
-from hpc_rl.datasets.encode import Encoded, Prompts, load_encoded, load_preferences, save_encoded
+from hpc_rl.datasets.curriculum import Curriculum
+from hpc_rl.datasets.encode import Encoded, load_encoded, load_preferences, save_encoded
 from hpc_rl.datasets.rows import Rows
 from hpc_rl.datasets.tokenizer import Tokenizer
 from hpc_rl.engines import ENGINES
@@ -175,8 +176,8 @@ def _count_prompts(config: GRPOConfig) -> tuple[int, dict[str, Any]]:
     """Return the number of prompts in an epoch and the fingerprint of the rows."""
     # no workers: the rollout role tokenizes the prompts
     dataset = replace(config.train_dataset, num_workers=0) if has_own_prompts(config) else None
-    prompts = Prompts(dataset, Tokenizer(find_tokenizer_folder(config)), config.seed)
-    return len(prompts), prompts.rows.fingerprint
+    prompts = Curriculum(dataset, Tokenizer(find_tokenizer_folder(config)), config.seed)
+    return len(prompts), prompts.fingerprint
 
 
 def _build_reference(start: TrainerContext, config: GRPOConfig) -> Scorer | None:

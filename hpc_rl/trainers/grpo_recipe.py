@@ -107,6 +107,7 @@ class GRPO:
         self.is_decoupled = self.actor.use_decoupled_loss or correction is not None
         self.recomputes = self.actor.recompute_logprob or needs_recompute(self.actor)
         self.has_kl_rewards = self.actor.kl_ctl > 0
+        self.has_teacher = "distillation" in self.algorithm.needs
         # tokens may leave the loss, so their number must be known before rows are divided among ranks
         self.excludes_tokens = self.algorithm.select_tokens is not None or (
             correction is not None and correction.mode != "truncate"
@@ -153,7 +154,7 @@ class GRPO:
         minibatches: list[Minibatch] = []
         known, kept, credit, rewards = None, None, [], None
         if rows:
-            if self.has_kl_rewards or self.excludes_tokens:
+            if self.has_kl_rewards or self.excludes_tokens or (self.has_teacher and self.recomputes):
                 known = self._logprobs_of_all(rows)
             values_BT = None if self.critic is None else self.critic.compute_values(rows)
             rewards = self._rewards(scored, known, values_BT)
@@ -297,6 +298,7 @@ class GRPO:
             mixed_sizes=self.config.environments is not None and bool((sizes_G != size).any()),
             token_rewards_BT=self._token_rewards(rows, mask_BT, known),
             values_BT=values_BT,
+            **(self._teacher_columns(rows, known) if self.has_teacher else {}),
         )
 
     def _token_rewards(
@@ -307,6 +309,15 @@ class GRPO:
         if any(row.turn_rewards is not None for row in rows):
             found.append(self.actor.reward_scaling * move_rewards_to_turns(rows, mask_BT))
         return torch.stack(found).sum(0) if found else None
+
+    def _teacher_columns(self, rows: list[Trajectory], known: Known | None) -> dict[str, torch.Tensor]:
+        """Return the log-probabilities of teacher and policy; {} if a teacher sampled the rows."""
+        scored = [row.teacher_logprobs for row in rows if row.teacher_logprobs is not None]
+        if len(scored) < len(rows):
+            return {}
+        known = known or Known(None, None)
+        own = [self._prox_and_behav(rows, known, i)[0] for i in range(len(rows))]
+        return {"teacher_BT": pad_rows(scored), "logprobs_BT": pad_rows(own)}
 
     def _credit(self, rows: list[Trajectory], rewards: RewardBatch) -> list[np.ndarray]:
         """Return the credit of the tokens, float32 [L] per row of the whole batch."""
@@ -452,6 +463,9 @@ class GRPO:
             columns["kept_mask"] = [kept[i] for i in part]
             if self.actor.loss_aggregation == "sequence_mean":
                 columns["kept_scale"] = [self._kept_scale(rows[i], kept[i]) for i in part]
+        scored = [row.teacher_logprobs for row in rows if row.teacher_logprobs is not None]
+        if self.has_teacher and len(scored) == len(rows):
+            columns["teacher"] = [scored[i] for i in part]
         if known.reference is not None and self.actor.beta:
             columns["ref"] = [choose_sent(rows[i].ref_logprobs, known.reference[i]) for i in part]
         if self.actor.loss_aggregation != "token_mean":

@@ -22,6 +22,7 @@ MEANS_OVER_TOKENS = (  # sums over tokens that are reported as means
     "behave_imp_weight",
     "behave_approx_kl",
     "kl_loss",
+    "teacher_kl",
     "loglinear_error",
 )
 
@@ -86,7 +87,7 @@ class PolicyLoss:
             "behave_approx_kl": tokens.mask_tokens(behav_T - current_T).sum(),
             **loss.sums,
         }
-        if measures:
+        if measures and "rl" in components_T:  # else other models sampled the tokens
             known_T = columns.get("recomputed", current_T)
             log_weight_T = tokens.mask_tokens(known_T - columns.get("sampled", behav_T))
             self.largest_log_w.see(log_weight_T)

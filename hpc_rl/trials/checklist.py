@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.config.load.stored import Loaded
-from hpc_rl.config.options.experiment import count_steps, has_own_prompts
+from hpc_rl.config.options.experiment import count_steps, has_own_prompts, list_training_paths
 from hpc_rl.config.rules.check import RulesRefuse, check
 from hpc_rl.core.errors import ConfigError, ExitCode, HpcRlError, SchedulerError
 from hpc_rl.core.refusal import Kind, Refusal, order_refusals
@@ -221,11 +221,14 @@ def _check_batch(subject: Subject) -> Iterator[Refusal]:
     config, rows = subject.loaded.config, subject.loaded.config.train_dataset
     if not has_own_prompts(config) or "train_dataset" in subject.unreadable:
         return
-    num_rows = count_rows(rows.path, rows.batch_size)
-    if num_rows is None or num_rows >= rows.batch_size:
+    paths = list_training_paths(config)
+    counts = [count_rows(path, rows.batch_size) for path in paths]
+    num_rows = sum(count or 0 for count in counts)
+    if None in counts or num_rows >= rows.batch_size:
         return
     count_steps(config, num_rows)
-    why = f": {rows.path} has {num_rows} rows, so each batch has some of them several times"
+    has = f"{' and '.join(paths)} {'have' if len(paths) > 1 else 'has'}"
+    why = f": {has} {num_rows} rows, so each batch has some of them several times"
     yield Refusal(
         option="train_dataset.batch_size", value=rows.batch_size, kind=Kind.FILE, why=why, is_note=True
     )

@@ -11,6 +11,7 @@ from hpc_rl.checkpoint.generation import Found
 from hpc_rl.checkpoint.retention import hold, rank_best
 from hpc_rl.checkpoint.start_facts import find_trimmed, list_seals
 from hpc_rl.config.load.stored import from_dict
+from hpc_rl.config.options.experiment import list_training_paths
 from hpc_rl.core.adapters import is_adapter
 from hpc_rl.core.errors import CannotWrite, ConfigError, NothingToResume, TrialStateError
 from hpc_rl.core.records import TrialState
@@ -109,7 +110,7 @@ def check_import_end(trial: Trial, step: int) -> None:
         fix = "`hpc-rl render` of the same configuration restores it"
         raise ConfigError(f"{trial.config_json} is missing or damaged; {fix}")
     loaded = from_dict(config)
-    check_end(step, trial, loaded, compute_fingerprint(loaded.train_dataset.path).get("rows"))
+    check_end(step, trial, loaded, compute_fingerprint(*list_training_paths(loaded)).get("rows"))
 
 
 def choose_checkpoint(trial: Trial, step: int | None = None, metric: str | None = None) -> Found:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from hpc_rl.config.load.stored import find_trainer
 from hpc_rl.config.options.dataset import DatasetConfig
-from hpc_rl.config.options.experiment import Config, GRPOConfig
+from hpc_rl.config.options.experiment import Config, GRPOConfig, list_datasets
 from hpc_rl.config.row_shapes import Row, get_messages, load_named_rows
 from hpc_rl.config.rules.file_rules import find_context
 from hpc_rl.config.rules.training_rules import find_trained_model
@@ -30,11 +30,11 @@ def check_first_rows(config: Config, unreadable: Collection[str] = ()) -> Iterat
     section, engine = find_trained_model(config)
     option = "tokenizer_path" if config.tokenizer_path else f"{section}.path"
     folder = Path(config.tokenizer_path or engine.path).expanduser()
-    sections = [("train_dataset", config.train_dataset), ("valid_dataset", config.valid_dataset)]
     found = [
         (name, one, rows)
-        for name, one in sections
-        if one and one.path and name not in unreadable and (rows := load_named_rows(one.path, one.columns))
+        for name, one in list_datasets(config)
+        if one.path and name.partition(".")[0] not in unreadable
+        if (rows := load_named_rows(one.path, one.columns))
     ]
     if not (folder / "tokenizer.json").is_file() or not found:
         return

@@ -17,7 +17,13 @@ from hpc_rl.checkpoint.decide import Situation, decide
 from hpc_rl.checkpoint.start_facts import choose_read_limit, gather, list_seals
 from hpc_rl.config.changes import Change, list_changes, refuse_unsafe
 from hpc_rl.config.load.stored import from_dict, redact_secrets
-from hpc_rl.config.options.experiment import LENGTH_OPTIONS, Config, GRPOConfig, find_last_step
+from hpc_rl.config.options.experiment import (
+    LENGTH_OPTIONS,
+    Config,
+    GRPOConfig,
+    find_last_step,
+    list_training_paths,
+)
 from hpc_rl.config.schedule import compute_step_rate, find_highest_rate, is_length_exact
 from hpc_rl.core.errors import ConfigError, NothingToResume, TrialBusy
 from hpc_rl.core.refusal import Kind, Refusal
@@ -100,9 +106,9 @@ class FirstStart:
             check_end(self.step, trial, self.config, self._num_rows)
         self.find_changes()
         refuse_unsafe(self.changes, str(trial), self._replay)
-        path = self.config.train_dataset.path
+        paths = list_training_paths(self.config)
         when = "its batch log was begun" if self.step is None else f"checkpoint {self.step} was made"
-        check_same_rows(path, self._data, compute_fingerprint(path), when)
+        check_same_rows(paths[0], self._data, compute_fingerprint(*paths), when)
         self._check_batches()
         if situation.wanted is None:
             self._check_finished()
@@ -238,7 +244,7 @@ class FirstStart:
     @functools.cached_property
     def _num_rows(self) -> int | None:
         """How many rows the dataset has, before `max_length` drops any; None if that is not known."""
-        rows = (self._data or compute_fingerprint(self.config.train_dataset.path)).get("rows")
+        rows = (self._data or compute_fingerprint(*list_training_paths(self.config))).get("rows")
         return rows if isinstance(rows, int) else None
 
     @property
@@ -324,9 +330,10 @@ def find_stale_leftovers(trial: Trial, config: Config, start: FirstStart) -> lis
     """
     if has_progress(trial):
         return []
-    data, path = load_object(trial.config_json), config.train_dataset.path
+    data, paths = load_object(trial.config_json), list_training_paths(config)
     with contextlib.suppress(ConfigError):
-        check_same_rows(path, load_fingerprint(trial.rollout), compute_fingerprint(path), "the log was begun")
+        now = compute_fingerprint(*paths)
+        check_same_rows(paths[0], load_fingerprint(trial.rollout), now, "the log was begun")
         found = list_changes(from_dict(data), config) if data else []
         # the policy that they were made by is still the initial one, whatever it is trained with
         fit = [

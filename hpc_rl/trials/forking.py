@@ -17,7 +17,13 @@ from hpc_rl.checkpoint.generation import IMPORTED, IMPORTED_LINEAGE, Commit, Fou
 from hpc_rl.checkpoint.retention import hold
 from hpc_rl.config.changes import Change, list_changes, refuse_other_model
 from hpc_rl.config.load.stored import from_dict, redact_secrets
-from hpc_rl.config.options.experiment import LENGTH_OPTIONS, Config, find_last_step, get_value
+from hpc_rl.config.options.experiment import (
+    LENGTH_OPTIONS,
+    Config,
+    find_last_step,
+    get_value,
+    list_training_paths,
+)
 from hpc_rl.config.rules.consistency import FOLLOWS
 from hpc_rl.core.errors import (
     CannotWrite,
@@ -82,7 +88,7 @@ def check_start(origin: Origin, config: Config) -> None:
                 "add recover.mode=auto."
             )
         return
-    end = find_last_step(config, compute_fingerprint(config.train_dataset.path).get("rows"))
+    end = find_last_step(config, compute_fingerprint(*list_training_paths(config)).get("rows"))
     if end is not None and end <= origin.step:
         why = f"the fork would end at step {end}, and checkpoint {origin.step} is there already"
         use = f"add total_train_steps=N above {origin.step}, or --from an earlier checkpoint"

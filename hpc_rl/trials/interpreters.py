@@ -18,7 +18,7 @@ from hpc_rl.config import (
 )
 from hpc_rl.config.load.stored import list_open_variables
 from hpc_rl.config.options.experiment import Config, GRPOConfig
-from hpc_rl.config.rules.dataset_rules import list_datasets
+from hpc_rl.config.rules.dataset_rules import list_read_datasets
 from hpc_rl.core.backends import SERVER_BACKENDS
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.doctor import machine
@@ -68,7 +68,7 @@ def check_libraries(config: Config, plan: Plan) -> Iterator[Refusal]:
     role = "rollout" if isinstance(config, GRPOConfig) else "trainer"
     if isinstance(config, GRPOConfig) and "math_verify" in config.rollout.reward_functions:
         wanted.append((role, "rollout.reward_fn", "math_verify", "math-verify", "train"))
-    for section, dataset in list_datasets(config):
+    for section, dataset in list_read_datasets(config):
         path = Path(dataset.path)
         package = "pyarrow" if path.suffix == ".parquet" else "datasets" if path.is_dir() else ""
         if package:

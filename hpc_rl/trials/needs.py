@@ -10,7 +10,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.options.experiment import Config, GRPOConfig, has_own_prompts
+from hpc_rl.config.options.experiment import (
+    Config,
+    GRPOConfig,
+    has_own_prompts,
+    list_training_paths,
+)
 from hpc_rl.config.rules.slurm_rules import DERIVED
 from hpc_rl.config.rules.training_rules import list_models
 from hpc_rl.core import slurm_time
@@ -44,7 +49,7 @@ def estimate_needs(
     """
     num_rows = None
     if count_rows and has_own_prompts(config):
-        num_rows = compute_fingerprint(config.train_dataset.path).get("rows")
+        num_rows = compute_fingerprint(*list_training_paths(config)).get("rows")
     requests_memory = scheduler == "slurm" and config.launcher.slurm.mem == DERIVED
     found = estimate(config, plan, known, num_rows, requests_memory)
     if found is not None and scheduler == "local" and (problem := _check_this_machine(found)):

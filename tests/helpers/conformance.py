@@ -125,6 +125,13 @@ def forward_logprobs(path: Path, ids: list[int], made: list[int], temperature: f
     return logprobs.gather(1, torch.tensor(made)[:, None])[:, 0].tolist()
 
 
+def forward_all_logprobs(path: Path, ids: list[int]) -> torch.Tensor:
+    """log p of every token after each position, float32 [T, V], by a plain forward pass."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0], dim=-1)
+
+
 class ServedReplica:
     """A replica in a thread of its own, for a trial directory with two checkpoints of one shape."""
 
@@ -327,6 +334,9 @@ def check_logprobs(
 TRUNCATED = [{"temperature": 0.7, "top_p": 0.8}, {"temperature": 1.3, "top_k": 4}]
 
 
+PENALTIES = [{"repetition_penalty": 1.5}, {"frequency_penalty": 1.0}, {"min_new_tokens": 24}]
+
+
 def named(sampling: dict[str, Any]) -> str:
     return "-".join(f"{key}{value}" for key, value in sampling.items())
 
@@ -335,6 +345,7 @@ class Conformance:
     """The suite."""
 
     long = LONG  # what takes long enough to be interrupted
+    lacks_penalties = False
 
     async def test_generate_makes_the_tokens_that_were_asked_for(self, api):
         turn = await api.turn(max_new_tokens=9, ignore_eos=True)
@@ -425,6 +436,41 @@ class Conformance:
     async def test_too_long_is_refused(self, api):
         with pytest.raises(InputRefused, match="400"):
             await api.turn([4] * 4096)
+
+    async def test_log_probabilities_of_given_tokens_are_those_of_a_forward_pass(self, api):
+        """Of inputs of several lengths and starts, in one call, with the likely tokens at each position."""
+        served, tokenizer = api.served, Tokenizer(api.served.model)
+        inputs = [[*PROMPT, 3, 7, 9], [*PROMPT, 14] * 30, [5, 6]]
+        starts = [len(PROMPT), 100, 1]
+        async with Router(open_names(served.trial), served.tokens["data"]) as router:
+            pool = ServerPool("rollout", router, tokenizer, GenerationHyperparameters(), context=4096)
+            scored = await pool.compute_logprobs(inputs, starts, top_k=3, min_version=served.label)
+            plain = await pool.compute_logprobs(inputs, starts)
+            with pytest.raises(Rejection, match="4097 tokens, the model's context is 4096"):
+                await pool.compute_logprobs([[4] * 4097], [1])
+        for ids, start, one, other in zip(inputs, starts, scored, plain, strict=True):
+            expected_TV = forward_all_logprobs(served.model, ids)[start - 1 : -1]
+            own_T = expected_TV.gather(1, torch.tensor(ids[start:])[:, None])[:, 0]
+            assert one.logprobs == pytest.approx(own_T.tolist(), abs=1e-3)
+            assert other.logprobs == pytest.approx(own_T.tolist(), abs=1e-3) and not other.top_ids
+            best_TK = expected_TV.gather(1, torch.tensor(one.top_ids))
+            assert torch.allclose(best_TK, torch.tensor(one.top_logprobs), atol=1e-3)
+            assert torch.allclose(best_TK, expected_TV.topk(3).values, atol=1e-3)
+        for body in ({"input_ids": [[1, 2]], "starts": [0]}, {"input_ids": [[1, 2]], "starts": []}):
+            assert (await api.post("/logprobs", body))[0] == 400
+        assert (await api.post("/logprobs", {"input_ids": [[1, 2]], "starts": [1]}, None))[0] == 401
+
+    @pytest.mark.parametrize("option", PENALTIES, ids=named)
+    async def test_a_penalty_is_in_the_log_probabilities_or_refused(self, api, option):
+        """So the trainer, which has no penalty, can't compute them: submission warns of it, or refuses it."""
+        sampling = {"temperature": 0.7, "max_new_tokens": 24, **option}
+        if self.lacks_penalties and "min_new_tokens" not in option:
+            with pytest.raises(InputRefused, match="does not serve it"):
+                await api.turn(**sampling)
+            return
+        turn = await api.turn(**sampling)
+        with pytest.raises(AssertionError, match=rf"^{api.served.label}: "):
+            check_logprobs(turn, {api.served.label: api.served.model}, 0.7)
 
     async def test_pause_abort_returns_what_was_made_and_the_client_goes_on(self, api):
         sampling, wanted = self.long, self.long["max_new_tokens"]

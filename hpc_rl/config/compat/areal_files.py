@@ -7,6 +7,7 @@ import dataclasses
 import os
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,12 @@ from hpc_rl.config.load.source import Settings, SourceValue
 from hpc_rl.config.options.training import PPOActorConfig, TrainEngineConfig
 from hpc_rl.core.refusal import UNSET, Kind, Refusal, make_note
 
+_OF_TEACHER: dict[str, tuple[str, Any]] = {  # option of AReaL's teacher -> ours, its default there
+    "teacher.path": ("pools.teacher.path", None),
+    "teacher.rl_loss_weight": ("distillation.rl_loss_weight", 1.0),
+    "teacher.distill_loss_weight": ("distillation.distill_loss_weight", 0.005),
+}
+_HAS_SERVERS = "the teacher has servers: allocation_mode and pools.teacher have their options"
 _NOT_TRAINED = "the reference model is not trained"
 _SHOWN = 3  # names in a note
 _REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
@@ -54,6 +61,9 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
     """Translate the AReaL names that `cls`, the configuration of a trainer, does not have."""
     done = RenamedSettings({})
     idle: dict[str, list[str]] = defaultdict(list)  # reason -> names
+    given, of_teacher = _take_teacher(given, done)
+    if of_teacher:
+        idle[_HAS_SERVERS] = of_teacher
     given = _drop_one_value_options(cls, _flatten_sections(given), done)
     for name, item in _convert_rejection_sampling(_convert_norms(given)).items():
         row = NAMES.get(_find_known_part(name))
@@ -90,6 +100,31 @@ def translate(cls: type, given: Settings) -> RenamedSettings:
             _choose_workflow(done)
         _collect_workflow_args(done)
     return done
+
+
+def is_teacher_of_areal(given: Iterable[str]) -> bool:
+    """Return whether a section `teacher` is AReaL's: a model to learn from, not the one to train."""
+    return not _OF_TEACHER.keys().isdisjoint(given)
+
+
+def _take_teacher(given: Settings, done: RenamedSettings) -> tuple[Settings, list[str]]:
+    """Move AReaL's teacher to the pool `teacher` and the section `distillation`, with AReaL's defaults.
+
+    Returns the other settings, and the names of options without effect.
+    """
+    if not is_teacher_of_areal(given):
+        return given, []
+    mine = {name: item for name, item in given.items() if name.partition(".")[0] == "teacher"}
+    origin = next(iter(mine.values())).origin
+    found = {name: item for name, item in given.items() if name not in mine}
+    found.setdefault("actor.algorithm", SourceValue("opd", origin))
+    for name, (to, default) in _OF_TEACHER.items():
+        item = mine.get(name, SourceValue(default, origin))
+        if item.value is not None:
+            found.setdefault(to, item)
+            done.notes.append(make_note(name, f"is {to}", origin=item.origin))
+    done.replaced |= mine
+    return found, [name for name in mine if name not in _OF_TEACHER]
 
 
 def _flatten_sections(given: Settings) -> Settings:

@@ -53,6 +53,8 @@ ROWS = {  # names -> replacement
     "prompt_key answer_key input_key label_key messages_key dataset_text_field": _COLUMN,
     "system_prompt": "rows have it: `messages` may begin with one whose role is system.",
     "chat_template chat_template_path": "the tokenizer's is used; tokenizer_path may name another directory.",
+    "presence_penalty": "not built: the loss can't follow penalties. Evaluations may use "
+    "gconfig.frequency_penalty or gconfig.repetition_penalty, in section eval_gconfig.",
     "truncation": "use train_dataset.too_long, drop or truncate_left.",
     "reward_funcs": "rollout.reward_fn has the functions, separated by commas.",
     "reward_function reward_manager custom_reward_function": "use rollout.reward_fn.",

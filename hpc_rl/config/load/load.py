@@ -302,7 +302,7 @@ def pick_trainer(settings: Settings, files: Iterable[str | Path], presets: Colle
     if probes and probes.value == atlas.PROBE_TOKENS and "pools" not in origins:
         stands_for.remove("teacher.max_probe_tokens")  # ATLAS's default chooses nothing
     if (
-        "teacher" in origins
+        ("teacher" in origins and not areal_files.is_teacher_of_areal(settings))
         or "atlas-teacher" in presets
         or any(to.startswith("teacher.") for to in stands_for)
     ):

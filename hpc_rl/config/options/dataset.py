@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from typing import Annotated, Literal
 
-from hpc_rl.config.options.limits import NonNegativeInt, PathText, PositiveInt
+from hpc_rl.config.options.limits import (
+    Grammar,
+    NonNegativeInt,
+    PathText,
+    PositiveInt,
+    PositiveShare,
+    ShareInside,
+)
+
+SetName = Annotated[str, Grammar(r"[A-Za-z][A-Za-z0-9_]*", "letters, digits and underscores, such as code")]
 
 
 @dataclass(kw_only=True)
@@ -48,3 +58,50 @@ class DatasetConfig:
     too_long: Literal["drop", "truncate_left"] = "drop"
     """`drop` leaves out rows above max_length; `truncate_left` keeps the last max_length tokens of a prompt
     (rl). hpc-rl extension."""
+
+
+@dataclass(kw_only=True)
+class MixedSetConfig:
+    """A further data set for training. hpc-rl extension."""
+
+    path: PathText
+    """Its file or directory, as `train_dataset.path`."""
+    share: ShareInside
+    """Its share of all prompts."""
+    columns: dict[str, str] = field(default_factory=dict)
+    """Columns with other names in its file, as `train_dataset.columns`."""
+
+
+@dataclass(kw_only=True)
+class PromptDatasetConfig(DatasetConfig):
+    """The prompts to train on: one data set or several, and how often each row is drawn."""
+
+    mix: dict[SetName, MixedSetConfig] = field(default_factory=dict)
+    """Further data sets by name. `path` has the rest of the prompts. Rows get their name in the column
+    `data_set`; rows of `path` are `main`. hpc-rl extension."""
+    curriculum: Literal["uniform", "band", "weights"] = "uniform"
+    """`uniform` draws each row once in every epoch. `band` skips most of the visits to rows that are too easy
+    or too hard now; see `pass_band`. `weights` draws rows in proportion to a column. hpc-rl extension."""
+    pass_band: list[float] = field(default_factory=lambda: [0.1, 0.9])
+    """Lowest and highest mean reward of a row's latest group in a batch for `curriculum: band`. Rows outside
+    are drawn less often, new rows always. hpc-rl extension."""
+    outside_share: PositiveShare = 0.2
+    """Share of the visits that a row outside of `pass_band` keeps. hpc-rl extension."""
+    weight_column: str = "weight"
+    """Column with the weights of the rows for `curriculum: weights`, numbers of at least 0. hpc-rl extension.
+    """
+
+    @property
+    def parts(self) -> dict[str, DatasetConfig]:
+        """The data sets by the names of their sections below `train_dataset`; the first is ""."""
+        more = {
+            f"mix.{name}": replace(self, path=one.path, columns=one.columns, mix={})
+            for name, one in self.mix.items()
+        }
+        return {"": self, **more}
+
+    @property
+    def shares(self) -> list[Fraction]:
+        """The share of each of `parts`."""
+        more = [Fraction(str(one.share)) for one in self.mix.values()]
+        return [Fraction(1) - sum(more), *more]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from hpc_rl.config.options.cluster import ClusterSpecConfig, LauncherConfig
-from hpc_rl.config.options.dataset import DatasetConfig
+from hpc_rl.config.options.dataset import DatasetConfig, PromptDatasetConfig
+from hpc_rl.config.options.distillation import DistillationConfig
 from hpc_rl.config.options.environments import EnvironmentsConfig
 from hpc_rl.config.options.inference import (
     EmbeddedConfig,
@@ -87,6 +89,8 @@ class BaseExperimentConfig:
 class GRPOConfig(BaseExperimentConfig):
     """A GRPO trial."""
 
+    train_dataset: PromptDatasetConfig
+    """Training prompts."""
     async_training: bool = True
     """Generate while training; false alternates the two, so that the newest weights make each batch."""
     gconfig: GenerationHyperparameters = field(default_factory=GenerationHyperparameters)
@@ -112,6 +116,8 @@ class GRPOConfig(BaseExperimentConfig):
     pools: dict[PoolName, PoolConfig] = field(default_factory=dict)
     """Models that answer or score but are never trained, by name: every pool of `allocation_mode` except the
     trained one, and external endpoints. hpc-rl extension."""
+    distillation: DistillationConfig | None = None
+    """The teacher of actor.algorithm opd, opsd and sft_distill; null means none. hpc-rl extension."""
     environments: EnvironmentsConfig | None = None
     """Environments that feed the trial from outside; null means none."""
 
@@ -176,6 +182,21 @@ def has_own_prompts(config: Config) -> bool:
     """Return whether the trial reads `train_dataset`; it does not if it trains on environments alone."""
     environments = config.environments if isinstance(config, GRPOConfig) else None
     return environments is None or environments.own_prompts
+
+
+def list_datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
+    """Yield section and data set of all data that the configuration names, with the sets of a mixture."""
+    train = config.train_dataset
+    parts = train.parts if isinstance(train, PromptDatasetConfig) else {"": train}
+    for name, part in parts.items():
+        yield f"train_dataset.{name}" if name else "train_dataset", part
+    if config.valid_dataset is not None:
+        yield "valid_dataset", config.valid_dataset
+
+
+def list_training_paths(config: Config) -> list[str]:
+    """Return the paths of the training data, with the sets of a mixture."""
+    return [one.path for name, one in list_datasets(config) if name != "valid_dataset"]
 
 
 def count_steps(config: Config, num_rows: int) -> int:

@@ -53,7 +53,7 @@ class GenerationHyperparameters:
 
 REWARDS = (
     *("exact_match", "contains", "final_answer", "math_verify"),
-    *("format", "length", "countdown", "code_tests", "judge"),
+    *("format", "length", "countdown", "code_tests", "judge", "none"),
 )
 _JUDGE = """\
 Question:
@@ -120,9 +120,9 @@ class InferenceEngineConfig:
     as of GSM8K (`#### 42`) and MATH; `format`, which wants `<think>…</think><answer>…</answer>`; `length`, 1
     for an empty completion, 0 for gconfig.max_new_tokens; `countdown` (columns nums and target);
     `code_tests`, the share of the texts in the column tests that the code passes; `judge`, which asks the
-    model of `judge`; the name of a pool whose model is a reward model, such as `reward_model`; or
-    your own `package.module:name`. Several, separated by commas, are added up, and
-    each is logged as `reward/NAME`. hpc-rl extension."""
+    model of `judge`; `none`, always 0, for a distillation without rewards; the name of a pool whose model is
+    a reward model, such as `reward_model`; or your own `package.module:name`. Several, separated by commas,
+    are added up, and each is logged as `reward/NAME`. hpc-rl extension."""
     reward_weights: list[float] | None = None
     """Factor of each function of `reward_fn`, in their order; null means 1 each. hpc-rl extension."""
     judge: JudgeConfig | None = None

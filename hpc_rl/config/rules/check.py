@@ -21,7 +21,9 @@ from hpc_rl.config.rules import (
     algorithm_rules,
     consistency,
     container_rules,
+    curriculum_rules,
     dataset_rules,
+    distillation_rules,
     engine_rules,
     environment_rules,
     file_rules,
@@ -65,6 +67,8 @@ GRPO_RULES: list[Callable[[GRPOConfig, Collection[str]], Iterator[Refusal]]] = [
     *pool_rules.GRPO_RULES,
     *teacher_rules.GRPO_RULES,
     *judge_rules.GRPO_RULES,
+    *curriculum_rules.GRPO_RULES,
+    *distillation_rules.GRPO_RULES,
 ]
 FILE_RULES: list[Rule] = [
     *dataset_rules.RULES,
@@ -74,6 +78,8 @@ FILE_RULES: list[Rule] = [
     *teacher_rules.FILE_RULES,
     *judge_rules.FILE_RULES,
     *lora_rules.FILE_RULES,
+    *curriculum_rules.FILE_RULES,
+    *distillation_rules.FILE_RULES,
     *container_rules.FILE_RULES,
 ]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from hpc_rl.config.options.cluster import SlurmLauncherConfig
-from hpc_rl.config.options.experiment import Config, get_value
+from hpc_rl.config.options.experiment import Config, get_value, list_datasets
 from hpc_rl.config.rules.consistency import is_default
 from hpc_rl.core.refusal import Kind, Refusal
 
@@ -128,8 +128,10 @@ def list_bound_paths(config: Config) -> Iterator[tuple[str, str]]:
         "actor.lora_path",
         "model.lora_path",
     ]
-    for name in (*names, "tokenizer_path", "train_dataset.path", "valid_dataset.path"):
+    for name in (*names, "tokenizer_path"):
         yield name, get_value(config, name) or ""
+    for section, dataset in list_datasets(config):
+        yield f"{section}.path", dataset.path
 
 
 def check_arguments(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:

@@ -9,7 +9,13 @@ from typing import Any
 from hpc_rl.config.load.fields import suggest_name
 from hpc_rl.config.load.stored import find_trainer
 from hpc_rl.config.options.dataset import DatasetConfig
-from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig, has_own_prompts
+from hpc_rl.config.options.experiment import (
+    Config,
+    GRPOConfig,
+    TeacherConfig,
+    has_own_prompts,
+    list_datasets,
+)
 from hpc_rl.config.options.teacher import TRUTH_COLUMNS
 from hpc_rl.config.row_shapes import (
     PAIRS,
@@ -53,12 +59,11 @@ _COLUMNS = {
 _MEDIA = ("image", "images", "video", "videos", "audio")
 
 
-def list_datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
-    """Yield name and section of each dataset that the trial reads."""
-    for section in ("train_dataset", "valid_dataset"):
-        dataset = getattr(config, section)
+def list_read_datasets(config: Config) -> Iterator[tuple[str, DatasetConfig]]:
+    """Yield section and data set of all data that the trial reads."""
+    for section, dataset in list_datasets(config):
         is_read = section == "valid_dataset" or has_own_prompts(config)
-        if dataset is not None and dataset.path and is_read:
+        if dataset.path and is_read:
             yield section, dataset
 
 
@@ -66,7 +71,7 @@ def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple
     """Return option -> (new default, reason) for the columns and the reward of known data sets."""
     wanted: dict[str, tuple[Any, str]] = {}
     is_maths = False
-    for section, dataset in list_datasets(config):
+    for section, dataset in list_read_datasets(config):
         columns, reason, is_known_maths = _choose_columns(config, section, dataset)
         if columns != dataset.columns:
             wanted[f"{section}.columns"] = (columns, reason)
@@ -75,7 +80,18 @@ def adapt_defaults(config: Config, explicit: Collection[str]) -> dict[str, tuple
     if is_maths and isinstance(config, GRPOConfig) and not isinstance(config, TeacherConfig):
         reason = "the answers of train_dataset are results of maths, compared by value"
         wanted["rollout.reward_fn"] = ("math_verify", reason)
+    elif isinstance(config, GRPOConfig) and _learns_from_teacher_alone(config):
+        reason = "the teacher has the only signal, and the rows have no answers"
+        wanted["rollout.reward_fn"] = ("none", reason)
     return wanted
+
+
+def _learns_from_teacher_alone(config: GRPOConfig) -> bool:
+    """Return whether no reward is needed, and the training rows have no answer to compare with."""
+    if config.distillation is None or config.distillation.rl_loss_weight:
+        return False
+    rows = load_named_rows(config.train_dataset.path, config.train_dataset.columns)
+    return not any(row.get(name) for row in rows for name in TRUTH_COLUMNS)
 
 
 def _choose_columns(config: Config, section: str, dataset: DatasetConfig) -> tuple[dict[str, str], str, bool]:
@@ -113,13 +129,10 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def check_files(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
-    for section in ("train_dataset", "valid_dataset"):
-        dataset = getattr(config, section)
-        if dataset is None:
-            continue
+    for section, dataset in list_datasets(config):
         name, path = f"{section}.path", Path(dataset.path)
         refuse = partial(Refusal, option=name, value=path, kind=Kind.FILE)
-        split = "train" if section == "train_dataset" else "test"
+        split = "test" if section == "valid_dataset" else "train"
         if not dataset.path:
             if section == "valid_dataset" or has_own_prompts(config):
                 why = "is empty; only a trial on environments alone needs no training data"
@@ -159,7 +172,7 @@ def _check_saved_dataset(name: str, path: Path, split: str) -> Iterator[Refusal]
 def check_rows(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
     """Yield one refusal for each dataset whose first rows the trainer can't read."""
     kind = _find_kind(config)
-    for section, dataset in list_datasets(config):
+    for section, dataset in list_read_datasets(config):
         number, row = 0, dict[str, Any]()
         try:
             for row in load_first_rows(dataset.path):
@@ -211,7 +224,7 @@ def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[Refusal
     if not isinstance(config, GRPOConfig) or config.rollout.workflow not in BUILT_IN["workflow"]:
         return
     refuse = partial(Refusal, option="rollout.reward_fn", kind=Kind.CONFLICT)
-    for reward, (section, dataset) in product(config.rollout.reward_functions, list_datasets(config)):
+    for reward, (section, dataset) in product(config.rollout.reward_functions, list_read_datasets(config)):
         found = load_named_rows(dataset.path, dataset.columns)
         missing = [
             name for name in _COLUMNS.get(reward, ()) if found and any(name not in row for row in found)
@@ -225,7 +238,7 @@ def check_rewards(config: Config, explicit: Collection[str]) -> Iterator[Refusal
                 related=(f"{section}.columns",),
             )
     checked = [reward for reward in config.rollout.reward_functions if reward in _TRUTH]
-    for reward, (section, dataset) in product(checked, list_datasets(config)):
+    for reward, (section, dataset) in product(checked, list_read_datasets(config)):
         found, names = load_named_rows(dataset.path, dataset.columns), _TRUTH[reward]
         values = [row.get(name) for row in found for name in names]
         truths = [value for value in values if value is not None and str(value).strip()]
@@ -257,7 +270,7 @@ def check_pairs(config: Config, explicit: Collection[str]) -> Iterator[Refusal]:
 
 def _count_equal_pairs(config: Config) -> Iterator[tuple[str, DatasetConfig, int, int]]:
     """Yield (section, dataset, number of first rows with equal answers, number of first rows)."""
-    for section, dataset in list_datasets(config) if _find_kind(config) in PAIRS else ():
+    for section, dataset in list_read_datasets(config) if _find_kind(config) in PAIRS else ():
         found = load_named_rows(dataset.path, dataset.columns)
         if num_equal := sum("chosen" in row and row["chosen"] == row.get("rejected") for row in found):
             yield section, dataset, num_equal, len(found)
@@ -270,7 +283,7 @@ def list_notes(config: Config) -> Iterator[Refusal]:
     for section, _, num_equal, num in _count_equal_pairs(config):
         which = f"{num_equal} of the first {num} rows; the model learns nothing from them"
         yield make_note(section, f": `chosen` and `rejected` are equal in {which}", Kind.FILE)
-    for section, dataset in list_datasets(config):
+    for section, dataset in list_read_datasets(config):
         found = load_named_rows(dataset.path, dataset.columns)
         media = [name for name in _MEDIA if any(row.get(name) for row in found)]
         if media:

@@ -10,9 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value
+from hpc_rl.config.options.experiment import Config, GRPOConfig, get_value, list_datasets
 from hpc_rl.config.options.training import TrainEngineConfig
-from hpc_rl.config.pool_view import list_reward_models, view_pool
+from hpc_rl.config.pool_view import is_scoring_teacher, list_reward_models, view_pool
 from hpc_rl.config.row_shapes import JSONL
 from hpc_rl.config.rules.consistency import find_context_option
 from hpc_rl.config.rules.container_rules import is_trusted
@@ -245,7 +245,7 @@ def check_pool_files(config: Config, explicit: Collection[str]) -> Iterator[Refu
                     use="name the pool in rollout.reward_fn, or use another model (...ForCausalLM)",
                     related=("rollout.reward_fn",),
                 )
-            else:
+            elif not is_scoring_teacher(config, name):
                 yield from check_context(f"{option}.max_new_tokens", pool.max_new_tokens, found)
 
 
@@ -328,9 +328,8 @@ def list_inputs(config: Config) -> Iterator[tuple[str, str]]:
     for name, pool in config.pools.items() if isinstance(config, GRPOConfig) else ():
         yield f"pools.{name}.path", pool.path
     yield "tokenizer_path", config.tokenizer_path
-    for section in ("train_dataset", "valid_dataset"):
-        if dataset := getattr(config, section):
-            yield f"{section}.path", dataset.path
+    for section, dataset in list_datasets(config):
+        yield f"{section}.path", dataset.path
 
 
 def check_on_node(config: Config, node: str, wait_s: float = 0.0) -> None:

@@ -12,7 +12,13 @@ from hpc_rl.config.load.parser import convert_value, describe_allowed
 from hpc_rl.config.load.source import add_origin
 from hpc_rl.config.options.experiment import Config, GRPOConfig, TeacherConfig
 from hpc_rl.config.options.pools import PoolConfig
-from hpc_rl.config.pool_view import find_trained_pool_in, list_reward_models, parse_value, view_pool
+from hpc_rl.config.pool_view import (
+    find_teacher_pool,
+    find_trained_pool_in,
+    list_reward_models,
+    parse_value,
+    view_pool,
+)
 from hpc_rl.config.row_shapes import get_messages, load_named_rows
 from hpc_rl.config.rules import sglang_rules, vllm_rules
 from hpc_rl.config.rules.consistency import find_server_backend, is_default, list_given, list_server_pools
@@ -38,7 +44,7 @@ def check_sources(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Ref
                 option=f"{name}.path", kind=Kind.CONFLICT, why=why, use="keep one", related=(f"{name}.url",)
             )
         elif pool.url:
-            yield from _check_endpoint(name, pool)
+            yield from _check_endpoint(name, pool, is_teacher=key == find_teacher_pool(config))
         elif pool.path:
             for option in _OF_ENDPOINTS:
                 if getattr(pool, option):
@@ -53,9 +59,9 @@ def _refuse_idle(option: str, why: str, *related: str) -> Refusal:
     return Refusal(option=option, kind=Kind.NO_EFFECT, why=why, use="remove it", related=related)
 
 
-def _check_endpoint(name: str, pool: PoolConfig) -> Iterator[Refusal]:
+def _check_endpoint(name: str, pool: PoolConfig, is_teacher: bool) -> Iterator[Refusal]:
     for option in _OF_SERVERS:
-        if getattr(pool, option):
+        if getattr(pool, option) and not (option == "tokenizer_path" and is_teacher):
             why = f"has no effect with {name}.url: the endpoint has its own"
             yield _refuse_idle(f"{name}.{option}", why, f"{name}.url")
     if not re.fullmatch(_URL, pool.url):
@@ -209,7 +215,7 @@ def check_asked(config: GRPOConfig, explicit: Collection[str]) -> Iterator[Refus
     rollout = config.rollout
     if ":" in rollout.workflow or ":" in rollout.reward_fn:  # the user's code may ask any pool
         return
-    used = _list_chat_pools(config) + list_reward_models(config)
+    used = [*_list_chat_pools(config), *list_reward_models(config), find_teacher_pool(config)]
     for name in config.pools:
         if name not in used:
             others = f"rollout.workflow {rollout.workflow} and rollout.reward_fn {rollout.reward_fn}"

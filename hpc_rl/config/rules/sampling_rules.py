@@ -1,8 +1,10 @@
 """Notes about sampling options that the loss does not account for.
 
 The trainer computes log-probabilities of the whole distribution at the sampling temperature. Servers return
-the same values if only the temperature changes the distribution. With top_p, top_k and min_p they still
-return these values, but sample from a part of the distribution. Penalties change the returned values.
+the same values if only the temperature changes the distribution. With top_p, top_k and min_p, SGLang and the
+embedded engine still return these values, but sample from a part of the distribution; vLLM returns the values
+of that part, so `lacks` in core/backends.py refuses them. Penalties and min_new_tokens change the returned
+values on every backend that has them. `tests/helpers/conformance.py` shows this with real servers.
 """
 
 from collections.abc import Iterator
@@ -10,26 +12,38 @@ from collections.abc import Iterator
 from hpc_rl.config.options.experiment import GRPOConfig
 from hpc_rl.config.options.inference import GenerationHyperparameters
 from hpc_rl.config.rules.consistency import find_server_backend
+from hpc_rl.core.algorithms import ALGORITHMS
 from hpc_rl.core.refusal import Refusal, make_note
 
-_CUT_OFF = ("top_p", "top_k", "min_p")
-_PENALTIES = ("repetition_penalty", "frequency_penalty")
 _USE = "eval_gconfig may have it, so that only evaluations sample so"
+_CUT_OFF = "tokens are sampled from a part of the distribution, and the loss takes them for all of it"
+_RATIO = "the ratio of the loss is not 1 even for the policy that generated"
+_PENALTY = (
+    "{backend} servers return log-probabilities with the penalty, and the trainer computes them without: "
+    f"{_RATIO}"
+)
+_NO_END = (
+    "{backend} servers return log-probabilities without the end-of-sequence tokens for the first tokens, and "
+    f"the trainer computes them with: {_RATIO}"
+)
+REASONS = {  # option of gconfig -> why the loss can't follow it
+    "top_p": _CUT_OFF,
+    "top_k": _CUT_OFF,
+    "min_p": _CUT_OFF,
+    "repetition_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+    "min_new_tokens": _NO_END,
+}
 
 
 def list_notes(config: GRPOConfig) -> Iterator[Refusal]:
+    row = ALGORITHMS.get(config.actor.algorithm)
+    if row is not None and row.sampled_by == "teacher":  # a cross-entropy has no ratio
+        return
     neutral, sampling = GenerationHyperparameters(), config.gconfig
     backend = find_server_backend(config) or "generation"
-    for name in (*_CUT_OFF, *_PENALTIES):
+    for name, reason in REASONS.items():
         value, unused = getattr(sampling, name), getattr(neutral, name)
-        if value == unused:
-            continue
-        if name in _PENALTIES:
-            why = (
-                f"{backend} servers return log-probabilities with the penalty, and the trainer computes them "
-                "without: the ratio of the loss is not 1 even for the policy that generated"
-            )
-        else:
-            why = "tokens are sampled from a part of the distribution, and the loss takes them for all of it"
-        why = f": {why}; use {unused:g} to train, {_USE}"
-        yield make_note(f"gconfig.{name}", why, value=f"{value:g}", is_warning=True)
+        if value != unused:
+            why = f": {reason.format(backend=backend)}; use {unused:g} to train, {_USE}"
+            yield make_note(f"gconfig.{name}", why, value=f"{value:g}", is_warning=True)

@@ -11,6 +11,7 @@ the payload, then the payload: one byte of kind, then
     OUTSIDE as GROUP, then `<i16sBH` environment, key, flags, number of parts; `<Q` index of each part; then
             the encoded group
     ENVIRONMENT msgpack: an environment as it registered
+    DRAW    `<QHIQ` index; data set, row and visit that it has
     NOTE    `<QH` index, bytes of the key; the key in UTF-8; then the workflow's value under it, encoded
 
 A reader stops at the first record that is short or does not match its checksum: the torn tail of a killed
@@ -36,18 +37,20 @@ import xxhash
 from hpc_rl.core.files import Room, is_full
 from hpc_rl.core.trial import fsync_dir
 from hpc_rl.core.types import TrajectoryGroup
+from hpc_rl.datasets.rows import Draw
 
 logger = logging.getLogger(__name__)
 
 MAGIC = b"hpc-rl ledger 1\n"
 FRAME = struct.Struct("<IQ")
-GROUP, REJECT, BASE, OUTSIDE, ENVIRONMENT, NOTE = 1, 2, 3, 4, 5, 6
+GROUP, REJECT, BASE, OUTSIDE, ENVIRONMENT, NOTE, DRAW = 1, 2, 3, 4, 5, 6, 7
 FIRST_OUTSIDE = 1 << 48  # index of the first group from outside; prompts have lower ones
 IS_PART, KEY_OF_CONTENT = 1, 2
 _GROUP = struct.Struct("<BQiiiIId")
 _OUTSIDE = struct.Struct("<i16sBH")
 _REJECT = struct.Struct("<BQi")
 _NOTE = struct.Struct("<BQH")
+_DRAW = struct.Struct("<BQHIQ")
 _SEGMENT = re.compile(r"segment-(\d+)\.ledger")
 MAX_KEY_BYTES = 1000  # of a note
 MAX_NOTE_BYTES = 16 << 20
@@ -145,7 +148,15 @@ class NoteRecord:
     value: bytes
 
 
-Record = GroupRecord | RejectRecord | BaseRecord | EnvironmentRecord | NoteRecord
+@dataclass(frozen=True, slots=True)
+class DrawRecord:
+    """The row of a prompt index."""
+
+    index: int
+    draw: Draw
+
+
+Record = GroupRecord | RejectRecord | BaseRecord | EnvironmentRecord | NoteRecord | DrawRecord
 
 
 def check_note(key: object, value: bytes = b"") -> None:
@@ -239,6 +250,9 @@ def _unpack(payload: bytes) -> Record:
         _, index, size = _NOTE.unpack_from(payload)
         value_at = _NOTE.size + size
         return NoteRecord(index, payload[_NOTE.size : value_at].decode(), payload[value_at:])
+    if payload[0] == DRAW:
+        _, index, *draw = _DRAW.unpack(payload)
+        return DrawRecord(index, Draw(*draw))
     content = msgpack.unpackb(payload[1:], strict_map_key=False)
     return EnvironmentRecord(content) if payload[0] == ENVIRONMENT else BaseRecord(content)
 
@@ -296,6 +310,9 @@ class Ledger:
     def append_note(self, record: NoteRecord) -> RecordPlace:
         key = record.key.encode()
         return self._append(_NOTE.pack(NOTE, record.index, len(key)) + key + record.value)
+
+    def append_draw(self, record: DrawRecord) -> RecordPlace:
+        return self._append(_DRAW.pack(DRAW, record.index, *astuple(record.draw)))
 
     def append_base(self, content: dict[str, Any]) -> RecordPlace:
         return self._append(bytes([BASE]) + msgpack.packb(content))

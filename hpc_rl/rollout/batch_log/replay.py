@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from hpc_rl.core.trial import load_object, write_json
-from hpc_rl.datasets.rows import check_same_rows
+from hpc_rl.datasets.rows import Draw, RowKey, check_same_rows
 from hpc_rl.rollout.batch_log.ledger import (
     FIRST_OUTSIDE,
     OF_USER_CODE,
     BaseRecord,
+    DrawRecord,
     EnvironmentRecord,
     GroupRecord,
     LedgerDamaged,
@@ -118,6 +119,11 @@ class LogState:
     counted_to: int = FIRST_OUTSIDE  # a base record has counted groups with a smaller index in `taken`
     environments: dict[int, dict[str, Any]] = field(default_factory=dict)  # by env_id, as they registered
     notes: dict[int, dict[str, NotePlace]] = field(default_factory=dict)  # of open prompts: index -> key
+    # rows of prompts that are open, in a batch that is not trimmed, or may be issued again
+    draws: dict[int, Draw] = field(default_factory=dict)
+    next_visits: dict[int, int] = field(default_factory=dict)  # by data set, after all draws
+    rates: dict[RowKey, float] = field(default_factory=dict)  # mean reward of each row's latest group
+    trimmed_rates: dict[RowKey, float] = field(default_factory=dict)  # the same, of trimmed batches only
 
     @property
     def top(self) -> int:
@@ -173,8 +179,15 @@ class LogState:
         if self.is_open(record.index):
             self.notes.setdefault(record.index, {}).setdefault(record.key, (record.value, place))
 
+    def add_draw(self, index: int, draw: Draw) -> None:
+        """Keep the row of a prompt; the first of two for one index counts."""
+        if index not in self.draws:
+            self.draws[index] = draw
+            self.next_visits[draw.part] = max(draw.visit + 1, self.next_visits.get(draw.part, 0))
+
     def add_seal(self, seal: Seal) -> None:
         self.seals[seal.step] = seal
+        self.rates.update(seal.rates)
         self.staleness.update(seal.staleness)
         self.consumed += len(seal.places)
         self.lineage = max(self.lineage, seal.lineage)
@@ -194,6 +207,8 @@ class LogState:
 
     def trim(self, step: int) -> None:
         """Forget batches up to `step` and earlier rejections, except rejections by user code."""
+        self.trimmed_rates = self._find_rates(step)
+        self.draws = self._find_draws(step)
         self.seals = {number: seal for number, seal in self.seals.items() if number > step}
         self.trimmed = max(self.trimmed, step)
         self.rejected = {record.index: record for record in self._list_remembered(step)}
@@ -207,6 +222,22 @@ class LogState:
         by_code = [record.index for record in self.rejected.values() if record.reason in OF_USER_CODE]
         kept = {*by_code[-KEPT_REJECTIONS:]}
         return [record for record in self.rejected.values() if record.index in kept or record.version >= step]
+
+    def _find_rates(self, step: int) -> dict[RowKey, float]:
+        """Return the mean reward of each row's latest group in the batches up to `step`."""
+        rates = dict(self.trimmed_rates)
+        for number, seal in sorted(self.seals.items()):
+            if number <= step:
+                rates.update(seal.rates)
+        return rates
+
+    def _find_draws(self, step: int) -> dict[int, Draw]:
+        """Return the draws that survive a trim of batches up to `step`."""
+        kept = {index for number, seal in self.seals.items() if number > step for index in seal.places}
+        kept |= {record.index for record in self._list_remembered(step)}
+        return {
+            index: draw for index, draw in self.draws.items() if index in kept or not self.is_resolved(index)
+        }
 
     def summarize(self, step: int) -> dict[str, Any]:
         """Return the content of the base record that replaces all batches up to `step`, and rejections."""
@@ -224,6 +255,9 @@ class LogState:
             "floor": self.resolved.floor,
             "above": sorted(self.resolved.above),
             "renewal": asdict(self.new_batches) if self.new_batches else None,
+            "draws": [[index, *astuple(draw)] for index, draw in self._find_draws(step).items()],
+            "next_visits": self.next_visits,
+            "rates": [[*key, rate] for key, rate in self._find_rates(step).items()],
             "outside": {
                 "floor": self.resolved_outside.floor,
                 "above": sorted(self.resolved_outside.above),
@@ -244,6 +278,13 @@ class LogState:
         self.resolved.raise_floor(content["floor"])
         for index in content["above"]:
             self.resolved.add(index)
+        # logs from versions without draws lack them
+        for index, *draw in content.get("draws", ()):
+            self.add_draw(index, Draw(*draw))
+        for part, visit in content.get("next_visits", {}).items():
+            self.next_visits[part] = max(visit, self.next_visits.get(part, 0))
+        self.trimmed_rates = {(part, row): rate for part, row, rate in content.get("rates", ())}
+        self.rates = dict(self.trimmed_rates)
         # logs from versions without groups from outside lack it
         outside = content.get("outside") or {"floor": 0, "above": [], "environments": []}
         self.resolved_outside.raise_floor(outside["floor"])
@@ -316,6 +357,8 @@ def replay(records: list[tuple[RecordPlace, Record]], seals: dict[int, Seal]) ->
             state.environments[record.facts["env_id"]] = record.facts
         elif isinstance(record, BaseRecord):
             continue
+        elif isinstance(record, DrawRecord):
+            state.add_draw(record.index, record.draw)
         elif isinstance(record, NoteRecord):
             state.add_note(record, place)
         elif isinstance(record, OutsideRecord) and state.is_resolved(record.index):

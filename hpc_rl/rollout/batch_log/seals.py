@@ -8,7 +8,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +18,7 @@ import msgpack
 import xxhash
 
 from hpc_rl.core.trial import create_exclusive, fsync_dir, load_json, write_json
+from hpc_rl.datasets.rows import Draw, RowKey
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, Ledger, LedgerDamaged, RecordPlace, get_segment_path
 from hpc_rl.rollout.staleness import compute_staleness
 
@@ -38,6 +39,7 @@ class Seal:
     num_bytes: int
     checksum: str
     counters: dict[str, float] = field(default_factory=dict)
+    rates: dict[RowKey, float] = field(default_factory=dict)  # mean reward of the group of each row
 
 
 def encode_batch(step: int, groups: list[bytes]) -> bytes:
@@ -58,10 +60,15 @@ class Batches:
         self.ledger = ledger
 
     def seal(
-        self, step: int, lineage: int, groups: dict[int, tuple[GroupRecord, RecordPlace]]
+        self,
+        step: int,
+        lineage: int,
+        groups: dict[int, tuple[GroupRecord, RecordPlace]],
+        draws: Mapping[int, Draw],
     ) -> tuple[Seal, bytes, bool]:
         """Commit the ledger, then try to make this the batch of `step`.
 
+        `draws` has the rows of prompt indexes, as far as they are known.
         Return (the seal that holds, its bytes, whether it is ours). Raises OSError.
         """
         self.ledger.commit()
@@ -79,6 +86,11 @@ class Batches:
             counters={
                 "older_lineage": float(sum(one.oldest_lineage < lineage for one, _ in groups.values()))
             },
+            rates={
+                draws[index].key: record.reward_sum / max(1, record.num_trajectories)
+                for index, (record, _) in groups.items()
+                if index in draws
+            },
         )
         self.ledger.check_owned({place.segment for place in places.values()})
         content = {
@@ -89,6 +101,7 @@ class Batches:
             "num_bytes": seal.num_bytes,
             "xxh3": seal.checksum,
             "counters": seal.counters,
+            "rates": [[*key, rate] for key, rate in seal.rates.items()],
         }
         text = json.dumps(content)
         if self.ledger.room.write(f"batch {step}", lambda: create_exclusive(self._get_path(step), text)):
@@ -167,6 +180,7 @@ def _load_seal(path: Path) -> Seal | None:
             num_bytes=data["num_bytes"],
             checksum=data["xxh3"],
             counters=data["counters"],
+            rates={(part, row): rate for part, row, rate in data.get("rates", ())},  # not in older logs
         )
     except (KeyError, TypeError, ValueError):  # missing, not JSON, or not a seal
         return None

@@ -23,7 +23,7 @@ from hpc_rl.core.errors import ConfigError
 from hpc_rl.core.refusal import Kind, Refusal
 from hpc_rl.rollout.batch_log.ledger import RejectReason
 from hpc_rl.rollout.rewards.answers import final_answer
-from hpc_rl.rollout.rewards.tasks import countdown, thinks_then_answers
+from hpc_rl.rollout.rewards.tasks import countdown, no_reward, thinks_then_answers
 from hpc_rl.rollout.user_errors import find_user_frame
 
 _PART = re.compile(r"[\w.@/-]{1,100}")
@@ -184,6 +184,7 @@ BUILTINS: dict[str, Callable[..., float]] = {
     "final_answer": final_answer,
     "format": thinks_then_answers,
     "countdown": countdown,
+    "none": no_reward,
 }
 # built-ins that run like the user's code
 LIMITED = {

@@ -51,6 +51,11 @@ def length(
     return reward
 
 
+def no_reward(prompt: Any, completion: str, **_columns: Any) -> float:
+    """0 for every completion: a teacher has the only signal."""
+    return 0.0
+
+
 def countdown(prompt: Any, completion: str, nums: Sequence[int], target: int, **_columns: Any) -> float:
     """1 if the completion's expression uses each of the row's `nums` once and makes its `target`.
 

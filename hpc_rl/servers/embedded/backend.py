@@ -28,16 +28,19 @@ from hpc_rl.servers.embedded.changes import PreparedChanges, read_changes
 from hpc_rl.servers.embedded.decode_batch import Sequence
 from hpc_rl.servers.embedded.decoder import Model
 from hpc_rl.servers.embedded.engine import EmbeddedEngine
+from hpc_rl.servers.embedded.given_tokens import compute_logprobs
 from hpc_rl.servers.embedded.receive import WeightReceiver
 from hpc_rl.servers.embedded.scorer import EmbeddedScorer
 from hpc_rl.servers.weight_group import run_in_thread
 from hpc_rl.servers.wire import (
+    LOGPROBS,
     PART_S,
     SamplingParams,
     SendParts,
     cut_spans,
     make_answer,
     make_refusal,
+    parse_given,
     parse_pause_mode,
     parse_sampling,
     split,
@@ -251,6 +254,15 @@ class EmbeddedBackend:
         if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(settle)
 
+    async def _compute_logprobs(self, body: dict[str, Any]) -> list[dict[str, Any]]:
+        inputs, top_k = parse_given(body)
+        model = self.engine.model
+        if (most := max(max(one.ids) for one in inputs)) >= model.vocab_size:
+            raise RequestRefused(f"input_ids must be below {model.vocab_size}, got {most}")
+        if (longest := max(len(one.ids) for one in inputs)) > model.context_length:
+            raise RequestRefused(f"{longest} input tokens exceed the model's {model.context_length}")
+        return await self._in_engine(lambda: compute_logprobs(model.module, inputs, top_k))
+
     async def _chat(self, body: dict[str, Any]) -> dict[str, Any]:
         tokenizer = self._require_tokenizer()
         request, stops = convert_request(body, tokenizer, self.engine.model.context_length)
@@ -352,6 +364,7 @@ class EmbeddedBackend:
     _HANDLERS = {  # noqa: RUF012 (a table, never changed)
         "/generate": _generate,
         "/v1/chat/completions": _chat,
+        LOGPROBS: _compute_logprobs,
         "/pause_generation": _pause,
         "/continue_generation": _continue,
         "/abort_request": _abort,

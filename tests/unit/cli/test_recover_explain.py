@@ -229,7 +229,7 @@ def test_a_batch_that_is_lost_keeps_newer_generations_where_they_are(trial, caps
     batches = Batches(trial.rollout, log)
     for step in range(1, 10):
         record = GroupRecord(step, 0, 0, 0, 1, 1, 0.0)
-        batches.seal(step, 0, {step: (record, log.append_group(record, b"group"))})
+        batches.seal(step, 0, {step: (record, log.append_group(record, b"group"))}, {})
     log.close()
     broken = {
         "a seal": trial.batches / "00000005.seal",

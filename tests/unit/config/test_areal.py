@@ -5,6 +5,7 @@ Four whole files are in areal/; every other example is one of them with the diff
 
 import csv
 import itertools
+import json
 import re
 import subprocess
 import sys
@@ -592,3 +593,22 @@ def test_what_a_saved_file_spells_out_for_the_reference_model_and_attention_mean
     found = load([path], ["cluster.n_gpus_per_node=0"])
     assert "actor.attn_impl" not in found.explicit
     assert check(found, files=False).config.actor.attn_impl == "sdpa"
+
+
+MODEL_ONLY = ["experiment_name=e", "trial_name=t", "train_dataset.path=/d", "actor.path=/m"]
+
+
+def test_a_teacher_to_learn_from_is_a_pool_of_servers(tmp_path):
+    """AReaL's teacher is another model in the trainer's ranks; ours has servers."""
+    given = {"path": "/big", "backend": "fsdp:d1t4", "distill_loss_weight": 0.01, "optimizer": None}
+    options = [*MODEL_ONLY, "allocation_mode=sglang[rollout]:d4+sglang[teacher]:d2+fsdp:d2"]
+    loaded = check(load([], [*options, f"teacher={json.dumps(given)}"]), files=False)
+    config = loaded.config
+    assert (type(config), config.actor.algorithm) == (GRPOConfig, "opd")
+    assert config.pools["teacher"].path == "/big"
+    # AReaL's default of the weight that is not given
+    assert (config.distillation.rl_loss_weight, config.distillation.distill_loss_weight) == (1.0, 0.01)
+    notes = "\n".join(map(str, loaded.notes))
+    assert "teacher.backend, teacher.optimizer: no effect: the teacher has servers" in notes
+    with pytest.raises(ConfigError, match=r"allocation_mode .*has no servers for it"):
+        check(load([], [*MODEL_ONLY, f"teacher={json.dumps(given)}"]), files=False)

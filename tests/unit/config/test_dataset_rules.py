@@ -25,7 +25,11 @@ CHAT = {"messages": [{"role": "user", "content": "1+2="}], "answer": "3"}
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
-    """A model's directory with a tokenizer; its weights are never read."""
+    return make_place(tmp_path)
+
+
+def make_place(tmp_path: Path) -> Path:
+    """Make a model's directory with a tokenizer; its weights are never read."""
     model = tmp_path / "model"
     make_tokenizer().save_pretrained(model)
     (model / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": 64}))

@@ -22,6 +22,7 @@ def collect_warnings(*options: str, base=SGLANG) -> list[str]:
         ("gconfig.min_p=0.1", "sampled from a part of the distribution"),
         ("gconfig.repetition_penalty=1.2", "sglang servers return log-probabilities with the penalty"),
         ("gconfig.frequency_penalty=0.5", "sglang servers return log-probabilities with the penalty"),
+        ("gconfig.min_new_tokens=4", "without the end-of-sequence tokens"),
     ],
 )
 def test_sampling_that_the_loss_can_not_follow(option, words):
@@ -30,6 +31,43 @@ def test_sampling_that_the_loss_can_not_follow(option, words):
     assert f"{name} {value}: " in note and words in note
     held_out = option.replace("gconfig", "eval_gconfig")
     assert collect_warnings(held_out, "valid_dataset.path=/d") == []
+
+
+REFUSED = {  # backend -> the options that it lacks
+    "embedded": ("min_p", "repetition_penalty", "frequency_penalty"),
+    "sglang": (),
+    "vllm": ("top_p", "top_k", "min_p"),
+}
+VALUES = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "frequency_penalty": 0.5}
+VALUES |= {"min_new_tokens": 4}
+
+
+@pytest.mark.parametrize("backend", REFUSED)
+@pytest.mark.parametrize("name", VALUES)
+def test_each_backend_reproduces_refuses_or_explains_a_sampling_option(backend, name):
+    base = [*BASE, f"allocation_mode={backend}:d4+fsdp:d4", "train_dataset.batch_size=64"]
+    base += ["cluster.n_gpus_per_node=0"] if backend == "embedded" else []
+    options = ["gconfig.temperature=0.7", f"gconfig.{name}={VALUES[name]}"]
+    if name in REFUSED[backend]:
+        with pytest.raises(RulesRefuse, match=rf"gconfig\.{name} .*can't be used with {backend} servers"):
+            collect_warnings(*options, base=base)
+    else:
+        (note,) = collect_warnings(*options, base=base)
+        assert f"gconfig.{name} {VALUES[name]}: " in note
+        if name in ("repetition_penalty", "frequency_penalty", "min_new_tokens"):
+            assert f"{backend} servers return log-probabilities with" in note
+
+
+def test_a_teachers_samples_may_be_drawn_in_any_way():
+    words = ["actor.algorithm=sft_distill", "distillation.pool=teacher", "pools.teacher.url=http://h/v1"]
+    with pytest.raises(RulesRefuse) as caught:  # an endpoint does not sample
+        collect_warnings("gconfig.top_p=0.9", *words)
+    assert "top_p" not in str(caught.value)
+
+
+def test_a_presence_penalty_is_unknown():
+    with pytest.raises(ValueError, match=r"gconfig\.presence_penalty.*use gconfig\.frequency_penalty"):
+        load([], [*SGLANG, "gconfig.presence_penalty=0.5"])
 
 
 def test_temperature_and_neutral_values_need_no_warning():

@@ -175,9 +175,9 @@ def test_the_first_seal_wins_and_the_other_service_reads_what_won(tmp_path):
     one, two = Ledger(tmp_path), Ledger(tmp_path)
     a = one.append_group(record(0), encode(group(0)))
     b = two.append_group(record(1), encode(group(1)))
-    seal, body, ours = Batches(tmp_path, one).seal(1, 1, {0: (record(0), a)})
+    seal, body, ours = Batches(tmp_path, one).seal(1, 1, {0: (record(0), a)}, {})
     assert ours and seal.staleness == {0: 1} and seal.counters == {"older_lineage": 1}
-    other, other_body, others = Batches(tmp_path, two).seal(1, 1, {1: (record(1), b)})
+    other, other_body, others = Batches(tmp_path, two).seal(1, 1, {1: (record(1), b)}, {})
     assert not others and other == seal and other_body == body
     assert load_seals(tmp_path) == {1: seal}
     one.close()
@@ -190,7 +190,7 @@ def test_a_seal_over_a_segment_that_a_later_owner_deleted_is_refused(tmp_path):
     ledger.commit()
     get_segment_path(tmp_path, 0).unlink()
     with pytest.raises(LedgerDamaged):
-        Batches(tmp_path, ledger).seal(1, 0, {0: (record(0), place)})
+        Batches(tmp_path, ledger).seal(1, 0, {0: (record(0), place)}, {})
     assert load_seals(tmp_path) == {}
     ledger.close()
 

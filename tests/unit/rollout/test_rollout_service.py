@@ -22,7 +22,7 @@ from hpc_rl.core.records import LineageRecord
 from hpc_rl.core.trial import Trial
 from hpc_rl.core.types import TrajectoryGroup, WeightVersion, decode, encode
 from hpc_rl.datasets.encode import Prompt
-from hpc_rl.datasets.rows import Rows
+from hpc_rl.datasets.rows import Draw, Rows
 from hpc_rl.rollout.batch_log.judged import Judged
 from hpc_rl.rollout.batch_log.ledger import GroupRecord, list_segments
 from hpc_rl.rollout.batch_log.replay import load_state
@@ -45,6 +45,7 @@ class Prompts:
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
         self.rows = Rows([], {"rows": num_rows, "xxh3": "0"})
+        self.fingerprint = self.rows.fingerprint
 
     def __len__(self) -> int:
         return self.num_rows
@@ -53,6 +54,12 @@ class Prompts:
         return Prompt(index // self.num_rows, index % self.num_rows, {"prompt": "x"}, [1])
 
     in_file_order = at
+
+    def draw(self, index: int, next_visits: dict, rates: dict) -> Draw:
+        return Draw(0, index % self.num_rows, index)
+
+    def get(self, draw: Draw) -> Prompt:
+        return self.at(draw.visit)
 
     def columns(self, position: int) -> dict[str, str]:
         return {"of": "odd" if position % 2 else "even"}

@@ -42,6 +42,7 @@ def trajectory(
         steps=np.where(mask, step, -1).astype(np.int32),
         reward=reward,
         finish_reason=finish,
+        teacher_logprobs=np.where(mask, -1.5, 0.0).astype(np.float32),
     )
 
 
@@ -546,3 +547,37 @@ def test_a_trial_that_learns_nothing_says_so_while_it_runs(tmp_path, caplog):
     recipe.update(12, batch_of([1.0, 0.0]))
     recipe.run.log(12)
     assert recipe.run.idle.in_a_row == 0
+
+
+def test_the_log_probabilities_of_a_teacher_are_the_credit_of_the_tokens(tmp_path):
+    recipe = grpo_recipe(tmp_path, algorithm="opd")
+    batch = batch_of([1.0, 0.0], [1.0, 1.0])
+    rows = [row for group in batch.groups for row in group.trajectories]
+    for row, gap in zip(rows, (0.5, -1.0, 0.0, 2.0), strict=True):
+        row.teacher_logprobs = np.where(row.loss_mask, row.logprobs + gap, 0).astype(np.float32)
+    recipe.update(6, batch)
+    ((sent, weight, _),) = recipe.run.engine.updates
+    # the row that the teacher finds as likely as the policy adds nothing, and counts in the divisor
+    assert weight == 12.0 and sorted(one[-1] for one in sent.columns["credit"]) == [-1.0, 0.5, 2.0]
+    assert all(one[0] == 0 for one in sent.columns["credit"])
+    numbers = recipe.run.stats.take()
+    # the engine's log-probabilities are -1, the teacher's -1.5, -3 and 0
+    assert numbers["teacher_kl"] == pytest.approx(np.mean([-1 + 1.5, -1 + 3, -1 - 0]))
+    # a policy that is recomputed at the start of the step
+    recipe = grpo_recipe(tmp_path, algorithm="opd", recompute_logprob=True)
+    recipe.update(6, batch)
+    ((sent, _, _),) = recipe.run.engine.updates
+    assert sorted(one[-1] for one in sent.columns["credit"]) == [-2.0, -1.0, -0.5, 1.0]
+
+
+def test_samples_of_a_teacher_have_a_cross_entropy_and_no_mismatch(tmp_path):
+    recipe = grpo_recipe(tmp_path, algorithm="sft_distill")
+    batch = batch_of([1.0, 0.0], [1.0, 1.0])
+    for group in batch.groups:
+        for row in group.trajectories:
+            row.teacher_logprobs = None  # nobody asks it about its own samples
+    recipe.update(6, batch)
+    ((sent, weight, _),) = recipe.run.engine.updates
+    assert len(sent) == 4 and weight == 12.0
+    numbers = recipe.run.stats.take()
+    assert numbers["loss"] == 1.0 and not any(name.startswith("mismatch_log_w_m") for name in numbers)
