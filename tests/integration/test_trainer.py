@@ -133,6 +133,7 @@ def test_rows_without_advantage_change_nothing(toy, tmp_path, monkeypatch):
                 dtype="float32",
                 gradient_checkpointing=False,
                 ppo_n_minibatches=2,
+                kl_ctl=0.0,
                 adv_norm=NormConfig(mean_level="group", std_level="group"),
             ),
         )
